@@ -1,0 +1,1 @@
+"""Pre-train text encoders by replaced-token detection (ELECTRA)."""
