@@ -276,10 +276,11 @@ def initialise(model: Electra, config: Config) -> None:
     random = torch.Generator().manual_seed(config.train.seed)
     modern = config.model.architecture == "modern"
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
-            continue
         with torch.no_grad():
-            if not modern or ".token" in name:
+            if parameter.dim() < 2:
+                # nn.Linear draws its biases; norms' weights stay 1.
+                nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.ones_(parameter)
+            elif not modern or ".token" in name:
                 # trunc_normal_'s bounds are absolute: two standard deviations.
                 nn.init.trunc_normal_(parameter, std=0.02, a=-0.04, b=0.04, generator=random)
             elif name.endswith(("attention_out.weight", "feed_forward_out.weight")):
