@@ -21,7 +21,7 @@ DEMO   := $(CACHE)/$(TREE)/demo
 # $(call environment,FOLDER,EXTRAS): an empty environment with the wheel and its dependencies.
 define environment
 	$(TOOLS)/bin/uv venv --quiet --clear --python $(TOOLS)/bin/python $(1)
-	$(TOOLS)/bin/uv pip install --quiet --python $(1)/bin/python \
+	$(TOOLS)/bin/uv pip install --python $(1)/bin/python \
 	    "electra-fast$(2) @ file://$$(ls $(CURDIR)/dist/electra_fast-*.whl)" $(foreach r,$(TORCH),'$(r)')
 endef
 
@@ -40,7 +40,7 @@ demo: wheel
 	$(DEMO)/bin/electra-fast demo --out demo
 
 test: lint
-	cargo test --locked --workspace
+	cargo test --release --locked --workspace
 	cd $(ENV) && bin/pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests $(PYTEST)
 
 lint: env
@@ -48,7 +48,7 @@ lint: env
 	$(ENV)/bin/ruff format --check .
 	$(ENV)/bin/mypy --strict
 	cargo fmt --all --check
-	cargo clippy --locked --workspace --all-targets -- -D warnings
+	cargo clippy --release --locked --workspace --all-targets -- -D warnings
 
 wheel: $(TOOLS)/bin/maturin
 	rm -f dist/electra_fast-*.whl
