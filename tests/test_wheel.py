@@ -13,8 +13,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import electra_fast
 import pytest
+
+import electra_fast
 
 TREE = Path(__file__).resolve().parent.parent
 SITE_PACKAGES = Path(sysconfig.get_paths()["platlib"]).resolve()
