@@ -4,3 +4,19 @@
 //! Reading it: `shard` → `order`, `pack` → `mask` → `batch`.
 
 pub mod error;
+pub mod shard;
+pub mod store;
+
+mod durable;
+mod format;
+mod job;
+mod manifest;
+mod mapped;
+#[cfg(test)]
+mod testing;
+mod writer;
+
+pub use error::{Error, Result};
+pub use manifest::SpecialTokens;
+pub use shard::Shard;
+pub use store::Corpus;
