@@ -4,3 +4,5 @@
 //! Reading it: `shard` → `order`, `pack` → `mask` → `batch`.
 
 pub mod error;
+pub mod order;
+pub mod philox;
