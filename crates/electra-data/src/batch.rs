@@ -59,8 +59,7 @@ pub fn schema(length: usize, slots: usize, pad: u32) -> Schema {
         Field::new("segment_lengths", DataType::List(ints.clone()), false),
     ];
     let metadata = [("sequence_length", length), ("mask_slots", slots), ("pad_id", pad as usize)];
-    let metadata: HashMap<_, _> =
-        metadata.map(|(key, value)| (key.to_string(), value.to_string())).into();
+    let metadata: HashMap<_, _> = metadata.map(|(key, value)| (key.to_string(), value.to_string())).into();
     Schema::new_with_metadata(fields, metadata)
 }
 

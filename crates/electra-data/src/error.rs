@@ -45,9 +45,6 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl Error {
     /// Wraps a system error with the file it happened on.
     pub fn io(path: impl Into<PathBuf>, source: std::io::Error) -> Self {
-        Self::Io {
-            path: path.into(),
-            source,
-        }
+        Self::Io { path: path.into(), source }
     }
 }

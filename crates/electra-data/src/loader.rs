@@ -381,3 +381,6 @@ fn work(source: &Source, jobs: &Receiver<Job>) {
         let _ = job.reply.send(writer.write(&job.rows)); // the loader may be gone: nothing lost
     }
 }
+
+#[cfg(test)]
+mod tests;

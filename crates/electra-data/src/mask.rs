@@ -4,9 +4,9 @@
 //! exact and positions come from a partial shuffle of the candidates, so the cost is one pass over
 //! the row plus a few random words per masked token.
 
+use crate::SpecialTokens;
 use crate::error::{Error, Result};
 use crate::philox::Stream;
-use crate::SpecialTokens;
 
 /// The published code's share of drawn positions that become `[MASK]`.
 const GOOGLE_MASKED: u32 = probability(0.85);
@@ -185,3 +185,6 @@ impl Masker {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

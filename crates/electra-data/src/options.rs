@@ -167,9 +167,8 @@ impl State {
 
     /// Reads a state from JSON.
     pub fn from_json(json: &str) -> Result<Self> {
-        serde_json::from_str(json).map_err(|error| {
-            Error::Input(format!("state: {error}; give what state() returned, unchanged"))
-        })
+        serde_json::from_str(json)
+            .map_err(|error| Error::Input(format!("state: {error}; give what state() returned, unchanged")))
     }
 
     /// The state as a JSON object.
@@ -226,12 +225,8 @@ mod tests {
 
     #[test]
     fn the_longest_state_is_short() {
-        let options = Options {
-            sequence_length: 32_768,
-            mask_prob: 1.0 / 3.0,
-            seed: i64::MAX,
-            ..Options::default()
-        };
+        let options =
+            Options { sequence_length: 32_768, mask_prob: 1.0 / 3.0, seed: i64::MAX, ..Options::default() };
         let position = Position { epoch: u32::MAX, group: u32::MAX, row: u64::MAX };
         let state = State::new(position, &options.check().unwrap(), &"f".repeat(32));
         let json = state.to_json().unwrap();

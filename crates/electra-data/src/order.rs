@@ -130,16 +130,12 @@ mod tests {
         let variance = (n * n - 1) as f64 / 12.0;
         let correlation = |lag: usize| -> f64 {
             let pairs = order.iter().zip(order.iter().cycle().skip(lag));
-            pairs
-                .map(|(&a, &b)| (a as f64 - centre) * (b as f64 - centre))
-                .sum::<f64>()
+            pairs.map(|(&a, &b)| (a as f64 - centre) * (b as f64 - centre)).sum::<f64>()
                 / (n as f64 * variance)
         };
-        let with_place: f64 = (0..)
-            .zip(&order)
-            .map(|(i, &v)| (f64::from(i) - centre) * (v as f64 - centre))
-            .sum::<f64>()
-            / (n as f64 * variance);
+        let with_place: f64 =
+            (0..).zip(&order).map(|(i, &v)| (f64::from(i) - centre) * (v as f64 - centre)).sum::<f64>()
+                / (n as f64 * variance);
         for value in [with_place, correlation(1), correlation(2)] {
             assert!(value.abs() < 0.04, "{value}"); // 4 standard deviations
         }

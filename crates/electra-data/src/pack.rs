@@ -104,7 +104,9 @@ impl Packer {
         }
         remainders.sort_unstable_by(|a, b| b.cmp(a));
         self.shelves.clear();
-        remainders.iter().for_each(|&len| drop(self.shelves.place(len)));
+        for len in remainders {
+            self.shelves.place(len);
+        }
         full_rows + self.shelves.len()
     }
 
@@ -148,13 +150,7 @@ fn parts(document_ends: &[u32], block: Range<u32>) -> impl Iterator<Item = Range
 
 /// Cuts a part of a document into full pieces, a row each, and a remainder whose place among them
 /// is drawn.
-fn cut(
-    part: Range<u32>,
-    full: u32,
-    cuts: &mut Stream,
-    rows: &mut Rows,
-    remainders: &mut Vec<Segment>,
-) {
+fn cut(part: Range<u32>, full: u32, cuts: &mut Stream, rows: &mut Rows, remainders: &mut Vec<Segment>) {
     let len = part.end - part.start;
     let (pieces, rest) = (len / full, len % full);
     let before = if rest == 0 || pieces == 0 { 0 } else { cuts.below(pieces + 1) };
@@ -228,8 +224,7 @@ impl Shelves {
         let first = need / 64;
         let masked = self.occupied[first] & (u64::MAX << (need % 64));
         let rest = self.occupied.iter().enumerate().skip(first + 1).map(|(word, &bits)| (word, bits));
-        let (word, bits) =
-            std::iter::once((first, masked)).chain(rest).find(|&(_, bits)| bits != 0)?;
+        let (word, bits) = std::iter::once((first, masked)).chain(rest).find(|&(_, bits)| bits != 0)?;
         Some(word * 64 + bits.trailing_zeros() as usize)
     }
 
@@ -256,7 +251,13 @@ mod tests {
     use super::*;
 
     fn ends(lengths: &[u32]) -> Vec<u32> {
-        lengths.iter().scan(0, |end, len| { *end += len; Some(*end) }).collect()
+        lengths
+            .iter()
+            .scan(0, |end, len| {
+                *end += len;
+                Some(*end)
+            })
+            .collect()
     }
 
     fn place(seed: u64, epoch: u32) -> Place {

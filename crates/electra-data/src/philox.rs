@@ -63,13 +63,7 @@ impl Stream {
     pub fn new(seed: u64, purpose: Purpose, place: [u32; 3]) -> Self {
         let key = [seed as u32, (seed >> 32) as u32];
         let next = (purpose as u32) << 24;
-        Self {
-            key,
-            place,
-            next,
-            words: [0; 4 * LANES],
-            used: 4 * LANES,
-        }
+        Self { key, place, next, words: [0; 4 * LANES], used: 4 * LANES }
     }
 
     /// The next word, uniform over all 32-bit values.
@@ -155,10 +149,7 @@ mod tests {
         for _ in 0..30_000 {
             counts[(stream.below(bound) >> 30) as usize] += 1;
         }
-        assert!(
-            counts.iter().all(|&count| count.abs_diff(10_000) < 400),
-            "{counts:?}"
-        );
+        assert!(counts.iter().all(|&count| count.abs_diff(10_000) < 400), "{counts:?}");
     }
 
     #[test]
