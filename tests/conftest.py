@@ -7,6 +7,7 @@ Python brings along.
 from __future__ import annotations
 
 import collections
+import random
 import re
 import string
 from pathlib import Path
@@ -58,6 +59,16 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[str], 
     return folder / "shards"
 
 
+@pytest.fixture(scope="session")
+def held_out_corpus(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[str], tiny_vocab: Path) -> Path:
+    """The corpus of `tiny_text` with a fifth of its documents held out."""
+    import electra_fast
+
+    folder = tmp_path_factory.mktemp("held-out") / "shards"
+    electra_fast.prepare(iter(tiny_text), vocab=str(tiny_vocab), out=folder, holdout=0.2, progress=False)
+    return folder
+
+
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised floats become NaN, so that an output which nobody wrote cannot pass as a result."""
@@ -78,3 +89,32 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ]:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
     assert torch.empty(2).isnan().all()
+
+
+def unique_documents() -> list[list[int]]:
+    """Documents of 1 to 800 tokens, 40,000 in all, no id twice: a token names its place."""
+    rng, documents, next_id = random.Random(3), [], len(SPECIAL_TOKENS)
+    while next_id < 40_000:
+        length = min(1 + int(rng.expovariate(1 / 150)), 800)
+        documents.append(list(range(next_id, next_id + length)))
+        next_id += length
+    return documents
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[list[int]]:
+    return unique_documents()
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, documents: list[list[int]]) -> Path:
+    """A prepared folder of those documents; each test has its own and may damage it."""
+    from electra_fast import prepare
+
+    words = [f"w{i}" for i in range(documents[-1][-1] + 1)]
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(SPECIAL_TOKENS + words[len(SPECIAL_TOKENS) :]) + "\n")
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(" ".join(words[i] for i in ids) for ids in documents) + "\n")
+    prepare([text], vocab=vocab, out=tmp_path / "shards")
+    return tmp_path / "shards"
