@@ -206,6 +206,7 @@ class Electra(nn.Module):
             raise ValueError("model.vocab_size is 0: set it, or take it from a corpus")
         self.config = config
         self.has_discriminator = config.objective.name != "mlm"
+        self.has_generator = True  # `huggingface.read_models` says otherwise of a discriminator alone
         shape = config.generator_shape() if self.has_discriminator else config.model
         self.generator_embeddings = Embeddings(shape)
         self.generator = Encoder(shape)
@@ -221,6 +222,8 @@ class Electra(nn.Module):
         self, ids_T: Tensor, positions_T: Tensor, types_T: Tensor, segments: Segments, dtype: torch.dtype
     ) -> Tensor:
         """The generator's last hidden states; [T] → [T, D of the generator]."""
+        if not self.has_generator:
+            raise ValueError("this model was read from a discriminator alone and has no generator")
         x_TE = self.generator_embeddings(ids_T, positions_T, types_T, dtype)
         hidden: Tensor = self.generator(x_TE, positions_T, segments)
         return hidden
@@ -235,7 +238,7 @@ class Electra(nn.Module):
     ) -> Tensor:
         """The discriminator's logits, positive = "replaced"; [T] → [T]."""
         if not self.has_discriminator:
-            raise ValueError('this model was trained with objective.name = "mlm" and has no discriminator')
+            raise ValueError('this model has a generator only (objective.name = "mlm") and no discriminator')
         hidden_TD = self.discriminator(self.embeddings(ids_T, positions_T, types_T, dtype), positions_T, segments)
         logits: Tensor = self.discriminator_head(hidden_TD)
         return logits
