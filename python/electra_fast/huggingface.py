@@ -268,11 +268,11 @@ def _tying(
     }
     own = [_own(folders[role] / "config.json", table) for role, table in tables.items()]
     shared = not any(config is not None and config.model.tying == "none" for config in own)
-    state: State | None = {}
+    state: State = {}
     if any(weights.is_multiplied(shape) for shape in shapes.values()):
-        state = weights.factored(products, shapes) if shared else None
-        if state is None:
-            shared, state = False, _factored_apart(folders, products, shapes)
+        together = weights.factored(products, shapes) if shared else None
+        shared = together is not None
+        state = _factored_apart(folders, products, shapes) if together is None else together
     elif len(shapes) == 2:
         shared = all(torch.equal(a, b) for a, b in _embedding_pairs(shapes, tensors))
     if len(shapes) == 1:
