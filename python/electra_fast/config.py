@@ -92,8 +92,9 @@ class ObjectiveConfig(_Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(_Section):
-    """`[data]`: how rows are cut, packed and masked."""
+    """`[data]`: the corpus and how its rows are cut, packed and masked."""
 
+    corpus: str = _key("", "folder written by `electra-fast prepare` (--data)")
     sequence_length: int = _key(128, "tokens a row, [CLS] and [SEP] included", low=8, high=32768)
     masking: str = _key("google", "how positions are drawn and masked", choices=("paper", "google", "bert"))
     mask_prob: float = _key(0.15, "share of a row's tokens to mask", low=0, high=0.9, open_low=True)
@@ -124,8 +125,9 @@ class OptimizerConfig(_Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(_Section):
-    """`[train]`: length, batch, precision and cadence of a run."""
+    """`[train]`: the run's folder, length, batch, precision and cadence."""
 
+    out: str = _key("", "the run's folder (--out)")
     steps: int = _key(1_000_000, "optimizer steps", low=1)
     batch_size: int = _key(128, "rows of sequence_length a step, over all ranks", low=1)
     accumulate: int = _key(1, "micro-batches a step and rank", low=1)

@@ -34,7 +34,8 @@ def schedule_factor(config: OptimizerConfig, step: int, num_steps: int) -> float
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     """Euclidean norm over all tensors together: fp32 scalar."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
+    norm: Tensor = torch.stack(torch._foreach_norm(list(tensors))).norm()
+    return norm
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
