@@ -9,6 +9,8 @@ Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden, N 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -279,14 +281,23 @@ def initialise(model: Electra, config: Config) -> None:
     random = torch.Generator().manual_seed(config.train.seed)
     modern = config.model.architecture == "modern"
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
-            continue
         with torch.no_grad():
-            if not modern or ".token" in name:
-                # trunc_normal_'s bounds are absolute: two standard deviations.
-                nn.init.trunc_normal_(parameter, std=0.02, a=-0.04, b=0.04, generator=random)
+            if parameter.dim() < 2:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # nn.Linear draws its biases
+            elif not modern or ".token" in name:
+                _truncated_normal(parameter, 0.02, random)
             elif name.endswith(("attention_out.weight", "feed_forward_out.weight")):
                 parameter.zero_()
             else:
                 bound = parameter.shape[1] ** -0.5
                 parameter.uniform_(-bound, bound, generator=random)
+
+
+def _truncated_normal(x: Tensor, deviation: float, random: torch.Generator) -> None:
+    """Fills x from a normal truncated at two standard deviations, by inversion.
+
+    Not `nn.init.trunc_normal_`: torch 2.15 draws otherwise than 2.11, and twelve times slower.
+    """
+    mass = math.erf(2 / math.sqrt(2))
+    x.uniform_(-mass, mass, generator=random).erfinv_().mul_(deviation * math.sqrt(2))
+    x.clamp_(-2 * deviation, 2 * deviation)  # a draw at the edge may round beyond it
