@@ -96,7 +96,9 @@ def describe(config: Config, role: str, special_ids: Mapping[str, int]) -> dict[
         table |= _modern_extras(shape, special_ids)
         if role == "discriminator":
             table |= {"id2label": {"0": "replaced"}, "label2id": {"replaced": 0}}
-    return table | {OWN_KEY: dataclasses.asdict(config)}
+    # A published folder tells nothing of the machine that it was made on.
+    own = config.replace({"data": {"corpus": ""}, "train": {"out": ""}})
+    return table | {OWN_KEY: dataclasses.asdict(own)}
 
 
 def _modern_extras(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:
