@@ -20,7 +20,7 @@ from electra_fast import checkpoint
 from electra_fast.config import Config
 from electra_fast.corpus import Corpus
 from electra_fast.electra import Backend
-from electra_fast.huggingface import write_tokenizer
+from electra_fast.huggingface_tokenizer import write_tokenizer
 from electra_fast.ops import choose_attention
 
 # Keys that may change between a run's sessions: where things lie and how often something is written.
