@@ -151,12 +151,8 @@ mod tests {
     #[test]
     fn endless_lines_are_cut_only_at_whitespace() {
         let text = "wörd ".repeat(3 * FRAGMENT / 6) + &"x".repeat(3 * FRAGMENT) + " end";
-        let mut lines = Lines::new(
-            std::io::BufReader::new(text.as_bytes()),
-            Path::new("x"),
-            InvalidUtf8::Error,
-            true,
-        );
+        let mut lines =
+            Lines::new(std::io::BufReader::new(text.as_bytes()), Path::new("x"), InvalidUtf8::Error, true);
         let (mut all, mut count) = (String::new(), 0);
         while let Some(fragment) = lines.next(|e| Error::Input(e.to_string())).unwrap() {
             assert!(fragment.ends_line || fragment.text.ends_with(' '));

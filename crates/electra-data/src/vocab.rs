@@ -163,7 +163,7 @@ fn alphabet_of(counts: &Counts, limit: usize) -> BTreeSet<char> {
 }
 
 fn train(mut counts: Counts, options: &VocabOptions) -> Result<Vec<String>> {
-    let alphabet = alphabet_of(&counts, LARGEST_ALPHABET.min((options.size - SPECIAL.len()) / 4));
+    let alphabet = alphabet_of(&counts, LARGEST_ALPHABET.min((options.size - SPECIAL.len()) / 3));
     counts.retain(|word, _| word.chars().all(|letter| alphabet.contains(&letter)));
     let inner: BTreeSet<char> = counts.keys().flat_map(|word| word.chars().skip(1)).collect();
     let letters = alphabet.iter().map(char::to_string).chain(inner.iter().map(|c| format!("##{c}")));
@@ -244,7 +244,7 @@ mod tests {
 
     #[test]
     fn the_size_is_kept() {
-        assert_eq!(trained(90).lines().count(), 90);
+        assert_eq!(trained(60).lines().count(), 60);
     }
 
     #[test]
