@@ -210,8 +210,8 @@ class Config:
         preset, recipe = table.pop("preset", None), table.pop("recipe", None)
         if recipe is not None and preset is None:
             raise ValueError(f"{path}: recipe = {recipe!r} needs a preset beside it")
-        base = cls() if preset is None else cls.preset(str(preset), str(recipe or "google"))
         try:
+            base = cls() if preset is None else cls.preset(str(preset), str(recipe or "google"))
             return base.replace(table).override(overrides or {})
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None

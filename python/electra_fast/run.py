@@ -20,7 +20,7 @@ from electra_fast import checkpoint
 from electra_fast.config import Config
 from electra_fast.corpus import Corpus
 from electra_fast.electra import Backend
-from electra_fast.huggingface import write_tokenizer
+from electra_fast.huggingface_tokenizer import write_tokenizer
 from electra_fast.ops import choose_attention
 
 # Keys that may change between a run's sessions: where things lie and how often something is written.
@@ -138,7 +138,7 @@ def choose_backend(config: Config, device: torch.device) -> Backend:
 
 def _has_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 

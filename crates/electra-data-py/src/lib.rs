@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 
 mod build;
 mod errors;
+mod loader;
 mod store;
 mod tokenizer;
 
@@ -15,6 +16,8 @@ mod _data {
 
     #[pymodule_export]
     use crate::build::{prepare, train_vocab};
+    #[pymodule_export]
+    use crate::loader::{BatchLoader, RecordBatch};
     #[pymodule_export]
     use crate::store::{Corpus, verify};
     #[pymodule_export]

@@ -1,10 +1,18 @@
 //! Text to masked, packed Arrow batches for replaced-token detection.
 //!
 //! Building a corpus: `corpus` (files to lines) → `tokenize` → `shard`, driven by `prepare`.
-//! Reading it: `shard` → `order`, `pack` → `mask` → `batch`.
+//! Reading it: `shard` → `order`, `pack` → `group` → `mask` → `batch`, driven by `loader`.
 
+pub mod batch;
 pub mod corpus;
 pub mod error;
+pub mod group;
+pub mod loader;
+pub mod mask;
+pub mod options;
+pub mod order;
+pub mod pack;
+pub mod philox;
 pub mod prepare;
 pub mod shard;
 pub mod store;
