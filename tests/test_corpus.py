@@ -189,7 +189,9 @@ def test_what_separates_documents(vocab, tmp_path, documents, expected):
 def test_files_do_not_run_into_each_other(vocab, tmp_path):
     for name, text in [("b", "token"), ("a", "the"), ("c", "shard\n")]:
         (tmp_path / f"{name}.txt").write_text(text)
-    prepare([tmp_path], vocab=vocab, out=tmp_path / "deep/out", documents="blank-line", progress=False)
+    for already in (False, True):  # the second time, the corpus itself lies in the folder too
+        report = prepare([tmp_path], vocab=vocab, out=tmp_path / "deep/out", progress=False)
+        assert report.already_complete == already
     tokenizer, corpus = Tokenizer(vocab), Corpus(tmp_path / "deep/out")
     # vocab.txt lies in the folder too: it is text like any other, and comes last.
     assert [tokenizer.decode(ids) for ids in corpus][:3] == ["the", "token", "shard"]

@@ -10,11 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::durable::{create_folder, is_temp, remove_temps, write_whole};
 use crate::error::{Error, Result};
-use crate::manifest::{MANIFEST, Manifest, ShardEntry};
+use crate::manifest::{MANIFEST, Manifest, PARTS, ShardEntry};
 use crate::store::HOLDOUT;
 
-/// The folder of unit records; its presence without a manifest means unfinished work.
-pub(crate) const PARTS: &str = "parts";
 /// The tag of a run that does every unit.
 pub(crate) const ALL: &str = "all";
 

@@ -11,6 +11,8 @@ use crate::mapped::damaged;
 
 /// The manifest's name inside a corpus.
 pub(crate) const MANIFEST: &str = "manifest.json";
+/// The folder of unit records (see `job`); there without a manifest, it means unfinished work.
+pub(crate) const PARTS: &str = "parts";
 
 /// Ids of the five tokens that training needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -163,7 +165,7 @@ fn no_manifest(dir: &Path, error: std::io::Error) -> Error {
         let hint = "; `electra-fast prepare` makes a corpus".to_owned();
         return Error::NotFound { path: dir.to_owned(), hint };
     }
-    let reason = if dir.join(crate::job::PARTS).exists() {
+    let reason = if dir.join(PARTS).exists() {
         "; it is an unfinished corpus: run the same `electra-fast prepare` again"
     } else {
         "; it is not a corpus: `electra-fast prepare` makes one"

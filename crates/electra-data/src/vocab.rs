@@ -17,12 +17,13 @@ use tokenizers::{
     AddedToken, NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer,
 };
 
-use crate::corpus::{Reading, read_file};
+use crate::corpus::read_file;
 use crate::durable::write_whole;
 use crate::error::{Error, Result};
 use crate::input::Inputs;
 use crate::pipeline::{Batch, Batcher, default_threads, run};
 use crate::prepare::Source;
+use crate::reading::Reading;
 use crate::unit::Progress;
 
 const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
@@ -97,7 +98,7 @@ fn count_words(
     let mut counts = Counts::new();
     let mut reported: Option<Instant> = None;
     let inputs = match &source {
-        Source::Files(paths) => Some(Inputs::expand(paths)?),
+        Source::Files(paths) => Some(Inputs::expand(paths, None)?),
         Source::Documents(_) => None,
     };
     if let Some(inputs) = &inputs {
