@@ -13,7 +13,6 @@ import statistics
 import time
 
 import torch
-
 from electra_fast.data import BatchLoader, to_torch
 
 

@@ -25,7 +25,7 @@ def documents() -> list[list[int]]:
 
 @pytest.fixture
 def corpus(tmp_path: Path, documents: list[list[int]]) -> Path:
-    """A prepared folder of those documents; each test has its own and may damage it."""
+    """Prepare a folder of those documents; each test has its own and may damage it."""
     from electra_fast.data import prepare
 
     words = [f"w{i}" for i in range(documents[-1][-1] + 1)]

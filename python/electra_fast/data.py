@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import pyarrow as pa
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from . import _data
 from ._data import RecordBatch
@@ -142,15 +143,20 @@ def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str,
 
 def _rows(column: Any) -> torch.Tensor:
     """View a fixed-size list column as a matrix; lists have no DLPack, so its flat child goes over."""
-    flat: torch.Tensor = torch.from_dlpack(column.flatten())
+    flat: torch.Tensor = from_dlpack(column.flatten())
     return flat.view(len(column), column.type.list_size)
 
 
 def _segment_ends(lengths: Any, row_length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Cumulative ends of all segments and padding tails, beginning with 0."""
-    offsets = lengths.offsets.to_numpy()
-    segments = lengths.flatten().to_numpy()
-    used = np.diff(np.concatenate(([0], np.cumsum(segments)))[offsets])
-    with_tails = np.insert(segments, offsets[1:], row_length - used)
-    ends = np.concatenate(([0], np.cumsum(with_tails[with_tails > 0])))
-    return ends.astype(np.int32)
+    first, last = lengths.offsets.to_numpy()[:-1], lengths.offsets.to_numpy()[1:]
+    ends = np.cumsum(lengths.flatten().to_numpy(), dtype=np.int32)
+    row_ends = np.arange(1, len(lengths) + 1, dtype=np.int32) * np.int32(row_length)
+    padding = row_ends - ends[last - 1]  # up to and with each row; every row has a segment
+    before = np.zeros_like(padding)
+    before[1:] = padding[:-1]
+    ends += np.repeat(before, last - first)
+    tails = row_ends[ends[last - 1] != row_ends]
+    merged = np.concatenate((np.zeros(1, np.int32), ends, tails))
+    merged.sort(kind="stable")  # two ascending runs: a merge
+    return merged
