@@ -149,7 +149,9 @@ def _rows(column: Any) -> torch.Tensor:
 
 def _segment_ends(lengths: Any, row_length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Cumulative ends of all segments and padding tails, beginning with 0."""
-    first, last = lengths.offsets.to_numpy()[:-1], lengths.offsets.to_numpy()[1:]
+    offsets = lengths.offsets.to_numpy()
+    offsets = offsets - offsets[0]  # a slice keeps its parent's offsets; `flatten` begins at the slice
+    first, last = offsets[:-1], offsets[1:]
     ends = np.cumsum(lengths.flatten().to_numpy(), dtype=np.int32)
     row_ends = np.arange(1, len(lengths) + 1, dtype=np.int32) * np.int32(row_length)
     padding = row_ends - ends[last - 1]  # up to and with each row; every row has a segment

@@ -13,7 +13,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 
-use crate::to_python;
+use crate::errors::raise;
 
 /// How long Ctrl-C may go unnoticed while a batch is awaited.
 const PATIENCE: Duration = Duration::from_millis(50);
@@ -61,7 +61,7 @@ impl BatchLoader {
             epochs,
         };
         let open = || Loader::new(Arc::new(Corpus::open(&corpus)?), &options);
-        let loader = py.detach(open).map_err(to_python)?;
+        let loader = py.detach(open).map_err(raise)?;
         Ok(Self { loader: Mutex::new(loader) })
     }
 
@@ -71,7 +71,7 @@ impl BatchLoader {
 
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<RecordBatch>> {
         loop {
-            match py.detach(|| self.lock().next_within(PATIENCE)).map_err(to_python)? {
+            match py.detach(|| self.lock().next_within(PATIENCE)).map_err(raise)? {
                 Step::Batch(batch) => return Ok(Some(RecordBatch { batch })),
                 Step::Finished => return Ok(None),
                 Step::Waiting => py.check_signals()?,
@@ -81,18 +81,18 @@ impl BatchLoader {
 
     /// The position after the last batch, as JSON.
     fn state(&self, py: Python<'_>) -> PyResult<String> {
-        py.detach(|| self.lock().state().to_json()).map_err(to_python)
+        py.detach(|| self.lock().state().to_json()).map_err(raise)
     }
 
     /// Continues from a state's JSON.
     fn restore(&self, py: Python<'_>, state: &str) -> PyResult<()> {
-        py.detach(|| self.lock().restore(&State::from_json(state)?)).map_err(to_python)
+        py.detach(|| self.lock().restore(&State::from_json(state)?)).map_err(raise)
     }
 
     /// Rows in an epoch.
     #[getter]
     fn num_rows(&self, py: Python<'_>) -> PyResult<u64> {
-        py.detach(|| self.lock().num_rows()).map_err(to_python)
+        py.detach(|| self.lock().num_rows()).map_err(raise)
     }
 }
 

@@ -110,10 +110,6 @@ impl Corpus {
         shard.copy_tokens(u64::from(start), &mut ids)?;
         Ok(ids.into_iter().map(|id| id as u32).collect())
     }
-
-    pub(crate) fn manifest(&self) -> &Manifest {
-        &self.manifest
-    }
 }
 
 /// A file that is shorter than what was written must not be mapped: reading past its end kills.

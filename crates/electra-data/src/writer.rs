@@ -28,6 +28,7 @@ pub(crate) struct ShardSpec {
 pub(crate) struct UnitWriter {
     dir: PathBuf,
     unit: usize,
+    first: usize,
     spec: ShardSpec,
     current: Option<ShardWriter>,
     shards: Vec<ShardEntry>,
@@ -36,7 +37,12 @@ pub(crate) struct UnitWriter {
 impl UnitWriter {
     /// Nothing is created on disk before the first token.
     pub fn new(dir: &Path, unit: usize, spec: ShardSpec) -> Self {
-        Self { dir: dir.to_owned(), unit, spec, current: None, shards: Vec::new() }
+        Self::beginning_at(dir, unit, 0, spec)
+    }
+
+    /// A writer whose first shard has this number.
+    pub fn beginning_at(dir: &Path, unit: usize, first: usize, spec: ShardSpec) -> Self {
+        Self { dir: dir.to_owned(), unit, first, spec, current: None, shards: Vec::new() }
     }
 
     /// Appends tokens to the current line of the current document.
@@ -47,7 +53,7 @@ impl UnitWriter {
         let shard = match &mut self.current {
             Some(shard) => shard,
             empty => {
-                let stem = format!("shard-{:06}-{:03}", self.unit, self.shards.len());
+                let stem = format!("shard-{:06}-{:03}", self.unit, self.first + self.shards.len());
                 empty.insert(ShardWriter::create(&self.dir, stem, &self.spec)?)
             }
         };

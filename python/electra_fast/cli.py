@@ -1,0 +1,307 @@
+"""The command line: parse, call one function, say what came of it.
+
+What a person reads goes to standard error, what a program reads (`--json`) to standard output. A
+mistake of the user's is one line and exit code 2; set ELECTRA_FAST_TRACEBACK=1 to see where it arose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from electra_fast.config import Config, describe_key, key_names
+from electra_fast.presets import RECIPES, SIZES
+
+Handler = Callable[[argparse.Namespace], int | None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    try:
+        options, rest = _parser().parse_known_args(arguments)
+        options.overrides = _overrides(rest) if options.command in ("pretrain", "flops") else _no_more(rest)
+        handler: Handler = options.handler
+        return handler(options) or 0
+    except KeyboardInterrupt:
+        print("electra-fast: interrupted; what was finished is kept, run again to go on", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output (`head`, say) has gone: not an error of ours.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # closed by the interpreter
+        return 0
+    except Exception as error:
+        if os.environ.get("ELECTRA_FAST_TRACEBACK") or not _is_expected(error):
+            raise
+        print(f"electra-fast: error: {_one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _is_expected(error: Exception) -> bool:
+    """Errors that tell the user what to change; anything else is ours, and keeps its traceback."""
+    return isinstance(error, (ValueError, OSError, ArithmeticError)) and bool(str(error))
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
+def _overrides(rest: Sequence[str]) -> dict[str, str]:
+    """`--section.key value` and `--section.key=value` → {"section.key": "value"}."""
+    overrides: dict[str, str] = {}
+    words = list(rest)
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        if not name.startswith("--"):
+            raise ValueError(f"unexpected argument {name!r}")
+        if "." not in name:
+            raise ValueError(f"unknown option {name}; configuration keys are written --section.key value")
+        if not equals:
+            if not words:
+                raise ValueError(f"{name} needs a value")
+            value = words.pop(0)
+        overrides[name.removeprefix("--")] = value
+    return overrides
+
+
+def _no_more(rest: Sequence[str]) -> dict[str, str]:
+    if rest:
+        raise ValueError(f"unknown option {rest[0]!r}; `electra-fast --help` lists the commands")
+    return {}
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+def _print_figures(figures: Mapping[str, Any], as_json: bool) -> None:
+    """One JSON object on standard output, or a line a figure on standard error."""
+    if as_json:
+        print(json.dumps(dict(figures)))
+        return
+    width = max(map(len, figures))
+    for name, value in figures.items():
+        _say(f"{name:<{width}}  {f'{value:.6g}' if isinstance(value, float) else value}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as everything else here, instead of printing the usage first."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; `{self.prog} --help` tells more")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="electra-fast", description="Pre-train text encoders by replaced-token detection (ELECTRA).")
+    parser.add_argument("--version", action="version", version=f"electra-fast {version('electra-fast')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(
+        name: str, handler: Callable[[argparse.Namespace], int | None], summary: str
+    ) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=summary, description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        sub.set_defaults(handler=handler)
+        return sub
+
+    sub = command("demo", _demo, "text to trained, exported model in about two minutes, nothing downloaded")
+    sub.add_argument("--out", type=Path, required=True, help="folder for everything that it makes")
+
+    sub = command("vocab", _vocab, "train a WordPiece vocabulary")
+    _add_inputs(sub)
+    sub.add_argument("--out", type=Path, default=Path("vocab.txt"), help="file to write (%(default)s)")
+    sub.add_argument("--size", type=int, default=30_522, help="entries (%(default)s)")
+    sub.add_argument("--min-frequency", type=int, default=2, help="occurrences that a merge needs (%(default)s)")
+    sub.add_argument("--cased", action="store_true", help="keep capitals and accents")
+
+    sub = command("prepare", _prepare, "turn text into a corpus of tokenised shards; run again to go on")
+    _add_inputs(sub)
+    sub.add_argument("--vocab", type=Path, required=True, help="vocab.txt or tokenizer.json")
+    sub.add_argument("--out", type=Path, required=True, help="the corpus' folder")
+    case = sub.add_mutually_exclusive_group()
+    case.add_argument("--cased", dest="lowercase", action="store_const", const=False, help="keep capitals")
+    case.add_argument("--uncased", dest="lowercase", action="store_const", const=True, help="lower the text's case")
+    sub.add_argument("--partition", metavar="I/N", help="only every N-th unit of the input, beginning with the I-th")
+    sub.add_argument("--holdout", type=float, default=0.0, metavar="FRACTION", help="documents set aside (%(default)s)")
+    sub.add_argument("--threads", type=int, default=0, help="tokenising threads; 0: all cores (%(default)s)")
+
+    sub = command("inspect", _inspect, "what is in a corpus, and a packed, masked row of it as text")
+    sub.add_argument("directory", type=Path)
+    sub.add_argument("--sequence-length", type=int, default=128, help="tokens a row (%(default)s)")
+    sub.add_argument("--masking", default="google", help="paper, google or bert (%(default)s)")
+    sub.add_argument("--seed", type=int, default=0, help="which row to show (%(default)s)")
+    sub.add_argument("--json", action="store_true", help="one object on standard output")
+
+    sub = command("verify", _verify, "check every checksum of a corpus")
+    sub.add_argument("directory", type=Path)
+    sub.add_argument("--json", action="store_true", help="one object on standard output")
+
+    sub = command("pretrain", _pretrain, "train; run again to go on")
+    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
+    _add_preset(sub)
+    sub.add_argument("--data", type=Path, help="corpus (data.corpus)")
+    sub.add_argument("--out", type=Path, help="the run's folder (train.out)")
+    sub.epilog = "configuration keys, as --section.key value:\n" + "\n".join(
+        f"  --{name:<30} {describe_key(name)}" for name in key_names()
+    )
+
+    sub = command("evaluate", _evaluate, "held-out losses, accuracies and AUC of a run or an exported folder")
+    sub.add_argument("source", type=Path, metavar="RUN", help="run, checkpoint or Hugging Face folder")
+    sub.add_argument("--data", type=Path, required=True, help="corpus; its held-out part where it has one")
+    sub.add_argument("--sequence-length", type=int, help="tokens a row (the run's own)")
+    sub.add_argument("--batch-size", type=int, help="rows a batch (the run's own)")
+    sub.add_argument("--batches", type=int, default=0, help="stop after so many; 0: all (%(default)s)")
+    sub.add_argument("--json", action="store_true", help="one object on standard output")
+
+    sub = command("export", _export, "write discriminator/ and generator/ as Hugging Face folders")
+    sub.add_argument("source", type=Path, metavar="RUN", help="run or checkpoint")
+    sub.add_argument("--out", type=Path, required=True)
+
+    sub = command("import", _import, "make a run of exported folders, to go on training")
+    sub.add_argument("directory", type=Path, help="folder with discriminator/ and generator/")
+    sub.add_argument("--out", type=Path, required=True, help="the run's folder")
+
+    sub = command("flops", _flops, "the paper's count of floating-point operations and the true one")
+    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
+    _add_preset(sub)
+    sub.add_argument("--json", action="store_true", help="one object on standard output")
+    return parser
+
+
+def _add_inputs(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "inputs", nargs="+", metavar="INPUT", help=".txt, .jsonl, .parquet (.gz, .zst, .xz), folder or glob"
+    )
+    sub.add_argument("--text-field", default="text", help="field of .jsonl and .parquet (%(default)s)")
+    sub.add_argument(
+        "--documents",
+        default="blank-line",
+        choices=("blank-line", "line", "file"),
+        help="what ends a document of a .txt (%(default)s)",
+    )
+    sub.add_argument(
+        "--invalid-utf8", default="error", choices=("error", "replace"), help="what to do about it (%(default)s)"
+    )
+
+
+def _add_preset(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--preset", help=f"size: {', '.join(SIZES)}")
+    sub.add_argument("--recipe", help=f"method: {', '.join(RECIPES)} (google)")
+
+
+def _config(options: argparse.Namespace) -> Config:
+    """Defaults < preset and recipe < TOML file < command line."""
+    if options.config is not None:
+        if options.preset or options.recipe:
+            raise ValueError("give CONFIG.toml or --preset, not both (a file may name `preset` and `recipe` itself)")
+        return Config.load(options.config, options.overrides)
+    return Config.preset(options.preset or "small", options.recipe or "google").override(options.overrides)
+
+
+def _reading(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "text_field": options.text_field,
+        "documents": options.documents,
+        "invalid_utf8": options.invalid_utf8,
+    }
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from electra_fast.demo import demo
+
+    demo(options.out)
+
+
+def _vocab(options: argparse.Namespace) -> None:
+    from electra_fast.corpus import train_vocab
+
+    size = train_vocab(
+        options.inputs,
+        out=options.out,
+        size=options.size,
+        lowercase=not options.cased,
+        min_frequency=options.min_frequency,
+        **_reading(options),
+    )
+    _say(f"{options.out}: {size} entries")
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    from electra_fast.corpus import prepare
+
+    prepare(
+        options.inputs,
+        vocab=options.vocab,
+        out=options.out,
+        lowercase=options.lowercase,
+        partition=options.partition,
+        holdout=options.holdout,
+        threads=options.threads,
+        **_reading(options),
+    )
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from electra_fast.inspect import inspect, show_row
+
+    _print_figures(inspect(options.directory, sequence_length=options.sequence_length), options.json)
+    if not options.json:
+        show_row(
+            options.directory,
+            sequence_length=options.sequence_length,
+            masking=options.masking,
+            seed=options.seed,
+        )
+
+
+def _verify(options: argparse.Namespace) -> None:
+    from electra_fast.corpus import verify
+
+    _print_figures(verify(options.directory), options.json)
+
+
+def _pretrain(options: argparse.Namespace) -> None:
+    from electra_fast.pretrain import pretrain
+
+    pretrain(_config(options), data=options.data, out=options.out)
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from electra_fast.evaluate import evaluate
+
+    figures = evaluate(
+        options.source,
+        options.data,
+        sequence_length=options.sequence_length,
+        batch_size=options.batch_size,
+        max_batches=options.batches,
+    )
+    _print_figures(figures, options.json)
+
+
+def _export(options: argparse.Namespace) -> None:
+    from electra_fast.export import export
+
+    export(options.source, options.out)
+    _say(f"{options.out}: loads with transformers' from_pretrained")
+
+
+def _import(options: argparse.Namespace) -> None:
+    from electra_fast.export import import_folder
+
+    import_folder(options.directory, options.out)
+    _say(f"{options.out}: a run at step 0; train it with `electra-fast pretrain --data DIR --out {options.out}`")
+
+
+def _flops(options: argparse.Namespace) -> None:
+    from electra_fast.flops import report
+
+    _print_figures(report(_config(options)), options.json)

@@ -1,0 +1,384 @@
+"""A run's whole configuration: frozen dataclasses, read from presets, TOML and the command line.
+
+Defaults < preset and recipe < TOML file < `--section.key value`. Validation raises and never
+rewrites a value, and the resolved configuration is saved with every run, so that `config.toml`
+alone tells what was trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from electra_fast.presets import RECIPES, SIZE_RECIPES, SIZES
+
+Scalar = bool | int | float | str
+
+
+def _key(
+    default: Scalar,
+    doc: str,
+    *,
+    choices: tuple[str, ...] = (),
+    low: float = -math.inf,
+    high: float = math.inf,
+    open_low: bool = False,
+) -> Any:
+    """One configuration key: its default, meaning and allowed range (`open_low`: low itself excluded)."""
+    metadata = {"doc": doc, "choices": choices, "low": low, "high": high, "open_low": open_low}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class _Section:
+    """Checks every field of a section against its declared type, choices and range."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check(f"{_section_name(type(self))}.{field.name}", getattr(self, field.name), field)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(_Section):
+    """`[model]`: the discriminator (or, for the objective `mlm`, the one encoder)."""
+
+    architecture: str = _key(
+        "bert",
+        "post-norm encoder with learned positions, or pre-norm with rotary positions and GeGLU",
+        choices=("bert", "modern"),
+    )
+    vocab_size: int = _key(0, "entries of the vocabulary; 0: taken from the corpus", low=0)
+    max_positions: int = _key(512, "longest sequence the model can read, in tokens", low=8, high=32768)
+    num_layers: int = _key(12, "transformer layers", low=1)
+    hidden_size: int = _key(256, "width of the residual stream", low=1)
+    intermediate_size: int = _key(1024, "width of the feed-forward layer", low=1)
+    num_heads: int = _key(4, "attention heads", low=1)
+    embedding_size: int = _key(128, "width of the embedding table", low=1)
+    dropout: float = _key(0.1, "dropout on embeddings and sublayer outputs", low=0, high=0.99)
+    attention_dropout: float = _key(0.1, "dropout on attention probabilities", low=0, high=0.99)
+    tying: str = _key(
+        "embeddings",
+        "what generator and discriminator share",
+        choices=("none", "embeddings", "all"),
+    )
+    attention: str = _key("auto", "attention backend", choices=("auto", "sdpa", "varlen"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorConfig(_Section):
+    """`[generator]`: the network whose samples replace masked tokens."""
+
+    kind: str = _key("model", "what proposes replacements", choices=("model",))
+    fraction: float = _key(0.25, "width, feed-forward and heads relative to the model's", low=0, high=1, open_low=True)
+    num_layers: int = _key(0, "transformer layers; 0: as many as the model", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig(_Section):
+    """`[objective]`: the loss."""
+
+    name: str = _key("electra", "replaced-token detection, or masked language modelling", choices=("electra", "mlm"))
+    gen_weight: float = _key(1.0, "weight of the generator's loss", low=0)
+    disc_weight: float = _key(50.0, "weight of the discriminator's loss", low=0)
+    temperature: float = _key(1.0, "temperature of the generator's samples", low=0, open_low=True)
+    disallow_correct: bool = _key(False, "never sample the original token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(_Section):
+    """`[data]`: the corpus and how its rows are cut, packed and masked."""
+
+    corpus: str = _key("", "folder written by `electra-fast prepare` (--data)")
+    sequence_length: int = _key(128, "tokens a row, [CLS] and [SEP] included", low=8, high=32768)
+    masking: str = _key("google", "how positions are drawn and masked", choices=("paper", "google", "bert"))
+    mask_prob: float = _key(0.15, "share of a row's tokens to mask", low=0, high=0.9, open_low=True)
+    packing: str = _key("best-fit", "how documents become rows", choices=("best-fit",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(_Section):
+    """`[optimizer]`: the update rule and its schedule."""
+
+    name: str = _key("adamw", "update rule", choices=("adamw", "lamb", "muon"))
+    learning_rate: float = _key(5e-4, "peak learning rate", low=0, open_low=True)
+    warmup_steps: int = _key(10_000, "steps of linear warmup", low=0)
+    schedule: str = _key(
+        "product",
+        "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0",
+        choices=("linear", "product"),
+    )
+    weight_decay: float = _key(0.01, "decoupled decay of all but norms and biases", low=0)
+    clip_norm: float = _key(1.0, "largest global gradient norm; 0: no clipping", low=0)
+    bias_correction: bool = _key(False, "Adam's bias correction")
+    beta1: float = _key(0.9, "decay of the first moment", low=0, high=0.999999)
+    beta2: float = _key(0.999, "decay of the second moment", low=0, high=0.999999)
+    epsilon: float = _key(1e-6, "Adam's epsilon", low=0, open_low=True)
+    muon_learning_rate: float = _key(0.02, "peak learning rate of the matrices under muon", low=0, open_low=True)
+    muon_momentum: float = _key(0.95, "momentum of the matrices under muon", low=0, high=0.999999)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(_Section):
+    """`[train]`: the run's folder, length, batch, precision and cadence."""
+
+    out: str = _key("", "the run's folder (--out)")
+    steps: int = _key(1_000_000, "optimizer steps", low=1)
+    batch_size: int = _key(128, "rows of sequence_length a step, over all ranks", low=1)
+    accumulate: int = _key(1, "micro-batches a step and rank", low=1)
+    seed: int = _key(0, "the one seed of everything random", low=0, high=2**63 - 1)
+    precision: str = _key("auto", "bf16 where the hardware has it, else fp32", choices=("auto", "fp32", "bf16"))
+    log_every: int = _key(100, "steps between lines of metrics.jsonl", low=1)
+    eval_every: int = _key(5_000, "steps between held-out evaluations; 0: none", low=0)
+    eval_batches: int = _key(50, "batches of a held-out evaluation while training; 0: all", low=0)
+    checkpoint_every: int = _key(5_000, "steps between checkpoints", low=1)
+    keep_checkpoints: int = _key(2, "newest checkpoints to keep", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that a run depends on besides its corpus. Sections as in `config.toml`."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    generator: GeneratorConfig = dataclasses.field(default_factory=GeneratorConfig)
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        model, train = self.model, self.train
+        if model.hidden_size % model.num_heads:
+            raise ValueError(
+                f"model.num_heads = {model.num_heads} does not divide model.hidden_size = {model.hidden_size}"
+            )
+        if model.architecture == "modern" and model.hidden_size // model.num_heads % 2:
+            raise ValueError(
+                f"model.hidden_size / model.num_heads = {model.hidden_size // model.num_heads} is odd; "
+                "rotary positions need an even head width"
+            )
+        if self.data.sequence_length > model.max_positions:
+            raise ValueError(
+                f"data.sequence_length = {self.data.sequence_length} is longer than "
+                f"model.max_positions = {model.max_positions}; raise the latter"
+            )
+        if train.batch_size % train.accumulate:
+            raise ValueError(
+                f"train.accumulate = {train.accumulate} does not divide train.batch_size = {train.batch_size}"
+            )
+        if self.objective.name == "electra":
+            self._check_generator()
+
+    def _check_generator(self) -> None:
+        generator, model = self.generator_shape(), self.model
+        same = (generator.hidden_size, generator.num_layers) == (model.hidden_size, model.num_layers)
+        if model.tying == "all" and not same:
+            raise ValueError(
+                'model.tying = "all" needs a generator of the same size: set generator.fraction = 1.0 '
+                "and generator.num_layers = 0"
+            )
+
+    def generator_shape(self) -> ModelConfig:
+        """The generator's sizes: `fraction` of width, feed-forward and heads; the head width is kept."""
+        model, fraction = self.model, self.generator.fraction
+        num_heads = round(model.num_heads * fraction)
+        if num_heads < 1 or abs(model.num_heads * fraction - num_heads) > 1e-3:
+            raise ValueError(
+                f"generator.fraction = {fraction:g} of model.num_heads = {model.num_heads} is not a whole "
+                f"number of heads; use a multiple of 1/{model.num_heads}"
+            )
+        return dataclasses.replace(
+            model,
+            num_layers=self.generator.num_layers or model.num_layers,
+            num_heads=num_heads,
+            hidden_size=num_heads * (model.hidden_size // model.num_heads),
+            intermediate_size=round(model.intermediate_size * fraction),
+        )
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Mapping[str, str] | None = None) -> Config:
+        """Reads a TOML file. A top-level `preset` and `recipe` name what its keys are laid over.
+
+        Raises FileNotFoundError, or ValueError naming the file, key, value and what is allowed.
+        """
+        table = _read_toml(Path(path))
+        preset, recipe = table.pop("preset", None), table.pop("recipe", None)
+        if recipe is not None and preset is None:
+            raise ValueError(f"{path}: recipe = {recipe!r} needs a preset beside it")
+        try:
+            base = cls() if preset is None else cls.preset(str(preset), str(recipe or "google"))
+            return base.replace(table).override(overrides or {})
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def preset(cls, name: str, recipe: str = "google") -> Config:
+        """A preset size (`tiny`, `small`, `base`, `large`) in a recipe (`paper`, `google`, `modern`)."""
+        if name not in SIZES:
+            raise ValueError(f"unknown preset {name!r}{_did_you_mean(name, SIZES)}")
+        if recipe not in RECIPES:
+            raise ValueError(f"unknown recipe {recipe!r}{_did_you_mean(recipe, RECIPES)}")
+        tables = (SIZES[name], RECIPES[recipe], SIZE_RECIPES.get((name, recipe), {}))
+        merged: dict[str, dict[str, Scalar]] = {}
+        for key, value in (item for table in tables for item in table.items()):
+            section, _, field = key.partition(".")
+            merged.setdefault(section, {})[field] = value
+        return cls().replace(merged)
+
+    def replace(self, table: Mapping[str, Any]) -> Config:
+        """A copy with `table[section][key]` laid over it; unknown names raise with the nearest match."""
+        sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name, values in table.items():
+            if name not in sections:
+                raise ValueError(f"unknown section [{name}]{_did_you_mean(name, sections)}")
+            if not isinstance(values, Mapping):
+                raise ValueError(f"[{name}] is not a table")
+            keys = [field.name for field in dataclasses.fields(sections[name])]
+            for key in values:
+                if key not in keys:
+                    raise ValueError(f"unknown key {name}.{key}{_did_you_mean(key, keys)}")
+            sections[name] = dataclasses.replace(sections[name], **_integers_as_floats(sections[name], values))
+        return Config(**sections)
+
+    def override(self, overrides: Mapping[str, str]) -> Config:
+        """A copy with command-line values, e.g. `{"train.steps": "100"}`, parsed as their key's type."""
+        table: dict[str, dict[str, Scalar]] = {}
+        for name, text in overrides.items():
+            section, dot, key = name.partition(".")
+            known = key_names()
+            if not dot or name not in known:
+                raise ValueError(f"unknown key {name}{_did_you_mean(name, known)}")
+            current = getattr(getattr(self, section), key)
+            table.setdefault(section, {})[key] = _parse(name, text, type(current))
+        return self.replace(table)
+
+    def to_toml(self) -> str:
+        """The whole configuration as TOML, each key with its meaning; `load` reads it back exactly."""
+        lines = []
+        for section in dataclasses.fields(self):
+            lines.append(f"[{section.name}]")
+            values = getattr(self, section.name)
+            for field in dataclasses.fields(values):
+                value = f"{field.name} = {_toml(getattr(values, field.name))}"
+                lines.append(f"{value:<32} # {field.metadata['doc']}")
+            lines.append("")
+        return "\n".join(lines)
+
+    def differences(self, other: Config) -> dict[str, tuple[Scalar, Scalar]]:
+        """Keys whose values differ: `{"train.steps": (ours, theirs)}`."""
+        pairs = {name: (_get(self, name), _get(other, name)) for name in key_names()}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+_SECTIONS: dict[str, type[_Section]] = {
+    "model": ModelConfig,
+    "generator": GeneratorConfig,
+    "objective": ObjectiveConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "train": TrainConfig,
+}
+
+
+def key_names() -> list[str]:
+    """Every key as `section.key`, in order."""
+    return [
+        f"{section.name}.{field.name}"
+        for section in dataclasses.fields(Config)
+        for field in dataclasses.fields(_SECTIONS[section.name])
+    ]
+
+
+def describe_key(name: str) -> str:
+    """A key's meaning and, where there are any, its choices: for help texts."""
+    section, _, key = name.partition(".")
+    (field,) = (f for f in dataclasses.fields(_SECTIONS[section]) if f.name == key)
+    choices = field.metadata["choices"]
+    return str(field.metadata["doc"]) + (f" ({', '.join(choices)})" if choices else "")
+
+
+def _get(config: Config, name: str) -> Scalar:
+    section, _, key = name.partition(".")
+    value: Scalar = getattr(getattr(config, section), key)
+    return value
+
+
+def _section_name(section: type) -> str:
+    return section.__name__.removesuffix("Config").lower()
+
+
+def _check(name: str, value: object, field: dataclasses.Field[Any]) -> None:
+    expected = type(field.default)
+    if type(value) is not expected:
+        raise ValueError(f"{name} = {value!r} must be {_TYPE_NAMES[expected]}, not {_type_name(value)}")
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        raise ValueError(f"{name} = {value!r} must be one of {', '.join(choices)}")
+    low, high = field.metadata["low"], field.metadata["high"]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        below = value <= low if field.metadata["open_low"] else value < low
+        if below or value > high or math.isnan(value) or math.isinf(value):
+            bound = f"above {low:g}" if field.metadata["open_low"] else f"at least {low:g}"
+            upper = f" and at most {high:g}" if high < math.inf else ""
+            raise ValueError(f"{name} = {value!r} must be {bound}{upper}")
+
+
+_TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+
+
+def _type_name(value: object) -> str:
+    return _TYPE_NAMES.get(type(value), type(value).__name__)
+
+
+def _integers_as_floats(section: object, values: Mapping[str, Any]) -> dict[str, Any]:
+    """TOML writes 1 where a float may be meant; the reverse (1.5 for an integer) stays an error."""
+    return {
+        key: float(value) if type(value) is int and type(getattr(section, key)) is float else value
+        for key, value in values.items()
+    }
+
+
+def _parse(name: str, text: str, kind: type) -> Scalar:
+    if kind is str:
+        return text
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{name} = {text!r} must be true or false")
+        return text.lower() == "true"
+    try:
+        if kind is int:
+            return int(text.replace("_", ""))
+        numerator, slash, denominator = text.partition("/")
+        return float(numerator) / float(denominator) if slash else float(text)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"{name} = {text!r} must be {_TYPE_NAMES[kind]}") from None
+
+
+def _toml(value: Scalar) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such configuration file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _did_you_mean(name: str, known: Any) -> str:
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; there are {', '.join(names)}" if len(names) < 12 else "; `electra-fast pretrain --help` lists them"

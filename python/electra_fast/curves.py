@@ -1,0 +1,63 @@
+"""Pictures of a run: its losses, accuracies and throughput against the steps, as one PNG."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Colours that stay apart for colour-blind readers (Okabe and Ito, 2008).
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#999999"
+
+Record = dict[str, Any]
+
+
+def read_records(path: Path) -> list[Record]:
+    """The objects of metrics.jsonl or evaluations.jsonl; none where the file is missing."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def draw_curves(run: Path, picture: Path) -> None:
+    """Draws a run's metrics.jsonl, and its evaluations.jsonl where it has one, into a PNG file."""
+    records, held_out = read_records(run / "metrics.jsonl"), read_records(run / "evaluations.jsonl")
+    if not records:
+        raise ValueError(f"{run / 'metrics.jsonl'}: no line yet; train for at least train.log_every steps")
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.subplots(2, 2)
+    _lines(axes[0, 0], records, held_out, {"generator_loss": BLUE}, "Generator loss (nats a masked token)")
+    _lines(axes[0, 1], records, held_out, {"discriminator_loss": ORANGE}, "Discriminator loss (nats a token)")
+    rates = {"discriminator_recall": ORANGE, "discriminator_precision": GREEN, "generator_accuracy": BLUE}
+    _lines(axes[1, 0], records, [], rates, "Rates")
+    _lines(axes[1, 0], held_out, [], {"discriminator_auc": GREY}, "Rates", "o--", suffix=", held out")
+    axes[1, 0].set_ylim(0, 1)
+    _lines(axes[1, 1], records, [], {"tokens_per_second": GREY}, "Tokens a second")
+    axes[1, 1].set_ylim(bottom=0)
+    figure.suptitle(f"{run.resolve().name}: {records[-1]['step']:,} steps, {records[-1]['tokens']:,} tokens")
+    figure.savefig(picture, dpi=110)
+
+
+def _lines(
+    axes: Axes,
+    records: list[Record],
+    held_out: list[Record],
+    colours: dict[str, str],
+    title: str,
+    style: str = "-",
+    suffix: str = "",
+) -> None:
+    for name, colour in colours.items():
+        for source, mark, label in ((records, style, suffix), (held_out, "o", ", held out")):
+            points = [(r["step"], r[name]) for r in source if r.get(name) is not None]
+            if points:
+                text = name.replace("_", " ") + label
+                axes.plot(*zip(*points, strict=True), mark, color=colour, label=text, markersize=4)
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("step", fontsize=9)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)

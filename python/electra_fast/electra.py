@@ -1,0 +1,180 @@
+"""One training objective from batch to loss: generator → sample → discriminator → loss.
+
+Everything has a static shape (unused mask slots write to a spare position behind the flat buffer),
+nothing is read back to the host, and what a step reports is a vector of sums on the device.
+
+Shapes: B rows, L row length, T = B*L flat tokens, M = B*N masked slots, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from electra_fast import ops
+from electra_fast.model import Electra
+from electra_fast.ops import Segments
+from electra_fast.sampling import sample_categorical
+
+# What a step adds up, in this order; `metrics.summarise` turns the sums into what is reported.
+SUMS = (
+    "generator_loss",
+    "masked_weight",
+    "generator_correct",
+    "discriminator_loss",
+    "tokens",
+    "discriminator_correct",
+    "true_positives",
+    "predicted_positives",
+    "replaced",
+)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How a step computes: attention backend and the dtype of activations."""
+
+    attention: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Where a micro-batch's samples come from: int64 [2] of (seed, step) and its first row in the step."""
+
+    seed_and_step: Tensor
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class Output:
+    """What an objective computes: the loss to minimise, `SUMS` (fp64), and the discriminator's view.
+
+    The last four are None under the objective `mlm`; flat [T] otherwise.
+    """
+
+    loss: Tensor
+    sums: Tensor
+    corrupted_ids_T: Tensor | None = None
+    replaced_T: Tensor | None = None
+    logits_T: Tensor | None = None
+    valid_T: Tensor | None = None
+
+
+def count(batch: Mapping[str, Tensor]) -> Tensor:
+    """The two denominators of a batch: weight of its masked slots and number of its tokens, fp64 [2]."""
+    return torch.stack((batch["masked_weights"].sum(dtype=torch.float64), (batch["segment_ids"] > 0).sum().double()))
+
+
+def forward(model: Electra, batch: Mapping[str, Tensor], backend: Backend, noise: Noise, counts: Tensor) -> Output:
+    """The loss of one micro-batch.
+
+    Args:
+        model: the networks; training mode decides about dropout.
+        batch: tensors of `data.to_torch`.
+        backend: attention backend and activation dtype.
+        noise: keys of the generator's samples.
+        counts: `count` summed over all micro-batches of the step, so that their losses add up to
+            the loss of the undivided batch.
+    """
+    segments = Segments.packed(batch["segment_ids"], batch["cu_seqlens"], backend.attention)
+    flat = {name: batch[name].flatten() for name in ("input_ids", "position_ids", "token_type_ids", "segment_ids")}
+    context = (flat["position_ids"], flat["token_type_ids"], segments, backend.dtype)
+    slots = _slots(batch, noise.first_row)
+
+    hidden_TD = model.generator_hidden(flat["input_ids"], *context)
+    # Unused slots read any row: their weight is 0.
+    hidden_MD = hidden_TD.index_select(0, slots.position_M.clamp(max=hidden_TD.shape[0] - 1))
+    logits_MV = model.generator_head_logits(hidden_MD)
+    nll_M = ops.masked_cross_entropy(logits_MV, slots.original_M)
+    generator_loss = (nll_M * slots.weight_M).sum()
+    sums = [
+        generator_loss.detach(),
+        slots.weight_M.sum(),
+        ((logits_MV.argmax(-1) == slots.original_M) * slots.weight_M).sum(),
+    ]
+    objective = model.config.objective
+    masked_weight, num_tokens = counts.clamp(min=1).unbind()
+    loss = objective.gen_weight * generator_loss / masked_weight.float()
+    if not model.has_discriminator:
+        zeros = [torch.zeros_like(sums[0])] * (len(SUMS) - len(sums) - 1)
+        tokens = (flat["segment_ids"] > 0).sum()
+        return Output(loss=loss, sums=_stack([*sums, zeros[0], tokens, *zeros[1:]]))
+
+    sample_M = _sample(logits_MV.detach(), slots, noise, objective.temperature, objective.disallow_correct)
+    corrupted_T, replaced_T = corrupt(flat["input_ids"], slots, sample_M)
+    logits_T = model.replaced_logits(corrupted_T, *context)
+    valid_T = flat["segment_ids"] > 0
+    discriminator_loss = (ops.binary_cross_entropy(logits_T, replaced_T) * valid_T).sum()
+    loss = loss + objective.disc_weight * discriminator_loss / num_tokens.float()
+    predicted_T = (logits_T.detach() > 0) & valid_T
+    sums += [
+        discriminator_loss.detach(),
+        valid_T.sum(),
+        ((predicted_T == replaced_T) & valid_T).sum(),
+        (predicted_T & replaced_T).sum(),
+        predicted_T.sum(),
+        replaced_T.sum(),
+    ]
+    return Output(loss, _stack(sums), corrupted_T, replaced_T, logits_T.detach(), valid_T)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The masked slots of a batch, flat [M]; unused ones have weight 0 and the position T behind the buffer.
+
+    `number_M` counts slots from the step's first row on, so that noise does not depend on micro-batches.
+    """
+
+    number_M: Tensor
+    position_M: Tensor
+    original_M: Tensor
+    weight_M: Tensor
+
+
+def _slots(batch: Mapping[str, Tensor], first_row: int) -> Slots:
+    num_rows, length = batch["input_ids"].shape
+    slots_per_row = batch["masked_weights"].shape[1]
+    weight_M = batch["masked_weights"].flatten()
+    first_B1 = torch.arange(num_rows, device=weight_M.device)[:, None] * length
+    position_M = (batch["masked_positions"] + first_B1).flatten()
+    return Slots(
+        number_M=torch.arange(weight_M.shape[0], device=weight_M.device) + first_row * slots_per_row,
+        position_M=torch.where(weight_M > 0, position_M, num_rows * length),
+        original_M=batch["masked_ids"].flatten().long(),
+        weight_M=weight_M,
+    )
+
+
+def _sample(logits_MV: Tensor, slots: Slots, noise: Noise, temperature: float, disallow_correct: bool) -> Tensor:
+    if temperature != 1.0:
+        logits_MV = logits_MV.float() / temperature
+    if disallow_correct:
+        # As the published code: the true token's logit less 1000.
+        penalty = torch.full_like(slots.original_M, -1000, dtype=logits_MV.dtype)[:, None]
+        logits_MV = logits_MV.scatter_add(1, slots.original_M[:, None], penalty)
+    return sample_categorical(logits_MV, slots.number_M, noise.seed_and_step)
+
+
+def corrupt(masked_ids_T: Tensor, slots: Slots, sample_M: Tensor) -> tuple[Tensor, Tensor]:
+    """The discriminator's input and labels: originals with the samples scattered in, and where they differ.
+
+    Where a position was drawn more than once its samples become floor(mean), an arbitrary token, as
+    in the published code (`scatter_update`). A sample that equals the original counts as original.
+    """
+    num_tokens = masked_ids_T.shape[0]
+    spare = torch.zeros(num_tokens + 1, dtype=torch.int64, device=masked_ids_T.device)
+    original_T = spare.clone()
+    original_T[:num_tokens] = masked_ids_T
+    original_T = original_T.scatter(0, slots.position_M, slots.original_M)[:num_tokens]
+    total_T = spare.index_add(0, slots.position_M, sample_M)[:num_tokens]
+    draws_T = spare.index_add(0, slots.position_M, torch.ones_like(sample_M))[:num_tokens]
+    corrupted_T = torch.where(draws_T > 0, total_T // draws_T.clamp(min=1), original_T)
+    return corrupted_T, corrupted_T != original_T
+
+
+def _stack(sums: list[Tensor]) -> Tensor:
+    return torch.stack([value.double() for value in sums])

@@ -1,0 +1,180 @@
+"""The verbs `export` and `import`, and `load`: models into and out of runs and Hugging Face folders.
+
+A source is a run, one of its checkpoints, or a Hugging Face folder: one model, or a folder with
+`discriminator/` and `generator/` (the latter alone under the objective `mlm`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from electra_fast import checkpoint
+from electra_fast.huggingface import CLASSES, OWN_KEY, read_models, write_model
+from electra_fast.huggingface_tokenizer import copy_tokenizer, special_ids
+from electra_fast.model import Electra
+
+ROLES = ("discriminator", "generator")
+_INPUT_NAMES = {
+    "bert": ["input_ids", "token_type_ids", "attention_mask"],
+    "modern": ["input_ids", "attention_mask"],
+}
+
+
+def load(path: str | Path) -> Electra:
+    """The model of a run (its newest checkpoint), a checkpoint or a Hugging Face folder; fp32, in eval mode.
+
+    A folder that holds a discriminator or a generator alone gives a model that answers for that
+    one and raises ValueError for the other. Raises FileNotFoundError, or ValueError naming the
+    file, field, value and remedy.
+    """
+    source = Path(path)
+    stored = _checkpoint(source)
+    model = read_models(_folders(source)) if stored is None else checkpoint.load_model(stored)
+    return model.eval()
+
+
+def export(source: str | Path, out: str | Path) -> None:
+    """Writes out/discriminator and out/generator, each with its tokenizer, for `transformers`.
+
+    An earlier export in `out` is replaced, anything else refused (ValueError). Until all of it is
+    written nothing appears under the name `out`.
+    """
+    source, out = Path(source), Path(out)
+    if not _is_empty(out) and not _is_export(out):
+        raise ValueError(f"{out}: not empty and not an earlier export; choose another folder")
+    model, tokenizer = load(source), _tokenizer(source)
+    missing = [role for role in ROLES if not getattr(model, f"has_{role}")]
+    if "generator" in missing:
+        raise ValueError(f"{source}: a discriminator alone; export needs a generator beside it")
+
+    def write(folder: Path) -> None:
+        for role in ROLES:
+            if role not in missing:
+                copy_tokenizer(tokenizer, folder / role, _INPUT_NAMES[model.config.model.architecture])
+                write_model(folder / role, model, role, special_ids(folder / role))
+
+    _write_folder(out, write)
+
+
+def import_folder(directory: str | Path, out: str | Path) -> None:
+    """Makes a run of Hugging Face folders, at step 0, from which `pretrain` goes on.
+
+    `directory` has discriminator/ and generator/ (or generator/ alone: objective `mlm`); `out` must
+    be absent or empty. Sizes and tying come from the folders, the rest of config.toml from the
+    run that they were exported from or, for others' models, from the preset of that size.
+    """
+    source, out = Path(directory), Path(out)
+    if not _is_empty(out):
+        raise ValueError(f"{out}: not empty; choose another folder for the run")
+    folders = _folders(source)
+    if "generator" not in folders:
+        raise ValueError(f"{source}: no generator; training goes on from discriminator/ and generator/ side by side")
+    model, tokenizer = read_models(folders), _tokenizer(source)
+
+    def write(folder: Path) -> None:
+        copy_tokenizer(tokenizer, folder / "tokenizer", _INPUT_NAMES[model.config.model.architecture])
+        (folder / "config.toml").write_text(model.config.to_toml(), encoding="utf-8")
+        checkpoint.save(folder, 0, model, None, {"step": 0}, keep=1)
+
+    _write_folder(out, write)
+
+
+def _checkpoint(source: Path) -> Path | None:
+    """The checkpoint that a run or checkpoint names; None for Hugging Face folders."""
+    if not source.is_dir():
+        raise FileNotFoundError(f"{source}: no such folder; name a run, a checkpoint or a Hugging Face folder")
+    if (source / "checkpoints").is_dir():
+        return checkpoint.latest(source)
+    return source if (source / "state.json").is_file() and (source / "config.toml").is_file() else None
+
+
+def _folders(source: Path) -> dict[str, Path]:
+    """Role → Hugging Face folder."""
+    if not source.is_dir():
+        raise FileNotFoundError(f"{source}: no such folder; name one with discriminator/ and generator/")
+    if (source / "config.json").is_file():
+        return {_role(source / "config.json"): source}
+    folders = {role: source / role for role in ROLES if (source / role).is_dir()}
+    if not folders:
+        raise FileNotFoundError(
+            f"{source}: no model here (looked for checkpoints/, state.json, config.json, discriminator/, generator/)"
+        )
+    if "generator" not in folders:
+        return {"discriminator": folders["discriminator"]}
+    return folders
+
+
+def _role(path: Path) -> str:
+    """What a lone model is, by the class that config.json names."""
+    try:
+        classes = json.loads(path.read_text(encoding="utf-8")).get("architectures") or []
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: not a JSON object: {error}") from None
+    for (_, role), name in CLASSES.items():
+        if name in classes:
+            return role
+    raise ValueError(f"{path}: architectures = {classes!r} must name one of {', '.join(CLASSES.values())}")
+
+
+def _tokenizer(source: Path) -> Path:
+    """The tokenizer folder of a source."""
+    stored = _checkpoint(source)
+    if stored is not None:
+        folder = stored.parent.parent / "tokenizer"
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder}: missing; a run keeps its tokenizer there, copy it back")
+        return folder
+    places = [*_folders(source).values(), source]
+    for place in places:
+        if (place / "tokenizer.json").is_file() or (place / "vocab.txt").is_file():
+            return place
+    raise FileNotFoundError(f"{places[0]}: holds no tokenizer; put its tokenizer.json or vocab.txt there")
+
+
+def _is_empty(folder: Path) -> bool:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: a file is in the way; choose another folder")
+    return not folder.exists() or not any(folder.iterdir())
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether a folder holds what `export` writes and nothing beside it."""
+    entries = list(folder.iterdir())
+    configs = [entry / "config.json" for entry in entries if entry.name in ROLES]
+    return len(configs) == len(entries) and all(
+        path.is_file() and f'"{OWN_KEY}"' in path.read_text(encoding="utf-8", errors="replace") for path in configs
+    )
+
+
+def _write_folder(out: Path, write: Callable[[Path], None]) -> None:
+    """Has a folder written under a temporary name beside `out`, synced, and then put in its place."""
+    final = out.resolve()
+    temporary, replaced = (final.with_name(f".{final.name}.{word}") for word in ("writing", "replaced"))
+    for leftover in (temporary, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        write(temporary)
+        for path in temporary.rglob("*"):
+            _sync(path)
+        if final.exists():
+            os.replace(final, replaced)
+        os.replace(temporary, final)
+    except OSError as error:
+        raise OSError(f"{out}: not written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

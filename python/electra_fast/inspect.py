@@ -1,0 +1,61 @@
+"""What is in a corpus, in figures, and one packed and masked row of it as text."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from electra_fast.corpus import Corpus, Tokenizer
+from electra_fast.data import BatchLoader, to_torch
+
+
+def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, Any]:
+    """Figures of a corpus: documents, tokens, bytes a token, rows and fill at a row length.
+
+    `fill` is the share of the rows' positions that holds tokens, [CLS] and [SEP] included.
+    """
+    corpus = Corpus(directory)
+    loader = BatchLoader(str(directory), sequence_length=sequence_length, batch_size=1, epochs=1)
+    stored = sum(path.stat().st_size for path in Path(directory).glob("*.tokens"))
+    held_out = Corpus(corpus.holdout) if corpus.holdout else None
+    return {
+        "content_hash": corpus.content_hash,
+        "documents": len(corpus),
+        "tokens": corpus.num_tokens,
+        "tokens_per_document": corpus.num_tokens / max(1, len(corpus)),
+        "bytes_per_token": stored / max(1, corpus.num_tokens),
+        "vocab_size": corpus.vocab_size,
+        "held_out_documents": len(held_out) if held_out else 0,
+        "held_out_tokens": held_out.num_tokens if held_out else 0,
+        "sequence_length": sequence_length,
+        "rows": loader.num_rows,
+        "tokens_per_row": corpus.num_tokens / max(1, loader.num_rows),
+    }
+
+
+def show_row(directory: str | Path, *, sequence_length: int, masking: str, seed: int) -> None:
+    """Prints a row on standard error: segments apart, drawn tokens in colour, masked ones with their originals."""
+    corpus = Corpus(directory)
+    tokenizer = Tokenizer.of(corpus)
+    loader = BatchLoader(
+        str(directory), sequence_length=sequence_length, batch_size=1, seed=seed, masking=masking, epochs=1
+    )
+    row = {name: tensor.flatten().tolist() for name, tensor in to_torch(next(loader)).items()}
+    slots = zip(row["masked_positions"], row["masked_ids"], row["masked_weights"], strict=True)
+    originals = {position: token_id for position, token_id, weight in slots if weight}
+    text = Text()
+    for position, token_id in enumerate(row["input_ids"]):
+        if not row["segment_ids"][position]:
+            break
+        piece = tokenizer.id_to_token(token_id)
+        if position in originals:
+            text.append(piece, style="bold red")
+            text.append(f"({tokenizer.id_to_token(originals[position])})", style="red")
+        else:
+            text.append(piece, style="dim" if piece in ("[CLS]", "[SEP]") else "")
+        text.append(" " if piece != "[SEP]" else "\n")
+    Console(file=sys.stderr).print(text)

@@ -1,0 +1,303 @@
+"""The networks: embeddings, encoders and heads, over one flat buffer of tokens.
+
+Two architectures share one shape of code: `bert`, the paper's post-norm encoder (exports to
+`transformers`' Electra), and `modern`, pre-norm with rotary positions, GeGLU and no biases (exports
+to ModernBERT). `electra.py` puts two of them together.
+
+Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from electra_fast import ops
+from electra_fast.config import Config, ModelConfig
+from electra_fast.ops import Segments
+
+BERT_EPSILON = 1e-12
+MODERN_EPSILON = 1e-5
+ROPE_THETA = 10_000.0
+
+
+class Norm(nn.Module):
+    """LayerNorm; without bias in the `modern` architecture."""
+
+    def __init__(self, width: int, architecture: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if architecture == "bert" else None
+        self.epsilon = BERT_EPSILON if architecture == "bert" else MODERN_EPSILON
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.epsilon)
+
+    def after_residual(self, x: Tensor, residual: Tensor, dropout: float) -> Tensor:
+        """LayerNorm(residual + dropout(x))."""
+        return ops.residual_norm(x, residual, self.weight, self.bias, self.epsilon, dropout)
+
+
+class Linear(nn.Linear):
+    """A linear layer whose fp32 weights are cast to the activations' dtype where they are used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+class Embeddings(nn.Module):
+    """Token (and, in `bert`, position and type) embeddings, [T] → [T, E]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.embedding_size
+        self.architecture = config.architecture
+        self.dropout = config.dropout
+        self.token = nn.Parameter(torch.empty(config.vocab_size, width))
+        if self.architecture == "bert":
+            self.position = nn.Parameter(torch.empty(config.max_positions, width))
+            self.token_type = nn.Parameter(torch.empty(2, width))
+            self.norm = Norm(width, "bert")
+
+    def forward(
+        self, input_ids_T: Tensor, position_ids_T: Tensor, token_type_ids_T: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        x_TE = F.embedding(input_ids_T, self.token)
+        if self.architecture == "modern":
+            return x_TE.to(dtype)
+        x_TE = x_TE + F.embedding(position_ids_T, self.position) + F.embedding(token_type_ids_T, self.token_type)
+        return F.dropout(self.norm(x_TE.to(dtype)), self.dropout, self.training)
+
+
+class BertLayer(nn.Module):
+    """Post-norm layer: norm(x + attention(x)), norm(x + feed-forward(x)); [T, D] → [T, D]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.num_heads = config.num_heads
+        self.dropout, self.attention_dropout = config.dropout, config.attention_dropout
+        self.qkv = Linear(hidden, 3 * hidden)
+        self.attention_out = Linear(hidden, hidden)
+        self.attention_norm = Norm(hidden, "bert")
+        self.feed_forward_in = Linear(hidden, config.intermediate_size)
+        self.feed_forward_out = Linear(config.intermediate_size, hidden)
+        self.feed_forward_norm = Norm(hidden, "bert")
+
+    def forward(self, x_TD: Tensor, segments: Segments, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        q, k, v = self.qkv(x_TD).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
+        mixed = ops.attention(q, k, v, segments, self.attention_dropout if self.training else 0.0)
+        x_TD = self.attention_norm.after_residual(self.attention_out(mixed.flatten(1)), x_TD, dropout)
+        inner = ops.bias_gelu(x_TD, self.feed_forward_in.weight, self.feed_forward_in.bias)
+        return self.feed_forward_norm.after_residual(self.feed_forward_out(inner), x_TD, dropout)
+
+
+class ModernLayer(nn.Module):
+    """Pre-norm layer with rotary positions and GeGLU, no biases; [T, D] → [T, D].
+
+    As in ModernBERT the first layer has no attention norm: the embeddings are normed already.
+    """
+
+    def __init__(self, config: ModelConfig, is_first: bool) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.num_heads = config.num_heads
+        self.dropout, self.attention_dropout = config.dropout, config.attention_dropout
+        self.attention_norm = None if is_first else Norm(hidden, "modern")
+        self.qkv = Linear(hidden, 3 * hidden, bias=False)
+        self.attention_out = Linear(hidden, hidden, bias=False)
+        self.feed_forward_norm = Norm(hidden, "modern")
+        self.feed_forward_in = Linear(hidden, 2 * config.intermediate_size, bias=False)
+        self.feed_forward_out = Linear(config.intermediate_size, hidden, bias=False)
+
+    def forward(self, x_TD: Tensor, segments: Segments, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        assert rotary is not None
+        normed = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
+        q, k, v = self.qkv(normed).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
+        q, k = ops.rotate(q, *rotary), ops.rotate(k, *rotary)
+        mixed = ops.attention(q, k, v, segments, self.attention_dropout if self.training else 0.0)
+        x_TD = x_TD + F.dropout(self.attention_out(mixed.flatten(1)), self.dropout, self.training)
+        inner = ops.geglu(self.feed_forward_norm(x_TD), self.feed_forward_in.weight)
+        return x_TD + F.dropout(self.feed_forward_out(inner), self.dropout, self.training)
+
+
+class Encoder(nn.Module):
+    """Projection E → D where the widths differ, then the layers; [T, E] → [T, D]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        modern = config.architecture == "modern"
+        differs = config.embedding_size != config.hidden_size
+        self.head_width = config.hidden_size // config.num_heads
+        self.projection = Linear(config.embedding_size, config.hidden_size, bias=not modern) if differs else None
+        self.input_norm = Norm(config.hidden_size, "modern") if modern else None
+        self.layers = nn.ModuleList(
+            ModernLayer(config, is_first=i == 0) if modern else BertLayer(config) for i in range(config.num_layers)
+        )
+        self.output_norm = Norm(config.hidden_size, "modern") if modern else None
+
+    def forward(self, x_TE: Tensor, position_ids_T: Tensor, segments: Segments) -> Tensor:
+        x_TD = x_TE if self.projection is None else self.projection(x_TE)
+        rotary = None
+        if self.input_norm is not None:
+            x_TD = self.input_norm(x_TD)
+            rotary = ops.rotary_angles(position_ids_T, self.head_width, ROPE_THETA)
+        for layer in self.layers:
+            x_TD = layer(x_TD, segments, rotary)
+        return x_TD if self.output_norm is None else self.output_norm(x_TD)
+
+
+class GeneratorHead(nn.Module):
+    """Hidden states → logits over the vocabulary through the embedding table; [M, D] → [M, V].
+
+    `bert`: dense D → E, gelu, norm, table. `modern`: dense D → D, gelu, norm, projection D → E, table.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        modern = config.architecture == "modern"
+        hidden, embedding = config.hidden_size, config.embedding_size
+        inner = hidden if modern else embedding
+        self.dense = Linear(hidden, inner, bias=not modern)
+        self.norm = Norm(inner, config.architecture)
+        self.projection = Linear(hidden, embedding, bias=False) if modern and hidden != embedding else None
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
+        x = self.norm(ops.bias_gelu(x_MD, self.dense.weight, self.dense.bias))
+        if self.projection is not None:
+            x = self.projection(x)
+        return ops.linear(x, table_VE, self.bias)
+
+
+class DiscriminatorHead(nn.Module):
+    """Hidden states → one logit a token, positive = "replaced"; [T, D] → [T].
+
+    `bert`: dense, gelu, dense(1). `modern`: dense, gelu, norm, dense(1).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        modern = config.architecture == "modern"
+        self.dense = Linear(config.hidden_size, config.hidden_size, bias=not modern)
+        self.norm = Norm(config.hidden_size, "modern") if modern else None
+        self.classifier = Linear(config.hidden_size, 1)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        x_TD = ops.bias_gelu(x_TD, self.dense.weight, self.dense.bias)
+        if self.norm is not None:
+            x_TD = self.norm(x_TD)
+        logits: Tensor = self.classifier(x_TD).squeeze(-1)
+        return logits
+
+
+class Electra(nn.Module):
+    """Generator and discriminator, their heads, and what they share by `model.tying`.
+
+    Under the objective `mlm` there is one encoder of the model's own size, the generator, and no
+    discriminator: the BERT baseline.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        if config.model.vocab_size < 1:
+            raise ValueError("model.vocab_size is 0: set it, or take it from a corpus")
+        self.config = config
+        self.has_discriminator = config.objective.name != "mlm"
+        self.has_generator = True  # `huggingface.read_models` says otherwise of a discriminator alone
+        shape = config.generator_shape() if self.has_discriminator else config.model
+        self.generator_embeddings = Embeddings(shape)
+        self.generator = Encoder(shape)
+        self.generator_head = GeneratorHead(shape)
+        if self.has_discriminator:
+            tied = config.model.tying
+            self.embeddings = self.generator_embeddings if tied != "none" else Embeddings(config.model)
+            self.discriminator = self.generator if tied == "all" else Encoder(config.model)
+            self.discriminator_head = DiscriminatorHead(config.model)
+        initialise(self, config)
+
+    def generator_hidden(
+        self, ids_T: Tensor, positions_T: Tensor, types_T: Tensor, segments: Segments, dtype: torch.dtype
+    ) -> Tensor:
+        """The generator's last hidden states; [T] → [T, D of the generator]."""
+        if not self.has_generator:
+            raise ValueError("this model was read from a discriminator alone and has no generator")
+        x_TE = self.generator_embeddings(ids_T, positions_T, types_T, dtype)
+        hidden: Tensor = self.generator(x_TE, positions_T, segments)
+        return hidden
+
+    def generator_head_logits(self, hidden_MD: Tensor) -> Tensor:
+        """Vocabulary logits of chosen hidden states; [M, D] → [M, V]."""
+        logits: Tensor = self.generator_head(hidden_MD, self.generator_embeddings.token)
+        return logits
+
+    def replaced_logits(
+        self, ids_T: Tensor, positions_T: Tensor, types_T: Tensor, segments: Segments, dtype: torch.dtype
+    ) -> Tensor:
+        """The discriminator's logits, positive = "replaced"; [T] → [T]."""
+        if not self.has_discriminator:
+            raise ValueError('this model has a generator only (objective.name = "mlm") and no discriminator')
+        hidden_TD = self.discriminator(self.embeddings(ids_T, positions_T, types_T, dtype), positions_T, segments)
+        logits: Tensor = self.discriminator_head(hidden_TD)
+        return logits
+
+    def discriminator_logits(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Replaced-token logits as `transformers` computes them; integer [B, L] → fp32 [B, L]."""
+        inputs = self._flat_inputs(input_ids, attention_mask, token_type_ids)
+        return self.replaced_logits(*inputs, torch.float32).view(input_ids.shape)
+
+    def generator_logits(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Vocabulary logits as `transformers` computes them; integer [B, L] → fp32 [B, L, V]."""
+        hidden_TD = self.generator_hidden(*self._flat_inputs(input_ids, attention_mask, token_type_ids), torch.float32)
+        return self.generator_head_logits(hidden_TD).view(*input_ids.shape, -1)
+
+    def _flat_inputs(
+        self, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Segments]:
+        num_rows, length = input_ids.shape
+        if length > self.config.model.max_positions and self.config.model.architecture == "bert":
+            raise ValueError(f"rows of {length} tokens; this model reads {self.config.model.max_positions}")
+        types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+        positions_T = torch.arange(length, device=input_ids.device).repeat(num_rows)
+        segments = Segments.padded(num_rows, length, attention_mask)
+        return input_ids.reshape(-1), positions_T, types.reshape(-1), segments
+
+
+def initialise(model: Electra, config: Config) -> None:
+    """Sets every parameter from `train.seed`: biases 0, norms 1, matrices by the architecture's rule.
+
+    `bert`: normal of standard deviation 0.02 truncated at two of them, as the published code.
+    `modern`: tables likewise; matrices uniform of variance 1 / (3 inputs), those that write to the
+    residual stream 0, so that every layer starts as the identity.
+    """
+    random = torch.Generator().manual_seed(config.train.seed)
+    modern = config.model.architecture == "modern"
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            if parameter.dim() < 2:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # nn.Linear draws its biases
+            elif not modern or ".token" in name:
+                _truncated_normal(parameter, 0.02, random)
+            elif name.endswith(("attention_out.weight", "feed_forward_out.weight")):
+                parameter.zero_()
+            else:
+                bound = parameter.shape[1] ** -0.5
+                parameter.uniform_(-bound, bound, generator=random)
+
+
+def _truncated_normal(x: Tensor, deviation: float, random: torch.Generator) -> None:
+    """Fills x from a normal truncated at two standard deviations, by inversion.
+
+    Not `nn.init.trunc_normal_`: torch 2.15 draws otherwise than 2.11, and twelve times slower.
+    """
+    mass = math.erf(2 / math.sqrt(2))
+    x.uniform_(-mass, mass, generator=random).erfinv_().mul_(deviation * math.sqrt(2))
+    x.clamp_(-2 * deviation, 2 * deviation)  # a draw at the edge may round beyond it

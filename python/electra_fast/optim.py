@@ -1,0 +1,183 @@
+"""Update rules and schedules: AdamW (with and without bias correction), LAMB, Muon.
+
+One optimizer holds fp32 moments by parameter name, so that its state is a flat dictionary of
+tensors that a checkpoint can store. Each rule follows its source to the letter: AdamW without
+bias correction as in BERT's and ELECTRA's published code, LAMB as You et al. (2020), Muon as Jordan
+et al. (2024) with the five-step Newton-Schulz iteration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from electra_fast.config import OptimizerConfig
+
+_NOT_MATRICES = (".token", ".position", ".token_type", "classifier.weight")
+
+
+def schedule_factor(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """The learning rate's share of its peak at a step (0-based) of `num_steps`.
+
+    `product`: (1 - t/T) * min(1, t/W), the published code's. `linear`: up over W steps, then down to 0.
+    """
+    warmup = config.warmup_steps
+    if config.schedule == "product":
+        return (1 - step / num_steps) * (min(1.0, step / warmup) if warmup else 1.0)
+    rising = (step + 1) / warmup if warmup else 1.0
+    falling = (num_steps - step) / max(1, num_steps - warmup)
+    return min(1.0, rising, falling)
+
+
+def global_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm over all tensors together: fp32 scalar."""
+    norm: Tensor = torch.stack(torch._foreach_norm(list(tensors))).norm()
+    return norm
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """Nearest (semi-)orthogonal matrices, roughly, by five Newton-Schulz steps; [K, rows, columns]."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    result: Tensor = x.mT if tall else x
+    return result
+
+
+class Optimizer:
+    """Updates named parameters in place from their `.grad`."""
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
+        self.config = config
+        self.parameters = dict(named_parameters)
+        self.matrices = self._muon_names()
+        self.moments = [name for name in self.parameters if name not in self.matrices]
+        self.num_updates = 0
+        self.first = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
+        self.second = {name: torch.zeros_like(self.parameters[name], dtype=torch.float32) for name in self.moments}
+
+    def _muon_names(self) -> set[str]:
+        if self.config.name != "muon":
+            return set()
+        matrices = (name for name, p in self.parameters.items() if p.dim() == 2)
+        return {name for name in matrices if not name.endswith(_NOT_MATRICES)}
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, factor: float) -> Tensor:
+        """One update at `factor` times the peak learning rate; returns the gradients' norm before clipping."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                raise RuntimeError(f"parameter {name} has no gradient")
+        gradients = {name: _gradient(p) for name, p in self.parameters.items()}
+        norm = global_norm(gradients.values())
+        if self.config.clip_norm:
+            # clip / max(norm, clip), as tf.clip_by_global_norm: exactly 1 below the bound.
+            torch._foreach_mul_(list(gradients.values()), self.config.clip_norm / norm.clamp(min=self.config.clip_norm))
+        self.num_updates += 1
+        if self.moments:
+            self._step_adam(gradients, factor * self.config.learning_rate)
+        if self.matrices:
+            self._step_muon(gradients, factor * self.config.muon_learning_rate)
+        return norm
+
+    def _step_adam(self, gradients: Mapping[str, Tensor], learning_rate: float) -> None:
+        config = self.config
+        parameters: list[Tensor] = [self.parameters[name] for name in self.moments]
+        first, second = [self.first[n] for n in self.moments], [self.second[n] for n in self.moments]
+        grads = [gradients[name] for name in self.moments]
+        torch._foreach_lerp_(first, grads, 1 - config.beta1)
+        torch._foreach_mul_(second, config.beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - config.beta2)
+
+        denominators = torch._foreach_sqrt(second)
+        scale = 1.0
+        if config.bias_correction:
+            scale = 1 / (1 - config.beta1**self.num_updates)
+            torch._foreach_div_(denominators, math.sqrt(1 - config.beta2**self.num_updates))
+        torch._foreach_add_(denominators, config.epsilon)
+        updates = torch._foreach_div(first, denominators)
+        torch._foreach_mul_(updates, scale)
+        for parameter, update in zip(parameters, updates, strict=True):
+            is_matrix = parameter.dim() >= 2
+            if is_matrix:
+                # Decoupled decay of all but norms and biases; embeddings are decayed.
+                update.add_(parameter, alpha=config.weight_decay)
+            if is_matrix and config.name == "lamb":
+                update.mul_(_trust_ratio(parameter, update))
+        torch._foreach_add_(parameters, updates, alpha=-learning_rate)
+
+    def _step_muon(self, gradients: Mapping[str, Tensor], learning_rate: float) -> None:
+        momentum = self.config.muon_momentum
+        for stack in self._stacks():
+            updates = []
+            for name in stack:
+                self.first[name].lerp_(gradients[name], 1 - momentum)
+                nesterov = gradients[name].lerp(self.first[name], momentum)
+                updates.append(nesterov.view(_num_blocks(name, nesterov), -1, nesterov.shape[1]))
+            orthogonal = orthogonalise(torch.cat(updates))
+            # Keeps the size of an update independent of the matrix' shape (Jordan et al.).
+            aspect = math.sqrt(max(1.0, orthogonal.shape[1] / orthogonal.shape[2]))
+            first_block = 0
+            for name in stack:
+                parameter = self.parameters[name]
+                blocks = _num_blocks(name, parameter)
+                update = orthogonal[first_block : first_block + blocks].reshape(parameter.shape)
+                first_block += blocks
+                parameter.mul_(1 - learning_rate * self.config.weight_decay)
+                parameter.add_(update, alpha=-learning_rate * aspect)
+
+    def _stacks(self) -> list[list[str]]:
+        """Matrices whose blocks have the same shape, orthogonalised in one batch."""
+        stacks: dict[tuple[int, int], list[str]] = {}
+        for name, parameter in self.parameters.items():
+            if name in self.matrices:
+                shape = (parameter.shape[0] // _num_blocks(name, parameter), parameter.shape[1])
+                stacks.setdefault(shape, []).append(name)
+        return list(stacks.values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Moments by name, and the number of updates; what `load_state_dict` takes back."""
+        state = {f"first.{name}": moment for name, moment in self.first.items()}
+        state |= {f"second.{name}": moment for name, moment in self.second.items()}
+        return state | {"num_updates": torch.tensor(self.num_updates)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back a state; raises ValueError when it belongs to other parameters or another rule."""
+        own = self.state_dict()
+        if own.keys() != state.keys():
+            odd = sorted(own.keys() ^ state.keys())[0]
+            raise ValueError(f"optimizer state of another model or rule: {odd} is on one side only")
+        for name, tensor in own.items():
+            if name != "num_updates":
+                tensor.copy_(state[name])
+        self.num_updates = int(state["num_updates"])
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _num_blocks(name: str, parameter: Tensor) -> int:
+    """Fused matrices (query, key, value; GeGLU's two halves) are orthogonalised apart."""
+    if name.endswith("qkv.weight"):
+        return 3
+    return 2 if name.endswith("feed_forward_in.weight") and parameter.shape[0] % 2 == 0 else 1
+
+
+def _trust_ratio(parameter: Tensor, update: Tensor) -> Tensor:
+    """LAMB's |parameter| / |update|, 1 where either is 0."""
+    size, length = parameter.norm(), update.norm()
+    return torch.where((size > 0) & (length > 0), size / length, torch.ones_like(size))

@@ -1,0 +1,90 @@
+"""Exact samples from softmax(logits) by Gumbel-max over tiles, keyed by counters and not by order.
+
+One Gumbel draw a tile of 128 logits (over the tiles' logsumexps) chooses the tile, one uniform
+inverts the distribution inside it: exact, and 60 times fewer random numbers than a draw a logit.
+The noise depends on (seed, step, slot, tile) only, so the same slot gets the same sample whatever
+the micro-batch, rank or backend. Seed and step come in a device tensor, which a captured graph
+reads afresh at every replay.
+
+Shapes: M masked slots, V vocabulary, K tiles.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+TILE = 128
+_MASK32 = 0xFFFFFFFF
+# Philox4x32-10 (Salmon et al., 2011): multipliers and Weyl constants.
+_M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-10 on int64 tensors that hold 32-bit words; returns four words, broadcast together."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # int64 products wrap modulo 2^64, so their bits are those of the unsigned product.
+        product0, product1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & _MASK32) ^ c1 ^ k0,
+            product1 & _MASK32,
+            ((product0 >> 32) & _MASK32) ^ c3 ^ k1,
+            product0 & _MASK32,
+        )
+        k0, k1 = (k0 + _W0) & _MASK32, (k1 + _W1) & _MASK32
+    return c0, c1, c2, c3
+
+
+def _uniform(word: Tensor) -> Tensor:
+    """A 32-bit word → fp32 in (0, 1], evenly spaced near 0 where the resolution matters."""
+    return (word.float() + 0.5) * 2.0**-32
+
+
+def _exponential(uniform: Tensor) -> Tensor:
+    """-log(1 - u) in fp32, by its series where 1 - u would round."""
+    series = uniform * (1 + uniform * (0.5 + uniform / 3))
+    return torch.where(uniform < 2**-10, series, -torch.log(1 - uniform))
+
+
+def sample_categorical(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
+    """One sample of softmax(logits) a row: int64 [M]; on CUDA by the Triton kernel, else by the reference.
+
+    `slot_M` (int64) is the global number of each masked slot within the step; `seed_and_step`
+    (int64 [2]) lies on the device of the logits.
+    """
+    if logits_MV.is_cuda:
+        from electra_fast.kernels import sample  # imported here: Triton is of no use without a GPU
+
+        drawn: Tensor = sample.sample_categorical(logits_MV.detach(), slot_M, seed_and_step)
+        return drawn
+    return sample_categorical_reference(logits_MV, slot_M, seed_and_step)
+
+
+def sample_categorical_reference(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
+    """`sample_categorical` in plain torch: the kernel's specification."""
+    num_slots, vocab_size = logits_MV.shape
+    num_tiles = math.ceil(vocab_size / TILE)
+    padding = num_tiles * TILE - vocab_size
+    tiles_MKt = torch.nn.functional.pad(logits_MV.detach().float(), (0, padding), value=-math.inf)
+    tiles_MKt = tiles_MKt.view(num_slots, num_tiles, TILE)
+
+    seed, step = seed_and_step[0], seed_and_step[1]
+    key = (seed & _MASK32, (seed >> 32) & _MASK32)
+    quad_K = torch.arange(-(-num_tiles // 4), device=logits_MV.device)
+    slot_M1 = slot_M[:, None]
+    words = philox((quad_K[None], slot_M1, step, torch.zeros_like(step)), key)
+    word_MK = torch.stack(words, dim=-1).view(num_slots, -1)[:, :num_tiles]
+    gumbel_MK = -torch.log(_exponential(_uniform(word_MK)))
+    tile_M = (tiles_MKt.logsumexp(-1) + gumbel_MK).argmax(-1)
+
+    chosen_Mt = tiles_MKt[torch.arange(num_slots, device=tile_M.device), tile_M]
+    cumulative_Mt = (chosen_Mt - chosen_Mt.amax(-1, keepdim=True)).exp().cumsum(-1)
+    inner = philox((torch.zeros_like(slot_M), slot_M, step, torch.ones_like(step)), key)[0]
+    threshold_M1 = _uniform(inner)[:, None] * cumulative_Mt[:, -1:]
+    # The first entry whose cumulative mass reaches the threshold; entries of mass 0 are never first.
+    offset_M = (cumulative_Mt < threshold_M1).sum(-1)
+    return tile_M * TILE + offset_M

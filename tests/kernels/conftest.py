@@ -1,0 +1,17 @@
+"""Kernels are tested on poisoned memory and, without a GPU, in Triton's interpreter.
+
+The interpreter has to be chosen before Triton is imported.
+"""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(poisoned_memory: None) -> None:
+    """Every uninitialised float is NaN in these tests."""

@@ -1,0 +1,202 @@
+"""Presets against the paper's table, TOML there and back, and what every mistake says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from electra_fast.config import Config, ModelConfig, describe_key, key_names
+
+# layers, hidden, FFN, heads, embedding; generator's hidden, FFN, heads; length, batch, rate, steps
+TABLE = {
+    "small": ((12, 256, 1024, 4, 128), (64, 256, 1), (128, 128, 5e-4, 1_000_000)),
+    "base": ((12, 768, 3072, 12, 768), (256, 1024, 4), (512, 256, 2e-4, 766_000)),
+    "large": ((24, 1024, 4096, 16, 1024), (256, 1024, 4), (512, 2048, 2e-4, 400_000)),
+}
+
+
+@pytest.mark.parametrize("recipe", ["paper", "google", "modern"])
+@pytest.mark.parametrize("name", TABLE)
+def test_presets_have_the_published_sizes(name: str, recipe: str) -> None:
+    config = Config.preset(name, recipe)
+    model, small = config.model, config.generator_shape()
+    sizes, generator, training = TABLE[name]
+    assert (
+        model.num_layers,
+        model.hidden_size,
+        model.intermediate_size,
+        model.num_heads,
+        model.embedding_size,
+    ) == sizes
+    assert (small.hidden_size, small.intermediate_size, small.num_heads) == generator
+    assert (small.num_layers, small.embedding_size) == (model.num_layers, model.embedding_size)
+    train = config.train
+    assert (
+        config.data.sequence_length,
+        train.batch_size,
+        config.optimizer.learning_rate,
+        train.steps,
+    ) == training
+    assert config.optimizer.warmup_steps == 10_000
+    assert (config.objective.gen_weight, config.objective.disc_weight) == (1.0, 50.0)
+
+
+def test_recipes_differ_where_the_sources_do() -> None:
+    paper, google = Config.preset("large", "paper"), Config.preset("large", "google")
+    assert (paper.data.mask_prob, google.data.mask_prob) == (0.15, 0.25)
+    assert (paper.optimizer.name, google.optimizer.name) == ("lamb", "adamw")
+    assert (paper.optimizer.bias_correction, google.optimizer.bias_correction) == (True, False)
+    assert (paper.optimizer.schedule, google.optimizer.schedule) == ("linear", "product")
+    assert (paper.data.masking, google.data.masking) == ("paper", "google")
+    for config in (paper, google):
+        optimizer = config.optimizer
+        assert (optimizer.epsilon, optimizer.weight_decay, optimizer.beta1, optimizer.beta2) == (1e-6, 0.01, 0.9, 0.999)
+        assert (config.model.architecture, config.model.dropout, config.model.attention_dropout) == ("bert", 0.1, 0.1)
+    modern = Config.preset("tiny", "modern")
+    assert (modern.model.architecture, modern.model.dropout, modern.optimizer.name) == ("modern", 0.0, "muon")
+
+
+@pytest.mark.parametrize("recipe", ["paper", "google", "modern"])
+@pytest.mark.parametrize("name", ["tiny", *TABLE])
+def test_toml_there_and_back(tmp_path: Path, name: str, recipe: str) -> None:
+    config = Config.preset(name, recipe).replace({"train": {"seed": 2**62}, "optimizer": {"learning_rate": 1 / 3}})
+    path = tmp_path / "config.toml"
+    path.write_text(config.to_toml(), encoding="utf-8")
+    assert Config.load(path) == config
+
+
+def test_every_key_is_in_the_toml_with_its_meaning() -> None:
+    text = Config().to_toml()
+    for name in key_names():
+        key = name.partition(".")[2]
+        assert re.search(rf"^{key} = ", text, re.MULTILINE), name
+        assert describe_key(name)
+    assert describe_key("model.tying").endswith("(none, embeddings, all)")
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "config.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_lies_over_its_preset_and_overrides_over_the_file(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, 'preset = "base"\nrecipe = "paper"\n[train]\nsteps = 5\nseed = 3\n[optimizer]\nclip_norm = 2\n'
+    )
+    config = Config.load(
+        path, {"train.steps": "1_000", "generator.fraction": "1/4", "optimizer.bias_correction": "False"}
+    )
+    assert (config.train.steps, config.train.seed) == (1000, 3)
+    assert config.optimizer.clip_norm == 2.0 and type(config.optimizer.clip_norm) is float
+    assert (config.optimizer.name, config.optimizer.bias_correction) == ("lamb", False)
+    assert (config.model.hidden_size, config.generator.fraction) == (768, 0.25)
+    assert config.override({"model.attention": "sdpa"}).model.attention == "sdpa"
+
+
+def test_differences_name_the_keys() -> None:
+    config = Config()
+    assert config.differences(config) == {}
+    other = config.override({"train.steps": "7", "model.dropout": "0"})
+    assert config.differences(other) == {"model.dropout": (0.1, 0.0), "train.steps": (1_000_000, 7)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[modle]\nnum_layers = 1", "unknown section [modle]; did you mean model?"),
+        ("[zzz]", "unknown section [zzz]; there are model, generator, objective, data, optimizer, train"),
+        ("[train]\nstep = 1", "unknown key train.step; did you mean steps?"),
+        ("[generator]\nqqq = 1", "unknown key generator.qqq; there are kind, fraction, num_layers"),
+        ("train = 1", "[train] is not a table"),
+        ("[train]\nsteps = 1.5", "train.steps = 1.5 must be an integer, not a number"),
+        ('[train]\nsteps = "10"', "train.steps = '10' must be an integer, not a string"),
+        ("[train]\nsteps = true", "train.steps = True must be an integer, not true or false"),
+        ("[model]\ntying = 1", "model.tying = 1 must be a string, not an integer"),
+        ("[optimizer]\nbias_correction = 1", "optimizer.bias_correction = 1 must be true or false, not an integer"),
+        ("[optimizer]\nlearning_rate = [1]", "optimizer.learning_rate = [1] must be a number, not list"),
+        ('[model]\ntying = "some"', "model.tying = 'some' must be one of none, embeddings, all"),
+        ("[train]\nsteps = 0", "train.steps = 0 must be at least 1"),
+        ("[data]\nmask_prob = 0.95", "data.mask_prob = 0.95 must be above 0 and at most 0.9"),
+        ("[data]\nmask_prob = 0", "data.mask_prob = 0.0 must be above 0 and at most 0.9"),
+        ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate = nan must be above 0"),
+        ("[optimizer]\nlearning_rate = inf", "optimizer.learning_rate = inf must be above 0"),
+        ("[model]\ndropout = 1.0", "model.dropout = 1.0 must be at least 0 and at most 0.99"),
+        ("[model]\nnum_heads = 5", "model.num_heads = 5 does not divide model.hidden_size = 256"),
+        (
+            '[model]\narchitecture = "modern"\nhidden_size = 12\nnum_heads = 4',
+            "model.hidden_size / model.num_heads = 3 is odd; rotary positions need an even head width",
+        ),
+        (
+            "[data]\nsequence_length = 1024",
+            "data.sequence_length = 1024 is longer than model.max_positions = 512; raise the latter",
+        ),
+        ("[train]\naccumulate = 3", "train.accumulate = 3 does not divide train.batch_size = 128"),
+        (
+            "[generator]\nfraction = 0.3",
+            "generator.fraction = 0.3 of model.num_heads = 4 is not a whole number of heads; use a multiple of 1/4",
+        ),
+        (
+            "[generator]\nfraction = 0.1",
+            "generator.fraction = 0.1 of model.num_heads = 4 is not a whole number of heads; use a multiple of 1/4",
+        ),
+        (
+            '[model]\ntying = "all"',
+            'model.tying = "all" needs a generator of the same size: set generator.fraction = 1.0 '
+            "and generator.num_layers = 0",
+        ),
+        ('preset = "smal"', "unknown preset 'smal'; did you mean small?"),
+        ('preset = "small"\nrecipe = "gogle"', "unknown recipe 'gogle'; did you mean google?"),
+        ('recipe = "google"', "recipe = 'google' needs a preset beside it"),
+        ("[train\nsteps = 1", "Expected ']' at the end of a table declaration"),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        Config.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).count(str(path)) == 1
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"train.stepz": "1"}, "unknown key train.stepz; did you mean train.steps?"),
+        ({"steps": "1"}, "unknown key steps; did you mean train.steps?"),
+        ({"qqqqqqqq": "1"}, "unknown key qqqqqqqq; `electra-fast pretrain --help` lists them"),
+        ({"train.steps": "many"}, "train.steps = 'many' must be an integer"),
+        ({"train.steps": "1.5"}, "train.steps = '1.5' must be an integer"),
+        ({"generator.fraction": "1/0"}, "generator.fraction = '1/0' must be a number"),
+        ({"generator.fraction": "a/b"}, "generator.fraction = 'a/b' must be a number"),
+        ({"optimizer.bias_correction": "1"}, "optimizer.bias_correction = '1' must be true or false"),
+        ({"model.tying": "some"}, "model.tying = 'some' must be one of none, embeddings, all"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line_that_names_it(overrides: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Config().override(overrides)
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="none.toml: no such configuration file"):
+        Config.load(tmp_path / "none.toml")
+    path = tmp_path / "latin.toml"
+    path.write_bytes(b"# caf\xe9\n")
+    with pytest.raises(ValueError, match="latin.toml: not UTF-8 at byte 5"):
+        Config.load(path)
+
+
+def test_mlm_needs_no_generator_of_whole_heads() -> None:
+    config = Config().replace({"objective": {"name": "mlm"}, "generator": {"fraction": 0.3}})
+    assert config.objective.name == "mlm"
+
+
+def test_sections_are_frozen_and_checked() -> None:
+    with pytest.raises(AttributeError):
+        Config().model.num_layers = 3  # type: ignore[misc]
+    with pytest.raises(ValueError, match=re.escape("model.num_layers = 0 must be at least 1")):
+        ModelConfig(num_layers=0)

@@ -1,0 +1,159 @@
+"""The published count to the digit, and the true count against what torch counts while it runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from electra_fast.config import Config
+from electra_fast.flops import device_peak, flops_per_token, published_flops, published_training_flops, report
+from electra_fast.model import Electra
+from electra_fast.ops import Segments
+
+# As `flops_computation.py` of the published code prints them.
+PUBLISHED = {
+    "electra_small": 1.293743798272e18,
+    "electra_base": 6.424541834277683e19,
+    "electra_400k": 7.117606040895488e20,
+    "electra_1.75M": 3.113952642891776e21,
+    "bert_small": 1.4187399146496e18,
+    "bert_base": 6.428335104e19,
+    "bert_large": 1.91720905883648e20,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_totals_to_the_digit(name: str) -> None:
+    assert published_flops(name) == PUBLISHED[name]
+
+
+def test_an_unknown_published_total_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown published model 'electra_huge'; there are electra_small, electra_b"):
+        published_flops("electra_huge")
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "name"),
+    [
+        ("small", {}, "electra_small"),
+        ("base", {}, "electra_base"),
+        ("large", {}, "electra_400k"),
+        ("large", {"train": {"steps": 1_750_000}}, "electra_1.75M"),
+        ("small", {"objective": {"name": "mlm"}, "train": {"steps": 1_450_000}}, "bert_small"),
+        ("base", {"objective": {"name": "mlm"}, "train": {"steps": 1_000_000}}, "bert_base"),
+        (
+            "large",
+            {"objective": {"name": "mlm"}, "train": {"steps": 1_000_000, "batch_size": 256}},
+            "bert_large",
+        ),
+    ],
+)
+def test_presets_cost_the_published_totals(preset: str, changes: dict[str, dict[str, object]], name: str) -> None:
+    assert published_training_flops(Config.preset(preset).replace(changes)) == PUBLISHED[name]
+
+
+def test_the_published_count_does_not_know_the_modern_encoder() -> None:
+    config = Config.preset("tiny", "modern")
+    with pytest.raises(ValueError, match="model.architecture"):
+        published_training_flops(config)
+    assert report(config)["published_total"] is None
+
+
+@pytest.mark.parametrize(
+    ("preset", "parts", "total"),
+    [("small", (62, 5, 3.5), 70), ("base", (570, 77, 21), 668), ("large", (1969, 153, 28), 2150)],
+)
+def test_true_counts_in_mflop_a_token(preset: str, parts: tuple[float, ...], total: float) -> None:
+    flops = flops_per_token(Config.preset(preset).replace({"data": {"mask_prob": 0.15}}))
+    found = (flops.discriminator, flops.generator, flops.generator_head)
+    assert [x / 1e6 for x in found] == pytest.approx(parts, rel=0.05)
+    assert flops.total / 1e6 == pytest.approx(total, rel=0.005)
+    assert flops.total == sum(found)
+
+
+@pytest.mark.parametrize("embedding_size", [32, 64])
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+@pytest.mark.parametrize("objective", ["electra", "mlm"])
+def test_true_counts_equal_what_torch_counts(recipe: str, embedding_size: int, objective: str) -> None:
+    changes = {
+        "model": {"embedding_size": embedding_size, "vocab_size": 300, "num_layers": 3},
+        "objective": {"name": objective},
+        "data": {"mask_prob": 0.25},
+    }
+    config = Config.preset("tiny", recipe).replace(changes)
+    model = Electra(config).eval()
+    num_rows, length = 2, config.data.sequence_length
+    num_tokens = num_rows * length
+    ids = torch.randint(0, 300, (num_tokens,))
+    masked = torch.arange(0, num_tokens, 4)  # a quarter of the tokens
+    inputs = (
+        ids,
+        torch.arange(length).repeat(num_rows),
+        ids * 0,
+        Segments.padded(num_rows, length, None),
+        torch.float32,
+    )
+
+    def count(run: object, backward: bool) -> int:
+        # The math backend multiplies attention out, which is what the formula counts; flash
+        # attention computes the scores once more in its backward pass.
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            out = run()  # type: ignore[operator]
+            if backward:
+                out.sum().backward()
+        return counter.get_total_flops()
+
+    def generator() -> torch.Tensor:
+        return model.generator_head_logits(model.generator_hidden(*inputs)[masked])
+
+    flops = flops_per_token(config)
+    expected = {generator: flops.generator + flops.generator_head}
+    if objective == "electra":
+        expected[lambda: model.replaced_logits(*inputs)] = flops.discriminator
+    else:
+        assert flops.discriminator == 0
+    for run, per_token in expected.items():
+        assert count(run, backward=True) == per_token * num_tokens
+        assert count(run, backward=False) == per_token * num_tokens / 3
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA A10", 125e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 3090", 71e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("AMD Instinct MI300X", None),
+        ("cpu", None),
+        ("", None),
+    ],
+)
+def test_device_peaks(name: str, peak: float | None) -> None:
+    assert device_peak(name) == peak
+
+
+def test_report_adds_up() -> None:
+    config = Config.preset("small")
+    content = report(config)
+    assert content["published_total"] == PUBLISHED["electra_small"]
+    assert content["tokens_per_step"] == 128 * 128
+    assert content["tokens"] == 128 * 128 * 1_000_000
+    assert content["total"] == pytest.approx(flops_per_token(config).total * 128 * 128 * 1e6)
+    assert content["vocab_size"] == 30522
+    assert set(content["per_token"]) == {"discriminator", "generator", "generator_head", "total"}  # type: ignore[call-overload]

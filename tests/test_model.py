@@ -1,0 +1,246 @@
+"""The encoders against `transformers`, and packed rows against their segments alone."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from electra_fast import ops
+from electra_fast.config import Config
+from electra_fast.huggingface import CLASSES, role_shape, write_model
+from electra_fast.huggingface_weights import to_theirs
+from electra_fast.model import Electra
+from electra_fast.ops import Segments
+
+SPECIAL_IDS = {"pad": 0, "cls": 2, "sep": 3}
+BASE_E = {"model": {"embedding_size": 128, "num_layers": 3}}  # the full depth is tried once
+SMALL_E = {"model": {"embedding_size": 256}}
+TINY_E = {"model": {"embedding_size": 64}}
+
+
+def make(preset: str, recipe: str, changes: dict[str, dict[str, object]], vocab_size: int) -> Electra:
+    """A model whose every parameter is random: norms about 1, biases not 0."""
+    config = Config.preset(preset, recipe).replace(changes).replace({"model": {"vocab_size": vocab_size}})
+    model = Electra(config).eval()
+    random = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = parameter.dim() == 1 and name.endswith("weight")
+            scale = 0.2 if parameter.dim() == 1 else 0.8 * parameter.shape[1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=random) * scale + is_norm)
+    return model
+
+
+def twin(model: Electra, role: str, folder: Path) -> torch.nn.Module:
+    """The same weights in `transformers`' class, with attention written out."""
+    write_model(folder, model, role, SPECIAL_IDS)
+    name = CLASSES[model.config.model.architecture, role]
+    theirs, info = getattr(transformers, name).from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert all(torch.isfinite(parameter).all() for parameter in theirs.parameters())
+    return theirs.eval()
+
+
+def inputs(vocab_size: int, length: int, padded: bool, architecture: str) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(3)
+    batch = {"input_ids": torch.randint(4, vocab_size, (3, length), generator=random)}
+    if padded:
+        lengths = torch.tensor([length, length // 2, 3])
+        batch["attention_mask"] = (torch.arange(length) < lengths[:, None]).long()
+    if architecture == "bert":
+        batch["token_type_ids"] = (torch.arange(length) > length // 3).long().expand(3, -1)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("preset", "recipe", "changes", "length"),
+    [
+        ("tiny", "google", {}, 32),
+        ("tiny", "google", TINY_E, 32),
+        ("tiny", "modern", {}, 32),
+        ("tiny", "modern", TINY_E, 32),
+        ("small", "google", {}, 48),
+        ("small", "google", SMALL_E, 48),
+        ("small", "modern", {}, 48),
+        ("small", "modern", SMALL_E, 48),
+    ],
+)
+def test_logits_equal_those_of_transformers(
+    tmp_path: Path, preset: str, recipe: str, changes: dict[str, dict[str, object]], length: int
+) -> None:
+    model = make(preset, recipe, changes, vocab_size=1000)
+    architecture = model.config.model.architecture
+    check_logits(model, tmp_path, [inputs(1000, length, padded, architecture) for padded in (False, True)])
+
+
+@pytest.mark.parametrize(("recipe", "changes"), [("google", {}), ("google", BASE_E), ("modern", BASE_E)])
+def test_logits_of_base_equal_those_of_transformers(
+    tmp_path: Path, recipe: str, changes: dict[str, dict[str, object]]
+) -> None:
+    model = make("base", recipe, changes, vocab_size=1000)
+    architecture = model.config.model.architecture
+    check_logits(model, tmp_path, [inputs(1000, 32, padded, architecture) for padded in (False, True)])
+
+
+def check_logits(model: Electra, folder: Path, batches: list[dict[str, Tensor]]) -> None:
+    for role in ("discriminator", "generator"):
+        theirs = twin(model, role, folder)
+        for batch in batches:
+            with torch.no_grad():
+                expected = theirs(**batch).logits
+                found = (
+                    model.discriminator_logits(**batch) if role == "discriminator" else model.generator_logits(**batch)
+                )
+            assert found.dtype == torch.float32
+            expected = expected.view(found.shape)
+            # Logits that differ from token to token: equality can't come from constants.
+            assert expected.std() > 0.01
+            assert (found - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_the_mask_and_the_token_types_matter(recipe: str) -> None:
+    model = make("tiny", recipe, {}, vocab_size=100)
+    ids = torch.randint(4, 100, (1, 16), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(16) < 9).long()[None]
+    with torch.no_grad():
+        masked, whole = model.discriminator_logits(ids, mask), model.discriminator_logits(ids)
+        alone = model.discriminator_logits(ids[:, :9])
+        typed = model.discriminator_logits(ids, None, torch.ones_like(ids))
+    assert (masked[:, :9] - alone).abs().max() <= 1e-5
+    assert (masked[:, :9] - whole[:, :9]).abs().max() > 1e-3
+    assert ((typed - whole).abs().max() > 1e-3) == (recipe == "google")
+
+
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+@pytest.mark.parametrize("role", ["discriminator", "generator"])
+def test_gradients_equal_those_of_transformers(tmp_path: Path, recipe: str, role: str) -> None:
+    changes: dict[str, dict[str, object]] = {"generator": {"fraction": 1.0}, "model": {"tying": "none"}}
+    if recipe == "modern":  # a projection that is multiplied into the table has no gradient of its own there
+        changes["model"]["embedding_size"] = 64
+    model = make("tiny", recipe, changes, vocab_size=200)
+    theirs = twin(model, role, tmp_path)
+    batch = inputs(200, 24, True, model.config.model.architecture)
+    found = model.discriminator_logits(**batch) if role == "discriminator" else model.generator_logits(**batch)
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(5))
+    (found * weight).mean().backward()
+    (theirs(**batch).logits.view(found.shape) * weight).mean().backward()
+
+    own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    grads = to_theirs(own, role, role_shape(model.config, role))
+    assert grads.keys() == expected.keys()
+    for name, grad in grads.items():
+        bound = 1e-5 * max(1.0, expected[name].abs().max().item())
+        assert (grad - expected[name]).abs().max() <= bound, name
+    assert max(grad.abs().max() for grad in grads.values()) > 1e-3
+
+
+def flat_segments(lengths_BS: list[list[int]], length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Segment ids [B, L] (0 = padding), positions [T] and segment borders of packed rows."""
+    segment_ids = torch.zeros(len(lengths_BS), length, dtype=torch.long)
+    positions, borders = [], [0]
+    for row, lengths in enumerate(lengths_BS):
+        parts = [*lengths, length - sum(lengths)]
+        segment_ids[row] = torch.cat([torch.full((n,), (i + 1) % len(parts)) for i, n in enumerate(parts)])
+        positions += [torch.arange(n) for n in parts]
+        borders += [borders[-1] + n for n in itertools.accumulate(parts)][: len(parts) - (parts[-1] == 0)]
+    return segment_ids, torch.cat(positions), torch.tensor(borders, dtype=torch.int32)
+
+
+def test_sdpa_with_packed_segments_equals_the_reference() -> None:
+    segment_ids, _, borders = flat_segments([[5, 7, 3], [16], [1, 9]], 16)
+    assert borders.tolist() == [0, 5, 12, 15, 16, 32, 33, 42, 48]
+    segments = Segments.packed(segment_ids, borders, "sdpa")
+    random = torch.Generator().manual_seed(1)
+    qkv = [torch.randn(48, 4, 8, generator=random, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    weight = torch.randn(48, 4, 8, generator=random, dtype=torch.float64)
+    found, expected = ops.attention(*qkv, segments), ops.attention_reference(*qkv, borders)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad((out * weight).sum(), qkv) for out in (found, expected)]
+    for found_grad, expected_grad in zip(*grads, strict=True):
+        assert torch.allclose(found_grad, expected_grad, rtol=0, atol=1e-12)
+    unpacked = ops.attention(*qkv, Segments.padded(3, 16, None))
+    assert (unpacked - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_a_packed_segment_computes_what_it_computes_alone(recipe: str) -> None:
+    model = make("tiny", recipe, {"generator": {"fraction": 1.0}}, vocab_size=100)
+    lengths = [[11, 9], [13, 7]]
+    segment_ids, positions, borders = flat_segments(lengths, 20)
+    ids = torch.randint(4, 100, (40,), generator=torch.Generator().manual_seed(2))
+    weight = torch.randn(40, generator=torch.Generator().manual_seed(4))
+    types = torch.zeros_like(ids)
+    segments = Segments.packed(segment_ids, borders, "sdpa")
+    packed = model.replaced_logits(ids, positions, types, segments, torch.float32)
+    words = model.generator_head_logits(model.generator_hidden(ids, positions, types, segments, torch.float32))
+    (packed * weight).sum().backward()
+    packed_grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    model.zero_grad()
+    for start, end in itertools.pairwise(borders.tolist()):
+        alone = model.discriminator_logits(ids[None, start:end])[0]
+        assert (alone - packed[start:end]).abs().max() <= 1e-5
+        alone_words = model.generator_logits(ids[None, start:end])[0]
+        assert (alone_words - words[start:end]).abs().max() <= 1e-5
+        (alone * weight[start:end]).sum().backward()
+    whole = model.discriminator_logits(ids.view(2, 20)).view(-1)
+    assert (whole - packed).abs().max() > 1e-2
+    for name, p in model.named_parameters():
+        if name in packed_grads:
+            assert p.grad is not None
+            assert (p.grad - packed_grads[name]).abs().max() <= 1e-5 * max(1, p.grad.abs().max().item()), name
+    assert len(packed_grads) >= 19
+
+
+def test_varlen_says_what_it_lacks() -> None:
+    with pytest.raises(ValueError, match='model.attention = "varlen" needs a CUDA device, and this is cpu'):
+        ops.choose_attention("varlen", torch.device("cpu"), torch.float32, 0.0)
+    assert ops.choose_attention("auto", torch.device("cpu"), torch.float32, 0.0) == "sdpa"
+    assert ops.choose_attention("auto", torch.device("cuda"), torch.bfloat16, 0.0) == "varlen"
+    assert ops.choose_attention("auto", torch.device("cuda"), torch.bfloat16, 0.1) == "sdpa"
+
+
+def test_a_row_longer_than_the_position_table_is_refused() -> None:
+    model = make("tiny", "google", {}, vocab_size=100)
+    with pytest.raises(ValueError, match="rows of 129 tokens; this model reads 128"):
+        model.discriminator_logits(torch.zeros(1, 129, dtype=torch.long))
+
+
+def test_tying_shares_what_it_says() -> None:
+    same: dict[str, dict[str, object]] = {"generator": {"fraction": 1.0}}
+    counts = {
+        tying: sum(p.numel() for p in make("tiny", "google", same | {"model": {"tying": tying}}, 100).parameters())
+        for tying in ("none", "embeddings", "all")
+    }
+    embeddings = (100 + 128 + 2 + 2) * 32
+    encoder = sum(p.numel() for p in make("tiny", "google", same, 100).discriminator.parameters())
+    assert counts["none"] - counts["embeddings"] == embeddings
+    assert counts["embeddings"] - counts["all"] == encoder
+
+
+def test_initial_weights_are_a_normal_cut_at_two_deviations() -> None:
+    model = Electra(Config.preset("small").replace({"model": {"vocab_size": 1000}}))
+    weight = torch.cat([p.detach().flatten() for p in model.discriminator.parameters() if p.dim() == 2]) / 0.02
+    assert weight.abs().max() <= 2 + 1e-6
+    assert abs(weight.mean()) < 0.002
+    assert abs(weight.std() - 0.8796) < 0.001  # of a standard normal within two deviations
+    inside = (weight.abs() < 1).double().mean()
+    assert abs(inside - 0.6827 / 0.9545) < 0.001
+    assert all(p.eq(0).all() for name, p in model.named_parameters() if name.endswith("bias"))
+    again = Electra(model.config.replace({"train": {"seed": 1}}))
+    assert not torch.equal(again.embeddings.token, model.embeddings.token)
+    assert torch.equal(Electra(model.config).embeddings.token, model.embeddings.token)
+
+
+def test_a_model_without_a_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="model.vocab_size is 0: set it, or take it from a corpus"):
+        Electra(Config.preset("tiny"))

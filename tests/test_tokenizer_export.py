@@ -1,0 +1,217 @@
+"""Tokenizer folders: the ids of `tokenizers` and of `AutoTokenizer` on odd text, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from electra_fast.huggingface_tokenizer import copy_tokenizer, special_ids, write_tokenizer
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "",
+    "   \t\n ",
+    "Café déjà-vu, naïve Ångström İstanbul STRASSE straße",
+    "e\u0301 combining a\u030a; n\u0303o",
+    "中文字符和English混排，日本語テキスト 한국어 텍스트",
+    "control\x00 chars\x07 and\x1b escapes\x7f soft\u00adhyphen zero\u200bwidth \ufeffbom \ufffd",
+    "tabs\tand\r\nlines\u2028sep\u00a0nbsp\u3000wide",
+    "don't U.S.A. $3.50 50% a_b C++ <tag> [brackets] {x}|~^`",
+    "emoji 😀👍🏽 and ﬁ ligature ½ ² ①",
+    "x" * 99 + " " + "y" * 100 + " " + "z" * 101,
+    "Ελληνικά ΣΊΣΥΦΟΣ русский ЁЖ עברית العربية हिन्दी ไทย",
+    "[MASK] in the text, [CLS] too",
+    "\U00020000 \U0002a6d6 rare ideographs \u4e00\u9fff",
+]
+
+
+def vocabulary() -> list[str]:
+    """Special tokens, every character of the texts (both ways cased and stripped), and some pieces."""
+    strip = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+    text = "".join(TEXTS)
+    variants = (text, text.lower(), strip.normalize_str(text), strip.normalize_str(text).lower())
+    characters = sorted({c for variant in variants for c in variant if not c.isspace() and c not in "😀Ε"})
+    pieces = ["the", "The", "qu", "##ick", "cafe", "café", "caf", "straße", "##ing", "中文"]
+    return [*SPECIAL, *characters, *(f"##{c}" for c in characters), *(p for p in pieces if p not in characters)]
+
+
+def write_vocabulary(folder: Path) -> Path:
+    path = folder / "vocab.txt"
+    path.write_text("\n".join(vocabulary()) + "\n", encoding="utf-8")
+    return path
+
+
+def reference(vocab: Path, lowercase: bool, strip_accents: bool | None) -> Tokenizer:
+    """What the data engine uses: the tokenizers crate with BERT's rules."""
+    tokenizer = Tokenizer(models.WordPiece.from_file(str(vocab), unk_token="[UNK]", max_input_chars_per_word=100))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    ids = [tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=list(zip(("[CLS]", "[SEP]"), ids, strict=True)),
+    )
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+@pytest.mark.parametrize(("lowercase", "strip_accents"), [(True, None), (True, False), (False, None), (False, True)])
+def test_ids_equal_those_of_tokenizers_and_of_transformers(
+    tmp_path: Path, lowercase: bool, strip_accents: bool | None
+) -> None:
+    vocab = write_vocabulary(tmp_path)
+    folder = tmp_path / "tokenizer"
+    write_tokenizer(folder, vocab, lowercase, strip_accents, 512)
+    expected = reference(vocab, lowercase, strip_accents)
+    written = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    auto = transformers.AutoTokenizer.from_pretrained(folder)
+    assert auto.is_fast and auto.vocab_size == written.get_vocab_size() == len(vocabulary())
+    unknown = 0
+    for text in TEXTS:
+        ids = expected.encode(text).ids
+        assert written.encode(text).ids == ids, text
+        assert auto(text)["input_ids"] == ids, text
+        unknown += ids.count(1)
+    assert 0 < unknown < sum(len(expected.encode(text).ids) for text in TEXTS) / 10
+    assert expected.encode(TEXTS[-2]).ids.count(4) == 1
+    pair = expected.encode("the", "fox")
+    for found in (written.encode("the", "fox"), auto("the", "fox").encodings[0]):
+        assert (found.ids, found.type_ids) == (pair.ids, pair.type_ids)
+    assert written.decode(written.encode("the quick").ids) == "the quick"
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_the_folder_says_what_it_is(tmp_path: Path, lowercase: bool) -> None:
+    vocab = write_vocabulary(tmp_path)
+    write_tokenizer(tmp_path / "out", vocab, lowercase, None, 77)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.txt",
+    ]
+    assert (tmp_path / "out" / "vocab.txt").read_bytes() == vocab.read_bytes()
+    auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert type(auto).__name__ == "BertTokenizer"
+    assert auto.model_max_length == 77
+    assert auto.do_lower_case == lowercase
+    assert auto.all_special_ids == [1, 3, 0, 2, 4] or sorted(auto.all_special_ids) == [0, 1, 2, 3, 4]
+    assert special_ids(tmp_path / "out") == {"unk": 1, "sep": 3, "pad": 0, "cls": 2, "mask": 4}
+    tokens = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    assert [getattr(auto, name) for name in tokens] == SPECIAL
+    assert (len(auto("the " * 100, truncation=True)["input_ids"]), auto.mask_token_id) == (77, 4)
+
+
+def test_odd_lines_of_a_vocabulary_are_read_as_tokenizers_reads_them(tmp_path: Path) -> None:
+    """Trailing space, CRLF, an empty line, equal lines, separators that are not line ends, no final newline."""
+    vocab = tmp_path / "vocab.txt"
+    lines = [*SPECIAL, "the ", "cat\r", "", "sat", "the", "a\u2028b", "\u3000", "x\x1c", "dog"]
+    vocab.write_bytes("\n".join(lines).encode())
+    write_tokenizer(tmp_path / "out", vocab, True, None, 512)
+    written = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    expected = models.WordPiece.read_file(str(vocab))
+    assert written.get_vocab() == expected
+    assert (expected["the"], expected["cat"], expected["dog"]) == (9, 6, 13)
+
+
+def byte_level(folder: Path, names: list[str], **parts: Any) -> Path:
+    """A tokenizer.json of another kind: byte-level BPE, cased, its special tokens not marked as such."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        TEXTS * 3,
+        trainers.BpeTrainer(vocab_size=400, special_tokens=names, initial_alphabet=alphabet, show_progress=False),
+    )
+    path = folder / "own.json"
+    content = json.loads(tokenizer.to_str())
+    path.write_text(json.dumps(content | parts), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("names", [SPECIAL, ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]])
+def test_a_tokenizer_json_keeps_its_rules_and_gets_a_template(tmp_path: Path, names: list[str]) -> None:
+    limits = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    source = byte_level(tmp_path, names, truncation=limits, added_tokens=[])
+    write_tokenizer(tmp_path / "out", source, True, None, 512)
+    assert not (tmp_path / "out" / "vocab.txt").exists()
+    auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    plain = Tokenizer.from_file(str(source))
+    plain.no_truncation()
+    ids = special_ids(tmp_path / "out")
+    for text in TEXTS[:-2]:
+        expected = plain.encode(text, add_special_tokens=False).ids
+        assert auto(text)["input_ids"] == [ids["cls"], *expected, ids["sep"]], text
+    assert auto("x" + names[-1]).input_ids.count(ids["mask"]) == (1 if "mask" in names[-1].lower() else 0)
+    assert auto.mask_token_id == ids["mask"] and auto.pad_token_id == ids["pad"]
+    assert json.loads(source.read_text(encoding="utf-8"))["post_processor"] is None
+
+
+def test_a_template_that_is_there_stays(tmp_path: Path) -> None:
+    source = byte_level(tmp_path, SPECIAL)
+    tokenizer = Tokenizer.from_file(str(source))
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A [SEP]", special_tokens=[("[SEP]", 3)])
+    tokenizer.save(str(source))
+    write_tokenizer(tmp_path / "out", source, True, None, 512)
+    auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (
+        auto("a")["input_ids"] == tokenizer.encode("a").ids == [*tokenizer.encode("a", add_special_tokens=False).ids, 3]
+    )
+
+
+def test_copies_keep_the_ids_and_name_the_inputs(tmp_path: Path) -> None:
+    vocab = write_vocabulary(tmp_path)
+    write_tokenizer(tmp_path / "one", vocab, False, None, 64)
+    copy_tokenizer(tmp_path / "one", tmp_path / "two", ["input_ids", "attention_mask"])
+    auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "two")
+    assert list(auto("the fox")) == ["input_ids", "attention_mask"]
+    assert auto(TEXTS[0])["input_ids"] == reference(vocab, False, None).encode(TEXTS[0]).ids
+
+
+def test_a_folder_with_a_vocabulary_only_follows_its_tokenizer_config(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    vocab = write_vocabulary(old)
+    for lowercase in (False, True):
+        (old / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase}), encoding="utf-8")
+        copy_tokenizer(old, tmp_path / f"new-{lowercase}", ["input_ids"])
+        auto = transformers.AutoTokenizer.from_pretrained(tmp_path / f"new-{lowercase}")
+        assert auto(TEXTS[0])["input_ids"] == reference(vocab, lowercase, None).encode(TEXTS[0]).ids
+
+
+@pytest.mark.parametrize("missing", SPECIAL)
+def test_a_missing_special_token_is_named(tmp_path: Path, missing: str) -> None:
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(name for name in [*SPECIAL, "a"] if name != missing), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(vocab))}: has no {re.escape(missing)} token"):
+        write_tokenizer(tmp_path / "out", vocab, True, None, 512)
+    assert not (tmp_path / "out").exists()
+
+
+def test_unreadable_sources_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="none.txt: no such vocabulary"):
+        write_tokenizer(tmp_path / "out", tmp_path / "none.txt", True, None, 512)
+    with pytest.raises(FileNotFoundError, match="none.json: no such file"):
+        write_tokenizer(tmp_path / "out", tmp_path / "none.json", True, None, 512)
+    bad = {
+        "latin.txt": (b"caf\xe9", "not UTF-8 at byte 3"),
+        "half.json": (b"{", "not JSON"),
+        "list.json": (b"[]", "not a JSON ob"),
+    }
+    bad["other.json"] = (b'{"a": 1}', "not a tokenizer.json: it has no model.vocab")
+    for name, (content, message) in bad.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name}: {message}"):
+            write_tokenizer(tmp_path / "out", tmp_path / name, True, None, 512)
+    with pytest.raises(FileNotFoundError, match="holds no tokenizer; put a tokenizer.json or vocab.txt there"):
+        copy_tokenizer(tmp_path, tmp_path / "out", ["input_ids"])
+    assert not (tmp_path / "out").exists()
