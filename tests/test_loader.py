@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+
 from electra_fast.data import BatchLoader, to_torch
 
 LENGTH = 64
@@ -66,16 +67,12 @@ def test_an_epoch_holds_every_token_of_every_document_once(open_loader: Open, do
 
 def rebuild(pieces: list[list[int]], documents: list[list[int]]) -> list[list[int]]:
     """Put documents together from pieces; documents' tokens name the document and the place."""
-    places = {
-        token: (number, place) for number, ids in enumerate(documents) for place, token in enumerate(ids)
-    }
+    places = {token: (number, place) for number, ids in enumerate(documents) for place, token in enumerate(ids)}
     found: dict[int, dict[int, list[int]]] = {}
     for piece in pieces:
         number, place = places[piece[0]]
         found.setdefault(number, {})[place] = piece
-    return sorted(
-        [token for _, piece in sorted(parts.items()) for token in piece] for parts in found.values()
-    )
+    return sorted([token for _, piece in sorted(parts.items()) for token in piece] for parts in found.values())
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
@@ -92,9 +89,7 @@ def test_ranks_together_give_the_global_batches(open_loader: Open, world_size: i
 
 
 def test_threads_change_nothing(open_loader: Open):
-    assert digest(list(open_loader(epochs=2))) == digest(
-        list(open_loader(epochs=2, num_threads=3, prefetch=7))
-    )
+    assert digest(list(open_loader(epochs=2))) == digest(list(open_loader(epochs=2, num_threads=3, prefetch=7)))
 
 
 def test_a_resumed_loader_goes_on_exactly(open_loader: Open):

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+
 from electra_fast.data import BatchLoader, to_torch
 
 MASK = 4
 SPECIALS = torch.tensor([0, 2, 3])
 
 
-def load(
-    corpus: Path, masking: str, epochs: int, length: int = 128, prob: float = 0.15
-) -> dict[str, torch.Tensor]:
+def load(corpus: Path, masking: str, epochs: int, length: int = 128, prob: float = 0.15) -> dict[str, torch.Tensor]:
     """All batches of some epochs as tensors, plus each row's originals and length."""
     options: dict[str, Any] = {"masking": masking, "mask_prob": prob, "epochs": epochs, "seed": 1}
     loader = BatchLoader(corpus, sequence_length=length, batch_size=1000, **options)
