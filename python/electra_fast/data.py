@@ -4,6 +4,8 @@ Sits between the Rust data engine (`_data`), which orders, packs and masks, and 
 """
 # Shapes: B rows, L row length, M mask slots a row, S attention segments (padding tails included).
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -14,8 +16,8 @@ import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from . import _data
-from ._data import RecordBatch
+from electra_fast import _data
+from electra_fast._data import RecordBatch
 
 _TOKEN_COLUMNS = ("input_ids", "token_type_ids", "position_ids", "segment_ids")
 _MASK_COLUMNS = ("masked_positions", "masked_ids", "masked_weights")
