@@ -11,10 +11,10 @@ use arrow_schema::{DataType, Schema};
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ArrowReaderOptions, ParquetRecordBatchReaderBuilder};
 
-use crate::corpus::{Reading, missing_field};
 use crate::error::{Error, Result};
 use crate::input::InputFile;
 use crate::pipeline::Batcher;
+use crate::reading::{Reading, missing_field};
 
 /// Rows decoded at a time: documents can be long.
 const ROWS: usize = 256;

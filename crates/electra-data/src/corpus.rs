@@ -8,40 +8,8 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use crate::error::{Error, Result};
 use crate::input::{Format, InputFile};
 use crate::pipeline::{Batcher, Mark};
-use crate::text::{InvalidUtf8, Lines};
-
-/// What separates documents in `.txt` files.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Documents {
-    /// One or more blank lines (and the end of a file).
-    #[default]
-    BlankLine,
-    /// Each file is one document.
-    File,
-    /// Each line that is not blank is one document.
-    Line,
-}
-
-/// How text is found in files.
-#[derive(Clone, Debug)]
-pub struct Reading {
-    /// What separates documents in `.txt` files.
-    pub documents: Documents,
-    /// Fields (columns) that hold the text; several are joined by a line end.
-    pub text_fields: Vec<String>,
-    /// What to do with bytes that are not UTF-8.
-    pub invalid_utf8: InvalidUtf8,
-}
-
-impl Default for Reading {
-    fn default() -> Self {
-        Self {
-            documents: Documents::default(),
-            text_fields: vec!["text".to_owned()],
-            invalid_utf8: InvalidUtf8::default(),
-        }
-    }
-}
+use crate::reading::{Documents, Reading, missing_field};
+use crate::text::Lines;
 
 /// Sends every document of a file on its way; `bytes` counts what is read from disk.
 pub(crate) fn read_file(
@@ -121,12 +89,6 @@ fn parse_record(line: &str, fields: &[String], path: &Path, number: u64) -> Resu
         }
     }
     Ok(texts.join("\n"))
-}
-
-/// Says which fields there are when the wanted one is not among them.
-pub(crate) fn missing_field(place: &str, field: &str, there: &[String]) -> Error {
-    let there = if there.is_empty() { "none".to_owned() } else { there.join(", ") };
-    Error::Input(format!("{place}: no text field \"{field}\"; there are: {there}; choose with --text-field"))
 }
 
 fn keys_of(line: &str) -> Vec<String> {

@@ -55,9 +55,10 @@ pub(crate) struct Inputs {
 }
 
 impl Inputs {
-    /// Finds every file that the user means.
-    pub fn expand(inputs: &[PathBuf]) -> Result<Self> {
+    /// Finds every file that the user means. What is being made (`except`) is no input of itself.
+    pub fn expand(inputs: &[PathBuf], except: Option<&Path>) -> Result<Self> {
         let mut search = Search::default();
+        search.except = except.and_then(|path| path.canonicalize().ok());
         for input in inputs {
             search.add(input)?;
         }
@@ -96,6 +97,7 @@ struct Search {
     files: BTreeMap<PathBuf, InputFile>,
     skipped: HashSet<PathBuf>,
     folders: HashSet<PathBuf>,
+    except: Option<PathBuf>,
 }
 
 impl Search {
@@ -152,6 +154,9 @@ impl Search {
     /// Takes a file; `false` if its extension is not known.
     fn add_file(&mut self, path: &Path) -> Result<bool> {
         let full = path.canonicalize().map_err(|e| Error::io(path, e))?;
+        if self.except.as_ref().is_some_and(|folder| full.starts_with(folder)) {
+            return Ok(true);
+        }
         let Some((format, compression)) = kind_of(path) else {
             self.skipped.insert(full);
             return Ok(false);

@@ -10,11 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::durable::{create_folder, is_temp, remove_temps, write_whole};
 use crate::error::{Error, Result};
-use crate::manifest::{MANIFEST, Manifest, ShardEntry};
+use crate::manifest::{MANIFEST, Manifest, PARTS, ShardEntry};
 use crate::store::HOLDOUT;
 
-/// The folder of unit records; its presence without a manifest means unfinished work.
-pub(crate) const PARTS: &str = "parts";
 /// The tag of a run that does every unit.
 pub(crate) const ALL: &str = "all";
 
@@ -128,6 +126,18 @@ impl Folder {
         clear_up(&self.dir)
     }
 
+    /// Another job's folder may be had only if nothing in it is finished and nobody is at work.
+    fn take_over(&self) -> Result<()> {
+        if has_records(&self.parts()) {
+            let dir = self.dir.display();
+            return Err(Error::Input(format!(
+                "{dir}: holds unfinished work of other inputs or options; finish that, remove the folder, \
+                 or choose another --out"
+            )));
+        }
+        try_other_locks(&self.dir, &self.tag, |_| true)
+    }
+
     fn mark_as_ours(&self) -> Result<()> {
         let path = self.parts().join(JOB);
         if let Ok(bytes) = std::fs::read(&path) {
@@ -135,17 +145,20 @@ impl Folder {
             if job.is_ok_and(|job| job == self.job) {
                 return Ok(());
             }
-            let dir = self.dir.display();
-            return Err(Error::Input(format!(
-                "{dir}: holds unfinished work of other inputs or options; finish that, remove the folder, \
-                 or choose another --out"
-            )));
+            self.take_over()?;
         }
         create_folder(&self.parts())?;
         let record = JobRecord { job: self.job.clone() };
         let bytes = serde_json::to_vec(&record).map_err(|e| Error::io(&path, e.into()))?;
         write_whole(&self.parts(), JOB, &self.tag, &bytes)
     }
+}
+
+/// Whether any unit's record is there.
+fn has_records(parts: &Path) -> bool {
+    std::fs::read_dir(parts).is_ok_and(|entries| {
+        entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with("unit-"))
+    })
 }
 
 /// Removes records and locks of a finished corpus; harmless if there are none.
@@ -204,14 +217,20 @@ fn name_of(entry: &std::fs::DirEntry) -> String {
 /// Takes the lock of this run and makes sure that no run that overlaps with it is at work.
 fn lock(dir: &Path, tag: &str) -> Result<File> {
     let own = try_lock(&dir.join(format!("{LOCK}{tag}")))?;
+    try_other_locks(dir, tag, |other| tag == ALL || other == ALL)?;
+    Ok(own)
+}
+
+/// Fails if another run, of those that matter, holds its lock.
+fn try_other_locks(dir: &Path, tag: &str, matters: impl Fn(&str) -> bool) -> Result<()> {
     for entry in std::fs::read_dir(dir).map_err(|e| Error::io(dir, e))?.flatten() {
         let name = name_of(&entry);
         let Some(other) = name.strip_prefix(LOCK) else { continue };
-        if other != tag && other != "finish" && (tag == ALL || other == ALL) {
+        if other != tag && other != "finish" && matters(other) {
             try_lock(&entry.path())?;
         }
     }
-    Ok(own)
+    Ok(())
 }
 
 fn try_lock(path: &Path) -> Result<File> {

@@ -4,7 +4,6 @@
 //! Reading it: `shard` → `order`, `pack` → `group` → `mask` → `batch`, driven by `loader`.
 
 pub mod batch;
-pub mod corpus;
 pub mod error;
 pub mod group;
 pub mod loader;
@@ -14,6 +13,7 @@ pub mod order;
 pub mod pack;
 pub mod philox;
 pub mod prepare;
+pub mod reading;
 pub mod shard;
 pub mod store;
 pub mod tokenize;
@@ -21,6 +21,7 @@ pub mod verify;
 pub mod vocab;
 
 mod columns;
+mod corpus;
 mod durable;
 mod finish;
 mod format;
@@ -35,10 +36,10 @@ mod text;
 mod unit;
 mod writer;
 
-pub use corpus::{Documents, Reading};
 pub use error::{Error, Result};
 pub use manifest::SpecialTokens;
 pub use prepare::{Options, Report, Source, prepare};
+pub use reading::{Documents, Reading};
 pub use shard::Shard;
 pub use store::Corpus;
 pub use text::InvalidUtf8;

@@ -11,6 +11,8 @@ use crate::mapped::damaged;
 
 /// The manifest's name inside a corpus.
 pub(crate) const MANIFEST: &str = "manifest.json";
+/// The folder of unit records (see `job`); there without a manifest, it means unfinished work.
+pub(crate) const PARTS: &str = "parts";
 
 /// Ids of the five tokens that training needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -113,22 +115,26 @@ impl Manifest {
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(MANIFEST);
         let bytes = std::fs::read(&path).map_err(|error| no_manifest(dir, error))?;
+        Self::parse(&path, &bytes)
+    }
+
+    fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
         let newer = |version: u64| {
             format!("format version {version}, but this release reads {FORMAT_VERSION}: prepare it again")
         };
-        let value: serde_json::Value = serde_json::from_slice(&bytes)
-            .map_err(|error| damaged(&path, format!("not a manifest ({error})")))?;
+        let value: serde_json::Value = serde_json::from_slice(bytes)
+            .map_err(|error| damaged(path, format!("not a manifest ({error})")))?;
         match value["format_version"].as_u64() {
             Some(version) if version != u64::from(FORMAT_VERSION) => {
-                return Err(Error::Damaged { path, reason: newer(version) });
+                return Err(Error::Damaged { path: path.to_owned(), reason: newer(version) });
             }
             _ => {}
         }
-        let manifest: Self = serde_json::from_slice(&bytes)
-            .map_err(|error| damaged(&path, format!("not a manifest ({error})")))?;
+        let manifest: Self = serde_json::from_slice(bytes)
+            .map_err(|error| damaged(path, format!("not a manifest ({error})")))?;
         let sealed = manifest.clone().seal();
         if sealed != manifest || manifest.canonical().as_bytes() != bytes {
-            return Err(damaged(&path, "its checksum does not hold: it was edited or damaged".into()));
+            return Err(damaged(path, "its checksum does not hold: it was edited or damaged".into()));
         }
         Ok(manifest)
     }
@@ -159,10 +165,38 @@ fn no_manifest(dir: &Path, error: std::io::Error) -> Error {
         let hint = "; `electra-fast prepare` makes a corpus".to_owned();
         return Error::NotFound { path: dir.to_owned(), hint };
     }
-    let reason = if dir.join(crate::job::PARTS).exists() {
+    let reason = if dir.join(PARTS).exists() {
         "; it is an unfinished corpus: run the same `electra-fast prepare` again"
     } else {
         "; it is not a corpus: `electra-fast prepare` makes one"
     };
     Error::NotFound { path: dir.join(MANIFEST), hint: reason.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::write_corpus;
+
+    #[test]
+    fn every_flipped_bit_is_noticed() {
+        let dir = tempfile::tempdir().unwrap();
+        write_corpus(dir.path(), 100, &[vec![vec![5, 6]]], 1);
+        let path = dir.path().join(MANIFEST);
+        let sound = std::fs::read(&path).unwrap();
+        assert!(Manifest::read(dir.path()).is_ok());
+        for bit in 0..sound.len() * 8 {
+            let mut flipped = sound.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            assert!(Manifest::parse(&path, &flipped).is_err(), "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn another_version_is_told_apart_from_damage() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(MANIFEST), "{\"format_version\": 9}").unwrap();
+        let error = Manifest::read(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("format version 9, but this release reads 1"), "{error}");
+    }
 }

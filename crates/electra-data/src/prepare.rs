@@ -10,15 +10,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::corpus::{Documents, Reading, read_file};
+use crate::corpus::read_file;
 use crate::durable::create_folder;
 use crate::error::{Error, Result};
 use crate::finish::Finish;
 use crate::format::FORMAT_VERSION;
 use crate::input::Inputs;
 use crate::job::{ALL, Claim, Folder, clear_up};
-use crate::manifest::{Manifest, hex128};
+use crate::manifest::{MANIFEST, Manifest, hex128};
 use crate::pipeline::{Batcher, Mark, default_threads};
+use crate::reading::{Documents, Reading};
 use crate::store::HOLDOUT;
 use crate::text::InvalidUtf8;
 use crate::tokenize::Tokenizer;
@@ -95,7 +96,7 @@ pub fn prepare(
     check(options)?;
     match source {
         Source::Files(inputs) => {
-            let inputs = Inputs::expand(&inputs)?;
+            let inputs = Inputs::expand(&inputs, Some(out))?;
             Run { tokenizer, out, options }.files(&inputs, progress)
         }
         Source::Documents(documents) => Run { tokenizer, out, options }.documents(documents, progress),
@@ -190,6 +191,10 @@ impl Run<'_> {
         let records: Vec<_> = (0..report.num_units).map(|unit| folder.record(unit)).collect();
         let missing = records.iter().filter(|record| record.is_none()).count();
         let records: Vec<_> = records.into_iter().flatten().collect();
+        if missing > 0 && self.out.join(MANIFEST).exists() {
+            // Another partition's run has just finished the corpus and cleared up.
+            return self.complete(&Manifest::read(self.out)?, report);
+        }
         if missing > 0 {
             let sum = |f: fn(&crate::manifest::ShardEntry) -> u64| {
                 records.iter().flat_map(|record| &record.shards).map(f).sum::<u64>()

@@ -1,0 +1,324 @@
+"""Text to ids and documents: the same ids as the `tokenizers` package, the same documents from every format."""
+
+import gzip
+import json
+import lzma
+import random
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+
+from electra_fast.corpus import Corpus, Tokenizer, prepare, train_vocab
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = "the token ##s shard mask café naïve cafe naive strasse ##ing mark ##ed un ##able Σοφος σοφος 東 京".split()
+PLAIN = [chr(code) for code in range(33, 127)]
+VOCAB = SPECIAL + PLAIN + [f"##{letter}" for letter in PLAIN if letter.isalnum()] + WORDS
+
+ODD = [
+    "",
+    " ",
+    "\t\r\n",
+    "The unmasked tokens, sharding... [MASK] [CLS]x[SEP]",
+    "Café NAÏVE cafe\u0301 nai\u0308ve ÅÄÖ İstanbul ǅ ß ẞ ﬁ Σοφος ΣΟΦΟΣ",
+    "東京都 タワー 한국어 ไทย हिन्दी עברית العربية",
+    "zero\u200bwidth\u200djoiner \u00ad soft \ufeff bom \u2028 line \u0000 nul \x07 bell \ufffd bad",
+    "🦀👩‍👩‍👧 e\u0301\u0302\u0303 \U000e0001 \U0002a6df",
+    "x" * 100 + " " + "x" * 101 + " " + "é" * 101,
+    "a_b-c'd\"e`f~g^h|i<j>k $5 +1=2 «q» „r“ …",
+    "\u3000ideographic\u3000space\u00a0nbsp\u1680ogham",
+]
+
+
+@pytest.fixture
+def vocab(tmp_path):
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(VOCAB) + "\n", encoding="utf-8")
+    return path
+
+
+def oracle(lowercase, strip_accents=None):
+    """The same tokenizer by the `tokenizers` package, without any special token in text."""
+    model = tokenizers.models.WordPiece({entry: i for i, entry in enumerate(VOCAB)}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def random_texts(count):
+    rng = random.Random(11)
+    planes = [(0, 0x250), (0x250, 0x600), (0x600, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x2FFFF), (32, 127)]
+    return ["".join(chr(rng.randint(*rng.choice(planes))) for _ in range(rng.randint(1, 60))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+@pytest.mark.parametrize("strip_accents", [None, True, False])
+def test_ids_are_those_of_the_tokenizers_package(vocab, lowercase, strip_accents):
+    ours = Tokenizer(vocab, lowercase=lowercase, strip_accents=strip_accents)
+    texts = ODD + random_texts(500)
+    theirs = oracle(lowercase, strip_accents)
+    for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
+        assert ids.dtype == np.int32 and ids.tolist() == theirs.encode(text).ids, repr(text)
+
+
+def test_a_tokenizer_json_neither_truncates_nor_pads_nor_sees_special_tokens(vocab, tmp_path):
+    saved = oracle(True)
+    saved.add_special_tokens(SPECIAL)
+    saved.enable_truncation(4)
+    saved.enable_padding(length=9)
+    saved.save(str(tmp_path / "tokenizer.json"))
+    texts = ODD + random_texts(100)
+    from_json, from_vocab = Tokenizer(tmp_path / "tokenizer.json"), Tokenizer(vocab, lowercase=True)
+    pairs = zip(from_json.encode_batch(texts), from_vocab.encode_batch(texts), strict=True)
+    assert all(a.tolist() == b.tolist() for a, b in pairs)
+    with pytest.raises(ValueError, match="lowercase and strip_accents belong to vocab.txt"):
+        Tokenizer(tmp_path / "tokenizer.json", lowercase=True)
+
+
+def test_what_a_tokenizer_tells(vocab):
+    tokenizer = Tokenizer(vocab)
+    assert tokenizer.options == {"lowercase": False, "strip_accents": False}  # "A" is an ordinary entry
+    assert tokenizer.special_tokens == {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
+    assert (tokenizer.vocab_size, tokenizer.fast) == (len(VOCAB), False)
+    [ids] = tokenizer.encode_batch(["unable tokens"])
+    assert [tokenizer.id_to_token(i) for i in ids] == ["un", "##able", "token", "##s"]
+    assert tokenizer.decode(ids) == "unable tokens"
+    with pytest.raises(IndexError, match="not in a vocabulary of"):
+        tokenizer.id_to_token(10_000)
+
+
+def test_a_vocabulary_must_have_the_special_tokens(tmp_path):
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(entry for entry in VOCAB if entry != "[MASK]"))
+    with pytest.raises(ValueError, match=r"vocab\.txt: no \[MASK\] in the vocabulary"):
+        Tokenizer(path)
+    with pytest.raises(FileNotFoundError, match="electra-fast vocab"):
+        Tokenizer(tmp_path / "none.txt")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="not a usable tokenizer"):
+        Tokenizer(tmp_path / "tokenizer.json")
+
+
+DOCUMENTS = [
+    "The first token.\nIts second line, marked.",
+    "Café — naïve 東京\nx\nunable",
+    *(f"shard {n}\nmask {n * 7} the token" for n in range(300)),
+]
+
+
+def zstd(data):
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+def halves(compress):
+    """Two members or frames one after the other, as `cat a.gz b.gz` makes them."""
+    return lambda data: compress(data[: len(data) // 2]) + compress(data[len(data) // 2 :])
+
+
+COMPRESS = {
+    "": bytes,
+    ".gz": halves(gzip.compress),
+    ".zst": halves(zstd),
+    ".xz": halves(lzma.compress),
+}
+
+
+def arrow_bytes(open_writer, kind=None):
+    """A table in several chunks, as a file or stream."""
+    table = pa.table({"id": list(range(len(DOCUMENTS))), "text": pa.array(DOCUMENTS, kind or pa.string())})
+    sink = pa.BufferOutputStream()
+    with open_writer(sink, table.schema) as writer:
+        for start in range(0, len(table), 64):
+            writer.write_table(table[start : start + 64])
+    return sink.getvalue().to_pybytes()
+
+
+FORMATS = {
+    ".txt": lambda: ("\ufeff" + "\r\n \r\n\r\n".join(DOCUMENTS).replace("\n", "\r\n")).encode(),
+    ".jsonl": lambda: "\n".join(json.dumps({"id": 1, "text": text, "x": {"text": 2}}) for text in DOCUMENTS).encode(),
+    ".parquet": lambda: arrow_bytes(pq.ParquetWriter),
+    ".arrow": lambda: arrow_bytes(pa.ipc.new_stream),
+    "-file.arrow": lambda: arrow_bytes(pa.ipc.new_file),
+    "-large.parquet": lambda: arrow_bytes(pq.ParquetWriter, pa.large_string()),
+    "-dict.arrow": lambda: arrow_bytes(pa.ipc.new_stream, pa.dictionary(pa.int32(), pa.string())),
+}
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_corpus(vocab, tmp_path, name, compression):
+    path = tmp_path / f"data{name}{compression}"
+    path.write_bytes(COMPRESS[compression](FORMATS[name]()))
+    prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)
+    prepare(iter(DOCUMENTS), vocab=vocab, out=tmp_path / "plain", progress=False)
+    corpus = Corpus(tmp_path / "out")
+    assert corpus.content_hash == Corpus(tmp_path / "plain").content_hash
+    expected = Tokenizer(vocab).encode_batch(DOCUMENTS)
+    assert [ids.tolist() for ids in corpus] == [ids.tolist() for ids in expected]
+
+
+def prepared(tmp_path, vocab, text, **options):
+    path = tmp_path / "a.txt"
+    path.write_bytes(text)
+    prepare([path], vocab=vocab, out=tmp_path / "out", progress=False, **options)
+    corpus = Corpus(tmp_path / "out")
+    tokenizer = Tokenizer(vocab)
+    return [tokenizer.decode(ids) for ids in corpus], corpus
+
+
+@pytest.mark.parametrize(
+    ("documents", "expected"),
+    [
+        ("blank-line", ["the token shard", "mask"]),
+        ("line", ["the token", "shard", "mask"]),
+        ("file", ["the token shard mask"]),
+    ],
+)
+def test_what_separates_documents(vocab, tmp_path, documents, expected):
+    found, _ = prepared(tmp_path, vocab, b"\n\nthe token\nshard\n\n \t\nmask\n\n", documents=documents)
+    assert found == expected
+
+
+def test_files_do_not_run_into_each_other(vocab, tmp_path):
+    for name, text in [("b", "token"), ("a", "the"), ("c", "shard\n")]:
+        (tmp_path / f"{name}.txt").write_text(text)
+    for already in (False, True):  # the second time, the corpus itself lies in the folder too
+        report = prepare([tmp_path], vocab=vocab, out=tmp_path / "deep/out", progress=False)
+        assert report.already_complete == already
+    tokenizer, corpus = Tokenizer(vocab), Corpus(tmp_path / "deep/out")
+    # vocab.txt lies in the folder too: it is text like any other, and comes last.
+    assert [tokenizer.decode(ids) for ids in corpus][:3] == ["the", "token", "shard"]
+
+
+def test_empty_documents_are_counted_and_left_out(vocab, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "mask"}\n{"text": ""}\n\n{"text": null}\n{"text": "\\u200b \\n"}\n{"text": "the"}')
+    report = prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)
+    assert (report.num_documents, report.empty_documents) == (2, 3)
+
+
+def test_several_fields(vocab, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "shard", "title": "mask"}')
+    prepare([path], vocab=vocab, out=tmp_path / "out", text_field="title,text", progress=False)
+    assert Tokenizer(vocab).decode(Corpus(tmp_path / "out")[0]) == "mask shard"
+
+
+def test_lines_longer_than_memory_should_hold_give_the_same_ids(vocab, tmp_path):
+    rng = random.Random(2)
+    line = " ".join(rng.choice(["tokens", "unable", "café", "東京", "x" * 99, "e\u0301"]) for _ in range(20_000))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": line}))
+    (tmp_path / "b.txt").write_text(line)
+    prepare([tmp_path / "a.jsonl", tmp_path / "b.txt"], vocab=vocab, out=tmp_path / "out", progress=False)
+    from_json, from_text = Corpus(tmp_path / "out")
+    assert from_json.tolist() == from_text.tolist() == Tokenizer(vocab).encode_batch([line])[0].tolist()
+
+
+def test_a_corpus_is_a_sequence(vocab, tmp_path):
+    _, corpus = prepared(tmp_path, vocab, b"the\n\ntoken token\n\nshard shard shard\n")
+    assert len(corpus) == 3 and corpus.num_tokens == 6 and corpus.shards == [(3, 6)]
+    assert corpus[-1].tolist() == corpus[np.int64(2)].tolist() and len(corpus[-1]) == 3
+    assert [len(ids) for ids in corpus[1:]] == [2, 3]
+    assert len(corpus.content_hash) == 32 and corpus.holdout is None
+    assert corpus.vocab_size == len(VOCAB) and corpus.special_tokens["mask"] == 4
+    assert Tokenizer.of(corpus).options == corpus.tokenizer_options
+    for outside in (3, -4):
+        with pytest.raises(IndexError, match="of a corpus that has 3"):
+            corpus[outside]
+
+
+def test_wide_ids(tmp_path):
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(SPECIAL + [f"w{n}" for n in range(70_000)]))
+    prepare(iter(["w0 w69999"]), vocab=vocab, out=tmp_path / "out", progress=False)
+    assert Corpus(tmp_path / "out")[0].tolist() == [5, 70_004]
+
+
+def test_the_same_text_trains_the_same_vocabulary(tmp_path):
+    files = []
+    for order in (1, -1):
+        folder = tmp_path / str(order)
+        folder.mkdir()
+        for name, text in [("a", "tokens tokenised"), ("b", "shards sharded"), ("c", "ÀÉ masked [MASK]")][::order]:
+            (folder / f"{name}.txt").write_text(f"{text} " * 50)
+        size = train_vocab([folder], out=folder / "vocab.txt", size=100, progress=False, threads=1 + (order > 0))
+        files.append((folder / "vocab.txt").read_text())
+        assert size == len(files[-1].splitlines()) <= 100
+    assert files[0] == files[1]
+    assert files[0].splitlines()[:6] == [*SPECIAL, "["] and "tokens" in files[0].splitlines()
+    assert Tokenizer(tmp_path / "1/vocab.txt").options["lowercase"] is True
+
+
+BAD_FILES = {
+    "bad.txt": (b"fine\nab\xffc\n", r"bad\.txt: invalid UTF-8 at byte 7 of the text.*--invalid-utf8 replace"),
+    "bad.txt.gz": (gzip.compress(b"\xfe"), r"bad\.txt\.gz: invalid UTF-8 at byte 0"),
+    "bad.jsonl": (b'{"text": "a"}\n\n{"text": "b}\n', r"bad\.jsonl: line 3, column \d+: broken JSON: EOF"),
+    "list.jsonl": (b'{"text": "a"}\n["a"]\n', r"list\.jsonl: line 2.*expected an object"),
+    "field.jsonl": (b'{"body": "a", "id": 3}\n', r'line 1: no text field "text"; there are: body, id'),
+    "number.jsonl": (b'{"text": 3}\n', r'line 1: field "text" is a number, not text'),
+    "cut.txt.gz": (gzip.compress(b"token " * 999)[:-9], r"cut\.txt\.gz: the gzip data is cut off"),
+    "cut.txt.zst": (zstd(b"token " * 999)[:-3], r"cut\.txt\.zst: the zstd data is cut off"),
+    "cut.txt.xz": (lzma.compress(b"token " * 999)[:-9], r"cut\.txt\.xz: the xz data is cut off"),
+    "not.txt.gz": (b"plain text", r"not\.txt\.gz: the gzip data cannot be unpacked"),
+    "nothing.txt.zst": (b"", r"nothing\.txt\.zst: the zstd data is cut off"),
+    "bad.parquet": (b"PAR1 no", r"bad\.parquet: cannot be read as Parquet"),
+    "bad.arrow": (b"no", r"bad\.arrow: cannot be read as Arrow"),
+    "what.pdf": (b"x", r"what\.pdf: unknown kind of file; known are \.txt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_are_named(vocab, tmp_path, name):
+    data, message = BAD_FILES[name]
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=message) as caught:
+        prepare([tmp_path / name], vocab=vocab, out=tmp_path / "out", progress=False)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out/manifest.json").exists()
+
+
+def test_invalid_utf8_can_be_replaced(vocab, tmp_path):
+    found, _ = prepared(tmp_path, vocab, b"mask\xff shard\n", invalid_utf8="replace")
+    assert found == ["mask shard"]
+
+
+def test_a_table_without_text(vocab, tmp_path):
+    for name, table, message in [
+        ("numbers", {"text": [1]}, "no column holds strings"),
+        ("other", {"body": ["a"], "n": [1]}, 'no text field "text"; there are: body'),
+        ("kind", {"text": [1], "body": ["a"]}, 'column "text" is Int64, not a string; columns of strings are: body'),
+    ]:
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table(table), path)
+        with pytest.raises(ValueError, match=f"{name}.parquet: {message}"):
+            prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)
+
+
+def test_inputs_that_are_not_there(vocab, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/picture.png").write_bytes(b"x")
+    out = tmp_path / "out"
+    with pytest.raises(FileNotFoundError, match="No files matched"):
+        prepare([tmp_path / "none.txt"], vocab=vocab, out=out)
+    with pytest.raises(ValueError, match=r"No files matched .*\*\.txt"):
+        prepare([tmp_path / "folder/*.txt"], vocab=vocab, out=out)
+    with pytest.raises(ValueError, match=r"No files matched .*1 of other kinds"):
+        prepare([tmp_path / "folder"], vocab=vocab, out=out)
+    assert not out.exists()
+
+
+def test_a_folder_that_is_no_corpus(tmp_path):
+    with pytest.raises(FileNotFoundError, match="electra-fast prepare"):
+        Corpus(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match=r"manifest\.json: not found; it is not a corpus"):
+        Corpus(tmp_path)
+    (tmp_path / "parts").mkdir()
+    with pytest.raises(FileNotFoundError, match="unfinished corpus"):
+        Corpus(tmp_path)

@@ -1,0 +1,298 @@
+"""`prepare` as a job: resumed, split over machines, interrupted, refused; always the same bytes."""
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from electra_fast import _data
+from electra_fast.corpus import Corpus, Tokenizer, prepare, train_vocab, verify
+
+VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(500))]
+# Stands in for the package's __init__, so that a run starts at once: this side needs no torch.
+IMPORT = f"""
+import sys, types
+sys.modules["electra_fast"] = types.ModuleType("electra_fast")
+sys.modules["electra_fast"].__path__ = [{str(Path(_data.__file__).parent)!r}]
+from electra_fast.corpus import prepare
+assert "torch" not in sys.modules
+"""
+RUN = f"""{IMPORT}
+print("ready", flush=True)
+prepare([sys.argv[1]], vocab=sys.argv[2], out=sys.argv[3])
+"""
+UNITS = 5
+# A unit is 4 MiB of input: mostly blank lines here, so that tests are fast.
+PADDING = "\n" * (4 << 20)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder of files that are a unit each, 60 documents in each of them."""
+    folder, rng = tmp_path_factory.mktemp("text"), random.Random(5)
+    for number in range(UNITS):
+        documents = [" ".join(f"w{rng.randrange(500)}" for _ in range(rng.randint(1, 900))) for _ in range(60)]
+        (folder / f"{number}.txt").write_text("\n\n".join(documents) + PADDING)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vocab(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
+    path.write_text("\n".join(VOCAB))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(text, vocab, tmp_path_factory):
+    """What an undisturbed run makes, with a part held out."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    prepare([text], vocab=vocab, out=out, holdout=0.2, progress=False)
+    return out
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def ids_of(folder):
+    return [tuple(ids.tolist()) for ids in Corpus(folder)]
+
+
+def test_a_corpus_has_these_files(whole):
+    shards = [f"shard-{unit:06}-000.{kind}" for unit in range(UNITS) for kind in ("tokens", "lines")]
+    names = [*shards, "manifest.json", "vocab.txt"]
+    assert sorted(contents(whole)) == sorted([*names, *(f"holdout/{name}" for name in names)])
+    assert verify(whole)
+
+
+def test_threads_change_nothing(text, vocab, whole, tmp_path):
+    for threads in (1, 7):
+        prepare([text], vocab=vocab, out=tmp_path / str(threads), holdout=0.2, threads=threads, progress=False)
+        assert contents(tmp_path / str(threads)) == contents(whole)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_partitions_make_one_corpus(text, vocab, whole, tmp_path, together):
+    common = {"vocab": vocab, "holdout": 0.2, "progress": False}
+    reports = []
+    for index in (3, 1, 2):
+        out = tmp_path / ("all" if together else str(index))
+        reports.append(prepare([text], out=out, partition=f"{index}/3", **common))
+    if not together:
+        assert not any(report.complete for report in reports)
+        for index in (1, 2, 3):
+            shutil.copytree(tmp_path / str(index), tmp_path / "all", dirs_exist_ok=True)
+        reports.append(prepare([text], out=tmp_path / "all", **common))
+    assert reports[0].missing_units == 4 and reports[-1].complete
+    assert reports[-1].content_hash == Corpus(whole).content_hash
+    assert contents(tmp_path / "all") == contents(whole)
+
+
+def test_missing_parts_are_counted(text, vocab, tmp_path, capfd):
+    report = prepare([text], vocab=vocab, out=tmp_path / "out", partition="2/4")
+    assert (report.complete, report.missing_units, report.num_units) == (False, 4, UNITS)
+    assert "4 of 5 units are still missing" in capfd.readouterr().err
+    with pytest.raises(FileNotFoundError, match="unfinished"):
+        Corpus(tmp_path / "out")
+
+
+def test_killed_at_any_moment_it_goes_on(text, vocab, tmp_path):
+    rng, command = random.Random(7), [sys.executable, "-c", RUN, text, vocab, tmp_path / "out"]
+    for _ in range(8):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            process.stdout.readline()
+            time.sleep(rng.random() * 0.4)
+            process.kill()
+    subprocess.run(command, check=True, capture_output=True)
+    prepare([text], vocab=vocab, out=tmp_path / "undisturbed", progress=False)
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
+def test_an_interruption_keeps_finished_units(text, vocab, whole, tmp_path):
+    class Stop(Exception):
+        pass
+
+    def stop_late(done, total, documents, tokens):
+        assert 0 <= done <= total and documents <= tokens
+        if documents > 70:
+            raise Stop
+
+    arguments = {"text_fields": ["text"], "holdout": 0.2, "threads": 1}
+    tokenizer = _data.Tokenizer(str(vocab))
+    for _ in range(UNITS):
+        try:
+            _data.prepare(tokenizer, str(tmp_path / "out"), files=[str(text)], progress=stop_late, **arguments)
+            break
+        except Stop:
+            assert not (tmp_path / "out/manifest.json").exists()
+    else:
+        prepare([text], vocab=vocab, out=tmp_path / "out", holdout=0.2, progress=False)
+    assert contents(tmp_path / "out") == contents(whole)
+
+
+def test_ctrl_c_is_heard(text, vocab, tmp_path):
+    command = [sys.executable, "-c", RUN, text, vocab, tmp_path / "out"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        while not (tmp_path / "out/parts/job.json").exists():
+            time.sleep(0.002)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=20)
+    assert process.returncode != 0 and b"KeyboardInterrupt" in stderr
+    assert not [name for name in contents(tmp_path / "out") if ".tmp-" in name]
+
+
+def test_a_finished_corpus_is_left_alone(text, vocab, whole):
+    before = contents(whole)
+    report = prepare([text], vocab=vocab, out=whole, holdout=0.2, progress=False)
+    assert report.already_complete and report.complete and report.content_hash == Corpus(whole).content_hash
+    with pytest.raises(ValueError, match="holds a finished corpus of other inputs or options"):
+        prepare([text], vocab=vocab, out=whole, holdout=0.3, progress=False)
+    with pytest.raises(ValueError, match="holds a finished corpus"):
+        prepare(iter(["w1"]), vocab=vocab, out=whole, progress=False)
+    assert contents(whole) == before
+
+
+def test_a_foreign_folder_is_left_alone(text, vocab, tmp_path):
+    (tmp_path / "vocab.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"already holds something else \(vocab\.txt\)"):
+        prepare([text], vocab=vocab, out=tmp_path, progress=False)
+    assert contents(tmp_path) == {"vocab.txt": b"mine"}
+    with pytest.raises(ValueError, match="not a folder"):
+        prepare([text], vocab=vocab, out=tmp_path / "vocab.txt", progress=False)
+
+
+def test_unfinished_work_of_others_is_left_alone(text, vocab, tmp_path):
+    prepare([text], vocab=vocab, out=tmp_path / "out", partition="1/2", progress=False)
+    before = contents(tmp_path / "out")
+    with pytest.raises(ValueError, match="holds unfinished work of other inputs or options"):
+        prepare([text / "0.txt"], vocab=vocab, out=tmp_path / "out", progress=False)
+    after = contents(tmp_path / "out")
+    assert {name: data for name, data in after.items() if name != ".lock-all"} == before
+
+
+def test_wrong_options_can_be_righted(vocab, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"body": "w1"}')
+    with pytest.raises(ValueError, match="there are: body"):
+        prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)
+    assert prepare([path], vocab=vocab, out=tmp_path / "out", text_field="body", progress=False).complete
+
+
+def test_two_runs_do_not_share_a_folder(text, vocab, tmp_path):
+    out = tmp_path / "out"
+
+    def documents():
+        yield "w1"
+        with pytest.raises(ValueError, match="another prepare is at work in this folder"):
+            prepare(iter(["w1"]), vocab=vocab, out=out, progress=False)
+        yield "w2"
+
+    assert prepare(documents(), vocab=vocab, out=out, progress=False).num_documents == 2
+
+
+def test_the_holdout_is_disjoint_and_complete(text, vocab, whole, tmp_path):
+    prepare([text], vocab=vocab, out=tmp_path / "out", progress=False)
+    everything, train, held_out = ids_of(tmp_path / "out"), ids_of(whole), ids_of(Corpus(whole).holdout)
+    assert sorted(train + held_out) == sorted(everything)
+    assert 0.1 < len(held_out) / len(everything) < 0.3
+    in_order = iter(everything)
+    assert all(ids in in_order for ids in train)  # the order of documents is kept
+    assert Corpus(whole).content_hash != Corpus(whole / "holdout").content_hash
+
+
+def test_a_small_corpus_holds_out_its_last_document(vocab, tmp_path):
+    report = prepare(
+        iter(["w1", "w2 w2\nw3", "w4\n\nw5"]), vocab=vocab, out=tmp_path / "a", holdout=1e-9, progress=False
+    )
+    assert (report.num_documents, report.holdout_documents) == (2, 1)
+    assert [len(ids) for ids in Corpus(tmp_path / "a")] == [1, 3]
+    assert ids_of(tmp_path / "a/holdout") == [(5 + 4, 5 + 5)]
+    assert verify(tmp_path / "a")
+    report = prepare(iter(["w1"]), vocab=vocab, out=tmp_path / "b", holdout=0.001, progress=False)
+    assert report.holdout_documents == 0 and Corpus(tmp_path / "b").holdout is None
+    with pytest.raises(ValueError, match="holdout took every document"):
+        prepare(iter(["w1", "w2"]), vocab=vocab, out=tmp_path / "c", holdout=1 - 1e-9, progress=False)
+
+
+def test_an_empty_corpus_is_an_error(vocab, tmp_path):
+    (tmp_path / "a.txt").write_text(" \n\n\t\n")
+    for inputs in ([tmp_path / "a.txt"], iter([]), iter(["", "\n"])):
+        with pytest.raises(ValueError, match="the corpus is empty"):
+            prepare(inputs, vocab=vocab, out=tmp_path / "out", progress=False)
+        assert not (tmp_path / "out").exists()
+
+
+LIMITED = f"""{IMPORT}
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), resource.RLIM_INFINITY))
+try:
+    prepare([sys.argv[1]], vocab=sys.argv[2], out=sys.argv[3], progress=False)
+except OSError as error:
+    sys.exit(f"said: {{error}}")
+"""
+
+
+@pytest.mark.parametrize("limit", [10, 300, 40_000])
+def test_a_full_disk_leaves_nothing_that_looks_whole(text, vocab, tmp_path, limit):
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", LIMITED, text, vocab, out]
+    done = subprocess.run([*command, str(limit)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.startswith("said: "), done.stderr
+    assert "free some space and run the same command again" in done.stderr and "\n" not in done.stderr.strip()
+    assert not (out / "manifest.json").exists()
+    assert not [name for name in contents(out) if ".tmp-" in name]
+    subprocess.run([*command, str(1 << 30)], check=True)
+    prepare([text], vocab=vocab, out=tmp_path / "undisturbed", progress=False)
+    assert contents(out) == contents(tmp_path / "undisturbed")
+
+
+def test_documents_from_python(vocab, tmp_path):
+    prepare((f"w{n} w{n}" for n in range(100)), vocab=Tokenizer(vocab), out=tmp_path / "a", progress=False)
+    assert ids_of(tmp_path / "a") == [(5 + n, 5 + n) for n in range(100)]
+    prepare(["w1 w2", "w3"], vocab=vocab, out=tmp_path / "b", kind="documents", progress=False)
+    assert len(Corpus(tmp_path / "b")) == 2
+
+    def broken():
+        yield "w1"
+        raise RuntimeError("from the generator")
+
+    with pytest.raises(RuntimeError, match="from the generator"):
+        prepare(broken(), vocab=vocab, out=tmp_path / "c", progress=False)
+    with pytest.raises(TypeError):
+        prepare(iter([b"bytes"]), vocab=vocab, out=tmp_path / "c", progress=False)
+    assert prepare(iter(["w1"]), vocab=vocab, out=tmp_path / "c", progress=False).complete
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"holdout": 1.0}, "holdout is 1.*below 1"),
+        ({"holdout": float("nan")}, "holdout is NaN"),
+        ({"partition": "0/3"}, "partition is '0/3'; write I/N"),
+        ({"partition": "a"}, "partition is 'a'; write I/N"),
+        ({"documents": "page"}, 'documents is "page"; it can be one of "blank-line"'),
+        ({"invalid_utf8": "ignore"}, 'invalid_utf8 is "ignore"'),
+        ({"threads": -1}, "threads is -1"),
+        ({"text_field": " "}, "no text field is named"),
+        ({"kind": "dirs"}, "kind is 'dirs'"),
+    ],
+)
+def test_options_out_of_range(text, vocab, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        prepare([text], vocab=vocab, out=tmp_path / "out", progress=False, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_training_a_vocabulary_needs_words(tmp_path):
+    with pytest.raises(ValueError, match="no words"):
+        train_vocab(iter(["\n"]), out=tmp_path / "vocab.txt", size=100, progress=False)
+    with pytest.raises(ValueError, match="too small"):
+        train_vocab(iter(["words"]), out=tmp_path / "vocab.txt", size=7, progress=False)
+    assert not (tmp_path / "vocab.txt").exists()
