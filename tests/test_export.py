@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from electra_fast import checkpoint, huggingface_weights
 from electra_fast.config import Config
 from electra_fast.export import export, import_folder, load
-from electra_fast.huggingface import CLASSES, _preset_of_size
+from electra_fast.huggingface_config import CLASSES, preset_of_size
 from electra_fast.huggingface_tokenizer import write_tokenizer
 from electra_fast.model import Electra
 
@@ -447,6 +447,6 @@ def test_places_without_a_model_are_named(tmp_path: Path) -> None:
 def test_import_takes_the_preset_of_the_same_size_for_models_of_others(tmp_path: Path) -> None:
     """A base model continues with the learning rate of base, not with that of small."""
     config = Config.preset("base")
-    assert _preset_of_size(dataclasses.replace(config.model, vocab_size=50)) == config
-    assert _preset_of_size(Config.preset("large", "modern").model) == Config.preset("large", "modern")
-    assert _preset_of_size(dataclasses.replace(config.model, hidden_size=480)) == Config()
+    assert preset_of_size(dataclasses.replace(config.model, vocab_size=50)) == config
+    assert preset_of_size(Config.preset("large", "modern").model) == Config.preset("large", "modern")
+    assert preset_of_size(dataclasses.replace(config.model, hidden_size=480)) == Config()

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from electra_fast import ops
 from electra_fast.config import Config
-from electra_fast.huggingface import CLASSES, role_shape, write_model
+from electra_fast.huggingface import write_model
+from electra_fast.huggingface_config import CLASSES, role_shape
 from electra_fast.huggingface_weights import to_theirs
 from electra_fast.model import Electra
 from electra_fast.ops import Segments

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from electra_fast import checkpoint
-from electra_fast.huggingface import CLASSES, OWN_KEY, read_models, write_model
+from electra_fast.huggingface import read_models, write_model
+from electra_fast.huggingface_config import CLASSES, OWN_KEY
 from electra_fast.huggingface_tokenizer import copy_tokenizer, special_ids
 from electra_fast.model import Electra
 
