@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from electra_fast.config import Config, describe_key, key_names
 from electra_fast.presets import RECIPES, SIZES
@@ -23,9 +23,8 @@ Handler = Callable[[argparse.Namespace], int | None]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
     try:
+        options, rest = _parser().parse_known_args(arguments)
         options.overrides = _overrides(rest) if options.command in ("pretrain", "flops") else _no_more(rest)
         handler: Handler = options.handler
         return handler(options) or 0
@@ -92,10 +91,15 @@ def _print_figures(figures: Mapping[str, Any], as_json: bool) -> None:
         _say(f"{name:<{width}}  {f'{value:.6g}' if isinstance(value, float) else value}")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as everything else here, instead of printing the usage first."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; `{self.prog} --help` tells more")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="electra-fast", description="Pre-train text encoders by replaced-token detection (ELECTRA)."
-    )
+    parser = _Parser(prog="electra-fast", description="Pre-train text encoders by replaced-token detection (ELECTRA).")
     parser.add_argument("--version", action="version", version=f"electra-fast {version('electra-fast')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

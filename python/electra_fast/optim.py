@@ -86,7 +86,8 @@ class Optimizer:
             # clip / max(norm, clip), as tf.clip_by_global_norm: exactly 1 below the bound.
             torch._foreach_mul_(list(gradients.values()), self.config.clip_norm / norm.clamp(min=self.config.clip_norm))
         self.num_updates += 1
-        self._step_adam(gradients, factor * self.config.learning_rate)
+        if self.moments:
+            self._step_adam(gradients, factor * self.config.learning_rate)
         if self.matrices:
             self._step_muon(gradients, factor * self.config.muon_learning_rate)
         return norm

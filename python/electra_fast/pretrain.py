@@ -276,7 +276,7 @@ def _stop_requests() -> Iterator[_StopRequest]:
 
     def request(number: int, frame: FrameType | None) -> None:
         stop.requested = True
-        signal.signal(number, before[number])
+        signal.signal(number, before[signal.Signals(number)])
         print("stopping after this step; once more to stop at once", file=sys.stderr)
 
     before = {}

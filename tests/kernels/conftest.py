@@ -1,8 +1,17 @@
-"""Without a GPU the kernels run in Triton's interpreter, which has to be chosen before Triton is imported."""
+"""Kernels are tested on poisoned memory and, without a GPU, in Triton's interpreter.
+
+The interpreter has to be chosen before Triton is imported.
+"""
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(poisoned_memory: None) -> None:
+    """Every uninitialised float is NaN in these tests."""

@@ -3,8 +3,23 @@
 
 use pyo3::prelude::*;
 
+mod build;
+mod errors;
+mod loader;
+mod store;
+mod tokenizer;
+
 #[pymodule]
 mod _data {
     #[pymodule_export]
     const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+    #[pymodule_export]
+    use crate::build::{prepare, train_vocab};
+    #[pymodule_export]
+    use crate::loader::{BatchLoader, RecordBatch};
+    #[pymodule_export]
+    use crate::store::{Corpus, verify};
+    #[pymodule_export]
+    use crate::tokenizer::Tokenizer;
 }

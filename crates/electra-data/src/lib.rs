@@ -1,6 +1,48 @@
 //! Text to masked, packed Arrow batches for replaced-token detection.
 //!
 //! Building a corpus: `corpus` (files to lines) → `tokenize` → `shard`, driven by `prepare`.
-//! Reading it: `shard` → `order`, `pack` → `mask` → `batch`.
+//! Reading it: `shard` → `order`, `pack` → `group` → `mask` → `batch`, driven by `loader`.
 
+pub mod batch;
+pub mod corpus;
 pub mod error;
+pub mod group;
+pub mod loader;
+pub mod mask;
+pub mod options;
+pub mod order;
+pub mod pack;
+pub mod philox;
+pub mod prepare;
+pub mod shard;
+pub mod store;
+pub mod tokenize;
+pub mod verify;
+pub mod vocab;
+
+mod columns;
+mod durable;
+mod finish;
+mod format;
+mod input;
+mod job;
+mod manifest;
+mod mapped;
+mod pipeline;
+#[cfg(test)]
+mod testing;
+mod text;
+mod unit;
+mod writer;
+
+pub use corpus::{Documents, Reading};
+pub use error::{Error, Result};
+pub use manifest::SpecialTokens;
+pub use prepare::{Options, Report, Source, prepare};
+pub use shard::Shard;
+pub use store::Corpus;
+pub use text::InvalidUtf8;
+pub use tokenize::Tokenizer;
+pub use unit::Progress;
+pub use verify::{Verified, verify};
+pub use vocab::{VocabOptions, train_vocab};

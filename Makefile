@@ -1,0 +1,71 @@
+# The few commands that a person types. A fresh machine needs Python 3.11+, Rust and make.
+#
+# Everything Python runs from the built wheel, installed into an empty environment outside the tree,
+# so that what is tested is what is shipped. Downloads and compiled crates are reused; the wheel and
+# its environment never are.
+#
+#   make test PYTHON=python3.13                        another interpreter
+#   make test TORCH="torch==2.11.* numpy<2.4"          other versions of the dependencies
+#   make test PYTEST="-k layers -x"                    some of the tests
+
+PYTHON ?= python3
+TORCH  ?=
+PYTEST ?=
+
+CACHE  := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/electra-fast
+TREE   := $(notdir $(CURDIR))-$(shell pwd | cksum | cut -d' ' -f1)
+TOOLS  := $(CACHE)/tools-$(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:3], sep=".")')
+ENV    := $(CACHE)/$(TREE)/test
+DEMO   := $(CACHE)/$(TREE)/demo
+
+# $(call environment,FOLDER,EXTRAS): an empty environment with the wheel and its dependencies.
+define environment
+	$(TOOLS)/bin/uv venv --quiet --clear --python $(TOOLS)/bin/python $(1)
+	$(TOOLS)/bin/uv pip install --python $(1)/bin/python \
+	    "electra-fast$(2) @ file://$$(ls $(CURDIR)/dist/electra_fast-*.whl)" $(foreach r,$(TORCH),'$(r)')
+endef
+
+.PHONY: help demo test lint wheel bench clean env
+
+help:
+	@echo "make demo   text to a trained, exported ELECTRA in about two minutes on a CPU: ./demo"
+	@echo "make test   build the wheel, install it in an empty environment, run every check and test"
+	@echo "make lint   the checks alone: ruff, mypy, rustfmt, clippy"
+	@echo "make wheel  the release wheel: ./dist"
+	@echo "make bench  every script of bench/, from the installed wheel"
+	@echo "make clean  remove what these commands made"
+
+demo: wheel
+	$(call environment,$(DEMO),)
+	$(DEMO)/bin/electra-fast demo --out demo
+
+test: lint
+	cargo test --release --locked --workspace
+	cd $(ENV) && bin/pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests $(PYTEST)
+
+lint: env
+	$(ENV)/bin/ruff check .
+	$(ENV)/bin/ruff format --check .
+	$(ENV)/bin/mypy --strict
+	cargo fmt --all --check
+	cargo clippy --release --locked --workspace --all-targets -- -D warnings
+
+wheel: $(TOOLS)/bin/maturin
+	rm -f dist/electra_fast-*.whl
+	$(TOOLS)/bin/maturin build --release --locked --interpreter $(TOOLS)/bin/python --out dist
+
+bench: env
+	for script in bench/*.py; do echo "== $$script"; $(ENV)/bin/python "$$script" || exit 1; done
+
+clean:
+	cargo clean
+	rm -rf dist demo .mypy_cache .ruff_cache .pytest_cache $(CACHE)/$(TREE)
+
+env: wheel
+	$(call environment,$(ENV),[test])
+
+# The tools that build and install, apart from every environment that they make.
+$(TOOLS)/bin/maturin:
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.11")'
+	$(PYTHON) -m venv --clear $(TOOLS)
+	$(TOOLS)/bin/pip install --quiet uv "maturin>=1.9,<2"

@@ -1,0 +1,168 @@
+//! `prepare` and `train_vocab`: text to corpus, text to vocabulary.
+
+use std::path::PathBuf;
+
+use electra_data::{Documents, Error, InvalidUtf8, Options, Progress, Reading, Source, VocabOptions};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::errors::raise;
+use crate::tokenizer::Tokenizer;
+
+/// Makes a corpus; exactly one of `files` and `documents` is given.
+#[pyfunction]
+#[pyo3(signature = (tokenizer, out, *, files=None, documents=None, separator="blank-line", text_fields,
+                    invalid_utf8="error", holdout=0.0, partition=None, threads=None, progress=None))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
+pub(crate) fn prepare<'py>(
+    py: Python<'py>,
+    tokenizer: &Tokenizer,
+    out: PathBuf,
+    files: Option<Vec<PathBuf>>,
+    documents: Option<Py<PyAny>>,
+    separator: &str,
+    text_fields: Vec<String>,
+    invalid_utf8: &str,
+    holdout: f64,
+    partition: Option<(usize, usize)>,
+    threads: Option<usize>,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let reading = reading(separator, text_fields, invalid_utf8)?;
+    let options = Options { reading, holdout, partition, threads };
+    let mut calls = Calls::new(progress);
+    let report = calls.run(py, files, documents, |source, report| {
+        electra_data::prepare(source, &tokenizer.inner, &out, &options, report)
+    })?;
+    let result = PyDict::new(py);
+    result.set_item("complete", report.complete)?;
+    result.set_item("already_complete", report.already_complete)?;
+    result.set_item("num_files", report.num_files)?;
+    result.set_item("skipped_files", report.skipped_files)?;
+    result.set_item("num_units", report.num_units)?;
+    result.set_item("missing_units", report.missing_units)?;
+    result.set_item("num_documents", report.num_documents)?;
+    result.set_item("num_tokens", report.num_tokens)?;
+    result.set_item("empty_documents", report.empty_documents)?;
+    result.set_item("holdout_documents", report.holdout_documents)?;
+    result.set_item("content_hash", report.content_hash)?;
+    Ok(result)
+}
+
+/// Trains a vocabulary; returns how many entries it has.
+#[pyfunction]
+#[pyo3(signature = (out, *, files=None, documents=None, size, lowercase=true, strip_accents=None,
+                    min_frequency=2, separator="blank-line", text_fields, invalid_utf8="error",
+                    threads=None, progress=None))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
+pub(crate) fn train_vocab(
+    py: Python,
+    out: PathBuf,
+    files: Option<Vec<PathBuf>>,
+    documents: Option<Py<PyAny>>,
+    size: usize,
+    lowercase: bool,
+    strip_accents: Option<bool>,
+    min_frequency: u64,
+    separator: &str,
+    text_fields: Vec<String>,
+    invalid_utf8: &str,
+    threads: Option<usize>,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<usize> {
+    let reading = reading(separator, text_fields, invalid_utf8)?;
+    let options = VocabOptions { reading, size, lowercase, strip_accents, min_frequency, threads };
+    Calls::new(progress)
+        .run(py, files, documents, |source, report| electra_data::train_vocab(source, &out, &options, report))
+}
+
+fn reading(separator: &str, text_fields: Vec<String>, invalid_utf8: &str) -> PyResult<Reading> {
+    let unknown = |name, value, known| {
+        Err(PyValueError::new_err(format!("{name} is {value:?}; it can be one of {known}")))
+    };
+    let documents = match separator {
+        "blank-line" => Documents::BlankLine,
+        "file" => Documents::File,
+        "line" => Documents::Line,
+        other => return unknown("documents", other, "\"blank-line\", \"file\", \"line\""),
+    };
+    let invalid_utf8 = match invalid_utf8 {
+        "error" => InvalidUtf8::Error,
+        "replace" => InvalidUtf8::Replace,
+        other => return unknown("invalid_utf8", other, "\"error\", \"replace\""),
+    };
+    Ok(Reading { documents, text_fields, invalid_utf8 })
+}
+
+/// Python's side of a long run: the progress callback, and the exception that it raised.
+struct Calls {
+    progress: Option<Py<PyAny>>,
+    raised: Option<PyErr>,
+}
+
+impl Calls {
+    fn new(progress: Option<Py<PyAny>>) -> Self {
+        Self { progress, raised: None }
+    }
+
+    /// Runs `work` without the GIL; whatever Python raised meanwhile is what comes out.
+    fn run<T: Send>(
+        &mut self,
+        py: Python,
+        files: Option<Vec<PathBuf>>,
+        documents: Option<Py<PyAny>>,
+        work: impl FnOnce(Source, &mut dyn FnMut(Progress) -> bool) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        let failure = std::sync::Mutex::new(None);
+        let source = match documents {
+            Some(iterator) => Source::Documents(Box::new(PyDocuments { iterator, failure: &failure })),
+            None => Source::Files(files.unwrap_or_default()),
+        };
+        let result = py.detach(|| work(source, &mut |progress| self.report(progress)));
+        let from_iterator = failure.into_inner().unwrap_or(None);
+        match (result, self.raised.take().or(from_iterator)) {
+            (Err(_), Some(raised)) => Err(raised),
+            (result, _) => result.map_err(raise),
+        }
+    }
+
+    /// Looks for signals and tells Python how far the run is; `false` stops it.
+    fn report(&mut self, progress: Progress) -> bool {
+        let (done, total) = (progress.bytes_done, progress.bytes_total);
+        let told = Python::attach(|py| {
+            py.check_signals()?;
+            match &self.progress {
+                Some(call) => call.call1(py, (done, total, progress.documents, progress.tokens)).map(drop),
+                None => Ok(()),
+            }
+        });
+        self.raised = told.err();
+        self.raised.is_none()
+    }
+}
+
+/// A Python iterator of `str`, asked from the reading thread.
+struct PyDocuments<'a> {
+    iterator: Py<PyAny>,
+    failure: &'a std::sync::Mutex<Option<PyErr>>,
+}
+
+impl Iterator for PyDocuments<'_> {
+    type Item = Result<String, Error>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let item = Python::attach(|py| -> PyResult<Option<String>> {
+            self.iterator.bind(py).try_iter()?.next().transpose()?.map(|text| text.extract()).transpose()
+        });
+        match item {
+            Ok(text) => text.map(Ok),
+            Err(error) => {
+                if let Ok(mut failure) = self.failure.lock() {
+                    *failure = Some(error);
+                }
+                Some(Err(Error::Interrupted))
+            }
+        }
+    }
+}

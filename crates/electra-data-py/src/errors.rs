@@ -1,0 +1,19 @@
+//! The crate's errors as Python's.
+
+use electra_data::Error;
+use pyo3::exceptions::{PyFileNotFoundError, PyKeyboardInterrupt, PyOSError, PyValueError};
+use pyo3::prelude::*;
+
+/// The exception that keeps an error's meaning across the border.
+pub(crate) fn raise(error: Error) -> PyErr {
+    let message = error.to_string();
+    match error {
+        Error::NotFound { .. } => PyFileNotFoundError::new_err(message),
+        Error::Io { source, .. } => match source.kind() {
+            std::io::ErrorKind::NotFound => PyFileNotFoundError::new_err(message),
+            _ => PyOSError::new_err(message),
+        },
+        Error::Interrupted => PyKeyboardInterrupt::new_err(message),
+        _ => PyValueError::new_err(message),
+    }
+}

@@ -1,0 +1,141 @@
+//! Documents out of tables: Parquet, and Arrow IPC streams and files.
+
+use std::fs::File;
+use std::io::Read;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use arrow_array::cast::AsArray;
+use arrow_array::{Array, ArrayRef, RecordBatch};
+use arrow_ipc::reader::StreamReader;
+use arrow_schema::{DataType, Schema};
+use parquet::arrow::ProjectionMask;
+use parquet::arrow::arrow_reader::{ArrowReaderOptions, ParquetRecordBatchReaderBuilder};
+
+use crate::corpus::{Reading, missing_field};
+use crate::error::{Error, Result};
+use crate::input::InputFile;
+use crate::pipeline::Batcher;
+
+/// Rows decoded at a time: documents can be long.
+const ROWS: usize = 256;
+
+/// Sends each row of a Parquet file as a document.
+pub(crate) fn read_parquet(
+    file: &InputFile,
+    reading: &Reading,
+    bytes: &AtomicU64,
+    to: &mut Batcher,
+) -> Result<()> {
+    let damaged = |error: &dyn std::fmt::Display| unreadable(file, "Parquet", error);
+    // Physical types only: text is then always plain UTF-8, whatever wrote the file.
+    let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true);
+    let builder =
+        ParquetRecordBatchReaderBuilder::<File>::try_new_with_options(file.open_seekable()?, options)
+            .map_err(|e| damaged(&e))?;
+    let columns = text_columns(file, builder.schema(), &reading.text_fields)?;
+    let rows = builder.metadata().file_metadata().num_rows().max(1) as u64;
+    let mask = ProjectionMask::roots(builder.parquet_schema(), columns);
+    let reader = builder.with_projection(mask).with_batch_size(ROWS).build().map_err(|e| damaged(&e))?;
+    let (before, mut done) = (bytes.load(Ordering::Relaxed), 0);
+    for batch in reader {
+        let batch = batch.map_err(|e| damaged(&e))?;
+        send_rows(file, &batch, &reading.text_fields, to)?;
+        done += batch.num_rows() as u64;
+        let share = u128::from(file.size) * u128::from(done) / u128::from(rows);
+        bytes.store(before + share as u64, Ordering::Relaxed);
+    }
+    bytes.store(before + file.size, Ordering::Relaxed);
+    Ok(())
+}
+
+/// Sends each row of an Arrow IPC stream or file (the stream between two magic words).
+pub(crate) fn read_arrow(
+    file: &InputFile,
+    reading: &Reading,
+    bytes: &AtomicU64,
+    to: &mut Batcher,
+) -> Result<()> {
+    let damaged = |error: &dyn std::fmt::Display| unreadable(file, "Arrow", error);
+    let mut input = file.open(bytes)?;
+    let mut start = Vec::with_capacity(8);
+    (&mut input).take(8).read_to_end(&mut start).map_err(|e| file.unreadable(&e))?;
+    if start == b"ARROW1\0\0" {
+        start.clear();
+    }
+    let stream = StreamReader::try_new(std::io::Cursor::new(start).chain(input), None);
+    let stream = stream.map_err(|e| damaged(&e))?;
+    text_columns(file, &stream.schema(), &reading.text_fields)?;
+    for batch in stream {
+        send_rows(file, &batch.map_err(|e| damaged(&e))?, &reading.text_fields, to)?;
+    }
+    Ok(())
+}
+
+/// Where the wanted columns are; an error names the columns that hold text.
+fn text_columns(file: &InputFile, schema: &Schema, fields: &[String]) -> Result<Vec<usize>> {
+    let texts: Vec<String> =
+        schema.fields().iter().filter(|f| is_text(f.data_type())).map(|f| f.name().clone()).collect();
+    let path = file.path.display().to_string();
+    let mut columns = Vec::with_capacity(fields.len());
+    for field in fields {
+        match schema.index_of(field) {
+            Ok(index) if is_text(schema.field(index).data_type()) => columns.push(index),
+            _ if texts.is_empty() => {
+                return Err(Error::Input(format!("{path}: no column holds strings; nothing to read")));
+            }
+            Ok(index) => {
+                let (kind, texts) = (schema.field(index).data_type(), texts.join(", "));
+                return Err(Error::Input(format!(
+                    "{path}: column \"{field}\" is {kind}, not a string; columns of strings are: {texts}"
+                )));
+            }
+            Err(_) => return Err(missing_field(&path, field, &texts)),
+        }
+    }
+    Ok(columns)
+}
+
+fn is_text(kind: &DataType) -> bool {
+    match kind {
+        DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => true,
+        DataType::Dictionary(_, values) => is_text(values),
+        _ => false,
+    }
+}
+
+fn send_rows(file: &InputFile, batch: &RecordBatch, fields: &[String], to: &mut Batcher) -> Result<()> {
+    let mut columns = Vec::with_capacity(fields.len());
+    for field in fields {
+        let column = batch.column_by_name(field).cloned();
+        columns.push(column.ok_or_else(|| unreadable(file, "table", &"a batch lacks a column"))?);
+    }
+    for row in 0..batch.num_rows() {
+        let texts: Vec<&str> = columns.iter().filter_map(|column| text_at(column, row)).collect();
+        match texts[..] {
+            [one] => to.push_document(one)?,
+            _ => to.push_document(&texts.join("\n"))?,
+        }
+    }
+    Ok(())
+}
+
+/// The text in a row of a column; `None` for null.
+fn text_at(column: &ArrayRef, row: usize) -> Option<&str> {
+    if column.is_null(row) {
+        return None;
+    }
+    match column.data_type() {
+        DataType::Utf8 => Some(column.as_string::<i32>().value(row)),
+        DataType::LargeUtf8 => Some(column.as_string::<i64>().value(row)),
+        DataType::Utf8View => Some(column.as_string_view().value(row)),
+        _ => {
+            let dictionary = column.as_any_dictionary_opt()?;
+            text_at(dictionary.values(), *dictionary.normalized_keys().get(row)?)
+        }
+    }
+}
+
+fn unreadable(file: &InputFile, kind: &str, error: &dyn std::fmt::Display) -> Error {
+    let path = file.path.display();
+    Error::Input(format!("{path}: cannot be read as {kind} ({error}); get the file again"))
+}

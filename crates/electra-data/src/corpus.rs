@@ -1,0 +1,210 @@
+//! Files to documents: plain text and JSON lines here, tables in `columns`.
+
+use std::path::Path;
+use std::sync::atomic::AtomicU64;
+
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+
+use crate::error::{Error, Result};
+use crate::input::{Format, InputFile};
+use crate::pipeline::{Batcher, Mark};
+use crate::text::{InvalidUtf8, Lines};
+
+/// What separates documents in `.txt` files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Documents {
+    /// One or more blank lines (and the end of a file).
+    #[default]
+    BlankLine,
+    /// Each file is one document.
+    File,
+    /// Each line that is not blank is one document.
+    Line,
+}
+
+/// How text is found in files.
+#[derive(Clone, Debug)]
+pub struct Reading {
+    /// What separates documents in `.txt` files.
+    pub documents: Documents,
+    /// Fields (columns) that hold the text; several are joined by a line end.
+    pub text_fields: Vec<String>,
+    /// What to do with bytes that are not UTF-8.
+    pub invalid_utf8: InvalidUtf8,
+}
+
+impl Default for Reading {
+    fn default() -> Self {
+        Self {
+            documents: Documents::default(),
+            text_fields: vec!["text".to_owned()],
+            invalid_utf8: InvalidUtf8::default(),
+        }
+    }
+}
+
+/// Sends every document of a file on its way; `bytes` counts what is read from disk.
+pub(crate) fn read_file(
+    file: &InputFile,
+    reading: &Reading,
+    bytes: &AtomicU64,
+    to: &mut Batcher,
+) -> Result<()> {
+    match file.format {
+        Format::Text => read_text(file, reading, bytes, to),
+        Format::JsonLines => read_json_lines(file, reading, bytes, to),
+        Format::Parquet => crate::columns::read_parquet(file, reading, bytes, to),
+        Format::Arrow => crate::columns::read_arrow(file, reading, bytes, to),
+    }
+}
+
+fn read_text(file: &InputFile, reading: &Reading, bytes: &AtomicU64, to: &mut Batcher) -> Result<()> {
+    let mut lines = Lines::new(file.open(bytes)?, &file.path, reading.invalid_utf8, to.cut_lines);
+    // Whether the current line, and the current document, have shown anything yet.
+    let (mut line_begun, mut document_begun) = (false, reading.documents == Documents::File);
+    while let Some(fragment) = lines.next(|e| file.unreadable(e))? {
+        let blank = !line_begun && fragment.text.trim().is_empty() && fragment.ends_line;
+        line_begun = !fragment.ends_line;
+        if blank && reading.documents != Documents::File {
+            if std::mem::take(&mut document_begun) {
+                to.push("", Mark::Document)?;
+            }
+            continue;
+        }
+        document_begun = true;
+        to.push(&fragment.text, if fragment.ends_line { Mark::Line } else { Mark::Part })?;
+        if fragment.ends_line && reading.documents == Documents::Line {
+            to.push("", Mark::Document)?;
+            document_begun = false;
+        }
+    }
+    if document_begun { to.push("", Mark::Document) } else { Ok(()) }
+}
+
+fn read_json_lines(file: &InputFile, reading: &Reading, bytes: &AtomicU64, to: &mut Batcher) -> Result<()> {
+    // A record is one JSON text, so its line is never cut.
+    let mut lines = Lines::new(file.open(bytes)?, &file.path, reading.invalid_utf8, false);
+    let mut number = 0;
+    while let Some(fragment) = lines.next(|e| file.unreadable(e))? {
+        number += 1;
+        if fragment.text.trim().is_empty() {
+            continue;
+        }
+        let document = parse_record(&fragment.text, &reading.text_fields, &file.path, number)?;
+        to.push_document(&document)?;
+    }
+    Ok(())
+}
+
+/// The text of one JSON record.
+fn parse_record(line: &str, fields: &[String], path: &Path, number: u64) -> Result<String> {
+    let place = || format!("{}: line {number}", path.display());
+    let mut parser = serde_json::Deserializer::from_str(line);
+    let found = TextFields(fields)
+        .deserialize(&mut parser)
+        .and_then(|found| parser.end().map(|()| found))
+        .map_err(|error| {
+            let column = error.column();
+            let text = error.to_string();
+            let reason = text.split(" at line ").next().unwrap_or(&text);
+            Error::Input(format!("{}, column {column}: broken JSON: {reason}; fix or remove it", place()))
+        })?;
+    let mut texts = Vec::with_capacity(fields.len());
+    for (field, value) in fields.iter().zip(found) {
+        match value {
+            Some(Field::Text(text)) => texts.push(text),
+            Some(Field::Null) => {}
+            Some(Field::Other(kind)) => {
+                return Err(Error::Input(format!("{}: field \"{field}\" is {kind}, not text", place())));
+            }
+            None => return Err(missing_field(&place(), field, &keys_of(line))),
+        }
+    }
+    Ok(texts.join("\n"))
+}
+
+/// Says which fields there are when the wanted one is not among them.
+pub(crate) fn missing_field(place: &str, field: &str, there: &[String]) -> Error {
+    let there = if there.is_empty() { "none".to_owned() } else { there.join(", ") };
+    Error::Input(format!("{place}: no text field \"{field}\"; there are: {there}; choose with --text-field"))
+}
+
+fn keys_of(line: &str) -> Vec<String> {
+    serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(line)
+        .map(|map| map.keys().cloned().collect())
+        .unwrap_or_default()
+}
+
+/// A field's value as far as it matters.
+enum Field {
+    Text(String),
+    Null,
+    Other(&'static str),
+}
+
+/// Picks the wanted fields out of a JSON object and skips the others without building them.
+struct TextFields<'a>(&'a [String]);
+
+impl<'de> DeserializeSeed<'de> for TextFields<'_> {
+    type Value = Vec<Option<Field>>;
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> std::result::Result<Self::Value, D::Error> {
+        from.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for TextFields<'_> {
+    type Value = Vec<Option<Field>>;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str("an object such as {\"text\": \"…\"}")
+    }
+
+    fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> std::result::Result<Self::Value, M::Error> {
+        let mut found: Self::Value = self.0.iter().map(|_| None).collect();
+        while let Some(key) = map.next_key::<std::borrow::Cow<str>>()? {
+            let Some(index) = self.0.iter().position(|field| *field == key) else {
+                map.next_value::<IgnoredAny>()?;
+                continue;
+            };
+            found[index] = Some(match map.next_value()? {
+                serde_json::Value::String(text) => Field::Text(text),
+                serde_json::Value::Null => Field::Null,
+                serde_json::Value::Bool(_) => Field::Other("a boolean"),
+                serde_json::Value::Number(_) => Field::Other("a number"),
+                serde_json::Value::Array(_) => Field::Other("a list"),
+                serde_json::Value::Object(_) => Field::Other("an object"),
+            });
+        }
+        Ok(found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str, fields: &[&str]) -> std::result::Result<String, String> {
+        let fields: Vec<_> = fields.iter().map(|field| (*field).to_owned()).collect();
+        parse_record(line, &fields, Path::new("a.jsonl"), 3).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn fields_are_found_and_joined() {
+        let line = r#"{"id": [1, {"text": 2}], "text": "a\nb \u00e9", "title": "T"}"#;
+        assert_eq!(parse(line, &["text"]).unwrap(), "a\nb é");
+        assert_eq!(parse(line, &["title", "text"]).unwrap(), "T\na\nb é");
+        assert_eq!(parse(r#"{"text": null}"#, &["text"]).unwrap(), "");
+    }
+
+    #[test]
+    fn errors_name_line_and_remedy() {
+        let broken = parse(r#"{"text": "a"#, &["text"]).unwrap_err();
+        assert!(broken.starts_with("a.jsonl: line 3, column 11: broken JSON: EOF"), "{broken}");
+        let missing = parse(r#"{"body": "a", "id": 1}"#, &["text"]).unwrap_err();
+        assert!(missing.contains("no text field \"text\"; there are: body, id"), "{missing}");
+        assert!(parse(r#"{"text": 5}"#, &["text"]).unwrap_err().contains("is a number"));
+        assert!(parse(r#"["text"]"#, &["text"]).unwrap_err().contains("line 3"));
+        assert!(parse(r#"{"text": "a"} x"#, &["text"]).unwrap_err().contains("broken JSON"));
+    }
+}

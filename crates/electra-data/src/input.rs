@@ -1,0 +1,267 @@
+//! From what the user names (files, folders, globs) to an ordered list of files, and opening them.
+//!
+//! The list is cut into units, the grain of resuming and of partitions: which files form a unit
+//! follows from their names and sizes alone.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::error::{Error, Result};
+
+/// Consecutive files are one unit until they hold this many bytes.
+const UNIT_BYTES: u64 = 4 << 20;
+
+const KNOWN: &str = ".txt, .jsonl, .parquet and .arrow, each also with .gz, .zst or .xz";
+
+/// How a file's bytes become documents.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    Text,
+    JsonLines,
+    Parquet,
+    Arrow,
+}
+
+/// How a file's bytes are packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Compression {
+    None,
+    Gzip,
+    Zstd,
+    Xz,
+}
+
+/// One file to read.
+#[derive(Clone, Debug)]
+pub(crate) struct InputFile {
+    pub path: PathBuf,
+    /// The path below the folder that all inputs share: the same on every machine.
+    pub name: String,
+    pub size: u64,
+    pub format: Format,
+    pub compression: Compression,
+}
+
+/// All files to read, sorted by path, none twice.
+#[derive(Clone, Debug)]
+pub(crate) struct Inputs {
+    pub files: Vec<InputFile>,
+    /// Files in folders or matched by globs whose extension is not known.
+    pub skipped: usize,
+}
+
+impl Inputs {
+    /// Finds every file that the user means.
+    pub fn expand(inputs: &[PathBuf]) -> Result<Self> {
+        let mut search = Search::default();
+        for input in inputs {
+            search.add(input)?;
+        }
+        if search.files.is_empty() {
+            let asked: Vec<_> = inputs.iter().map(|path| path.display().to_string()).collect();
+            let (asked, skipped) = (asked.join(", "), search.skipped.len());
+            let reason = match skipped {
+                0 => String::new(),
+                n => format!(" ({n} of other kinds were found; known are {KNOWN})"),
+            };
+            return Err(Error::Input(format!(
+                "No files matched {asked}{reason}; check the path or the glob"
+            )));
+        }
+        let mut files: Vec<InputFile> = search.files.into_values().collect();
+        strip_common_folder(&mut files);
+        Ok(Self { files, skipped: search.skipped.len() })
+    }
+
+    /// Consecutive files grouped into units of at least 4 MiB.
+    pub fn units(&self) -> Vec<Range<usize>> {
+        let (mut units, mut start, mut bytes) = (Vec::new(), 0, 0);
+        for (index, file) in self.files.iter().enumerate() {
+            bytes += file.size;
+            if bytes >= UNIT_BYTES || index + 1 == self.files.len() {
+                units.push(start..index + 1);
+                (start, bytes) = (index + 1, 0);
+            }
+        }
+        units
+    }
+}
+
+#[derive(Default)]
+struct Search {
+    files: BTreeMap<PathBuf, InputFile>,
+    skipped: HashSet<PathBuf>,
+    folders: HashSet<PathBuf>,
+}
+
+impl Search {
+    fn add(&mut self, input: &Path) -> Result<()> {
+        if input.is_dir() {
+            return self.add_folder(input);
+        }
+        if input.exists() {
+            let known = self.add_file(input)?;
+            let name = input.display();
+            return if known {
+                Ok(())
+            } else {
+                Err(Error::Input(format!("{name}: unknown kind of file; known are {KNOWN}")))
+            };
+        }
+        let pattern = input.to_string_lossy();
+        if !pattern.contains(['*', '?', '[']) {
+            let hint = "; No files matched: check the path or the glob".to_owned();
+            return Err(Error::NotFound { path: input.to_owned(), hint });
+        }
+        let bad = |error: &dyn std::fmt::Display| Error::Input(format!("{pattern}: {error}"));
+        for path in glob::glob(&pattern).map_err(|e| bad(&e))? {
+            let path = path.map_err(|e| bad(&e))?;
+            if path.is_dir() {
+                self.add_folder(&path)?;
+            } else {
+                self.add_file(&path)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Everything below a folder but hidden files; each folder once, so that links cannot loop.
+    fn add_folder(&mut self, folder: &Path) -> Result<()> {
+        let failed = |e| Error::io(folder, e);
+        if !self.folders.insert(folder.canonicalize().map_err(failed)?) {
+            return Ok(());
+        }
+        for entry in std::fs::read_dir(folder).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            if entry.file_name().to_string_lossy().starts_with('.') {
+                continue;
+            }
+            if entry.path().is_dir() {
+                self.add_folder(&entry.path())?;
+            } else {
+                self.add_file(&entry.path())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes a file; `false` if its extension is not known.
+    fn add_file(&mut self, path: &Path) -> Result<bool> {
+        let full = path.canonicalize().map_err(|e| Error::io(path, e))?;
+        let Some((format, compression)) = kind_of(path) else {
+            self.skipped.insert(full);
+            return Ok(false);
+        };
+        let size = full.metadata().map_err(|e| Error::io(path, e))?.len();
+        let name = full.to_string_lossy().into_owned();
+        self.files.insert(full, InputFile { path: path.to_owned(), name, size, format, compression });
+        Ok(true)
+    }
+}
+
+/// Format and compression by the name's ending.
+fn kind_of(path: &Path) -> Option<(Format, Compression)> {
+    let name = path.file_name()?.to_string_lossy().to_lowercase();
+    let (stem, compression) =
+        [(".gz", Compression::Gzip), (".zst", Compression::Zstd), (".xz", Compression::Xz)]
+            .into_iter()
+            .find_map(|(ending, kind)| Some((name.strip_suffix(ending)?, kind)))
+            .unwrap_or((&name, Compression::None));
+    let formats = [
+        (".txt", Format::Text),
+        (".jsonl", Format::JsonLines),
+        (".parquet", Format::Parquet),
+        (".arrow", Format::Arrow),
+    ];
+    let (_, format) = formats.into_iter().find(|(ending, _)| stem.ends_with(ending))?;
+    Some((format, compression))
+}
+
+fn strip_common_folder(files: &mut [InputFile]) {
+    let Some(mut common) = files.first().and_then(|f| Path::new(&f.name).parent()).map(Path::to_owned) else {
+        return;
+    };
+    while !files.iter().all(|file| Path::new(&file.name).starts_with(&common)) {
+        if !common.pop() {
+            return;
+        }
+    }
+    for file in files {
+        if let Ok(rest) = Path::new(&file.name).strip_prefix(&common) {
+            file.name = rest.to_string_lossy().into_owned();
+        }
+    }
+}
+
+/// A file that adds what is read from it to a counter.
+struct Counted<'a> {
+    file: File,
+    bytes: &'a AtomicU64,
+}
+
+impl Read for Counted<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let count = self.file.read(buffer)?;
+        self.bytes.fetch_add(count as u64, Ordering::Relaxed);
+        Ok(count)
+    }
+}
+
+impl InputFile {
+    /// The file's text stream, decompressed; `bytes` counts what is read from disk.
+    pub fn open<'a>(&self, bytes: &'a AtomicU64) -> Result<Box<dyn BufRead + 'a>> {
+        let file = File::open(&self.path).map_err(|e| Error::io(&self.path, e))?;
+        if self.size == 0 && self.compression != Compression::None {
+            return Err(self.unreadable(&std::io::ErrorKind::UnexpectedEof.into()));
+        }
+        let raw = BufReader::with_capacity(1 << 18, Counted { file, bytes });
+        Ok(match self.compression {
+            Compression::None => Box::new(raw),
+            Compression::Gzip => buffered(flate2::bufread::MultiGzDecoder::new(raw)),
+            Compression::Zstd => {
+                buffered(zstd::stream::read::Decoder::with_buffer(raw).map_err(|e| Error::io(&self.path, e))?)
+            }
+            Compression::Xz => buffered(liblzma::bufread::XzDecoder::new_multi_decoder(raw)),
+        })
+    }
+
+    /// The file itself where it can be sought in; a compressed one is unpacked to a temporary file.
+    pub fn open_seekable(&self) -> Result<File> {
+        if self.compression == Compression::None {
+            return File::open(&self.path).map_err(|e| Error::io(&self.path, e));
+        }
+        let mut unpacked = tempfile::tempfile().map_err(|e| Error::io(std::env::temp_dir(), e))?;
+        let uncounted = AtomicU64::new(0);
+        let mut stream = self.open(&uncounted)?;
+        std::io::copy(&mut stream, &mut unpacked).map_err(|e| self.unreadable(&e))?;
+        Ok(unpacked)
+    }
+
+    /// An error while reading the stream: the system's, or damage in the compressed data.
+    pub fn unreadable(&self, error: &std::io::Error) -> Error {
+        if error.raw_os_error().is_some() || self.compression == Compression::None {
+            return Error::io(&self.path, std::io::Error::new(error.kind(), error.to_string()));
+        }
+        let (path, kind) = (
+            self.path.display(),
+            match self.compression {
+                Compression::Gzip => "gzip",
+                Compression::Zstd => "zstd",
+                _ => "xz",
+            },
+        );
+        let what = match error.kind() {
+            std::io::ErrorKind::UnexpectedEof => "is cut off".to_owned(),
+            _ => format!("cannot be unpacked ({error})"),
+        };
+        Error::Input(format!("{path}: the {kind} data {what}; get the file again"))
+    }
+}
+
+fn buffered<'a>(reader: impl Read + 'a) -> Box<dyn BufRead + 'a> {
+    Box::new(BufReader::with_capacity(1 << 18, reader))
+}

@@ -1,0 +1,370 @@
+//! Documents to rows: the loss-free packer (`packing = "best-fit"`).
+//!
+//! Works on one block (a range of a shard's tokens) at a time. Documents are cut into pieces of at
+//! most `sequence_length - 2` tokens; full pieces fill a row each, the remainders share rows by
+//! best-fit decreasing. The epoch moves the cuts and breaks ties, but never changes how long the
+//! pieces are, so a block has the same number of rows in every epoch and counting them needs no plan.
+
+use std::ops::Range;
+
+use crate::philox::{Purpose, Stream};
+
+/// Tokens that the row adds to each segment: `[CLS]` before it and `[SEP]` behind it.
+pub const SPECIALS_PER_SEGMENT: usize = 2;
+const NONE: u32 = u32::MAX;
+
+/// A run of a shard's tokens that stands in a row between `[CLS]` and `[SEP]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// First token, counted from the shard's beginning.
+    pub start: u32,
+    /// Number of tokens, without the two special ones.
+    pub len: u32,
+}
+
+/// Where a plan's randomness comes from.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    /// The loader's seed.
+    pub seed: u64,
+    /// The epoch, counted from 0.
+    pub epoch: u32,
+    /// The block, counted over the whole corpus.
+    pub block: u32,
+}
+
+/// The rows of one block: what any packer produces and all that later steps know of packing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Rows {
+    ends: Vec<u32>,
+    segments: Vec<Segment>,
+}
+
+impl Rows {
+    /// How many rows there are.
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Whether the block has no row.
+    pub fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// The segments of a row in order.
+    #[inline]
+    pub fn row(&self, row: usize) -> &[Segment] {
+        let start = if row == 0 { 0 } else { self.ends[row - 1] };
+        &self.segments[start as usize..self.ends[row] as usize]
+    }
+
+    fn push(&mut self, segment: Segment) {
+        self.segments.push(segment);
+        self.ends.push(self.segments.len() as u32);
+    }
+}
+
+/// Packs the blocks of a corpus for one row length; keeps its working memory from block to block.
+pub struct Packer {
+    sequence_length: usize,
+    shelves: Shelves,
+}
+
+impl Packer {
+    /// A packer of rows of `sequence_length` tokens, special tokens included.
+    pub fn new(sequence_length: usize) -> Self {
+        Self { sequence_length, shelves: Shelves::new(sequence_length) }
+    }
+
+    /// The rows of `block`, a range of the tokens of the shard that has these document ends.
+    pub fn pack(&mut self, document_ends: &[u32], block: Range<u32>, place: Place) -> Rows {
+        let full = self.piece_length();
+        let mut rows = Rows::default();
+        let mut remainders = Vec::new();
+        let mut cuts = Stream::new(place.seed, Purpose::Cut, [place.epoch, place.block, 0]);
+        for part in parts(document_ends, block) {
+            cut(part, full, &mut cuts, &mut rows, &mut remainders);
+        }
+        let mut ties = Stream::new(place.seed, Purpose::Tie, [place.epoch, place.block, 0]);
+        shuffle(&mut remainders, &mut ties);
+        remainders.sort_by_key(|segment| std::cmp::Reverse(segment.len)); // stable: ties stay shuffled
+        self.share_rows(&remainders, &mut rows);
+        rows
+    }
+
+    /// How many rows `pack` makes of the block, whatever the epoch.
+    pub fn count(&mut self, document_ends: &[u32], block: Range<u32>) -> usize {
+        let full = self.piece_length();
+        let mut full_rows = 0;
+        let mut remainders = Vec::new();
+        for part in parts(document_ends, block) {
+            let len = part.end - part.start;
+            full_rows += (len / full) as usize;
+            remainders.extend((len % full != 0).then_some(len % full));
+        }
+        remainders.sort_unstable_by(|a, b| b.cmp(a));
+        self.shelves.clear();
+        for len in remainders {
+            self.shelves.place(len);
+        }
+        full_rows + self.shelves.len()
+    }
+
+    fn piece_length(&self) -> u32 {
+        (self.sequence_length - SPECIALS_PER_SEGMENT) as u32
+    }
+
+    /// Appends the rows that hold `remainders` (sorted, longest first): each goes where it leaves
+    /// the least space.
+    fn share_rows(&mut self, remainders: &[Segment], rows: &mut Rows) {
+        self.shelves.clear();
+        let homes: Vec<u32> = remainders.iter().map(|s| self.shelves.place(s.len)).collect();
+        let mut sizes = vec![0_u32; self.shelves.len()];
+        homes.iter().for_each(|&home| sizes[home as usize] += 1);
+        let mut next: Vec<u32> = Vec::with_capacity(sizes.len());
+        let mut end = rows.segments.len() as u32;
+        for size in sizes {
+            next.push(end);
+            end += size;
+            rows.ends.push(end);
+        }
+        rows.segments.resize(end as usize, Segment { start: 0, len: 0 });
+        for (segment, home) in remainders.iter().zip(homes) {
+            rows.segments[next[home as usize] as usize] = *segment;
+            next[home as usize] += 1;
+        }
+    }
+}
+
+/// The documents that reach into `block`, as far as they do.
+fn parts(document_ends: &[u32], block: Range<u32>) -> impl Iterator<Item = Range<u32>> {
+    let first = document_ends.partition_point(|&end| end <= block.start);
+    let mut start = block.start;
+    let ends = document_ends[first..].iter().map(move |&end| {
+        let part = start..end.min(block.end);
+        start = end;
+        part
+    });
+    ends.take_while(move |part| part.start < block.end).filter(|part| !part.is_empty())
+}
+
+/// Cuts a part of a document into full pieces, a row each, and a remainder whose place among them
+/// is drawn.
+fn cut(part: Range<u32>, full: u32, cuts: &mut Stream, rows: &mut Rows, remainders: &mut Vec<Segment>) {
+    let len = part.end - part.start;
+    let (pieces, rest) = (len / full, len % full);
+    let before = if rest == 0 || pieces == 0 { 0 } else { cuts.below(pieces + 1) };
+    let mut start = part.start;
+    for piece in 0..pieces {
+        if piece == before {
+            start += rest;
+        }
+        rows.push(Segment { start, len: full });
+        start += full;
+    }
+    if rest > 0 {
+        remainders.push(Segment { start: part.start + before * full, len: rest });
+    }
+}
+
+fn shuffle(segments: &mut [Segment], stream: &mut Stream) {
+    for last in (1..segments.len()).rev() {
+        segments.swap(last, stream.below(last as u32 + 1) as usize);
+    }
+}
+
+/// Open rows, stacked by how much space is left in them. A bit per stack tells which are not empty,
+/// so the tightest row that is wide enough is found by looking at a few words.
+struct Shelves {
+    sequence_length: usize,
+    /// Per free space: the topmost row of the stack.
+    tops: Vec<u32>,
+    /// Per row: the row below it in its stack.
+    below: Vec<u32>,
+    occupied: Vec<u64>,
+}
+
+impl Shelves {
+    fn new(sequence_length: usize) -> Self {
+        Self {
+            sequence_length,
+            tops: vec![NONE; sequence_length + 1],
+            below: Vec::new(),
+            occupied: vec![0; sequence_length / 64 + 1],
+        }
+    }
+
+    fn clear(&mut self) {
+        self.tops.fill(NONE);
+        self.occupied.fill(0);
+        self.below.clear();
+    }
+
+    fn len(&self) -> usize {
+        self.below.len()
+    }
+
+    /// Puts a segment of `len` tokens into the fullest row that takes it, or a new one.
+    fn place(&mut self, len: u32) -> u32 {
+        let need = len as usize + SPECIALS_PER_SEGMENT;
+        let (row, free) = match self.tightest(need) {
+            Some(free) => (self.pop(free), free),
+            None => (self.open(), self.sequence_length),
+        };
+        self.push(row, free - need);
+        row
+    }
+
+    fn open(&mut self) -> u32 {
+        self.below.push(NONE);
+        self.below.len() as u32 - 1
+    }
+
+    fn tightest(&self, need: usize) -> Option<usize> {
+        let first = need / 64;
+        let masked = self.occupied[first] & (u64::MAX << (need % 64));
+        let rest = self.occupied.iter().enumerate().skip(first + 1).map(|(word, &bits)| (word, bits));
+        let (word, bits) = std::iter::once((first, masked)).chain(rest).find(|&(_, bits)| bits != 0)?;
+        Some(word * 64 + bits.trailing_zeros() as usize)
+    }
+
+    fn push(&mut self, row: u32, free: usize) {
+        self.below[row as usize] = self.tops[free];
+        self.tops[free] = row;
+        self.occupied[free / 64] |= 1 << (free % 64);
+    }
+
+    fn pop(&mut self, free: usize) -> u32 {
+        let row = self.tops[free];
+        self.tops[free] = self.below[row as usize];
+        if self.tops[free] == NONE {
+            self.occupied[free / 64] &= !(1 << (free % 64));
+        }
+        row
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn ends(lengths: &[u32]) -> Vec<u32> {
+        lengths
+            .iter()
+            .scan(0, |end, len| {
+                *end += len;
+                Some(*end)
+            })
+            .collect()
+    }
+
+    fn place(seed: u64, epoch: u32) -> Place {
+        Place { seed, epoch, block: 3 }
+    }
+
+    fn all(rows: &Rows) -> Vec<Segment> {
+        let mut segments: Vec<_> = (0..rows.len()).flat_map(|row| rows.row(row)).copied().collect();
+        segments.sort_by_key(|segment| segment.start);
+        segments
+    }
+
+    fn fill(rows: &Rows, sequence_length: usize) -> f64 {
+        let used: usize = all(rows).iter().map(|s| s.len as usize + SPECIALS_PER_SEGMENT).sum();
+        used as f64 / (rows.len() * sequence_length) as f64
+    }
+
+    /// Document lengths as in an encyclopaedia: log-normal, median about 250 tokens.
+    fn realistic(total: u32, seed: u64) -> Vec<u32> {
+        let mut stream = Stream::new(seed, Purpose::Mask, [9, 9, 9]);
+        let mut lengths = Vec::new();
+        let mut sum = 0;
+        while sum < total {
+            let normal: f64 = (0..12).map(|_| f64::from(stream.word()) / 4_294_967_296.0).sum::<f64>() - 6.0;
+            let len = ((5.5 + 1.1 * normal).exp() as u32 + 1).min(total - sum);
+            lengths.push(len);
+            sum += len;
+        }
+        lengths
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(400))]
+
+        #[test]
+        fn every_token_is_in_one_segment_once(
+            lengths in prop::collection::vec(0_u32..400, 0..60),
+            sequence_length in 8_usize..130, seed: u64, epoch: u32,
+            edges in (0.0..1.0, 0.0..1.0),
+        ) {
+            let ends = ends(&lengths);
+            let total = ends.last().copied().unwrap_or(0);
+            let (a, b) = ((edges.0 * f64::from(total)) as u32, (edges.1 * f64::from(total)) as u32);
+            let block = a.min(b)..a.max(b);
+            let mut packer = Packer::new(sequence_length);
+            let rows = packer.pack(&ends, block.clone(), place(seed, epoch));
+            let mut expected = block.start;
+            for segment in all(&rows) {
+                prop_assert_eq!(segment.start, expected);
+                expected += segment.len;
+                prop_assert!(segment.len > 0);
+                let inside = ends.partition_point(|&end| end <= segment.start);
+                prop_assert!(expected <= ends[inside], "a segment crosses documents");
+            }
+            prop_assert_eq!(expected, block.end);
+            for row in 0..rows.len() {
+                let used: usize = rows.row(row).iter().map(|s| s.len as usize + 2).sum();
+                prop_assert!((1..=sequence_length).contains(&used));
+            }
+            prop_assert_eq!(rows.len(), packer.count(&ends, block));
+        }
+
+        #[test]
+        fn the_epoch_changes_cuts_but_not_the_number_of_rows(
+            lengths in prop::collection::vec(200_u32..900, 20..60),
+            sequence_length in 8_usize..130, seed: u64, epoch in 0_u32..1000,
+        ) {
+            let ends = ends(&lengths);
+            let block = 0..*ends.last().unwrap();
+            let mut packer = Packer::new(sequence_length);
+            let one = packer.pack(&ends, block.clone(), place(seed, epoch));
+            let two = packer.pack(&ends, block.clone(), place(seed, epoch + 1));
+            prop_assert_eq!(one.len(), two.len());
+            prop_assert_ne!(all(&one), all(&two));
+            let sorted = |rows: &Rows| {
+                let mut lengths: Vec<_> = all(rows).iter().map(|s| s.len).collect();
+                lengths.sort_unstable();
+                lengths
+            };
+            prop_assert_eq!(sorted(&one), sorted(&two));
+        }
+    }
+
+    #[test]
+    fn rows_of_realistic_documents_are_full() {
+        for (sequence_length, least) in [(128, 0.996), (512, 0.994)] {
+            for seed in 0..5 {
+                let ends = ends(&realistic(262_144, seed));
+                let mut packer = Packer::new(sequence_length);
+                let rows = packer.pack(&ends, 0..262_144, place(seed, 0));
+                let fill = fill(&rows, sequence_length);
+                assert!(fill >= least, "{sequence_length}: {fill}");
+            }
+        }
+    }
+
+    #[test]
+    fn one_long_document_wastes_one_row_at_most() {
+        let mut packer = Packer::new(512);
+        let rows = packer.pack(&[1_000_000], 300_000..562_144, place(1, 0));
+        assert_eq!(rows.len(), 262_144_usize.div_ceil(510));
+    }
+
+    #[test]
+    fn an_empty_block_has_no_rows() {
+        let mut packer = Packer::new(64);
+        assert!(packer.pack(&[], 0..0, place(1, 0)).is_empty());
+        assert!(packer.pack(&[0, 0, 5], 2..2, place(1, 0)).is_empty());
+    }
+}

@@ -1,0 +1,103 @@
+//! Checking a corpus from the first byte to the last.
+
+use std::path::Path;
+
+use rayon::prelude::*;
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::error::{Error, Result};
+use crate::manifest::{FileEntry, Manifest, ShardEntry, hex128};
+use crate::mapped::{Mapped, damaged};
+use crate::shard::Shard;
+use crate::store::HOLDOUT;
+
+/// What was looked at and what is wrong with it.
+#[derive(Clone, Debug, Default)]
+pub struct Verified {
+    /// Files that were read.
+    pub num_files: u64,
+    /// Bytes in them.
+    pub num_bytes: u64,
+    /// One line for each piece of damage: file, block, remedy.
+    pub damaged: Vec<String>,
+}
+
+/// Checks every checksum, length and table of a corpus and of its held-out part.
+///
+/// Damage to shards is collected; a manifest that cannot be trusted is an error.
+pub fn verify(dir: &Path) -> Result<Verified> {
+    let manifest = Manifest::read(dir)?;
+    let mut verified = verify_one(dir, &manifest);
+    if manifest.holdout {
+        match Manifest::read(&dir.join(HOLDOUT)) {
+            Ok(holdout) => verified.add(verify_one(&dir.join(HOLDOUT), &holdout)),
+            Err(error) => verified.damaged.push(error.to_string()),
+        }
+    }
+    Ok(verified)
+}
+
+impl Verified {
+    fn add(&mut self, other: Self) {
+        self.num_files += other.num_files;
+        self.num_bytes += other.num_bytes;
+        self.damaged.extend(other.damaged);
+    }
+}
+
+fn verify_one(dir: &Path, manifest: &Manifest) -> Verified {
+    let mut verified = Verified { num_files: 2, ..Verified::default() };
+    let errors: Vec<Vec<Error>> = manifest.shards.par_iter().map(|s| check_shard(dir, manifest, s)).collect();
+    verified.damaged = errors.into_iter().flatten().map(|error| error.to_string()).collect();
+    for shard in &manifest.shards {
+        verified.num_files += 2;
+        verified.num_bytes += shard.tokens.bytes + shard.lines.bytes;
+    }
+    let tokenizer = dir.join(&manifest.tokenizer.file);
+    match std::fs::read(&tokenizer) {
+        Ok(bytes) if hex128(xxh3_128(&bytes)) == manifest.tokenizer.file_hash => {}
+        Ok(_) => verified.damaged.push(damaged(&tokenizer, "not the bytes written".into()).to_string()),
+        Err(error) => verified.damaged.push(damaged(&tokenizer, error.to_string()).to_string()),
+    }
+    verified
+}
+
+fn check_shard(dir: &Path, manifest: &Manifest, entry: &ShardEntry) -> Vec<Error> {
+    let shard = Shard::new(dir, manifest, entry);
+    let mut errors = check_file(shard.tokens(), &entry.tokens);
+    errors.extend(check_file(shard.lines(), &entry.lines));
+    if errors.is_empty() {
+        errors.extend(check_tables(&shard).err());
+    }
+    errors
+}
+
+fn check_file(file: Result<&Mapped>, entry: &FileEntry) -> Vec<Error> {
+    let file = match file {
+        Ok(file) => file,
+        Err(error) => return vec![error],
+    };
+    let (count, blocks) = (file.layout.num_blocks, file.damaged_blocks());
+    let mut errors: Vec<Error> = blocks
+        .into_iter()
+        .map(|block| damaged(file.path(), format!("block {block} of {count} is damaged")))
+        .collect();
+    if errors.is_empty() && hex128(xxh3_128(file.table())) != entry.hash {
+        errors.push(damaged(file.path(), "it is not the file that the manifest means".into()));
+    }
+    errors
+}
+
+/// Every document's lines must add up to its length.
+fn check_tables(shard: &Shard) -> Result<()> {
+    let mut start = 0;
+    for (document, &end) in shard.document_ends()?.iter().enumerate() {
+        let lines: u64 = shard.line_lengths(document as u64)?.into_iter().map(u64::from).sum();
+        if lines != u64::from(end - start) {
+            let reason = format!("document {document}: its lines do not add up to its length");
+            return Err(damaged(shard.lines()?.path(), reason));
+        }
+        start = end;
+    }
+    Ok(())
+}

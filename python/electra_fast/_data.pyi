@@ -1,0 +1,120 @@
+"""The Rust data engine. Public names are documented where the package re-exports them."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+VERSION: str
+
+# --- building ----------------------------------------------------------------------------------
+
+class Tokenizer:
+    """See `electra_fast.corpus.Tokenizer`; ids are the bytes of little-endian u32."""
+
+    def __init__(self, path: str, lowercase: bool | None = None, strip_accents: bool | None = None) -> None: ...
+    def encode_batch(self, texts: list[str]) -> list[bytes]: ...
+    def decode(self, ids: list[int]) -> str: ...
+    def id_to_token(self, id: int) -> str | None: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def fast(self) -> bool: ...
+    @property
+    def settings(self) -> tuple[bool | None, bool | None]: ...
+    @property
+    def special_tokens(self) -> tuple[int, int, int, int, int]: ...
+
+class Corpus:
+    """See `electra_fast.corpus.Corpus`; ids are the bytes of little-endian u32."""
+
+    def __init__(self, path: str) -> None: ...
+    def document(self, index: int) -> bytes: ...
+    @property
+    def num_documents(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def empty_documents(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def content_hash(self) -> str: ...
+    @property
+    def special_tokens(self) -> tuple[int, int, int, int, int]: ...
+    @property
+    def shards(self) -> list[tuple[int, int]]: ...
+    @property
+    def tokenizer_path(self) -> Path: ...
+    @property
+    def tokenizer_settings(self) -> tuple[bool | None, bool | None]: ...
+    @property
+    def options(self) -> str: ...
+    @property
+    def holdout(self) -> Path | None: ...
+
+def prepare(
+    tokenizer: Tokenizer,
+    out: str,
+    *,
+    files: list[str] | None = None,
+    documents: Iterator[str] | None = None,
+    separator: str = "blank-line",
+    text_fields: list[str],
+    invalid_utf8: str = "error",
+    holdout: float = 0.0,
+    partition: tuple[int, int] | None = None,
+    threads: int | None = None,
+    progress: Callable[[int, int, int, int], None] | None = None,
+) -> dict[str, Any]: ...
+def train_vocab(
+    out: str,
+    *,
+    files: list[str] | None = None,
+    documents: Iterator[str] | None = None,
+    size: int,
+    lowercase: bool = True,
+    strip_accents: bool | None = None,
+    min_frequency: int = 2,
+    separator: str = "blank-line",
+    text_fields: list[str],
+    invalid_utf8: str = "error",
+    threads: int | None = None,
+    progress: Callable[[int, int, int, int], None] | None = None,
+) -> int: ...
+def verify(path: str) -> tuple[int, int, list[str]]: ...
+
+# --- loading -----------------------------------------------------------------------------------
+
+class RecordBatch:
+    """Rows of a batch, for any Arrow library: `pyarrow.record_batch(batch)` copies nothing."""
+
+    @property
+    def num_rows(self) -> int: ...
+    def __arrow_c_schema__(self) -> object: ...
+    def __arrow_c_array__(self, requested_schema: object | None = None) -> tuple[object, object]: ...
+
+class BatchLoader:
+    """See `electra_fast.data.BatchLoader`."""
+
+    def __init__(
+        self,
+        corpus: str,
+        *,
+        sequence_length: int,
+        batch_size: int,
+        seed: int,
+        masking: str,
+        mask_prob: float,
+        packing: str,
+        rank: int,
+        world_size: int,
+        num_threads: int,
+        prefetch: int,
+        epochs: int | None,
+    ) -> None: ...
+    def __iter__(self) -> Self: ...
+    def __next__(self) -> RecordBatch: ...
+    def state(self) -> str: ...
+    def restore(self, state: str) -> None: ...
+    @property
+    def num_rows(self) -> int: ...

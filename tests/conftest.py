@@ -1,0 +1,120 @@
+"""What all tests share: a small vocabulary, a small corpus, two threads, poisoned memory.
+
+Nothing is downloaded and no file is shipped: the text is Python's own documentation, which every
+Python brings along.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+import re
+import string
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+NUM_WORDS = 600
+NUM_TOPICS = 40
+
+
+def pytest_configure() -> None:
+    """Hold torch to two threads: small tensors gain nothing from more, and results stay alike."""
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def tiny_text() -> list[str]:
+    """English documents, one a topic of Python's language reference, blank lines and all."""
+    return [topics[name] for name in sorted(topics)[:NUM_TOPICS]]
+
+
+@pytest.fixture(scope="session")
+def tiny_vocab(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[str]) -> Path:
+    """An uncased WordPiece `vocab.txt`: special tokens, characters, and the text's commonest words."""
+    counts = collections.Counter(re.findall(r"[a-z]{2,}", " ".join(tiny_text).lower()))
+    words = sorted(counts, key=lambda word: (-counts[word], word))[:NUM_WORDS]
+    letters = string.ascii_lowercase + string.digits
+    entries = [*SPECIAL_TOKENS, *letters, *string.punctuation, *(f"##{letter}" for letter in letters), *words]
+    path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
+    path.write_text("\n".join(entries) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_corpus(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[str], tiny_vocab: Path) -> Path:
+    """A prepared corpus of `tiny_text`, from two files. Tests read it; one that writes copies it first."""
+    import electra_fast
+
+    folder = tmp_path_factory.mktemp("corpus")
+    half = len(tiny_text) // 2
+    for name, documents in {"first.txt": tiny_text[:half], "second.txt": tiny_text[half:]}.items():
+        (folder / name).write_text("\n\n".join(documents) + "\n", encoding="utf-8")
+    texts = [str(folder / "first.txt"), str(folder / "second.txt")]
+    electra_fast.prepare(texts, vocab=str(tiny_vocab), out=str(folder / "shards"))
+    return folder / "shards"
+
+
+@pytest.fixture(scope="session")
+def held_out_corpus(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[str], tiny_vocab: Path) -> Path:
+    """The corpus of `tiny_text` with a fifth of its documents held out."""
+    import electra_fast
+
+    folder = tmp_path_factory.mktemp("held-out") / "shards"
+    electra_fast.prepare(iter(tiny_text), vocab=str(tiny_vocab), out=folder, holdout=0.2, progress=False)
+    return folder
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninitialised floats become NaN, so that an output which nobody wrote cannot pass as a result."""
+
+    def poisoned(allocate: Any) -> Any:
+        def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor: torch.Tensor = allocate(*args, **kwargs)
+            with torch.no_grad():
+                return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return allocate_poisoned
+
+    for owner, name in [
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+    ]:
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    assert torch.empty(2).isnan().all()
+
+
+def unique_documents() -> list[list[int]]:
+    """Documents of 1 to 800 tokens, 40,000 in all, no id twice: a token names its place."""
+    rng, documents, next_id = random.Random(3), [], len(SPECIAL_TOKENS)
+    while next_id < 40_000:
+        length = min(1 + int(rng.expovariate(1 / 150)), 800)
+        documents.append(list(range(next_id, next_id + length)))
+        next_id += length
+    return documents
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[list[int]]:
+    return unique_documents()
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, documents: list[list[int]]) -> Path:
+    """A prepared folder of those documents; each test has its own and may damage it."""
+    from electra_fast import prepare
+
+    words = [f"w{i}" for i in range(documents[-1][-1] + 1)]
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(SPECIAL_TOKENS + words[len(SPECIAL_TOKENS) :]) + "\n")
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(" ".join(words[i] for i in ids) for ids in documents) + "\n")
+    prepare([text], vocab=vocab, out=tmp_path / "shards")
+    return tmp_path / "shards"

@@ -1,0 +1,112 @@
+"""Checkpoints are whole or absent, and what doesn't fit is named."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from electra_fast import checkpoint
+from electra_fast.config import Config
+from electra_fast.model import Electra
+from electra_fast.optim import Optimizer
+
+
+def make_model(**changes: str) -> Electra:
+    return Electra(Config.preset("tiny").override({"model.vocab_size": "40", **changes}))
+
+
+def save(run, step, model=None, keep=2):
+    model = model or make_model()
+    optimizer = Optimizer(model.named_parameters(), model.config.optimizer)
+    return checkpoint.save(run, step, model, optimizer.state_dict(), {"step": step}, keep)
+
+
+def test_round_trip(tmp_path):
+    model = make_model(**{"train.seed": "7"})
+    directory = save(tmp_path, 12, model)
+    assert directory == tmp_path / "checkpoints" / "step-12" == checkpoint.latest(tmp_path)
+    again = checkpoint.load_model(directory)
+    assert again.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert checkpoint.read_state(directory) == {"step": 12}
+
+
+def test_shared_parameters_are_stored_once(tmp_path):
+    stored = load_file(save(tmp_path, 1) / "model.safetensors")
+    assert "generator_embeddings.token" in stored and "embeddings.token" not in stored
+
+
+def test_keeps_the_newest(tmp_path):
+    for step in (1, 9, 10, 100):
+        save(tmp_path, step, keep=3)
+    assert checkpoint.steps(tmp_path) == [9, 10, 100]
+
+
+def test_half_written_is_no_checkpoint(tmp_path):
+    save(tmp_path, 1)
+    half = tmp_path / "checkpoints" / "writing-step-2"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    assert checkpoint.steps(tmp_path) == [1]
+    checkpoint.remove_unfinished(tmp_path)
+    assert not half.exists()
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from electra_fast import checkpoint
+from electra_fast.config import Config
+from electra_fast.model import Electra
+model = Electra(Config.preset("tiny").override({"model.vocab_size": "40"}))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    checkpoint.save(Path(sys.argv[1]), 2, model, None, {"step": 2}, 5)
+except OSError as error:
+    print(error)
+"""
+
+
+def test_full_disk_leaves_the_earlier_checkpoints(tmp_path):
+    """A limit on file size stands for the disk: the same system call fails in the same place."""
+    save(tmp_path, 1)
+    size = (tmp_path / "checkpoints" / "step-1" / "model.safetensors").stat().st_size
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path), str(size // 2)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "checkpoint not written" in done.stdout and "earlier ones are intact" in done.stdout, done.stderr
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY  # of the child only
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint here"):
+        checkpoint.latest(tmp_path)
+
+
+def test_another_shape_is_named(tmp_path):
+    directory = save(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"discriminator\..*\[.*in the checkpoint and \[.*another model"):
+        checkpoint.load_parameters(make_model(**{"model.hidden_size": "128"}), directory)
+    with pytest.raises(ValueError, match="parameter .*layers.2.* is missing from"):
+        checkpoint.load_parameters(make_model(**{"model.num_layers": "3"}), directory)
+    with pytest.raises(ValueError, match="parameter .*layers.1.* is unknown to this configuration"):
+        checkpoint.load_parameters(make_model(**{"model.num_layers": "1"}), directory)
+
+
+def test_damage_is_named(tmp_path):
+    directory = save(tmp_path, 1)
+    weights = directory / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"model.safetensors: damaged .* to go on from the one before"):
+        checkpoint.load_model(directory)
+    save_file({"x": torch.zeros(1)}, weights)
+    with pytest.raises(ValueError, match="of another model"):
+        checkpoint.load_model(directory)
+    (directory / "state.json").write_text("{")
+    with pytest.raises(ValueError, match="state.json: damaged"):
+        checkpoint.read_state(directory)

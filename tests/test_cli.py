@@ -1,0 +1,146 @@
+"""The command line as a shell sees it: streams, exit codes, one line an error."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def run(*arguments, **options):
+    words = [sys.executable, "-m", "electra_fast", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, check=False, **options)
+
+
+def fails(*arguments):
+    """The one line that a failing command says."""
+    done = run(*arguments)
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert done.stdout == "" and "Traceback" not in done.stderr
+    said = done.stderr.strip().splitlines()
+    assert len(said) == 1 and said[0].startswith("electra-fast: error: "), done.stderr
+    return said[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Text → vocabulary → corpus → run → export, all by the command line."""
+    folder = tmp_path_factory.mktemp("cli")
+    text = "\n\n".join(f"The {n}th document speaks of {n * 7} things, and of {n % 5} others." for n in range(400))
+    (folder / "text.txt").write_text(text)
+    steps = [
+        ("vocab", folder / "text.txt", "--out", folder / "vocab.txt", "--size", 200),
+        ("prepare", folder / "text.txt", "--vocab", folder / "vocab.txt", "--out", folder / "shards", "--holdout", 0.1),
+        ("pretrain", "--preset", "tiny", "--data", folder / "shards", "--out", folder / "run", "--train.steps", 3,
+         "--train.log_every=1", "--train.batch_size", 4),
+        ("export", folder / "run", "--out", folder / "export"),
+        ("import", folder / "export", "--out", folder / "imported"),
+    ]  # fmt: skip
+    for step in steps:
+        done = run(*step)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == ""
+    return folder
+
+
+def test_the_whole_way_leaves_what_it_promises(folder):
+    assert (folder / "shards/manifest.json").exists() and (folder / "shards/holdout/manifest.json").exists()
+    assert (folder / "run/config.toml").exists() and (folder / "run/checkpoints/step-3").is_dir()
+    for name in ("discriminator", "generator"):
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+            path.name for path in (folder / "export" / name).iterdir()
+        }
+
+
+@pytest.mark.parametrize("source", ["run", "export"])
+def test_evaluate_json(folder, source):
+    done = run("evaluate", folder / source, "--data", folder / "shards", "--sequence-length", 32, "--json")
+    figures = json.loads(done.stdout)
+    assert {"discriminator_auc", "discriminator_loss", "generator_loss", "generator_accuracy"} <= figures.keys()
+
+
+def test_evaluate_of_run_and_export_agree(folder):
+    common = ("--data", folder / "shards", "--sequence-length", 32, "--batch-size", 8, "--json")
+    ours, theirs = (json.loads(run("evaluate", folder / source, *common).stdout) for source in ("run", "export"))
+    assert ours["rows"] == theirs["rows"]
+    assert ours["generator_loss"] == pytest.approx(theirs["generator_loss"], abs=1e-4)
+
+
+def test_inspect_and_verify(folder):
+    figures = json.loads(run("inspect", folder / "shards", "--json").stdout)
+    assert figures["documents"] + figures["held_out_documents"] == 400
+    shown = run("inspect", folder / "shards", "--sequence-length", 32, "--masking", "paper")
+    assert shown.returncode == 0 and shown.stdout == "" and "[CLS]" in shown.stderr and "[MASK](" in shown.stderr
+    assert run("verify", folder / "shards").returncode == 0
+    json.loads(run("verify", folder / "shards", "--json").stdout)
+
+
+def test_verify_names_the_damage(folder, tmp_path):
+    import shutil
+
+    shards = shutil.copytree(folder / "shards", tmp_path / "shards")
+    tokens = next(shards.glob("*.tokens"))
+    damaged = bytearray(tokens.read_bytes())
+    damaged[70] ^= 1
+    tokens.write_bytes(damaged)
+    said = fails("verify", shards)
+    assert tokens.name in said and "block 0" in said
+
+
+def test_imported_run_goes_on(folder):
+    common = ("pretrain", "--preset", "tiny", "--data", folder / "shards", "--out", folder / "imported")
+    done = run(*common, "--train.steps", 2, "--train.batch_size", 4)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "imported/checkpoints/step-2").is_dir()
+
+
+def test_flops():
+    figures = json.loads(run("flops", "--preset", "small", "--json").stdout)
+    assert 1.293743798272e18 in figures.values()
+
+
+def test_help_and_version():
+    assert run("--version").stdout.startswith("electra-fast 0.")
+    text = run("pretrain", "--help").stdout
+    assert "--optimizer.learning_rate" in text and "--preset" in text
+
+
+class TestMistakes:
+    def test_keys(self, folder):
+        data = ("pretrain", "--preset", "tiny", "--data", folder / "shards", "--out", folder / "none")
+        assert "did you mean train.steps?" in fails(*data, "--train.stepz", 3)
+        assert "must be an integer" in fails(*data, "--train.steps", "many")
+        assert "must be at least 1" in fails(*data, "--train.steps", 0)
+        assert "--train.steps needs a value" in fails(*data, "--train.steps")
+        assert "unknown option --fast" in fails(*data, "--fast")
+        assert "does not divide" in fails(*data, "--model.num_heads", 5)
+        assert "did you mean small?" in fails("pretrain", "--preset", "smal")
+        assert "unexpected argument" in fails(*data[:3], "config.toml", "other.toml")
+        assert not (folder / "none").exists()
+
+    def test_missing_things(self, folder, tmp_path):
+        assert "no such configuration" in fails("pretrain", tmp_path / "none.toml")
+        assert "--data" in fails("pretrain", "--preset", "tiny", "--out", tmp_path / "run")
+        assert "manifest.json" in fails("pretrain", "--preset", "tiny", "--data", tmp_path, "--out", tmp_path / "run")
+        assert str(tmp_path / "nothing") in fails("evaluate", tmp_path / "nothing", "--data", folder / "shards")
+        assert (
+            "no file"
+            in fails("prepare", tmp_path / "*.txt", "--vocab", folder / "vocab.txt", "--out", tmp_path / "s").lower()
+        )
+
+    def test_toml(self, tmp_path):
+        (tmp_path / "c.toml").write_text("[train]\nsteps = 'ten'\n")
+        assert "c.toml: train.steps = 'ten' must be an integer" in fails("pretrain", tmp_path / "c.toml")
+        (tmp_path / "c.toml").write_text("[train\n")
+        assert "c.toml" in fails("pretrain", tmp_path / "c.toml")
+
+    def test_unknown_command(self):
+        assert "invalid choice" in fails("pretrian")
+        assert "required: --vocab" in fails("prepare", "x.txt", "--out", "y")
+
+
+def test_closed_pipe_is_no_error(folder):
+    done = subprocess.run(
+        f"{sys.executable} -m electra_fast inspect {folder / 'shards'} --json | true", shell=True, capture_output=True
+    )
+    assert done.stderr == b""

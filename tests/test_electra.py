@@ -1,0 +1,206 @@
+"""The objective against a computation written out in plain Python."""
+
+import math
+
+import pytest
+import torch
+
+from electra_fast import electra
+from electra_fast.config import Config
+from electra_fast.electra import Backend, Noise, Slots
+from electra_fast.metrics import summarise
+from electra_fast.model import Electra
+from electra_fast.sampling import sample_categorical_reference
+
+VOCAB, LENGTH, SLOTS, MASK = 50, 12, 3, 4
+BACKEND = Backend("sdpa", torch.float32)
+KEY = torch.tensor([11, 3])
+
+
+def make_config(**changes: str) -> Config:
+    plain = {
+        "model.vocab_size": str(VOCAB),
+        "model.max_positions": "16",
+        "data.sequence_length": str(LENGTH),
+        "model.dropout": "0",
+        "model.attention_dropout": "0",
+    }
+    return Config.preset("tiny", "google").override(plain | changes)
+
+
+def make_model(config: Config) -> Electra:
+    """Weights large enough that logits differ from 0 and dropped terms would show."""
+    model = Electra(config)
+    random = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=random) * 0.1)
+    return model
+
+
+def make_batch(num_rows: int = 4, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Packed rows of two segments with a padded tail; the last slot of every second row is unused."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, VOCAB, (num_rows, LENGTH), generator=random, dtype=torch.int32)
+    segments = torch.tensor([[1] * 5 + [2] * 5 + [0] * 2], dtype=torch.int32).repeat(num_rows, 1)
+    ids[segments == 0] = 0
+    positions = torch.stack([torch.randperm(10, generator=random)[:SLOTS] for _ in range(num_rows)]).int()
+    weights = torch.ones(num_rows, SLOTS)
+    weights[::2, -1] = 0
+    originals = ids.gather(1, positions.long())
+    masked = ids.clone()
+    for row in range(num_rows):
+        for slot in range(SLOTS):
+            if weights[row, slot]:
+                masked[row, positions[row, slot]] = MASK
+    borders = [row * LENGTH + edge for row in range(num_rows) for edge in (0, 5, 10)] + [num_rows * LENGTH]
+    return {
+        "input_ids": masked,
+        "token_type_ids": torch.zeros_like(ids),
+        "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 0]], dtype=torch.int32).repeat(num_rows, 1),
+        "segment_ids": segments,
+        "cu_seqlens": torch.tensor(borders, dtype=torch.int32),
+        "masked_positions": torch.where(weights > 0, positions, 0).int(),
+        "masked_ids": torch.where(weights > 0, originals, 0).int(),
+        "masked_weights": weights,
+    }
+
+
+def run(model, batch, noise=None):
+    return electra.forward(model, batch, BACKEND, noise or Noise(KEY), electra.count(batch))
+
+
+@pytest.mark.parametrize("tying", ["none", "embeddings"])
+def test_loss_written_out(tying):
+    model, batch = make_model(make_config(**{"model.tying": tying})), make_batch()
+    output = run(model, batch)
+
+    # The generator's logits of each segment alone, a row at a time, with no packing at all.
+    nll, correct, samples = [], 0, {}
+    logits_of_slot = {}
+    for row in range(4):
+        logits = torch.cat([
+            model.generator_logits(batch["input_ids"][row : row + 1, a:b])[0] for a, b in ((0, 5), (5, 10))
+        ])  # fmt: skip
+        for slot in range(SLOTS):
+            if batch["masked_weights"][row, slot]:
+                position, original = int(batch["masked_positions"][row, slot]), int(batch["masked_ids"][row, slot])
+                logits_of_slot[row, slot] = logits[position]
+                nll.append(-logits[position].log_softmax(-1)[original].item())
+                correct += int(logits[position].argmax()) == original
+                number = torch.tensor([row * SLOTS + slot])
+                drawn = sample_categorical_reference(logits[position][None], number, KEY)
+                samples[row, position] = int(drawn), original
+    bce, right, replaced = [], 0, 0
+    for row in range(4):
+        ids = batch["input_ids"][row].clone()
+        for position in range(10):
+            if (row, position) in samples:
+                ids[position] = samples[row, position][0]
+        logits = torch.cat([model.discriminator_logits(ids[None, a:b])[0] for a, b in ((0, 5), (5, 10))])
+        for position in range(10):
+            drawn, original = samples.get((row, position), (0, 0))
+            label = drawn != original
+            probability = torch.sigmoid(logits[position]).item()
+            bce.append(-math.log(probability if label else 1 - probability))
+            right += (probability > 0.5) == label
+            replaced += label
+    summary = summarise(output.sums.numpy(), model.config.objective)
+    assert summary["generator_loss"] == pytest.approx(sum(nll) / len(nll), abs=1e-5)
+    assert summary["discriminator_loss"] == pytest.approx(sum(bce) / len(bce), abs=1e-5)
+    assert summary["generator_accuracy"] == pytest.approx(correct / len(nll))
+    assert summary["discriminator_accuracy"] == pytest.approx(right / len(bce))
+    assert summary["replaced_fraction"] == pytest.approx(replaced / len(bce))
+    assert replaced > 0
+    assert output.loss.item() == pytest.approx(sum(nll) / len(nll) + 50 * sum(bce) / len(bce), abs=1e-4)
+    assert summary["loss"] == pytest.approx(output.loss.item(), abs=1e-4)
+
+
+def test_micro_batches_add_up():
+    """Halves of a batch give the whole's loss, samples and gradients: accumulation changes nothing."""
+    model, batch = make_model(make_config()), make_batch()
+    whole = run(model, batch)
+    whole.loss.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    halves = [{k: v[i : i + 2] for k, v in batch.items() if k != "cu_seqlens"} for i in (0, 2)]
+    sums = torch.zeros_like(whole.sums)
+    for i, half in enumerate(halves):
+        half["cu_seqlens"] = batch["cu_seqlens"][: 2 * 3 + 1]
+        output = electra.forward(model, half, BACKEND, Noise(KEY, first_row=2 * i), electra.count(batch))
+        output.loss.backward()
+        sums += output.sums
+    torch.testing.assert_close(sums, whole.sums, rtol=1e-6, atol=1e-5)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_discriminator_loss_does_not_reach_the_generator():
+    batch = make_batch()
+
+    def gradients(disc_weight):
+        model = make_model(make_config(**{"model.tying": "none", "objective.disc_weight": disc_weight}))
+        run(model, batch).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if n.startswith("generator")}
+
+    with_it, without = gradients("50"), gradients("0")
+    assert with_it and all(torch.equal(with_it[name], without[name]) for name in with_it)
+
+
+def test_mlm_is_the_generator_alone_at_full_size():
+    model = make_model(make_config(**{"objective.name": "mlm"}))
+    assert not model.has_discriminator
+    assert model.generator_head.dense.weight.shape[1] == model.config.model.hidden_size
+    output = run(model, make_batch())
+    summary = summarise(output.sums.numpy(), model.config.objective)
+    assert output.loss.item() == pytest.approx(summary["generator_loss"], abs=1e-5)
+    assert summary["discriminator_loss"] is None and output.logits_T is None
+    assert output.sums[electra.SUMS.index("tokens")] == 40
+    with pytest.raises(ValueError, match="no discriminator"):
+        model.discriminator_logits(torch.ones(1, 4, dtype=torch.int64))
+
+
+def test_tying_all_shares_the_encoder():
+    shared = Electra(make_config(**{"model.tying": "all", "generator.fraction": "1"}))
+    apart = Electra(make_config(**{"model.tying": "embeddings", "generator.fraction": "1"}))
+    assert shared.discriminator is shared.generator
+    encoder = sum(p.numel() for p in apart.generator.parameters())
+    assert sum(p.numel() for p in apart.parameters()) - sum(p.numel() for p in shared.parameters()) == encoder
+
+
+def slots_of(positions, originals, num_tokens, weights=None):
+    weights = torch.ones(len(positions)) if weights is None else torch.tensor(weights)
+    where = torch.where(weights > 0, torch.tensor(positions), num_tokens)
+    return Slots(torch.arange(len(positions)), where, torch.tensor(originals), weights)
+
+
+def test_corrupt():
+    masked = torch.tensor([7, 4, 9, 4, 11, 4], dtype=torch.int32)
+    # Position 1 drawn twice (samples 20 and 25 → 22), 3 sampled right, 5 sampled wrong, one unused slot.
+    slots = slots_of([1, 1, 3, 5, 0], [8, 8, 10, 12, 0], 6, [1.0, 1.0, 1.0, 1.0, 0.0])
+    corrupted, replaced = electra.corrupt(masked, slots, torch.tensor([20, 25, 10, 33, 40]))
+    assert corrupted.tolist() == [7, 22, 9, 10, 11, 33]
+    assert replaced.tolist() == [False, True, False, False, False, True]
+
+
+def test_mean_of_two_samples_may_be_right_by_accident():
+    """The label asks whether the token differs from the original, however it came about."""
+    slots = slots_of([0, 0], [22, 22], 1)
+    corrupted, replaced = electra.corrupt(torch.tensor([4]), slots, torch.tensor([20, 25]))
+    assert corrupted.tolist() == [22] and replaced.tolist() == [False]
+
+
+def test_disallow_correct_and_temperature():
+    batch = make_batch(64)
+    correct = {"objective.disallow_correct": "true"}
+    output = run(make_model(make_config(**correct)), batch)
+    drawn = torch.zeros_like(output.replaced_T)
+    first = torch.arange(64)[:, None] * LENGTH
+    used = batch["masked_weights"] > 0
+    drawn[(batch["masked_positions"] + first)[used]] = True
+    assert torch.equal(output.replaced_T, drawn)
+
+    cold = run(make_model(make_config(**{"objective.temperature": "0.001"})), batch)
+    names = electra.SUMS.index
+    kept = cold.sums[names("masked_weight")] - cold.sums[names("replaced")]
+    assert kept == cold.sums[names("generator_correct")]  # at temperature 0 the sample is the argmax

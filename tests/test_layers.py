@@ -1,0 +1,218 @@
+"""The layering, read from the imports: the tables below are the architecture.
+
+A module imports from its own layer or one below it, and never in a circle. A module that no table
+knows fails: give it its place here first, then write it. Tables may name modules yet to come.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+TREE = Path(__file__).resolve().parent.parent
+PACKAGE = TREE / "python/electra_fast"
+KERNELS = TREE / "kernels"
+CRATE = TREE / "crates/electra-data/src"
+MAX_LINES = 400
+BANNED_NAMES = {"util", "utils", "common", "helper", "helpers", "manager", "managers", "misc"}
+
+# Python, from the top. "kernels" stands for every file in that folder.
+PACKAGE_LAYERS = [
+    {"__main__"},
+    {"cli"},
+    {"__init__"},
+    {"demo", "reproduce", "report"},
+    {"pretrain", "finetune", "evaluate", "export", "inspect"},
+    {"run"},
+    {"electra", "data", "corpus", "optim", "checkpoint", "metrics", "flops", "huggingface", "progress", "curves"},
+    {"model"},
+    {"ops", "sampling"},
+    {"kernels"},
+]
+# Under every layer, usable from all of them, and all that they may themselves import.
+PACKAGE_GROUND = {"config": {"presets"}, "presets": set(), "errors": set()}
+# Who may touch the Rust extension.
+EXTENSION_USERS = {"__init__", "data", "corpus"}
+KERNEL_IMPORTS = {"torch", "triton", "__future__"} | sys.stdlib_module_names
+
+# Rust: what each module of electra-data may use. Reading: batch → mask, pack → order → shard.
+# Building: prepare → tokenize, corpus → shard files. `error` is open to all, `lib` only re-exports.
+CRATE_USES = {
+    "error": set(),
+    # the files of a corpus
+    "durable": set(),
+    "format": set(),
+    "mapped": {"format"},
+    "job": set(),
+    "manifest": {"format", "mapped", "job"},
+    "shard": {"format", "mapped", "manifest"},
+    "store": {"format", "mapped", "manifest", "shard"},
+    # building one
+    "writer": {"durable", "format", "manifest"},
+    "corpus": set(),
+    "tokenize": {"corpus", "manifest"},
+    "prepare": {"corpus", "tokenize", "writer", "job", "durable", "format", "manifest", "store"},
+    # reading one
+    "philox": set(),
+    "order": {"philox", "shard", "store"},
+    "pack": {"philox", "order", "shard", "store"},
+    "mask": {"philox", "manifest"},
+    "group": {"philox", "order", "pack", "shard", "store"},
+    "options": {"mask", "pack"},
+    "batch": {"philox", "mask", "pack", "group", "options", "manifest", "shard", "store"},
+    "loader": {"batch", "mask", "pack", "group", "options", "order", "philox", "shard", "store"},
+    # the crate's own tests
+    "testing": {"durable", "format", "manifest", "writer", "store", "shard"},
+}
+
+
+def python_module(path: Path) -> str:
+    return "kernels" if path.parent.name == "kernels" else path.stem
+
+
+@functools.cache
+def imports_of(path: Path) -> frozenset[str]:
+    """Absolute dotted names that a file imports, wherever in the file and under any condition."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(filter(None, ["electra_fast" if node.level else "", node.module]))
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+    return frozenset(names)
+
+
+def own_imports(path: Path) -> set[str]:
+    """Modules of this package that a file imports; `electra_fast.NAME` of no module is `__init__`."""
+    modules = {file.stem for file in PACKAGE.glob("*.py")} | {"_data"} | set().union(*PACKAGE_LAYERS)
+    parts = [name.split(".") for name in imports_of(path)]
+    found = {
+        part[1] if len(part) > 1 and part[1] in modules else "__init__" for part in parts if part[0] == "electra_fast"
+    }
+    return found - {python_module(path)}
+
+
+def layer_of(module: str) -> int:
+    """Height of a module, from 0 at the bottom."""
+    for height, layer in enumerate(reversed(PACKAGE_LAYERS)):
+        if module in layer:
+            return height
+    pytest.fail(f"electra_fast/{module}.py is in no layer: give it one in {Path(__file__).name}")
+
+
+def package_files() -> list[Path]:
+    return sorted(PACKAGE.glob("*.py"))
+
+
+def kernel_files() -> list[Path]:
+    return sorted(KERNELS.glob("*.py"))
+
+
+def crate_files() -> list[Path]:
+    return sorted(CRATE.rglob("*.rs"))
+
+
+def crate_module(path: Path) -> str:
+    """The top-level module that a file belongs to: `pack/fit.rs` is part of `pack`."""
+    return path.relative_to(CRATE).with_suffix("").parts[0]
+
+
+def crate_names(code: str) -> set[str]:
+    """What follows `crate::`, alone or in braces."""
+    names = set(re.findall(r"\bcrate::(\w+)", code))
+    for group in re.findall(r"\bcrate::\{([^;]*)\};", code):
+        while "{" in group:
+            group = re.sub(r"\{[^{}]*\}", "", group)
+        names |= {item.split("::")[0].strip() for item in group.split(",")}
+    return names - {"self", ""}
+
+
+@functools.cache
+def crate_exports() -> dict[str, str]:
+    """Names that `lib.rs` re-exports and the module each comes from."""
+    exports = re.findall(r"pub use (\w+)::(\w+|\{[^}]*\});", (CRATE / "lib.rs").read_text(encoding="utf-8"))
+    return {name: module for module, names in exports for name in re.findall(r"\w+", names)}
+
+
+def crate_uses(path: Path) -> set[str]:
+    """Other modules that a Rust file uses, outside comments and its closing test module."""
+    code = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+    code = re.split(r"#\[cfg\(test\)\]\s*mod \w+ \{", code)[0]
+    if path.parent == CRATE:
+        code = re.sub(r"\bsuper::", "crate::", code)
+    return {crate_exports().get(name, name) for name in crate_names(code)} - {crate_module(path), "error"}
+
+
+def source_files() -> list[Path]:
+    folders = [PACKAGE, KERNELS, TREE / "tests", TREE / "bench", TREE / "crates"]
+    return sorted(file for folder in folders for kind in ("*.py", "*.pyi", "*.rs") for file in folder.rglob(kind))
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(TREE))
+
+
+@pytest.mark.parametrize("path", package_files(), ids=named)
+def test_package_imports_run_downwards(path: Path) -> None:
+    module, imported = python_module(path), own_imports(path) - {"_data"}
+    if module in PACKAGE_GROUND:
+        assert imported <= PACKAGE_GROUND[module], f"{module} imports {sorted(imported)}"
+        return
+    height = layer_of(module)
+    above = sorted(other for other in imported - PACKAGE_GROUND.keys() if layer_of(other) > height)
+    assert not above, f"{module} imports from above itself: {above}"
+
+
+def test_package_imports_have_no_circle() -> None:
+    graph = {python_module(path): own_imports(path) for path in package_files()}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("path", package_files(), ids=named)
+def test_only_the_data_side_touches_the_extension(path: Path) -> None:
+    assert "_data" not in own_imports(path) or python_module(path) in EXTENSION_USERS
+
+
+def test_kernels_import_torch_and_triton_only() -> None:
+    for path in kernel_files():
+        foreign = {name.split(".")[0] for name in imports_of(path)} - KERNEL_IMPORTS
+        assert not foreign, f"{named(path)} imports {sorted(foreign)}"
+
+
+def test_kernels_have_no_init() -> None:
+    assert not (KERNELS / "__init__.py").exists(), "it would shadow a package of that name"
+    assert (PACKAGE / "kernels").is_symlink()
+
+
+@pytest.mark.parametrize("path", crate_files(), ids=named)
+def test_crate_uses_follow_the_table(path: Path) -> None:
+    module = crate_module(path)
+    if module == "lib" or path.stem == "tests":
+        return
+    assert module in CRATE_USES, f"{named(path)} is not in CRATE_USES: give it its place in {Path(__file__).name}"
+    foreign = crate_uses(path) - CRATE_USES[module]
+    assert not foreign, f"{module} uses {sorted(foreign)}, which the table does not allow"
+
+
+def test_the_crate_table_has_no_circle() -> None:
+    graphlib.TopologicalSorter(CRATE_USES).prepare()
+
+
+def test_the_crate_is_pure_rust() -> None:
+    manifest = (TREE / "crates/electra-data/Cargo.toml").read_text(encoding="utf-8")
+    assert "pyo3" not in manifest and "pyarrow" not in manifest
+
+
+@pytest.mark.parametrize("path", source_files(), ids=named)
+def test_files_are_small_and_well_named(path: Path) -> None:
+    num_lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert num_lines <= MAX_LINES, f"{num_lines} lines: more than one thing lives here"
+    words = set(path.stem.split("_")) | set(path.parent.name.split("_"))
+    assert not words & BANNED_NAMES, "name a module after what it is"

@@ -1,0 +1,78 @@
+"""Reported figures against their definitions written out."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from electra_fast.config import ObjectiveConfig
+from electra_fast.electra import SUMS
+from electra_fast.metrics import JsonLines, area_under_curve, summarise, warning
+
+# 1000 tokens, 100 masked, 80 replaced; 70 called replaced, 49 of them rightly.
+TOTALS = {
+    "generator_loss": 400.0,
+    "masked_weight": 100.0,
+    "generator_correct": 20.0,
+    "discriminator_loss": 250.0,
+    "tokens": 1000.0,
+    "discriminator_correct": 948.0,
+    "true_positives": 49.0,
+    "predicted_positives": 70.0,
+    "replaced": 80.0,
+}
+
+
+def sums(**changes):
+    return np.array([(TOTALS | changes)[name] for name in SUMS])
+
+
+def test_summarise():
+    assert summarise(sums(), ObjectiveConfig()) == {
+        "loss": 4.0 + 50 * 0.25,
+        "generator_loss": 4.0,
+        "discriminator_loss": 0.25,
+        "generator_accuracy": 0.2,
+        "discriminator_accuracy": 0.948,
+        "discriminator_precision": 0.7,
+        "discriminator_recall": 49 / 80,
+        "replaced_fraction": 0.08,
+    }
+
+
+def test_nothing_predicted_is_no_division_by_zero():
+    summary = summarise(sums(predicted_positives=0.0, true_positives=0.0), ObjectiveConfig())
+    assert summary["discriminator_precision"] == 0 and summary["discriminator_recall"] == 0
+
+
+def test_area_under_curve_is_the_share_of_ordered_pairs():
+    random = np.random.default_rng(0)
+    logits = random.integers(0, 20, 300).astype(np.float32)  # with ties, which count half
+    labels = random.random(300) < 0.2
+    positive, negative = logits[labels][:, None], logits[~labels][None]
+    expected = ((positive > negative) + 0.5 * (positive == negative)).mean()
+    assert area_under_curve(logits, labels) == pytest.approx(expected)
+    assert area_under_curve(logits, np.zeros(300, bool)) is None
+
+
+def test_warnings():
+    def said(**changes):
+        return warning(summarise(sums(**changes), ObjectiveConfig())) or ""
+
+    majority = -(0.08 * math.log(0.08) + 0.92 * math.log(0.92))
+    assert majority > 0.25 and not said()
+    assert "collapsed" in said(discriminator_loss=1000 * majority * 1.1)
+    assert "nearly always right" in said(replaced=5.0)
+    assert "calls every token original" in said(true_positives=0.0, predicted_positives=0.0)
+    assert warning(summarise(sums(), ObjectiveConfig(name="mlm"))) is None
+
+
+def test_json_lines_are_cut_back_to_the_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (10, 20, 30)) + '{"step": 4')
+    log = JsonLines(path, last_step=20)
+    log.write({"step": 30, "loss": 0.1})
+    log.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
+    assert json.loads(path.read_text().splitlines()[-1])["loss"] == 0.1

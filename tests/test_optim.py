@@ -1,0 +1,149 @@
+"""Update rules against torch's own, and against their sources written out."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from electra_fast.config import OptimizerConfig
+from electra_fast.optim import Optimizer, orthogonalise, schedule_factor
+
+STEPS = 6
+
+
+def parameters(seed=0):
+    random = torch.Generator().manual_seed(seed)
+    shapes = {"x.weight": (8, 5), "wide.weight": (4, 16), "x.bias": (8,), "e.token": (11, 6)}
+    return {n: nn.Parameter(torch.randn(s, generator=random, dtype=torch.float32)) for n, s in shapes.items()}
+
+
+def gradients(named, step):
+    random = torch.Generator().manual_seed(100 + step)
+    return {name: torch.randn(p.shape, generator=random) for name, p in named.items()}
+
+
+def train(config, factor=1.0):
+    named = parameters()
+    optimizer = Optimizer(named.items(), config)
+    for step in range(STEPS):
+        for name, gradient in gradients(named, step).items():
+            named[name].grad = gradient
+        optimizer.step(factor)
+    return named
+
+
+def plain(**changes):
+    defaults = {"learning_rate": 0.01, "clip_norm": 0.0, "weight_decay": 0.1, "bias_correction": True}
+    return OptimizerConfig(**(defaults | changes))
+
+
+def test_adamw_equals_torch():
+    ours, named = train(plain()), parameters()
+    decayed = [p for p in named.values() if p.dim() == 2]
+    rest = [p for p in named.values() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    theirs = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.999), eps=1e-6)
+    for step in range(STEPS):
+        for name, gradient in gradients(named, step).items():
+            named[name].grad = gradient
+        theirs.step()
+    for name, parameter in named.items():
+        torch.testing.assert_close(ours[name], parameter, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lamb"])
+def test_without_bias_correction_written_out(rule):
+    """BERT's AdamWeightDecay; LAMB adds the trust ratio for what is decayed."""
+    ours, named = train(plain(name=rule, bias_correction=False), factor=0.5), parameters()
+    for name, parameter in named.items():
+        weight = parameter.detach().double()
+        first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+        for step in range(STEPS):
+            gradient = gradients(named, step)[name].double()
+            first = 0.9 * first + 0.1 * gradient
+            second = 0.999 * second + 0.001 * gradient**2
+            update = first / (second.sqrt() + 1e-6)
+            if weight.dim() == 2:
+                update = update + 0.1 * weight
+                if rule == "lamb":
+                    update = update * weight.norm() / update.norm()
+            weight = weight - 0.5 * 0.01 * update
+        torch.testing.assert_close(ours[name].double(), weight, rtol=1e-5, atol=1e-6)
+
+
+def test_muon_equals_torch_within_its_bf16():
+    """torch.optim.Muon iterates in bf16, so matrices agree to that; everything else is AdamW."""
+    ours = train(plain(name="muon", muon_learning_rate=0.02))
+    adamw = train(plain())
+    named = parameters()
+    matrices = [named["x.weight"], named["wide.weight"]]
+    theirs = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="original")
+    for step in range(STEPS):
+        for name, gradient in gradients(named, step).items():
+            named[name].grad = gradient
+        theirs.step()
+    for name in ("x.weight", "wide.weight"):
+        moved = (parameters()[name] - named[name]).norm()
+        assert (ours[name] - named[name]).norm() < 5 * 2**-8 * moved  # five iterations of bf16 rounding
+    for name in ("x.bias", "e.token"):
+        assert torch.equal(ours[name], adamw[name])
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 40), (2, 40, 8)])
+def test_orthogonalise(shape):
+    """The iteration's known range of singular values, and the directions of the polar factor."""
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    result = orthogonalise(matrices)
+    values = torch.linalg.svdvals(result)
+    assert values.min() > 0.4 and values.max() < 1.25
+    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+    polar = u @ vh
+    cosine = (result * polar).sum((1, 2)) / (result.norm(dim=(1, 2)) * polar.norm(dim=(1, 2)))
+    assert (cosine > 0.97).all()
+
+
+def test_fused_matrices_are_orthogonalised_apart():
+    fused = nn.Parameter(torch.zeros(12, 4))
+    optimizer = Optimizer([("layer.qkv.weight", fused)], plain(name="muon", weight_decay=0.0))
+    fused.grad = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    fused.grad[:4] *= 1e3  # queries' gradients would drown the others in one joint norm
+    optimizer.step(1.0)
+    sizes = [block.norm() for block in fused.detach().chunk(3)]
+    assert max(sizes) < 2 * min(sizes)
+
+
+def test_clipping():
+    named = parameters()
+    optimizer = Optimizer(named.items(), plain(clip_norm=1.0, learning_rate=1.0, weight_decay=0.0, epsilon=1.0))
+    for name, gradient in gradients(named, 0).items():
+        named[name].grad = gradient.clone()
+    expected = math.sqrt(sum(g.square().sum().item() for g in gradients(named, 0).values()))
+    assert optimizer.step(0.0).item() == pytest.approx(expected, rel=1e-6)
+    clipped = math.sqrt(sum(m.square().sum().item() for m in optimizer.first.values())) / (1 - 0.9)
+    assert clipped == pytest.approx(1.0, rel=1e-5)
+
+
+def test_state_round_trip():
+    config = plain(name="muon")
+    named = parameters()
+    optimizer = Optimizer(named.items(), config)
+    for name, gradient in gradients(named, 0).items():
+        named[name].grad = gradient
+    optimizer.step(1.0)
+    other = Optimizer(parameters().items(), config)
+    other.load_state_dict(optimizer.state_dict())
+    assert all(
+        torch.equal(a, b) for a, b in zip(optimizer.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+    with pytest.raises(ValueError, match="another model or rule"):
+        Optimizer(named.items(), plain()).load_state_dict(optimizer.state_dict())
+
+
+def test_schedules():
+    product = OptimizerConfig(warmup_steps=10, schedule="product")
+    assert [schedule_factor(product, t, 100) for t in (0, 5, 10, 50, 99)] == pytest.approx([0, 0.475, 0.9, 0.5, 0.01])
+    linear = OptimizerConfig(warmup_steps=10, schedule="linear")
+    factors = [schedule_factor(linear, t, 100) for t in (0, 4, 9, 10, 55, 99)]
+    assert factors == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.5, 1 / 90])
+    assert schedule_factor(OptimizerConfig(warmup_steps=0), 0, 10) == 1.0

@@ -1,0 +1,102 @@
+"""The installed wheel: what it holds, what importing it costs, and that it starts.
+
+Everything here looks at the distribution that pip installed, never at the source tree, except to
+know which files have to have arrived.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import electra_fast
+
+TREE = Path(__file__).resolve().parent.parent
+SITE_PACKAGES = Path(sysconfig.get_paths()["platlib"]).resolve()
+SCRIPTS = Path(sysconfig.get_paths()["scripts"])
+IMPORT_SECONDS = 1.0
+
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+import torch
+assert not torch.cuda.is_initialized()
+"""
+IMPORT_COST = """
+import time
+import torch
+start = time.perf_counter()
+import electra_fast
+print(time.perf_counter() - start)
+"""
+
+
+def installed_files() -> set[str]:
+    files = importlib.metadata.files("electra-fast")
+    assert files, "electra-fast is not installed: run `make test`"
+    return {str(file) for file in files}
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in `/` with every GPU hidden, as on a machine without one."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    result = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, f"{command} failed:\n{result.stdout}{result.stderr}"
+    return result
+
+
+def test_the_package_under_test_is_the_installed_one() -> None:
+    location = Path(electra_fast.__file__).resolve()
+    assert location.is_relative_to(SITE_PACKAGES), f"{location} is not the installed wheel: run `make test`"
+    assert not location.is_relative_to(TREE)
+
+
+def test_the_extension_is_one_for_every_python_from_3_11() -> None:
+    assert "electra_fast/_data.abi3.so" in installed_files()
+    wheel = importlib.metadata.distribution("electra-fast").read_text("WHEEL")
+    assert wheel is not None and "Tag: cp311-abi3-" in wheel
+
+
+def test_the_package_is_typed() -> None:
+    assert {"electra_fast/py.typed", "electra_fast/_data.pyi"} <= installed_files()
+
+
+def test_every_source_file_is_in_the_wheel_and_nothing_else() -> None:
+    package = {f"electra_fast/{path.name}" for path in (TREE / "python/electra_fast").glob("*.py")}
+    kernels = {f"electra_fast/kernels/{path.name}" for path in (TREE / "kernels").glob("*.py")}
+    installed = {file for file in installed_files() if file.startswith("electra_fast/") and file.endswith(".py")}
+    assert installed == package | kernels
+
+
+def test_the_license_is_in_the_wheel() -> None:
+    assert any(file.endswith("dist-info/licenses/LICENSE") for file in installed_files())
+    assert importlib.metadata.metadata("electra-fast")["License-Expression"] == "Apache-2.0"
+
+
+def test_every_module_imports_from_anywhere_without_a_gpu() -> None:
+    sources = [Path(file) for file in installed_files() if file.startswith("electra_fast/")]
+    dotted = [".".join(path.with_suffix("").parts) for path in sources if path.suffix == ".py"]
+    modules = [name.removesuffix(".__init__") for name in dotted]
+    run(sys.executable, "-W", "error", "-c", IMPORT_ALL, "electra_fast._data", *sorted(modules))
+
+
+def test_importing_costs_under_a_second_beyond_torch() -> None:
+    """The least of three, so that a busy machine does not fail what a fast import passes."""
+    seconds = [float(run(sys.executable, "-c", IMPORT_COST).stdout) for _ in range(3)]
+    assert min(seconds) < IMPORT_SECONDS, f"import electra_fast took {seconds} seconds beyond torch"
+
+
+@pytest.mark.parametrize("start", [[str(SCRIPTS / "electra-fast")], [sys.executable, "-m", "electra_fast"]])
+def test_the_command_starts(start: list[str]) -> None:
+    version = importlib.metadata.version("electra-fast")
+    assert version in run(*start, "--version").stdout
+    shown = run(*start, "--help").stdout
+    assert "prepare" in shown and "pretrain" in shown
