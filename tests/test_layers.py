@@ -23,6 +23,7 @@ MAX_LINES = 400
 BANNED_NAMES = {"util", "utils", "common", "helper", "helpers", "manager", "managers", "misc"}
 
 # Python, from the top. "kernels" stands for every file in that folder.
+HUGGINGFACE = {"huggingface", "huggingface_config", "huggingface_tokenizer", "huggingface_weights"}
 PACKAGE_LAYERS = [
     {"__main__"},
     {"cli"},
@@ -30,7 +31,7 @@ PACKAGE_LAYERS = [
     {"demo", "reproduce", "report"},
     {"pretrain", "finetune", "evaluate", "export", "inspect"},
     {"run"},
-    {"electra", "data", "corpus", "optim", "checkpoint", "metrics", "flops", "huggingface", "progress", "curves"},
+    {"electra", "data", "corpus", "optim", "checkpoint", "metrics", "flops", "progress", "curves", *HUGGINGFACE},
     {"model"},
     {"ops", "sampling"},
     {"kernels"},
