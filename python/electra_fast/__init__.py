@@ -4,8 +4,7 @@ The names here are the library's contract; each is documented where it is define
 package needs no GPU, and whatever is slow to import is imported by the function that needs it.
 """
 
-from importlib.metadata import version
-
+from electra_fast._data import VERSION as __version__
 from electra_fast.config import Config
 from electra_fast.corpus import Corpus, Tokenizer, prepare, train_vocab, verify
 from electra_fast.data import BatchLoader, to_torch
@@ -14,9 +13,8 @@ from electra_fast.export import export, import_folder, load
 from electra_fast.model import Electra
 from electra_fast.pretrain import pretrain
 
-__version__ = version("electra-fast")
-
 __all__ = [
+    "__version__",
     "BatchLoader",
     "Config",
     "Corpus",

@@ -11,10 +11,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from electra_fast import __version__
 from electra_fast.config import Config, describe_key, key_names
 from electra_fast.presets import RECIPES, SIZES
 
@@ -100,7 +100,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="electra-fast", description="Pre-train text encoders by replaced-token detection (ELECTRA).")
-    parser.add_argument("--version", action="version", version=f"electra-fast {version('electra-fast')}")
+    parser.add_argument("--version", action="version", version=f"electra-fast {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(

@@ -4,6 +4,8 @@ Sits between the Rust data engine (`_data`), which orders, packs and masks, and 
 """
 # Shapes: B rows, L row length, M mask slots a row, S attention segments (padding tails included).
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,9 +14,10 @@ from typing import Any, Protocol, Self
 import numpy as np
 import pyarrow as pa
 import torch
+from torch.utils.dlpack import from_dlpack
 
-from . import _data
-from ._data import RecordBatch
+from electra_fast import _data
+from electra_fast._data import RecordBatch
 
 _TOKEN_COLUMNS = ("input_ids", "token_type_ids", "position_ids", "segment_ids")
 _MASK_COLUMNS = ("masked_positions", "masked_ids", "masked_weights")
@@ -142,7 +145,7 @@ def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str,
 
 def _rows(column: Any) -> torch.Tensor:
     """View a fixed-size list column as a matrix; lists have no DLPack, so its flat child goes over."""
-    flat: torch.Tensor = torch.from_dlpack(column.flatten())
+    flat: torch.Tensor = from_dlpack(column.flatten())
     return flat.view(len(column), column.type.list_size)
 
 

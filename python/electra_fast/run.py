@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from electra_fast import checkpoint
+from electra_fast import _data, checkpoint
 from electra_fast.config import Config
 from electra_fast.corpus import Corpus
 from electra_fast.electra import Backend
@@ -105,7 +105,7 @@ def _write_new(folder: Path, config: Config, corpus: Corpus) -> None:
     write_tokenizer(
         folder / "tokenizer",
         Path(corpus.tokenizer_path),
-        lowercase=tokenizer["lowercase"],
+        lowercase=bool(tokenizer["lowercase"]),
         strip_accents=tokenizer["strip_accents"],
         max_length=config.model.max_positions,
     )
@@ -147,7 +147,7 @@ def environment(device: torch.device, backend: Backend) -> dict[str, str]:
     """Versions, device, backends: what a run says it used."""
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
-        "electra-fast": version("electra-fast"),
+        "electra-fast": _data.VERSION,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version_or_none("triton"),
