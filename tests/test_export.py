@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from electra_fast import checkpoint
@@ -225,7 +226,9 @@ def test_a_failing_export_leaves_nothing_half_written(
         export(tmp_path / "run", tmp_path / "out")
 
     def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise (
+            SafetensorError("I/O error: No space left on device") if earlier else OSError(28, "No space left on device")
+        )
 
     monkeypatch.setattr("electra_fast.huggingface.save_file", full)
     with pytest.raises(OSError, match="out: not written: .*No space left on device"):
