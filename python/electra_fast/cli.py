@@ -24,8 +24,11 @@ Handler = Callable[[argparse.Namespace], int | None]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     try:
-        options, rest = _parser().parse_known_args(arguments)
-        options.overrides = _overrides(rest) if options.command in ("pretrain", "flops") else _no_more(rest)
+        rest, overrides = _take_overrides(sys.argv[1:] if arguments is None else arguments)
+        options = _parser().parse_args(rest)
+        if overrides and options.command not in ("pretrain", "flops"):
+            raise ValueError(f"--{next(iter(overrides))}: {options.command} takes no configuration keys")
+        options.overrides = overrides
         handler: Handler = options.handler
         return handler(options) or 0
     except KeyboardInterrupt:
@@ -53,28 +56,26 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _overrides(rest: Sequence[str]) -> dict[str, str]:
-    """`--section.key value` and `--section.key=value` → {"section.key": "value"}."""
+def _take_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Takes `--section.key value` and `--section.key=value` out of the arguments.
+
+    argparse can't: it would read the value of an option that it doesn't know as a positional.
+    """
+    rest: list[str] = []
     overrides: dict[str, str] = {}
-    words = list(rest)
+    words = list(arguments)
     while words:
-        name, equals, value = words.pop(0).partition("=")
-        if not name.startswith("--"):
-            raise ValueError(f"unexpected argument {name!r}")
-        if "." not in name:
-            raise ValueError(f"unknown option {name}; configuration keys are written --section.key value")
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or "." not in name:
+            rest.append(word)
+            continue
         if not equals:
-            if not words:
+            if not words or words[0].startswith("--"):
                 raise ValueError(f"{name} needs a value")
             value = words.pop(0)
         overrides[name.removeprefix("--")] = value
-    return overrides
-
-
-def _no_more(rest: Sequence[str]) -> dict[str, str]:
-    if rest:
-        raise ValueError(f"unknown option {rest[0]!r}; `electra-fast --help` lists the commands")
-    return {}
+    return rest, overrides
 
 
 def _say(message: str) -> None:
