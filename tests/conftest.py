@@ -6,6 +6,10 @@ Python brings along.
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as the package does
+
 import collections
 import random
 import re

@@ -23,6 +23,7 @@ MAX_LINES = 400
 BANNED_NAMES = {"util", "utils", "common", "helper", "helpers", "manager", "managers", "misc"}
 
 # Python, from the top. "kernels" stands for every file in that folder.
+HUGGINGFACE = {"huggingface", "huggingface_config", "huggingface_tokenizer", "huggingface_weights"}
 PACKAGE_LAYERS = [
     {"__main__"},
     {"cli"},
@@ -30,7 +31,7 @@ PACKAGE_LAYERS = [
     {"demo", "reproduce", "report"},
     {"pretrain", "finetune", "evaluate", "export", "inspect"},
     {"run"},
-    {"electra", "data", "corpus", "optim", "checkpoint", "metrics", "flops", "huggingface", "progress", "curves"},
+    {"electra", "data", "corpus", "optim", "checkpoint", "metrics", "flops", "progress", "curves", *HUGGINGFACE},
     {"reading_progress"},
     {"model"},
     {"ops", "sampling"},
@@ -39,7 +40,7 @@ PACKAGE_LAYERS = [
 # Under every layer, usable from all of them, and all that they may themselves import.
 PACKAGE_GROUND = {"config": {"presets"}, "presets": set(), "errors": set()}
 # Who may touch the Rust extension.
-EXTENSION_USERS = {"__init__", "data", "corpus"}
+EXTENSION_USERS = {"__init__", "data", "corpus", "run"}
 KERNEL_IMPORTS = {"torch", "triton", "__future__"} | sys.stdlib_module_names
 
 # Rust: what each module of electra-data may use. Reading: batch → mask, pack → order → shard.

@@ -4,6 +4,12 @@ The names here are the library's contract; each is documented where it is define
 package needs no GPU, and whatever is slow to import is imported by the function that needs it.
 """
 
+import os
+
+# Before torch loads OpenMP: let threads that wait for each other sleep. Spinning ones are no faster
+# here, and fifteen times slower when the machine has anything else to do (bench/LOG.md).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from electra_fast._data import VERSION as __version__
 from electra_fast.config import Config
 from electra_fast.corpus import Corpus, Tokenizer, prepare, train_vocab, verify

@@ -151,10 +151,16 @@ def _rows(column: Any) -> torch.Tensor:
 
 def _segment_ends(lengths: Any, row_length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Cumulative ends of all segments and padding tails, beginning with 0."""
-    # A slice of a batch keeps its parent's offsets; `flatten` begins at the slice.
-    offsets = lengths.offsets.to_numpy() - lengths.offsets[0].as_py()
-    segments = lengths.flatten().to_numpy()
-    used = np.diff(np.concatenate(([0], np.cumsum(segments)))[offsets])
-    with_tails = np.insert(segments, offsets[1:], row_length - used)
-    ends = np.concatenate(([0], np.cumsum(with_tails[with_tails > 0])))
-    return ends.astype(np.int32)
+    offsets = lengths.offsets.to_numpy()
+    offsets = offsets - offsets[0]  # a slice keeps its parent's offsets; `flatten` begins at the slice
+    first, last = offsets[:-1], offsets[1:]
+    ends = np.cumsum(lengths.flatten().to_numpy(), dtype=np.int32)
+    row_ends = np.arange(1, len(lengths) + 1, dtype=np.int32) * np.int32(row_length)
+    padding = row_ends - ends[last - 1]  # up to and with each row; every row has a segment
+    before = np.zeros_like(padding)
+    before[1:] = padding[:-1]
+    ends += np.repeat(before, last - first)
+    tails = row_ends[ends[last - 1] != row_ends]
+    merged = np.concatenate((np.zeros(1, np.int32), ends, tails))
+    merged.sort(kind="stable")  # two ascending runs: a merge
+    return merged

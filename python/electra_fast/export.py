@@ -12,8 +12,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from electra_fast import checkpoint
-from electra_fast.huggingface import CLASSES, OWN_KEY, read_models, write_model
+from electra_fast.huggingface import read_models, write_model
+from electra_fast.huggingface_config import CLASSES, OWN_KEY
 from electra_fast.huggingface_tokenizer import copy_tokenizer, special_ids
 from electra_fast.model import Electra
 
@@ -164,7 +167,9 @@ def _write_folder(out: Path, write: Callable[[Path], None]) -> None:
         if final.exists():
             os.replace(final, replaced)
         os.replace(temporary, final)
-    except OSError as error:
+    except FileNotFoundError:
+        raise  # something of the source, which says so itself
+    except (OSError, SafetensorError) as error:
         raise OSError(f"{out}: not written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

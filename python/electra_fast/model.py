@@ -44,6 +44,9 @@ class Norm(nn.Module):
 class Linear(nn.Linear):
     """A linear layer whose fp32 weights are cast to the activations' dtype where they are used."""
 
+    def reset_parameters(self) -> None:
+        """Leaves the weights to `initialise`, and the global random state alone."""
+
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
 

@@ -134,8 +134,11 @@ impl BatchWriter {
         let mut segments = Vec::with_capacity(2 * rows);
         let mut ends = Vec::with_capacity(rows + 1);
         ends.push(0_i32);
-        let all = spans.iter().flat_map(|span| span.rows.clone().map(|row| span.group.row(row)));
-        for (number, row) in all.enumerate() {
+        // Looked up before anything is copied: rows lie all over the group, and a loop this short
+        // lets the processor wait for many of them at once.
+        let places = spans.iter().flat_map(|span| span.rows.clone().map(|row| span.group.row(row)));
+        let places: Vec<Row<'_>> = places.collect();
+        for (number, row) in places.into_iter().enumerate() {
             let target = self.target(&mut columns, number);
             self.write_row(row, target, &mut segments)?;
             ends.push(segments.len() as i32);

@@ -14,6 +14,9 @@ const GOOGLE_MASKED: u32 = probability(0.85);
 const BERT_MASKED: u32 = probability(0.8);
 const BERT_MASKED_OR_RANDOM: u32 = probability(0.9);
 
+/// Tokens looked at together when candidates are listed.
+const CHUNK: usize = 8;
+
 const fn probability(p: f64) -> u32 {
     (p * 4_294_967_296.0) as u32
 }
@@ -138,15 +141,38 @@ impl Masker {
         masked
     }
 
-    /// Lists the positions that may be masked: all but `[CLS]`, `[SEP]` and `[MASK]`.
+    /// Lists the positions that may be masked: all but `[CLS]`, `[SEP]` and `[MASK]`. Most groups of
+    /// eight tokens have none of these and are listed at once, in vector registers.
     fn find_candidates(&mut self, row: &[i32]) -> usize {
-        let [cls, sep, mask] = self.specials;
+        let (groups, rest) = row.as_chunks::<CHUNK>();
         let mut found = 0;
-        for (position, &token) in row.iter().enumerate() {
+        for (number, group) in groups.iter().enumerate() {
+            let start = number * CHUNK;
+            if group.iter().fold(false, |any, &token| any | self.is_special(token)) {
+                found = self.list_one_by_one(group, start, found);
+            } else {
+                let list = &mut self.candidates[found..found + CHUNK];
+                for (slot, position) in list.iter_mut().zip(start as u16..) {
+                    *slot = position;
+                }
+                found += CHUNK;
+            }
+        }
+        self.list_one_by_one(rest, row.len() - rest.len(), found)
+    }
+
+    fn list_one_by_one(&mut self, tokens: &[i32], start: usize, mut found: usize) -> usize {
+        for (position, &token) in (start..).zip(tokens) {
             self.candidates[found] = position as u16;
-            found += usize::from(token != cls && token != sep && token != mask);
+            found += usize::from(!self.is_special(token));
         }
         found
+    }
+
+    #[inline]
+    fn is_special(&self, token: i32) -> bool {
+        let [cls, sep, mask] = self.specials;
+        (token == cls) | (token == sep) | (token == mask)
     }
 
     /// Draws as many of the first `candidates` candidates as there are `positions`.

@@ -2,7 +2,8 @@
 //!
 //! Works on one block (a range of a shard's tokens) at a time. Documents are cut into pieces of at
 //! most `sequence_length - 2` tokens; full pieces fill a row each, the remainders share rows by
-//! best-fit decreasing. The epoch moves the cuts and breaks ties, but never changes how long the
+//! best-fit decreasing, or, where their lengths leave gaps whatever one does, are cut again to fill
+//! the rows. The epoch moves the cuts and breaks ties, but never changes how long the
 //! pieces are, so a block has the same number of rows in every epoch and counting them needs no plan.
 
 use std::ops::Range;
@@ -11,6 +12,10 @@ use crate::philox::{Purpose, Stream};
 
 /// Tokens that the row adds to each segment: `[CLS]` before it and `[SEP]` behind it.
 pub const SPECIALS_PER_SEGMENT: usize = 2;
+/// One row of a block in so many may be wasted before remainders are cut to fill rows.
+const TOLERATED: usize = 50;
+/// Such a cut leaves no piece at a row's end that is shorter than this part of a row.
+const SHORTEST_CUT: u32 = 16;
 const NONE: u32 = u32::MAX;
 
 /// A run of a shard's tokens that stands in a row between `[CLS]` and `[SEP]`.
@@ -88,7 +93,7 @@ impl Packer {
         let mut ties = Stream::new(place.seed, Purpose::Tie, [place.epoch, place.block, 0]);
         shuffle(&mut remainders, &mut ties);
         remainders.sort_by_key(|segment| std::cmp::Reverse(segment.len)); // stable: ties stay shuffled
-        self.share_rows(&remainders, &mut rows);
+        self.pack_remainders(&remainders, rows.len(), &mut rows);
         rows
     }
 
@@ -100,40 +105,70 @@ impl Packer {
         for part in parts(document_ends, block) {
             let len = part.end - part.start;
             full_rows += (len / full) as usize;
-            remainders.extend((len % full != 0).then_some(len % full));
+            remainders.extend((len % full != 0).then_some(Segment { start: 0, len: len % full }));
         }
-        remainders.sort_unstable_by(|a, b| b.cmp(a));
-        self.shelves.clear();
-        for len in remainders {
-            self.shelves.place(len);
-        }
-        full_rows + self.shelves.len()
+        remainders.sort_unstable_by_key(|segment| std::cmp::Reverse(segment.len));
+        let mut rows = Rows::default();
+        self.pack_remainders(&remainders, full_rows, &mut rows);
+        full_rows + rows.len()
     }
 
     fn piece_length(&self) -> u32 {
         (self.sequence_length - SPECIALS_PER_SEGMENT) as u32
     }
 
-    /// Appends the rows that hold `remainders` (sorted, longest first): each goes where it leaves
-    /// the least space.
-    fn share_rows(&mut self, remainders: &[Segment], rows: &mut Rows) {
+    /// Appends the rows that hold `remainders` (sorted, longest first). Only their lengths and the
+    /// number of full rows of the block decide how many rows that takes.
+    fn pack_remainders(&mut self, remainders: &[Segment], full_rows: usize, rows: &mut Rows) {
         self.shelves.clear();
         let homes: Vec<u32> = remainders.iter().map(|s| self.shelves.place(s.len)).collect();
-        let mut sizes = vec![0_u32; self.shelves.len()];
-        homes.iter().for_each(|&home| sizes[home as usize] += 1);
-        let mut next: Vec<u32> = Vec::with_capacity(sizes.len());
-        let mut end = rows.segments.len() as u32;
-        for size in sizes {
-            next.push(end);
-            end += size;
-            rows.ends.push(end);
-        }
-        rows.segments.resize(end as usize, Segment { start: 0, len: 0 });
-        for (segment, home) in remainders.iter().zip(homes) {
-            rows.segments[next[home as usize] as usize] = *segment;
-            next[home as usize] += 1;
+        let used: usize = remainders.iter().map(|s| s.len as usize + SPECIALS_PER_SEGMENT).sum();
+        let ideal = used.div_ceil(self.sequence_length);
+        if self.shelves.len() <= ideal + (full_rows + ideal) / TOLERATED + 1 {
+            share_rows(remainders, &homes, self.shelves.len(), rows);
+        } else {
+            chain(remainders, self.sequence_length as u32, rows);
         }
     }
+}
+
+/// Appends `count` rows, putting each remainder into the row that `homes` names.
+fn share_rows(remainders: &[Segment], homes: &[u32], count: usize, rows: &mut Rows) {
+    let mut sizes = vec![0_u32; count];
+    homes.iter().for_each(|&home| sizes[home as usize] += 1);
+    let mut next: Vec<u32> = Vec::with_capacity(count);
+    let mut end = rows.segments.len() as u32;
+    for size in sizes {
+        next.push(end);
+        end += size;
+        rows.ends.push(end);
+    }
+    rows.segments.resize(end as usize, Segment { start: 0, len: 0 });
+    for (segment, &home) in remainders.iter().zip(homes) {
+        rows.segments[next[home as usize] as usize] = *segment;
+        next[home as usize] += 1;
+    }
+}
+
+/// Appends rows filled one after the other, cutting a remainder where its row ends. For lengths that
+/// no packing without cuts puts together well, such as all a little over half a row.
+fn chain(remainders: &[Segment], sequence_length: u32, rows: &mut Rows) {
+    let specials = SPECIALS_PER_SEGMENT as u32;
+    let least = (sequence_length / SHORTEST_CUT).max(1);
+    let mut free = sequence_length;
+    for &(mut segment) in remainders {
+        while segment.len > 0 {
+            if free < specials + segment.len.min(least) {
+                rows.ends.push(rows.segments.len() as u32);
+                free = sequence_length;
+            }
+            let len = segment.len.min(free - specials);
+            rows.segments.push(Segment { len, ..segment });
+            segment = Segment { start: segment.start + len, len: segment.len - len };
+            free -= len + specials;
+        }
+    }
+    rows.ends.push(rows.segments.len() as u32);
 }
 
 /// The documents that reach into `block`, as far as they do.
@@ -245,126 +280,4 @@ impl Shelves {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn ends(lengths: &[u32]) -> Vec<u32> {
-        lengths
-            .iter()
-            .scan(0, |end, len| {
-                *end += len;
-                Some(*end)
-            })
-            .collect()
-    }
-
-    fn place(seed: u64, epoch: u32) -> Place {
-        Place { seed, epoch, block: 3 }
-    }
-
-    fn all(rows: &Rows) -> Vec<Segment> {
-        let mut segments: Vec<_> = (0..rows.len()).flat_map(|row| rows.row(row)).copied().collect();
-        segments.sort_by_key(|segment| segment.start);
-        segments
-    }
-
-    fn fill(rows: &Rows, sequence_length: usize) -> f64 {
-        let used: usize = all(rows).iter().map(|s| s.len as usize + SPECIALS_PER_SEGMENT).sum();
-        used as f64 / (rows.len() * sequence_length) as f64
-    }
-
-    /// Document lengths as in an encyclopaedia: log-normal, median about 250 tokens.
-    fn realistic(total: u32, seed: u64) -> Vec<u32> {
-        let mut stream = Stream::new(seed, Purpose::Mask, [9, 9, 9]);
-        let mut lengths = Vec::new();
-        let mut sum = 0;
-        while sum < total {
-            let normal: f64 = (0..12).map(|_| f64::from(stream.word()) / 4_294_967_296.0).sum::<f64>() - 6.0;
-            let len = ((5.5 + 1.1 * normal).exp() as u32 + 1).min(total - sum);
-            lengths.push(len);
-            sum += len;
-        }
-        lengths
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(400))]
-
-        #[test]
-        fn every_token_is_in_one_segment_once(
-            lengths in prop::collection::vec(0_u32..400, 0..60),
-            sequence_length in 8_usize..130, seed: u64, epoch: u32,
-            edges in (0.0..1.0, 0.0..1.0),
-        ) {
-            let ends = ends(&lengths);
-            let total = ends.last().copied().unwrap_or(0);
-            let (a, b) = ((edges.0 * f64::from(total)) as u32, (edges.1 * f64::from(total)) as u32);
-            let block = a.min(b)..a.max(b);
-            let mut packer = Packer::new(sequence_length);
-            let rows = packer.pack(&ends, block.clone(), place(seed, epoch));
-            let mut expected = block.start;
-            for segment in all(&rows) {
-                prop_assert_eq!(segment.start, expected);
-                expected += segment.len;
-                prop_assert!(segment.len > 0);
-                let inside = ends.partition_point(|&end| end <= segment.start);
-                prop_assert!(expected <= ends[inside], "a segment crosses documents");
-            }
-            prop_assert_eq!(expected, block.end);
-            for row in 0..rows.len() {
-                let used: usize = rows.row(row).iter().map(|s| s.len as usize + 2).sum();
-                prop_assert!((1..=sequence_length).contains(&used));
-            }
-            prop_assert_eq!(rows.len(), packer.count(&ends, block));
-        }
-
-        #[test]
-        fn the_epoch_changes_cuts_but_not_the_number_of_rows(
-            lengths in prop::collection::vec(200_u32..900, 20..60),
-            sequence_length in 8_usize..130, seed: u64, epoch in 0_u32..1000,
-        ) {
-            let ends = ends(&lengths);
-            let block = 0..*ends.last().unwrap();
-            let mut packer = Packer::new(sequence_length);
-            let one = packer.pack(&ends, block.clone(), place(seed, epoch));
-            let two = packer.pack(&ends, block.clone(), place(seed, epoch + 1));
-            prop_assert_eq!(one.len(), two.len());
-            prop_assert_ne!(all(&one), all(&two));
-            let sorted = |rows: &Rows| {
-                let mut lengths: Vec<_> = all(rows).iter().map(|s| s.len).collect();
-                lengths.sort_unstable();
-                lengths
-            };
-            prop_assert_eq!(sorted(&one), sorted(&two));
-        }
-    }
-
-    #[test]
-    fn rows_of_realistic_documents_are_full() {
-        for (sequence_length, least) in [(128, 0.996), (512, 0.994)] {
-            for seed in 0..5 {
-                let ends = ends(&realistic(262_144, seed));
-                let mut packer = Packer::new(sequence_length);
-                let rows = packer.pack(&ends, 0..262_144, place(seed, 0));
-                let fill = fill(&rows, sequence_length);
-                assert!(fill >= least, "{sequence_length}: {fill}");
-            }
-        }
-    }
-
-    #[test]
-    fn one_long_document_wastes_one_row_at_most() {
-        let mut packer = Packer::new(512);
-        let rows = packer.pack(&[1_000_000], 300_000..562_144, place(1, 0));
-        assert_eq!(rows.len(), 262_144_usize.div_ceil(510));
-    }
-
-    #[test]
-    fn an_empty_block_has_no_rows() {
-        let mut packer = Packer::new(64);
-        assert!(packer.pack(&[], 0..0, place(1, 0)).is_empty());
-        assert!(packer.pack(&[0, 0, 5], 2..2, place(1, 0)).is_empty());
-    }
-}
+mod tests;
