@@ -213,7 +213,7 @@ def test_several_fields(vocab, tmp_path):
 
 def test_lines_longer_than_memory_should_hold_give_the_same_ids(vocab, tmp_path):
     rng = random.Random(2)
-    line = " ".join(rng.choice(["tokens", "unable", "café", "東京", "x" * 99, "e\u0301"]) for _ in range(20_000))
+    line = " ".join(rng.choice(["tokens", "unable", "café", "東京", "x" * 30, "e\u0301"]) for _ in range(40_000))
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": line}))
     (tmp_path / "b.txt").write_text(line)
     prepare([tmp_path / "a.jsonl", tmp_path / "b.txt"], vocab=vocab, out=tmp_path / "out", progress=False)

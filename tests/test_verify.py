@@ -8,13 +8,17 @@ from electra_fast.corpus import Corpus, prepare, verify
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "token", "shard"]
 
 
-@pytest.fixture
-def corpus(tmp_path):
+def prepare_small(tmp_path, **options):
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("\n".join(VOCAB))
     texts = ["token shard\n\ntoken", "shard", "token token", "shard shard"]
-    prepare(iter(texts), vocab=vocab, out=tmp_path / "out", holdout=0.3, progress=False)
+    prepare(iter(texts), vocab=vocab, out=tmp_path / "out", progress=False, **options)
     return tmp_path / "out"
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return prepare_small(tmp_path, holdout=0.3)
 
 
 def files_of(folder):
@@ -34,7 +38,8 @@ def test_a_sound_corpus(corpus):
     assert report["bytes"] > 300 and report["content_hash"] == Corpus(corpus).content_hash
 
 
-def test_every_flipped_bit_is_noticed(corpus):
+def test_every_flipped_bit_is_noticed(tmp_path):
+    corpus = prepare_small(tmp_path)
     for path in files_of(corpus):
         sound = path.read_bytes()
         for at in range(len(sound)):
@@ -48,7 +53,8 @@ def test_every_flipped_bit_is_noticed(corpus):
     assert verify(corpus)
 
 
-def test_every_truncation_is_noticed(corpus):
+def test_every_truncation_is_noticed(tmp_path):
+    corpus = prepare_small(tmp_path)
     for path in files_of(corpus):
         sound = path.read_bytes()
         for data in [*(sound[:length] for length in range(len(sound))), sound + b"\0"]:
@@ -113,6 +119,15 @@ def test_a_shard_of_another_corpus_is_noticed(corpus, tmp_path):
         ours.write_bytes(next(other.glob("*.tokens")).read_bytes())
     with pytest.raises(ValueError, match=r"\.tokens"):
         verify(corpus)
+
+
+def test_damage_in_the_holdout_is_noticed(corpus):
+    for path in files_of(corpus / "holdout"):
+        sound = path.read_bytes()
+        flip(path, len(sound) // 2)
+        with pytest.raises(ValueError, match=f"holdout/{path.name}"):
+            verify(corpus)
+        path.write_bytes(sound)
 
 
 def test_a_lost_holdout_is_noticed(corpus):

@@ -57,8 +57,8 @@ pub(crate) struct Inputs {
 impl Inputs {
     /// Finds every file that the user means. What is being made (`except`) is no input of itself.
     pub fn expand(inputs: &[PathBuf], except: Option<&Path>) -> Result<Self> {
-        let mut search = Search::default();
-        search.except = except.and_then(|path| path.canonicalize().ok());
+        let except = except.and_then(|path| path.canonicalize().ok());
+        let mut search = Search { except, ..Search::default() };
         for input in inputs {
             search.add(input)?;
         }
