@@ -71,8 +71,7 @@ def test_warnings():
 def test_json_lines_are_cut_back_to_the_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (10, 20, 30)) + '{"step": 4')
-    log = JsonLines(path, last_step=20)
-    log.write({"step": 30, "loss": 0.1})
-    log.close()
+    with JsonLines(path, last_step=20) as log:
+        log.write({"step": 30, "loss": 0.1})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
     assert json.loads(path.read_text().splitlines()[-1])["loss"] == 0.1

@@ -97,7 +97,8 @@ def test_accumulation_changes_no_sample(whole_run, held_out_corpus, tmp_path):
     """One micro-batch or two: the same rows and samples (without dropout, whose noise is drawn by micro-batch)."""
     runs = []
     for parts in ("1", "2", "4"):
-        config = tiny_config(**{"train.accumulate": parts, "model.dropout": "0", "model.attention_dropout": "0"})
+        exact = {"model.dropout": "0", "model.attention_dropout": "0", "train.precision": "fp32"}
+        config = tiny_config(**{"train.accumulate": parts, **exact})
         pretrain(config, data=held_out_corpus, out=tmp_path / parts)
         runs.append(lines(tmp_path / parts))
     for run in runs[1:]:
@@ -146,9 +147,9 @@ def test_finished_run_is_left_alone(whole_run, held_out_corpus, tmp_path):
     assert_same_run(out, whole_run)
 
 
-@pytest.mark.parametrize("recipe", ["paper", "modern"])
-def test_recipes_learn(recipe, tiny_corpus, tmp_path):
-    changes = {"train.steps": "60", "train.accumulate": "1", "train.batch_size": "16"}
+@pytest.mark.parametrize(("recipe", "learning_rate"), [("paper", "2e-2"), ("modern", "3e-3")])
+def test_recipes_learn(recipe, learning_rate, tiny_corpus, tmp_path):
+    changes = {"train.steps": "60", "train.batch_size": "16", "optimizer.learning_rate": learning_rate}
     pretrain(tiny_config(recipe, **changes), data=tiny_corpus, out=tmp_path / "run")
     run = lines(tmp_path / "run")
     assert run[-1]["generator_loss"] < run[0]["generator_loss"] - 0.1

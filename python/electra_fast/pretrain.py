@@ -96,6 +96,7 @@ class _Trainer:
         # Since the last line of metrics.jsonl: electra.SUMS, then the gradient norms' sum.
         self.interval = torch.zeros(len(electra.SUMS) + 1, dtype=torch.float64, device=self.device)
         self.interval_steps, self.step, self.tokens, self.seconds = 0, 0, 0, 0.0
+        self.next_warning = 0
         if run.checkpoint is not None and run.state is not None:
             self._restore(run.checkpoint, run.state)
         self.flops = flops_per_token(self.config).total
@@ -105,12 +106,14 @@ class _Trainer:
         """The loop. Reads back from the device only where it logs, evaluates or saves."""
         config, train = self.config, self.config.train
         record_environment(self.run.folder, environment(self.device, self.backend))
-        log = JsonLines(self.run.folder / "metrics.jsonl", self.step)
-        evaluations = JsonLines(self.run.folder / "evaluations.jsonl", self.step)
         self.model.train()
         clock = time.perf_counter()
         interval_start = self.seconds
-        with TrainingProgress(self.step, train.steps) as progress:
+        with (
+            JsonLines(self.run.folder / "metrics.jsonl", self.step) as log,
+            JsonLines(self.run.folder / "evaluations.jsonl", self.step) as evaluations,
+            TrainingProgress(self.step, train.steps) as progress,
+        ):
             progress.say(self._opening())
             while self.step < train.steps and not stop.requested:
                 self._train_step()
@@ -141,8 +144,6 @@ class _Trainer:
                     self._save()
                 clock = time.perf_counter()
             progress.say(self._closing())
-        log.close()
-        evaluations.close()
         return Result(self.run.folder, self.step, self.step == train.steps)
 
     def _train_step(self) -> None:
@@ -204,8 +205,9 @@ class _Trainer:
 
     def _warn(self, record: dict[str, Number], progress: TrainingProgress) -> None:
         message = metrics.warning(record) if self.step > self.config.optimizer.warmup_steps else None
-        if message:
+        if message and self.step >= self.next_warning:
             progress.say(f"step {self.step}: warning: {message}")
+            self.next_warning = self.step + 20 * self.config.train.log_every
 
     def _save(self) -> None:
         state = {
