@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from electra_fast import __version__
@@ -23,6 +25,7 @@ Handler = Callable[[argparse.Namespace], int | None]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         rest, overrides = _take_overrides(sys.argv[1:] if arguments is None else arguments)
         options = _parser().parse_args(rest)
@@ -43,6 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"electra-fast: error: {_one_line(error)}", file=sys.stderr)
         return 2
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """SIGTERM stops a command as Ctrl-C does (`pretrain` puts its own handler in place)."""
+    raise KeyboardInterrupt
 
 
 def _is_expected(error: Exception) -> bool:

@@ -149,8 +149,10 @@ def _verdict_line(
     for i, token_id in enumerate(corrupted):
         if not segments[i] or original[i] in special:
             continue
+        if not words and tokenizer.id_to_token(original[i]).startswith("##"):
+            continue  # the row begins inside a word
         piece, was = tokenizer.id_to_token(token_id), tokenizer.id_to_token(original[i])
-        if was.startswith("##") and words:
+        if was.startswith("##"):
             word = words[-1]
             word["text"] = str(word["text"]) + piece.removeprefix("##")
             word["was"] = str(word["was"]) + was.removeprefix("##")

@@ -46,7 +46,7 @@ _MODERN_LAYER = {
     "qkv": "attn.Wqkv",
     "attention_out": "attn.Wo",
     "feed_forward_norm": "mlp_norm",
-    "feed_forward_in": "mlp.Wi",
+    "geglu_in": "mlp.Wi",
     "feed_forward_out": "mlp.Wo",
 }
 

@@ -14,10 +14,7 @@ from electra_fast.data import BatchLoader, to_torch
 
 
 def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, Any]:
-    """Figures of a corpus: documents, tokens, bytes a token, rows and fill at a row length.
-
-    `fill` is the share of the rows' positions that holds tokens, [CLS] and [SEP] included.
-    """
+    """Figures of a corpus and its held-out part: documents, tokens, bytes a token, rows at a row length."""
     corpus = Corpus(directory)
     loader = BatchLoader(str(directory), sequence_length=sequence_length, batch_size=1, epochs=1)
     stored = sum(path.stat().st_size for path in Path(directory).glob("*.tokens"))

@@ -114,7 +114,7 @@ class ModernLayer(nn.Module):
         self.qkv = Linear(hidden, 3 * hidden, bias=False)
         self.attention_out = Linear(hidden, hidden, bias=False)
         self.feed_forward_norm = Norm(hidden, "modern")
-        self.feed_forward_in = Linear(hidden, 2 * config.intermediate_size, bias=False)
+        self.geglu_in = Linear(hidden, 2 * config.intermediate_size, bias=False)
         self.feed_forward_out = Linear(config.intermediate_size, hidden, bias=False)
 
     def forward(self, x_TD: Tensor, segments: Segments, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -124,7 +124,7 @@ class ModernLayer(nn.Module):
         q, k = ops.rotate(q, *rotary), ops.rotate(k, *rotary)
         mixed = ops.attention(q, k, v, segments, self.attention_dropout if self.training else 0.0)
         x_TD = x_TD + F.dropout(self.attention_out(mixed.flatten(1)), self.dropout, self.training)
-        inner = ops.geglu(self.feed_forward_norm(x_TD), self.feed_forward_in.weight)
+        inner = ops.geglu(self.feed_forward_norm(x_TD), self.geglu_in.weight)
         return x_TD + F.dropout(self.feed_forward_out(inner), self.dropout, self.training)
 
 

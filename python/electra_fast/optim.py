@@ -125,14 +125,14 @@ class Optimizer:
             for name in stack:
                 self.first[name].lerp_(gradients[name], 1 - momentum)
                 nesterov = gradients[name].lerp(self.first[name], momentum)
-                updates.append(nesterov.view(_num_blocks(name, nesterov), -1, nesterov.shape[1]))
+                updates.append(nesterov.view(_num_blocks(name), -1, nesterov.shape[1]))
             orthogonal = orthogonalise(torch.cat(updates))
             # Keeps the size of an update independent of the matrix' shape (Jordan et al.).
             aspect = math.sqrt(max(1.0, orthogonal.shape[1] / orthogonal.shape[2]))
             first_block = 0
             for name in stack:
                 parameter = self.parameters[name]
-                blocks = _num_blocks(name, parameter)
+                blocks = _num_blocks(name)
                 update = orthogonal[first_block : first_block + blocks].reshape(parameter.shape)
                 first_block += blocks
                 parameter.mul_(1 - learning_rate * self.config.weight_decay)
@@ -143,7 +143,7 @@ class Optimizer:
         stacks: dict[tuple[int, int], list[str]] = {}
         for name, parameter in self.parameters.items():
             if name in self.matrices:
-                shape = (parameter.shape[0] // _num_blocks(name, parameter), parameter.shape[1])
+                shape = (parameter.shape[0] // _num_blocks(name), parameter.shape[1])
                 stacks.setdefault(shape, []).append(name)
         return list(stacks.values())
 
@@ -170,11 +170,9 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _num_blocks(name: str, parameter: Tensor) -> int:
-    """Fused matrices (query, key, value; GeGLU's two halves) are orthogonalised apart."""
-    if name.endswith("qkv.weight"):
-        return 3
-    return 2 if name.endswith("feed_forward_in.weight") and parameter.shape[0] % 2 == 0 else 1
+def _num_blocks(name: str) -> int:
+    """Fused matrices are orthogonalised apart: queries, keys and values; GeGLU's two halves."""
+    return {"qkv": 3, "geglu_in": 2}.get(name.split(".")[-2], 1)
 
 
 def _trust_ratio(parameter: Tensor, update: Tensor) -> Tensor:

@@ -1,0 +1,73 @@
+"""The demo as a newcomer runs it: everything it promises is there, and the model has learnt something."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo") / "out"
+    command = [sys.executable, "-m", "electra_fast", "demo", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "FORCE_COLOR": "1"})
+    assert done.returncode == 0, done.stderr
+    return out, done
+
+
+def test_leaves_what_it_promises(demo):
+    out, done = demo
+    assert {"vocab.txt", "shards", "run", "export", "curves.png"} <= {path.name for path in out.iterdir()}
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG") and (out / "curves.png").stat().st_size > 20_000
+    assert len((out / "vocab.txt").read_text(encoding="utf-8").splitlines()) == 1024
+    assert done.stdout == ""
+    assert "\x1b[" in done.stderr and "really replaced" in done.stderr
+
+
+def test_discriminator_beats_the_majority_on_held_out_text(demo):
+    out, _ = demo
+    command = [
+        sys.executable,
+        "-m",
+        "electra_fast",
+        "evaluate",
+        str(out / "run"),
+        "--data",
+        str(out / "shards"),
+        "--json",
+    ]
+    figures = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert figures["discriminator_auc"] >= 0.70
+    assert figures["discriminator_accuracy"] > 1 - figures["replaced_fraction"]
+    # The generator has learnt too: near the unigram distribution the fakes would be easy to tell.
+    assert figures["generator_accuracy"] > 0.15
+
+
+def test_transformers_loads_the_export_with_equal_logits(demo):
+    from transformers import AutoModelForMaskedLM, AutoModelForTokenClassification, AutoTokenizer
+
+    import electra_fast
+
+    out, _ = demo
+    ours = electra_fast.load(out / "run")
+    tokenizer = AutoTokenizer.from_pretrained(out / "export" / "discriminator")
+    batch = tokenizer(
+        ["Return a list of the names in the module.", "Raise an error."], padding=True, return_tensors="pt"
+    )
+    inputs = (batch["input_ids"], batch["attention_mask"])
+    discriminator = AutoModelForTokenClassification.from_pretrained(out / "export" / "discriminator").eval()
+    generator = AutoModelForMaskedLM.from_pretrained(out / "export" / "generator").eval()
+    with torch.no_grad():
+        theirs = discriminator(*inputs).logits.squeeze(-1)
+        torch.testing.assert_close(ours.discriminator_logits(*inputs), theirs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours.generator_logits(*inputs), generator(*inputs).logits, rtol=0, atol=1e-5)
+
+
+def test_run_again_it_keeps_what_is_there(demo):
+    out, _ = demo
+    before = (out / "run" / "metrics.jsonl").read_bytes()
+    subprocess.run([sys.executable, "-m", "electra_fast", "demo", "--out", str(out)], capture_output=True, check=True)
+    assert (out / "run" / "metrics.jsonl").read_bytes() == before
