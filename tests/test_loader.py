@@ -202,7 +202,7 @@ def test_a_row_is_python_data(open_loader: Open):
         ({"mask_prob": 0.0}, "mask_prob = 0: must lie between 0 and 1"),
         ({"mask_prob": float("nan")}, "mask_prob = NaN"),
         ({"masking": "roberta"}, 'masking = "roberta": unknown; choose "paper", "google" or "bert"'),
-        ({"packing": "no"}, 'packing = "no": unknown; choose "best-fit"'),
+        ({"packing": "no"}, 'packing = "no": unknown; choose "best-fit" or "google"'),
         ({"num_threads": 0}, "num_threads = 0: must be from 1"),
         ({"prefetch": -3}, "prefetch = -3: must be from 1"),
         ({"epochs": 0}, "epochs = 0: must be from 1"),

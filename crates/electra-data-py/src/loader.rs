@@ -94,6 +94,12 @@ impl BatchLoader {
     fn num_rows(&self, py: Python<'_>) -> PyResult<u64> {
         py.detach(|| self.lock().num_rows()).map_err(raise)
     }
+
+    /// (rows, tokens of the corpus, places that are not padding) of the first epoch.
+    fn contents(&self, py: Python<'_>) -> PyResult<(u64, u64, u64)> {
+        let contents = py.detach(|| self.lock().contents()).map_err(raise)?;
+        Ok((contents.rows, contents.tokens, contents.positions))
+    }
 }
 
 impl BatchLoader {

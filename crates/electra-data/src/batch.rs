@@ -14,8 +14,9 @@ use arrow_schema::{ArrowError, DataType, Field, FieldRef, Schema, SchemaRef};
 use crate::error::{Error, Result};
 use crate::group::{Group, Row};
 use crate::mask::Masker;
+use crate::pack::{Joint, Piece};
 use crate::philox::{Purpose, Stream};
-use crate::{Corpus, SpecialTokens};
+use crate::{Corpus, Shard, SpecialTokens};
 
 /// Columns begin at multiples of 128 bytes, as Arrow's own buffers do.
 const ALIGNED_WORDS: usize = 32;
@@ -36,7 +37,7 @@ pub struct Span {
 /// | column | per row | meaning |
 /// | --- | --- | --- |
 /// | `input_ids` | int32 x length | tokens, masked |
-/// | `token_type_ids` | int32 x length | all 0 for this packing |
+/// | `token_type_ids` | int32 x length | 1 on the second text of an attention segment, else 0 |
 /// | `position_ids` | int32 x length | counted from each segment's `[CLS]`; 0 on padding |
 /// | `segment_ids` | int32 x length | attention segment, counted from 1; 0 on padding |
 /// | `masked_positions` | int32 x slots | places in the row |
@@ -130,7 +131,7 @@ impl BatchWriter {
         let sizes = [length, length, length, length, slots, slots, slots].map(|size| size * rows);
         let mut buffer = self.pool.take(sizes.iter().map(|&size| padded(size)).sum());
         let mut columns = carve(buffer.typed_data_mut(), sizes);
-        columns[1].fill(0); // token_type_ids
+        columns[1].fill(0); // token_type_ids, most of which stay so
         let mut segments = Vec::with_capacity(2 * rows);
         let mut ends = Vec::with_capacity(rows + 1);
         ends.push(0_i32);
@@ -153,9 +154,10 @@ impl BatchWriter {
     fn target<'a>(&self, columns: &'a mut [&mut [i32]; COLUMNS], number: usize) -> Target<'a> {
         let (length, slots) = (self.length, self.masker.slots());
         let (tokens, masks) = (number * length..(number + 1) * length, number * slots..(number + 1) * slots);
-        let [ids, _, positions, segment_ids, masked_positions, masked_ids, weights] = columns;
+        let [ids, types, positions, segment_ids, masked_positions, masked_ids, weights] = columns;
         Target {
             ids: &mut ids[tokens.clone()],
+            types: &mut types[tokens.clone()],
             positions: &mut positions[tokens.clone()],
             segment_ids: &mut segment_ids[tokens],
             masked_positions: &mut masked_positions[masks.clone()],
@@ -165,15 +167,10 @@ impl BatchWriter {
     }
 
     #[inline]
-    fn write_row(&mut self, row: Row<'_>, target: Target<'_>, segments: &mut Vec<i32>) -> Result<()> {
+    fn write_row(&mut self, row: Row<'_>, mut target: Target<'_>, segments: &mut Vec<i32>) -> Result<()> {
         let mut used = 0;
-        for (segment, number) in row.segments.iter().zip(1..) {
-            let end = used + segment.len as usize + 2;
-            let ids = &mut target.ids[used..end];
-            let last = ids.len() - 1;
-            ids[0] = self.tokens.cls as i32;
-            row.shard.copy_tokens(u64::from(segment.start), &mut ids[1..last])?;
-            ids[last] = self.tokens.sep as i32;
+        for (segment, number) in row.pieces.chunk_by(|_, next| next.joint != Joint::Opens).zip(1..) {
+            let end = self.write_segment(row.shard, segment, used, &mut target)?;
             for (slot, position) in target.positions[used..end].iter_mut().zip(0..) {
                 *slot = position;
             }
@@ -190,6 +187,41 @@ impl BatchWriter {
         target.weights[..masked].fill(1.0_f32.to_bits() as i32);
         target.weights[masked..].fill(0);
         Ok(())
+    }
+
+    /// Writes the tokens of an attention segment from place `start` of the row on; says where it ends.
+    #[inline]
+    fn write_segment(
+        &self,
+        shard: &Shard,
+        pieces: &[Piece],
+        start: usize,
+        target: &mut Target<'_>,
+    ) -> Result<usize> {
+        let (sep, mut used, mut second) = (self.tokens.sep as i32, start, None);
+        for piece in pieces {
+            match piece.joint {
+                Joint::Continues => {}
+                Joint::Opens => {
+                    target.ids[used] = self.tokens.cls as i32;
+                    used += 1;
+                }
+                Joint::Second => {
+                    target.ids[used] = sep;
+                    used += 1;
+                    second = Some(used);
+                }
+            }
+            let end = used + usize::from(piece.len);
+            shard.copy_tokens(u64::from(piece.start), &mut target.ids[used..end])?;
+            used = end;
+        }
+        target.ids[used] = sep;
+        used += 1;
+        if let Some(second) = second {
+            target.types[second..used].fill(1);
+        }
+        Ok(used)
     }
 
     fn assemble(
@@ -228,6 +260,8 @@ impl BatchWriter {
 /// Where one row goes.
 struct Target<'a> {
     ids: &'a mut [i32],
+    /// All 0 so far.
+    types: &'a mut [i32],
     positions: &'a mut [i32],
     segment_ids: &'a mut [i32],
     masked_positions: &'a mut [i32],

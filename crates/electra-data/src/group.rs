@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::order::Permutation;
-use crate::pack::{Packer, Place, Rows, Segment};
+use crate::pack::{Packer, Piece, Place, Rows};
 use crate::philox::Purpose;
 use crate::{Corpus, Shard};
 
@@ -79,14 +79,21 @@ impl Blocks {
     }
 
     /// Rows of one block.
-    pub fn count_rows(&self, packer: &mut Packer, block: u32) -> Result<u64> {
-        let (shard, range) = self.locate(block);
-        Ok(packer.count(self.corpus.shards()[shard].document_ends()?, range) as u64)
+    pub fn count_rows(&self, packer: &mut Packer, place: Place) -> Result<u64> {
+        let (shard, range) = self.locate(place.block);
+        Ok(packer.count(&self.corpus.shards()[shard], range, place)? as u64)
+    }
+
+    /// The rows of one block.
+    pub fn rows(&self, packer: &mut Packer, place: Place) -> Result<Rows> {
+        let (shard, range) = self.locate(place.block);
+        packer.pack(&self.corpus.shards()[shard], range, place)
     }
 
     /// Rows of one group.
     pub fn count_group(&self, packer: &mut Packer, seed: u64, epoch: u32, group: u32) -> Result<u64> {
-        self.of_group(seed, epoch, group).map(|block| self.count_rows(packer, block)).sum()
+        let places = self.of_group(seed, epoch, group).map(|block| Place { seed, epoch, block });
+        places.map(|place| self.count_rows(packer, place)).sum()
     }
 
     /// Packs and orders the rows of one group.
@@ -95,12 +102,10 @@ impl Blocks {
         let mut ends = Vec::new();
         let mut total = 0;
         for block in self.of_group(seed, epoch, group) {
-            let (shard, range) = self.locate(block);
-            let document_ends = self.corpus.shards()[shard].document_ends()?;
-            let rows = packer.pack(document_ends, range, Place { seed, epoch, block });
+            let rows = self.rows(packer, Place { seed, epoch, block })?;
             total += rows.len() as u64;
             ends.push(total);
-            blocks.push(PackedBlock { block, shard, rows });
+            blocks.push(PackedBlock { block, shard: self.locate(block).0, rows });
         }
         let order = Permutation::new(total, seed, Purpose::RowOrder, [epoch, group, 0]);
         Ok(Group { corpus: self.corpus.clone(), epoch, blocks, ends, order })
@@ -130,8 +135,8 @@ pub struct Group {
 pub struct Row<'a> {
     /// The shard that holds the tokens.
     pub shard: &'a Shard,
-    /// Its attention segments in order.
-    pub segments: &'a [Segment],
+    /// What it is put together from, in order.
+    pub pieces: &'a [Piece],
     /// Epoch, block and row within the block: the place of its mask.
     pub place: [u32; 3],
 }
@@ -157,7 +162,7 @@ impl Group {
         let block = &self.blocks[number];
         Row {
             shard: &self.corpus.shards()[block.shard],
-            segments: block.rows.row(row),
+            pieces: block.rows.row(row),
             place: [self.epoch, block.block, row as u32],
         }
     }

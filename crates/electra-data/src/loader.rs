@@ -5,6 +5,7 @@
 //! they were asked for. Nothing that threads do changes what comes out.
 
 use std::collections::VecDeque;
+use std::iter::Sum;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -18,7 +19,13 @@ use crate::error::{Error, Result};
 use crate::group::{Blocks, Group};
 use crate::mask::Masker;
 use crate::options::{Options, Position, Settings, State};
-use crate::pack::Packer;
+use crate::pack::{Packer, Place};
+
+mod contents;
+mod cutter;
+
+pub use contents::Contents;
+use cutter::{Cutter, following, share};
 
 /// What a loader has after waiting.
 #[derive(Debug)]
@@ -98,7 +105,7 @@ impl Loader {
             if position.group >= blocks.num_groups() {
                 return Err(beyond("group", u64::from(position.group)));
             }
-            let mut packer = Packer::new(settings.sequence_length);
+            let mut packer = Packer::new(settings.packing, settings.sequence_length);
             blocks.count_group(&mut packer, settings.seed, position.epoch, position.group)?
         };
         if position.row > rows {
@@ -109,18 +116,29 @@ impl Loader {
         Ok(())
     }
 
-    /// Rows in an epoch, the same in every one. Counts the corpus' documents.
+    /// Rows in an epoch: in the first one, where packing draws them (`google`), else in every one.
+    /// Reads where the corpus' documents end, for `google` all line lengths.
     pub fn num_rows(&self) -> Result<u64> {
-        let blocks = &self.source.blocks;
+        self.over_blocks(|packer, place| self.source.blocks.count_rows(packer, place))
+    }
+
+    /// What the first epoch's rows hold. Plans them all, which touches no token.
+    pub fn contents(&self) -> Result<Contents> {
+        self.over_blocks(|packer, place| Ok(Contents::of(&self.source.blocks.rows(packer, place)?)))
+    }
+
+    /// The sum over the first epoch's blocks, computed on all cores.
+    fn over_blocks<T: Sum + Send>(&self, of: impl Fn(&mut Packer, Place) -> Result<T> + Sync) -> Result<T> {
+        let Source { blocks, settings, .. } = &*self.source;
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(16) as u32);
-        let length = self.source.settings.sequence_length;
+        let sum = |first: u32| {
+            let mut packer = Packer::new(settings.packing, settings.sequence_length);
+            let ours = (first..blocks.len()).step_by(threads as usize);
+            ours.map(|block| of(&mut packer, Place { seed: settings.seed, epoch: 0, block })).sum()
+        };
         std::thread::scope(|scope| {
-            let count = |first: u32| {
-                let mut packer = Packer::new(length);
-                let ours = (first..blocks.len()).step_by(threads as usize);
-                ours.map(|block| blocks.count_rows(&mut packer, block)).sum::<Result<u64>>()
-            };
-            let threads: Vec<_> = (0..threads).map(|first| scope.spawn(move || count(first))).collect();
+            let sum = &sum;
+            let threads: Vec<_> = (0..threads).map(|first| scope.spawn(move || sum(first))).collect();
             threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(stopped()))).sum()
         })
     }
@@ -292,73 +310,10 @@ impl Drop for Pipeline {
     }
 }
 
-/// Cuts the stream of rows into global batches.
-struct Cutter {
-    position: Position,
-    num_groups: u32,
-    batch_size: u64,
-    group: Option<Arc<Group>>,
-    batch: Vec<Span>,
-    rows: u64,
-}
-
-impl Cutter {
-    fn new(position: Position, num_groups: u32, batch_size: u64) -> Self {
-        Self { position, num_groups, batch_size, group: None, batch: Vec::new(), rows: 0 }
-    }
-
-    /// The next whole batch, if the present group completes one. `None` asks for the next group.
-    fn whole_batch(&mut self) -> Option<Vec<Span>> {
-        let group = self.group.take()?;
-        let start = self.position.row;
-        let end = group.len().min(start + self.batch_size - self.rows);
-        if end == group.len() {
-            self.position = following(self.position, self.num_groups);
-        } else {
-            self.position.row = end;
-            self.group = Some(group.clone());
-        }
-        if start < end {
-            self.rows += end - start;
-            self.batch.push(Span { group, rows: start..end });
-        }
-        (self.rows == self.batch_size).then(|| self.rest())
-    }
-
-    /// The rows that are waiting for a batch to fill.
-    fn rest(&mut self) -> Vec<Span> {
-        self.rows = 0;
-        std::mem::take(&mut self.batch)
-    }
-}
-
-/// The beginning of the group after the one at `position`.
-fn following(position: Position, num_groups: u32) -> Position {
-    let group = position.group + 1;
-    if group < num_groups {
-        return Position { group, row: 0, ..position };
-    }
-    Position { epoch: position.epoch.saturating_add(1), group: 0, row: 0 }
-}
-
-/// The rows of a global batch that belong to a rank.
-fn share(rows: Vec<Span>, rank: u64, world_size: u64) -> Vec<Span> {
-    let total: u64 = rows.iter().map(|span| span.rows.end - span.rows.start).sum();
-    let (first, last) = (rank * total / world_size, (rank + 1) * total / world_size);
-    let mut seen = 0;
-    let shares = rows.into_iter().filter_map(|Span { group, rows }| {
-        let base = seen;
-        seen += rows.end - rows.start;
-        let (from, to) = (first.max(base), last.min(seen));
-        (from < to).then(|| Span { group, rows: rows.start + from - base..rows.start + to - base })
-    });
-    shares.collect()
-}
-
 /// The planning thread: groups from `position` on until nobody wants them.
 fn plan(source: &Source, mut position: Position, plans: &Sender<Planned>) {
-    let Settings { sequence_length, seed, epochs, .. } = source.settings;
-    let mut packer = Packer::new(sequence_length);
+    let Settings { sequence_length, seed, epochs, packing, .. } = source.settings;
+    let mut packer = Packer::new(packing, sequence_length);
     while position.epoch < epochs.unwrap_or(u32::MAX) {
         let group = source.blocks.plan(&mut packer, seed, position.epoch, position.group);
         let failed = group.is_err();

@@ -6,7 +6,7 @@
 
 use crate::SpecialTokens;
 use crate::error::{Error, Result};
-use crate::philox::Stream;
+use crate::philox::{Stream, probability};
 
 /// The published code's share of drawn positions that become `[MASK]`.
 const GOOGLE_MASKED: u32 = probability(0.85);
@@ -16,10 +16,6 @@ const BERT_MASKED_OR_RANDOM: u32 = probability(0.9);
 
 /// Tokens looked at together when candidates are listed.
 const CHUNK: usize = 8;
-
-const fn probability(p: f64) -> u32 {
-    (p * 4_294_967_296.0) as u32
-}
 
 /// How positions are chosen and what is put there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

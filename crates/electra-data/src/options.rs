@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::mask::Masking;
+use crate::pack::Packing;
 
 /// Tokens that one rank's part of a batch may have (16 bytes each).
 const MOST_TOKENS: u64 = 1 << 28;
@@ -23,7 +24,7 @@ pub struct Options {
     pub masking: String,
     /// Share of a row's tokens that is masked.
     pub mask_prob: f64,
-    /// How documents become rows: `best-fit`.
+    /// How documents become rows: `best-fit` or `google`.
     pub packing: String,
     /// Which of `world_size` parts of each batch is ours.
     pub rank: i64,
@@ -63,6 +64,7 @@ pub struct Settings {
     pub(crate) seed: u64,
     pub(crate) masking: Masking,
     pub(crate) mask_prob: f64,
+    pub(crate) packing: Packing,
     pub(crate) rank: u64,
     pub(crate) world_size: u64,
     pub(crate) num_threads: usize,
@@ -73,10 +75,6 @@ pub struct Settings {
 impl Options {
     /// The same, in range; the first option that is not is an error with its name, value and range.
     pub fn check(&self) -> Result<Settings> {
-        if self.packing != "best-fit" {
-            let packing = &self.packing;
-            return Err(Error::Input(format!("packing = {packing:?}: unknown; choose \"best-fit\"")));
-        }
         let world_size = in_range("world_size", self.world_size, 1..=1 << 20)?;
         if !(self.mask_prob > 0.0 && self.mask_prob < 1.0) {
             let prob = self.mask_prob;
@@ -89,6 +87,7 @@ impl Options {
             seed: in_range("seed", self.seed, 0..=i64::MAX)?,
             masking: Masking::from_name(&self.masking)?,
             mask_prob: self.mask_prob,
+            packing: Packing::from_name(&self.packing)?,
             rank: in_range("rank", self.rank, 0..=world_size as i64 - 1)?,
             world_size,
             num_threads: in_range("num_threads", self.num_threads, 1..=256)? as usize,
@@ -124,8 +123,9 @@ impl Settings {
     /// What decides the content of the rows, beside corpus and seed. Batch size, ranks and threads
     /// do not, so they may change when a run is continued.
     fn content(&self) -> String {
-        let (length, masking, prob) = (self.sequence_length, self.masking.name(), self.mask_prob);
-        format!("sequence_length={length} masking={masking} mask_prob={prob} packing=best-fit")
+        let (length, prob) = (self.sequence_length, self.mask_prob);
+        let (masking, packing) = (self.masking.name(), self.packing.name());
+        format!("sequence_length={length} masking={masking} mask_prob={prob} packing={packing}")
     }
 }
 
@@ -220,7 +220,7 @@ mod tests {
             assert!(complaint(|o| o.mask_prob = prob).starts_with("mask_prob = "));
         }
         assert!(complaint(|o| o.masking = "roberta".into()).contains("\"paper\", \"google\" or \"bert\""));
-        assert!(complaint(|o| o.packing = "none".into()).contains("choose \"best-fit\""));
+        assert!(complaint(|o| o.packing = "none".into()).contains("\"best-fit\" or \"google\""));
     }
 
     #[test]
@@ -248,6 +248,9 @@ mod tests {
         other = ours.clone();
         other.sequence_length = 512;
         assert!(message(&state, &other, "a").contains("sequence_length=128"));
+        other = ours.clone();
+        other.packing = Packing::Google;
+        assert!(message(&state, &other, "a").contains("packing=best-fit"));
         for json in ["", "{}", "[]", "{\"epoch\": -1}", "null"] {
             assert!(State::from_json(json).unwrap_err().to_string().starts_with("state: "));
         }

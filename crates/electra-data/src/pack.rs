@@ -1,30 +1,84 @@
-//! Documents to rows: the loss-free packer (`packing = "best-fit"`).
+//! Documents to rows: what every packer produces, and which packers there are.
 //!
-//! Works on one block (a range of a shard's tokens) at a time. Documents are cut into pieces of at
-//! most `sequence_length - 2` tokens; full pieces fill a row each, the remainders share rows by
-//! best-fit decreasing, or, where their lengths leave gaps whatever one does, are cut again to fill
-//! the rows. The epoch moves the cuts and breaks ties, but never changes how long the
-//! pieces are, so a block has the same number of rows in every epoch and counting them needs no plan.
+//! A packer works on one block (a range of a shard's tokens) at a time, and what it makes of it is a
+//! pure function of the corpus, the row length, the seed, the epoch and the block. `best_fit` loses
+//! nothing and fills rows; `google` builds examples as the published code does.
 
 use std::ops::Range;
 
-use crate::philox::{Purpose, Stream};
+use crate::Shard;
+use crate::error::{Error, Result};
 
-/// Tokens that the row adds to each segment: `[CLS]` before it and `[SEP]` behind it.
-pub const SPECIALS_PER_SEGMENT: usize = 2;
-/// One row of a block in so many may be wasted before remainders are cut to fill rows.
-const TOLERATED: usize = 50;
-/// Such a cut leaves no piece at a row's end that is shorter than this part of a row.
-const SHORTEST_CUT: u32 = 16;
-const NONE: u32 = u32::MAX;
+mod best_fit;
+mod google;
 
-/// A run of a shard's tokens that stands in a row between `[CLS]` and `[SEP]`.
+/// How documents become rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Segment {
+pub enum Packing {
+    /// Every token in a row, rows filled with as many documents as fit.
+    BestFit,
+    /// The published builder: one or two segments of one document's lines, the overflow thrown away.
+    Google,
+}
+
+impl Packing {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::BestFit, Self::Google];
+
+    /// The packing of that name.
+    pub fn from_name(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|packing| packing.name() == name).ok_or_else(|| {
+            Error::Input(format!("packing = {name:?}: unknown; choose \"best-fit\" or \"google\""))
+        })
+    }
+
+    /// The name it has in configurations.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::BestFit => "best-fit",
+            Self::Google => "google",
+        }
+    }
+}
+
+/// What comes before a piece in its row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Joint {
+    /// An attention segment begins: `[CLS]` before the piece, `[SEP]` at the segment's end.
+    Opens,
+    /// The segment's second text begins: `[SEP]` before the piece, token type 1 from it on.
+    Second,
+    /// Nothing: the piece goes on where the one before it ended.
+    Continues,
+}
+
+impl Joint {
+    /// Special tokens that such a piece adds to the row.
+    pub fn num_specials(self) -> usize {
+        match self {
+            Self::Opens => 2,
+            Self::Second => 1,
+            Self::Continues => 0,
+        }
+    }
+}
+
+/// A run of a shard's tokens that stands in a row as it stands in the shard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
     /// First token, counted from the shard's beginning.
     pub start: u32,
-    /// Number of tokens, without the two special ones.
-    pub len: u32,
+    /// Number of tokens. Rows are at most 32,768 long; eight bytes a piece keep plans small.
+    pub len: u16,
+    /// How it is joined to the piece before it.
+    pub joint: Joint,
+}
+
+impl Piece {
+    /// Places that the piece takes in its row, with the special tokens that it brings.
+    pub fn num_positions(&self) -> usize {
+        usize::from(self.len) + self.joint.num_specials()
+    }
 }
 
 /// Where a plan's randomness comes from.
@@ -42,7 +96,7 @@ pub struct Place {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rows {
     ends: Vec<u32>,
-    segments: Vec<Segment>,
+    pieces: Vec<Piece>,
 }
 
 impl Rows {
@@ -56,228 +110,73 @@ impl Rows {
         self.ends.is_empty()
     }
 
-    /// The segments of a row in order.
+    /// The pieces of a row in order; the first one opens an attention segment.
     #[inline]
-    pub fn row(&self, row: usize) -> &[Segment] {
+    pub fn row(&self, row: usize) -> &[Piece] {
         let start = if row == 0 { 0 } else { self.ends[row - 1] };
-        &self.segments[start as usize..self.ends[row] as usize]
+        &self.pieces[start as usize..self.ends[row] as usize]
     }
 
-    fn push(&mut self, segment: Segment) {
-        self.segments.push(segment);
-        self.ends.push(self.segments.len() as u32);
+    /// The pieces of all rows.
+    pub fn pieces(&self) -> &[Piece] {
+        &self.pieces
+    }
+
+    /// Ends a row behind the pieces added so far.
+    fn end_row(&mut self) {
+        self.ends.push(self.pieces.len() as u32);
     }
 }
 
 /// Packs the blocks of a corpus for one row length; keeps its working memory from block to block.
-pub struct Packer {
-    sequence_length: usize,
-    shelves: Shelves,
+pub struct Packer(Kind);
+
+enum Kind {
+    BestFit(best_fit::Packer),
+    Google(google::Packer),
 }
 
 impl Packer {
-    /// A packer of rows of `sequence_length` tokens, special tokens included.
-    pub fn new(sequence_length: usize) -> Self {
-        Self { sequence_length, shelves: Shelves::new(sequence_length) }
+    /// A packer of rows of `sequence_length` tokens (8 to 32,768), special tokens included.
+    pub fn new(packing: Packing, sequence_length: usize) -> Self {
+        Self(match packing {
+            Packing::BestFit => Kind::BestFit(best_fit::Packer::new(sequence_length)),
+            Packing::Google => Kind::Google(google::Packer::new(sequence_length)),
+        })
     }
 
-    /// The rows of `block`, a range of the tokens of the shard that has these document ends.
-    pub fn pack(&mut self, document_ends: &[u32], block: Range<u32>, place: Place) -> Rows {
-        let full = self.piece_length();
-        let mut rows = Rows::default();
-        let mut remainders = Vec::new();
-        let mut cuts = Stream::new(place.seed, Purpose::Cut, [place.epoch, place.block, 0]);
-        for part in parts(document_ends, block) {
-            cut(part, full, &mut cuts, &mut rows, &mut remainders);
-        }
-        let mut ties = Stream::new(place.seed, Purpose::Tie, [place.epoch, place.block, 0]);
-        shuffle(&mut remainders, &mut ties);
-        remainders.sort_by_key(|segment| std::cmp::Reverse(segment.len)); // stable: ties stay shuffled
-        self.pack_remainders(&remainders, rows.len(), &mut rows);
-        rows
-    }
-
-    /// How many rows `pack` makes of the block, whatever the epoch.
-    pub fn count(&mut self, document_ends: &[u32], block: Range<u32>) -> usize {
-        let full = self.piece_length();
-        let mut full_rows = 0;
-        let mut remainders = Vec::new();
-        for part in parts(document_ends, block) {
-            let len = part.end - part.start;
-            full_rows += (len / full) as usize;
-            remainders.extend((len % full != 0).then_some(Segment { start: 0, len: len % full }));
-        }
-        remainders.sort_unstable_by_key(|segment| std::cmp::Reverse(segment.len));
-        let mut rows = Rows::default();
-        self.pack_remainders(&remainders, full_rows, &mut rows);
-        full_rows + rows.len()
-    }
-
-    fn piece_length(&self) -> u32 {
-        (self.sequence_length - SPECIALS_PER_SEGMENT) as u32
-    }
-
-    /// Appends the rows that hold `remainders` (sorted, longest first). Only their lengths and the
-    /// number of full rows of the block decide how many rows that takes.
-    fn pack_remainders(&mut self, remainders: &[Segment], full_rows: usize, rows: &mut Rows) {
-        self.shelves.clear();
-        let homes: Vec<u32> = remainders.iter().map(|s| self.shelves.place(s.len)).collect();
-        let used: usize = remainders.iter().map(|s| s.len as usize + SPECIALS_PER_SEGMENT).sum();
-        let ideal = used.div_ceil(self.sequence_length);
-        if self.shelves.len() <= ideal + (full_rows + ideal) / TOLERATED + 1 {
-            share_rows(remainders, &homes, self.shelves.len(), rows);
-        } else {
-            chain(remainders, self.sequence_length as u32, rows);
-        }
-    }
-}
-
-/// Appends `count` rows, putting each remainder into the row that `homes` names.
-fn share_rows(remainders: &[Segment], homes: &[u32], count: usize, rows: &mut Rows) {
-    let mut sizes = vec![0_u32; count];
-    homes.iter().for_each(|&home| sizes[home as usize] += 1);
-    let mut next: Vec<u32> = Vec::with_capacity(count);
-    let mut end = rows.segments.len() as u32;
-    for size in sizes {
-        next.push(end);
-        end += size;
-        rows.ends.push(end);
-    }
-    rows.segments.resize(end as usize, Segment { start: 0, len: 0 });
-    for (segment, &home) in remainders.iter().zip(homes) {
-        rows.segments[next[home as usize] as usize] = *segment;
-        next[home as usize] += 1;
-    }
-}
-
-/// Appends rows filled one after the other, cutting a remainder where its row ends. For lengths that
-/// no packing without cuts puts together well, such as all a little over half a row.
-fn chain(remainders: &[Segment], sequence_length: u32, rows: &mut Rows) {
-    let specials = SPECIALS_PER_SEGMENT as u32;
-    let least = (sequence_length / SHORTEST_CUT).max(1);
-    let mut free = sequence_length;
-    for &(mut segment) in remainders {
-        while segment.len > 0 {
-            if free < specials + segment.len.min(least) {
-                rows.ends.push(rows.segments.len() as u32);
-                free = sequence_length;
-            }
-            let len = segment.len.min(free - specials);
-            rows.segments.push(Segment { len, ..segment });
-            segment = Segment { start: segment.start + len, len: segment.len - len };
-            free -= len + specials;
-        }
-    }
-    rows.ends.push(rows.segments.len() as u32);
-}
-
-/// The documents that reach into `block`, as far as they do.
-fn parts(document_ends: &[u32], block: Range<u32>) -> impl Iterator<Item = Range<u32>> {
-    let first = document_ends.partition_point(|&end| end <= block.start);
-    let mut start = block.start;
-    let ends = document_ends[first..].iter().map(move |&end| {
-        let part = start..end.min(block.end);
-        start = end;
-        part
-    });
-    ends.take_while(move |part| part.start < block.end).filter(|part| !part.is_empty())
-}
-
-/// Cuts a part of a document into full pieces, a row each, and a remainder whose place among them
-/// is drawn.
-fn cut(part: Range<u32>, full: u32, cuts: &mut Stream, rows: &mut Rows, remainders: &mut Vec<Segment>) {
-    let len = part.end - part.start;
-    let (pieces, rest) = (len / full, len % full);
-    let before = if rest == 0 || pieces == 0 { 0 } else { cuts.below(pieces + 1) };
-    let mut start = part.start;
-    for piece in 0..pieces {
-        if piece == before {
-            start += rest;
-        }
-        rows.push(Segment { start, len: full });
-        start += full;
-    }
-    if rest > 0 {
-        remainders.push(Segment { start: part.start + before * full, len: rest });
-    }
-}
-
-fn shuffle(segments: &mut [Segment], stream: &mut Stream) {
-    for last in (1..segments.len()).rev() {
-        segments.swap(last, stream.below(last as u32 + 1) as usize);
-    }
-}
-
-/// Open rows, stacked by how much space is left in them. A bit per stack tells which are not empty,
-/// so the tightest row that is wide enough is found by looking at a few words.
-struct Shelves {
-    sequence_length: usize,
-    /// Per free space: the topmost row of the stack.
-    tops: Vec<u32>,
-    /// Per row: the row below it in its stack.
-    below: Vec<u32>,
-    occupied: Vec<u64>,
-}
-
-impl Shelves {
-    fn new(sequence_length: usize) -> Self {
-        Self {
-            sequence_length,
-            tops: vec![NONE; sequence_length + 1],
-            below: Vec::new(),
-            occupied: vec![0; sequence_length / 64 + 1],
+    /// The rows of `block`, a range of the shard's tokens.
+    pub fn pack(&mut self, shard: &Shard, block: Range<u32>, place: Place) -> Result<Rows> {
+        match &mut self.0 {
+            Kind::BestFit(packer) => Ok(packer.pack(shard.document_ends()?, block, place)),
+            Kind::Google(packer) => packer.pack(shard, block, place),
         }
     }
 
-    fn clear(&mut self) {
-        self.tops.fill(NONE);
-        self.occupied.fill(0);
-        self.below.clear();
-    }
-
-    fn len(&self) -> usize {
-        self.below.len()
-    }
-
-    /// Puts a segment of `len` tokens into the fullest row that takes it, or a new one.
-    fn place(&mut self, len: u32) -> u32 {
-        let need = len as usize + SPECIALS_PER_SEGMENT;
-        let (row, free) = match self.tightest(need) {
-            Some(free) => (self.pop(free), free),
-            None => (self.open(), self.sequence_length),
-        };
-        self.push(row, free - need);
-        row
-    }
-
-    fn open(&mut self) -> u32 {
-        self.below.push(NONE);
-        self.below.len() as u32 - 1
-    }
-
-    fn tightest(&self, need: usize) -> Option<usize> {
-        let first = need / 64;
-        let masked = self.occupied[first] & (u64::MAX << (need % 64));
-        let rest = self.occupied.iter().enumerate().skip(first + 1).map(|(word, &bits)| (word, bits));
-        let (word, bits) = std::iter::once((first, masked)).chain(rest).find(|&(_, bits)| bits != 0)?;
-        Some(word * 64 + bits.trailing_zeros() as usize)
-    }
-
-    fn push(&mut self, row: u32, free: usize) {
-        self.below[row as usize] = self.tops[free];
-        self.tops[free] = row;
-        self.occupied[free / 64] |= 1 << (free % 64);
-    }
-
-    fn pop(&mut self, free: usize) -> u32 {
-        let row = self.tops[free];
-        self.tops[free] = self.below[row as usize];
-        if self.tops[free] == NONE {
-            self.occupied[free / 64] &= !(1 << (free % 64));
+    /// How many rows `pack` makes of the block: with best-fit the same in every epoch.
+    pub fn count(&mut self, shard: &Shard, block: Range<u32>, place: Place) -> Result<usize> {
+        match &mut self.0 {
+            Kind::BestFit(packer) => Ok(packer.count(shard.document_ends()?, block)),
+            Kind::Google(packer) => packer.pack(shard, block, place).map(|rows| rows.len()),
         }
-        row
     }
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_back_and_others_refused() {
+        for packing in Packing::ALL {
+            assert_eq!(Packing::from_name(packing.name()).unwrap(), packing);
+        }
+        let message = Packing::from_name("none").unwrap_err().to_string();
+        assert_eq!(message, "packing = \"none\": unknown; choose \"best-fit\" or \"google\"");
+    }
+
+    #[test]
+    fn plans_are_small() {
+        assert_eq!(size_of::<Piece>(), 8);
+    }
+}

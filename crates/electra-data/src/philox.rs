@@ -25,6 +25,13 @@ pub enum Purpose {
     BlockOrder = 3,
     /// In which order the rows of a group come.
     RowOrder = 4,
+    /// How lines become the examples of the published builder.
+    Example = 5,
+}
+
+/// A probability as [`Stream::happens`] takes it.
+pub(crate) const fn probability(p: f64) -> u32 {
+    (p * 4_294_967_296.0) as u32
 }
 
 /// The four words that belong to one counter and key.

@@ -93,6 +93,13 @@ impl Shard {
 
     /// Token counts of the lines of one document (0 for a blank line), adding up to its length.
     pub fn line_lengths(&self, document: u64) -> Result<Vec<u32>> {
+        let mut lengths = Vec::new();
+        self.read_line_lengths(document, &mut lengths)?;
+        Ok(lengths)
+    }
+
+    /// The same into memory that is used again from document to document.
+    pub fn read_line_lengths(&self, document: u64, lengths: &mut Vec<u32>) -> Result<()> {
         let file = self.lines()?;
         if document >= self.num_documents {
             return Err(self.out_of_range(document, 1));
@@ -107,8 +114,15 @@ impl Shard {
         if start > end || end > body {
             return Err(damaged(file.path(), format!("document {document}: offsets out of order")));
         }
-        decode_lengths(file.bytes(HEADER + start..HEADER + end)?)
+        lengths.clear();
+        decode_lengths(file.bytes(HEADER + start..HEADER + end)?, lengths)
             .ok_or_else(|| damaged(file.path(), format!("document {document}: unreadable line lengths")))
+    }
+
+    /// What to say when the lines of a document do not add up to it.
+    pub(crate) fn contradicted(&self, document: usize) -> Error {
+        let reason = format!("document {document}: its lines do not add up to its tokens");
+        damaged(&self.lines_path, reason)
     }
 
     /// The token file, opened and checked on first use.
@@ -149,9 +163,8 @@ impl Shard {
     }
 }
 
-/// Reads unsigned LEB128 numbers until the bytes end; `None` if they end inside a number.
-fn decode_lengths(bytes: &[u8]) -> Option<Vec<u32>> {
-    let mut lengths = Vec::with_capacity(bytes.len());
+/// Appends unsigned LEB128 numbers until the bytes end; `None` if they end inside a number.
+fn decode_lengths(bytes: &[u8], lengths: &mut Vec<u32>) -> Option<()> {
     let (mut value, mut shift) = (0_u32, 0);
     for &byte in bytes {
         value |= u32::from(byte & 0x7f).checked_shl(shift)?;
@@ -161,7 +174,7 @@ fn decode_lengths(bytes: &[u8]) -> Option<Vec<u32>> {
             (value, shift) = (0, 0);
         }
     }
-    (shift == 0).then_some(lengths)
+    (shift == 0).then_some(())
 }
 
 #[cfg(test)]
@@ -170,11 +183,10 @@ mod tests {
 
     #[test]
     fn line_lengths_decode() {
-        assert_eq!(
-            decode_lengths(&[0, 5, 0x80, 1, 0xff, 0xff, 0xff, 0xff, 0x0f]).unwrap(),
-            [0, 5, 128, u32::MAX]
-        );
-        assert!(decode_lengths(&[0x80]).is_none());
-        assert!(decode_lengths(&[0x80; 9]).is_none());
+        let mut lengths = vec![7];
+        decode_lengths(&[0, 5, 0x80, 1, 0xff, 0xff, 0xff, 0xff, 0x0f], &mut lengths).unwrap();
+        assert_eq!(lengths, [7, 0, 5, 128, u32::MAX]);
+        assert!(decode_lengths(&[0x80], &mut lengths).is_none());
+        assert!(decode_lengths(&[0x80; 9], &mut lengths).is_none());
     }
 }

@@ -18,14 +18,14 @@ fn place(seed: u64, epoch: u32) -> Place {
     Place { seed, epoch, block: 3 }
 }
 
-fn all(rows: &Rows) -> Vec<Segment> {
-    let mut segments: Vec<_> = (0..rows.len()).flat_map(|row| rows.row(row)).copied().collect();
-    segments.sort_by_key(|segment| segment.start);
-    segments
+fn all(rows: &Rows) -> Vec<Piece> {
+    let mut pieces: Vec<_> = (0..rows.len()).flat_map(|row| rows.row(row)).copied().collect();
+    pieces.sort_by_key(|piece| piece.start);
+    pieces
 }
 
 fn fill(rows: &Rows, sequence_length: usize) -> f64 {
-    let used: usize = all(rows).iter().map(|s| s.len as usize + SPECIALS_PER_SEGMENT).sum();
+    let used: usize = all(rows).iter().map(|s| s.num_positions()).sum();
     used as f64 / (rows.len() * sequence_length) as f64
 }
 
@@ -47,7 +47,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn every_token_is_in_one_segment_once(
+    fn every_token_is_in_one_piece_once(
         lengths in prop::collection::vec(0_u32..400, 0..60),
         sequence_length in 8_usize..130, seed: u64, epoch: u32,
         edges in (0.0..1.0, 0.0..1.0),
@@ -59,16 +59,16 @@ proptest! {
         let mut packer = Packer::new(sequence_length);
         let rows = packer.pack(&ends, block.clone(), place(seed, epoch));
         let mut expected = block.start;
-        for segment in all(&rows) {
-            prop_assert_eq!(segment.start, expected);
-            expected += segment.len;
-            prop_assert!(segment.len > 0);
-            let inside = ends.partition_point(|&end| end <= segment.start);
-            prop_assert!(expected <= ends[inside], "a segment crosses documents");
+        for piece in all(&rows) {
+            prop_assert_eq!(piece.start, expected);
+            expected += u32::from(piece.len);
+            prop_assert!(piece.len > 0);
+            let inside = ends.partition_point(|&end| end <= piece.start);
+            prop_assert!(expected <= ends[inside], "a piece crosses documents");
         }
         prop_assert_eq!(expected, block.end);
         for row in 0..rows.len() {
-            let used: usize = rows.row(row).iter().map(|s| s.len as usize + 2).sum();
+            let used: usize = rows.row(row).iter().map(|s| s.num_positions()).sum();
             prop_assert!((1..=sequence_length).contains(&used));
         }
         prop_assert_eq!(rows.len(), packer.count(&ends, block));
@@ -81,7 +81,7 @@ proptest! {
         let ends: Vec<u32> = (1..=count).map(|document| document * len).collect();
         let mut packer = Packer::new(sequence_length);
         let rows = packer.pack(&ends, 0..count * len, place(seed, 0));
-        let total: u32 = all(&rows).iter().map(|segment| segment.len).sum();
+        let total: u32 = all(&rows).iter().map(|piece| u32::from(piece.len)).sum();
         prop_assert_eq!(total, count * len);
         prop_assert_eq!(rows.len(), packer.count(&ends, 0..count * len));
     }
