@@ -88,10 +88,19 @@ def test_verify_names_the_damage(folder, tmp_path):
 
 
 def test_imported_run_goes_on(folder):
-    common = ("pretrain", "--preset", "tiny", "--data", folder / "shards", "--out", folder / "imported")
+    common = ("pretrain", "--out", folder / "imported", "--data", folder / "shards")
     done = run(*common, "--train.steps", 2, "--train.batch_size", 4)
     assert done.returncode == 0, done.stderr
     assert (folder / "imported/checkpoints/step-2").is_dir()
+
+
+def test_a_run_goes_on_by_its_own_configuration(folder):
+    done = run("pretrain", "--out", folder / "run")
+    assert done.returncode == 0, done.stderr
+    assert "step 3 of 3: finished" in done.stderr
+    assert "was started with train.steps = 3, now it is 4" in fails(
+        "pretrain", "--out", folder / "run", "--train.steps", 4
+    )
 
 
 def test_flops():

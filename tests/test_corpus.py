@@ -322,3 +322,11 @@ def test_a_folder_that_is_no_corpus(tmp_path):
     (tmp_path / "parts").mkdir()
     with pytest.raises(FileNotFoundError, match="unfinished corpus"):
         Corpus(tmp_path)
+
+
+@pytest.mark.parametrize(("entry", "lowercase"), [("ℝ", True), ("##ß", True), ("Paris", False), ("##É", False)])
+def test_a_vocabulary_is_cased_if_lowercasing_would_change_it(tmp_path, entry, lowercase):
+    """BERT's uncased vocabulary holds ℝ, which is a capital to Unicode but has no small letter."""
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[Unused]", "the", entry]) + "\n")
+    assert Tokenizer(vocab).options == {"lowercase": lowercase, "strip_accents": lowercase}

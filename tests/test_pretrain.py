@@ -200,6 +200,10 @@ class TestRefusals:
         (tmp_path / "thesis.tex").write_text("years of work")
         self.refused("thesis.tex but no run", tiny_config(), held_out_corpus, tmp_path)
 
+    def test_a_file(self, held_out_corpus, tmp_path):
+        (tmp_path / "notes").write_text("mine")
+        self.refused("notes: is a file", tiny_config(), held_out_corpus, tmp_path / "notes")
+
     def test_another_vocabulary_size(self, held_out_corpus, tmp_path):
         config = tiny_config(**{"model.vocab_size": "77"})
         self.refused("model.vocab_size = 77", config, held_out_corpus, tmp_path / "run")

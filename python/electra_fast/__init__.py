@@ -1,31 +1,54 @@
 """Pre-train text encoders by replaced-token detection (ELECTRA).
 
-The names here are the library's contract; each is documented where it is defined. Importing the
-package needs no GPU, and whatever is slow to import is imported by the function that needs it.
+The names here are the library's contract; each is documented where it is defined. They are imported
+when first asked for, so that `electra-fast prepare` needs neither torch's memory nor its seconds.
 """
 
 import os
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from electra_fast._data import VERSION as __version__
+
+if TYPE_CHECKING:
+    from electra_fast.config import Config
+    from electra_fast.corpus import Corpus, Tokenizer, prepare, train_vocab, verify
+    from electra_fast.data import BatchLoader, to_torch
+    from electra_fast.evaluate import evaluate
+    from electra_fast.export import export, import_folder, load
+    from electra_fast.model import Electra
+    from electra_fast.pretrain import pretrain
 
 # Before torch loads OpenMP: let threads that wait for each other sleep. Spinning ones are no faster
 # here, and fifteen times slower when the machine has anything else to do (bench/LOG.md).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from electra_fast._data import VERSION as __version__
-from electra_fast.config import Config
-from electra_fast.corpus import Corpus, Tokenizer, prepare, train_vocab, verify
-from electra_fast.data import BatchLoader, to_torch
-from electra_fast.evaluate import evaluate
-from electra_fast.export import export, import_folder, load
-from electra_fast.model import Electra
-from electra_fast.pretrain import pretrain
+_HOME = {
+    "BatchLoader": "data",
+    "Config": "config",
+    "Corpus": "corpus",
+    "Electra": "model",
+    "Tokenizer": "corpus",
+    "evaluate": "evaluate",
+    "export": "export",
+    "import_folder": "export",
+    "load": "export",
+    "prepare": "corpus",
+    "pretrain": "pretrain",
+    "to_torch": "data",
+    "train_vocab": "corpus",
+    "verify": "corpus",
+}
 
 __all__ = [
-    "__version__",
     "BatchLoader",
     "Config",
     "Corpus",
     "Electra",
     "Tokenizer",
+    "__version__",
     "evaluate",
     "export",
     "import_folder",
@@ -36,3 +59,21 @@ __all__ = [
     "train_vocab",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+class _Package(ModuleType):
+    """A verb and the module that defines it share a name (`pretrain`): to the package it is the verb."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if _HOME.get(name) == name and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

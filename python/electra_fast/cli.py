@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("directory", type=Path)
     sub.add_argument("--json", action="store_true", help="one object on standard output")
 
-    sub = command("pretrain", _pretrain, "train; run again to go on")
+    sub = command("pretrain", _pretrain, "train; run again to go on (then --out alone is enough)")
     sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
     _add_preset(sub)
     sub.add_argument("--data", type=Path, help="corpus (data.corpus)")
@@ -207,7 +207,10 @@ def _add_preset(sub: argparse.ArgumentParser) -> None:
 
 
 def _config(options: argparse.Namespace) -> Config:
-    """Defaults < preset and recipe < TOML file < command line."""
+    """Defaults < preset and recipe < TOML file < command line; by default a run's own, where there is one."""
+    if options.command == "pretrain" and not (options.config or options.preset or options.recipe):
+        own = options.out / "config.toml" if options.out else None
+        options.config = own if own and own.exists() else None
     if options.config is not None:
         if options.preset or options.recipe:
             raise ValueError("give CONFIG.toml or --preset, not both (a file may name `preset` and `recipe` itself)")
@@ -307,7 +310,7 @@ def _import(options: argparse.Namespace) -> None:
     from electra_fast.export import import_folder
 
     import_folder(options.directory, options.out)
-    _say(f"{options.out}: a run at step 0; train it with `electra-fast pretrain --data DIR --out {options.out}`")
+    _say(f"{options.out}: a run at step 0; train it with `electra-fast pretrain --out {options.out} --data DIR`")
 
 
 def _flops(options: argparse.Namespace) -> None:

@@ -56,8 +56,8 @@ class Tokenizer:
 
     Args:
         path: The file; its extension tells which of the two it is.
-        lowercase: For `vocab.txt`: lower the text's case. By default a vocabulary counts as cased if an
-            ordinary entry has an uppercase letter.
+        lowercase: For `vocab.txt`: lower the text's case. By default a vocabulary counts as cased if
+            lowercasing would change an ordinary entry.
         strip_accents: For `vocab.txt`: drop accents. By default as `lowercase`.
 
     Raises:

@@ -83,7 +83,7 @@ def forward(model: Electra, batch: Mapping[str, Tensor], backend: Backend, noise
     segments = Segments.packed(batch["segment_ids"], batch["cu_seqlens"], backend.attention)
     flat = {name: batch[name].flatten() for name in ("input_ids", "position_ids", "token_type_ids", "segment_ids")}
     context = (flat["position_ids"], flat["token_type_ids"], segments, backend.dtype)
-    slots = _slots(batch, noise.first_row)
+    slots, valid_T = _slots(batch, noise.first_row), flat["segment_ids"] > 0
 
     hidden_TD = model.generator_hidden(flat["input_ids"], *context)
     # Unused slots read any row: their weight is 0.
@@ -91,34 +91,31 @@ def forward(model: Electra, batch: Mapping[str, Tensor], backend: Backend, noise
     logits_MV = model.generator_head_logits(hidden_MD)
     nll_M = ops.masked_cross_entropy(logits_MV, slots.original_M)
     generator_loss = (nll_M * slots.weight_M).sum()
-    sums = [
-        generator_loss.detach(),
-        slots.weight_M.sum(),
-        ((logits_MV.argmax(-1) == slots.original_M) * slots.weight_M).sum(),
-    ]
+    sums = {
+        "generator_loss": generator_loss.detach(),
+        "masked_weight": slots.weight_M.sum(),
+        "generator_correct": ((logits_MV.argmax(-1) == slots.original_M) * slots.weight_M).sum(),
+        "tokens": valid_T.sum(),
+    }
     objective = model.config.objective
     masked_weight, num_tokens = counts.clamp(min=1).unbind()
     loss = objective.gen_weight * generator_loss / masked_weight.float()
     if not model.has_discriminator:
-        zeros = [torch.zeros_like(sums[0])] * (len(SUMS) - len(sums) - 1)
-        tokens = (flat["segment_ids"] > 0).sum()
-        return Output(loss=loss, sums=_stack([*sums, zeros[0], tokens, *zeros[1:]]))
+        return Output(loss, _stack(sums))
 
     sample_M = _sample(logits_MV.detach(), slots, noise, objective.temperature, objective.disallow_correct)
     corrupted_T, replaced_T = corrupt(flat["input_ids"], slots, sample_M)
     logits_T = model.replaced_logits(corrupted_T, *context)
-    valid_T = flat["segment_ids"] > 0
     discriminator_loss = (ops.binary_cross_entropy(logits_T, replaced_T) * valid_T).sum()
     loss = loss + objective.disc_weight * discriminator_loss / num_tokens.float()
     predicted_T = (logits_T.detach() > 0) & valid_T
-    sums += [
-        discriminator_loss.detach(),
-        valid_T.sum(),
-        ((predicted_T == replaced_T) & valid_T).sum(),
-        (predicted_T & replaced_T).sum(),
-        predicted_T.sum(),
-        replaced_T.sum(),
-    ]
+    sums |= {
+        "discriminator_loss": discriminator_loss.detach(),
+        "discriminator_correct": ((predicted_T == replaced_T) & valid_T).sum(),
+        "true_positives": (predicted_T & replaced_T).sum(),
+        "predicted_positives": predicted_T.sum(),
+        "replaced": replaced_T.sum(),
+    }
     return Output(loss, _stack(sums), corrupted_T, replaced_T, logits_T.detach(), valid_T)
 
 
@@ -176,5 +173,7 @@ def corrupt(masked_ids_T: Tensor, slots: Slots, sample_M: Tensor) -> tuple[Tenso
     return corrupted_T, corrupted_T != original_T
 
 
-def _stack(sums: list[Tensor]) -> Tensor:
-    return torch.stack([value.double() for value in sums])
+def _stack(sums: Mapping[str, Tensor]) -> Tensor:
+    """In the order of `SUMS`, fp64; what an objective does not have is 0."""
+    nothing = torch.zeros_like(sums["tokens"])
+    return torch.stack([sums.get(name, nothing).double() for name in SUMS])

@@ -15,7 +15,6 @@ from electra_fast.electra import Backend, Noise
 from electra_fast.export import load
 from electra_fast.metrics import Number
 from electra_fast.model import Electra
-from electra_fast.ops import choose_attention
 
 # Evaluation draws masks and samples from a seed of its own, the same for every run.
 SEED = 20_190_925
@@ -56,8 +55,8 @@ def evaluate(
     config = model.config
     changes = {"sequence_length": sequence_length or min(config.data.sequence_length, config.model.max_positions)}
     config = config.replace({"data": changes, "train": {"batch_size": batch_size or config.train.batch_size}})
-    attention = choose_attention(config.model.attention, where, torch.float32, 0.0)
-    return evaluate_model(model, Path(data), config, Backend(attention, torch.float32), max_batches)
+    # Whatever it was trained with: fp32 and the backend that runs everywhere.
+    return evaluate_model(model, Path(data), config, Backend("sdpa", torch.float32), max_batches)
 
 
 @torch.no_grad()

@@ -50,6 +50,8 @@ class Run:
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
     """Holds a folder's lock; ValueError when another process trains there."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is a file; --out (train.out) needs a folder for the run")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         try:

@@ -31,7 +31,7 @@ impl Tokenizer {
     /// Opens a `vocab.txt` or a `tokenizer.json` (by its extension).
     ///
     /// `lowercase` and `strip_accents` are for `vocab.txt` only. Left out, a vocabulary is cased if
-    /// an ordinary entry has an uppercase letter, and accents are stripped if text is lowercased.
+    /// lowercasing would change an ordinary entry, and accents are stripped if text is lowercased.
     pub fn from_file(path: &Path, lowercase: Option<bool>, strip_accents: Option<bool>) -> Result<Self> {
         let file = std::fs::read(path).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => Error::NotFound {
@@ -59,7 +59,9 @@ impl Tokenizer {
         strip_accents: Option<bool>,
     ) -> Result<Self> {
         let entries = vocab_entries(path, &file)?;
-        let cased = || entries.iter().any(|e| !is_bracketed(e) && e.chars().any(char::is_uppercase));
+        // Not `is_uppercase`: BERT's uncased vocabulary has ℝ, a capital that has no small letter.
+        let has_capital = |entry: &str| entry.chars().any(|c| !c.to_lowercase().eq([c]));
+        let cased = || entries.iter().any(|entry| !is_bracketed(entry) && has_capital(entry));
         let lowercase = lowercase.unwrap_or_else(|| !cased());
         let strip_accents = strip_accents.unwrap_or(lowercase);
         let ids: ahash::AHashMap<String, u32> =
