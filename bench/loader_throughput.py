@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--masking", default="google")
+    parser.add_argument("--packing", default="best-fit")
     parser.add_argument("--batch-tokens", type=int, default=65_536)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a run")
     parser.add_argument("--runs", type=int, default=5)
@@ -91,6 +92,7 @@ def open_loader(arguments: argparse.Namespace, threads: int, length: int) -> Bat
         sequence_length=length,
         batch_size=arguments.batch_tokens // length,
         masking=arguments.masking,
+        packing=arguments.packing,
         num_threads=threads,
     )
 

@@ -69,7 +69,10 @@ def test_evaluate_of_run_and_export_agree(folder):
 def test_inspect_and_verify(folder):
     figures = json.loads(run("inspect", folder / "shards", "--json").stdout)
     assert figures["documents"] + figures["held_out_documents"] == 400
-    shown = run("inspect", folder / "shards", "--sequence-length", 32, "--masking", "paper")
+    assert figures["rows"] == figures["best_fit_rows"] and figures["best_fit_tokens_dropped"] == 0
+    assert figures["google_tokens_kept"] + figures["google_tokens_dropped"] == figures["tokens"]
+    assert 0 < figures["google_fill"] < figures["best_fit_fill"] <= 1 and figures["google_rows"] > 0
+    shown = run("inspect", folder / "shards", "--sequence-length", 32, "--masking", "paper", "--packing", "google")
     assert shown.returncode == 0 and shown.stdout == "" and "[CLS]" in shown.stderr and "[MASK](" in shown.stderr
     assert run("verify", folder / "shards").returncode == 0
     json.loads(run("verify", folder / "shards", "--json").stdout)

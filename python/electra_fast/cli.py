@@ -146,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("directory", type=Path)
     sub.add_argument("--sequence-length", type=int, default=128, help="tokens a row (%(default)s)")
     sub.add_argument("--masking", default="google", help="paper, google or bert (%(default)s)")
+    sub.add_argument("--packing", default="best-fit", help="of the row shown: best-fit or google (%(default)s)")
     sub.add_argument("--seed", type=int, default=0, help="which row to show (%(default)s)")
     sub.add_argument("--json", action="store_true", help="one object on standard output")
 
@@ -270,6 +271,7 @@ def _inspect(options: argparse.Namespace) -> None:
             options.directory,
             sequence_length=options.sequence_length,
             masking=options.masking,
+            packing=options.packing,
             seed=options.seed,
         )
 

@@ -98,7 +98,11 @@ class DataConfig(_Section):
     sequence_length: int = _key(128, "tokens a row, [CLS] and [SEP] included", low=8, high=32768)
     masking: str = _key("google", "how positions are drawn and masked", choices=("paper", "google", "bert"))
     mask_prob: float = _key(0.15, "share of a row's tokens to mask", low=0, high=0.9, open_low=True)
-    packing: str = _key("best-fit", "how documents become rows", choices=("best-fit",))
+    packing: str = _key(
+        "best-fit",
+        "how documents become rows: every token kept, or as the published code builds examples",
+        choices=("best-fit", "google"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -30,6 +31,17 @@ class ArrowArray(Protocol):
         """Return capsules with the schema and the array."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What the rows of an epoch hold of a corpus."""
+
+    rows: int
+    tokens: int
+    """Tokens of the corpus, special ones not counted."""
+    fill: float
+    """Share of the places that are not padding."""
+
+
 class BatchLoader(Iterator[RecordBatch]):
     """Masked, packed record batches of a corpus, endless unless `epochs` is given.
 
@@ -48,7 +60,9 @@ class BatchLoader(Iterator[RecordBatch]):
         mask_prob: Share of a row's tokens that is masked.
         rank: Which part of each batch is wanted.
         world_size: Number of parts.
-        packing: How documents become rows: `best-fit`.
+        packing: How documents become rows. `best-fit` keeps every token and fills the rows. `google`
+            builds examples as the published code does: one or two segments of a document's lines
+            (token types 0 and 1), one example a row, what is too long thrown away; see `contents`.
         num_threads: Threads that fill batches, beside one that plans.
         prefetch: Batches prepared ahead.
         epochs: Stop after so many passes over the corpus; `None` never stops.
@@ -75,6 +89,7 @@ class BatchLoader(Iterator[RecordBatch]):
         prefetch: int = 4,
         epochs: int | None = None,
     ) -> None:
+        self._sequence_length = sequence_length
         self._loader = _data.BatchLoader(
             os.fspath(corpus),
             sequence_length=sequence_length,
@@ -112,8 +127,16 @@ class BatchLoader(Iterator[RecordBatch]):
 
     @property
     def num_rows(self) -> int:
-        """Rows in an epoch, the same in every one (reads where documents end on each call)."""
+        """Rows in an epoch: the same in every one with `best-fit`; with `google` those of the first.
+
+        Reads where documents end on each call; with `google` it reads all line lengths.
+        """
         return self._loader.num_rows
+
+    def contents(self) -> Contents:
+        """Count what the first epoch's rows hold, without making them."""
+        rows, tokens, positions = self._loader.contents()
+        return Contents(rows=rows, tokens=tokens, fill=positions / max(1, rows * self._sequence_length))
 
 
 def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:

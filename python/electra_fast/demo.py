@@ -115,6 +115,7 @@ def show_verdicts(console: Console, run: Path, shards: Path, tokenizer: Tokenize
         seed=SEED,
         masking=config.data.masking,
         mask_prob=config.data.mask_prob,
+        packing=config.data.packing,
         epochs=1,
     )
     batch = to_torch(next(loader))

@@ -71,6 +71,7 @@ def evaluate_model(
         seed=SEED,
         masking=config.data.masking,
         mask_prob=config.data.mask_prob,
+        packing=config.data.packing,
         epochs=1,
     )
     device = next(model.parameters()).device

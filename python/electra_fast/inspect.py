@@ -14,9 +14,13 @@ from electra_fast.data import BatchLoader, to_torch
 
 
 def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, Any]:
-    """Figures of a corpus and its held-out part: documents, tokens, bytes a token, rows at a row length."""
+    """Figures of a corpus and its held-out part: documents, tokens, bytes a token, rows at a row length.
+
+    `rows` and `tokens_per_row` are those of the default packing; below them stands for each packing
+    (`best_fit_`, `google_`) how many rows it makes, what it keeps and drops, and how full rows are.
+    """
     corpus = Corpus(directory)
-    loader = BatchLoader(str(directory), sequence_length=sequence_length, batch_size=1, epochs=1)
+    packings = _packings(directory, sequence_length, corpus.num_tokens)
     stored = sum(path.stat().st_size for path in Path(directory).glob("*.tokens"))
     held_out = Corpus(corpus.holdout) if corpus.holdout else None
     return {
@@ -29,18 +33,34 @@ def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, A
         "held_out_documents": len(held_out) if held_out else 0,
         "held_out_tokens": held_out.num_tokens if held_out else 0,
         "sequence_length": sequence_length,
-        "rows": loader.num_rows,
-        "tokens_per_row": corpus.num_tokens / max(1, loader.num_rows),
+        "rows": packings["best_fit_rows"],
+        "tokens_per_row": corpus.num_tokens / max(1, packings["best_fit_rows"]),
+        **packings,
     }
 
 
-def show_row(directory: str | Path, *, sequence_length: int, masking: str, seed: int) -> None:
+def _packings(directory: str | Path, sequence_length: int, num_tokens: int) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for packing in ("best-fit", "google"):
+        loader = BatchLoader(directory, sequence_length=sequence_length, batch_size=1, packing=packing)
+        contents, name = loader.contents(), packing.replace("-", "_")
+        figures |= {
+            f"{name}_rows": contents.rows,
+            f"{name}_tokens_kept": contents.tokens,
+            f"{name}_tokens_dropped": num_tokens - contents.tokens,
+            f"{name}_fill": contents.fill,
+        }
+    return figures
+
+
+def show_row(
+    directory: str | Path, *, sequence_length: int, masking: str, seed: int, packing: str = "best-fit"
+) -> None:
     """Prints a row on standard error: segments apart, drawn tokens in colour, masked ones with their originals."""
     corpus = Corpus(directory)
     tokenizer = Tokenizer.of(corpus)
-    loader = BatchLoader(
-        str(directory), sequence_length=sequence_length, batch_size=1, seed=seed, masking=masking, epochs=1
-    )
+    options: dict[str, Any] = {"seed": seed, "masking": masking, "packing": packing, "epochs": 1}
+    loader = BatchLoader(directory, sequence_length=sequence_length, batch_size=1, **options)
     row = {name: tensor.flatten().tolist() for name, tensor in to_torch(next(loader)).items()}
     slots = zip(row["masked_positions"], row["masked_ids"], row["masked_weights"], strict=True)
     originals = {position: token_id for position, token_id, weight in slots if weight}

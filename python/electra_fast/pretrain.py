@@ -258,6 +258,7 @@ def _loader(config: Config) -> BatchLoader:
         seed=config.train.seed,
         masking=config.data.masking,
         mask_prob=config.data.mask_prob,
+        packing=config.data.packing,
     )
 
 

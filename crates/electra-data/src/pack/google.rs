@@ -5,6 +5,9 @@
 //! first about half of them become the row's first segment, the others its second, and what is too
 //! long for the row is thrown away. An example is one attention segment, `[CLS] 1 [SEP] (2 [SEP])`.
 //!
+//! A line without any token (blank, or of nothing but control characters) counts as blank, and with the
+//! documents' ends these are all that separates examples, as with the published code's default.
+//!
 //! A block is what a file is to the published code: the first target is a whole row, and all draws of
 //! an epoch come from one stream. It takes the documents that *begin* in it, so block edges cut no
 //! line and every document is built in one go; of a document longer than a block the blocks that it

@@ -19,6 +19,10 @@ fn segments(row: &[Piece]) -> [Vec<Range<u32>>; 2] {
     [runs(&row[..second]), runs(&row[second..])]
 }
 
+fn run(start: u32, end: u32) -> Vec<Range<u32>> {
+    std::iter::once(start..end).collect()
+}
+
 fn len(runs: &[Range<u32>]) -> u32 {
     runs.iter().map(|run| run.end - run.start).sum()
 }
@@ -38,15 +42,15 @@ fn outcomes(sequence_length: u32, lengths: &[u32]) -> std::collections::HashMap<
 fn a_line_that_fits_under_the_target_joins_the_first_segment() {
     // Target (20 - 3) / 2 = 8: 4 + 3 stay below it, one more token would not.
     let found = outcomes(20, &[4, 3, 13]);
-    let one_segment = found[&[vec![0..18], vec![]]];
+    let one_segment = found[&[run(0, 18), vec![]]];
     assert!(found.keys().all(|[first, _]| first[0].end >= 7), "{found:?}");
     // The third line: 10 % one segment, else a fair coin.
     assert_eq!(found.len(), 2);
     let expected = 2_000.0 * 0.55;
     assert!((f64::from(one_segment) - expected).abs() < 5.0 * (expected * 0.45_f64).sqrt(), "{one_segment}");
-    assert!(found.contains_key(&[vec![0..7], vec![7..17]]));
+    assert!(found.contains_key(&[run(0, 7), run(7, 17)]));
     // 4 + 4 reach the target: the coin is already thrown for the second line.
-    assert!(outcomes(20, &[4, 4, 12]).contains_key(&[vec![0..4], vec![4..17]]));
+    assert!(outcomes(20, &[4, 4, 12]).contains_key(&[run(0, 4), run(4, 17)]));
 }
 
 #[test]
@@ -60,17 +64,17 @@ fn a_full_first_segment_takes_no_coin() {
     // The first line alone is over the target: the second never joins it but as one segment.
     let found = outcomes(20, &[9, 11]);
     assert_eq!(found.len(), 2);
-    let one_segment = f64::from(found[&[vec![0..18], vec![]]]);
+    let one_segment = f64::from(found[&[run(0, 18), vec![]]]);
     assert!((one_segment - 200.0).abs() < 5.0 * 180_f64.sqrt(), "{one_segment}");
 }
 
 #[test]
 fn overflow_is_thrown_away() {
     let found = outcomes(20, &[1_000]);
-    assert_eq!(found.into_keys().collect::<Vec<_>>(), [[vec![0..18], vec![]]]);
+    assert_eq!(found.into_keys().collect::<Vec<_>>(), [[run(0, 18), vec![]]]);
     // 16 tokens leave a second segment one place, 17 none.
-    assert!(outcomes(20, &[16, 9]).contains_key(&[vec![0..16], vec![16..17]]));
-    assert!(outcomes(20, &[17, 9]).contains_key(&[vec![0..17], vec![]]));
+    assert!(outcomes(20, &[16, 9]).contains_key(&[run(0, 16), run(16, 17)]));
+    assert!(outcomes(20, &[17, 9]).contains_key(&[run(0, 17), vec![]]));
 }
 
 #[test]
@@ -117,7 +121,7 @@ proptest! {
         let dir = tempfile::tempdir().unwrap();
         let lines = |document: &Vec<usize>| document.iter().map(|&len| vec![9; len]).collect();
         let texts: Vec<Vec<Vec<u32>>> = documents.iter().map(lines).collect();
-        prop_assume!(texts.concat().concat().len() > 0);
+        prop_assume!(!texts.concat().concat().is_empty());
         write_corpus(dir.path(), 100, &texts, u64::MAX);
         let corpus = Corpus::open(dir.path()).unwrap();
         let shard = &corpus.shards()[0];
