@@ -64,6 +64,7 @@ CRATE_USES = {
     "corpus": {"columns", "input", "pipeline", "reading", "text"},
     "tokenize": {"manifest"},
     "writer": {"durable", "format", "manifest"},
+    "synthetic": {"durable", "format", "manifest", "philox"},
     "job": {"durable", "manifest", "store"},
     "unit": {"job", "pipeline", "tokenize", "writer"},
     "finish": {"durable", "format", "job", "manifest", "shard", "store", "tokenize", "writer"},

@@ -144,6 +144,29 @@ def test_tensors_have_their_shapes_and_share_memory(open_loader: Open):
         assert tensors[name].data_ptr() == columns.column(name).values.buffers()[1].address
 
 
+def test_any_record_batch_gives_the_same_tensors(open_loader: Open):
+    for batch in open_loader(epochs=1):
+        ours, columns = to_torch(batch), pa.record_batch(batch)
+        theirs = to_torch(columns)
+        assert list(ours) == list(theirs)
+        for name, tensor in ours.items():
+            assert tensor.dtype == theirs[name].dtype
+            assert torch.equal(tensor, theirs[name]), name
+        part = to_torch(columns.slice(batch.num_rows // 2))
+        assert torch.equal(part["masked_weights"], ours["masked_weights"][batch.num_rows // 2 :])
+
+
+def test_tensors_outlive_their_batch(open_loader: Open):
+    loader = open_loader(epochs=None)
+    tensors = to_torch(next(loader))
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    for _ in range(30):
+        to_torch(next(loader))
+    del loader
+    gc.collect()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+
+
 def test_segments_tile_the_flat_buffer(open_loader: Open):
     for batch in open_loader():
         tensors = to_torch(batch)

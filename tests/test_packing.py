@@ -201,6 +201,26 @@ def test_contents_are_what_batches_hold(open_loader: Open, corpus: Path, documen
     assert whole.fill > 0.99 and whole.rows == BatchLoader(corpus, sequence_length=64, batch_size=1).num_rows
 
 
+def test_masks_of_pairs_are_drawn_with_replacement(open_loader: Open):
+    drawn, candidates = [], []
+    for seed in range(20):
+        for batch in open_loader(seed=seed, batch_size=1000):
+            tensors = to_torch(batch)
+            counts = tensors["masked_weights"].sum(1)
+            lengths = (tensors["segment_ids"] > 0).sum(1)
+            wanted = (0.15 * lengths.double()).round().clamp(1, int((0.15 + 0.005) * 64))
+            assert torch.equal(counts.double(), wanted)
+            pairs = (lengths == 64) & tensors["token_type_ids"].any(1)
+            places = tensors["masked_positions"][pairs]
+            drawn += [len(set(row)) for row in places.tolist()]
+            candidates += [(row == CLS).sum().item() + (row == SEP).sum().item() for row in tensors["input_ids"][pairs]]
+            ids = tensors["input_ids"][pairs].gather(1, places.long())
+            assert not ((ids == CLS) | (ids == SEP)).any()
+    assert set(candidates) == {3} and len(drawn) > 5_000
+    expected = 61 * (1 - (60 / 61) ** 9)  # nine draws among 64 places without [CLS] and two [SEP]
+    assert abs(statistics.mean(drawn) - expected) < 4 * statistics.stdev(drawn) / len(drawn) ** 0.5
+
+
 def digest(batches: list[Any]) -> str:
     sha = hashlib.sha256()
     for column in pa.Table.from_batches([pa.record_batch(batch) for batch in batches]).columns:

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 mod build;
 mod errors;
 mod loader;
+mod record_batch;
 mod store;
 mod tokenizer;
 
@@ -17,7 +18,9 @@ mod _data {
     #[pymodule_export]
     use crate::build::{prepare, train_vocab};
     #[pymodule_export]
-    use crate::loader::{BatchLoader, RecordBatch};
+    use crate::loader::BatchLoader;
+    #[pymodule_export]
+    use crate::record_batch::RecordBatch;
     #[pymodule_export]
     use crate::store::{Corpus, verify};
     #[pymodule_export]

@@ -1,19 +1,16 @@
-//! `BatchLoader` and its record batches, handed over through the Arrow PyCapsule interface.
+//! `BatchLoader`: the iterator of record batches.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use arrow_array::ffi::{FFI_ArrowArray, FFI_ArrowSchema};
-use arrow_array::{Array, StructArray};
 use electra_data::Corpus;
 use electra_data::loader::{Loader, Step};
 use electra_data::options::{Options, State};
-use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use pyo3::types::PyCapsule;
 
 use crate::errors::raise;
+use crate::record_batch::RecordBatch;
 
 /// How long Ctrl-C may go unnoticed while a batch is awaited.
 const PATIENCE: Duration = Duration::from_millis(50);
@@ -72,7 +69,7 @@ impl BatchLoader {
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<RecordBatch>> {
         loop {
             match py.detach(|| self.lock().next_within(PATIENCE)).map_err(raise)? {
-                Step::Batch(batch) => return Ok(Some(RecordBatch { batch })),
+                Step::Batch(batch) => return Ok(Some(RecordBatch::new(batch))),
                 Step::Finished => return Ok(None),
                 Step::Waiting => py.check_signals()?,
             }
@@ -106,48 +103,5 @@ impl BatchLoader {
     /// Called without the GIL only: whoever holds the lock may be waiting for a batch.
     fn lock(&self) -> MutexGuard<'_, Loader> {
         self.loader.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A record batch that any Arrow library can take over without copying.
-#[pyclass(frozen, module = "electra_fast._data")]
-pub struct RecordBatch {
-    batch: arrow_array::RecordBatch,
-}
-
-#[pymethods]
-impl RecordBatch {
-    /// Rows in this batch.
-    #[getter]
-    fn num_rows(&self) -> usize {
-        self.batch.num_rows()
-    }
-
-    /// A capsule with the schema, under the name that the Arrow C data interface gives it.
-    fn __arrow_c_schema__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyCapsule>> {
-        let schema = FFI_ArrowSchema::try_from(self.batch.schema_ref().as_ref())
-            .map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
-        // A capsule that nobody took over drops its struct, which calls the struct's release.
-        PyCapsule::new_with_value(py, schema, c"arrow_schema")
-    }
-
-    /// Capsules with schema and data. Other schemas than our own are not offered, which the
-    /// protocol leaves to the producer.
-    #[pyo3(signature = (requested_schema = None))]
-    fn __arrow_c_array__<'py>(
-        &self,
-        py: Python<'py>,
-        requested_schema: Option<Bound<'py, PyAny>>,
-    ) -> PyResult<(Bound<'py, PyCapsule>, Bound<'py, PyCapsule>)> {
-        drop(requested_schema);
-        let array = FFI_ArrowArray::new(&StructArray::from(self.batch.clone()).to_data());
-        let array = PyCapsule::new_with_value(py, array, c"arrow_array")?;
-        Ok((self.__arrow_c_schema__(py)?, array))
-    }
-
-    fn __repr__(&self) -> String {
-        let names: Vec<_> =
-            self.batch.schema_ref().fields().iter().map(|field| field.name().clone()).collect();
-        format!("<RecordBatch of {} rows: {}>", self.batch.num_rows(), names.join(", "))
     }
 }

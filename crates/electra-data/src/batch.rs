@@ -22,6 +22,8 @@ use crate::{Corpus, Shard, SpecialTokens};
 const ALIGNED_WORDS: usize = 32;
 /// Fixed-size columns: four of them per token, three per mask slot.
 const COLUMNS: usize = 7;
+/// Rows whose tokens are on their way from memory while one is written.
+const AHEAD: usize = 8;
 
 /// Rows `rows` of a group's order.
 #[derive(Clone, Debug)]
@@ -139,7 +141,11 @@ impl BatchWriter {
         // lets the processor wait for many of them at once.
         let places = spans.iter().flat_map(|span| span.rows.clone().map(|row| span.group.row(row)));
         let places: Vec<Row<'_>> = places.collect();
-        for (number, row) in places.into_iter().enumerate() {
+        places.iter().take(AHEAD).for_each(Row::prefetch);
+        for (number, &row) in places.iter().enumerate() {
+            if let Some(later) = places.get(number + AHEAD) {
+                later.prefetch();
+            }
             let target = self.target(&mut columns, number);
             self.write_row(row, target, &mut segments)?;
             ends.push(segments.len() as i32);

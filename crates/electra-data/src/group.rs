@@ -141,6 +141,16 @@ pub struct Row<'a> {
     pub place: [u32; 3],
 }
 
+impl Row<'_> {
+    /// Begins to fetch the row's tokens, which will be copied soon.
+    #[inline]
+    pub fn prefetch(&self) {
+        for piece in self.pieces {
+            self.shard.prefetch_tokens(u64::from(piece.start), piece.len.into());
+        }
+    }
+}
+
 impl Group {
     /// Number of rows.
     pub fn len(&self) -> u64 {

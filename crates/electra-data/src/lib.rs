@@ -16,6 +16,7 @@ pub mod prepare;
 pub mod reading;
 pub mod shard;
 pub mod store;
+pub mod synthetic;
 pub mod tokenize;
 pub mod verify;
 pub mod vocab;
