@@ -95,6 +95,7 @@ CRATE_USES = {
     "loader": {"batch", "mask", "pack", "group", "options", "order", "philox", "shard", "store"},
     # the crate's own tests
     "testing": {"durable", "format", "manifest", "writer", "store", "shard"},
+    "hostile": {"format", "job", "loader", "manifest", "options", "shard", "store", "testing", "verify"},
 }
 
 

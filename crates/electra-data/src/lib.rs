@@ -25,6 +25,8 @@ mod corpus;
 mod durable;
 mod finish;
 mod format;
+#[cfg(test)]
+mod hostile;
 mod input;
 mod job;
 mod manifest;

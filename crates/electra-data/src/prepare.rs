@@ -17,7 +17,7 @@ use crate::finish::Finish;
 use crate::format::FORMAT_VERSION;
 use crate::input::Inputs;
 use crate::job::{ALL, Claim, Folder, clear_up};
-use crate::manifest::{MANIFEST, Manifest, hex128};
+use crate::manifest::{MANIFEST, Manifest, hex128, sum};
 use crate::pipeline::{Batcher, Mark, default_threads};
 use crate::reading::{Documents, Reading};
 use crate::store::HOLDOUT;
@@ -196,14 +196,14 @@ impl Run<'_> {
             return self.complete(&Manifest::read(self.out)?, report);
         }
         if missing > 0 {
-            let sum = |f: fn(&crate::manifest::ShardEntry) -> u64| {
-                records.iter().flat_map(|record| &record.shards).map(f).sum::<u64>()
+            let total = |f: fn(&crate::manifest::ShardEntry) -> u64| {
+                sum(records.iter().flat_map(|record| &record.shards).map(f))
             };
             return Ok(Report {
                 missing_units: missing,
-                num_documents: sum(|shard| shard.num_documents),
-                num_tokens: sum(|shard| shard.num_tokens),
-                empty_documents: records.iter().map(|record| record.empty_documents).sum(),
+                num_documents: total(|shard| shard.num_documents),
+                num_tokens: total(|shard| shard.num_tokens),
+                empty_documents: sum(records.iter().map(|record| record.empty_documents)),
                 ..report
             });
         }

@@ -154,7 +154,12 @@ fn decode_lengths(bytes: &[u8]) -> Option<Vec<u32>> {
     let mut lengths = Vec::with_capacity(bytes.len());
     let (mut value, mut shift) = (0_u32, 0);
     for &byte in bytes {
-        value |= u32::from(byte & 0x7f).checked_shl(shift)?;
+        let bits = u32::from(byte & 0x7f);
+        let shifted = bits.checked_shl(shift)?;
+        if shifted >> shift != bits {
+            return None;
+        }
+        value |= shifted;
         shift += 7;
         if byte & 0x80 == 0 {
             lengths.push(value);
@@ -176,5 +181,6 @@ mod tests {
         );
         assert!(decode_lengths(&[0x80]).is_none());
         assert!(decode_lengths(&[0x80; 9]).is_none());
+        assert!(decode_lengths(&[0xff, 0xff, 0xff, 0xff, 0x1f]).is_none());
     }
 }
