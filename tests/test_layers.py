@@ -58,7 +58,8 @@ CRATE_USES = {
     # building one: files → lines → ids → shards
     "text": set(),
     "reading": {"text"},
-    "input": set(),
+    "saved": set(),
+    "input": {"durable", "saved"},
     "pipeline": {"text"},
     "columns": {"input", "pipeline", "reading"},
     "corpus": {"columns", "input", "pipeline", "reading", "text"},

@@ -32,6 +32,7 @@ mod job;
 mod manifest;
 mod mapped;
 mod pipeline;
+mod saved;
 #[cfg(test)]
 mod testing;
 mod text;

@@ -66,6 +66,8 @@ pub struct Report {
     pub num_files: usize,
     /// Files of unknown kinds that were passed over.
     pub skipped_files: usize,
+    /// Splits of saved datasets that were passed over because another one was read.
+    pub skipped_splits: Vec<String>,
     /// Units in all, and of these the ones that are not done.
     pub num_units: usize,
     /// Units that are not done, in this folder.
@@ -117,6 +119,7 @@ impl Run<'_> {
         let report = Report {
             num_files: inputs.files.len(),
             skipped_files: inputs.skipped,
+            skipped_splits: inputs.skipped_splits.clone(),
             num_units: units.len(),
             ..Report::default()
         };
