@@ -58,7 +58,8 @@ CRATE_USES = {
     # building one: files → lines → ids → shards
     "text": set(),
     "reading": {"text"},
-    "input": set(),
+    "saved": set(),
+    "input": {"durable", "saved"},
     "pipeline": {"text"},
     "columns": {"input", "pipeline", "reading"},
     "corpus": {"columns", "input", "pipeline", "reading", "text"},
@@ -96,6 +97,7 @@ CRATE_USES = {
     "loader": {"batch", "mask", "pack", "group", "options", "order", "philox", "shard", "store"},
     # the crate's own tests
     "testing": {"durable", "format", "manifest", "writer", "store", "shard"},
+    "hostile": {"format", "job", "loader", "manifest", "options", "shard", "store", "testing", "verify"},
 }
 
 

@@ -188,9 +188,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_inputs(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "inputs", nargs="+", metavar="INPUT", help=".txt, .jsonl, .parquet (.gz, .zst, .xz), folder or glob"
+        "inputs", nargs="+", metavar="INPUT", help=".txt, .jsonl, .parquet, .arrow (.gz, .zst, .xz), folder or glob"
     )
-    sub.add_argument("--text-field", default="text", help="field of .jsonl and .parquet (%(default)s)")
+    sub.add_argument(
+        "--text-field", default="text", help="field of .jsonl, .parquet and .arrow; several with commas (%(default)s)"
+    )
     sub.add_argument(
         "--documents",
         default="blank-line",

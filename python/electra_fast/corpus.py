@@ -39,6 +39,8 @@ class PrepareReport:
     num_files: int
     skipped_files: int
     """Files in folders or matched by globs whose kind is not known."""
+    skipped_splits: tuple[str, ...]
+    """Splits of saved datasets that were passed over because `train` was read."""
     num_units: int
     """Groups of files that are done or not done as a whole."""
     missing_units: int
@@ -211,8 +213,10 @@ def prepare(
 
     Args:
         inputs: A path, or a list or tuple of paths: files (`.txt`, `.jsonl`, `.parquet`, `.arrow`, plain or
-            `.gz`, `.zst`, `.xz`), folders, globs. Any other iterable of `str` is a stream of documents,
-            asked from a thread of its own; such a run starts again instead of going on.
+            `.gz`, `.zst`, `.xz`), folders, globs. Of a folder that `datasets` saved, the files that it names are
+            read; of one with several splits, `train` alone: name another split's folder to read that. Any other
+            iterable of `str` is a stream of documents, asked from a thread of its own; such a run starts again
+            instead of going on.
         vocab: A `vocab.txt`, a `tokenizer.json`, or an open tokenizer.
         out: The folder to make; empty, new, or left behind by the same run.
         lowercase: As for `Tokenizer`; not with an open one.
@@ -372,6 +376,8 @@ def _parse_partition(partition: str | None) -> tuple[int, int] | None:
 
 def _summary(report: PrepareReport, out: StrPath) -> str:
     skipped = f"; {report.skipped_files} files of other kinds were passed over" if report.skipped_files else ""
+    if report.skipped_splits:
+        skipped += f"; of the splits only train was read, not {', '.join(report.skipped_splits)}: name their folders"
     counts = f"{report.num_documents:,} documents, {report.num_tokens:,} tokens"
     if report.already_complete:
         return f"{os.fspath(out)}: already complete: {counts}{skipped}"

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use electra_data::{Documents, Error, InvalidUtf8, Options, Progress, Reading, Source, VocabOptions};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyTuple};
 
 use crate::errors::raise;
 use crate::tokenizer::Tokenizer;
@@ -40,6 +40,7 @@ pub(crate) fn prepare<'py>(
     result.set_item("already_complete", report.already_complete)?;
     result.set_item("num_files", report.num_files)?;
     result.set_item("skipped_files", report.skipped_files)?;
+    result.set_item("skipped_splits", PyTuple::new(py, report.skipped_splits)?)?;
     result.set_item("num_units", report.num_units)?;
     result.set_item("missing_units", report.missing_units)?;
     result.set_item("num_documents", report.num_documents)?;

@@ -62,13 +62,37 @@ pub(crate) fn read_arrow(
     if start == b"ARROW1\0\0" {
         start.clear();
     }
-    let stream = StreamReader::try_new(std::io::Cursor::new(start).chain(input), None);
-    let stream = stream.map_err(|e| damaged(&e))?;
+    let whole = Tail { inner: std::io::Cursor::new(start).chain(input), last: [0; 8] };
+    let mut stream = StreamReader::try_new(whole, None).map_err(|e| damaged(&e))?;
     text_columns(file, &stream.schema(), &reading.text_fields)?;
-    for batch in stream {
+    for batch in &mut stream {
         send_rows(file, &batch.map_err(|e| damaged(&e))?, &reading.text_fields, to)?;
     }
-    Ok(())
+    // Between two batches a cut leaves a stream that reads well, but without the end's mark.
+    match stream.get_ref().last {
+        END | [_, _, _, _, 0, 0, 0, 0] => Ok(()),
+        _ => Err(damaged(&"it is cut off: the mark of its end is missing")),
+    }
+}
+
+/// What ends a stream: no further message.
+const END: [u8; 8] = [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0];
+
+/// A reader that remembers the last bytes it gave.
+struct Tail<R> {
+    inner: R,
+    last: [u8; 8],
+}
+
+impl<R: Read> Read for Tail<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let count = self.inner.read(buffer)?;
+        for &byte in &buffer[count.saturating_sub(8)..count] {
+            self.last.rotate_left(1);
+            self.last[7] = byte;
+        }
+        Ok(count)
+    }
 }
 
 /// Where the wanted columns are; an error names the columns that hold text.
@@ -98,7 +122,7 @@ fn text_columns(file: &InputFile, schema: &Schema, fields: &[String]) -> Result<
 fn is_text(kind: &DataType) -> bool {
     match kind {
         DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => true,
-        DataType::Dictionary(_, values) => is_text(values),
+        DataType::Dictionary(_, values) => !matches!(**values, DataType::Dictionary(..)) && is_text(values),
         _ => false,
     }
 }
@@ -106,11 +130,11 @@ fn is_text(kind: &DataType) -> bool {
 fn send_rows(file: &InputFile, batch: &RecordBatch, fields: &[String], to: &mut Batcher) -> Result<()> {
     let mut columns = Vec::with_capacity(fields.len());
     for field in fields {
-        let column = batch.column_by_name(field).cloned();
-        columns.push(column.ok_or_else(|| unreadable(file, "table", &"a batch lacks a column"))?);
+        let column = batch.column_by_name(field);
+        columns.push(Texts::of(column.ok_or_else(|| unreadable(file, "table", &"a batch lacks a column"))?));
     }
     for row in 0..batch.num_rows() {
-        let texts: Vec<&str> = columns.iter().filter_map(|column| text_at(column, row)).collect();
+        let texts: Vec<&str> = columns.iter().filter_map(|column| column.at(row)).collect();
         match texts[..] {
             [one] => to.push_document(one)?,
             _ => to.push_document(&texts.join("\n"))?,
@@ -119,19 +143,40 @@ fn send_rows(file: &InputFile, batch: &RecordBatch, fields: &[String], to: &mut 
     Ok(())
 }
 
-/// The text in a row of a column; `None` for null.
+/// A column of text; of a dictionary, its values and which of them each row has.
+struct Texts<'a> {
+    column: &'a ArrayRef,
+    dictionary: Option<(&'a ArrayRef, Vec<usize>)>,
+}
+
+impl<'a> Texts<'a> {
+    fn of(column: &'a ArrayRef) -> Self {
+        // Without values every row is null, and there are no keys to speak of.
+        let dictionary = column.as_any_dictionary_opt().filter(|dictionary| !dictionary.values().is_empty());
+        Self { column, dictionary: dictionary.map(|d| (d.values(), d.normalized_keys())) }
+    }
+
+    /// The text in a row; `None` for null.
+    fn at(&self, row: usize) -> Option<&'a str> {
+        if self.column.is_null(row) {
+            return None;
+        }
+        match &self.dictionary {
+            Some((values, keys)) => text_at(values, *keys.get(row)?),
+            None => text_at(self.column, row),
+        }
+    }
+}
+
 fn text_at(column: &ArrayRef, row: usize) -> Option<&str> {
-    if column.is_null(row) {
+    if row >= column.len() || column.is_null(row) {
         return None;
     }
     match column.data_type() {
         DataType::Utf8 => Some(column.as_string::<i32>().value(row)),
         DataType::LargeUtf8 => Some(column.as_string::<i64>().value(row)),
         DataType::Utf8View => Some(column.as_string_view().value(row)),
-        _ => {
-            let dictionary = column.as_any_dictionary_opt()?;
-            text_at(dictionary.values(), *dictionary.normalized_keys().get(row)?)
-        }
+        _ => None,
     }
 }
 

@@ -18,12 +18,24 @@ pub(crate) fn read_file(
     bytes: &AtomicU64,
     to: &mut Batcher,
 ) -> Result<()> {
-    match file.format {
+    let result = match file.format {
         Format::Text => read_text(file, reading, bytes, to),
         Format::JsonLines => read_json_lines(file, reading, bytes, to),
-        Format::Parquet => crate::columns::read_parquet(file, reading, bytes, to),
-        Format::Arrow => crate::columns::read_arrow(file, reading, bytes, to),
-    }
+        Format::Parquet => guarded(file, || crate::columns::read_parquet(file, reading, bytes, to)),
+        Format::Arrow => guarded(file, || crate::columns::read_arrow(file, reading, bytes, to)),
+    };
+    // First: a change explains whatever else went wrong.
+    file.check_unchanged()?;
+    result
+}
+
+/// Some damage makes the libraries that read tables panic; to the user it is damage like any other.
+/// Nothing half-changed is used afterwards: the run ends with this error.
+fn guarded(file: &InputFile, read: impl FnOnce() -> Result<()>) -> Result<()> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(read)).unwrap_or_else(|_| {
+        let path = file.path.display();
+        Err(Error::Input(format!("{path}: damaged so badly that reading it broke off; get the file again")))
+    })
 }
 
 fn read_text(file: &InputFile, reading: &Reading, bytes: &AtomicU64, to: &mut Batcher) -> Result<()> {

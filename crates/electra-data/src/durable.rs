@@ -81,12 +81,17 @@ pub(crate) fn remove_temps(dir: &Path, tag: Option<&str>) -> Result<()> {
 
 /// An error while writing, with the remedy where the system's word alone leaves one guessing.
 pub(crate) fn write_error(path: &Path, error: std::io::Error) -> Error {
-    use std::io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
-    if matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge) {
-        let advice = "free some space and run the same command again; what is finished is kept";
-        return Error::io(path, std::io::Error::new(error.kind(), format!("{error}: {advice}")));
-    }
-    Error::io(path, error)
+    use std::io::ErrorKind::{
+        FileTooLarge, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull,
+    };
+    let advice = match error.kind() {
+        StorageFull | QuotaExceeded | FileTooLarge => {
+            "free some space and run the same command again; what is finished is kept"
+        }
+        PermissionDenied | ReadOnlyFilesystem => "nothing can be written there; choose another --out",
+        _ => return Error::io(path, error),
+    };
+    Error::io(path, std::io::Error::new(error.kind(), format!("{error}: {advice}")))
 }
 
 fn sync_folder_of(path: &Path) -> Result<()> {

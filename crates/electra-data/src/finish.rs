@@ -9,7 +9,7 @@ use crate::durable::{create_folder, write_whole};
 use crate::error::{Error, Result};
 use crate::format::FORMAT_VERSION;
 use crate::job::{Folder, UnitRecord, remove_if_there};
-use crate::manifest::{MANIFEST, Manifest, ShardEntry, TokenizerEntry, hex128};
+use crate::manifest::{MANIFEST, Manifest, ShardEntry, TokenizerEntry, hex128, sum};
 use crate::shard::Shard;
 use crate::store::HOLDOUT;
 use crate::tokenize::Tokenizer;
@@ -33,7 +33,7 @@ impl Finish<'_> {
         if dir.join(MANIFEST).exists() {
             return Manifest::read(dir);
         }
-        let documents: u64 = records.iter().map(|record| record.documents).sum();
+        let documents = sum(records.iter().map(|record| record.documents));
         if self.holdout && documents > 1 && records.iter().all(|record| record.holdout.is_empty()) {
             self.hold_out_last(&mut records)?;
         }
@@ -44,7 +44,7 @@ impl Finish<'_> {
         if train.is_empty() {
             return Err(self.nothing_left(&records));
         }
-        let empty = records.iter().map(|record| record.empty_documents).sum();
+        let empty = sum(records.iter().map(|record| record.empty_documents));
         let has_holdout = !held_out.is_empty();
         if has_holdout {
             self.write(&self.folder.holdout(), self.manifest(held_out, 0, false))?;
@@ -118,7 +118,7 @@ impl Finish<'_> {
     }
 
     fn nothing_left(&self, records: &[UnitRecord]) -> Error {
-        let empty: u64 = records.iter().map(|record| record.empty_documents).sum();
+        let empty = sum(records.iter().map(|record| record.empty_documents));
         let message = if records.iter().any(|record| !record.holdout.is_empty()) {
             "the holdout took every document: choose a smaller fraction or add text".to_owned()
         } else {

@@ -131,9 +131,18 @@ impl Header {
             body_length: long(48),
         };
         match header.layout() {
-            Some(layout) if layout.file_length as u64 == long(40) => Ok(header),
+            Some(layout) if layout.file_length as u64 == long(40) && header.is_possible() => Ok(header),
             _ => Err("the header's lengths contradict each other".into()),
         }
+    }
+
+    /// Whether the counts can be those of the bytes: readers index by the counts.
+    fn is_possible(&self) -> bool {
+        let body = match self.kind {
+            Kind::Tokens { width } => self.num_tokens.checked_mul(width.into()) == Some(self.body_length),
+            Kind::Lines => self.num_documents <= self.body_length,
+        };
+        body && self.num_documents <= self.num_tokens && self.num_tokens <= u64::from(u32::MAX)
     }
 }
 
@@ -180,5 +189,12 @@ mod tests {
         let huge = Header { num_documents: u64::MAX / 2, ..header() };
         assert!(huge.layout().is_none());
         assert!(Header::parse(&huge.to_bytes()).is_err());
+        for wrong in [
+            Header { num_tokens: 6, ..header() },
+            Header { num_documents: 6, ..header() },
+            Header { kind: Kind::Lines, body_length: 2, ..header() },
+        ] {
+            assert!(Header::parse(&wrong.to_bytes()).unwrap_err().contains("contradict"), "{wrong:?}");
+        }
     }
 }

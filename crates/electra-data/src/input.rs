@@ -3,14 +3,18 @@
 //! The list is cut into units, the grain of resuming and of partitions: which files form a unit
 //! follows from their names and sizes alone.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs::File;
+use std::io::ErrorKind::{NotFound, QuotaExceeded, StorageFull};
 use std::io::{BufRead, BufReader, Read};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::SystemTime;
 
+use crate::durable::write_error;
 use crate::error::{Error, Result};
+use crate::saved::{INFO, STATE, Saved};
 
 /// Consecutive files are one unit until they hold this many bytes.
 const UNIT_BYTES: u64 = 4 << 20;
@@ -42,6 +46,8 @@ pub(crate) struct InputFile {
     /// The path below the folder that all inputs share: the same on every machine.
     pub name: String,
     pub size: u64,
+    /// When it was last written, as it was listed.
+    modified: Option<SystemTime>,
     pub format: Format,
     pub compression: Compression,
 }
@@ -52,6 +58,8 @@ pub(crate) struct Inputs {
     pub files: Vec<InputFile>,
     /// Files in folders or matched by globs whose extension is not known.
     pub skipped: usize,
+    /// Splits of saved datasets that were passed over because another one is read.
+    pub skipped_splits: Vec<String>,
 }
 
 impl Inputs {
@@ -75,7 +83,8 @@ impl Inputs {
         }
         let mut files: Vec<InputFile> = search.files.into_values().collect();
         strip_common_folder(&mut files);
-        Ok(Self { files, skipped: search.skipped.len() })
+        let skipped_splits = search.skipped_splits.into_iter().collect();
+        Ok(Self { files, skipped: search.skipped.len(), skipped_splits })
     }
 
     /// Consecutive files grouped into units of at least 4 MiB.
@@ -96,6 +105,7 @@ impl Inputs {
 struct Search {
     files: BTreeMap<PathBuf, InputFile>,
     skipped: HashSet<PathBuf>,
+    skipped_splits: BTreeSet<String>,
     folders: HashSet<PathBuf>,
     except: Option<PathBuf>,
 }
@@ -137,16 +147,39 @@ impl Search {
         if !self.folders.insert(folder.canonicalize().map_err(failed)?) {
             return Ok(());
         }
+        let rows = match Saved::find(folder)? {
+            Some(Saved::Splits { folder, others }) => {
+                self.skipped_splits.extend(others);
+                return self.add_folder(&folder);
+            }
+            Some(Saved::Rows(files)) => {
+                files.iter().try_for_each(|file| self.add_file(file).map(drop))?;
+                true
+            }
+            None => false,
+        };
         for entry in std::fs::read_dir(folder).map_err(failed)? {
             let entry = entry.map_err(failed)?;
-            if entry.file_name().to_string_lossy().starts_with('.') {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if name.starts_with('.') || (rows && (name == STATE || name == INFO)) {
                 continue;
             }
-            if entry.path().is_dir() {
+            if rows {
+                self.pass_over(&entry.path())?;
+            } else if entry.path().is_dir() {
                 self.add_folder(&entry.path())?;
             } else {
                 self.add_file(&entry.path())?;
             }
+        }
+        Ok(())
+    }
+
+    /// Counts a file that is not read, unless it is read after all.
+    fn pass_over(&mut self, path: &Path) -> Result<()> {
+        let full = path.canonicalize().map_err(|e| Error::io(path, e))?;
+        if !self.files.contains_key(&full) {
+            self.skipped.insert(full);
         }
         Ok(())
     }
@@ -161,9 +194,10 @@ impl Search {
             self.skipped.insert(full);
             return Ok(false);
         };
-        let size = full.metadata().map_err(|e| Error::io(path, e))?.len();
-        let name = full.to_string_lossy().into_owned();
-        self.files.insert(full, InputFile { path: path.to_owned(), name, size, format, compression });
+        let found = full.metadata().map_err(|e| Error::io(path, e))?;
+        let (size, modified) = (found.len(), found.modified().ok());
+        let (name, path) = (full.to_string_lossy().into_owned(), path.to_owned());
+        self.files.insert(full, InputFile { path, name, size, modified, format, compression });
         Ok(true)
     }
 }
@@ -242,8 +276,24 @@ impl InputFile {
         let mut unpacked = tempfile::tempfile().map_err(|e| Error::io(std::env::temp_dir(), e))?;
         let uncounted = AtomicU64::new(0);
         let mut stream = self.open(&uncounted)?;
-        std::io::copy(&mut stream, &mut unpacked).map_err(|e| self.unreadable(&e))?;
+        std::io::copy(&mut stream, &mut unpacked).map_err(|error| match error.kind() {
+            StorageFull | QuotaExceeded => write_error(&std::env::temp_dir(), error),
+            _ => self.unreadable(&error),
+        })?;
         Ok(unpacked)
+    }
+
+    /// Refuses what was read if the file is no longer the one that was listed: half of it may be old.
+    pub fn check_unchanged(&self) -> Result<()> {
+        let what = match std::fs::metadata(&self.path) {
+            Ok(now) if now.len() == self.size && now.modified().ok() == self.modified => return Ok(()),
+            Ok(now) if now.len() == self.size => "was written to".to_owned(),
+            Ok(now) => format!("went from {} to {} bytes", self.size, now.len()),
+            Err(error) if error.kind() == NotFound => "disappeared".to_owned(),
+            Err(error) => return Err(Error::io(&self.path, error)),
+        };
+        let path = self.path.display();
+        Err(Error::Input(format!("{path}: {what} while it was in use; run again when nothing changes it")))
     }
 
     /// An error while reading the stream: the system's, or damage in the compressed data.

@@ -8,9 +8,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::durable::{create_folder, is_temp, remove_temps, write_whole};
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::durable::{create_folder, is_temp, remove_temps, write_error, write_whole};
 use crate::error::{Error, Result};
-use crate::manifest::{MANIFEST, Manifest, PARTS, ShardEntry};
+use crate::manifest::{MANIFEST, Manifest, PARTS, ShardEntry, hex128, sum};
 use crate::store::HOLDOUT;
 
 /// The tag of a run that does every unit.
@@ -28,6 +30,26 @@ pub(crate) struct UnitRecord {
     pub empty_documents: u64,
     pub shards: Vec<ShardEntry>,
     pub holdout: Vec<ShardEntry>,
+    /// xxh3-128 of this file with the empty string here, hexadecimal; [`UnitRecord::sealed`] sets it.
+    pub checksum: String,
+}
+
+impl UnitRecord {
+    /// The record's one spelling, its checksum included.
+    pub fn sealed(&self) -> serde_json::Result<Vec<u8>> {
+        let unsealed = Self { checksum: String::new(), ..self.clone() };
+        let checksum = hex128(xxh3_128(&serde_json::to_vec_pretty(&unsealed)?));
+        serde_json::to_vec_pretty(&Self { checksum, ..unsealed })
+    }
+
+    /// A record as it was written, to the byte; of any other, nothing.
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        let record: Self = serde_json::from_slice(bytes).ok()?;
+        let shards = || record.shards.iter().chain(&record.holdout);
+        let possible = shards().all(|shard| shard.is_possible(2) || shard.is_possible(4))
+            && sum(shards().map(|shard| shard.num_documents)) == record.documents;
+        (possible && record.sealed().ok()? == bytes).then_some(record)
+    }
 }
 
 #[derive(Serialize, Deserialize)]
@@ -90,7 +112,7 @@ impl Folder {
     /// The record of a unit whose shards are all there, if it is finished.
     pub fn record(&self, unit: usize) -> Option<UnitRecord> {
         let bytes = std::fs::read(self.parts().join(record_name(unit))).ok()?;
-        let record: UnitRecord = serde_json::from_slice(&bytes).ok()?;
+        let record = UnitRecord::parse(&bytes)?;
         let whole = |dir: &Path, shards: &[ShardEntry]| {
             shards
                 .iter()
@@ -104,7 +126,7 @@ impl Folder {
 
     /// Declares a unit finished; its shards are durable already.
     pub fn save_record(&self, record: &UnitRecord) -> Result<()> {
-        let bytes = serde_json::to_vec_pretty(record).map_err(|e| Error::io(self.parts(), e.into()))?;
+        let bytes = record.sealed().map_err(|e| Error::io(self.parts(), e.into()))?;
         write_whole(&self.parts(), &record_name(record.unit), &self.tag, &bytes)
     }
 
@@ -116,7 +138,7 @@ impl Folder {
     /// Waits until no other run is finishing this corpus.
     pub fn finishing_lock(&self) -> Result<File> {
         let path = self.dir.join(format!("{LOCK}finish"));
-        let file = File::create(&path).map_err(|e| Error::io(&path, e))?;
+        let file = File::create(&path).map_err(|e| write_error(&path, e))?;
         file.lock().map_err(|e| Error::io(&path, e))?;
         Ok(file)
     }
@@ -234,7 +256,7 @@ fn try_other_locks(dir: &Path, tag: &str, matters: impl Fn(&str) -> bool) -> Res
 }
 
 fn try_lock(path: &Path) -> Result<File> {
-    let file = File::options().create(true).append(true).open(path).map_err(|e| Error::io(path, e))?;
+    let file = File::options().create(true).append(true).open(path).map_err(|e| write_error(path, e))?;
     match file.try_lock() {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => {

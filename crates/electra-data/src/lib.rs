@@ -26,11 +26,14 @@ mod corpus;
 mod durable;
 mod finish;
 mod format;
+#[cfg(test)]
+mod hostile;
 mod input;
 mod job;
 mod manifest;
 mod mapped;
 mod pipeline;
+mod saved;
 #[cfg(test)]
 mod testing;
 mod text;

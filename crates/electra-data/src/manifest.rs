@@ -6,11 +6,13 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::error::{Error, Result};
-use crate::format::FORMAT_VERSION;
+use crate::format::{FORMAT_VERSION, HEADER, Header, Kind};
 use crate::mapped::damaged;
 
 /// The manifest's name inside a corpus.
 pub(crate) const MANIFEST: &str = "manifest.json";
+/// No manifest is longer: it has a few hundred bytes a shard of up to 2^27 tokens.
+const LONGEST: u64 = 1 << 30;
 /// The folder of unit records (see `job`); there without a manifest, it means unfinished work.
 pub(crate) const PARTS: &str = "parts";
 
@@ -69,6 +71,29 @@ pub(crate) struct ShardEntry {
     pub num_documents: u64,
 }
 
+impl ShardEntry {
+    /// Whether names and counts can be those of a shard with ids of `width` bytes. What is mapped
+    /// and allocated follows from the counts, so they have to fit the lengths of real files.
+    pub fn is_possible(&self, width: u16) -> bool {
+        let &Self { num_tokens, num_documents, .. } = self;
+        let kind = Kind::Tokens { width };
+        let body_length = num_tokens.saturating_mul(width.into());
+        let header = Header { kind, num_tokens, num_documents, tokenizer_hash: 0, body_length };
+        let least_lines = num_documents.saturating_mul(9).saturating_add(HEADER as u64);
+        (1..=u64::from(u32::MAX)).contains(&num_tokens)
+            && (1..=num_tokens).contains(&num_documents)
+            && header.layout().is_some_and(|layout| layout.file_length as u64 == self.tokens.bytes)
+            && self.lines.bytes > least_lines
+            && is_plain(&self.tokens.file)
+            && is_plain(&self.lines.file)
+    }
+}
+
+/// Whether this names a file of the folder itself and not one elsewhere.
+fn is_plain(name: &str) -> bool {
+    Path::new(name).file_name().is_some_and(|last| last == name)
+}
+
 /// The whole manifest, fields in the order in which they are written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Manifest {
@@ -96,8 +121,8 @@ pub(crate) struct Manifest {
 impl Manifest {
     /// Adds up the shards and computes both hashes.
     pub fn seal(mut self) -> Self {
-        self.num_tokens = self.shards.iter().map(|shard| shard.num_tokens).sum();
-        self.num_documents = self.shards.iter().map(|shard| shard.num_documents).sum();
+        self.num_tokens = sum(self.shards.iter().map(|shard| shard.num_tokens));
+        self.num_documents = sum(self.shards.iter().map(|shard| shard.num_documents));
         self.content_hash = self.hash_content();
         self.checksum = String::new();
         self.checksum = hex128(xxh3_128(self.canonical().as_bytes()));
@@ -114,6 +139,10 @@ impl Manifest {
     /// Reads and checks `dir/manifest.json`.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(MANIFEST);
+        let length = std::fs::metadata(&path).map_err(|error| no_manifest(dir, error))?.len();
+        if length > LONGEST {
+            return Err(damaged(&path, format!("not a manifest ({length} bytes long)")));
+        }
         let bytes = std::fs::read(&path).map_err(|error| no_manifest(dir, error))?;
         Self::parse(&path, &bytes)
     }
@@ -136,7 +165,26 @@ impl Manifest {
         if sealed != manifest || manifest.canonical().as_bytes() != bytes {
             return Err(damaged(path, "its checksum does not hold: it was edited or damaged".into()));
         }
-        Ok(manifest)
+        match manifest.impossible() {
+            Some(what) => Err(damaged(path, format!("{what}: no release wrote it like that"))),
+            None => Ok(manifest),
+        }
+    }
+
+    /// What cannot be in a manifest that `prepare` wrote, however right its checksum is.
+    fn impossible(&self) -> Option<String> {
+        let TokenizerEntry { file, hash, vocab_size, special_tokens: s, .. } = &self.tokenizer;
+        if !matches!(self.token_bytes, 2 | 4) {
+            return Some(format!("token_bytes is {}", self.token_bytes));
+        }
+        if [s.pad, s.unk, s.cls, s.sep, s.mask].iter().any(|id| id >= vocab_size) || *vocab_size > 1 << 31 {
+            return Some(format!("special tokens and a vocabulary of {vocab_size} contradict each other"));
+        }
+        if !is_plain(file) || hash.len() != 16 || u64::from_str_radix(hash, 16).is_err() {
+            return Some("the tokenizer's entry is malformed".to_owned());
+        }
+        let wrong = self.shards.iter().position(|shard| !shard.is_possible(self.token_bytes))?;
+        Some(format!("the names, counts or lengths of shard {wrong} (from 0) contradict each other"))
     }
 
     fn hash_content(&self) -> String {
@@ -150,6 +198,11 @@ impl Manifest {
         }
         hex128(hash.digest128())
     }
+}
+
+/// A sum of counts that may be anybody's: too large is as wrong as it gets, but no panic.
+pub(crate) fn sum(counts: impl Iterator<Item = u64>) -> u64 {
+    counts.fold(0, u64::saturating_add)
 }
 
 /// 128 bits as 32 hexadecimal digits.

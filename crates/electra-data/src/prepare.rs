@@ -17,7 +17,7 @@ use crate::finish::Finish;
 use crate::format::FORMAT_VERSION;
 use crate::input::Inputs;
 use crate::job::{ALL, Claim, Folder, clear_up};
-use crate::manifest::{MANIFEST, Manifest, hex128};
+use crate::manifest::{MANIFEST, Manifest, hex128, sum};
 use crate::pipeline::{Batcher, Mark, default_threads};
 use crate::reading::{Documents, Reading};
 use crate::store::HOLDOUT;
@@ -66,6 +66,8 @@ pub struct Report {
     pub num_files: usize,
     /// Files of unknown kinds that were passed over.
     pub skipped_files: usize,
+    /// Splits of saved datasets that were passed over because another one was read.
+    pub skipped_splits: Vec<String>,
     /// Units in all, and of these the ones that are not done.
     pub num_units: usize,
     /// Units that are not done, in this folder.
@@ -117,6 +119,7 @@ impl Run<'_> {
         let report = Report {
             num_files: inputs.files.len(),
             skipped_files: inputs.skipped,
+            skipped_splits: inputs.skipped_splits.clone(),
             num_units: units.len(),
             ..Report::default()
         };
@@ -196,14 +199,14 @@ impl Run<'_> {
             return self.complete(&Manifest::read(self.out)?, report);
         }
         if missing > 0 {
-            let sum = |f: fn(&crate::manifest::ShardEntry) -> u64| {
-                records.iter().flat_map(|record| &record.shards).map(f).sum::<u64>()
+            let total = |f: fn(&crate::manifest::ShardEntry) -> u64| {
+                sum(records.iter().flat_map(|record| &record.shards).map(f))
             };
             return Ok(Report {
                 missing_units: missing,
-                num_documents: sum(|shard| shard.num_documents),
-                num_tokens: sum(|shard| shard.num_tokens),
-                empty_documents: records.iter().map(|record| record.empty_documents).sum(),
+                num_documents: total(|shard| shard.num_documents),
+                num_tokens: total(|shard| shard.num_tokens),
+                empty_documents: sum(records.iter().map(|record| record.empty_documents)),
                 ..report
             });
         }

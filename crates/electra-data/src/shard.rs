@@ -177,7 +177,12 @@ impl Shard {
 fn decode_lengths(bytes: &[u8], lengths: &mut Vec<u32>) -> Option<()> {
     let (mut value, mut shift) = (0_u32, 0);
     for &byte in bytes {
-        value |= u32::from(byte & 0x7f).checked_shl(shift)?;
+        let bits = u32::from(byte & 0x7f);
+        let shifted = bits.checked_shl(shift)?;
+        if shifted >> shift != bits {
+            return None;
+        }
+        value |= shifted;
         shift += 7;
         if byte & 0x80 == 0 {
             lengths.push(value);
@@ -198,5 +203,6 @@ mod tests {
         assert_eq!(lengths, [7, 0, 5, 128, u32::MAX]);
         assert!(decode_lengths(&[0x80], &mut lengths).is_none());
         assert!(decode_lengths(&[0x80; 9], &mut lengths).is_none());
+        assert!(decode_lengths(&[0xff, 0xff, 0xff, 0xff, 0x1f], &mut lengths).is_none());
     }
 }

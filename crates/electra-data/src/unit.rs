@@ -148,6 +148,7 @@ impl UnitBuilder {
             empty_documents: self.empty_documents,
             shards: self.train.finish()?,
             holdout: self.holdout.finish()?,
+            checksum: String::new(),
         })
     }
 }

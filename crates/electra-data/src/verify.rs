@@ -6,10 +6,13 @@ use rayon::prelude::*;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::error::{Error, Result};
-use crate::manifest::{FileEntry, Manifest, ShardEntry, hex128};
+use crate::manifest::{FileEntry, Manifest, ShardEntry, hex128, sum};
 use crate::mapped::{Mapped, damaged};
 use crate::shard::Shard;
 use crate::store::HOLDOUT;
+
+/// Tokens looked at together.
+const SOME_TOKENS: usize = 1 << 15;
 
 /// What was looked at and what is wrong with it.
 #[derive(Clone, Debug, Default)]
@@ -51,7 +54,7 @@ fn verify_one(dir: &Path, manifest: &Manifest) -> Verified {
     verified.damaged = errors.into_iter().flatten().map(|error| error.to_string()).collect();
     for shard in &manifest.shards {
         verified.num_files += 2;
-        verified.num_bytes += shard.tokens.bytes + shard.lines.bytes;
+        verified.num_bytes = sum([verified.num_bytes, shard.tokens.bytes, shard.lines.bytes].into_iter());
     }
     let tokenizer = dir.join(&manifest.tokenizer.file);
     match std::fs::read(&tokenizer) {
@@ -68,6 +71,7 @@ fn check_shard(dir: &Path, manifest: &Manifest, entry: &ShardEntry) -> Vec<Error
     errors.extend(check_file(shard.lines(), &entry.lines));
     if errors.is_empty() {
         errors.extend(check_tables(&shard).err());
+        errors.extend(check_ids(&shard, manifest.tokenizer.vocab_size).err());
     }
     errors
 }
@@ -98,6 +102,24 @@ fn check_tables(shard: &Shard) -> Result<()> {
             return Err(damaged(shard.lines()?.path(), reason));
         }
         start = end;
+    }
+    Ok(())
+}
+
+/// Every id must be one of the vocabulary: an embedding is looked up by it.
+fn check_ids(shard: &Shard, vocab_size: u32) -> Result<()> {
+    let mut ids = vec![0; SOME_TOKENS];
+    let mut start = 0;
+    while start < shard.num_tokens() {
+        let count = (shard.num_tokens() - start).min(SOME_TOKENS as u64);
+        let ids = &mut ids[..count as usize];
+        shard.copy_tokens(start, ids)?;
+        if let Some(place) = ids.iter().position(|&id| id as u32 >= vocab_size) {
+            let (at, id) = (start + place as u64, ids[place] as u32);
+            let reason = format!("token {at}: id {id} is not in the vocabulary of {vocab_size}");
+            return Err(damaged(shard.tokens()?.path(), reason));
+        }
+        start += count;
     }
     Ok(())
 }

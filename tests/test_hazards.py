@@ -1,0 +1,241 @@
+"""What happens around a run: inputs that change, folders that refuse, a second run, a kill, a lost file."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from electra_fast import BatchLoader, _data
+from electra_fast.corpus import Corpus, prepare, verify
+
+VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(100))]
+# As in test_prepare: this side starts without the package's __init__.
+IMPORT = f"""
+import sys, types
+sys.modules["electra_fast"] = types.ModuleType("electra_fast")
+sys.modules["electra_fast"].__path__ = [{str(Path(_data.__file__).parent)!r}]
+from electra_fast.corpus import Corpus, prepare, verify
+"""
+RUN = f"""{IMPORT}
+prepare([sys.argv[1]], vocab=sys.argv[2], out=sys.argv[3], threads=1, progress=False)
+"""
+# Words too long for a vocabulary: much to read, little to do.
+FILLER = ("x" * 4_000 + "\n") * 256
+
+
+@pytest.fixture
+def vocab(tmp_path):
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(VOCAB))
+    return path
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def rewrite(path):
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(b"w9")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000_000))
+
+
+def append(path):
+    with path.open("a") as file:
+        file.write("w1")
+
+
+CHANGES = {
+    "grows": (append, r"went from \d+ to \d+ bytes"),
+    "shrinks": (lambda path: os.truncate(path, 5 << 20), r"went from \d+ to 5242880 bytes"),
+    "changes": (rewrite, "was written to"),
+    "disappears": (lambda path: path.unlink(), "disappeared"),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_an_input_that_changes_under_the_run_is_refused(vocab, tmp_path, how):
+    change, message = CHANGES[how]
+    path, out, calls = tmp_path / "a.txt", tmp_path / "out", []
+    path.write_text("w1 w2\n" + FILLER * 12)
+
+    def once(*_):  # the reader is a few MiB ahead of this call, not twelve
+        if not calls:
+            change(path)
+        calls.append(1)
+
+    tokenizer = _data.Tokenizer(str(vocab))
+    with pytest.raises(ValueError, match=rf"a\.txt: {message} while it was in use; run again"):
+        _data.prepare(tokenizer, str(out), files=[str(path)], text_fields=["text"], threads=1, progress=once)
+    assert not (out / "manifest.json").exists() and not list(out.glob("shard-*"))
+    path.write_text("w3 w4")
+    assert prepare([path], vocab=vocab, out=out, progress=False).num_tokens == 2
+
+
+@pytest.fixture
+def stuck(tmp_path, vocab):
+    """A folder of three units and a pipe as the last file: a run waits there until somebody writes."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in "abc":
+        (text / f"{name}.txt").write_text(f"w1 {name}\n" + FILLER * 5)
+    os.mkfifo(text / "d.txt")
+    command = [sys.executable, "-c", RUN, text, vocab, tmp_path / "out"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        records = [tmp_path / f"out/parts/unit-{unit:06}.json" for unit in range(2)]
+        deadline = time.monotonic() + 60
+        while not all(path.exists() for path in records):
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.01)
+        yield process, text, tmp_path / "out"
+        process.kill()
+
+
+def test_finished_units_survive_a_kill_untouched(stuck, vocab, tmp_path):
+    process, text, out = stuck
+    process.kill()
+    process.wait()
+    finished = [path for unit in range(2) for path in out.glob(f"shard-{unit:06}-*")]
+    before = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in finished}
+    assert len(before) == 4
+    (text / "d.txt").unlink()
+    (text / "d.txt").write_text("")
+    assert prepare([text], vocab=vocab, out=out, progress=False).complete
+    assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in finished} == before
+    prepare([text], vocab=vocab, out=tmp_path / "undisturbed", progress=False)
+    assert contents(out) == contents(tmp_path / "undisturbed")
+
+
+def test_a_damaged_record_is_done_again(stuck, vocab, tmp_path):
+    process, text, out = stuck
+    process.kill()
+    process.wait()
+    record = out / "parts/unit-000001.json"
+    record.write_text(record.read_text().replace('"documents": 1', '"documents": 2'))
+    inodes = [(out / f"shard-00000{unit}-000.tokens").stat().st_ino for unit in range(2)]
+    (text / "d.txt").unlink()
+    (text / "d.txt").write_text("")
+    prepare([text], vocab=vocab, out=out, progress=False)
+    same = [(out / f"shard-00000{unit}-000.tokens").stat().st_ino == inodes[unit] for unit in range(2)]
+    assert same == [True, False]
+    prepare([text], vocab=vocab, out=tmp_path / "undisturbed", progress=False)
+    assert contents(out) == contents(tmp_path / "undisturbed")
+
+
+def test_a_second_process_is_refused_and_the_first_goes_on(stuck, vocab):
+    process, text, out = stuck
+    with pytest.raises(ValueError, match="another prepare is at work in this folder; wait for it or choose another"):
+        prepare([text], vocab=vocab, out=out, progress=False)
+    with (text / "d.txt").open("w"):
+        pass  # the pipe ends empty
+    assert process.wait(60) == 0, process.stderr.read()
+    assert verify(out)
+
+
+# Without its capabilities root, too, may not write where the mode forbids it.
+POWERLESS = f"""{IMPORT}
+import ctypes
+header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert ctypes.CDLL(None, use_errno=True).capset(header, nothing) == 0
+text, vocab, folder, corpus = sys.argv[1:]
+for out in (folder, folder + "/new"):
+    try:
+        prepare([text], vocab=vocab, out=out, progress=False)
+    except OSError as error:
+        print(error)
+assert verify(corpus)["files"] == 4 and len(Corpus(corpus)[0]) == 1
+assert prepare([text], vocab=vocab, out=corpus, progress=False).already_complete
+"""
+
+
+def test_a_read_only_folder(vocab, tmp_path):
+    (tmp_path / "a.txt").write_text("w1")
+    folder, corpus = tmp_path / "folder", tmp_path / "corpus"
+    folder.mkdir()
+    prepare([tmp_path / "a.txt"], vocab=vocab, out=corpus, progress=False)
+    before = contents(corpus)
+    for path in (folder, corpus, *corpus.iterdir()):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    command = [sys.executable, "-c", POWERLESS, tmp_path / "a.txt", vocab, folder, corpus]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    for path in (folder, corpus):
+        path.chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and all("nothing can be written there; choose another --out" in line for line in lines)
+    assert contents(folder) == {} and contents(corpus) == before
+
+
+@pytest.fixture
+def long_corpus(vocab, tmp_path):
+    """Several blocks of tokens in one shard; all of its ids, for comparison."""
+    out = tmp_path / "long"
+    prepare((" ".join(f"w{(n + i) % 100}" for i in range(5_000)) for n in range(30)), vocab=vocab, out=out)
+    return out, [ids.tolist() for ids in Corpus(out)]
+
+
+def test_files_that_are_replaced_or_removed_stay_what_they_were(long_corpus, tmp_path):
+    out, expected = long_corpus
+    corpus = Corpus(out)
+    assert corpus[0].tolist() == expected[0]
+    tokens = next(out.glob("*.tokens"))
+    (tmp_path / "other").write_bytes(bytes(tokens.stat().st_size))
+    os.replace(tmp_path / "other", tokens)
+    assert [ids.tolist() for ids in corpus] == expected
+    tokens.unlink()
+    assert [ids.tolist() for ids in corpus] == expected
+    with pytest.raises(ValueError, match="missing, though the manifest names it"):
+        Corpus(out)
+
+
+def test_a_file_that_grows_or_changes_is_noticed_or_harmless(long_corpus):
+    out, expected = long_corpus
+    corpus = Corpus(out)
+    assert corpus[0].tolist() == expected[0]
+    tokens = next(out.glob("*.tokens"))
+    with tokens.open("ab") as file:
+        file.write(b"more")
+    assert [ids.tolist() for ids in corpus[:5]] == expected[:5]
+    with pytest.raises(ValueError, match="bytes instead of"):
+        Corpus(out)
+    with tokens.open("r+b") as file:
+        file.seek(3 * 65_536 + 9)
+        file.write(b"\xff")
+    with pytest.raises(ValueError, match="block 3 of 5 is damaged"):
+        list(corpus)
+
+
+def load(folder):
+    return [batch.num_rows for batch in BatchLoader(folder, sequence_length=32, batch_size=8, epochs=1)]
+
+
+def test_a_loader_needs_manifest_and_tokens_and_looks_at_every_bit_of_them(vocab, tmp_path):
+    out = tmp_path / "out"
+    prepare(iter(["w1 w2\nw3", "w4 w5"]), vocab=vocab, out=out, progress=False)
+    expected = load(out)
+    for path in sorted(out.iterdir()):
+        sound = path.read_bytes()
+        for bit in range(len(sound) * 8):
+            if path.suffix != ".tokens" and bit % 37:
+                continue  # the manifest's bits all have their turn in the crate's own tests
+            flipped = bytearray(sound)
+            flipped[bit // 8] ^= 1 << (bit % 8)
+            path.write_bytes(flipped)
+            if path.suffix in (".tokens", ".json"):
+                with pytest.raises(ValueError, match=path.name):
+                    load(out)
+            else:  # loading reads neither the lines' lengths nor the vocabulary
+                assert load(out) == expected
+        path.write_bytes(sound)
+        shutil.move(path, tmp_path / "away")
+        if path.suffix == ".txt":
+            assert load(out) == expected
+        else:
+            with pytest.raises((ValueError, FileNotFoundError), match=path.name):
+                load(out)
+        shutil.move(tmp_path / "away", path)

@@ -1,0 +1,175 @@
+"""What `prepare` reads beside plain text: saved datasets, Arrow's many strings, BERT's conventions."""
+
+import json
+
+import pyarrow as pa
+import pytest
+
+from electra_fast.corpus import Corpus, Tokenizer, prepare
+
+VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(100))]
+TEXTS = [f"w{n} w{n + 1}\nw{n + 2}" for n in range(90)]
+
+
+@pytest.fixture
+def vocab(tmp_path):
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(VOCAB))
+    return path
+
+
+def texts_of(folder):
+    corpus = Corpus(folder)
+    return [Tokenizer.of(corpus).decode(ids) for ids in corpus]
+
+
+def write_stream(path, table, rows=32, open_writer=pa.ipc.new_stream):
+    with path.open("wb") as file, open_writer(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+
+
+def save(folder, texts, num_files=2):
+    """A dataset as `datasets` saves it: a stream a file, and two descriptions."""
+    folder.mkdir(parents=True)
+    names = [f"data-{index:05}-of-{num_files:05}.arrow" for index in range(num_files)]
+    size = -(-len(texts) // num_files)
+    for index, name in enumerate(names):
+        part = texts[index * size : (index + 1) * size]
+        write_stream(folder / name, pa.table({"label": list(range(len(part))), "text": pa.array(part, pa.string())}))
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "1", "_format_type": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {"text": {"dtype": "string"}}}))
+    return folder
+
+
+def save_splits(folder, **splits):
+    for name, texts in splits.items():
+        save(folder / name, texts)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
+    return folder
+
+
+def test_a_saved_dataset_is_read_by_its_own_list(vocab, tmp_path, capfd):
+    saved = save(tmp_path / "saved", TEXTS)
+    write_stream(saved / "cache-1234.arrow", pa.table({"text": ["w99"]}))
+    report = prepare([saved], vocab=vocab, out=tmp_path / "out")
+    prepare(iter(TEXTS), vocab=vocab, out=tmp_path / "plain", progress=False)
+    assert report.content_hash == Corpus(tmp_path / "plain").content_hash
+    assert (report.num_files, report.skipped_files, report.skipped_splits) == (2, 1, ())
+    assert "1 files of other kinds were passed over" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("wrap", [lambda folder: folder, lambda folder: folder.parent])
+def test_a_saved_dataset_lacks_no_file(vocab, tmp_path, wrap):
+    saved = save(tmp_path / "in/saved", TEXTS)
+    (saved / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(ValueError, match=r"state\.json: names .*data-00001-of-00002\.arrow, which is missing"):
+        prepare([wrap(saved)], vocab=vocab, out=tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_saved_splits_train_is_read(vocab, tmp_path, capfd):
+    saved = save_splits(tmp_path / "saved", test=["w1"], train=["w2", "w3"], validation=["w4"])
+    report = prepare([saved], vocab=vocab, out=tmp_path / "train")
+    assert texts_of(tmp_path / "train") == ["w2", "w3"]
+    assert report.skipped_splits == ("test", "validation")
+    assert "only train was read, not test, validation: name their folders" in capfd.readouterr().err
+    prepare([saved / "test", saved / "validation"], vocab=vocab, out=tmp_path / "others", progress=False)
+    assert texts_of(tmp_path / "others") == ["w1", "w4"]
+
+
+def test_splits_without_train_are_not_guessed_at(vocab, tmp_path):
+    saved = save_splits(tmp_path / "saved", a=["w1"], b=["w2"])
+    with pytest.raises(ValueError, match=r"dataset_dict\.json: no split is called train; name one \(a, b\) as"):
+        prepare([saved], vocab=vocab, out=tmp_path / "out", progress=False)
+
+
+KINDS = {
+    "string": pa.string(),
+    "large": pa.large_string(),
+    "view": pa.string_view(),
+    "dictionary": pa.dictionary(pa.int32(), pa.string()),
+    "small-keys": pa.dictionary(pa.uint8(), pa.large_string()),
+}
+
+
+@pytest.mark.parametrize("open_writer", [pa.ipc.new_stream, pa.ipc.new_file])
+@pytest.mark.parametrize("kind", KINDS)
+def test_strings_of_every_kind(vocab, tmp_path, kind, open_writer):
+    texts = [None, "w1", *TEXTS, None, "w1"]
+    path = tmp_path / "a.arrow"
+    # One batch: a file, unlike a stream, cannot replace its dictionary.
+    write_stream(path, pa.table({"text": pa.array(texts, KINDS[kind])}), rows=1000, open_writer=open_writer)
+    report = prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)
+    assert (report.num_documents, report.empty_documents) == (len(TEXTS) + 2, 2)
+    prepare((text for text in texts if text), vocab=vocab, out=tmp_path / "plain", progress=False)
+    assert report.content_hash == Corpus(tmp_path / "plain").content_hash
+
+
+def test_nulls_are_counted_wherever_they_are(vocab, tmp_path):
+    dictionary = pa.DictionaryArray.from_arrays(pa.array([0, 1, None, 0], pa.int32()), pa.array(["w1", None]))
+    nothing = pa.DictionaryArray.from_arrays(pa.array([None, None], pa.int32()), pa.array([], pa.string()))
+    write_stream(tmp_path / "a.arrow", pa.table({"text": dictionary}))
+    write_stream(tmp_path / "b.arrow", pa.table({"text": nothing}))
+    report = prepare([tmp_path / "a.arrow", tmp_path / "b.arrow"], vocab=vocab, out=tmp_path / "out", progress=False)
+    assert (report.num_documents, report.empty_documents) == (2, 4)
+
+
+def test_several_columns_are_joined_by_line_ends(vocab, tmp_path):
+    titles, bodies = ["w1", None, "w2", None], ["w3 w4", "w5", None, None]
+    table = pa.table({"body": pa.array(bodies, pa.string_view()), "n": [1, 2, 3, 4], "title": titles})
+    write_stream(tmp_path / "a.arrow", table)
+    report = prepare([tmp_path / "a.arrow"], vocab=vocab, out=tmp_path / "out", text_field="title,body", progress=False)
+    assert (report.num_documents, report.empty_documents) == (3, 1)
+    prepare(iter(["w1\nw3 w4", "w5", "w2"]), vocab=vocab, out=tmp_path / "plain", progress=False)
+    assert report.content_hash == Corpus(tmp_path / "plain").content_hash
+
+
+def test_a_long_batch_of_a_dictionary_takes_no_longer(vocab, tmp_path):
+    """Quadratic work would take minutes here."""
+    array = pa.array(["w1", "w2"] * 150_000).dictionary_encode()
+    write_stream(tmp_path / "a.arrow", pa.table({"text": array}), rows=len(array))
+    report = prepare([tmp_path / "a.arrow"], vocab=vocab, out=tmp_path / "out", progress=False)
+    assert report.num_documents == 300_000
+
+
+@pytest.mark.parametrize("open_writer", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_an_arrow_file_cut_anywhere_loses_no_row_silently(vocab, tmp_path, open_writer):
+    whole, cut = tmp_path / "whole.arrow", tmp_path / "cut.arrow"
+    write_stream(whole, pa.table({"text": TEXTS[:6]}), rows=2, open_writer=open_writer)
+    data = whole.read_bytes()
+    complete = data.rindex(b"\xff\xff\xff\xff\0\0\0\0") + 8  # what follows the end's mark is a file's index
+    for length in range(0, complete, 8):
+        cut.write_bytes(data[:length])
+        with pytest.raises(ValueError, match=r"cut\.arrow: cannot be read as Arrow .*get the file again"):
+            prepare([cut], vocab=vocab, out=tmp_path / "out", progress=False)
+    cut.write_bytes(data[:complete])
+    assert prepare([cut], vocab=vocab, out=tmp_path / "out", progress=False).num_documents == 6
+
+
+def test_a_damaged_arrow_file_is_an_error_or_text(vocab, tmp_path):
+    path = tmp_path / "a.arrow"
+    array = pa.array(["w1", "w2", "w1"]).dictionary_encode()
+    write_stream(path, pa.table({"text": array, "other": ["w3", None, "w4"]}))
+    sound, refused = path.read_bytes(), 0
+    for at in range(0, len(sound), 5):
+        damaged = bytearray(sound)
+        damaged[at] ^= 0xFF
+        path.write_bytes(damaged)
+        try:
+            prepare([path], vocab=vocab, out=tmp_path / f"out{at}", progress=False)
+        except ValueError as error:
+            refused += 1
+            assert "a.arrow: " in str(error) and "\n" not in str(error)
+    assert refused > 30
+
+
+def test_sentences_on_lines_and_blank_lines_between_documents(vocab, tmp_path):
+    """The convention of BERT's corpora is the default; each sentence stays a line of its document."""
+    path = tmp_path / "a.txt"
+    path.write_text("w1 w2\nw3\n\n\nw4\n   \nw5\nw6\n")
+    prepare([path], vocab=vocab, out=tmp_path / "blank", progress=False)
+    prepare(iter(["w1 w2\nw3", "w4", "w5\nw6"]), vocab=vocab, out=tmp_path / "plain", progress=False)
+    assert Corpus(tmp_path / "blank").content_hash == Corpus(tmp_path / "plain").content_hash
+    prepare([path], vocab=vocab, out=tmp_path / "line", documents="line", progress=False)
+    assert texts_of(tmp_path / "line") == ["w1 w2", "w3", "w4", "w5", "w6"]
