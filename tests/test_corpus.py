@@ -83,12 +83,41 @@ def test_what_a_tokenizer_tells(vocab):
     tokenizer = Tokenizer(vocab)
     assert tokenizer.options == {"lowercase": False, "strip_accents": False}  # "A" is an ordinary entry
     assert tokenizer.special_tokens == {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
-    assert (tokenizer.vocab_size, tokenizer.fast) == (len(VOCAB), False)
+    assert (tokenizer.vocab_size, tokenizer.fast) == (len(VOCAB), True)
     [ids] = tokenizer.encode_batch(["unable tokens"])
     assert [tokenizer.id_to_token(i) for i in ids] == ["un", "##able", "token", "##s"]
     assert tokenizer.decode(ids) == "unable tokens"
     with pytest.raises(IndexError, match="not in a vocabulary of"):
         tokenizer.id_to_token(10_000)
+
+
+def other_rules():
+    """Configurations that the fast path leaves to the crate, each with the reason that is given."""
+    yield "normalizer is not BertNormalizer", lambda its: setattr(its, "normalizer", tokenizers.normalizers.NFKC())
+    splitter = tokenizers.pre_tokenizers.Whitespace()
+    yield "pre-tokenizer is not BertPreTokenizer", lambda its: setattr(its, "pre_tokenizer", splitter)
+    yield "added tokens that are not special", lambda its: its.add_tokens(["the tok"])
+    twice = tokenizers.processors.TemplateProcessing(single="$A $A", pair="$A $B")
+    yield "post-processor may change", lambda its: setattr(its, "post_processor", twice)
+
+
+@pytest.mark.parametrize(
+    ("reason", "change"), [*other_rules()], ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_other_rules_go_to_the_crate_and_prepare_says_so(vocab, tmp_path, capfd, reason, change):
+    saved, text = oracle(lowercase=True), "the tokens shard the ﬁrst maskable café"
+    saved.add_special_tokens(SPECIAL)
+    saved.save(str(tmp_path / "fast.json"))
+    change(saved)
+    saved.save(str(tmp_path / "slow.json"))
+    (tmp_path / "text.txt").write_text(text)
+    for name, fast in (("fast", True), ("slow", False)):
+        tokenizer = Tokenizer(tmp_path / f"{name}.json")
+        assert (tokenizer.fast, tokenizer.why_not_fast is None) == (fast, fast)
+        prepare([tmp_path / "text.txt"], vocab=tokenizer, out=tmp_path / name)
+        assert ("tokenizers crate" in capfd.readouterr().err) is not fast
+    assert reason in tokenizer.why_not_fast
+    assert tokenizer.encode_batch([text])[0].tolist() == saved.encode(text, add_special_tokens=False).ids
 
 
 def test_a_vocabulary_must_have_the_special_tokens(tmp_path):

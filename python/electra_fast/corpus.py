@@ -96,6 +96,11 @@ class Tokenizer:
         return self._inner.fast
 
     @property
+    def why_not_fast(self) -> str | None:
+        """Why the crate has to serve, as a clause like "its model is not WordPiece"; `None` if it does not."""
+        return self._inner.why_not_fast
+
+    @property
     def vocab_size(self) -> int:
         """Every id is below this."""
         return self._inner.vocab_size
@@ -257,7 +262,7 @@ def prepare(
                 progress=bar.update,
             )
         )
-        bar.say(_summary(report, out))
+        bar.say(_summary(report, out) + _by_crate(tokenizer))
     return report
 
 
@@ -353,6 +358,11 @@ def _source(inputs: Any, kind: Kind) -> dict[str, Any]:
     if kind == "files" or (kind == "auto" and isinstance(inputs, list | tuple)):
         return {"files": [os.fspath(path) for path in inputs]}
     return {"documents": iter(inputs)}
+
+
+def _by_crate(tokenizer: Tokenizer) -> str:
+    why = tokenizer.why_not_fast
+    return f"; tokenised by the tokenizers crate, which is many times slower, because {why}" if why else ""
 
 
 def _fields(text_field: str) -> list[str]:

@@ -25,7 +25,7 @@ impl Corpus {
     /// Ids of a document as the bytes of little-endian u32.
     fn document<'py>(&self, py: Python<'py>, index: u64) -> PyResult<Bound<'py, PyBytes>> {
         let ids = py.detach(|| self.inner.document(index)).map_err(raise)?;
-        Ok(ids_to_bytes(py, &ids))
+        ids_to_bytes(py, &ids)
     }
 
     #[getter]

@@ -32,7 +32,7 @@ impl Tokenizer {
     /// Ids of each text as the bytes of little-endian u32.
     fn encode_batch<'py>(&self, py: Python<'py>, texts: Vec<String>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let ids = py.detach(|| self.inner.encode_batch(&texts)).map_err(raise)?;
-        Ok(ids.iter().map(|ids| ids_to_bytes(py, ids)).collect())
+        ids.iter().map(|ids| ids_to_bytes(py, ids)).collect()
     }
 
     fn decode(&self, ids: Vec<u32>) -> PyResult<String> {
@@ -51,6 +51,12 @@ impl Tokenizer {
     #[getter]
     fn fast(&self) -> bool {
         self.inner.is_fast()
+    }
+
+    /// A clause, or None if the fast path serves.
+    #[getter]
+    fn why_not_fast(&self) -> Option<&'static str> {
+        self.inner.why_not_fast()
     }
 
     /// (lowercase, strip_accents)
@@ -72,7 +78,9 @@ pub(crate) fn special_tuple(special: electra_data::SpecialTokens) -> (u32, u32, 
 }
 
 /// Ids as bytes that numpy reads as `<u4`.
-pub(crate) fn ids_to_bytes<'py>(py: Python<'py>, ids: &[u32]) -> Bound<'py, PyBytes> {
-    let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
-    PyBytes::new(py, &bytes)
+pub(crate) fn ids_to_bytes<'py>(py: Python<'py>, ids: &[u32]) -> PyResult<Bound<'py, PyBytes>> {
+    PyBytes::new_with(py, 4 * ids.len(), |bytes| {
+        bytes.chunks_exact_mut(4).zip(ids).for_each(|(four, id)| four.copy_from_slice(&id.to_le_bytes()));
+        Ok(())
+    })
 }

@@ -36,6 +36,7 @@ fn tokenise(dir: &Path, thousands: u32) -> Result<usize, Box<dyn Error>> {
     let path = dir.join("vocab.txt");
     std::fs::write(&path, vocab.join("\n"))?;
     let tokenizer = Tokenizer::from_file(&path, Some(true), None)?;
+    let mut encoder = tokenizer.encoder();
     let mut draw = Stream::new(1, Purpose::Tie, [0, 0, 0]);
     let (mut ids, mut tokens) = (Vec::new(), 0);
     for _ in 0..1000 * thousands {
@@ -53,7 +54,7 @@ fn tokenise(dir: &Path, thousands: u32) -> Result<usize, Box<dyn Error>> {
             line.push(' ');
         }
         ids.clear();
-        tokenizer.encode_into(&line, &mut ids)?;
+        encoder.encode_into(&line, &mut ids)?;
         tokens += ids.len();
     }
     Ok(tokens)

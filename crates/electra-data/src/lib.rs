@@ -1,6 +1,7 @@
 //! Text to masked, packed Arrow batches for replaced-token detection.
 //!
-//! Building a corpus: `corpus` (files to lines) → `tokenize` → `shard`, driven by `prepare`.
+//! Building a corpus: `corpus` (files to lines) → `tokenize` → `shard`, driven by `prepare`; the fast
+//! tokenizer under `tokenize` is `wordpiece`.
 //! Reading it: `shard` → `order`, `pack` → `group` → `mask` → `batch`, driven by `loader`.
 
 pub mod batch;
@@ -21,6 +22,7 @@ pub mod tokenize;
 pub mod verify;
 pub mod vocab;
 
+mod ascii;
 mod columns;
 mod corpus;
 mod durable;
@@ -32,12 +34,16 @@ mod input;
 mod job;
 mod manifest;
 mod mapped;
+mod normalize;
+mod pieces;
 mod pipeline;
 mod saved;
 #[cfg(test)]
 mod testing;
 mod text;
 mod unit;
+mod word_cache;
+mod wordpiece;
 mod writer;
 
 pub use error::{Error, Result};
@@ -47,7 +53,7 @@ pub use reading::{Documents, Reading};
 pub use shard::Shard;
 pub use store::Corpus;
 pub use text::InvalidUtf8;
-pub use tokenize::Tokenizer;
+pub use tokenize::{Encoder, Tokenizer};
 pub use unit::Progress;
 pub use verify::{Verified, verify};
 pub use vocab::{VocabOptions, train_vocab};

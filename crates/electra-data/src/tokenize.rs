@@ -1,6 +1,7 @@
 //! Lines to ids. `vocab.txt` means BERT's tokenizer, `tokenizer.json` whatever it describes.
 //!
-//! Special tokens are never added, and their names in text are text like any other.
+//! Special tokens are never added, and their names in text are text like any other. BERT's rules are
+//! followed by this crate's own `wordpiece`, all others by the `tokenizers` crate.
 
 use std::path::Path;
 
@@ -14,10 +15,13 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::{Error, Result};
 use crate::manifest::SpecialTokens;
+use crate::wordpiece::{self, FastWordPiece};
 
 /// Turns text into ids. The same file and settings give the same ids everywhere.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    /// The fast path, or why there is none.
+    fast: std::result::Result<FastWordPiece, &'static str>,
     file_name: &'static str,
     file: Vec<u8>,
     lowercase: Option<bool>,
@@ -80,7 +84,9 @@ impl Tokenizer {
             .with_normalizer(Some(BertNormalizer::new(true, true, Some(strip_accents), lowercase)))
             .map_err(|e| unusable(path, &e))?;
         inner.with_pre_tokenizer(Some(BertPreTokenizer)).with_decoder(Some(WordPieceDecoder::default()));
+        let fast = FastWordPiece::new(&inner);
         Ok(Self {
+            fast,
             inner,
             file_name: "vocab.txt",
             lowercase: Some(lowercase),
@@ -103,7 +109,9 @@ impl Tokenizer {
         let mut hash = Xxh3::new();
         hash.update(b"tokenizer.json\n");
         hash.update(&file);
+        let fast = FastWordPiece::new(&inner);
         Ok(Self {
+            fast,
             inner,
             file_name: "tokenizer.json",
             lowercase: None,
@@ -115,26 +123,36 @@ impl Tokenizer {
         })
     }
 
-    /// Appends the ids of a piece of text.
-    pub fn encode_into(&self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
-        let encoding = self.inner.encode_fast(text, false).map_err(|error| {
-            let start: String = text.chars().take(40).collect();
-            Error::Input(format!("the tokenizer fails on text beginning {start:?}: {error}"))
-        })?;
-        ids.extend_from_slice(encoding.get_ids());
-        Ok(())
+    /// Something to encode many texts with on one thread.
+    pub fn encoder(&self) -> Encoder<'_> {
+        match &self.fast {
+            Ok(fast) => Encoder(Way::Fast(fast.encoder())),
+            Err(_) => Encoder(Way::Crate(self)),
+        }
     }
 
     /// The ids of each text, over all cores.
     pub fn encode_batch(&self, texts: &[impl AsRef<str> + Sync]) -> Result<Vec<Vec<u32>>> {
         texts
             .par_iter()
-            .map(|text| {
-                let mut ids = Vec::new();
-                self.encode_into(text.as_ref(), &mut ids)?;
-                Ok(ids)
-            })
+            .map_init(
+                || self.encoder(),
+                |encoder, text| {
+                    let mut ids = Vec::new();
+                    encoder.encode_into(text.as_ref(), &mut ids)?;
+                    Ok(ids)
+                },
+            )
             .collect()
+    }
+
+    /// The ids that the `tokenizers` crate gives a text, whichever way serves: for comparison.
+    pub fn encode_by_crate(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding = self.inner.encode_fast(text, false).map_err(|error| {
+            let start: String = text.chars().take(40).collect();
+            Error::Input(format!("the tokenizer fails on text beginning {start:?}: {error}"))
+        })?;
+        Ok(encoding.get_ids().to_vec())
     }
 
     /// Text that reads like what the ids came from.
@@ -164,7 +182,12 @@ impl Tokenizer {
 
     /// Whether ids come from this crate's own fast path rather than the `tokenizers` crate.
     pub fn is_fast(&self) -> bool {
-        false
+        self.fast.is_ok()
+    }
+
+    /// Why the `tokenizers` crate has to serve, if it does: a clause such as "its model is not WordPiece".
+    pub fn why_not_fast(&self) -> Option<&'static str> {
+        self.fast.as_ref().err().copied()
     }
 
     /// Settings in force: lowercase and strip_accents (`None` for a `tokenizer.json`).
@@ -183,6 +206,25 @@ impl Tokenizer {
         matches!(self.inner.get_normalizer(), Some(NormalizerWrapper::BertNormalizer(_)))
             && matches!(self.inner.get_pre_tokenizer(), Some(PreTokenizerWrapper::BertPreTokenizer(_)))
             && self.inner.get_added_tokens_decoder().values().all(|token| token.special)
+    }
+}
+
+/// Encodes text after text on one thread; see [`Tokenizer::encoder`].
+pub struct Encoder<'a>(Way<'a>);
+
+enum Way<'a> {
+    Fast(wordpiece::Encoder<'a>),
+    Crate(&'a Tokenizer),
+}
+
+impl Encoder<'_> {
+    /// Appends the ids of a piece of text.
+    pub fn encode_into(&mut self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
+        match &mut self.0 {
+            Way::Fast(encoder) => encoder.encode_into(text, ids),
+            Way::Crate(tokenizer) => ids.extend(tokenizer.encode_by_crate(text)?),
+        }
+        Ok(())
     }
 }
 

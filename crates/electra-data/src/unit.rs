@@ -83,11 +83,12 @@ impl UnitJob<'_> {
     }
 
     fn tokenise(&self, batch: &Batch) -> Result<Tokens> {
+        let mut encoder = self.tokenizer.encoder();
         let (mut ids, mut pieces) = (Vec::with_capacity(batch.num_bytes() / 3), Vec::new());
         for (text, mark) in batch.pieces() {
             let before = ids.len();
             if !text.is_empty() {
-                self.tokenizer.encode_into(text, &mut ids)?;
+                encoder.encode_into(text, &mut ids)?;
             }
             pieces.push((ids.len() - before, mark));
         }

@@ -1,0 +1,79 @@
+//! The fast tokenizer against the `tokenizers` crate: the same ids for any text under any options.
+
+mod strings;
+
+use electra_data::Tokenizer;
+use proptest::prelude::*;
+use strings::{Numbers, random_string, tokenizers};
+
+fn assert_same(name: &str, tokenizer: &Tokenizer, text: &str) {
+    let mut ids = Vec::new();
+    let found = tokenizer.encoder().encode_into(text, &mut ids).map(|()| ids);
+    assert_eq!(found.ok(), tokenizer.encode_by_crate(text).ok(), "{name}: {text:?}");
+}
+
+fn all() -> Vec<(String, Tokenizer)> {
+    let all = tokenizers(None, tempfile::tempdir().expect("a temporary folder").path());
+    for (name, tokenizer) in &all {
+        assert!(tokenizer.is_fast(), "{name}: {:?}", tokenizer.why_not_fast());
+    }
+    all
+}
+
+#[test]
+fn random_strings() {
+    let mut numbers = Numbers(20_261_121);
+    for (name, tokenizer) in all() {
+        for _ in 0..2_000 {
+            assert_same(&name, &tokenizer, &random_string(&mut numbers));
+        }
+    }
+}
+
+/// Every character there is, alone and within words; the less usual options see an eighth of them each.
+#[test]
+fn all_characters() {
+    let characters: Vec<char> = ('\0'..=char::MAX).collect();
+    for (which, (name, tokenizer)) in all().iter().enumerate() {
+        // Uncased and cased, as the published vocabularies are.
+        let usual = which == 0 || which == 3;
+        for (number, some) in characters.chunks(64).enumerate() {
+            if usual || number % 8 == which % 8 {
+                let text: String =
+                    some.iter().flat_map(|&c| [c, ' ', 'a', c, 'e', c, '\u{301}', ' ']).collect();
+                assert_same(name, tokenizer, &text);
+            }
+        }
+    }
+}
+
+#[test]
+fn edges() {
+    let long = |c: char, n: usize| String::from_iter(std::iter::repeat_n(c, n));
+    let mut texts: Vec<String> =
+        ["", " ", "a", ".", "\0", "é", "\u{301}", "a\u{0}b", "##", "日", "#日#", "a\u{b}b\u{c}c\u{1c}d"]
+            .map(str::to_owned)
+            .into();
+    for n in [1, 7, 8, 9, 14, 15, 16, 17, 31, 99, 100, 101, 102, 400, 401, 70_000] {
+        texts.extend(['a', 'Z', 'é', 'ß', '日', '각', '\u{302e}', '.', '\0'].map(|c| long(c, n)));
+        texts.extend([format!("x{}", long('é', n)), format!("{}İ{}", long('b', n), long('c', n))]);
+    }
+    for (name, tokenizer) in all() {
+        for text in &texts {
+            assert_same(&name, &tokenizer, text);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn any_strings(texts in prop::collection::vec(".{0,40}|\\PC{0,40}|[a-zA-Z\u{300}-\u{345}\u{302e}\u{302f}\u{1d165}-\u{1d16d} .é日]{0,60}", 32)) {
+        thread_local!(static ALL: Vec<(String, Tokenizer)> = all());
+        ALL.with(|all| {
+            for (name, tokenizer) in all {
+                texts.iter().for_each(|text| assert_same(name, tokenizer, text));
+            }
+        });
+    }
+}

@@ -1,0 +1,241 @@
+//! Random strings that tokenizers get wrong, and vocabularies to split them with.
+
+use std::path::{Path, PathBuf};
+
+use electra_data::Tokenizer;
+
+/// SplitMix64: the same numbers everywhere.
+pub struct Numbers(pub u64);
+
+impl Numbers {
+    /// The next number below `bound`.
+    pub fn below(&mut self, bound: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((u128::from(z ^ (z >> 31)) * bound as u128) >> 64) as usize
+    }
+
+    fn one_of<T: Copy>(&mut self, items: &[T]) -> T {
+        items[self.below(items.len())]
+    }
+}
+
+/// Ranges of code points with their own trouble: Latin, marks, Greek, Cyrillic, Hebrew, Arabic, Indic,
+/// Tibetan, Jamo, Greek with accents, spaces and format characters, kana and tone marks, CJK, Hangul,
+/// private use and CJK compatibility, presentation forms, emoji, music, rarer CJK, tags and variants.
+const RANGES: [(u32, u32); 30] = [
+    (0x20, 0x7f),
+    (0x20, 0x7f),
+    (0, 0x20),
+    (0x7f, 0x100),
+    (0x100, 0x250),
+    (0x300, 0x370),
+    (0x300, 0x370),
+    (0x370, 0x530),
+    (0x590, 0x700),
+    (0x900, 0xe00),
+    (0xf00, 0xfff),
+    (0x1100, 0x1200),
+    (0x1ab0, 0x1b00),
+    (0x1dc0, 0x1f00),
+    (0x1f00, 0x2000),
+    (0x2000, 0x2070),
+    (0x20d0, 0x2100),
+    (0x2100, 0x2200),
+    (0x3000, 0x3100),
+    (0x4e00, 0x9fff),
+    (0xac00, 0xd7a4),
+    (0xd7b0, 0xd800),
+    (0xe000, 0xfb00),
+    (0xfb00, 0x1_0000),
+    (0x1_0000, 0x1_2000),
+    (0x1_6ff0, 0x1_7000),
+    (0x1_d100, 0x1_d800),
+    (0x1_f300, 0x1_fb00),
+    (0x2_a6d0, 0x2_fa20),
+    (0xe_0000, 0xe_0200),
+];
+/// Marks that survive stripping and have combining classes, and what may stand between them.
+const MARKS: [char; 16] = [
+    '\u{302e}',
+    '\u{302f}',
+    '\u{1d165}',
+    '\u{1d16d}',
+    '\u{16ff0}',
+    '\u{16ff1}',
+    '\u{301}',
+    '\u{334}',
+    '\u{345}',
+    '\u{34f}',
+    '\u{1df9}',
+    '\u{8d3}',
+    '\u{11a34}',
+    '\u{0}',
+    '\u{200d}',
+    '\u{1e2ec}',
+];
+const CHOSEN: [char; 24] = [
+    '[',
+    ']',
+    '#',
+    '\u{fffd}',
+    '\u{feff}',
+    '\u{d7ff}',
+    '\u{e000}',
+    '\u{10ffff}',
+    '\u{85}',
+    '\u{a0}',
+    '\u{2028}',
+    '\u{3000}',
+    '\u{130}',
+    '\u{3a3}',
+    '\u{3c2}',
+    '\u{1e9e}',
+    '\u{212a}',
+    '\u{fb01}',
+    '\u{37e}',
+    '\u{1fef}',
+    '\u{2001}',
+    '\u{f900}',
+    '\u{2f800}',
+    '\u{e0001}',
+];
+const WORDS: [&str; 20] = [
+    "the",
+    "The",
+    "unaffable",
+    "don't",
+    "[MASK]",
+    "##ing",
+    "naïve",
+    "Café",
+    "e\u{301}clair",
+    "日本語",
+    "한국어",
+    "Привет",
+    "ΣΊΣΥΦΟΣ",
+    "İstanbul",
+    "electroencephalograph",
+    "internationalization",
+    "0x1F",
+    "“quoted”",
+    "—",
+    "résumé’s",
+];
+
+/// A string of up to about 60 characters; one in fifty has a very long word.
+pub fn random_string(numbers: &mut Numbers) -> String {
+    let mut text = String::new();
+    let (pieces, flavour) = (1 + numbers.below(24), numbers.below(8));
+    for _ in 0..pieces {
+        match (flavour, numbers.below(16)) {
+            (_, 0..3) => text.push(numbers.one_of(&[' ', ' ', '\t', '\n', '.', ',', '-', '\''])),
+            (0, _) | (_, 3) => text.push(any_char(numbers, 0, 0x11_0000)),
+            (1, _) | (_, 4) => text.push(numbers.one_of(&MARKS)),
+            (2, _) | (_, 5) => text.push(numbers.one_of(&CHOSEN)),
+            (3 | 4, _) | (_, 6..9) => {
+                let (from, to) = numbers.one_of(&RANGES);
+                text.push(any_char(numbers, from, to));
+            }
+            (5, _) | (_, 9..11) => {
+                let length = 1 + numbers.below(20);
+                text.extend((0..length).map(|_| any_char(numbers, 0x30, 0x7b)));
+            }
+            _ => text.push_str(numbers.one_of(&WORDS)),
+        }
+    }
+    if numbers.below(50) == 0 {
+        let (c, length) =
+            (numbers.one_of(&['a', 'é', '日', '\u{ac01}', '\u{302e}', '\u{301}']), 90 + numbers.below(24));
+        text.extend(std::iter::repeat_n(c, length));
+    }
+    text
+}
+
+fn any_char(numbers: &mut Numbers, from: u32, to: u32) -> char {
+    // Surrogates are no characters; their neighbours are.
+    char::from_u32(from + numbers.below((to - from) as usize) as u32).unwrap_or('\u{d7ff}')
+}
+
+/// A vocabulary in which most strings come apart in many ways.
+fn vocabulary() -> Vec<String> {
+    let mut entries: Vec<String> = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"].map(str::to_owned).into();
+    let mut letters: Vec<char> =
+        ('!'..='~').chain("éÉèàïüßñΣσςἀάíдПривет日本語語人한국어어“”’—ﬁı豈\u{301}\u{302e}".chars()).collect();
+    letters.extend(('\u{1100}'..'\u{1200}').chain('\u{900}'..'\u{980}'));
+    for c in letters {
+        entries.extend([c.to_string(), format!("##{c}")]);
+    }
+    for word in WORDS {
+        let chars: Vec<char> = word.chars().collect();
+        for (start, length) in
+            (0..chars.len()).flat_map(|start| [(start, 2), (start, 3), (start, 5), (start, 8)])
+        {
+            let piece: String = chars[start..].iter().take(length).collect();
+            entries.extend([format!("##{piece}"), piece.to_lowercase(), piece]);
+        }
+    }
+    let mut seen = std::collections::HashSet::new();
+    entries.retain(|entry| seen.insert(entry.clone()));
+    entries
+}
+
+/// Tokenizers in all combinations of BERT's options, named; with a vocabulary of its own or a given one.
+pub fn tokenizers(vocab: Option<&Path>, dir: &Path) -> Vec<(String, Tokenizer)> {
+    let entries = match vocab {
+        Some(path) => {
+            std::fs::read_to_string(path).expect("a vocabulary").lines().map(str::to_owned).collect()
+        }
+        None => vocabulary(),
+    };
+    let mut all = Vec::new();
+    for options in 0..16 {
+        let [lowercase, strip, clean, chinese] = [1, 2, 4, 8].map(|bit| options & bit == 0);
+        let name =
+            format!("lowercase {lowercase}, strip_accents {strip}, clean_text {clean}, chinese {chinese}");
+        let path = if clean && chinese {
+            write(dir, "vocab.txt", &entries.join("\n"))
+        } else {
+            let vocab: serde_json::Map<String, serde_json::Value> =
+                entries.iter().zip(0..).map(|(entry, id)| (entry.clone(), id.into())).collect();
+            write(dir, "tokenizer.json", &json(vocab, lowercase, strip, clean, chinese).to_string())
+        };
+        let own = |value| (clean && chinese).then_some(value);
+        all.push((name, Tokenizer::from_file(&path, own(lowercase), own(strip)).expect("a tokenizer")));
+    }
+    all
+}
+
+fn json(
+    vocab: serde_json::Map<String, serde_json::Value>,
+    lowercase: bool,
+    strip: bool,
+    clean: bool,
+    chinese: bool,
+) -> serde_json::Value {
+    let special = |(id, name): (usize, &str)| {
+        serde_json::json!({"id": id, "content": name, "single_word": false, "lstrip": false, "rstrip": false,
+                           "normalized": false, "special": true})
+    };
+    let added: Vec<_> =
+        ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"].into_iter().enumerate().map(special).collect();
+    serde_json::json!({
+        "version": "1.0", "truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0},
+        "padding": null, "added_tokens": added,
+        // Left open where that means the same.
+        "normalizer": {"type": "BertNormalizer", "clean_text": clean, "handle_chinese_chars": chinese,
+                       "strip_accents": if strip == lowercase { None } else { Some(strip) }, "lowercase": lowercase},
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": {"type": "BertProcessing", "sep": ["[SEP]", 3], "cls": ["[CLS]", 2]}, "decoder": null,
+        "model": {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+                  "max_input_chars_per_word": 100, "vocab": vocab},
+    })
+}
+
+fn write(dir: &Path, name: &str, text: &str) -> PathBuf {
+    let path = dir.join(name);
+    std::fs::write(&path, text).expect("a place to write");
+    path
+}
