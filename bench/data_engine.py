@@ -3,25 +3,26 @@
     python bench/data_engine.py [--text FILE] [--vocab VOCAB.TXT] [--runs 5] [--json OUT.JSON]
     pip install tokenizers transformers datasets mosaicml-streaming litdata nanotoken   # the peers
 
-Everything on one pinned core, in one process, page cache warm; all take turns within each run, and
-each run tokenises text that none of them has seen. Ids are compared with Hugging Face's before
-anything is timed. Rows are 128 tokens, batches 65,536 tokens, shuffled; peers read rows cut beforehand
-and end in Hugging Face's `DataCollatorForLanguageModeling` (*rows only*: without it; *vectorised*: its
-masking called on the whole batch, as nobody does but which is faster), while ours packs documents
-while it reads. No worker processes: there is one core. A peer that is not installed or
-fails is a line of the table that says why. Figures are the median (and spread) of million tokens a
-second by the clock, and of processor time, which is fairer on a busy machine. Without --text it makes
-its own.
+Everything on one pinned core, page cache warm; all take turns within each run, loaders in processes of
+their own that are stopped meanwhile; each run tokenises text that none of them has seen. Ids are
+compared with Hugging Face's before anything is timed. Rows are 128 tokens, batches 65,536 tokens,
+shuffled. Peers read rows cut beforehand and end in Hugging Face's `DataCollatorForLanguageModeling`
+(*rows only*: without it; *vectorised*: its masking called on the whole batch, which is faster and
+unusual), while ours packs documents as it reads. No worker processes: there is one core. A peer that
+is not installed or fails is a line of the table that says why. Figures are the median (and spread) of
+million tokens a second by the clock and of processor time, which is fairer on a busy machine. Without
+--text it makes its own.
 """
 
 import argparse
-import gc
 import importlib.metadata
 import itertools
 import json
+import multiprocessing
 import os
 import platform
 import random
+import signal
 import statistics
 import tempfile
 import time
@@ -155,13 +156,77 @@ def nano_encode(vocab: Path) -> Any:
 
 
 def loading(vocab: Path, text: Path, folder: Path, runs: int, seconds: float) -> Figures:
-    """Rates of all loaders; each gives endless shuffled batches of [512, 128] int tensors."""
-    corpus = folder / "shards"
-    electra_fast.prepare([text], vocab=vocab, lowercase=True, out=corpus, progress=False)
-    rows = rows_of(electra_fast.Corpus(corpus))
+    """Rates of all loaders, each in a process of its own, so that nobody's threads count as another's."""
+    electra_fast.prepare([text], vocab=vocab, lowercase=True, out=folder / "shards", progress=False)
+    np.save(folder / "rows.npy", rows_of(electra_fast.Corpus(folder / "shards")))
+    figures: Figures = {}
+    ways: dict[str, tuple[Any, Any]] = {}
+    context = multiprocessing.get_context("spawn")
+    for name in loaders(vocab, folder):
+        figures[name] = {"Mtok/s": [], "Mtok/cpu-s": []}
+        pipe, end = context.Pipe()
+        process = context.Process(target=serve, args=(name, vocab, folder, seconds, end), daemon=True)
+        process.start()
+        end.close()
+        ways[name] = (pipe, process)
+        reason = answer(pipe)  # opened one after the other: peers write files that the next one reads
+        if reason:
+            figures[name]["missing"] = reason
+            del ways[name]
+        else:
+            os.kill(process.pid or 0, signal.SIGSTOP)  # some have threads that never rest
+    try:
+        for number in range(runs):
+            for name in list(ways)[:: 1 if number % 2 else -1]:
+                pipe, process = ways[name]
+                os.kill(process.pid, signal.SIGCONT)
+                pipe.send("run")
+                record(figures[name], *pipe.recv())
+                os.kill(process.pid, signal.SIGSTOP)
+    finally:
+        for pipe, process in ways.values():
+            os.kill(process.pid, signal.SIGCONT)
+            pipe.close()  # asks it to end
+            process.join(timeout=10)
+    return figures
+
+
+def answer(pipe: Any) -> str:
+    """What a process says when it is ready: nothing, or why it cannot be."""
+    try:
+        return str(pipe.recv())
+    except EOFError:
+        return "the process ended"
+
+
+def serve(name: str, vocab: Path, folder: Path, seconds: float, pipe: Any) -> None:
+    """The process of one loader: open it, then run whenever told to."""
+    torch.set_num_threads(1)
+    try:
+        batches = loaders(vocab, folder)[name]()
+        for _ in range(3):
+            if next(batches).shape != (BATCH, LENGTH):
+                raise ValueError("batches of another shape")
+    except Exception as error:  # a peer may fail in any way: the table says how
+        pipe.send(f"{type(error).__name__}: {error}".splitlines()[0][:100])
+        return
+    pipe.send("")
+    try:
+        while pipe.recv():
+            tokens, start, processor = 0, time.perf_counter(), time.process_time()
+            while time.perf_counter() - start < seconds:
+                tokens += next(batches).numel()
+            pipe.send((tokens, (time.perf_counter() - start, time.process_time() - processor)))
+    except EOFError:
+        os._exit(0)  # peers' threads would go on
+
+
+def loaders(vocab: Path, folder: Path) -> dict[str, Callable[[], Iterator[torch.Tensor]]]:
+    """What gives endless shuffled batches of [512, 128] int tensors; ours first."""
     mask = "+ DataCollatorForLanguageModeling"
-    openers = {
-        "electra-fast, packed and masked": lambda: ours_batches(corpus),
+    rows = np.load(folder / "rows.npy", mmap_mode="r")
+    return {
+        "electra-fast, packed and masked": lambda: ours_batches(folder / "shards"),
         f"datasets {mask}": lambda: masked(hf_batches(rows, folder), vocab, whole=False),
         f"datasets {mask}, vectorised": lambda: masked(hf_batches(rows, folder), vocab, whole=True),
         "datasets, rows only": lambda: hf_batches(rows, folder),
@@ -170,24 +235,6 @@ def loading(vocab: Path, text: Path, folder: Path, runs: int, seconds: float) ->
         f"litdata {mask}, vectorised": lambda: masked(litdata_batches(rows, folder), vocab, whole=True),
         "litdata, rows only": lambda: litdata_batches(rows, folder),
     }
-
-    def first(opener: Callable[[], Iterator[torch.Tensor]]) -> Iterator[torch.Tensor]:
-        batches = opener()
-        for _ in range(3):
-            if next(batches).shape != (BATCH, LENGTH):
-                raise ValueError("batches of another shape")
-        return batches
-
-    ways, figures = opened({name: lambda opener=opener: first(opener) for name, opener in openers.items()})
-    for number, name in itertools.product(range(runs), ways):
-        name = name if number % 2 else list(ways)[-1 - list(ways).index(name)]
-        tokens, start, processor = 0, time.perf_counter(), time.process_time()
-        while time.perf_counter() - start < seconds:
-            tokens += next(ways[name]).numel()
-        record(figures[name], tokens, (time.perf_counter() - start, time.process_time() - processor))
-    ways.clear()
-    gc.collect()  # ends their threads before the folder goes
-    return figures
 
 
 def rows_of(corpus: Any) -> np.ndarray[Any, Any]:
@@ -235,22 +282,16 @@ def hf_batches(rows: np.ndarray[Any, Any], folder: Path) -> Iterator[torch.Tenso
 def mds_batches(rows: np.ndarray[Any, Any], folder: Path) -> Iterator[torch.Tensor]:
     """MDS shards, shuffled by its default algorithm."""
     from streaming import MDSWriter, StreamingDataset
-    from streaming.base.util import clean_stale_shared_memory
 
     target = folder / "mds"
     if not target.exists():
         with MDSWriter(out=str(target), columns={"input_ids": f"ndarray:int64:{LENGTH}"}) as writer:
             for row in rows:
                 writer.write({"input_ids": row})
-    clean_stale_shared_memory()
     dataset = StreamingDataset(local=str(target), shuffle=True, batch_size=BATCH)
-    try:
-        samples = (sample["input_ids"] for _ in itertools.count() for sample in dataset)
-        while True:
-            yield torch.from_numpy(np.stack(list(itertools.islice(samples, BATCH))))
-    finally:
-        if hasattr(dataset, "_iterator"):
-            dataset._iterator.exit()  # its threads would go on, and look for shards that are gone
+    samples = (sample["input_ids"] for _ in itertools.count() for sample in dataset)
+    while True:
+        yield torch.from_numpy(np.stack(list(itertools.islice(samples, BATCH))))
 
 
 def litdata_batches(rows: np.ndarray[Any, Any], folder: Path) -> Iterator[torch.Tensor]:

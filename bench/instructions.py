@@ -1,0 +1,89 @@
+"""Do the inner loops take more instructions than they used to? A guard that a busy machine cannot fool.
+
+    python bench/instructions.py [--update] [--tolerance 0.03]
+
+Runs `crates/electra-data/examples/hot_paths.rs` under `valgrind --tool=callgrind` with one and two
+amounts of work, so that what happens once cancels, and compares instructions per token with
+`instructions.json` beside this file. More than the tolerance above it: exit code 1. Another compiler
+changes the counts: compare with the same (the file names it), or `--update` on a tree known to be
+good. Valgrind has no AVX-512; the build must not ask for it (`-C target-cpu=native`).
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+TREE = Path(__file__).resolve().parent.parent
+COUNTS = Path(__file__).with_suffix(".json")
+# What to run, and with how much work first; the second run has twice as much.
+WORK = {"tokenise": 4, "load": 4}
+
+
+def main() -> int:
+    """Count, compare, say."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--update", action="store_true", help="write the counts instead of comparing")
+    parser.add_argument("--tolerance", type=float, default=0.03, help="share by which counts may grow")
+    arguments = parser.parse_args()
+    missing = [tool for tool in ("cargo", "rustc", "valgrind") if shutil.which(tool) is None]
+    if missing:
+        print(f"skipped: needs {' and '.join(missing)}")
+        return 0
+    program = build("hot_paths")
+    compiler = subprocess.run(["rustc", "--version"], cwd=TREE, check=True, capture_output=True, text=True)
+    found = {"compiler": compiler.stdout.strip(), **{what: per_token(program, what) for what in WORK}}
+    if arguments.update:
+        COUNTS.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"wrote {COUNTS}: {found}")
+        return 0
+    return compare(found, json.loads(COUNTS.read_text()), arguments.tolerance)
+
+
+def build(example: str) -> str:
+    """Compile one of the crate's examples, with the features that its tests have, and return where it lies."""
+    command = ["cargo", "build", "--release", "--locked", "--workspace", "--example", example]
+    command += ["--message-format", "json"]
+    lines = subprocess.run(command, cwd=TREE, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    programs = [message.get("executable") for message in map(json.loads, lines)]
+    return next(program for program in programs if program)
+
+
+def per_token(program: str, what: str) -> float:
+    """Instructions that each further token takes."""
+    (once, tokens_once), (twice, tokens_twice) = (run(program, what, n * WORK[what]) for n in (1, 2))
+    return round((twice - once) / (tokens_twice - tokens_once), 2)
+
+
+def run(program: str, what: str, amount: int) -> tuple[int, int]:
+    """Instructions and tokens of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/out", program, what, str(amount)]
+        environment = os.environ | {"RAYON_NUM_THREADS": "1"}
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    collected = re.search(r"Collected : (\d+)", done.stderr)
+    if collected is None:
+        raise ValueError(f"valgrind did not say how many instructions it saw: {done.stderr[-500:]}")
+    return int(collected[1]), int(done.stdout)
+
+
+def compare(found: dict, known: dict, tolerance: float) -> int:
+    """Print both counts; 1 if one grew by more than the tolerance."""
+    if found["compiler"] != known["compiler"]:
+        print(f"note: counted with {found['compiler']}, known from {known['compiler']}")
+    worse = False
+    for what in WORK:
+        change = found[what] / known[what] - 1
+        worse |= change > tolerance
+        verdict = "MORE" if change > tolerance else "less: --update?" if change < -tolerance else "ok"
+        print(f"{what}: {found[what]} instructions a token, known {known[what]} ({change:+.1%}) {verdict}")
+    return int(worse)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
