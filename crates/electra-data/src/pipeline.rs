@@ -99,20 +99,25 @@ fn whitespace_near(text: &[u8], limit: usize) -> Option<usize> {
         .or_else(|| memchr::memchr2(b' ', b'\t', &text[limit..]).map(|at| limit + at))
 }
 
-/// Runs `read` and `work` on threads and `consume` here; `None` means that a moment has passed.
-pub(crate) fn run<T: Send>(
+/// Runs `read` and workers on threads and `consume` here; `None` means that a moment has passed.
+///
+/// Each thread makes a worker of its own, which may remember what it has seen.
+pub(crate) fn run<T: Send, W: FnMut(Batch) -> Result<T>>(
     threads: usize,
     cut_lines: bool,
     read: impl FnOnce(&mut Batcher) -> Result<()> + Send,
-    work: impl Fn(Batch) -> Result<T> + Sync,
+    worker: impl Fn() -> W + Sync,
     mut consume: impl FnMut(Option<T>) -> Result<()>,
 ) -> Result<()> {
     std::thread::scope(|scope| {
         let (job_sender, jobs) = bounded::<(Batch, Sender<Result<T>>)>(threads);
         let (slot_sender, slots) = bounded::<Receiver<Result<T>>>(2 * threads);
         for _ in 0..threads {
-            let (jobs, work) = (jobs.clone(), &work);
-            scope.spawn(move || jobs.iter().for_each(|(batch, slot)| drop(slot.send(work(batch)))));
+            let (jobs, worker) = (jobs.clone(), &worker);
+            scope.spawn(move || {
+                let mut work = worker();
+                jobs.iter().for_each(|(batch, slot)| drop(slot.send(work(batch))));
+            });
         }
         drop(jobs);
         scope.spawn(move || {
@@ -165,10 +170,16 @@ mod tests {
                 (0..300_000).try_for_each(|i| batcher.push(&i.to_string(), Mark::Line))
             };
             let work = |batch: Batch| Ok(batch.pieces().map(|(t, _)| t.to_owned()).collect::<Vec<_>>());
-            run(threads, true, read, work, |texts| {
-                found.extend(texts.into_iter().flatten());
-                Ok(())
-            })
+            run(
+                threads,
+                true,
+                read,
+                || work,
+                |texts| {
+                    found.extend(texts.into_iter().flatten());
+                    Ok(())
+                },
+            )
             .unwrap();
             assert!(found.iter().enumerate().all(|(i, text)| *text == i.to_string()));
             assert_eq!(found.len(), 300_000);
@@ -180,9 +191,9 @@ mod tests {
         let endless = |batcher: &mut Batcher| loop {
             batcher.push(&"x".repeat(1000), Mark::Line)?;
         };
-        let stopped = run(2, true, endless, |_| Ok(()), |_| Err(Error::Interrupted));
+        let stopped = run(2, true, endless, || |_| Ok(()), |_| Err(Error::Interrupted));
         assert!(matches!(stopped, Err(Error::Interrupted)));
-        let broken = run(2, true, |_| Err(Error::Input("no".into())), |_| Ok(()), |_| Ok(()));
+        let broken = run(2, true, |_| Err(Error::Input("no".into())), || |_| Ok(()), |_| Ok(()));
         assert_eq!(broken.unwrap_err().to_string(), "no");
     }
 }

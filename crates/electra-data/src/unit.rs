@@ -8,7 +8,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::error::{Error, Result};
 use crate::job::{Folder, UnitRecord};
 use crate::pipeline::{Batch, Batcher, Mark, run};
-use crate::tokenize::Tokenizer;
+use crate::tokenize::{Encoder, Tokenizer};
 use crate::writer::{ShardSpec, UnitWriter};
 
 const REPORT_EVERY: Duration = Duration::from_millis(100);
@@ -76,24 +76,27 @@ impl UnitJob<'_> {
             if progress(state) { Ok(()) } else { Err(Error::Interrupted) }
         };
         let cut = self.tokenizer.splits_at_whitespace();
-        run(self.threads, cut, read, |batch| self.tokenise(&batch), consume)?;
+        let worker = || {
+            let mut encoder = self.tokenizer.encoder();
+            move |batch| tokenise(&mut encoder, &batch)
+        };
+        run(self.threads, cut, read, worker, consume)?;
         (state.bytes_done, state.bytes_total) = bytes();
         progress(state);
         Ok(())
     }
+}
 
-    fn tokenise(&self, batch: &Batch) -> Result<Tokens> {
-        let mut encoder = self.tokenizer.encoder();
-        let (mut ids, mut pieces) = (Vec::with_capacity(batch.num_bytes() / 3), Vec::new());
-        for (text, mark) in batch.pieces() {
-            let before = ids.len();
-            if !text.is_empty() {
-                encoder.encode_into(text, &mut ids)?;
-            }
-            pieces.push((ids.len() - before, mark));
+fn tokenise(encoder: &mut Encoder, batch: &Batch) -> Result<Tokens> {
+    let (mut ids, mut pieces) = (Vec::with_capacity(batch.num_bytes() / 3), Vec::new());
+    for (text, mark) in batch.pieces() {
+        let before = ids.len();
+        if !text.is_empty() {
+            encoder.encode_into(text, &mut ids)?;
         }
-        Ok(Tokens { ids, pieces })
+        pieces.push((ids.len() - before, mark));
     }
+    Ok(Tokens { ids, pieces })
 }
 
 struct UnitBuilder {

@@ -129,7 +129,7 @@ fn count_words(
         }
         Ok(())
     };
-    run(threads, true, read, |batch| words_of(&batch, &normalizer), consume)?;
+    run(threads, true, read, || |batch| words_of(&batch, &normalizer), consume)?;
     Ok(counts)
 }
 

@@ -131,10 +131,10 @@ impl ShardWriter {
             )));
         }
         self.line += ids.len() as u32;
-        for id in ids {
-            self.tokens.write(&id.to_le_bytes()[..usize::from(self.spec.width)])?;
+        match self.spec.width {
+            2 => self.tokens.write_all(ids, |id| (id as u16).to_le_bytes()),
+            _ => self.tokens.write_all(ids, u32::to_le_bytes),
         }
-        Ok(())
     }
 
     /// Blank lines at a document's start and end are dropped, so that formats agree on its lines.
@@ -207,6 +207,25 @@ impl BlockWriter {
         let mut block = Vec::with_capacity(BLOCK);
         block.resize(HEADER, 0);
         Ok(Self { output, block, first: Vec::new(), hashes: Vec::new(), position: HEADER as u64 })
+    }
+
+    /// Writes ids of N bytes each, as many at once as there is room for: N divides a block.
+    fn write_all<const N: usize>(&mut self, ids: &[u32], to_bytes: impl Fn(u32) -> [u8; N]) -> Result<()> {
+        self.position += (N * ids.len()) as u64;
+        let mut rest = ids;
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at(rest.len().min((BLOCK - self.block.len()) / N));
+            let end = self.block.len();
+            self.block.resize(end + N * now.len(), 0);
+            for (place, &id) in self.block[end..].chunks_exact_mut(N).zip(now) {
+                place.copy_from_slice(&to_bytes(id));
+            }
+            if self.block.len() == BLOCK {
+                self.flush_block()?;
+            }
+            rest = later;
+        }
+        Ok(())
     }
 
     #[inline]
