@@ -47,7 +47,9 @@ def main() -> None:
             print(f"\n{len(documents)} documents, {size / 1e6:.0f} MB, {cores} core(s)\n")
             print("| work | clock | processor | MB/s | clock / tokenising | processor / tokenising |")
             print("| --- | --- | --- | --- | --- | --- |", flush=True)
-            alone = report("tokenising alone", lambda: tokenise(vocab, documents, cores), arguments.runs, size)
+            alone = report(
+                "tokenising alone", lambda cores=cores: tokenise(vocab, documents, cores), arguments.runs, size
+            )
             for path in forms:
                 report(path.name, lambda path=path: prepare(path, vocab, folder), arguments.runs, size, alone)
 

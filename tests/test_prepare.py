@@ -1,6 +1,7 @@
 """`prepare` as a job: resumed, split over machines, interrupted, refused; always the same bytes."""
 
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -92,6 +93,17 @@ def test_partitions_make_one_corpus(text, vocab, whole, tmp_path, together):
     assert reports[0].missing_units == 4 and reports[-1].complete
     assert reports[-1].content_hash == Corpus(whole).content_hash
     assert contents(tmp_path / "all") == contents(whole)
+
+
+def test_the_end_tells_what_each_packing_keeps_and_drops(text, vocab, tmp_path, capfd):
+    report = prepare([text], vocab=vocab, out=tmp_path / "out")
+    total, lines = report.num_tokens, capfd.readouterr().err.splitlines()
+    assert f"packing best-fit: in rows of 128 keeps {total:,} tokens and drops 0, fill 9" in lines[-2]
+    # Every document is one line, cut to a row of two segments at most.
+    dropped = total - sum(min(len(ids), 512 - 2) for ids in Corpus(tmp_path / "out"))
+    found = re.search(r"packing google:.*in rows of 512 keeps ([\d,]+) tokens and drops ([\d,]+) \(", lines[-1])
+    kept, really_dropped = (int(number.replace(",", "")) for number in found.groups())
+    assert kept + really_dropped == total and really_dropped >= dropped > 0
 
 
 def test_missing_parts_are_counted(text, vocab, tmp_path, capfd):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast import _data
+from electra_fast.prepare_report import PrepareReport, summary
 from electra_fast.reading_progress import ReadingProgress
 
 StrPath = str | os.PathLike[str]
@@ -26,31 +26,6 @@ InvalidUtf8 = Literal["error", "replace"]
 Kind = Literal["auto", "files", "documents"]
 
 SPECIAL = ("pad", "unk", "cls", "sep", "mask")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareReport:
-    """What `prepare` did; counts leave out held-out documents."""
-
-    complete: bool
-    """The folder is a corpus now. `False`: other partitions' units are missing."""
-    already_complete: bool
-    """It was one before, of the same inputs and options."""
-    num_files: int
-    skipped_files: int
-    """Files in folders or matched by globs whose kind is not known."""
-    skipped_splits: tuple[str, ...]
-    """Splits of saved datasets that were passed over because `train` was read."""
-    num_units: int
-    """Groups of files that are done or not done as a whole."""
-    missing_units: int
-    num_documents: int
-    num_tokens: int
-    empty_documents: int
-    """Documents without any token; they are left out."""
-    holdout_documents: int
-    content_hash: str
-    """32 hexadecimal digits; empty while incomplete."""
 
 
 class Tokenizer:
@@ -262,7 +237,7 @@ def prepare(
                 progress=bar.update,
             )
         )
-        bar.say(_summary(report, out) + _by_crate(tokenizer))
+        bar.say(summary(report, out, tokenizer.why_not_fast))
     return report
 
 
@@ -360,11 +335,6 @@ def _source(inputs: Any, kind: Kind) -> dict[str, Any]:
     return {"documents": iter(inputs)}
 
 
-def _by_crate(tokenizer: Tokenizer) -> str:
-    why = tokenizer.why_not_fast
-    return f"; tokenised by the tokenizers crate, which is many times slower, because {why}" if why else ""
-
-
 def _fields(text_field: str) -> list[str]:
     return [field.strip() for field in text_field.split(",") if field.strip()]
 
@@ -382,19 +352,3 @@ def _parse_partition(partition: str | None) -> tuple[int, int] | None:
     if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         raise ValueError(f"partition is {partition!r}; write I/N with I from 1 to N, such as 1/4")
     return int(index), int(count)
-
-
-def _summary(report: PrepareReport, out: StrPath) -> str:
-    skipped = f"; {report.skipped_files} files of other kinds were passed over" if report.skipped_files else ""
-    if report.skipped_splits:
-        skipped += f"; of the splits only train was read, not {', '.join(report.skipped_splits)}: name their folders"
-    counts = f"{report.num_documents:,} documents, {report.num_tokens:,} tokens"
-    if report.already_complete:
-        return f"{os.fspath(out)}: already complete: {counts}{skipped}"
-    if not report.complete:
-        missing = f"{report.missing_units} of {report.num_units} units are still missing"
-        remedy = "when all parts are done, copy their files into one folder and run prepare without --partition"
-        return f"{os.fspath(out)}: {counts} so far; {missing}: {remedy}{skipped}"
-    empty = f", {report.empty_documents:,} empty ones left out" if report.empty_documents else ""
-    held = f", {report.holdout_documents:,} documents held out" if report.holdout_documents else ""
-    return f"{os.fspath(out)}: {counts}{empty}{held}{skipped}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -29,17 +28,6 @@ class ArrowArray(Protocol):
 
     def __arrow_c_array__(self, requested_schema: object | None = None) -> tuple[object, object]:
         """Return capsules with the schema and the array."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """What the rows of an epoch hold of a corpus."""
-
-    rows: int
-    tokens: int
-    """Tokens of the corpus, special ones not counted."""
-    fill: float
-    """Share of the places that are not padding."""
 
 
 class BatchLoader(Iterator[RecordBatch]):
@@ -62,7 +50,7 @@ class BatchLoader(Iterator[RecordBatch]):
         world_size: Number of parts.
         packing: How documents become rows. `best-fit` keeps every token and fills the rows. `google`
             builds examples as the published code does: one or two segments of a document's lines
-            (token types 0 and 1), one example a row, what is too long thrown away; see `contents`.
+            (token types 0 and 1), one example a row, what is too long thrown away; `inspect` tells how much.
         num_threads: Threads that fill batches, beside one that plans.
         prefetch: Batches prepared ahead.
         epochs: Stop after so many passes over the corpus; `None` never stops.
@@ -89,7 +77,6 @@ class BatchLoader(Iterator[RecordBatch]):
         prefetch: int = 4,
         epochs: int | None = None,
     ) -> None:
-        self._sequence_length = sequence_length
         self._loader = _data.BatchLoader(
             os.fspath(corpus),
             sequence_length=sequence_length,
@@ -132,11 +119,6 @@ class BatchLoader(Iterator[RecordBatch]):
         Reads where documents end on each call; with `google` it reads all line lengths.
         """
         return self._loader.num_rows
-
-    def contents(self) -> Contents:
-        """Count what the first epoch's rows hold, without making them."""
-        rows, tokens, positions = self._loader.contents()
-        return Contents(rows=rows, tokens=tokens, fill=positions / max(1, rows * self._sequence_length))
 
 
 def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from electra_fast.corpus import Corpus, Tokenizer
 from electra_fast.data import BatchLoader, to_torch
+from electra_fast.prepare_report import PACKINGS, contents
 
 
 def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, Any]:
@@ -41,14 +42,13 @@ def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, A
 
 def _packings(directory: str | Path, sequence_length: int, num_tokens: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    for packing in ("best-fit", "google"):
-        loader = BatchLoader(directory, sequence_length=sequence_length, batch_size=1, packing=packing)
-        contents, name = loader.contents(), packing.replace("-", "_")
+    for packing in PACKINGS:
+        kept, name = contents(directory, packing, sequence_length), packing.replace("-", "_")
         figures |= {
-            f"{name}_rows": contents.rows,
-            f"{name}_tokens_kept": contents.tokens,
-            f"{name}_tokens_dropped": num_tokens - contents.tokens,
-            f"{name}_fill": contents.fill,
+            f"{name}_rows": kept.rows,
+            f"{name}_tokens_kept": kept.tokens,
+            f"{name}_tokens_dropped": num_tokens - kept.tokens,
+            f"{name}_fill": kept.fill,
         }
     return figures
 
