@@ -1,10 +1,8 @@
 """The sampling kernel draws what its reference draws, from the same keys."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from ahead_of_time import MOST_SHARED_BYTES, compile_kernel
 
 from electra_fast.kernels import sample
 from electra_fast.sampling import sample_categorical_reference
@@ -43,25 +41,11 @@ def test_strided_rows():
         sample.sample_categorical(wide.T, slots, key)
 
 
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from electra_fast.kernels import sample
-signature = {"logits_ptr": "*bf16", "row_stride": "i32", "slot_ptr": "*i64", "seed_and_step_ptr": "*i64",
-             "sample_ptr": "*i64", "vocab_size": "i32", "num_tiles": "i32", "TILE": "constexpr", "TILES": "constexpr"}
-constants = {"TILE": sample.TILE, "TILES": sample.TILES_A_STEP}
-source = ASTSource(sample._sample_categorical_kernel, signature, constants)
-kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-assert kernel.asm["cubin"], "no machine code"
-assert kernel.metadata.shared <= 227 * 1024, kernel.metadata.shared
-print(kernel.asm["ptx"].count("ex2.approx"))
-"""
-
-
-def test_compiles_for_hopper(monkeypatch):
-    """Ahead of time for sm_90, which needs no GPU; in a process of its own, without the interpreter."""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 0
+def test_compiles_ahead_of_time():
+    types = {"logits_ptr": "*bf16", "row_stride": "i32", "slot_ptr": "*i64", "seed_and_step_ptr": "*i64"}
+    types |= {"sample_ptr": "*i64", "vocab_size": "i32", "num_tiles": "i32"}
+    constants = {"TILE": sample.TILE, "TILES": sample.TILES_A_STEP}
+    for capability in (90, 80):
+        code = compile_kernel("sample", "_sample_categorical_kernel", types, constants, capability=capability)
+        assert code.spilled_bytes == 0 and code.registers <= 255
+        assert code.shared_bytes <= MOST_SHARED_BYTES[capability]

@@ -1,0 +1,93 @@
+"""Compiling kernels for GPUs that are not here, and what the machine code needs of them.
+
+Each compilation happens in a process of its own, for the tests' process may have chosen Triton's
+interpreter, in which nothing is compiled.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+MOST_SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What one compiled kernel takes; bytes a program or thread."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    tensor_core_instructions: int
+
+
+def compile_kernel(
+    module: str,
+    kernel: str,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    capability: int = 90,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> MachineCode:
+    """Compiles `electra_fast.kernels.<module>.<kernel>` for sm_<capability>.
+
+    `signature` gives the type of each run-time argument ("*bf16", "i32", …), `constants` the value of
+    each `tl.constexpr`. Pointers and integers whose names are in `signature` with a trailing "!" on the type
+    count as divisible by 16, as the launcher finds aligned tensors to be.
+    """
+    request = [module, kernel, signature, constants, capability, num_warps, num_stages]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, __file__, json.dumps(request)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return MachineCode(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _compile(
+    module: str, kernel: str, signature: dict[str, str], constants: dict[str, Any], capability: int, *options: int
+) -> None:
+    import importlib
+    import re
+    import tempfile
+    from pathlib import Path
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = getattr(importlib.import_module(f"electra_fast.kernels.{module}"), kernel)
+    types = {name: type_.rstrip("!") for name, type_ in signature.items()}
+    types |= dict.fromkeys(constants, "constexpr")
+    types = {name: types[name] for name in function.arg_names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(function.arg_names)
+        if signature.get(name, "").endswith("!")
+    }
+    compiled = triton.compile(
+        ASTSource(function, types, constants, aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": options[0], "num_stages": options[1]},
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout))
+    facts = MachineCode(
+        registers=int(found["REG"]),
+        spilled_bytes=int(found["STACK"]) + int(found["LOCAL"]),
+        shared_bytes=compiled.metadata.shared,
+        tensor_core_instructions=len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)", compiled.asm["ptx"])),
+    )
+    print(json.dumps(vars(facts)))
+
+
+if __name__ == "__main__":
+    _compile(*json.loads(sys.argv[1]))
