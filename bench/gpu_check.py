@@ -30,6 +30,7 @@ from electra_fast.electra import Backend, Noise
 from electra_fast.flops import device_peak, flops_per_token
 from electra_fast.optim import Optimizer
 from electra_fast.run import choose_backend, environment
+from electra_fast.step import choose_execution
 
 VOCAB_SIZE = 30_522
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -186,7 +187,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         corpus = make_corpus(Path(folder), 300 if options.quick else 8000)
         result: dict[str, Any] = {
-            "environment": environment(device, backend),
+            "environment": environment(device, backend, choose_execution("auto", device)),
             "checks": {
                 "sampling": check_sampling(device),
                 "attention sdpa": check_attention(device, Backend("sdpa", backend.dtype)),

@@ -30,7 +30,7 @@ PACKAGE_LAYERS = [
     {"__init__"},
     {"demo", "reproduce", "report"},
     {"pretrain", "finetune", "evaluate", "export", "inspect"},
-    {"run"},
+    {"run", "step"},
     {"electra", "data", "corpus", "optim", "checkpoint", "metrics", "flops", "progress", "curves", *HUGGINGFACE},
     {"reading_progress", "prepare_report"},
     {"model"},
@@ -40,7 +40,7 @@ PACKAGE_LAYERS = [
 # Under every layer, usable from all of them, and all that they may themselves import.
 PACKAGE_GROUND = {"config": {"presets"}, "presets": set(), "errors": set()}
 # Who may touch the Rust extension.
-EXTENSION_USERS = {"__init__", "data", "corpus", "prepare_report", "run"}
+EXTENSION_USERS = {"__init__", "data", "corpus", "prepare_report", "run", "step"}
 KERNEL_IMPORTS = {"torch", "triton", "__future__"} | sys.stdlib_module_names
 
 # Rust: what each module of electra-data may use. Reading: batch → mask, pack → order → shard.

@@ -23,10 +23,11 @@ from electra_fast.electra import Backend
 from electra_fast.huggingface_tokenizer import write_tokenizer
 from electra_fast.ops import choose_attention
 
-# Keys that may change between a run's sessions: where things lie and how often something is written.
+# Keys that may change between a run's sessions: where things lie, how steps run, how often something is written.
 FREE_KEYS = {
     "data.corpus",
     "train.out",
+    "train.execution",
     "train.log_every",
     "train.eval_every",
     "train.eval_batches",
@@ -145,7 +146,7 @@ def _has_bf16(device: torch.device) -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
-def environment(device: torch.device, backend: Backend) -> dict[str, str]:
+def environment(device: torch.device, backend: Backend, execution: str) -> dict[str, str]:
     """Versions, device, backends: what a run says it used."""
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
@@ -156,6 +157,7 @@ def environment(device: torch.device, backend: Backend) -> dict[str, str]:
         "device": cuda or f"cpu, {torch.get_num_threads()} threads",
         "attention": backend.attention,
         "activations": str(backend.dtype).removeprefix("torch."),
+        "execution": execution,
         "sampling": "triton" if device.type == "cuda" else "reference",
     }
 
