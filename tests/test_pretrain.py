@@ -75,7 +75,8 @@ def test_metrics_have_the_promised_keys(whole_run):
     record = json.loads((whole_run / "metrics.jsonl").read_text().splitlines()[0])
     promised = (
         "step loss generator_loss discriminator_loss generator_accuracy discriminator_accuracy discriminator_precision "
-        "discriminator_recall replaced_fraction learning_rate grad_norm tokens_per_second mfu seconds tokens step_seconds step_seconds_longest"
+        "discriminator_recall replaced_fraction learning_rate grad_norm tokens_per_second mfu seconds tokens "
+        "step_seconds step_seconds_longest"
     )
     assert list(record) == promised.split()
     assert 0 < record["step_seconds"] <= record["step_seconds_longest"] < record["seconds"]
