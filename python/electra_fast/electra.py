@@ -43,10 +43,13 @@ class Backend:
 
 @dataclass(frozen=True)
 class Noise:
-    """Where a micro-batch's samples come from: int64 [2] of (seed, step) and its first row in the step."""
+    """Where a micro-batch's samples come from: int64 [2] of (seed, step) and its first row in the step.
+
+    A tensor (int64 scalar) as first row lets one compiled function serve all micro-batches.
+    """
 
     seed_and_step: Tensor
-    first_row: int = 0
+    first_row: int | Tensor = 0
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Slots:
     weight_M: Tensor
 
 
-def _slots(batch: Mapping[str, Tensor], first_row: int) -> Slots:
+def _slots(batch: Mapping[str, Tensor], first_row: int | Tensor) -> Slots:
     num_rows, length = batch["input_ids"].shape
     slots_per_row = batch["masked_weights"].shape[1]
     weight_M = batch["masked_weights"].flatten()

@@ -237,7 +237,10 @@ class _Trainer:
             if self.step == self.config.train.steps
             else "interrupted, checkpoint written; run again to go on"
         )
-        return f"{self.run.folder}: step {self.step} of {self.config.train.steps}: {done}"
+        memory = ""
+        if self.device.type == "cuda":
+            memory = f"; peak memory {torch.cuda.max_memory_allocated(self.device) / 2**30:.2f} GiB"
+        return f"{self.run.folder}: step {self.step} of {self.config.train.steps}: {done}{memory}"
 
 
 def _loader(config: Config) -> BatchLoader:

@@ -63,6 +63,8 @@ class TrainStep:
         self.sums = torch.zeros(len(electra.SUMS) + 1, dtype=torch.float64, device=device)
         self._seed_and_step = torch.zeros(2, dtype=torch.int64, device=device)
         self._batches = MicroBatches(device, config.train.accumulate)
+        rows = config.train.batch_size // config.train.accumulate
+        self._first_rows = torch.arange(0, config.train.batch_size, rows, device=device)
         self._forward: Callable[..., electra.Output] = electra.forward
         if execution == "compile":
             self._forward = torch.compile(electra.forward, fullgraph=True, dynamic=False)
@@ -114,9 +116,8 @@ class TrainStep:
         self.optimizer.zero_grad()
         batches = self._batches.parts
         counts = torch.stack([electra.count(batch) for batch in batches]).sum(0)
-        size = self.config.train.batch_size // self.config.train.accumulate
-        for i, batch in enumerate(batches):
-            noise = Noise(self._seed_and_step, i * size)
+        for batch, first_row in zip(batches, self._first_rows, strict=True):
+            noise = Noise(self._seed_and_step, first_row)
             output = self._forward(self.model, batch, self.backend, noise, counts)
             output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
             self.sums[:-1] += output.sums
