@@ -63,7 +63,7 @@ def test_a_file_cut_while_it_is_mapped_is_an_error_and_no_crash(tmp_path):
     (tmp_path / "elsewhere").rename(tokens)
     with tokens.open("r+b") as file:
         file.truncate(0)
-    with pytest.raises(ValueError, match=r"shard-000000-000.tokens: 0 bytes instead of \d+: changed while"):
+    with pytest.raises(ValueError, match=r"shard-000000-000.tokens: 0 bytes instead of \d+: cut off while"):
         corpus[2]
 
 

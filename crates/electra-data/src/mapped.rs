@@ -62,18 +62,18 @@ impl Mapped {
         Err(damaged(&self.path, "block 0: it belongs to another corpus than the manifest".into()))
     }
 
-    /// Refuses a file that something has cut or lengthened since it was mapped: touching a page that is
-    /// gone would end the process. What happens between this look and the touch nobody can prevent.
+    /// Refuses a file that something has cut since it was mapped: touching a page that is gone would end
+    /// the process. What happens between this look and the touch nobody can prevent.
     pub fn expect_whole(&self) -> Result<()> {
         match std::fs::metadata(&self.path) {
-            Ok(now) if now.len() != self.map.len() as u64 => {
+            Ok(now) if now.len() < self.map.len() as u64 => {
                 let (now, then) = (now.len(), self.map.len());
                 Err(damaged(
                     &self.path,
-                    format!("{now} bytes instead of {then}: changed while it was in use"),
+                    format!("{now} bytes instead of {then}: cut off while it was in use"),
                 ))
             }
-            _ => Ok(()), // a file that was removed stays readable through its map
+            _ => Ok(()), // a file that grew is sound where it was, one that was removed stays readable through its map
         }
     }
 
