@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import electra_fast as ef
-from electra_fast import electra, ops, sampling
+from electra_fast import attention, electra, sampling
 from electra_fast.electra import Backend
 from electra_fast.flops import device_peak, flops_per_token
 from electra_fast.metrics import summarise
@@ -97,12 +97,12 @@ def check_attention(device: torch.device, backend: Backend) -> dict[str, Any]:
         return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
 
     def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ops.attention_reference(q, k, v, borders)
+        return attention.attention_reference(q, k, v, borders)
 
-    segments = ops.Segments.packed(ids, borders, backend.attention)
+    segments = attention.Segments.packed(ids, borders, backend.attention)
     truth = outcome(torch.float64, reference)
     eager = outcome(backend.dtype, reference)
-    ours = outcome(backend.dtype, lambda q, k, v: ops.attention(q, k, v, segments))
+    ours = outcome(backend.dtype, lambda q, k, v: attention.attention(q, k, v, segments))
     ratios = [
         ((a.double() - t).abs().max() / (b.double() - t).abs().max()).item()
         for a, b, t in zip(ours, eager, truth, strict=True)

@@ -7,10 +7,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from electra_fast.attention import Segments
 from electra_fast.config import Config
 from electra_fast.flops import device_peak, flops_per_token, published_flops, published_training_flops, report
 from electra_fast.model import Electra
-from electra_fast.ops import Segments
 
 # As `flops_computation.py` of the published code prints them.
 PUBLISHED = {

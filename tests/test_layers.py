@@ -34,7 +34,7 @@ PACKAGE_LAYERS = [
     {"electra", "data", "corpus", "optim", "checkpoint", "metrics", "flops", "progress", "curves", *HUGGINGFACE},
     {"reading_progress", "prepare_report"},
     {"model"},
-    {"ops", "sampling"},
+    {"attention", "ops", "sampling"},
     {"kernels"},
 ]
 # Under every layer, usable from all of them, and all that they may themselves import.

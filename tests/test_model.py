@@ -10,13 +10,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from electra_fast import ops
+from electra_fast.attention import Segments
 from electra_fast.config import Config
 from electra_fast.huggingface import write_model
 from electra_fast.huggingface_config import CLASSES, role_shape
 from electra_fast.huggingface_weights import to_theirs
 from electra_fast.model import Electra
-from electra_fast.ops import Segments
 
 SPECIAL_IDS = {"pad": 0, "cls": 2, "sep": 3}
 BASE_E = {"model": {"embedding_size": 128, "num_layers": 2}}  # the full depth is tried once
@@ -156,22 +155,6 @@ def flat_segments(lengths_BS: list[list[int]], length: int) -> tuple[Tensor, Ten
     return segment_ids, torch.cat(positions), torch.tensor(borders, dtype=torch.int32)
 
 
-def test_sdpa_with_packed_segments_equals_the_reference() -> None:
-    segment_ids, _, borders = flat_segments([[5, 7, 3], [16], [1, 9]], 16)
-    assert borders.tolist() == [0, 5, 12, 15, 16, 32, 33, 42, 48]
-    segments = Segments.packed(segment_ids, borders, "sdpa")
-    random = torch.Generator().manual_seed(1)
-    qkv = [torch.randn(48, 4, 8, generator=random, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    weight = torch.randn(48, 4, 8, generator=random, dtype=torch.float64)
-    found, expected = ops.attention(*qkv, segments), ops.attention_reference(*qkv, borders)
-    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
-    grads = [torch.autograd.grad((out * weight).sum(), qkv) for out in (found, expected)]
-    for found_grad, expected_grad in zip(*grads, strict=True):
-        assert torch.allclose(found_grad, expected_grad, rtol=0, atol=1e-12)
-    unpacked = ops.attention(*qkv, Segments.padded(3, 16, None))
-    assert (unpacked - expected).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("recipe", ["google", "modern"])
 def test_a_packed_segment_computes_what_it_computes_alone(recipe: str) -> None:
     model = make("tiny", recipe, {"generator": {"fraction": 1.0}}, vocab_size=100)
@@ -200,14 +183,6 @@ def test_a_packed_segment_computes_what_it_computes_alone(recipe: str) -> None:
             assert p.grad is not None
             assert (p.grad - packed_grads[name]).abs().max() <= 1e-5 * max(1, p.grad.abs().max().item()), name
     assert len(packed_grads) >= 19
-
-
-def test_varlen_says_what_it_lacks() -> None:
-    with pytest.raises(ValueError, match='model.attention = "varlen" needs a CUDA device, and this is cpu'):
-        ops.choose_attention("varlen", torch.device("cpu"), torch.float32, 0.0)
-    assert ops.choose_attention("auto", torch.device("cpu"), torch.float32, 0.0) == "sdpa"
-    assert ops.choose_attention("auto", torch.device("cuda"), torch.bfloat16, 0.0) == "varlen"
-    assert ops.choose_attention("auto", torch.device("cuda"), torch.bfloat16, 0.1) == "sdpa"
 
 
 def test_a_row_longer_than_the_position_table_is_refused() -> None:

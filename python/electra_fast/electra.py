@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from electra_fast import ops
+from electra_fast.attention import Segments
 from electra_fast.model import Electra
-from electra_fast.ops import Segments
 from electra_fast.sampling import sample_categorical
 
 # What a step adds up, in this order; `metrics.summarise` turns the sums into what is reported.

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from electra_fast import ops
+from electra_fast.attention import Segments, attention
 from electra_fast.config import Config, ModelConfig
-from electra_fast.ops import Segments
 
 BERT_EPSILON = 1e-12
 MODERN_EPSILON = 1e-5
@@ -93,7 +93,7 @@ class BertLayer(nn.Module):
     def forward(self, x_TD: Tensor, segments: Segments, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         q, k, v = self.qkv(x_TD).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
-        mixed = ops.attention(q, k, v, segments, self.attention_dropout if self.training else 0.0)
+        mixed = attention(q, k, v, segments, self.attention_dropout if self.training else 0.0)
         x_TD = self.attention_norm.after_residual(self.attention_out(mixed.flatten(1)), x_TD, dropout)
         inner = ops.bias_gelu(x_TD, self.feed_forward_in.weight, self.feed_forward_in.bias)
         return self.feed_forward_norm.after_residual(self.feed_forward_out(inner), x_TD, dropout)
@@ -122,7 +122,7 @@ class ModernLayer(nn.Module):
         normed = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
         q, k, v = self.qkv(normed).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
         q, k = ops.rotate(q, *rotary), ops.rotate(k, *rotary)
-        mixed = ops.attention(q, k, v, segments, self.attention_dropout if self.training else 0.0)
+        mixed = attention(q, k, v, segments, self.attention_dropout if self.training else 0.0)
         x_TD = x_TD + F.dropout(self.attention_out(mixed.flatten(1)), self.dropout, self.training)
         inner = ops.geglu(self.feed_forward_norm(x_TD), self.geglu_in.weight)
         return x_TD + F.dropout(self.feed_forward_out(inner), self.dropout, self.training)

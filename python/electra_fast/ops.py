@@ -1,4 +1,4 @@
-"""Every operation of the networks: contract, eager reference, dispatch to kernels.
+"""Every operation of the networks but attention: contract, eager reference, dispatch to kernels.
 
 The reference is the specification; a kernel or backend may change speed, never meaning. Weights are
 kept in fp32 and cast here, where they are used, to the dtype of the activations.
@@ -9,103 +9,9 @@ E embedding, D hidden, N heads, H head width, F feed-forward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-ATTENTION_BACKENDS = ("sdpa", "varlen")
-
-
-@dataclass(frozen=True)
-class Segments:
-    """How a flat buffer of T = B*L tokens divides into attention segments.
-
-    A token attends to the tokens of its own segment only. `mask_B1LL` (bool, True = attend) serves
-    the backend `sdpa`, `cu_seqlens` (int32, [S+1], segment borders in the flat buffer, padding
-    tails being segments of their own) the backend `varlen`.
-    """
-
-    num_rows: int
-    length: int
-    mask_B1LL: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-
-    @classmethod
-    def packed(cls, segment_ids_BL: Tensor, cu_seqlens: Tensor, backend: str) -> Segments:
-        """Segments of packed rows: equal ids within a row attend to each other (0 = padding, likewise)."""
-        num_rows, length = segment_ids_BL.shape
-        if backend == "varlen":
-            return cls(num_rows, length, cu_seqlens=cu_seqlens)
-        mask_BLL = segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :]
-        return cls(num_rows, length, mask_B1LL=mask_BLL[:, None])
-
-    @classmethod
-    def padded(cls, num_rows: int, length: int, attention_mask_BL: Tensor | None) -> Segments:
-        """One segment a row whose padding (0 in the mask) nobody attends to, as in `transformers`."""
-        if attention_mask_BL is None:
-            return cls(num_rows, length)
-        return cls(num_rows, length, mask_B1LL=attention_mask_BL.bool()[:, None, None, :].expand(-1, 1, length, -1))
-
-
-def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, dropout: float) -> str:
-    """Resolves `auto` to a backend's name; raises ValueError where the requested one can't serve.
-
-    `varlen` (torch.nn.attention.varlen, flash attention over ragged segments) wants CUDA and 16-bit
-    activations, and has no dropout. `sdpa` runs everywhere.
-    """
-    lacks = None
-    if device.type != "cuda":
-        lacks = f"a CUDA device, and this is {device.type}"
-    elif dtype not in (torch.bfloat16, torch.float16):
-        lacks = f"16-bit activations, and these are {dtype}; set train.precision = bf16"
-    elif dropout > 0:
-        lacks = "model.attention_dropout = 0.0"
-    if requested == "varlen" and lacks:
-        raise ValueError(f'model.attention = "varlen" needs {lacks}; or set model.attention = "sdpa"')
-    if requested == "auto":
-        return "sdpa" if lacks else "varlen"
-    return requested
-
-
-def attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, segments: Segments, dropout: float = 0.0) -> Tensor:
-    """Softmax attention within segments, scale 1/sqrt(H); [T, N, H] each → [T, N, H]."""
-    if segments.cu_seqlens is not None:
-        return _varlen_attention(q_TNH, k_TNH, v_TNH, segments, dropout)
-    num_tokens, num_heads, head_width = q_TNH.shape
-
-    def rows(x_TNH: Tensor) -> Tensor:
-        return x_TNH.view(segments.num_rows, segments.length, num_heads, head_width).transpose(1, 2)
-
-    out_BNLH = F.scaled_dot_product_attention(
-        rows(q_TNH), rows(k_TNH), rows(v_TNH), attn_mask=segments.mask_B1LL, dropout_p=dropout
-    )
-    return out_BNLH.transpose(1, 2).reshape(num_tokens, num_heads, head_width)
-
-
-def _varlen_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, segments: Segments, dropout: float) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # imported here: it loads flash attention
-
-    if dropout > 0:
-        raise ValueError('attention backend "varlen" has no dropout; set model.attention_dropout = 0.0')
-    borders = segments.cu_seqlens
-    assert borders is not None
-    # A constant bound instead of the batch's longest segment: no sync with the device.
-    out = varlen_attn(q_TNH, k_TNH, v_TNH, borders, borders, segments.length, segments.length)
-    assert isinstance(out, Tensor)
-    return out
-
-
-def attention_reference(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """`attention` written out, one segment after the other: what every backend must equal."""
-    out_TNH = torch.zeros_like(q_TNH)
-    scale = q_TNH.shape[-1] ** -0.5
-    borders = cu_seqlens.tolist()
-    for start, end in zip(borders, borders[1:], strict=False):
-        q, k, v = (x[start:end].transpose(0, 1) for x in (q_TNH, k_TNH, v_TNH))
-        out_TNH[start:end] = ((q @ k.transpose(1, 2) * scale).softmax(-1) @ v).transpose(0, 1)
-    return out_TNH
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

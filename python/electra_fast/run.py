@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from electra_fast import _data, checkpoint
+from electra_fast.attention import choose_attention
 from electra_fast.config import Config
 from electra_fast.corpus import Corpus
 from electra_fast.electra import Backend
 from electra_fast.huggingface_tokenizer import write_tokenizer
-from electra_fast.ops import choose_attention
 
 # Keys that may change between a run's sessions: where things lie, how steps run, how often something is written.
 FREE_KEYS = {
