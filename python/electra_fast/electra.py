@@ -98,27 +98,20 @@ def forward(model: Electra, batch: Mapping[str, Tensor], backend: Backend, noise
         "generator_loss": generator_loss.detach(),
         "masked_weight": slots.weight_M.sum(),
         "generator_correct": ((logits_MV.argmax(-1) == slots.original_M) * slots.weight_M).sum(),
-        "tokens": valid_T.sum(),
     }
     objective = model.config.objective
     masked_weight, num_tokens = counts.clamp(min=1).unbind()
     loss = objective.gen_weight * generator_loss / masked_weight.float()
     if not model.has_discriminator:
-        return Output(loss, _stack(sums))
+        return Output(loss, _stack(sums | {"tokens": valid_T.sum()}))
 
     sample_M = _sample(logits_MV.detach(), slots, noise, objective.temperature, objective.disallow_correct)
-    corrupted_T, replaced_T = corrupt(flat["input_ids"], slots, sample_M)
+    corrupted_T, replaced_T = ops.corrupt(batch["input_ids"], slots.position_M, slots.original_M, sample_M)
     logits_T = model.replaced_logits(corrupted_T, *context)
-    discriminator_loss = (ops.binary_cross_entropy(logits_T, replaced_T) * valid_T).sum()
+    discriminator_loss, counts_5 = ops.discriminator_loss(logits_T, replaced_T, valid_T)
     loss = loss + objective.disc_weight * discriminator_loss / num_tokens.float()
-    predicted_T = (logits_T.detach() > 0) & valid_T
-    sums |= {
-        "discriminator_loss": discriminator_loss.detach(),
-        "discriminator_correct": ((predicted_T == replaced_T) & valid_T).sum(),
-        "true_positives": (predicted_T & replaced_T).sum(),
-        "predicted_positives": predicted_T.sum(),
-        "replaced": replaced_T.sum(),
-    }
+    sums["discriminator_loss"] = discriminator_loss.detach()
+    sums |= dict(zip(ops.COUNTS, counts_5.unbind(), strict=True))
     return Output(loss, _stack(sums), corrupted_T, replaced_T, logits_T.detach(), valid_T)
 
 
@@ -157,23 +150,6 @@ def _sample(logits_MV: Tensor, slots: Slots, noise: Noise, temperature: float, d
         penalty = torch.full_like(slots.original_M, -1000, dtype=logits_MV.dtype)[:, None]
         logits_MV = logits_MV.scatter_add(1, slots.original_M[:, None], penalty)
     return sample_categorical(logits_MV, slots.number_M, noise.seed_and_step)
-
-
-def corrupt(masked_ids_T: Tensor, slots: Slots, sample_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The discriminator's input and labels: originals with the samples scattered in, and where they differ.
-
-    Where a position was drawn more than once its samples become floor(mean), an arbitrary token, as
-    in the published code (`scatter_update`). A sample that equals the original counts as original.
-    """
-    num_tokens = masked_ids_T.shape[0]
-    spare = torch.zeros(num_tokens + 1, dtype=torch.int64, device=masked_ids_T.device)
-    original_T = spare.clone()
-    original_T[:num_tokens] = masked_ids_T
-    original_T = original_T.scatter(0, slots.position_M, slots.original_M)[:num_tokens]
-    total_T = spare.index_add(0, slots.position_M, sample_M)[:num_tokens]
-    draws_T = spare.index_add(0, slots.position_M, torch.ones_like(sample_M))[:num_tokens]
-    corrupted_T = torch.where(draws_T > 0, total_T // draws_T.clamp(min=1), original_T)
-    return corrupted_T, corrupted_T != original_T
 
 
 def _stack(sums: Mapping[str, Tensor]) -> Tensor:

@@ -178,7 +178,7 @@ class GeneratorHead(nn.Module):
 
 
 class DiscriminatorHead(nn.Module):
-    """Hidden states → one logit a token, positive = "replaced"; [T, D] → [T].
+    """Hidden states → one logit a token, positive = "replaced"; [T, D] → fp32 [T].
 
     `bert`: dense, gelu, dense(1). `modern`: dense, gelu, norm, dense(1).
     """
@@ -191,10 +191,11 @@ class DiscriminatorHead(nn.Module):
         self.classifier = Linear(config.hidden_size, 1)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        x_TD = ops.bias_gelu(x_TD, self.dense.weight, self.dense.bias)
-        if self.norm is not None:
-            x_TD = self.norm(x_TD)
-        logits: Tensor = self.classifier(x_TD).squeeze(-1)
+        dense, classifier = self.dense, self.classifier
+        if self.norm is None:
+            return ops.replaced_logits(x_TD, dense.weight, dense.bias, classifier.weight, classifier.bias)
+        x_TD = self.norm(ops.bias_gelu(x_TD, dense.weight, dense.bias))
+        logits: Tensor = classifier(x_TD).squeeze(-1).float()
         return logits
 
 

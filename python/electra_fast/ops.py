@@ -13,6 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# What `discriminator_loss` counts, in this order, all over valid tokens.
+COUNTS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether Triton kernels serve this tensor: on CUDA, nowhere else."""
+    return x.is_cuda
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias in x's dtype; [..., in] → [..., out]."""
@@ -62,7 +70,82 @@ def masked_cross_entropy(logits_MV: Tensor, target_M: Tensor) -> Tensor:
     return F.cross_entropy(logits_MV.float(), target_M.long(), reduction="none")
 
 
+def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sample_M: Tensor) -> tuple[Tensor, Tensor]:
+    """The discriminator's input and labels: originals with the samples scattered in, and where they differ.
+
+    Where a position was drawn more than once its samples become floor(mean), an arbitrary token, as
+    in the published code (`scatter_update`). A sample that equals the original counts as original.
+
+    Args:
+        masked_ids_BL: the generator's input, integers.
+        position_M: where each slot lies in the flat buffer, int64; T for an unused one. Slots come
+            row by row, the same number for each row, and lie in their own row.
+        original_M: the token that each slot masks, int64.
+        sample_M: the token that the generator drew there, int64.
+
+    Returns:
+        corrupted ids, [T] in the masked ids' dtype, and bool [T], whether a token was replaced.
+    """
+    if has_kernels(masked_ids_BL):
+        from electra_fast.kernels import corrupt  # imported here: Triton is of no use without a GPU
+
+        pair: tuple[Tensor, Tensor] = corrupt.corrupt(masked_ids_BL, position_M, original_M, sample_M)
+        return pair
+    return corrupt_reference(masked_ids_BL, position_M, original_M, sample_M)
+
+
+def corrupt_reference(
+    masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sample_M: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`corrupt` in plain torch: unused slots write to a spare place behind the buffer."""
+    num_tokens = masked_ids_BL.numel()
+    spare = torch.zeros(num_tokens + 1, dtype=torch.int64, device=masked_ids_BL.device)
+    original_T = spare.clone()
+    original_T[:num_tokens] = masked_ids_BL.flatten()
+    original_T = original_T.scatter(0, position_M, original_M)[:num_tokens]
+    total_T = spare.index_add(0, position_M, sample_M)[:num_tokens]
+    draws_T = spare.index_add(0, position_M, torch.ones_like(sample_M))[:num_tokens]
+    corrupted_T = torch.where(draws_T > 0, total_T // draws_T.clamp(min=1), original_T)
+    return corrupted_T.to(masked_ids_BL.dtype), corrupted_T != original_T
+
+
+def replaced_logits(
+    x_TD: Tensor, dense_weight: Tensor, dense_bias: Tensor, weight_1D: Tensor, bias_1: Tensor
+) -> Tensor:
+    """The discriminator's head without norm: dense, gelu, one logit a token; [T, D] → fp32 [T].
+
+    With kernels the dense layer's bias, the GELU and the classifier are one pass, in fp32.
+    """
+    if has_kernels(x_TD):
+        from electra_fast.kernels import discriminator_head
+
+        logits_T: Tensor = discriminator_head.gelu_logit(linear(x_TD, dense_weight), dense_bias, weight_1D, bias_1)
+        return logits_T
+    return linear(bias_gelu(x_TD, dense_weight, dense_bias), weight_1D, bias_1).squeeze(-1).float()
+
+
+def discriminator_loss(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Binary cross-entropy summed over valid tokens, and what was right; positive = "replaced".
+
+    Returns the sum (fp32 scalar) and int64 [5], the `COUNTS`.
+    """
+    if has_kernels(logits_T):
+        from electra_fast.kernels import discriminator_head
+
+        pair: tuple[Tensor, Tensor] = discriminator_head.discriminator_loss(logits_T, replaced_T, valid_T)
+        return pair
+    return discriminator_loss_reference(logits_T, replaced_T, valid_T)
+
+
+def discriminator_loss_reference(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
+    """`discriminator_loss` in plain torch."""
+    loss = (binary_cross_entropy(logits_T, replaced_T) * valid_T).sum()
+    predicted_T, replaced_T = (logits_T.detach() > 0) & valid_T, replaced_T & valid_T
+    correct_T = (predicted_T == replaced_T) & valid_T
+    return loss, torch.stack([x.sum() for x in (correct_T, predicted_T & replaced_T, predicted_T, replaced_T, valid_T)])
+
+
 def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """max(z, 0) - z*y + log1p(exp(-|z|)) in fp32, elementwise. Reference of the fused discriminator head."""
+    """max(z, 0) - z*y + log1p(exp(-|z|)) in fp32, elementwise."""
     z = logits.float()
     return z.clamp(min=0) - z * labels.float() + torch.log1p(torch.exp(-z.abs()))
