@@ -108,6 +108,11 @@ def attention_reference(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens:
     return out_TNH
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Whether Triton kernels serve this tensor: on CUDA, nowhere else."""
+    return x.is_cuda
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias in x's dtype; [..., in] → [..., out]."""
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -126,12 +131,22 @@ def residual_norm(
 
 
 def bias_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """gelu(x @ weight.T + bias) with the exact (erf) GELU."""
+    """gelu(x @ weight.T + bias) with the exact (erf) GELU; [T, D] → [T, F]."""
+    if has_kernels(x):
+        from electra_fast.kernels import bias_gelu as kernels
+
+        activated: Tensor = kernels.bias_gelu(linear(x, weight), bias)
+        return activated
     return F.gelu(linear(x, weight, bias))
 
 
 def geglu(x: Tensor, weight: Tensor) -> Tensor:
-    """gelu(a) * b with [a, b] = x @ weight.T; weight [2F, D], as in ModernBERT."""
+    """gelu(a) * b with [a, b] = x @ weight.T; [T, D] → [T, F], weight [2F, D], as in ModernBERT."""
+    if has_kernels(x):
+        from electra_fast.kernels import bias_gelu as kernels
+
+        gated: Tensor = kernels.geglu(linear(x, weight))
+        return gated
     activated, gate = linear(x, weight).chunk(2, dim=-1)
     return F.gelu(activated) * gate
 
