@@ -14,10 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from electra_fast.kernels.wave import programs_at_once
+
 TILE = 2048  # elements that a program holds at once: two 16-byte loads a thread
 MOST_COLUMNS = 256
-# Enough programs to fill a large GPU in one wave; the partial sums stay small beside the input.
-MOST_PROGRAMS = 1024
+# Programs of four warps that a multiprocessor holds: 80 registers backward, fewer forward.
+A_MULTIPROCESSOR = 6
 
 
 @triton.jit
@@ -136,9 +138,10 @@ def blocks(width: int) -> dict[str, int]:
     return {"WIDTH": width, "BLOCK_T": TILE // columns, "BLOCK_F": columns}
 
 
-def _grid(num_tokens: int, tile: dict[str, int]) -> tuple[int, int]:
+def _grid(x_TF: Tensor, tile: dict[str, int]) -> tuple[int, int]:
     column_blocks = triton.cdiv(tile["WIDTH"], tile["BLOCK_F"])
-    return column_blocks, min(triton.cdiv(num_tokens, tile["BLOCK_T"]), max(1, MOST_PROGRAMS // column_blocks))
+    along_tokens = max(1, programs_at_once(x_TF.device, A_MULTIPROCESSOR) // column_blocks)
+    return column_blocks, min(triton.cdiv(x_TF.shape[0], tile["BLOCK_T"]), along_tokens)
 
 
 @torch.library.custom_op("electra_fast::bias_gelu", mutates_args=())
@@ -147,7 +150,7 @@ def bias_gelu(h_TF: Tensor, bias_F: Tensor | None) -> Tensor:
     num_tokens, width = h_TF.shape
     h_TF, y_TF = h_TF.contiguous(), torch.empty_like(h_TF, memory_format=torch.contiguous_format)
     tile = blocks(width)
-    _bias_gelu_forward_kernel[_grid(num_tokens, tile)](h_TF, bias_F, y_TF, num_tokens, **tile, num_warps=4)
+    _bias_gelu_forward_kernel[_grid(h_TF, tile)](h_TF, bias_F, y_TF, num_tokens, **tile, num_warps=4)
     return y_TF
 
 
@@ -157,7 +160,7 @@ def bias_gelu_backward(dy_TF: Tensor, h_TF: Tensor, bias_F: Tensor | None) -> tu
     num_tokens, width = h_TF.shape
     dy_TF, h_TF = dy_TF.contiguous(), h_TF.contiguous()
     dh_TF, tile = torch.empty_like(h_TF), blocks(width)
-    grid = _grid(num_tokens, tile)
+    grid = _grid(h_TF, tile)
     partial_PF = h_TF.new_empty((grid[1], 0 if bias_F is None else width), dtype=torch.float32)
     _bias_gelu_backward_kernel[grid](dy_TF, h_TF, bias_F, dh_TF, partial_PF, num_tokens, **tile, num_warps=4)
     return dh_TF, partial_PF.sum(0)
@@ -168,7 +171,7 @@ def geglu(h_TF: Tensor) -> Tensor:
     """gelu(a) * b with h = [a, b]; [T, 2F] → [T, F] in h's dtype."""
     num_tokens, width = h_TF.shape[0], h_TF.shape[1] // 2
     h_TF, y_TF, tile = h_TF.contiguous(), h_TF.new_empty((num_tokens, width)), blocks(width)
-    _geglu_forward_kernel[_grid(num_tokens, tile)](h_TF, y_TF, num_tokens, **tile, num_warps=4)
+    _geglu_forward_kernel[_grid(h_TF, tile)](h_TF, y_TF, num_tokens, **tile, num_warps=4)
     return y_TF
 
 
@@ -178,7 +181,7 @@ def geglu_backward(dy_TF: Tensor, h_TF: Tensor) -> Tensor:
     num_tokens, width = dy_TF.shape
     dy_TF, h_TF = dy_TF.contiguous(), h_TF.contiguous()
     dh_TF, tile = torch.empty_like(h_TF), blocks(width)
-    _geglu_backward_kernel[_grid(num_tokens, tile)](dy_TF, h_TF, dh_TF, num_tokens, **tile, num_warps=4)
+    _geglu_backward_kernel[_grid(h_TF, tile)](dy_TF, h_TF, dh_TF, num_tokens, **tile, num_warps=4)
     return dh_TF
 
 
