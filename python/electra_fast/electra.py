@@ -51,6 +51,13 @@ class Noise:
     seed_and_step: Tensor
     first_row: int | Tensor = 0
 
+    def dropout_key(self, length: int) -> Tensor | None:
+        """`ops.Dropout.key` for rows of this length; None on the CPU, where torch's generator draws the masks."""
+        if not ops.has_kernels(self.seed_and_step):
+            return None
+        first_token = self.seed_and_step[:1] * 0 + self.first_row * length
+        return torch.cat((self.seed_and_step, first_token))
+
 
 @dataclass(frozen=True)
 class Output:
@@ -79,13 +86,14 @@ def forward(model: Electra, batch: Mapping[str, Tensor], backend: Backend, noise
         model: the networks; training mode decides about dropout.
         batch: tensors of `data.to_torch`.
         backend: attention backend and activation dtype.
-        noise: keys of the generator's samples.
+        noise: keys of the generator's samples and, on CUDA, of dropout.
         counts: `count` summed over all micro-batches of the step, so that their losses add up to
             the loss of the undivided batch.
     """
     segments = Segments.packed(batch["segment_ids"], batch["cu_seqlens"], backend.attention)
     flat = {name: batch[name].flatten() for name in ("input_ids", "position_ids", "token_type_ids", "segment_ids")}
-    context = (flat["position_ids"], flat["token_type_ids"], segments, backend.dtype)
+    dropout_key = noise.dropout_key(segments.length) if model.training else None
+    context = (flat["position_ids"], flat["token_type_ids"], segments, backend.dtype, dropout_key)
     slots, valid_T = _slots(batch, noise.first_row), flat["segment_ids"] > 0
 
     hidden_TD = model.generator_hidden(flat["input_ids"], *context)

@@ -9,9 +9,13 @@ E embedding, D hidden, N heads, H head width, F feed-forward.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from electra_fast.sampling import philox
 
 # What `discriminator_loss` counts, in this order, all over valid tokens.
 COUNTS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
@@ -27,25 +31,114 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
+@dataclass(frozen=True)
+class Dropout:
+    """What a dropout zeroes: each element with `probability`; the rest is divided by 1 - probability.
+
+    With a key (int64 [3] on the device: seed, step, and the number within the step of the first token
+    at hand) the mask is a pure function of key, site, token and column: the same however a step is
+    cut into micro-batches, fresh at each replay of a captured graph, drawn again in the backward pass
+    and never stored. Every place in the networks has a `site` of its own. Without a key torch's own
+    generator draws the mask.
+    """
+
+    probability: float = 0.0
+    key: Tensor | None = None
+    site: int = 0
+
+    def at(self, site: int) -> Dropout:
+        """The dropout of another place, `site` places further on."""
+        return replace(self, site=self.site + site)
+
+
+def dropout(x_TD: Tensor, by: Dropout) -> Tensor:
+    """Dropout of [T, D], by a key where there is one."""
+    if by.probability and by.key is not None and has_kernels(x_TD):
+        from electra_fast.kernels import dropout as kernels
+
+        kept: Tensor = kernels.dropout(x_TD, by.probability, by.key, by.site)
+        return kept
+    return dropout_reference(x_TD, by)
+
+
+def dropout_reference(x_TD: Tensor, by: Dropout) -> Tensor:
+    """`dropout` in plain torch: with a key, four neighbouring columns share one draw of Philox.
+
+    Its counter is (column // 4, token within the step, step, site); 2^16 is added to the site, for the
+    sampler has the words 0 and 1 in that place. An element drops if the upper 24 bits of its word are
+    below probability * 2^24.
+    """
+    if not by.probability or by.key is None:
+        return F.dropout(x_TD, by.probability)
+    (num_tokens, width), (seed, step, first_token) = x_TD.shape, by.key.unbind()
+    token_T1 = (torch.arange(num_tokens, device=x_TD.device)[:, None] + first_token) & 0xFFFFFFFF
+    quad = torch.arange(-(-width // 4), device=x_TD.device)
+    site = torch.full_like(step, by.site + 2**16)
+    words = philox((quad, token_T1, step, site), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    word_TD = torch.stack(words, dim=-1).flatten(1)[:, :width]
+    threshold = round(by.probability * 2**24)
+    return torch.where(word_TD >> 8 >= threshold, x_TD * (2**24 / (2**24 - threshold)), 0)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
     """LayerNorm over the last dimension; statistics in fp32 whatever x's dtype."""
+    if has_kernels(x):
+        from electra_fast.kernels import residual_norm as kernels
+
+        normed: Tensor = kernels.layer_norm(x, weight, bias, epsilon)
+        return normed
+    return layer_norm_reference(x, weight, bias, epsilon)
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    """`layer_norm` in plain torch."""
     return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), None if bias is None else bias.to(x.dtype), epsilon)
 
 
 def residual_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, dropout: float
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual_TD: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    epsilon: float,
+    by: Dropout,
 ) -> Tensor:
-    """LayerNorm(residual + dropout(x)): the end of every post-norm sublayer."""
-    return layer_norm(residual + F.dropout(x, dropout) if dropout else residual + x, weight, bias, epsilon)
+    """LayerNorm(residual + dropout(x @ weight.T + bias)): the end of every post-norm sublayer, [T, F] → [T, D].
+
+    The kernel adds the bias, for then its gradient comes out of the backward pass for nothing.
+    """
+    if has_kernels(x) and (by.key is not None or not by.probability):
+        from electra_fast.kernels import residual_norm as kernels
+
+        h_TD, key = linear(x, weight), by.key if by.probability else None
+        normed_TD: Tensor = kernels.residual_norm(
+            h_TD, bias, residual_TD, norm_weight, norm_bias, epsilon, by.probability, key, by.site
+        )[0]
+        return normed_TD
+    h_TD = linear(x, weight, bias)
+    z_TD = residual_TD + (dropout_reference(h_TD, by) if by.probability else h_TD)
+    return layer_norm_reference(z_TD, norm_weight, norm_bias, epsilon)
 
 
 def bias_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """gelu(x @ weight.T + bias) with the exact (erf) GELU."""
+    """gelu(x @ weight.T + bias) with the exact (erf) GELU; [T, D] → [T, F]."""
+    if has_kernels(x):
+        from electra_fast.kernels import bias_gelu as kernels
+
+        activated: Tensor = kernels.bias_gelu(linear(x, weight), bias)
+        return activated
     return F.gelu(linear(x, weight, bias))
 
 
 def geglu(x: Tensor, weight: Tensor) -> Tensor:
-    """gelu(a) * b with [a, b] = x @ weight.T; weight [2F, D], as in ModernBERT."""
+    """gelu(a) * b with [a, b] = x @ weight.T; [T, D] → [T, F], weight [2F, D], as in ModernBERT."""
+    if has_kernels(x):
+        from electra_fast.kernels import bias_gelu as kernels
+
+        gated: Tensor = kernels.geglu(linear(x, weight))
+        return gated
     activated, gate = linear(x, weight).chunk(2, dim=-1)
     return F.gelu(activated) * gate
 
