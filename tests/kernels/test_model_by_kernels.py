@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from electra_fast import electra, ops
+from electra_fast.attention import Segments
 from electra_fast.config import Config
 from electra_fast.electra import Backend, Noise
 from electra_fast.model import Electra
@@ -42,7 +43,7 @@ def tokens():
     random = torch.Generator().manual_seed(1)
     ids, types = (torch.randint(0, most, (NUM_ROWS * LENGTH,), generator=random).to(DEVICE) for most in (VOCAB, 2))
     positions = torch.arange(LENGTH, device=DEVICE).repeat(NUM_ROWS)
-    return ids, positions, types, ops.Segments.padded(NUM_ROWS, LENGTH, None), torch.float32
+    return ids, positions, types, Segments.padded(NUM_ROWS, LENGTH, None), torch.float32
 
 
 def logits_and_gradients(model, key=KEY):
