@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS = 128
-SLOTS = 32  # that a token looks at together
+TOKENS = 64
+SLOTS = 16  # that a token looks at together
 NUM_WARPS = 4
 
 

@@ -36,9 +36,9 @@ NUM_COUNTS = 5
 
 @triton.jit
 def _upper_tail(a):
-    # Probability that a normal variable exceeds a >= 0: 2^-g(a), g a minimax fit of -log2 by weight
-    # of the error in x * cdf(x), which is under 6e-8. That is 20 times less than by fp32's erf, which
-    # cancels on the left, at half the instructions, and these decide here: not memory does.
+    # Probability that a normal variable exceeds a >= 0, as 2^-g(a): g is a minimax fit of degree 8,
+    # weighted by the error in x * cdf(x), which fp32's rounding exceeds. 1 + erf cancels on the left
+    # and takes twice the instructions, and these limit the kernels more than memory does.
     g = 1.5727908e-4 + a * (-3.2968070e-5 + a * 2.2758757e-6)
     g = 5.2546434e-2 + a * (-7.1427803e-3 + a * (2.0247810e-4 + a * g))
     return tl.exp2(-(1.0 + a * (1.1511070 + a * (4.5919305e-1 + a * g))))
