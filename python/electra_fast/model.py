@@ -170,11 +170,13 @@ class GeneratorHead(nn.Module):
         self.projection = Linear(hidden, embedding, bias=False) if modern and hidden != embedding else None
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
-    def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
+    def transform(self, x_MD: Tensor) -> Tensor:
+        """All that comes before the table; [M, D] → [M, E]."""
         x = self.norm(ops.bias_gelu(x_MD, self.dense.weight, self.dense.bias))
-        if self.projection is not None:
-            x = self.projection(x)
-        return ops.linear(x, table_VE, self.bias)
+        return x if self.projection is None else self.projection(x)
+
+    def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
+        return ops.linear(self.transform(x_MD), table_VE, self.bias)
 
 
 class DiscriminatorHead(nn.Module):
