@@ -22,6 +22,8 @@ from electra_fast.kernels import generator_head_narrow as narrow
 
 TILE = 128
 NARROW_WIDTHS = (16, 32, 64, 128, 256)
+# Compute capabilities whose shared memory and registers suffice for E = 256; elsewhere 128 is the most.
+WIDEST_NEEDS = (9, 10)
 # Tests of the narrow kernels in the interpreter, which has no bf16 product, let fp32 through.
 NARROW_DTYPES = [torch.bfloat16, torch.float16]
 
@@ -45,16 +47,18 @@ def _pad_table_kernel(
     tl.store(padded_bias_ptr + entry, bias.to(padded_bias_ptr.dtype.element_ty))
 
 
-def _narrow_width(width: int, dtype: torch.dtype) -> int | None:
+def _narrow_width(x_ME: Tensor) -> int | None:
     """The padded width of a table that the narrow kernels serve, or None."""
-    if dtype not in NARROW_DTYPES:
+    if x_ME.dtype not in NARROW_DTYPES:
         return None
-    return next((padded for padded in NARROW_WIDTHS if width <= padded), None)
+    small = x_ME.is_cuda and torch.cuda.get_device_capability(x_ME.device)[0] not in WIDEST_NEEDS
+    widths = NARROW_WIDTHS[:-1] if small else NARROW_WIDTHS
+    return next((padded for padded in widths if x_ME.shape[1] <= padded), None)
 
 
 def _padded(x_ME: Tensor, table_VE: Tensor) -> tuple[Tensor, Tensor]:
     """Room for the weight in x's dtype and the bias, padded as the chosen kernels read them."""
-    (vocab_size, width), narrow_width = table_VE.shape, _narrow_width(table_VE.shape[1], x_ME.dtype)
+    (vocab_size, width), narrow_width = table_VE.shape, _narrow_width(x_ME)
     num_entries = (vocab_size + TILE - 1) // TILE * TILE
     bias_dtype = torch.float32 if narrow_width else x_ME.dtype
     return x_ME.new_empty((num_entries, narrow_width or width)), x_ME.new_empty(num_entries, dtype=bias_dtype)
@@ -77,7 +81,7 @@ def _generator_head(
     temperature: float, disallow_correct: bool, with_gradient: bool,
 ) -> Outputs:  # fmt: skip
     """(nll, sample, correct, logsumexp, what the path keeps for backward, padded weight, padded bias)."""
-    path = narrow if _narrow_width(x_ME.shape[1], x_ME.dtype) else chunked
+    path = narrow if _narrow_width(x_ME) else chunked
     weight, bias = _pad_table(x_ME, table_VE, bias_V)
     nll_M, sample_M, correct_M, lse_M, kept = path.forward(
         x_ME.contiguous(), weight, bias, original_M.contiguous(), slot_M.contiguous(), seed_and_step,
@@ -95,7 +99,7 @@ def _(
     nll_M, lse_M = (x_ME.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
     sample_M = x_ME.new_empty(0 if seed_and_step is None else num_rows, dtype=torch.int64)
     weight, bias = _padded(x_ME, table_VE)
-    if _narrow_width(x_ME.shape[1], x_ME.dtype):
+    if _narrow_width(x_ME):
         kept = x_ME.new_empty(x_ME.shape if with_gradient else (0,), dtype=torch.float32)
     else:
         num_kept = chunked.kept_rows(num_rows, weight.shape[0], x_ME.element_size()) if with_gradient else 0
@@ -109,7 +113,7 @@ def _generator_head_backward(
     vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, the table and the bias by the gradient of nll."""
-    path = narrow if _narrow_width(x_ME.shape[1], x_ME.dtype) else chunked
+    path = narrow if _narrow_width(x_ME) else chunked
     grad_M, x_ME, original_M = grad_M.contiguous(), x_ME.contiguous(), original_M.contiguous()
     return path.backward(grad_M, x_ME, weight, bias, original_M, lse_M, kept, vocab_size)
 

@@ -36,7 +36,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 def _gumbel_kernel(
     slot_ptr, seed_and_step_ptr, gumbel_ptr, num_rows, num_tiles, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Gumbel noise [K, M], in powers of two, of every tile and row: four tiles a draw.
+    """Gumbel noise [K, M], in powers of two, of every tile and row: four tiles a draw; then the uniforms [M].
 
     In memory rather than drawn during the walk: a branch there makes ptxas serialise the tensor cores.
     """
@@ -46,6 +46,9 @@ def _gumbel_kernel(
     # From device memory, so that a captured graph reads them afresh at every replay.
     seed, step = tl.load(seed_and_step_ptr), tl.load(seed_and_step_ptr + 1)
     slot = tl.load(slot_ptr + row, mask=is_row, other=0)
+    if quad == 0:
+        inner, _, _, _ = words(seed, step, slot, 0, 1)
+        tl.store(gumbel_ptr + num_tiles * num_rows + row, uniform(inner), mask=is_row)
     drawn = words(seed, step, slot, quad, 0)
     for lane in tl.static_range(4):
         tile = quad * 4 + lane
@@ -138,7 +141,7 @@ def _tile_logits(x_ptr, weight_ptr, bias_ptr, tile, WIDTH: tl.constexpr, BLOCK_E
 
 @triton.jit
 def _combine_kernel(
-    x_ptr, weight_ptr, bias_ptr, original_ptr, slot_ptr, seed_and_step_ptr, statistics_ptr, tiles_ptr, mean_ptr,
+    x_ptr, weight_ptr, bias_ptr, original_ptr, uniform_ptr, statistics_ptr, tiles_ptr, mean_ptr,
     nll_ptr, lse_ptr, sample_ptr, correct_ptr, direction_ptr,
     num_rows, num_splits, inverse_temperature, penalty,
     WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, TILE: tl.constexpr,
@@ -181,9 +184,7 @@ def _combine_kernel(
         if SHAPED:
             z *= inverse_temperature
             z = tl.where(tile * TILE + column == original, z - penalty, z)
-        seed, step = tl.load(seed_and_step_ptr), tl.load(seed_and_step_ptr + 1)
-        word, _, _, _ = words(seed, step, tl.load(slot_ptr + row), 0, 1)
-        tl.store(sample_ptr + row, tile * TILE + invert(z, column, uniform(word)))
+        tl.store(sample_ptr + row, tile * TILE + invert(z, column, tl.load(uniform_ptr + row)))
 
 
 @triton.jit
@@ -251,15 +252,15 @@ class Blocks:
 
 
 def walk_blocks(num_rows: int, block_e: int) -> Blocks:
-    """Blocks of the walk: eight warps to 128 rows, four to 64 where there are few or E is wide."""
-    if num_rows <= 512:
-        return Blocks(64, TILE, 4, 2 if block_e > 128 else 3)
-    return Blocks(128, TILE, 8, 2 if block_e > 128 else 3)
+    """Blocks of the walk: 128 rows, or 64 where there are few and E leaves the registers."""
+    if block_e > 128:
+        return Blocks(128, TILE, 8, 2)
+    return Blocks(64, TILE, 4, 3) if num_rows <= 512 else Blocks(128, TILE, 8, 3)
 
 
 def gradient_blocks(block_e: int) -> Blocks:
-    """Blocks of the table's gradient."""
-    return Blocks(64, 64 if block_e > 128 else 128, 8, 3)
+    """Blocks of the table's gradient: with 128 rows a block the registers would not suffice."""
+    return Blocks(64, TILE, 8, 2 if block_e > 128 else 3)
 
 
 def choose_splits(num_row_blocks: int, num_tiles: int, num_processors: int) -> tuple[int, int]:
@@ -297,8 +298,11 @@ def forward(
         return torch.empty(shape, dtype=torch.float32, device=x_ME.device)
 
     sampling = seed_and_step is not None
-    gumbel_KM = fp32(num_tiles, num_rows) if sampling else fp32(0)
-    statistics, mean = fp32(3, num_splits, num_rows), fp32(*((num_splits, num_rows, block_e) if with_gradient else (0,)))
+    noise = fp32(num_tiles + 1, num_rows) if sampling else fp32(1)
+    statistics, mean = (
+        fp32(3, num_splits, num_rows),
+        fp32(*((num_splits, num_rows, block_e) if with_gradient else (0,))),
+    )
     tiles = torch.empty((2, num_splits, num_rows), dtype=torch.int32, device=x_ME.device)
     nll_M, lse_M = fp32(num_rows), fp32(num_rows)
     sample_M = torch.empty(num_rows if sampling else 0, dtype=torch.int64, device=x_ME.device)
@@ -312,14 +316,14 @@ def forward(
     }  # fmt: skip
     if sampling:
         grid = (triton.cdiv(num_rows, 128), triton.cdiv(num_tiles, 4))
-        _gumbel_kernel[grid](slot_M, seed_and_step, gumbel_KM, num_rows, num_tiles, BLOCK_M=128, **FUSION)
+        _gumbel_kernel[grid](slot_M, seed_and_step, noise, num_rows, num_tiles, BLOCK_M=128, **FUSION)
     _walk_kernel[(num_row_blocks, num_splits)](
-        x_ME, weight_PE, bias_P, original_M, gumbel_KM, statistics, tiles, mean,
+        x_ME, weight_PE, bias_P, original_M, noise, statistics, tiles, mean,
         num_rows, num_tiles, tiles_per_split, *shape, BLOCK_M=blocks.rows, STAGES=blocks.num_stages,
         PRECISION=_precision(x_ME), num_warps=blocks.num_warps, **constants,
     )  # fmt: skip
     _combine_kernel[(num_rows,)](
-        x_ME, weight_PE, bias_P, original_M, slot_M, seed_and_step if sampling else original_M, statistics, tiles, mean,
+        x_ME, weight_PE, bias_P, original_M, noise[-1], statistics, tiles, mean,
         nll_M, lse_M, sample_M, correct_M, direction_ME, num_rows, num_splits, *shape,
         BLOCK_S=triton.next_power_of_2(num_splits), num_warps=4, **constants,
     )  # fmt: skip
