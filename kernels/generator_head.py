@@ -115,7 +115,10 @@ def _generator_head_backward(
     """Gradients of x, the table and the bias by the gradient of nll."""
     path = narrow if _narrow_width(x_ME) else chunked
     grad_M, x_ME, original_M = grad_M.contiguous(), x_ME.contiguous(), original_M.contiguous()
-    return path.backward(grad_M, x_ME, weight, bias, original_M, lse_M, kept, vocab_size)
+    gradients: tuple[Tensor, Tensor, Tensor] = path.backward(
+        grad_M, x_ME, weight, bias, original_M, lse_M, kept, vocab_size
+    )
+    return gradients
 
 
 @_generator_head_backward.register_fake

@@ -299,10 +299,8 @@ def forward(
 
     sampling = seed_and_step is not None
     noise = fp32(num_tiles + 1, num_rows) if sampling else fp32(1)
-    statistics, mean = (
-        fp32(3, num_splits, num_rows),
-        fp32(*((num_splits, num_rows, block_e) if with_gradient else (0,))),
-    )
+    statistics = fp32(3, num_splits, num_rows)
+    mean = fp32(num_splits, num_rows, block_e) if with_gradient else fp32(0)
     tiles = torch.empty((2, num_splits, num_rows), dtype=torch.int32, device=x_ME.device)
     nll_M, lse_M = fp32(num_rows), fp32(num_rows)
     sample_M = torch.empty(num_rows if sampling else 0, dtype=torch.int64, device=x_ME.device)

@@ -172,8 +172,10 @@ class GeneratorHead(nn.Module):
 
     def transform(self, x_MD: Tensor) -> Tensor:
         """All that comes before the table; [M, D] → [M, E]."""
-        x = self.norm(ops.bias_gelu(x_MD, self.dense.weight, self.dense.bias))
-        return x if self.projection is None else self.projection(x)
+        x: Tensor = self.norm(ops.bias_gelu(x_MD, self.dense.weight, self.dense.bias))
+        if self.projection is not None:
+            x = self.projection(x)
+        return x
 
     def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
         return ops.linear(self.transform(x_MD), table_VE, self.bias)
