@@ -214,7 +214,7 @@ def test_only_the_data_side_touches_the_extension(path: Path) -> None:
     assert "_data" not in own_imports(path) or python_module(path) in EXTENSION_USERS
 
 
-def test_kernels_import_torch_and_triton_only() -> None:
+def test_kernels_import_torch_triton_and_each_other_only() -> None:
     for path in kernel_files():
         outside = {name for name in imports_of(path) if not name.startswith("electra_fast.kernels.")}
         foreign = {name.split(".")[0] for name in outside} - KERNEL_IMPORTS

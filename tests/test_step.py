@@ -93,9 +93,9 @@ def test_compiles_without_a_break(tiny_corpus, config, monkeypatch):
     """`fullgraph` fails at the first operation that torch.compile can't take; what runs is eager's code."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend="aot_eager", **options))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)  # one graph serves all micro-batches
     changes = {"model": {"dropout": 0.0, "attention_dropout": 0.0}, "train": {"accumulate": 4}}
-    compiled, sums = trained(tiny_corpus, config.replace(changes), "compile")
+    with torch._dynamo.config.patch(recompile_limit=1):  # one graph serves all micro-batches
+        compiled, sums = trained(tiny_corpus, config.replace(changes), "compile")
     eager, expected = trained(tiny_corpus, config.replace(changes))
     torch.testing.assert_close(sums, expected, rtol=1e-4, atol=1e-3)
     for name in eager:

@@ -17,7 +17,6 @@ from torch import Tensor
 from electra_fast import ops
 from electra_fast.attention import Segments
 from electra_fast.model import Electra
-from electra_fast.sampling import sample_categorical
 
 # What a step adds up, in this order; `metrics.summarise` turns the sums into what is reported.
 SUMS = (
@@ -99,21 +98,28 @@ def forward(model: Electra, batch: Mapping[str, Tensor], backend: Backend, noise
     hidden_TD = model.generator_hidden(flat["input_ids"], *context)
     # Unused slots read any row: their weight is 0.
     hidden_MD = hidden_TD.index_select(0, slots.position_M.clamp(max=hidden_TD.shape[0] - 1))
-    logits_MV = model.generator_head_logits(hidden_MD)
-    nll_M = ops.masked_cross_entropy(logits_MV, slots.original_M)
+    objective, head = model.config.objective, model.generator_head
+    nll_M, sample_M, correct_M = ops.generator_head(
+        head.transform(hidden_MD),
+        model.generator_embeddings.token,
+        head.bias,
+        slots.original_M,
+        slots.number_M,
+        noise.seed_and_step if model.has_discriminator else None,
+        objective.temperature,
+        objective.disallow_correct,
+    )
     generator_loss = (nll_M * slots.weight_M).sum()
     sums = {
         "generator_loss": generator_loss.detach(),
         "masked_weight": slots.weight_M.sum(),
-        "generator_correct": ((logits_MV.argmax(-1) == slots.original_M) * slots.weight_M).sum(),
+        "generator_correct": (correct_M * slots.weight_M).sum(),
     }
-    objective = model.config.objective
     masked_weight, num_tokens = counts.clamp(min=1).unbind()
     loss = objective.gen_weight * generator_loss / masked_weight.float()
-    if not model.has_discriminator:
+    if sample_M is None:
         return Output(loss, _stack(sums | {"tokens": valid_T.sum()}))
 
-    sample_M = _sample(logits_MV.detach(), slots, noise, objective.temperature, objective.disallow_correct)
     corrupted_T, replaced_T = ops.corrupt(batch["input_ids"], slots.position_M, slots.original_M, sample_M)
     logits_T = model.replaced_logits(corrupted_T, *context)
     discriminator_loss, counts_5 = ops.discriminator_loss(logits_T, replaced_T, valid_T)
@@ -148,16 +154,6 @@ def _slots(batch: Mapping[str, Tensor], first_row: int | Tensor) -> Slots:
         original_M=batch["masked_ids"].flatten().long(),
         weight_M=weight_M,
     )
-
-
-def _sample(logits_MV: Tensor, slots: Slots, noise: Noise, temperature: float, disallow_correct: bool) -> Tensor:
-    if temperature != 1.0:
-        logits_MV = logits_MV.float() / temperature
-    if disallow_correct:
-        # As the published code: the true token's logit less 1000.
-        penalty = torch.full_like(slots.original_M, -1000, dtype=logits_MV.dtype)[:, None]
-        logits_MV = logits_MV.scatter_add(1, slots.original_M[:, None], penalty)
-    return sample_categorical(logits_MV, slots.number_M, noise.seed_and_step)
 
 
 def _stack(sums: Mapping[str, Tensor]) -> Tensor:

@@ -181,11 +181,15 @@ class GeneratorHead(nn.Module):
         self.projection = Linear(hidden, embedding, bias=False) if modern and hidden != embedding else None
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
-    def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
-        x = self.norm(ops.bias_gelu(x_MD, self.dense.weight, self.dense.bias))
+    def transform(self, x_MD: Tensor) -> Tensor:
+        """All that comes before the table; [M, D] → [M, E]."""
+        x: Tensor = self.norm(ops.bias_gelu(x_MD, self.dense.weight, self.dense.bias))
         if self.projection is not None:
             x = self.projection(x)
-        return ops.linear(x, table_VE, self.bias)
+        return x
+
+    def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
+        return ops.linear(self.transform(x_MD), table_VE, self.bias)
 
 
 class DiscriminatorHead(nn.Module):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from electra_fast.sampling import philox
+from electra_fast.sampling import philox, sample_categorical_reference
 
 # What `discriminator_loss` counts, in this order, all over valid tokens.
 COUNTS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
@@ -159,7 +159,7 @@ def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
 
 
 def masked_cross_entropy(logits_MV: Tensor, target_M: Tensor) -> Tensor:
-    """-log softmax(logits)[target] in fp32; [M, V], [M] → [M]. Reference of the fused generator head."""
+    """-log softmax(logits)[target] in fp32; [M, V], [M] → [M]."""
     return F.cross_entropy(logits_MV.float(), target_M.long(), reduction="none")
 
 
@@ -236,6 +236,66 @@ def discriminator_loss_reference(logits_T: Tensor, replaced_T: Tensor, valid_T: 
     predicted_T, replaced_T = (logits_T.detach() > 0) & valid_T, replaced_T & valid_T
     correct_T = (predicted_T == replaced_T) & valid_T
     return loss, torch.stack([x.sum() for x in (correct_T, predicted_T & replaced_T, predicted_T, replaced_T, valid_T)])
+
+
+def generator_head(
+    x_ME: Tensor,
+    table_VE: Tensor,
+    bias_V: Tensor,
+    original_M: Tensor,
+    slot_M: Tensor,
+    seed_and_step: Tensor | None,
+    temperature: float = 1.0,
+    disallow_correct: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The generator's logits over its table, x @ table.T + bias, and all that is wanted of them.
+
+    Args:
+        x_ME: activations, after whatever the head does before the table.
+        table_VE: the embedding table (fp32), cast to x's dtype; so is the bias.
+        bias_V: the output bias (fp32).
+        original_M: the true tokens, int64.
+        slot_M: global numbers of the masked slots within the step, int64: the keys of the noise.
+        seed_and_step: int64 [2] on x's device; None where no sample is wanted.
+        temperature: of the samples; the cross-entropy is at 1.
+        disallow_correct: whether samples avoid the true token.
+
+    Returns:
+        nll_M (fp32, differentiable in x, table and bias), sample_M (int64, None without a seed) of
+        `sampling`, and correct_M (bool), whether the likeliest token is the true one.
+    """
+    arguments = (x_ME, table_VE, bias_V, original_M, slot_M, seed_and_step, temperature, disallow_correct)
+    if has_kernels(x_ME):
+        from electra_fast.kernels import generator_head as kernels  # imported here: of no use without a GPU
+
+        return kernels.generator_head(*arguments)
+    return generator_head_reference(*arguments)
+
+
+def generator_head_reference(
+    x_ME: Tensor,
+    table_VE: Tensor,
+    bias_V: Tensor,
+    original_M: Tensor,
+    slot_M: Tensor,
+    seed_and_step: Tensor | None,
+    temperature: float = 1.0,
+    disallow_correct: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`generator_head` in plain torch: the kernels' specification."""
+    logits_MV = linear(x_ME, table_VE, bias_V)
+    nll_M = masked_cross_entropy(logits_MV, original_M)
+    logits_MV = logits_MV.detach()
+    correct_M = logits_MV.argmax(-1) == original_M
+    if seed_and_step is None:
+        return nll_M, None, correct_M
+    if temperature != 1.0:
+        logits_MV = logits_MV.float() / temperature
+    if disallow_correct:
+        # As the published code: the true token's logit less 1000.
+        penalty = torch.full_like(original_M, -1000, dtype=logits_MV.dtype)[:, None]
+        logits_MV = logits_MV.scatter_add(1, original_M[:, None], penalty)
+    return nll_M, sample_categorical_reference(logits_MV, slot_M, seed_and_step), correct_M
 
 
 def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
