@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from electra_fast import _data, checkpoint
-from electra_fast.attention import choose_attention
+from electra_fast.attention import adds_in_any_order, choose_attention
 from electra_fast.config import Config
 from electra_fast.corpus import Corpus
 from electra_fast.electra import Backend
@@ -149,6 +149,7 @@ def _has_bf16(device: torch.device) -> bool:
 def environment(device: torch.device, backend: Backend, execution: str) -> dict[str, str]:
     """Versions, device, backends: what a run says it used."""
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    any_order = adds_in_any_order(backend.attention)
     return {
         "electra-fast": _data.VERSION,
         "python": platform.python_version(),
@@ -158,7 +159,10 @@ def environment(device: torch.device, backend: Backend, execution: str) -> dict[
         "attention": backend.attention,
         "activations": str(backend.dtype).removeprefix("torch."),
         "execution": execution,
-        "sampling": "triton" if device.type == "cuda" else "reference",
+        "kernels": "triton" if device.type == "cuda" else "references",
+        "repeatable": f"but for {backend.attention}'s gradient"
+        if adds_in_any_order(backend.attention)
+        else "to the bit",
     }
 
 
