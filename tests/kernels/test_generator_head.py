@@ -196,6 +196,14 @@ def test_the_operation_as_torch_sees_it(path):
     torch.library.opcheck(torch.ops.electra_fast.generator_head.default, arguments, test_utils=tests)
 
 
+def test_compiles_as_one_graph(path):
+    inputs, upstream = make_inputs(6, 140, 16), random_upstream(6)
+    expected = run(generator_head.generator_head, inputs, upstream)
+    whole = torch.compile(generator_head.generator_head, backend="aot_eager", fullgraph=True)
+    found = run(whole, inputs, upstream)
+    assert all(torch.equal(a, b) for a, b in zip((*expected[0], *expected[1]), (*found[0], *found[1]), strict=True))
+
+
 def test_dispatch(monkeypatch):
     inputs = make_inputs(4, 140, 16)
     expected = ops.generator_head(*inputs, KEY)
