@@ -76,11 +76,12 @@ class Embeddings(nn.Module):
         dtype: torch.dtype,
         dropout: Dropout,
     ) -> Tensor:
-        x_TE = F.embedding(input_ids_T, self.token)
         if self.architecture == "modern":
-            return x_TE.to(dtype)
-        x_TE = x_TE + F.embedding(position_ids_T, self.position) + F.embedding(token_type_ids_T, self.token_type)
-        return ops.dropout(self.norm(x_TE.to(dtype)), dropout)
+            return F.embedding(input_ids_T, self.token).to(dtype)
+        ids, tables = (input_ids_T, position_ids_T, token_type_ids_T), (self.token, self.position, self.token_type)
+        norm = self.norm
+        assert norm.bias is not None
+        return ops.embedding_norm(ids, tables, norm.weight, norm.bias, norm.epsilon, dtype, dropout)
 
 
 class BertLayer(nn.Module):

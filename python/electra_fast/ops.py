@@ -122,6 +122,45 @@ def residual_norm(
     return layer_norm_reference(z_TD, norm_weight, norm_bias, epsilon)
 
 
+def embedding_norm(
+    ids: tuple[Tensor, Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor],
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    epsilon: float,
+    dtype: torch.dtype,
+    by: Dropout,
+) -> Tensor:
+    """dropout(LayerNorm(token + position + type embedding)) in `dtype`.
+
+    `ids` are integers [T] of tokens, positions and types (0 or 1), `tables` fp32 [V, E], [L, E], [2, E].
+    """
+    if has_kernels(ids[0]) and (by.key is not None or not by.probability):
+        from electra_fast.kernels import embedding_norm as kernels
+
+        key = by.key if by.probability else None
+        normed_TE: Tensor = kernels.embedding_norm(
+            *ids, *tables, norm_weight, norm_bias, epsilon, dtype, by.probability, key, by.site
+        )[0]
+        return normed_TE
+    return embedding_norm_reference(ids, tables, norm_weight, norm_bias, epsilon, dtype, by)
+
+
+def embedding_norm_reference(
+    ids: tuple[Tensor, Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor],
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    epsilon: float,
+    dtype: torch.dtype,
+    by: Dropout,
+) -> Tensor:
+    """`embedding_norm` in plain torch."""
+    token_TE, position_TE, type_TE = (F.embedding(each, table) for each, table in zip(ids, tables, strict=True))
+    x_TE = (token_TE + position_TE + type_TE).to(dtype)
+    return dropout_reference(layer_norm_reference(x_TE, norm_weight, norm_bias, epsilon), by)
+
+
 def bias_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """gelu(x @ weight.T + bias) with the exact (erf) GELU; [T, D] → [T, F]."""
     if has_kernels(x):
