@@ -149,7 +149,7 @@ def _has_bf16(device: torch.device) -> bool:
 def environment(device: torch.device, backend: Backend, execution: str) -> dict[str, str]:
     """Versions, device, backends: what a run says it used."""
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    any_order = adds_in_any_order(backend.attention)
+    repeatable = f"but for {backend.attention}'s gradient" if adds_in_any_order(backend.attention) else "to the bit"
     return {
         "electra-fast": _data.VERSION,
         "python": platform.python_version(),
@@ -160,9 +160,7 @@ def environment(device: torch.device, backend: Backend, execution: str) -> dict[
         "activations": str(backend.dtype).removeprefix("torch."),
         "execution": execution,
         "kernels": "triton" if device.type == "cuda" else "references",
-        "repeatable": f"but for {backend.attention}'s gradient"
-        if adds_in_any_order(backend.attention)
-        else "to the bit",
+        "repeatable": f"but for {backend.attention}'s gradient" if any_order else "to the bit",
     }
 
 
