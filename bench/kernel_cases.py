@@ -129,9 +129,13 @@ def _backend(name: str, at: Setting, ids: Tensor, borders: Tensor) -> Function:
     return lambda q, k, v: attention.attention(q, k, v, segments)
 
 
+class Unavailable(Exception):
+    """A contender can't run here; says why."""
+
+
 def refuse(reason: str, *_: Any) -> None:
     """Stands for a function that can't run here."""
-    raise RuntimeError(reason)
+    raise Unavailable(reason)
 
 
 @case("segments of attention")
@@ -204,7 +208,7 @@ def _torch_linear_cross_entropy(
     x: Tensor, table: Tensor, bias: Tensor, target: Tensor, *_: Any, chunked: bool = False
 ) -> Tensor:
     if not hasattr(F, "linear_cross_entropy"):
-        raise RuntimeError(f"needs torch 2.13 or newer, and this is {torch.__version__}")
+        raise Unavailable(f"needs torch 2.13 or newer, and this is {torch.__version__}")
     options = torch.nn.LinearCrossEntropyOptions() if chunked else None
     weight, bias = table.to(x.dtype), bias.to(x.dtype)
     return F.linear_cross_entropy(x, weight, target, linear_bias=bias, reduction="sum", options=options)
@@ -295,8 +299,19 @@ def _(at: Setting) -> Iterator[Case]:
             )
 
 
-# The embedding sum with its norm gets its case here once it has a kernel:
-# @case("embedding sum + norm")
-# def _(at: Setting) -> Iterator[Case]:
-#     for num_tokens, width in at.shapes([(131_072, 128), (65_536, 768)], (7, 16)):
-#         yield Case(f"T={num_tokens} E={width}", inputs, reference, kernel("embedding_norm", "embedding_norm"))
+@case("embedding sum + norm")
+def _(at: Setting) -> Iterator[Case]:
+    for num_tokens, width, length in at.shapes([(131_072, 128, 128), (65_536, 768, 512)], (7, 16, 8)):
+        vocab_size = 300 if at.quick else VOCAB_SIZE
+        ids = tuple(at.integers(high, num_tokens) for high in (vocab_size, length, 2))
+        tables = tuple(at.weight(rows, width) for rows in (vocab_size, length, 2))
+
+        def reference(*inputs: Tensor) -> Tensor:
+            token, position, kind = (F.embedding(i, table) for i, table in zip(inputs[:3], inputs[3:6], strict=True))
+            x = (token + position + kind).to(at.dtype)
+            return F.layer_norm(x, x.shape[-1:], inputs[6].to(x.dtype), inputs[7].to(x.dtype), 1e-12)
+
+        def ours(*inputs: Tensor) -> Any:
+            return kernel("embedding_norm", "embedding_norm")(*inputs, 1e-12, at.dtype, 0.0, None, 0)
+
+        yield Case(f"T={num_tokens} E={width}", (*ids, *tables, at.weight(width), at.weight(width)), reference, ours)

@@ -5,7 +5,7 @@
 Prints one table a case and writes `kernels.json`: median and 5th to 95th percentile of the time on the
 device, forward and backward together where the operation has a gradient, what it allocates at most, and
 GB/s or TFLOP/s of the traffic or products that cannot be avoided. A contender that is not
-installed or cannot run is a line that says why. Downloads nothing.
+installed or cannot run is a line that says why; a kernel of ours that fails makes the exit code 1.
 
 Each contender is captured into a CUDA graph and replayed, for the training step is one graph: what is
 timed is the device's work, not Python's. Where capture fails (Liger's head waits for the device) it is
@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import CASES, Case, Function, Setting, compiler, refuse
+from kernel_cases import CASES, Case, Function, Setting, Unavailable, compiler, refuse
 from torch import Tensor
 
+OURS = "electra-fast"
 HEADER = "| | ms (p5 to p95) | rate | GiB | timed as |\n| --- | --- | --- | --- | --- |"
 
 
@@ -42,7 +43,7 @@ def contenders(case: Case, at: Setting, with_kernel: bool) -> Iterator[tuple[str
     """Everybody's function of a case, in the order of the table."""
     if case.kernel is not None:
         reason = "the kernel needs a GPU, or --interpret"
-        yield "electra-fast", case.kernel if with_kernel else partial(refuse, reason)
+        yield OURS, case.kernel if with_kernel else partial(refuse, reason)
     yield "eager", case.reference
     yield "torch.compile", torch.compile(case.reference, dynamic=False, backend=compiler(at.device))
     yield from case.peers.items()
@@ -113,8 +114,11 @@ def result(name: str, case: Case, work: Callable[[], None], device: torch.device
     """One line: times and rates, or why there are none."""
     try:
         found = measure(work, device, repeats)
-    except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-        return {"contender": name, "error": (str(error).splitlines() or [type(error).__name__])[0]}
+    except (Unavailable, ImportError) as error:
+        return {"contender": name, "error": str(error), "failed": False}
+    except Exception as error:  # whatever others' code raises; ours fails the run
+        reason = (str(error).splitlines() or [""])[0]
+        return {"contender": name, "error": f"{type(error).__name__}: {reason}", "failed": name == OURS}
     low, *_, high = statistics.quantiles(found["ms"], n=20, method="inclusive")
     median = statistics.median(found["ms"])
     gpu = device.type == "cuda"
@@ -171,13 +175,15 @@ def main() -> int:
                 r = result(contender, one, work_of(function, one.inputs), device, options.repeats if is_cuda else 3)
                 rows.append({"case": name, "shape": one.shape, **r})
                 print(line(r), flush=True)
+                if is_cuda:
+                    torch.cuda.empty_cache()
             torch.compiler.reset()
     device_name = torch.cuda.get_device_name(device) if is_cuda else "cpu"
     facts = {"device": device_name, "torch": torch.__version__, "rehearsal": not is_cuda, "rows": rows}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "kernels.json").write_text(json.dumps(facts, indent=1) + "\n")
     assert all(math.isfinite(r.get("ms", 0.0)) for r in rows)
-    return 0
+    return int(any(r.get("failed") for r in rows))
 
 
 if __name__ == "__main__":
