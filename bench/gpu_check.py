@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,12 @@ from torch import Tensor
 
 import electra_fast as ef
 from electra_fast import attention, electra, sampling
-from electra_fast.electra import Backend, Noise
+from electra_fast.electra import Backend
 from electra_fast.flops import device_peak, flops_per_token
+from electra_fast.metrics import summarise
 from electra_fast.optim import Optimizer
 from electra_fast.run import choose_backend, environment
+from electra_fast.step import WARM_UP, StepClock, TrainStep, choose_execution
 
 VOCAB_SIZE = 30_522
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -54,17 +55,16 @@ def make_corpus(folder: Path, num_documents: int) -> Path:
     return folder / "shards"
 
 
-def batches(corpus: Path, config: ef.Config, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Endless batches of a configuration, on the device."""
+def loader(corpus: Path, config: ef.Config) -> ef.BatchLoader:
+    """Endless batches of a configuration."""
     data, train = config.data, config.train
-    loader = ef.BatchLoader(
+    return ef.BatchLoader(
         corpus,
         sequence_length=data.sequence_length,
         batch_size=train.batch_size,
         masking=data.masking,
         mask_prob=data.mask_prob,
     )
-    return (ef.to_torch(rows, device=device) for rows in loader)
 
 
 def check_sampling(device: torch.device) -> dict[str, Any]:
@@ -112,62 +112,84 @@ def check_attention(device: torch.device, backend: Backend) -> dict[str, Any]:
 
 def check_training(corpus: Path, device: torch.device, steps: int) -> dict[str, Any]:
     """Losses of a short run on the device beside fp32 on the CPU: the same rows, masks and noise keys."""
+    truth = losses(corpus, torch.device("cpu"), "eager", steps, Backend("sdpa", torch.float32))
+    result: dict[str, Any] = {"ok": True}
+    for execution in executions(device):
+        found = losses(corpus, device, execution, steps)
+        again = losses(corpus, device, execution, steps)
+        gap = max(abs(a - b) / a for a, b in zip(truth, found, strict=True))
+        result[execution] = {"last": found[-1], "largest_gap": gap, "same_bits_again": found == again, "losses": found}
+        result["ok"] &= gap < 0.02 and found[-1] < found[0] and found == again
+    if "graph" in result:
+        result["graph_equals_eager"] = result["graph"]["losses"] == result["eager"]["losses"]
+        result["ok"] &= result["graph_equals_eager"]
+    for execution in executions(device):
+        del result[execution]["losses"]
+    return result
+
+
+def executions(device: torch.device) -> list[str]:
+    """The ways in which a step can run there; compiling for a CPU would take minutes and tell nothing."""
+    return ["eager", "graph", "compile"] if device.type == "cuda" else ["eager"]
+
+
+def losses(
+    corpus: Path, device: torch.device, execution: str, steps: int, backend: Backend | None = None
+) -> list[float]:
+    """Each step's generator plus weighted discriminator loss, of a tiny model without dropout."""
     changes = {"model.vocab_size": str(VOCAB_SIZE), "data.sequence_length": "64"}
-    base = ef.Config.preset("tiny", "google").override(NO_DROPOUT | changes)
-    runs = []
-    for where in (torch.device("cpu"), device):
-        backend = choose_backend(base, where) if where.type == "cuda" else Backend("sdpa", torch.float32)
-        model = ef.Electra(base).to(where)
-        optimizer = Optimizer(model.named_parameters(), base.optimizer)
-        losses = []
-        for step, batch in zip(range(steps), batches(corpus, base, where), strict=False):
-            losses.append(train_step(model, optimizer, batch, backend, step).item())
-        runs.append(losses)
-    gap = max(abs(a - b) / a for a, b in zip(*runs, strict=True))
-    return {"first": runs[1][0], "last": runs[1][-1], "largest_gap": gap, "ok": gap < 0.02 and runs[1][-1] < runs[1][0]}
+    config = ef.Config.preset("tiny", "google").override(NO_DROPOUT | changes)
+    step = new_step(config, device, execution, backend)
+    found = []
+    for number, rows in zip(range(steps), loader(corpus, config), strict=False):
+        step(rows, number)
+        step.synchronize()
+        found.append(float(summarise(step.sums.cpu().numpy()[:-1], config.objective)["loss"] or 0))
+        step.sums.zero_()
+    return found
 
 
-def train_step(
-    model: ef.Electra, optimizer: Optimizer, batch: dict[str, Tensor], backend: Backend, step: int
-) -> Tensor:
-    """One step as `pretrain` takes it."""
-    device = batch["input_ids"].device
-    optimizer.zero_grad()
-    noise = Noise(torch.tensor([0, step], device=device))
-    output = electra.forward(model, batch, backend, noise, electra.count(batch))
-    output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-    optimizer.step(1.0)
-    return output.loss.detach()
+def new_step(config: ef.Config, device: torch.device, execution: str, backend: Backend | None = None) -> TrainStep:
+    """A new model on the device, and its step."""
+    model = ef.Electra(config).to(device).train()
+    optimizer = Optimizer(model.named_parameters(), config.optimizer)
+    return TrainStep(model, optimizer, config, backend or choose_backend(config, device), execution)
 
 
-def throughput(corpus: Path, device: torch.device, preset: str, rows: int, steps: int) -> dict[str, Any]:
-    """Tokens a second (padding excluded), MFU, peak memory and step time of the whole step, loader included."""
+def throughput(
+    corpus: Path, device: torch.device, preset: str, rows: int, execution: str, steps: int
+) -> dict[str, Any]:
+    """Tokens a second (padding excluded), MFU, peak memory and step times of whole steps, loader included."""
     config = ef.Config.preset(preset, "google").override({"model.vocab_size": str(VOCAB_SIZE), **NO_DROPOUT})
     config = config.replace({"train": {"batch_size": rows}})
-    backend = choose_backend(config, device)
-    model = ef.Electra(config).to(device)
-    optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    stream = batches(corpus, config, device)
-    seconds, tokens = [], 0.0
-    for step in range(steps + 3):
-        start = time.perf_counter()
-        batch = next(stream)
-        train_step(model, optimizer, batch, backend, step)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if step >= 3:  # the first ones compile and allocate
-            seconds.append(time.perf_counter() - start)
-            tokens += (batch["segment_ids"] > 0).sum().item()
-    speed = tokens / sum(seconds)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    step, stream = new_step(config, device, execution), loader(corpus, config)
+    clock = StepClock(step)
+    for number in range(WARM_UP + 2):  # the first ones compile, allocate and capture
+        step(next(stream), number)
+    step.synchronize()
+    step.sums.zero_()
+    clock.start()
+    start = time.perf_counter()
+    for number in range(steps):
+        step(next(stream), WARM_UP + 2 + number)
+        clock.tick()
+    step.synchronize()
+    seconds, times = time.perf_counter() - start, clock.read()
+    assert times is not None
+    speed = step.sums[electra.SUMS.index("tokens")].item() / seconds
     peak = device_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return {
         "shape": f"{preset}@{config.data.sequence_length}",
         "rows": rows,
-        "attention": backend.attention,
+        "execution": execution,
+        "attention": step.backend.attention,
         "tokens_per_second": speed,
         "mfu": speed * flops_per_token(config).total / peak if peak else None,
-        "step_ms": statistics.median(seconds) * 1e3,
-        "step_ms_worst": max(seconds) * 1e3,
+        "step_ms": times.median * 1e3,
+        "step_ms_longest": times.longest * 1e3,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
     }
 
@@ -186,7 +208,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         corpus = make_corpus(Path(folder), 300 if options.quick else 8000)
         result: dict[str, Any] = {
-            "environment": environment(device, backend),
+            "environment": environment(device, backend, choose_execution("auto", device)),
             "checks": {
                 "sampling": check_sampling(device),
                 "attention sdpa": check_attention(device, Backend("sdpa", backend.dtype)),
@@ -198,10 +220,14 @@ def main() -> int:
         for name, check in result["checks"].items():
             print(f"{'ok   ' if check['ok'] else 'WRONG'} {name}: {check}")
         for preset, rows in QUICK_SHAPES if options.quick else SHAPES:
-            torch.cuda.empty_cache()
-            row = throughput(corpus, device, preset, rows, 3 if options.quick else 30)
-            result["throughput"].append(row)
-            print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+            for execution in executions(device):
+                row = throughput(corpus, device, preset, rows, execution, 3 if options.quick else 30)
+                result["throughput"].append(row)
+                cells = (
+                    f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                    for name, value in row.items()
+                )
+                print("  ".join(cells), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "gpu_check.json").write_text(json.dumps(result, indent=1) + "\n")
     return 0 if all(check["ok"] for check in result["checks"].values()) else 1

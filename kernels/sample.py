@@ -13,14 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from electra_fast.kernels.noise import exponential, invert, uniform, words
+
 TILE = 128
 TILES_A_STEP = 16
-
-
-@triton.jit
-def _uniform(word):
-    # uint32 → (0, 1], evenly spaced near 0; the conversion rounds as torch's int64 → fp32 does.
-    return (word.to(tl.uint32).to(tl.float32) + 0.5) * 2.3283064365386963e-10
 
 
 @triton.jit
@@ -48,14 +44,10 @@ def _sample_categorical_kernel(
         peak = tl.where(has_mass, peak, 0.0)
         mass = tl.where(has_mass, tl.sum(tl.exp(x - peak[:, None]), axis=1), 1.0)
         logsumexp = peak + tl.log(mass)
-        w0, w1, w2, w3 = tl.philox(seed, (tile // 4).to(tl.uint32), (tile * 0 + slot).to(tl.uint32),
-                                   (tile * 0 + step).to(tl.uint32), (tile * 0).to(tl.uint32))  # fmt: skip
+        w0, w1, w2, w3 = words(seed, step, tile * 0 + slot, tile // 4, 0)
         lane = tile % 4
         word = tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3)))
-        u = _uniform(word)
-        # -log(1 - u), by its series where 1 - u would round.
-        exponential = tl.where(u < 0.0009765625, u * (1 + u * (0.5 + u / 3)), -tl.log(1 - u))
-        score = tl.where(has_mass, logsumexp - tl.log(exponential), -float("inf"))
+        score = tl.where(has_mass, logsumexp - tl.log(exponential(uniform(word))), -float("inf"))
         score_here = tl.max(score, axis=0)
         tile_here = first + tl.argmax(score, axis=0)
         best_tile = tl.where(score_here > best_score, tile_here, best_tile)
@@ -63,14 +55,8 @@ def _sample_categorical_kernel(
 
     offset = best_tile * TILE + column
     x = tl.load(logits_ptr + offset, mask=offset < vocab_size, other=-float("inf")).to(tl.float32)
-    mass = tl.exp(x - tl.max(x, axis=0))
-    cumulative = tl.cumsum(mass, axis=0)
-    total = tl.max(cumulative, axis=0)
-    zero = column * 0
-    inner, _, _, _ = tl.philox(seed, zero.to(tl.uint32), (zero + slot).to(tl.uint32), (zero + step).to(tl.uint32),
-                               (zero + 1).to(tl.uint32))  # fmt: skip
-    below = cumulative < _uniform(inner) * total
-    tl.store(sample_ptr + row, best_tile * TILE + tl.sum(below.to(tl.int32), axis=0))
+    inner, _, _, _ = words(seed, step, slot, 0, 1)
+    tl.store(sample_ptr + row, best_tile * TILE + invert(x, column, uniform(inner)))
 
 
 def sample_categorical(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from electra_fast import electra
+from electra_fast import electra, ops
 from electra_fast.config import Config
-from electra_fast.electra import Backend, Noise, Slots
+from electra_fast.electra import Backend, Noise
 from electra_fast.metrics import summarise
 from electra_fast.model import Electra
 from electra_fast.sampling import sample_categorical_reference
@@ -168,25 +168,19 @@ def test_tying_all_shares_the_encoder():
     assert sum(p.numel() for p in apart.parameters()) - sum(p.numel() for p in shared.parameters()) == encoder
 
 
-def slots_of(positions, originals, num_tokens, weights=None):
-    weights = torch.ones(len(positions)) if weights is None else torch.tensor(weights)
-    where = torch.where(weights > 0, torch.tensor(positions), num_tokens)
-    return Slots(torch.arange(len(positions)), where, torch.tensor(originals), weights)
-
-
 def test_corrupt():
-    masked = torch.tensor([7, 4, 9, 4, 11, 4], dtype=torch.int32)
+    masked = torch.tensor([[7, 4, 9, 4, 11, 4]], dtype=torch.int32)
     # Position 1 drawn twice (samples 20 and 25 → 22), 3 sampled right, 5 sampled wrong, one unused slot.
-    slots = slots_of([1, 1, 3, 5, 0], [8, 8, 10, 12, 0], 6, [1.0, 1.0, 1.0, 1.0, 0.0])
-    corrupted, replaced = electra.corrupt(masked, slots, torch.tensor([20, 25, 10, 33, 40]))
+    positions, originals = torch.tensor([1, 1, 3, 5, 6]), torch.tensor([8, 8, 10, 12, 0])
+    corrupted, replaced = ops.corrupt(masked, positions, originals, torch.tensor([20, 25, 10, 33, 40]))
     assert corrupted.tolist() == [7, 22, 9, 10, 11, 33]
     assert replaced.tolist() == [False, True, False, False, False, True]
 
 
 def test_mean_of_two_samples_may_be_right_by_accident():
     """The label asks whether the token differs from the original, however it came about."""
-    slots = slots_of([0, 0], [22, 22], 1)
-    corrupted, replaced = electra.corrupt(torch.tensor([4]), slots, torch.tensor([20, 25]))
+    positions, originals = torch.tensor([0, 0]), torch.tensor([22, 22])
+    corrupted, replaced = ops.corrupt(torch.tensor([[4]]), positions, originals, torch.tensor([20, 25]))
     assert corrupted.tolist() == [22] and replaced.tolist() == [False]
 
 

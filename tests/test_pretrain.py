@@ -33,7 +33,7 @@ TINY = {
     "train.eval_every": "8",
     "train.eval_batches": "2",
 }
-TIMES = {"tokens_per_second", "mfu", "seconds"}
+TIMES = {"tokens_per_second", "mfu", "seconds", "step_seconds", "step_seconds_longest"}
 
 
 def tiny_config(recipe="google", **changes):
@@ -75,9 +75,11 @@ def test_metrics_have_the_promised_keys(whole_run):
     record = json.loads((whole_run / "metrics.jsonl").read_text().splitlines()[0])
     promised = (
         "step loss generator_loss discriminator_loss generator_accuracy discriminator_accuracy discriminator_precision "
-        "discriminator_recall replaced_fraction learning_rate grad_norm tokens_per_second mfu seconds tokens"
+        "discriminator_recall replaced_fraction learning_rate grad_norm tokens_per_second mfu seconds tokens "
+        "step_seconds step_seconds_longest"
     )
     assert list(record) == promised.split()
+    assert 0 < record["step_seconds"] <= record["step_seconds_longest"] < record["seconds"]
     assert [line["step"] for line in lines(whole_run)] == list(range(4, STEPS + 1, 4))
     assert [line["step"] for line in lines(whole_run, "evaluations.jsonl")] == [8, 16, 24]
     assert lines(whole_run)[-1]["loss"] < lines(whole_run)[0]["loss"]

@@ -53,6 +53,20 @@ def test_every_flipped_bit_is_noticed(tmp_path):
     assert verify(corpus)
 
 
+def test_a_file_cut_while_it_is_mapped_is_an_error_and_no_crash(tmp_path):
+    folder = prepare_small(tmp_path)
+    corpus = Corpus(folder)
+    assert len(corpus[0]) == 3
+    tokens = folder / "shard-000000-000.tokens"
+    tokens.rename(tmp_path / "elsewhere")
+    assert len(corpus[1]) == 1  # removed or replaced: what is mapped stays
+    (tmp_path / "elsewhere").rename(tokens)
+    with tokens.open("r+b") as file:
+        file.truncate(0)
+    with pytest.raises(ValueError, match=r"shard-000000-000.tokens: 0 bytes instead of \d+: cut off while"):
+        corpus[2]
+
+
 def test_every_truncation_is_noticed(tmp_path):
     corpus = prepare_small(tmp_path)
     for path in files_of(corpus):

@@ -114,6 +114,11 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, d
     return requested
 
 
+def adds_in_any_order(backend: str) -> bool:
+    """Whether a backend's gradient may differ in its last bits between two runs of the same seed."""
+    return backend in _FLASH
+
+
 def _lacks(backend: str, device: torch.device, dtype: torch.dtype, dropout: float) -> str | None:
     """What a backend needs and does not have here; None where it can serve."""
     if backend == "sdpa":

@@ -141,6 +141,11 @@ class TrainConfig(_Section):
     accumulate: int = _key(1, "micro-batches a step and rank", low=1)
     seed: int = _key(0, "the one seed of everything random", low=0, high=2**63 - 1)
     precision: str = _key("auto", "bf16 where the hardware has it, else fp32", choices=("auto", "fp32", "bf16"))
+    execution: str = _key(
+        "auto",
+        "how a step runs: eager, compile, or graph (captured once and replayed, CUDA only); auto: graph on CUDA",
+        choices=("auto", "eager", "compile", "graph"),
+    )
     log_every: int = _key(100, "steps between lines of metrics.jsonl", low=1)
     eval_every: int = _key(5_000, "steps between held-out evaluations; 0: none", low=0)
     eval_batches: int = _key(50, "batches of a held-out evaluation while training; 0: all", low=0)

@@ -6,6 +6,7 @@ Sits between the Rust data engine (`_data`), which orders, packs and masks, and 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -125,8 +126,8 @@ def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str,
     """Turn a record batch of a `BatchLoader` into tensors.
 
     On the CPU all but `cu_seqlens` share the batch's memory: nothing is copied, and writing to them
-    writes to the batch. For a CUDA device each tensor is copied to pinned memory and from there
-    without waiting (`non_blocking`), ordered by the current stream; this path has not been measured.
+    writes to the batch. For a CUDA device a loader's batch is copied once to pinned memory and from
+    there without waiting (`non_blocking`), ordered by the current stream; this path has not been measured.
 
     Returns:
         `input_ids` (masked), `token_type_ids`, `position_ids` [B, L] int32; `segment_ids` [B, L]
@@ -135,26 +136,87 @@ def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str,
         slots; `cu_seqlens` [S + 1] int32, the ends of the attention segments in the flat buffer of
         B * L tokens, each row's padding tail being a segment of its own, so that the last is B * L.
     """
-    whole = isinstance(batch, RecordBatch) and batch.num_rows > 0
-    tensors = _from_buffer(batch) if whole else _from_columns(pa.record_batch(batch))
     target = torch.device(device)
-    if target.type == "cpu":
-        return tensors
-    if target.type == "cuda":
-        # The pinned block is not reused before the copy is done: its allocator waits for the stream.
-        return {name: tensor.pin_memory().to(target, non_blocking=True) for name, tensor in tensors.items()}
-    return {name: tensor.to(target) for name, tensor in tensors.items()}
+    if isinstance(batch, RecordBatch) and batch.num_rows > 0:
+        words = _to_device(torch.frombuffer(batch, dtype=torch.int32), target)
+        ends = _to_device(torch.frombuffer(batch.segment_ends(), dtype=torch.int32), target)
+        return _views(words, batch.layout, slice(0, batch.num_rows)) | {"cu_seqlens": ends}
+    return {name: _to_device(tensor, target) for name, tensor in _from_columns(pa.record_batch(batch)).items()}
 
 
-def _from_buffer(batch: Any) -> dict[str, torch.Tensor]:
-    """Views of the one buffer that holds a loader's batch: an eighth of the time that columns take."""
-    words, rows = torch.frombuffer(batch, dtype=torch.int32), batch.num_rows
+class MicroBatches:
+    """A step's batch at a fixed place on the device, in equal parts, refilled in place at every step.
+
+    A captured graph reads where it read at capture, so the tensors of `parts` stay the same ones:
+    those of `to_torch`, except that `cu_seqlens` is padded at its end with empty segments. A batch of more
+    segments than there is room for makes new tensors, and `generation` says so.
+
+    Args:
+        device: Where the tensors lie.
+        count: Number of parts.
+    """
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self.parts: list[dict[str, torch.Tensor]] = []
+        self.generation = 0
+        self._device, self._count = device, count
+        self._words = torch.empty(0, dtype=torch.int32)
+        self._capacity = 0
+
+    def load(self, batch: RecordBatch) -> None:
+        """Take a batch of the loader; its rows must divide into the parts, and be as many each time.
+
+        On CUDA the copies are ordered by the current stream and nothing waits for them.
+        """
+        words = torch.frombuffer(batch, dtype=torch.int32)
+        borders = self._borders(batch)
+        if words.shape != self._words.shape or max(map(len, borders)) > self._capacity:
+            self._allocate(batch, words, borders)
+        self._words.copy_(_pinned(words, self._device), non_blocking=True)
+        for part, ends in zip(self.parts, borders, strict=True):
+            padded = np.full(self._capacity, ends[-1], dtype=np.int32)
+            padded[: len(ends)] = ends
+            part["cu_seqlens"].copy_(_pinned(torch.from_numpy(padded), self._device), non_blocking=True)
+
+    def _borders(self, batch: RecordBatch) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
+        """The ends of each part's segments in that part's own flat buffer, beginning with 0."""
+        ends = np.frombuffer(batch.segment_ends(), dtype=np.int32)
+        size = int(ends[-1]) // self._count
+        cuts = np.searchsorted(ends, np.arange(self._count + 1) * size)
+        return [ends[a : b + 1] - ends[a] for a, b in itertools.pairwise(cuts)]
+
+    def _allocate(self, batch: RecordBatch, words: torch.Tensor, borders: list[Any]) -> None:
+        rows = batch.num_rows // self._count
+        if rows * self._count != batch.num_rows:
+            raise ValueError(f"{batch.num_rows} rows do not divide into {self._count} micro-batches")
+        self.generation += 1
+        self._words = torch.empty_like(words, device=self._device)
+        # A quarter more than seen: the number of segments varies little from batch to batch.
+        self._capacity = max(map(len, borders)) * 5 // 4
+        self.parts = [
+            _views(self._words, batch.layout, slice(i * rows, (i + 1) * rows))
+            | {"cu_seqlens": torch.empty(self._capacity, dtype=torch.int32, device=self._device)}
+            for i in range(self._count)
+        ]
+
+
+def _pinned(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """A copy in pinned memory if it is to go to a GPU: its allocator waits for the stream before it is reused."""
+    return tensor.pin_memory() if target.type == "cuda" else tensor
+
+
+def _to_device(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+    return _pinned(tensor, target).to(target, non_blocking=True)
+
+
+def _views(words: torch.Tensor, layout: list[tuple[int, int]], rows: slice) -> dict[str, torch.Tensor]:
+    """The fixed-size columns of some rows, in the one buffer that holds a loader's batch."""
+    count = rows.stop - rows.start
     tensors = {
-        name: words.as_strided((rows, width), (width, 1), first)
-        for name, (first, width) in zip(_TOKEN_COLUMNS + _MASK_COLUMNS, batch.layout, strict=True)
+        name: words.as_strided((count, width), (width, 1), first + rows.start * width)
+        for name, (first, width) in zip(_TOKEN_COLUMNS + _MASK_COLUMNS, layout, strict=True)
     }
     tensors["masked_weights"] = tensors["masked_weights"].view(torch.float32)
-    tensors["cu_seqlens"] = torch.frombuffer(batch.segment_ends(), dtype=torch.int32)
     return tensors
 
 

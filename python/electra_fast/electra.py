@@ -17,7 +17,6 @@ from torch import Tensor
 from electra_fast import ops
 from electra_fast.attention import Segments
 from electra_fast.model import Electra
-from electra_fast.sampling import sample_categorical
 
 # What a step adds up, in this order; `metrics.summarise` turns the sums into what is reported.
 SUMS = (
@@ -43,10 +42,20 @@ class Backend:
 
 @dataclass(frozen=True)
 class Noise:
-    """Where a micro-batch's samples come from: int64 [2] of (seed, step) and its first row in the step."""
+    """Where a micro-batch's samples come from: int64 [2] of (seed, step) and its first row in the step.
+
+    A tensor (int64 scalar) as first row lets one compiled function serve all micro-batches.
+    """
 
     seed_and_step: Tensor
-    first_row: int = 0
+    first_row: int | Tensor = 0
+
+    def dropout_key(self, length: int) -> Tensor | None:
+        """`ops.Dropout.key` for rows of this length; None on the CPU, where torch's generator draws the masks."""
+        if not ops.has_kernels(self.seed_and_step):
+            return None
+        first_token = self.seed_and_step[:1] * 0 + self.first_row * length
+        return torch.cat((self.seed_and_step, first_token))
 
 
 @dataclass(frozen=True)
@@ -76,46 +85,47 @@ def forward(model: Electra, batch: Mapping[str, Tensor], backend: Backend, noise
         model: the networks; training mode decides about dropout.
         batch: tensors of `data.to_torch`.
         backend: attention backend and activation dtype.
-        noise: keys of the generator's samples.
+        noise: keys of the generator's samples and, on CUDA, of dropout.
         counts: `count` summed over all micro-batches of the step, so that their losses add up to
             the loss of the undivided batch.
     """
     segments = Segments.packed(batch["segment_ids"], batch["cu_seqlens"], backend.attention)
     flat = {name: batch[name].flatten() for name in ("input_ids", "position_ids", "token_type_ids", "segment_ids")}
-    context = (flat["position_ids"], flat["token_type_ids"], segments, backend.dtype)
+    dropout_key = noise.dropout_key(segments.length) if model.training else None
+    context = (flat["position_ids"], flat["token_type_ids"], segments, backend.dtype, dropout_key)
     slots, valid_T = _slots(batch, noise.first_row), flat["segment_ids"] > 0
 
     hidden_TD = model.generator_hidden(flat["input_ids"], *context)
-    # Unused slots read any row: their weight is 0.
-    hidden_MD = hidden_TD.index_select(0, slots.position_M.clamp(max=hidden_TD.shape[0] - 1))
-    logits_MV = model.generator_head_logits(hidden_MD)
-    nll_M = ops.masked_cross_entropy(logits_MV, slots.original_M)
+    # Unused slots read any row: their weight is 0. Not `index_select`, whose gradient on CUDA adds in any order.
+    hidden_MD = hidden_TD[slots.position_M.clamp(max=hidden_TD.shape[0] - 1)]
+    objective, head = model.config.objective, model.generator_head
+    nll_M, sample_M, correct_M = ops.generator_head(
+        head.transform(hidden_MD),
+        model.generator_embeddings.token,
+        head.bias,
+        slots.original_M,
+        slots.number_M,
+        noise.seed_and_step if model.has_discriminator else None,
+        objective.temperature,
+        objective.disallow_correct,
+    )
     generator_loss = (nll_M * slots.weight_M).sum()
     sums = {
         "generator_loss": generator_loss.detach(),
         "masked_weight": slots.weight_M.sum(),
-        "generator_correct": ((logits_MV.argmax(-1) == slots.original_M) * slots.weight_M).sum(),
-        "tokens": valid_T.sum(),
+        "generator_correct": (correct_M * slots.weight_M).sum(),
     }
-    objective = model.config.objective
     masked_weight, num_tokens = counts.clamp(min=1).unbind()
     loss = objective.gen_weight * generator_loss / masked_weight.float()
-    if not model.has_discriminator:
-        return Output(loss, _stack(sums))
+    if sample_M is None:
+        return Output(loss, _stack(sums | {"tokens": valid_T.sum()}))
 
-    sample_M = _sample(logits_MV.detach(), slots, noise, objective.temperature, objective.disallow_correct)
-    corrupted_T, replaced_T = corrupt(flat["input_ids"], slots, sample_M)
+    corrupted_T, replaced_T = ops.corrupt(batch["input_ids"], slots.position_M, slots.original_M, sample_M)
     logits_T = model.replaced_logits(corrupted_T, *context)
-    discriminator_loss = (ops.binary_cross_entropy(logits_T, replaced_T) * valid_T).sum()
+    discriminator_loss, counts_5 = ops.discriminator_loss(logits_T, replaced_T, valid_T)
     loss = loss + objective.disc_weight * discriminator_loss / num_tokens.float()
-    predicted_T = (logits_T.detach() > 0) & valid_T
-    sums |= {
-        "discriminator_loss": discriminator_loss.detach(),
-        "discriminator_correct": ((predicted_T == replaced_T) & valid_T).sum(),
-        "true_positives": (predicted_T & replaced_T).sum(),
-        "predicted_positives": predicted_T.sum(),
-        "replaced": replaced_T.sum(),
-    }
+    sums["discriminator_loss"] = discriminator_loss.detach()
+    sums |= dict(zip(ops.COUNTS, counts_5.unbind(), strict=True))
     return Output(loss, _stack(sums), corrupted_T, replaced_T, logits_T.detach(), valid_T)
 
 
@@ -132,7 +142,7 @@ class Slots:
     weight_M: Tensor
 
 
-def _slots(batch: Mapping[str, Tensor], first_row: int) -> Slots:
+def _slots(batch: Mapping[str, Tensor], first_row: int | Tensor) -> Slots:
     num_rows, length = batch["input_ids"].shape
     slots_per_row = batch["masked_weights"].shape[1]
     weight_M = batch["masked_weights"].flatten()
@@ -144,33 +154,6 @@ def _slots(batch: Mapping[str, Tensor], first_row: int) -> Slots:
         original_M=batch["masked_ids"].flatten().long(),
         weight_M=weight_M,
     )
-
-
-def _sample(logits_MV: Tensor, slots: Slots, noise: Noise, temperature: float, disallow_correct: bool) -> Tensor:
-    if temperature != 1.0:
-        logits_MV = logits_MV.float() / temperature
-    if disallow_correct:
-        # As the published code: the true token's logit less 1000.
-        penalty = torch.full_like(slots.original_M, -1000, dtype=logits_MV.dtype)[:, None]
-        logits_MV = logits_MV.scatter_add(1, slots.original_M[:, None], penalty)
-    return sample_categorical(logits_MV, slots.number_M, noise.seed_and_step)
-
-
-def corrupt(masked_ids_T: Tensor, slots: Slots, sample_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The discriminator's input and labels: originals with the samples scattered in, and where they differ.
-
-    Where a position was drawn more than once its samples become floor(mean), an arbitrary token, as
-    in the published code (`scatter_update`). A sample that equals the original counts as original.
-    """
-    num_tokens = masked_ids_T.shape[0]
-    spare = torch.zeros(num_tokens + 1, dtype=torch.int64, device=masked_ids_T.device)
-    original_T = spare.clone()
-    original_T[:num_tokens] = masked_ids_T
-    original_T = original_T.scatter(0, slots.position_M, slots.original_M)[:num_tokens]
-    total_T = spare.index_add(0, slots.position_M, sample_M)[:num_tokens]
-    draws_T = spare.index_add(0, slots.position_M, torch.ones_like(sample_M))[:num_tokens]
-    corrupted_T = torch.where(draws_T > 0, total_T // draws_T.clamp(min=1), original_T)
-    return corrupted_T, corrupted_T != original_T
 
 
 def _stack(sums: Mapping[str, Tensor]) -> Tensor:

@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from electra_fast import ops
 from electra_fast.attention import Segments, attention
 from electra_fast.config import Config, ModelConfig
+from electra_fast.ops import Dropout
 
 BERT_EPSILON = 1e-12
 MODERN_EPSILON = 1e-5
 ROPE_THETA = 10_000.0
+# Both networks may be one module: the discriminator's dropout sites begin behind any generator's.
+DISCRIMINATOR_SITES = 1 << 15
 
 
 class Norm(nn.Module):
@@ -36,9 +39,10 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self.epsilon)
 
-    def after_residual(self, x: Tensor, residual: Tensor, dropout: float) -> Tensor:
-        """LayerNorm(residual + dropout(x))."""
-        return ops.residual_norm(x, residual, self.weight, self.bias, self.epsilon, dropout)
+    def after_residual(self, linear: Linear, x_TF: Tensor, residual_TD: Tensor, dropout: Dropout) -> Tensor:
+        """LayerNorm(residual + dropout(linear(x)))."""
+        weights = (linear.weight, linear.bias, residual_TD, self.weight, self.bias)
+        return ops.residual_norm(x_TF, *weights, self.epsilon, dropout)
 
 
 class Linear(nn.Linear):
@@ -58,7 +62,6 @@ class Embeddings(nn.Module):
         super().__init__()
         width = config.embedding_size
         self.architecture = config.architecture
-        self.dropout = config.dropout
         self.token = nn.Parameter(torch.empty(config.vocab_size, width))
         if self.architecture == "bert":
             self.position = nn.Parameter(torch.empty(config.max_positions, width))
@@ -66,13 +69,19 @@ class Embeddings(nn.Module):
             self.norm = Norm(width, "bert")
 
     def forward(
-        self, input_ids_T: Tensor, position_ids_T: Tensor, token_type_ids_T: Tensor, dtype: torch.dtype
+        self,
+        input_ids_T: Tensor,
+        position_ids_T: Tensor,
+        token_type_ids_T: Tensor,
+        dtype: torch.dtype,
+        dropout: Dropout,
     ) -> Tensor:
-        x_TE = F.embedding(input_ids_T, self.token)
         if self.architecture == "modern":
-            return x_TE.to(dtype)
-        x_TE = x_TE + F.embedding(position_ids_T, self.position) + F.embedding(token_type_ids_T, self.token_type)
-        return F.dropout(self.norm(x_TE.to(dtype)), self.dropout, self.training)
+            return F.embedding(input_ids_T, self.token).to(dtype)
+        ids, tables = (input_ids_T, position_ids_T, token_type_ids_T), (self.token, self.position, self.token_type)
+        norm = self.norm
+        assert norm.bias is not None
+        return ops.embedding_norm(ids, tables, norm.weight, norm.bias, norm.epsilon, dtype, dropout)
 
 
 class BertLayer(nn.Module):
@@ -82,7 +91,7 @@ class BertLayer(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         self.num_heads = config.num_heads
-        self.dropout, self.attention_dropout = config.dropout, config.attention_dropout
+        self.attention_dropout = config.attention_dropout
         self.qkv = Linear(hidden, 3 * hidden)
         self.attention_out = Linear(hidden, hidden)
         self.attention_norm = Norm(hidden, "bert")
@@ -90,13 +99,14 @@ class BertLayer(nn.Module):
         self.feed_forward_out = Linear(config.intermediate_size, hidden)
         self.feed_forward_norm = Norm(hidden, "bert")
 
-    def forward(self, x_TD: Tensor, segments: Segments, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
+    def forward(
+        self, x_TD: Tensor, segments: Segments, rotary: tuple[Tensor, Tensor] | None, dropout: Dropout
+    ) -> Tensor:
         q, k, v = self.qkv(x_TD).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
         mixed = attention(q, k, v, segments, self.attention_dropout if self.training else 0.0)
-        x_TD = self.attention_norm.after_residual(self.attention_out(mixed.flatten(1)), x_TD, dropout)
+        x_TD = self.attention_norm.after_residual(self.attention_out, mixed.flatten(1), x_TD, dropout)
         inner = ops.bias_gelu(x_TD, self.feed_forward_in.weight, self.feed_forward_in.bias)
-        return self.feed_forward_norm.after_residual(self.feed_forward_out(inner), x_TD, dropout)
+        return self.feed_forward_norm.after_residual(self.feed_forward_out, inner, x_TD, dropout.at(1))
 
 
 class ModernLayer(nn.Module):
@@ -109,7 +119,7 @@ class ModernLayer(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         self.num_heads = config.num_heads
-        self.dropout, self.attention_dropout = config.dropout, config.attention_dropout
+        self.attention_dropout = config.attention_dropout
         self.attention_norm = None if is_first else Norm(hidden, "modern")
         self.qkv = Linear(hidden, 3 * hidden, bias=False)
         self.attention_out = Linear(hidden, hidden, bias=False)
@@ -117,15 +127,17 @@ class ModernLayer(nn.Module):
         self.geglu_in = Linear(hidden, 2 * config.intermediate_size, bias=False)
         self.feed_forward_out = Linear(config.intermediate_size, hidden, bias=False)
 
-    def forward(self, x_TD: Tensor, segments: Segments, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, segments: Segments, rotary: tuple[Tensor, Tensor] | None, dropout: Dropout
+    ) -> Tensor:
         assert rotary is not None
         normed = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
         q, k, v = self.qkv(normed).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
         q, k = ops.rotate(q, *rotary), ops.rotate(k, *rotary)
         mixed = attention(q, k, v, segments, self.attention_dropout if self.training else 0.0)
-        x_TD = x_TD + F.dropout(self.attention_out(mixed.flatten(1)), self.dropout, self.training)
+        x_TD = x_TD + ops.dropout(self.attention_out(mixed.flatten(1)), dropout)
         inner = ops.geglu(self.feed_forward_norm(x_TD), self.geglu_in.weight)
-        return x_TD + F.dropout(self.feed_forward_out(inner), self.dropout, self.training)
+        return x_TD + ops.dropout(self.feed_forward_out(inner), dropout.at(1))
 
 
 class Encoder(nn.Module):
@@ -143,14 +155,14 @@ class Encoder(nn.Module):
         )
         self.output_norm = Norm(config.hidden_size, "modern") if modern else None
 
-    def forward(self, x_TE: Tensor, position_ids_T: Tensor, segments: Segments) -> Tensor:
+    def forward(self, x_TE: Tensor, position_ids_T: Tensor, segments: Segments, dropout: Dropout) -> Tensor:
         x_TD = x_TE if self.projection is None else self.projection(x_TE)
         rotary = None
         if self.input_norm is not None:
             x_TD = self.input_norm(x_TD)
             rotary = ops.rotary_angles(position_ids_T, self.head_width, ROPE_THETA)
-        for layer in self.layers:
-            x_TD = layer(x_TD, segments, rotary)
+        for i, layer in enumerate(self.layers):
+            x_TD = layer(x_TD, segments, rotary, dropout.at(1 + 2 * i))  # site 0 is the embeddings'
         return x_TD if self.output_norm is None else self.output_norm(x_TD)
 
 
@@ -170,15 +182,19 @@ class GeneratorHead(nn.Module):
         self.projection = Linear(hidden, embedding, bias=False) if modern and hidden != embedding else None
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
-    def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
-        x = self.norm(ops.bias_gelu(x_MD, self.dense.weight, self.dense.bias))
+    def transform(self, x_MD: Tensor) -> Tensor:
+        """All that comes before the table; [M, D] → [M, E]."""
+        x: Tensor = self.norm(ops.bias_gelu(x_MD, self.dense.weight, self.dense.bias))
         if self.projection is not None:
             x = self.projection(x)
-        return ops.linear(x, table_VE, self.bias)
+        return x
+
+    def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
+        return ops.linear(self.transform(x_MD), table_VE, self.bias)
 
 
 class DiscriminatorHead(nn.Module):
-    """Hidden states → one logit a token, positive = "replaced"; [T, D] → [T].
+    """Hidden states → one logit a token, positive = "replaced"; [T, D] → fp32 [T].
 
     `bert`: dense, gelu, dense(1). `modern`: dense, gelu, norm, dense(1).
     """
@@ -191,10 +207,11 @@ class DiscriminatorHead(nn.Module):
         self.classifier = Linear(config.hidden_size, 1)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        x_TD = ops.bias_gelu(x_TD, self.dense.weight, self.dense.bias)
-        if self.norm is not None:
-            x_TD = self.norm(x_TD)
-        logits: Tensor = self.classifier(x_TD).squeeze(-1)
+        dense, classifier = self.dense, self.classifier
+        if self.norm is None:
+            return ops.replaced_logits(x_TD, dense.weight, dense.bias, classifier.weight, classifier.bias)
+        x_TD = self.norm(ops.bias_gelu(x_TD, dense.weight, dense.bias))
+        logits: Tensor = classifier(x_TD).squeeze(-1).float()
         return logits
 
 
@@ -224,13 +241,20 @@ class Electra(nn.Module):
         initialise(self, config)
 
     def generator_hidden(
-        self, ids_T: Tensor, positions_T: Tensor, types_T: Tensor, segments: Segments, dtype: torch.dtype
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        types_T: Tensor,
+        segments: Segments,
+        dtype: torch.dtype,
+        dropout_key: Tensor | None = None,
     ) -> Tensor:
         """The generator's last hidden states; [T] → [T, D of the generator]."""
         if not self.has_generator:
             raise ValueError("this model was read from a discriminator alone and has no generator")
-        x_TE = self.generator_embeddings(ids_T, positions_T, types_T, dtype)
-        hidden: Tensor = self.generator(x_TE, positions_T, segments)
+        dropout = self._dropout(dropout_key, 0)
+        x_TE = self.generator_embeddings(ids_T, positions_T, types_T, dtype, dropout)
+        hidden: Tensor = self.generator(x_TE, positions_T, segments, dropout)
         return hidden
 
     def generator_head_logits(self, hidden_MD: Tensor) -> Tensor:
@@ -239,14 +263,24 @@ class Electra(nn.Module):
         return logits
 
     def replaced_logits(
-        self, ids_T: Tensor, positions_T: Tensor, types_T: Tensor, segments: Segments, dtype: torch.dtype
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        types_T: Tensor,
+        segments: Segments,
+        dtype: torch.dtype,
+        dropout_key: Tensor | None = None,
     ) -> Tensor:
         """The discriminator's logits, positive = "replaced"; [T] → [T]."""
         if not self.has_discriminator:
             raise ValueError('this model has a generator only (objective.name = "mlm") and no discriminator')
-        hidden_TD = self.discriminator(self.embeddings(ids_T, positions_T, types_T, dtype), positions_T, segments)
-        logits: Tensor = self.discriminator_head(hidden_TD)
+        dropout = self._dropout(dropout_key, DISCRIMINATOR_SITES)
+        x_TE = self.embeddings(ids_T, positions_T, types_T, dtype, dropout)
+        logits: Tensor = self.discriminator_head(self.discriminator(x_TE, positions_T, segments, dropout))
         return logits
+
+    def _dropout(self, key: Tensor | None, first_site: int) -> Dropout:
+        return Dropout(self.config.model.dropout if self.training else 0.0, key, first_site)
 
     def discriminator_logits(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None

@@ -62,6 +62,9 @@ class Optimizer:
         self.num_updates = 0
         self.first = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
         self.second = {name: torch.zeros_like(self.parameters[name], dtype=torch.float32) for name in self.moments}
+        # What changes from step to step, on the device: -learning rate, -Muon's, and Adam's two corrections.
+        device = next(iter(self.parameters.values())).device
+        self.scalars = torch.zeros(4, device=device)
 
     def _muon_names(self) -> set[str]:
         if self.config.name != "muon":
@@ -74,9 +77,25 @@ class Optimizer:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    @torch.no_grad()
     def step(self, factor: float) -> Tensor:
         """One update at `factor` times the peak learning rate; returns the gradients' norm before clipping."""
+        self.advance(factor)
+        return self.apply()
+
+    def advance(self, factor: float) -> None:
+        """Counts an update and sends its scalars to the device: the part of a step that no graph can hold."""
+        config = self.config
+        self.num_updates += 1
+        scalars = [-factor * config.learning_rate, -factor * config.muon_learning_rate, 1.0, 1.0]
+        if config.bias_correction:
+            scalars[2] = 1 / (1 - config.beta1**self.num_updates)
+            scalars[3] = 1 / math.sqrt(1 - config.beta2**self.num_updates)
+        host = torch.tensor(scalars, pin_memory=self.scalars.is_cuda)
+        self.scalars.copy_(host, non_blocking=True)
+
+    @torch.no_grad()
+    def apply(self) -> Tensor:
+        """The update that `advance` announced, on the device alone: no value is read from the host."""
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 raise RuntimeError(f"parameter {name} has no gradient")
@@ -85,15 +104,15 @@ class Optimizer:
         if self.config.clip_norm:
             # clip / max(norm, clip), as tf.clip_by_global_norm: exactly 1 below the bound.
             torch._foreach_mul_(list(gradients.values()), self.config.clip_norm / norm.clamp(min=self.config.clip_norm))
-        self.num_updates += 1
         if self.moments:
-            self._step_adam(gradients, factor * self.config.learning_rate)
+            self._step_adam(gradients)
         if self.matrices:
-            self._step_muon(gradients, factor * self.config.muon_learning_rate)
+            self._step_muon(gradients)
         return norm
 
-    def _step_adam(self, gradients: Mapping[str, Tensor], learning_rate: float) -> None:
+    def _step_adam(self, gradients: Mapping[str, Tensor]) -> None:
         config = self.config
+        rate, _, first_scale, second_scale = self.scalars.unbind()
         parameters: list[Tensor] = [self.parameters[name] for name in self.moments]
         first, second = [self.first[n] for n in self.moments], [self.second[n] for n in self.moments]
         grads = [gradients[name] for name in self.moments]
@@ -102,13 +121,12 @@ class Optimizer:
         torch._foreach_addcmul_(second, grads, grads, 1 - config.beta2)
 
         denominators = torch._foreach_sqrt(second)
-        scale = 1.0
         if config.bias_correction:
-            scale = 1 / (1 - config.beta1**self.num_updates)
-            torch._foreach_div_(denominators, math.sqrt(1 - config.beta2**self.num_updates))
+            torch._foreach_mul_(denominators, second_scale)
         torch._foreach_add_(denominators, config.epsilon)
         updates = torch._foreach_div(first, denominators)
-        torch._foreach_mul_(updates, scale)
+        if config.bias_correction:
+            torch._foreach_mul_(updates, first_scale)
         for parameter, update in zip(parameters, updates, strict=True):
             is_matrix = parameter.dim() >= 2
             if is_matrix:
@@ -116,10 +134,11 @@ class Optimizer:
                 update.add_(parameter, alpha=config.weight_decay)
             if is_matrix and config.name == "lamb":
                 update.mul_(_trust_ratio(parameter, update))
-        torch._foreach_add_(parameters, updates, alpha=-learning_rate)
+        torch._foreach_mul_(updates, rate)
+        torch._foreach_add_(parameters, updates)
 
-    def _step_muon(self, gradients: Mapping[str, Tensor], learning_rate: float) -> None:
-        momentum = self.config.muon_momentum
+    def _step_muon(self, gradients: Mapping[str, Tensor]) -> None:
+        momentum, rate = self.config.muon_momentum, self.scalars[1]
         for stack in self._stacks():
             updates = []
             for name in stack:
@@ -135,8 +154,8 @@ class Optimizer:
                 blocks = _num_blocks(name)
                 update = orthogonal[first_block : first_block + blocks].reshape(parameter.shape)
                 first_block += blocks
-                parameter.mul_(1 - learning_rate * self.config.weight_decay)
-                parameter.add_(update, alpha=-learning_rate * aspect)
+                parameter.mul_(1 + rate * self.config.weight_decay)
+                parameter.add_(update * (rate * aspect))
 
     def _stacks(self) -> list[list[str]]:
         """Matrices whose blocks have the same shape, orthogonalised in one batch."""

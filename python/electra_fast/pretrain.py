@@ -18,14 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pyarrow as pa
 import torch
 
 from electra_fast import checkpoint, electra, metrics
 from electra_fast.config import Config
 from electra_fast.corpus import Corpus
-from electra_fast.data import BatchLoader, to_torch
-from electra_fast.electra import Noise
+from electra_fast.data import BatchLoader
 from electra_fast.evaluate import evaluate_model, held_out_folder
 from electra_fast.flops import device_peak, flops_per_token
 from electra_fast.metrics import JsonLines, Number
@@ -33,6 +31,7 @@ from electra_fast.model import Electra
 from electra_fast.optim import Optimizer, schedule_factor
 from electra_fast.progress import TrainingProgress
 from electra_fast.run import Run, choose_backend, choose_device, environment, exclusive, open_run, record_environment
+from electra_fast.step import StepClock, TrainStep, choose_execution
 
 
 class TrainingFailed(Exception):
@@ -93,8 +92,11 @@ class _Trainer:
         self.model = Electra(self.config).to(self.device)
         self.optimizer = Optimizer(self.model.named_parameters(), self.config.optimizer)
         self.loader = _loader(self.config)
+        self.execution = choose_execution(self.config.train.execution, self.device)
+        self.train_step = TrainStep(self.model, self.optimizer, self.config, self.backend, self.execution)
         # Since the last line of metrics.jsonl: electra.SUMS, then the gradient norms' sum.
-        self.interval = torch.zeros(len(electra.SUMS) + 1, dtype=torch.float64, device=self.device)
+        self.interval = self.train_step.sums
+        self.clock = StepClock(self.train_step)
         self.interval_steps, self.step, self.tokens, self.seconds = 0, 0, 0, 0.0
         self.next_warning = 0
         if run.checkpoint is not None and run.state is not None:
@@ -105,9 +107,10 @@ class _Trainer:
     def train(self, stop: _StopRequest) -> Result:
         """The loop. Reads back from the device only where it logs, evaluates or saves."""
         config, train = self.config, self.config.train
-        record_environment(self.run.folder, environment(self.device, self.backend))
+        record_environment(self.run.folder, environment(self.device, self.backend, self.execution))
         self.model.train()
         clock = time.perf_counter()
+        self.clock.start()
         interval_start = self.seconds
         with (
             JsonLines(self.run.folder / "metrics.jsonl", self.step) as log,
@@ -116,7 +119,8 @@ class _Trainer:
         ):
             progress.say(self._opening())
             while self.step < train.steps and not stop.requested:
-                self._train_step()
+                self.train_step(next(self.loader), self.step)
+                self.clock.tick()
                 self.step += 1
                 self.interval_steps += 1
                 progress.advance(self.step)
@@ -125,6 +129,7 @@ class _Trainer:
                 due_checkpoint = self.step % train.checkpoint_every == 0 or last
                 if not due_log and not due_checkpoint and not self._due_evaluation():
                     continue
+                self.train_step.synchronize()
                 self._check_finite()
                 now = time.perf_counter()
                 self.seconds += now - clock
@@ -143,26 +148,9 @@ class _Trainer:
                 if due_checkpoint:
                     self._save()
                 clock = time.perf_counter()
+                self.clock.start()
             progress.say(self._closing())
         return Result(self.run.folder, self.step, self.step == train.steps)
-
-    def _train_step(self) -> None:
-        """One optimizer step over `accumulate` micro-batches; nothing in it waits for the device."""
-        train = self.config.train
-        # Dropout draws from torch's generator: keyed by the step, a resumed run draws the same.
-        torch.manual_seed((train.seed * 0x9E3779B97F4A7C15 + self.step) % 2**63)
-        seed_and_step = torch.tensor([train.seed, self.step], device=self.device)
-        rows = pa.record_batch(next(self.loader))
-        size = train.batch_size // train.accumulate
-        batches = [to_torch(rows.slice(i * size, size), device=str(self.device)) for i in range(train.accumulate)]
-        counts = torch.stack([electra.count(batch) for batch in batches]).sum(0)
-        self.optimizer.zero_grad()
-        for i, batch in enumerate(batches):
-            output = electra.forward(self.model, batch, self.backend, Noise(seed_and_step, i * size), counts)
-            output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-            self.interval[:-1] += output.sums
-        factor = schedule_factor(self.config.optimizer, self.step, train.steps)
-        self.interval[-1] += self.optimizer.step(factor)
 
     def _due_evaluation(self) -> bool:
         every = self.config.train.eval_every
@@ -171,7 +159,7 @@ class _Trainer:
 
     def _record(self, seconds: float) -> dict[str, Number]:
         """A line of metrics.jsonl over the interval that ends here; begins the next interval."""
-        sums = self.interval.cpu().numpy()
+        sums, times = self.interval.cpu().numpy(), self.clock.read()
         tokens = int(sums[electra.SUMS.index("tokens")])
         self.tokens += tokens
         factor = schedule_factor(self.config.optimizer, self.step - 1, self.config.train.steps)
@@ -185,6 +173,8 @@ class _Trainer:
             "mfu": speed * self.flops / self.peak if self.peak else None,
             "seconds": self.seconds,
             "tokens": self.tokens,
+            "step_seconds": times.median if times else None,
+            "step_seconds_longest": times.longest if times else None,
         }
         self.interval.zero_()
         self.interval_steps = 0
@@ -247,7 +237,10 @@ class _Trainer:
             if self.step == self.config.train.steps
             else "interrupted, checkpoint written; run again to go on"
         )
-        return f"{self.run.folder}: step {self.step} of {self.config.train.steps}: {done}"
+        memory = ""
+        if self.device.type == "cuda":
+            memory = f"; peak memory {torch.cuda.max_memory_allocated(self.device) / 2**30:.2f} GiB"
+        return f"{self.run.folder}: step {self.step} of {self.config.train.steps}: {done}{memory}"
 
 
 def _loader(config: Config) -> BatchLoader:

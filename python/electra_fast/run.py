@@ -17,16 +17,17 @@ from typing import Any
 import torch
 
 from electra_fast import _data, checkpoint
-from electra_fast.attention import choose_attention
+from electra_fast.attention import adds_in_any_order, choose_attention
 from electra_fast.config import Config
 from electra_fast.corpus import Corpus
 from electra_fast.electra import Backend
 from electra_fast.huggingface_tokenizer import write_tokenizer
 
-# Keys that may change between a run's sessions: where things lie and how often something is written.
+# Keys that may change between a run's sessions: where things lie, how steps run, how often something is written.
 FREE_KEYS = {
     "data.corpus",
     "train.out",
+    "train.execution",
     "train.log_every",
     "train.eval_every",
     "train.eval_batches",
@@ -145,9 +146,10 @@ def _has_bf16(device: torch.device) -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
-def environment(device: torch.device, backend: Backend) -> dict[str, str]:
+def environment(device: torch.device, backend: Backend, execution: str) -> dict[str, str]:
     """Versions, device, backends: what a run says it used."""
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    any_order = adds_in_any_order(backend.attention)
     return {
         "electra-fast": _data.VERSION,
         "python": platform.python_version(),
@@ -156,7 +158,11 @@ def environment(device: torch.device, backend: Backend) -> dict[str, str]:
         "device": cuda or f"cpu, {torch.get_num_threads()} threads",
         "attention": backend.attention,
         "activations": str(backend.dtype).removeprefix("torch."),
-        "sampling": "triton" if device.type == "cuda" else "reference",
+        "execution": execution,
+        "kernels": "triton" if device.type == "cuda" else "references",
+        "repeatable": f"but for {backend.attention}'s gradient"
+        if adds_in_any_order(backend.attention)
+        else "to the bit",
     }
 
 

@@ -62,6 +62,21 @@ impl Mapped {
         Err(damaged(&self.path, "block 0: it belongs to another corpus than the manifest".into()))
     }
 
+    /// Refuses a file that something has cut since it was mapped: touching a page that is gone would end
+    /// the process. What happens between this look and the touch nobody can prevent.
+    pub fn expect_whole(&self) -> Result<()> {
+        match std::fs::metadata(&self.path) {
+            Ok(now) if now.len() < self.map.len() as u64 => {
+                let (now, then) = (now.len(), self.map.len());
+                Err(damaged(
+                    &self.path,
+                    format!("{now} bytes instead of {then}: cut off while it was in use"),
+                ))
+            }
+            _ => Ok(()), // a file that grew is sound where it was, one that was removed stays readable through its map
+        }
+    }
+
     /// The bytes of a range, every block of which is known to be sound on return.
     #[inline]
     pub fn bytes(&self, range: Range<usize>) -> Result<&[u8]> {
@@ -117,6 +132,7 @@ impl Mapped {
 
     #[cold]
     fn check_block(&self, block: usize) -> Result<()> {
+        self.expect_whole()?;
         let end = ((block + 1) * BLOCK).min(self.layout.table);
         let stored = read_u64(&self.table()[block * 8..]);
         if block_hash(&self.map[block * BLOCK..end]) != stored {

@@ -54,6 +54,7 @@ impl Shard {
     /// [`Shard::num_tokens`].
     pub fn document_ends(&self) -> Result<&[u32]> {
         let file = self.tokens()?;
+        file.expect_whole()?;
         let start = file.layout.index;
         let bytes = file.bytes(start..start + self.num_documents as usize * 4)?;
         // SAFETY: any four bytes are a u32; the prefix is empty because maps are page-aligned and

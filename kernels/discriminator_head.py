@@ -1,0 +1,314 @@
+"""The discriminator's head behind its dense layer: bias, GELU and classifier, then the loss (Triton).
+
+Last in the forward pass and first in the backward one; contracts and references are
+`ops.replaced_logits` and `ops.discriminator_loss`. Each op reads [T, D] or [T] once. Sums over tokens
+are made without atomics: every program writes its partial sums to a row of a small buffer, and a
+second kernel adds the rows in a fixed order, so that the same input gives the same bits.
+
+GELU is the exact one, no tanh. Sums are fp32, trees within a program; those of the loss over
+programs fp64.
+
+Shapes: T packed tokens, D hidden, P programs that leave partial sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NUM_WARPS = 4
+# Elements a program holds at once: 32 and 16 a thread, in 16-byte loads. The backward pass carries
+# two sums for each of its elements.
+FORWARD_TILE, BACKWARD_TILE = 4096, 2048
+MOST_COLUMNS = 256  # 16 bytes a lane of bf16, one warp a row
+# Programs of the backward pass: one wave of an H200, whose 132 multiprocessors hold 5 each.
+MOST_PROGRAMS = 660
+LEAST_TILES = 4  # a program: fewer would make the partial sums dear
+SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 256, 16, 8
+LOSS_TOKENS = 1024
+LOSS_COLUMNS = 8  # of the loss' partial sums: the loss, then COUNTS, then two unused
+NUM_COUNTS = 5
+
+
+@triton.jit
+def _upper_tail(a):
+    # Probability that a normal variable exceeds a >= 0, as 2^-g(a): g is a minimax fit of degree 8,
+    # weighted by the error in x * cdf(x), which fp32's rounding exceeds. 1 + erf cancels on the left
+    # and takes twice the instructions, and these limit the kernels more than memory does.
+    g = 1.5727908e-4 + a * (-3.2968070e-5 + a * 2.2758757e-6)
+    g = 5.2546434e-2 + a * (-7.1427803e-3 + a * (2.0247810e-4 + a * g))
+    return tl.exp2(-(1.0 + a * (1.1511070 + a * (4.5919305e-1 + a * g))))
+
+
+@triton.jit
+def _gelu_logit_forward_kernel(
+    h_ptr, bias_ptr, weight_ptr, classifier_bias_ptr, logits_ptr, num_tokens,
+    D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)
+    row_inside = first + row < num_tokens
+    h_ptr += first * D
+    logit = tl.zeros([ROWS], dtype=tl.float32) + tl.load(classifier_bias_ptr)
+    for first_column in tl.static_range(0, D, COLUMNS):
+        column = first_column + tl.arange(0, COLUMNS)
+        column_inside = column < D
+        inside = row_inside[:, None] & column_inside[None, :]
+        bias = tl.load(bias_ptr + column, mask=column_inside, other=0.0)
+        weight = tl.load(weight_ptr + column, mask=column_inside, other=0.0)
+        h = tl.load(h_ptr + row[:, None] * D + column[None, :], mask=inside, other=0.0)
+        x = h.to(tl.float32) + bias[None, :]
+        a = tl.abs(x)
+        gelu = tl.maximum(x, 0.0) - a * _upper_tail(a)
+        logit += tl.sum(weight[None, :] * gelu, axis=1)
+    tl.store(logits_ptr + first + row, logit, mask=row_inside)
+
+
+@triton.jit
+def _gelu_logit_backward_kernel(
+    dlogits_ptr, h_ptr, bias_ptr, weight_ptr, dh_ptr, partial_ptr, num_tokens, rows_a_program, partial_stride,
+    D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    # A program takes some columns of a run of rows: no sum here goes over columns.
+    first = tl.program_id(0).to(tl.int64) * rows_a_program
+    first_column = tl.program_id(1) * COLUMNS
+    column = first_column + tl.arange(0, COLUMNS)
+    column_inside = column < D
+    bias = tl.load(bias_ptr + column, mask=column_inside, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=column_inside, other=0.0)
+    # Sums stay apart by the row's place in the tile until the end: rows lie in different warps.
+    dbias = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    dweight = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    dconstant = tl.zeros([ROWS], dtype=tl.float32)
+    for start in range(0, rows_a_program, ROWS):
+        row = first + start + tl.arange(0, ROWS)
+        row_inside = row < num_tokens
+        inside = row_inside[:, None] & column_inside[None, :]
+        offset = row[:, None] * D + column[None, :]
+        h = tl.load(h_ptr + offset, mask=inside, other=0.0)
+        dlogit = tl.load(dlogits_ptr + row, mask=row_inside, other=0.0)
+        x = h.to(tl.float32) + bias[None, :]
+        a = tl.abs(x)
+        tail = _upper_tail(a)
+        gelu = tl.maximum(x, 0.0) - a * tail
+        cdf = tl.where(x < 0, tail, 1.0 - tail)
+        density = tl.exp2(-1.3257480647 - 0.7213475204 * x * x)  # exp(-x²/2) / sqrt(2 pi)
+        dh = dlogit[:, None] * weight[None, :] * (cdf + x * density)
+        tl.store(dh_ptr + offset, dh.to(dh_ptr.dtype.element_ty), mask=inside)
+        dbias += dh
+        dweight += dlogit[:, None] * gelu
+        dconstant += dlogit
+    partial_ptr += tl.program_id(0) * partial_stride
+    tl.store(partial_ptr + column, tl.sum(dbias, axis=0), mask=column_inside)
+    tl.store(partial_ptr + D + column, tl.sum(dweight, axis=0), mask=column_inside)
+    if first_column == 0:
+        tl.store(partial_ptr + 2 * D, tl.sum(dconstant, axis=0))
+
+
+@triton.jit
+def _column_sums_kernel(
+    partial_ptr, sum_ptr, num_partials, num_columns, partial_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column_inside = column < num_columns
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for first in range(0, num_partials, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < num_partials)[:, None] & column_inside[None, :]
+        total += tl.load(partial_ptr + row[:, None] * partial_stride + column[None, :], mask=inside, other=0.0)
+    tl.store(sum_ptr + column, tl.sum(total, axis=0), mask=column_inside)
+
+
+@triton.jit
+def _log1p(u):
+    # For u in [0, 1]: 2 artanh(u / (2 + u)) by its series, to fp32's precision also where u is small;
+    # the GPU's fast logarithm of 1 + u is not.
+    s = u / (2.0 + u)
+    q = s * s
+    series = 1 / 11 + q * (1 / 13 + q * (1 / 15))
+    series = 1 / 5 + q * (1 / 7 + q * (1 / 9 + q * series))
+    return 2.0 * s * (1.0 + q * (1 / 3 + q * series))
+
+
+@triton.jit
+def _loss_forward_kernel(
+    logits_ptr, replaced_ptr, valid_ptr, partial_ptr, num_tokens, TOKENS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    inside = token < num_tokens
+    z = tl.load(logits_ptr + token, mask=inside, other=0.0).to(tl.float32)
+    replaced = tl.load(replaced_ptr + token, mask=inside, other=0) != 0
+    valid = tl.load(valid_ptr + token, mask=inside, other=0) != 0
+    loss = tl.maximum(z, 0.0) - z * replaced.to(tl.float32) + _log1p(tl.exp(-tl.abs(z)))
+    predicted = (z > 0) & valid
+    replaced = replaced & valid
+    correct = (predicted == replaced) & valid
+
+    partial_ptr += tl.program_id(0) * COLUMNS
+    # A product, not a choice: NaN on padding shows in the loss, as in the reference.
+    tl.store(partial_ptr, tl.sum(loss * valid.to(tl.float32), axis=0).to(tl.float64))
+    tl.store(partial_ptr + 1, tl.sum(correct.to(tl.int32), axis=0).to(tl.float64))
+    tl.store(partial_ptr + 2, tl.sum((predicted & replaced).to(tl.int32), axis=0).to(tl.float64))
+    tl.store(partial_ptr + 3, tl.sum(predicted.to(tl.int32), axis=0).to(tl.float64))
+    tl.store(partial_ptr + 4, tl.sum(replaced.to(tl.int32), axis=0).to(tl.float64))
+    tl.store(partial_ptr + 5, tl.sum(valid.to(tl.int32), axis=0).to(tl.float64))
+
+
+@triton.jit
+def _loss_sums_kernel(
+    partial_ptr, loss_ptr, counts_ptr, num_partials,
+    NUM_COUNTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float64)
+    for first in range(0, num_partials, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < num_partials)[:, None] & (column <= NUM_COUNTS)[None, :]
+        total += tl.load(partial_ptr + row[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0)
+    sums = tl.sum(total, axis=0)
+    tl.store(loss_ptr + column, sums.to(tl.float32), mask=column == 0)
+    is_count = (column > 0) & (column <= NUM_COUNTS)
+    tl.store(counts_ptr + column - 1, tl.where(is_count, sums, 0.0).to(tl.int64), mask=is_count)
+
+
+@triton.jit
+def _loss_backward_kernel(
+    dloss_ptr, logits_ptr, replaced_ptr, valid_ptr, dlogits_ptr, num_tokens, TOKENS: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    inside = token < num_tokens
+    z = tl.load(logits_ptr + token, mask=inside, other=0.0).to(tl.float32)
+    replaced = tl.load(replaced_ptr + token, mask=inside, other=0) != 0
+    valid = tl.load(valid_ptr + token, mask=inside, other=0) != 0
+    u = tl.exp(-tl.abs(z))
+    # sigmoid(z) - y without cancellation: the probability of the wrong label, with its sign.
+    wrong = tl.where((z >= 0) == replaced, u, 1.0) / (1.0 + u)
+    dz = tl.where(replaced, -wrong, wrong) * valid.to(tl.float32) * tl.load(dloss_ptr)
+    tl.store(dlogits_ptr + token, dz.to(dlogits_ptr.dtype.element_ty), mask=inside)
+
+
+def columns_at_once(width: int) -> int:
+    """Columns of a tile: a power of two that divides the width if it is worth a load, else covers it."""
+    divisor = width & -width
+    return min(MOST_COLUMNS, divisor if divisor >= 64 else triton.next_power_of_2(width))
+
+
+@torch.library.custom_op("electra_fast::gelu_logit", mutates_args=())
+def gelu_logit(h_TD: Tensor, bias_D: Tensor, weight_1D: Tensor, classifier_bias_1: Tensor) -> Tensor:
+    """weight · gelu(h + bias) + classifier_bias: activations [T, D] and fp32 parameters → fp32 [T]."""
+    num_tokens, width = h_TD.shape
+    logits_T = torch.empty(num_tokens, dtype=torch.float32, device=h_TD.device)
+    columns = columns_at_once(width)
+    rows = FORWARD_TILE // columns
+    _gelu_logit_forward_kernel[(triton.cdiv(num_tokens, rows),)](
+        h_TD.contiguous(), bias_D, weight_1D, classifier_bias_1, logits_T, num_tokens,
+        D=width, ROWS=rows, COLUMNS=columns, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return logits_T
+
+
+@gelu_logit.register_fake
+def _(h_TD: Tensor, bias_D: Tensor, weight_1D: Tensor, classifier_bias_1: Tensor) -> Tensor:
+    return h_TD.new_empty(h_TD.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("electra_fast::gelu_logit_backward", mutates_args=())
+def gelu_logit_backward(dlogits_T: Tensor, h_TD: Tensor, bias_D: Tensor, weight_1D: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients: dh [T, D] in h's dtype, and fp32 [2D + 1] of bias, weight and classifier bias, in this order."""
+    num_tokens, width = h_TD.shape
+    columns = columns_at_once(width)
+    rows, column_blocks = BACKWARD_TILE // columns, triton.cdiv(width, columns)
+    rows_a_program = rows * max(LEAST_TILES, triton.cdiv(num_tokens * column_blocks, rows * MOST_PROGRAMS))
+    num_programs = triton.cdiv(num_tokens, rows_a_program)
+    dh_TD = torch.empty_like(h_TD, memory_format=torch.contiguous_format)
+    partial_stride = 2 * width + 4  # keeps rows aligned to 16 bytes
+    partials = torch.empty(num_programs, partial_stride, dtype=torch.float32, device=h_TD.device)
+    sums = torch.empty(2 * width + 1, dtype=torch.float32, device=h_TD.device)
+    _gelu_logit_backward_kernel[(num_programs, column_blocks)](
+        dlogits_T.contiguous(), h_TD.contiguous(), bias_D, weight_1D, dh_TD, partials,
+        num_tokens, rows_a_program, partial_stride,
+        D=width, ROWS=rows, COLUMNS=columns, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    _column_sums_kernel[(triton.cdiv(sums.shape[0], SUM_COLUMNS),)](
+        partials, sums, num_programs, sums.shape[0], partial_stride,
+        ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=SUM_WARPS,
+    )  # fmt: skip
+    return dh_TD, sums
+
+
+@gelu_logit_backward.register_fake
+def _(dlogits_T: Tensor, h_TD: Tensor, bias_D: Tensor, weight_1D: Tensor) -> tuple[Tensor, Tensor]:
+    dh_TD = torch.empty_like(h_TD, memory_format=torch.contiguous_format)
+    return dh_TD, h_TD.new_empty(2 * h_TD.shape[1] + 1, dtype=torch.float32)
+
+
+def _save_gelu_logit(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _gelu_logit_gradients(ctx: Any, dlogits_T: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dh_TD, sums = gelu_logit_backward(dlogits_T, *ctx.saved_tensors)
+    width = dh_TD.shape[1]
+    return dh_TD, sums[:width], sums[width : 2 * width].view(1, width), sums[2 * width :]
+
+
+gelu_logit.register_autograd(_gelu_logit_gradients, setup_context=_save_gelu_logit)
+
+
+@torch.library.custom_op("electra_fast::discriminator_loss", mutates_args=())
+def discriminator_loss(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Float [T] and two bool [T] → fp32 scalar, the summed loss, and int64 [5], the counts of `ops.COUNTS`."""
+    num_tokens, device = logits_T.shape[0], logits_T.device
+    num_programs = triton.cdiv(num_tokens, LOSS_TOKENS)
+    partials = torch.empty(num_programs, LOSS_COLUMNS, dtype=torch.float64, device=device)
+    loss = torch.empty((), dtype=torch.float32, device=device)
+    counts = torch.empty(NUM_COUNTS, dtype=torch.int64, device=device)
+    _loss_forward_kernel[(num_programs,)](
+        logits_T.contiguous(), replaced_T.contiguous(), valid_T.contiguous(), partials, num_tokens,
+        TOKENS=LOSS_TOKENS, COLUMNS=LOSS_COLUMNS, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    _loss_sums_kernel[(1,)](
+        partials, loss, counts, num_programs,
+        NUM_COUNTS=NUM_COUNTS, ROWS=SUM_ROWS, COLUMNS=LOSS_COLUMNS, num_warps=SUM_WARPS,
+    )  # fmt: skip
+    return loss, counts
+
+
+@discriminator_loss.register_fake
+def _(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
+    return logits_T.new_empty((), dtype=torch.float32), logits_T.new_empty(NUM_COUNTS, dtype=torch.int64)
+
+
+@torch.library.custom_op("electra_fast::discriminator_loss_backward", mutates_args=())
+def discriminator_loss_backward(dloss: Tensor, logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> Tensor:
+    """dloss (fp32 scalar) * (sigmoid(logits) - replaced) on valid tokens; in the logits' dtype.
+
+    Computed again from what the forward pass read: a buffer kept from there would cost more traffic.
+    """
+    dlogits_T = torch.empty_like(logits_T, memory_format=torch.contiguous_format)
+    num_tokens = logits_T.shape[0]
+    _loss_backward_kernel[(triton.cdiv(num_tokens, LOSS_TOKENS),)](
+        dloss, logits_T.contiguous(), replaced_T.contiguous(), valid_T.contiguous(), dlogits_T, num_tokens,
+        TOKENS=LOSS_TOKENS, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return dlogits_T
+
+
+@discriminator_loss_backward.register_fake
+def _(dloss: Tensor, logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> Tensor:
+    return torch.empty_like(logits_T, memory_format=torch.contiguous_format)
+
+
+def _save_loss(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _loss_gradients(ctx: Any, dloss: Tensor, dcounts: Tensor | None) -> tuple[Tensor, None, None]:
+    return discriminator_loss_backward(dloss, *ctx.saved_tensors), None, None
+
+
+discriminator_loss.register_autograd(_loss_gradients, setup_context=_save_loss)

@@ -1,0 +1,232 @@
+"""The generator head's kernels against fp64 truth, the reference's samples, and themselves cut otherwise."""
+
+import pytest
+import torch
+from scipy.stats import chi2
+
+from electra_fast import ops
+from electra_fast.kernels import generator_head, generator_head_chunked, generator_head_narrow
+from electra_fast.kernels.generator_head_narrow import Blocks, choose_splits
+
+# Triton 3.6's interpreter converts arrays in a way that NumPy deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KEY = torch.tensor([2**40 + 7, 12], device=DEVICE)
+NARROW, CHUNKED = "narrow", "chunked"
+
+
+@pytest.fixture(params=[NARROW, CHUNKED])
+def path(request, monkeypatch):
+    take(request.param, monkeypatch)
+    return request.param
+
+
+def take(path, monkeypatch):
+    """Sends every dtype down one path; the narrow one takes fp32 in the interpreter only."""
+    dtypes = [torch.float32, torch.float16, torch.bfloat16] if path == NARROW else []
+    monkeypatch.setattr(generator_head, "NARROW_DTYPES", dtypes)
+
+
+def make_inputs(num_rows, vocab_size, width, dtype=torch.float32, seed=0):
+    """x, table, bias, originals (half of them the argmax), slots past the signed range."""
+    random = torch.Generator().manual_seed(seed + vocab_size)
+    x = torch.randn(num_rows, width, generator=random).to(dtype)
+    table = torch.randn(vocab_size, width, generator=random) * (2 * width**-0.5)
+    bias = torch.randn(vocab_size, generator=random) * 0.5
+    original = torch.randint(vocab_size, (num_rows,), generator=random)
+    best = ops.linear(x.float(), table, bias).argmax(-1)
+    original[::2] = best[::2]
+    tensors = (x, table, bias, original, torch.arange(num_rows) + 2**31)
+    return tuple(tensor.to(DEVICE) for tensor in tensors)
+
+
+def run(function, inputs, upstream, key=KEY, temperature=1.0, disallow_correct=False, dtype=None):
+    """((nll, sample, correct), gradients of x, table and bias)."""
+    leaves = [tensor.to(dtype or tensor.dtype).requires_grad_() for tensor in inputs[:3]]
+    outputs = function(*leaves, *inputs[3:], key, temperature, disallow_correct)
+    return outputs, torch.autograd.grad((outputs[0] * upstream).sum(), leaves)
+
+
+def truth(inputs, upstream):
+    """nll and gradients in fp64; the sample is not asked for."""
+    x, table, bias = (tensor.double().requires_grad_() for tensor in inputs[:3])
+    logits = x @ table.T + bias
+    nll = logits.logsumexp(-1) - logits.gather(1, inputs[3][:, None])[:, 0]
+    return nll, torch.autograd.grad((nll * upstream).sum(), (x, table, bias))
+
+
+def random_upstream(num_rows):
+    upstream = torch.randn(num_rows, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    upstream[1::5] = 0.0  # unused slots
+    return upstream
+
+
+def assert_no_worse(kernel, eager, exact, rounding):
+    """The kernel's error is at most the reference's, but for rounding, in the largest and in the mean."""
+    scale = max(1.0, exact.abs().max().item())  # nll is the difference of numbers around 5
+    for norm in (lambda error: error.abs().max().item(), lambda error: error.square().mean().sqrt().item()):
+        error, allowed = norm(kernel.double() - exact), norm(eager.double() - exact)
+        assert error <= 1.2 * allowed + rounding * scale, f"{error} > {allowed}"
+
+
+SHAPES = [(1, 5, 16, 1.0, False), (37, 300, 48, 0.7, False), (66, 257, 32, 1.0, True), (5, 1000, 128, 2.0, True)]
+
+
+@pytest.mark.parametrize(("num_rows", "vocab_size", "width", "temperature", "disallow_correct"), SHAPES)
+def test_equals_the_reference_in_fp32(path, num_rows, vocab_size, width, temperature, disallow_correct):
+    inputs, upstream = make_inputs(num_rows, vocab_size, width), random_upstream(num_rows)
+    arguments = (inputs, upstream, KEY, temperature, disallow_correct)
+    (nll, sample, correct), gradients = run(generator_head.generator_head, *arguments)
+    (eager_nll, eager_sample, eager_correct), eager_gradients = run(ops.generator_head_reference, *arguments)
+    assert torch.equal(sample, eager_sample) and torch.equal(correct, eager_correct)
+    if disallow_correct:
+        assert (sample != inputs[3]).all()
+    exact_nll, exact_gradients = truth(inputs, upstream)
+    assert nll.dtype == torch.float32
+    assert_no_worse(nll, eager_nll, exact_nll, 2e-6)
+    for gradient, eager, exact in zip(gradients, eager_gradients, exact_gradients, strict=True):
+        assert gradient.dtype == torch.float32
+        assert_no_worse(gradient, eager, exact, 1e-6)
+
+
+def test_16_bit_errors_are_no_more_than_the_reference_s(path):
+    inputs, upstream = make_inputs(100, 300, 64, torch.float16), random_upstream(100)
+    (nll, _, _), gradients = run(generator_head.generator_head, inputs, upstream)
+    (eager_nll, _, _), eager_gradients = run(ops.generator_head_reference, inputs, upstream)
+    exact_nll, exact_gradients = truth(inputs, upstream)
+    assert_no_worse(nll, eager_nll, exact_nll, 2e-6)
+    for gradient, eager, exact in zip(gradients, eager_gradients, exact_gradients, strict=True):
+        assert gradient.dtype == eager.dtype
+        assert_no_worse(gradient, eager, exact, 2**-12)
+
+
+def test_the_whole_vocabulary(path):
+    inputs = make_inputs(3, 30_522, 16)
+    nll, sample, correct = generator_head.generator_head(*inputs, KEY, 1.0, False)
+    expected = ops.generator_head_reference(*inputs, KEY)
+    torch.testing.assert_close(nll, expected[0])
+    assert torch.equal(sample, expected[1]) and torch.equal(correct, expected[2])
+
+
+def test_confident_rows_keep_a_precise_gradient(monkeypatch):
+    """Where the target has nearly all the mass its two terms cancel; what is left must still be right."""
+    take(NARROW, monkeypatch)
+    inputs, upstream = make_inputs(6, 200, 32, torch.float16), random_upstream(6)
+    inputs[2][inputs[3]] += 12.0
+    (_, _, _), gradients = run(generator_head.generator_head, inputs, upstream)
+    (_, _, _), eager = run(ops.generator_head_reference, inputs, upstream)
+    assert_no_worse(gradients[0], eager[0], truth(inputs, upstream)[1][0], 2**-11)
+
+
+def test_samples_follow_the_softmax(path):
+    """Four tiles, some heavy, some light: every slot draws from one distribution."""
+    num_draws, vocab_size, width = 507 if path == NARROW else 255, 500, 16
+    x, table, bias, original, slots = make_inputs(num_draws, vocab_size, width)
+    bias[:] = -30.0
+    likely = torch.tensor([0, 127, 128, 300, 301, 499], device=DEVICE)
+    bias[likely] = torch.tensor([0.0, 0.5, 1.0, -0.5, 0.3, 0.7], device=DEVICE)
+    with torch.no_grad():
+        sample = generator_head.generator_head(x * 0, table, bias, original, slots, KEY, 1.0, False)[1]
+    expected = bias[likely].double().softmax(-1) * num_draws
+    counts = torch.bincount(sample, minlength=vocab_size)[likely]
+    assert counts.sum() == num_draws
+    assert chi2.sf((((counts - expected) ** 2) / expected).sum().item(), len(likely) - 1) > 1e-3
+    assert chi2.sf((((counts - num_draws / 6) ** 2) / (num_draws / 6)).sum().item(), len(likely) - 1) < 1e-4
+
+
+def test_cuts_change_no_sample(monkeypatch):
+    """Splits of the vocabulary, blocks of rows, chunks, batches: the same samples, nll and gradients."""
+    inputs, upstream = make_inputs(21, 900, 16), random_upstream(21)
+    take(NARROW, monkeypatch)
+    results = [run(generator_head.generator_head, inputs, upstream)]
+    for rows, splits in [(16, (1, 8)), (32, (8, 1)), (16, (3, 3))]:
+        monkeypatch.setattr(generator_head_narrow, "walk_blocks", lambda *_, rows=rows: Blocks(rows, 128, 4, 1))
+        monkeypatch.setattr(generator_head_narrow, "gradient_blocks", lambda *_, rows=rows: Blocks(rows, 64, 4, 1))
+        monkeypatch.setattr(generator_head_narrow, "choose_splits", lambda *_, splits=splits: splits)
+        results.append(run(generator_head.generator_head, inputs, upstream))
+    take(CHUNKED, monkeypatch)
+    for chunk_rows, kept in [(21, 21), (8, 0), (8, 8)]:
+        monkeypatch.setattr(generator_head_chunked, "CHUNK_BYTES", chunk_rows * 1024 * 4)
+        monkeypatch.setattr(generator_head_chunked, "KEPT_BYTES", kept * 1024 * 4)
+        results.append(run(generator_head.generator_head, inputs, upstream))
+    (nll, sample, correct), gradients = results[0]
+    for (other_nll, other_sample, other_correct), other_gradients in results[1:]:
+        assert torch.equal(sample, other_sample) and torch.equal(correct, other_correct)
+        torch.testing.assert_close(nll, other_nll)
+        torch.testing.assert_close(gradients, other_gradients, rtol=1e-5, atol=1e-5)
+    part = [tensor[7:12] if len(tensor) == 21 else tensor for tensor in inputs]
+    assert torch.equal(generator_head.generator_head(*part, KEY, 1.0, False)[1], sample[7:12])
+
+
+def test_same_input_same_bits_and_saved_tensors_stay(path):
+    inputs, upstream = make_inputs(20, 300, 16), random_upstream(20)
+    first, second = (run(generator_head.generator_head, inputs, upstream) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip((*first[0], *first[1]), (*second[0], *second[1]), strict=True))
+    x = inputs[0].clone().requires_grad_()
+    nll = generator_head.generator_head(x, *inputs[1:], KEY, 1.0, False)[0]
+    once = torch.autograd.grad(nll.sum(), x, retain_graph=True)[0]
+    assert torch.equal(once, torch.autograd.grad(nll.sum(), x)[0])
+
+
+def test_without_seed_or_gradient(path):
+    inputs = make_inputs(9, 300, 16)
+    expected, (nll, sample, correct) = (
+        function(*inputs, None, 1.0, False)
+        for function in (ops.generator_head_reference, generator_head.generator_head)
+    )
+    assert sample is None and not nll.requires_grad
+    torch.testing.assert_close(nll, expected[0])
+    assert torch.equal(correct, expected[2])
+
+
+def test_the_first_of_equal_logits_is_the_likeliest(path):
+    x, table, bias, _, slots = make_inputs(4, 300, 16)
+    original = torch.tensor([0, 1, 128, 0], device=DEVICE)
+    correct = generator_head.generator_head(x * 0, table, bias * 0, original, slots, None, 1.0, False)[2]
+    assert correct.tolist() == [True, False, False, True]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_the_operation_as_torch_sees_it(path):
+    x, table, bias, original, slots = make_inputs(3, 140, 16)
+    leaves = [tensor.requires_grad_() for tensor in (x, table, bias)]
+    arguments = (*leaves, original, slots, KEY, 1.0, False, True)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.electra_fast.generator_head.default, arguments, test_utils=tests)
+
+
+def test_compiles_as_one_graph(path):
+    inputs, upstream = make_inputs(6, 140, 16), random_upstream(6)
+    expected = run(generator_head.generator_head, inputs, upstream)
+    whole = torch.compile(generator_head.generator_head, backend="aot_eager", fullgraph=True)
+    found = run(whole, inputs, upstream)
+    assert all(torch.equal(a, b) for a, b in zip((*expected[0], *expected[1]), (*found[0], *found[1]), strict=True))
+
+
+def test_dispatch(monkeypatch):
+    inputs = make_inputs(4, 140, 16)
+    expected = ops.generator_head(*inputs, KEY)
+    monkeypatch.setattr(ops, "has_kernels", lambda x: True)
+    found = ops.generator_head(*inputs, KEY)
+    torch.testing.assert_close(found[0], expected[0])
+    assert torch.equal(found[1], expected[1]) and torch.equal(found[2], expected[2])
+
+
+@pytest.mark.parametrize("num_row_blocks", [1, 5, 19, 154, 1000])
+@pytest.mark.parametrize("num_tiles", [1, 3, 239])
+def test_splits_cover_the_vocabulary_and_fill_the_gpu(num_row_blocks, num_tiles):
+    splits, tiles = choose_splits(num_row_blocks, num_tiles, 132)
+    assert (splits - 1) * tiles < num_tiles <= splits * tiles
+    if num_tiles == 239:
+        waves = -(-num_row_blocks * splits // 132)
+        busy = num_row_blocks * splits / (waves * 132)
+        assert busy > 0.8 or splits >= 15, (splits, busy)
+
+
+def test_chunks_are_bounded():
+    for num_rows in (1, 100, 5000, 40_000):
+        chunk = generator_head_chunked.rows_a_chunk(num_rows, 30_592, 2)
+        assert 0 < chunk * 30_592 * 2 <= generator_head_chunked.CHUNK_BYTES
+        kept = generator_head_chunked.kept_rows(num_rows, 30_592, 2)
+        assert kept * 30_592 * 2 <= generator_head_chunked.KEPT_BYTES and (kept % chunk == 0 or kept == num_rows)

@@ -1,0 +1,117 @@
+"""Both architectures compute through the kernels what they compute by the references, dropout included."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from electra_fast import electra, ops
+from electra_fast.attention import Segments
+from electra_fast.config import Config
+from electra_fast.electra import Backend, Noise
+from electra_fast.model import Electra
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NUM_ROWS, LENGTH, VOCAB = 3, 16, 90
+KEY = torch.tensor([5, 11, 0], device=DEVICE)
+
+
+def tiny_model(architecture, tying="embeddings"):
+    sizes = {"hidden_size": 48, "embedding_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 80}
+    config = Config()
+    model = dataclasses.replace(
+        config.model,
+        architecture=architecture,
+        vocab_size=VOCAB,
+        dropout=0.2,
+        attention_dropout=0.0,
+        tying=tying,
+        **sizes,
+    )
+    generator = dataclasses.replace(config.generator, fraction=1.0 if tying == "all" else 0.5, num_layers=0)
+    network = Electra(dataclasses.replace(config, model=model, generator=generator)).to(DEVICE)
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # `modern` begins as the identity, which would hide its layers
+        for parameter in network.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=random).to(DEVICE)
+    return network
+
+
+def tokens():
+    random = torch.Generator().manual_seed(1)
+    ids, types = (torch.randint(0, most, (NUM_ROWS * LENGTH,), generator=random).to(DEVICE) for most in (VOCAB, 2))
+    positions = torch.arange(LENGTH, device=DEVICE).repeat(NUM_ROWS)
+    return ids, positions, types, Segments.padded(NUM_ROWS, LENGTH, None), torch.float32
+
+
+def logits_and_gradients(model, key=KEY):
+    model.zero_grad()
+    hidden = model.generator_hidden(*tokens(), key)
+    logits = (model.generator_head_logits(hidden[::5]), model.replaced_logits(*tokens(), key))
+    sum((x * torch.linspace(-1, 1, x.numel(), device=DEVICE).view(x.shape)).sum() for x in logits).backward()
+    return [x.detach() for x in logits], {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+@pytest.mark.parametrize(("architecture", "tying"), [("bert", "embeddings"), ("bert", "all"), ("modern", "none")])
+def test_kernels_equal_references(monkeypatch, architecture, tying):
+    model = tiny_model(architecture, tying)
+    monkeypatch.setattr(ops, "has_kernels", lambda x: False)
+    logits, gradients = logits_and_gradients(model)
+    monkeypatch.setattr(ops, "has_kernels", lambda x: True)
+    by_kernels, their_gradients = logits_and_gradients(model)
+    for ours, theirs in zip(by_kernels, logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert gradients.keys() == their_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(their_gradients[name], gradient, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["bert", "modern"])
+def test_compiles_without_a_break(monkeypatch, architecture):
+    """torch.compile traces the whole model through the kernels, and its gradients with it."""
+    monkeypatch.setattr(ops, "has_kernels", lambda x: True)
+    model = tiny_model(architecture)
+    expected = model.replaced_logits(*tokens(), KEY)
+    expected.sum().backward()
+    gradients = [x.grad.clone() for x in model.discriminator.parameters()]
+    model.zero_grad()
+    found = torch.compile(model.replaced_logits, backend="aot_eager", fullgraph=True)(*tokens(), KEY)
+    found.sum().backward()
+    assert torch.equal(found, expected)
+    assert all(torch.equal(a, b.grad) for a, b in zip(gradients, model.discriminator.parameters(), strict=True))
+
+
+def test_no_two_places_share_a_site(monkeypatch):
+    """Every dropout of a step, in both networks even if they are one module, has a site of its own."""
+    seen, original = [], ops.dropout_reference
+    monkeypatch.setattr(ops, "dropout_reference", lambda x, by: (seen.append(by.site), original(x, by))[1])
+    logits_and_gradients(tiny_model("bert", "all"))
+    assert len(seen) == len(set(seen)) == 2 * (1 + 2 * 2)
+
+
+@pytest.mark.parametrize("first_row", [0, 4, torch.tensor(4)])
+def test_objective_hands_the_key_down(monkeypatch, first_row):
+    noise = Noise(torch.tensor([5, 11], device=DEVICE), first_row)
+    if DEVICE == "cpu":
+        assert noise.dropout_key(LENGTH) is None
+    monkeypatch.setattr(ops, "has_kernels", lambda x: True)
+    assert noise.dropout_key(LENGTH).tolist() == [5, 11, LENGTH * int(first_row)]
+
+    monkeypatch.setattr(ops, "has_kernels", lambda x: x is noise.seed_and_step)  # then all by references, but keyed
+    seen, original = [], ops.dropout_reference
+    monkeypatch.setattr(ops, "dropout_reference", lambda x, by: (seen.append(by), original(x, by))[1])
+    shape = (NUM_ROWS, LENGTH)
+    integers = {name: torch.zeros(shape, dtype=torch.int32) for name in ("input_ids", "token_type_ids", "position_ids")}
+    slots = {name: torch.zeros(NUM_ROWS, 2, dtype=torch.int32) for name in ("masked_positions", "masked_ids")}
+    batch = integers | slots | {"masked_weights": torch.ones(NUM_ROWS, 2), "segment_ids": torch.ones(shape)}
+    batch["cu_seqlens"] = torch.arange(0, NUM_ROWS * LENGTH + 1, LENGTH, dtype=torch.int32)
+    batch = {name: x.to(DEVICE) for name, x in batch.items()}
+    model, backend = tiny_model("bert"), Backend("sdpa", torch.float32)
+    electra.forward(model, batch, backend, noise, electra.count(batch))
+    assert {tuple(by.key.tolist()) for by in seen} == {(5, 11, LENGTH * int(first_row))}
+    assert all(by.probability == 0.2 for by in seen)
+    del seen[:]
+    electra.forward(model.eval(), batch, backend, noise, electra.count(batch))
+    assert all(by.probability == 0 for by in seen)

@@ -1,0 +1,149 @@
+"""A step over tensors that stay where they are: equal to one written out, and nothing in it asks the host."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import electra_fast as ef
+from electra_fast import electra
+from electra_fast.data import BatchLoader, MicroBatches, to_torch
+from electra_fast.electra import Backend, Noise
+from electra_fast.optim import Optimizer, schedule_factor
+from electra_fast.step import StepClock, TrainStep, choose_execution
+
+BACKEND = Backend("sdpa", torch.float32)
+STEPS = 4
+
+
+@pytest.fixture
+def config(tiny_corpus):
+    changes = {"model.vocab_size": str(ef.Corpus(tiny_corpus).vocab_size), "model.num_layers": "2"}
+    config = ef.Config.preset("tiny", "google").override(changes)
+    return config.replace({"train": {"batch_size": 8, "steps": STEPS}, "data": {"sequence_length": 64}})
+
+
+def open_loader(corpus, config):
+    return BatchLoader(corpus, sequence_length=config.data.sequence_length, batch_size=config.train.batch_size)
+
+
+def trained(corpus, config, execution="eager"):
+    """Weights, sums and tensors' places after each of some steps."""
+    model = ef.Electra(config).train()
+    optimizer = Optimizer(model.named_parameters(), config.optimizer)
+    step = TrainStep(model, optimizer, config, BACKEND, execution)
+    for number, rows in zip(range(STEPS), open_loader(corpus, config), strict=False):
+        step(rows, number)
+    return model.state_dict(), step.sums
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_equals_a_step_written_out(tiny_corpus, config, accumulate):
+    config = config.replace({"train": {"accumulate": accumulate}})
+    model = ef.Electra(config).train()
+    optimizer = Optimizer(model.named_parameters(), config.optimizer)
+    sums, size = torch.zeros(len(electra.SUMS) + 1, dtype=torch.float64), 8 // accumulate
+    for number, rows in zip(range(STEPS), open_loader(tiny_corpus, config), strict=False):
+        whole = to_torch(rows)
+        torch.manual_seed((config.train.seed * 0x9E3779B97F4A7C15 + number) % 2**63)
+        optimizer.zero_grad()
+        for i in range(accumulate):
+            batch = {name: tensor[i * size : (i + 1) * size] for name, tensor in whole.items()}
+            noise = Noise(torch.tensor([config.train.seed, number]), i * size)
+            output = electra.forward(model, batch | {"cu_seqlens": None}, BACKEND, noise, electra.count(whole))
+            output.loss.backward()
+            sums[:-1] += output.sums
+        sums[-1] += optimizer.step(schedule_factor(config.optimizer, number, STEPS))
+    weights, found = trained(tiny_corpus, config)
+    assert torch.equal(found, sums)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+
+
+class NothingFromTheHost(TorchDispatchMode):
+    """Fails where an operation reads from the device, or its shape hangs on values, or a constant is made."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        banned = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique", "bincount")
+        assert not any(word in name for word in banned), f"{name} can't be captured"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("changes", [{}, {"optimizer": {"name": "lamb"}}, {"optimizer": {"name": "muon"}}])
+def test_a_step_can_be_captured(tiny_corpus, config, changes):
+    config = config.replace(changes)
+    model = ef.Electra(config).train()
+    optimizer = Optimizer(model.named_parameters(), config.optimizer)
+    step = TrainStep(model, optimizer, config, BACKEND)
+    rows = open_loader(tiny_corpus, config)
+    step(next(rows), 0)
+    kept = [*model.parameters(), *optimizer.first.values(), *optimizer.second.values(), optimizer.scalars, step.sums]
+    kept += [tensor for part in step._batches.parts for tensor in part.values()]
+    places = [tensor.data_ptr() for tensor in kept]
+    with NothingFromTheHost():
+        step._run()
+    step(next(rows), 1)
+    assert [tensor.data_ptr() for tensor in kept] == places
+
+
+def test_compiles_without_a_break(tiny_corpus, config, monkeypatch):
+    """`fullgraph` fails at the first operation that torch.compile can't take; what runs is eager's code."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend="aot_eager", **options))
+    changes = {"model": {"dropout": 0.0, "attention_dropout": 0.0}, "train": {"accumulate": 4}}
+    with torch._dynamo.config.patch(recompile_limit=1):  # one graph serves all micro-batches
+        compiled, sums = trained(tiny_corpus, config.replace(changes), "compile")
+    eager, expected = trained(tiny_corpus, config.replace(changes))
+    torch.testing.assert_close(sums, expected, rtol=1e-4, atol=1e-3)
+    for name in eager:
+        torch.testing.assert_close(compiled[name], eager[name], rtol=1e-3, atol=1e-4)
+
+
+def test_micro_batches_are_the_batch(corpus):
+    """Each part holds its rows and their segments; places stay, and grow when there is no room."""
+    loader = BatchLoader(corpus, sequence_length=32, batch_size=12)
+    parts, places = MicroBatches(torch.device("cpu"), 3), None
+    generations = set()
+    for rows in itertools.islice(loader, 60):
+        parts.load(rows)
+        whole = to_torch(rows)
+        for i, part in enumerate(parts.parts):
+            for name in part.keys() - {"cu_seqlens"}:
+                assert torch.equal(part[name], whole[name][4 * i : 4 * i + 4]), name
+            ends = part["cu_seqlens"]
+            assert ends[0] == 0 and ends[-1] == 4 * 32 and (ends.diff() >= 0).all()
+            segments = whole["segment_ids"][4 * i : 4 * i + 4].flatten().numpy()
+            starts = np.flatnonzero(np.diff(segments, prepend=-1) | (np.arange(128) % 32 == 0))
+            assert ends.unique().tolist() == [*starts.tolist(), 128]
+        now = [tensor.data_ptr() for part in parts.parts for tensor in part.values()]
+        assert now == places or parts.generation not in generations
+        generations.add(parts.generation)
+        places = now
+    assert parts.generation == max(generations) < 10
+
+
+def test_rows_that_do_not_divide(corpus):
+    loader = BatchLoader(corpus, sequence_length=32, batch_size=10)
+    with pytest.raises(ValueError, match="10 rows do not divide into 3 micro-batches"):
+        MicroBatches(torch.device("cpu"), 3).load(next(loader))
+
+
+def test_a_way_that_cannot_be_had_is_refused():
+    assert choose_execution("auto", torch.device("cpu")) == "eager"
+    assert choose_execution("auto", torch.device("cuda")) == "graph"
+    with pytest.raises(ValueError, match='train.execution = "graph" needs a CUDA device'):
+        choose_execution("graph", torch.device("cpu"))
+
+
+def test_the_clock_times_steps(tiny_corpus, config):
+    model = ef.Electra(config)
+    clock = StepClock(TrainStep(model, Optimizer(model.named_parameters(), config.optimizer), config, BACKEND))
+    clock.start()
+    assert clock.read() is None
+    for _ in range(3):
+        clock.tick()
+    times = clock.read()
+    assert 0 <= times.median <= times.longest < 10
