@@ -1,0 +1,190 @@
+"""Each operation that has a kernel, against eager torch, torch.compile and what others publish.
+
+    python bench/kernels.py [--out FOLDER] [--only WORD ...] [--quick] [--device cpu] [--interpret]
+
+Prints one table a case and writes `kernels.json`: median and 5th to 95th percentile of the time on the
+device, forward and backward together where the operation has a gradient, what it allocates at most, and
+GB/s or TFLOP/s of the traffic or products that cannot be avoided. A contender that is not
+installed or cannot run is a line that says why; a kernel of ours that fails makes the exit code 1.
+
+Each contender is captured into a CUDA graph and replayed, for the training step is one graph: what is
+timed is the device's work, not Python's. Where capture fails (Liger's head waits for the device) it is
+launched call by call, and "launched" is said. The L2 cache is emptied before each call.
+
+Without a GPU the references alone are rehearsed, on tiny shapes; `--interpret` runs the kernels too, in
+Triton's interpreter. Such times mean nothing.
+
+The cases are in `kernel_cases.py`; a new one is a function of a few lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernel_cases import CASES, Case, Function, Setting, Unavailable, compiler, refuse
+from torch import Tensor
+
+OURS = "electra-fast"
+HEADER = "| | ms (p5 to p95) | rate | GiB | timed as |\n| --- | --- | --- | --- | --- |"
+
+
+def contenders(case: Case, at: Setting, with_kernel: bool) -> Iterator[tuple[str, Function]]:
+    """Everybody's function of a case, in the order of the table."""
+    if case.kernel is not None:
+        reason = "the kernel needs a GPU, or --interpret"
+        yield OURS, case.kernel if with_kernel else partial(refuse, reason)
+    yield "eager", case.reference
+    yield "torch.compile", torch.compile(case.reference, dynamic=False, backend=compiler(at.device))
+    yield from case.peers.items()
+
+
+def work_of(function: Function, inputs: tuple[Any, ...]) -> Callable[[], None]:
+    """One call, with its gradients where inputs want them."""
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    ones: dict[torch.Size, Tensor] = {}
+
+    def call() -> None:
+        out = function(*inputs)
+        if not leaves:
+            return
+        out = out[0] if isinstance(out, tuple) else out
+        if out.shape not in ones:
+            ones[out.shape] = torch.ones_like(out)
+        torch.autograd.grad(out, leaves, ones[out.shape], allow_unused=True)
+
+    return call
+
+
+def measure(work: Callable[[], None], device: torch.device, repeats: int) -> dict[str, Any]:
+    """Milliseconds of a call, and the most that it allocates."""
+    if device.type != "cuda":
+        work()
+        seconds = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - start)
+        return {"ms": [1e3 * s for s in seconds], "how": "rehearsed", "allocated_gib": None}
+    allocated, work, how = _capture(work)
+    cache = torch.empty(2**28, dtype=torch.int8, device=device)
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in pairs:
+        cache.zero_()
+        start.record()
+        work()
+        end.record()
+    torch.cuda.synchronize()
+    return {"ms": [start.elapsed_time(end) for start, end in pairs], "how": how, "allocated_gib": allocated}
+
+
+def _capture(work: Callable[[], None]) -> tuple[float, Callable[[], None], str]:
+    """Warms up, then captures into a graph; the call itself where that fails."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            work()
+    torch.cuda.synchronize()
+    allocated = (torch.cuda.max_memory_allocated() - before) / 2**30
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            work()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return allocated, work, "launched"
+    return allocated, graph.replay, "graph"
+
+
+def result(name: str, case: Case, work: Callable[[], None], device: torch.device, repeats: int) -> dict[str, Any]:
+    """One line: times and rates, or why there are none."""
+    try:
+        found = measure(work, device, repeats)
+    except (Unavailable, ImportError) as error:
+        return {"contender": name, "error": str(error), "failed": False}
+    except Exception as error:  # whatever others' code raises; ours fails the run
+        reason = (str(error).splitlines() or [""])[0]
+        return {"contender": name, "error": f"{type(error).__name__}: {reason}", "failed": name == OURS}
+    low, *_, high = statistics.quantiles(found["ms"], n=20, method="inclusive")
+    median = statistics.median(found["ms"])
+    gpu = device.type == "cuda"
+    return {
+        "contender": name,
+        "ms": median,
+        "ms_p5": low,
+        "ms_p95": high,
+        "how": found["how"],
+        "allocated_gib": found["allocated_gib"],
+        "tflops": case.num_flops / median / 1e9 if gpu and case.num_flops else None,
+        "gb_per_second": case.num_bytes / median / 1e6 if gpu and case.num_bytes else None,
+    }
+
+
+def line(r: dict[str, Any]) -> str:
+    """A row of the table."""
+    if "error" in r:
+        return f"| {r['contender']} | {r['error']} | | | |"
+    rate = (
+        f"{r['tflops']:.0f} TFLOP/s" if r["tflops"] else f"{r['gb_per_second']:.0f} GB/s" if r["gb_per_second"] else "–"
+    )
+    memory = "–" if r["allocated_gib"] is None else f"{r['allocated_gib']:.2f}"
+    return (
+        f"| {r['contender']} | {r['ms']:.4f} ({r['ms_p5']:.4f} to {r['ms_p95']:.4f}) | {rate} | {memory} | {r['how']} |"
+    )
+
+
+def main() -> int:
+    """Case after case."""
+    parser = argparse.ArgumentParser(description="Time each kernel against its peers.")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("."), help="where kernels.json goes")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these words")
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--quick", action="store_true", help="tiny shapes; always so on a CPU")
+    parser.add_argument("--interpret", action="store_true", help="run kernels in Triton's interpreter")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    is_cuda = device.type == "cuda"
+    if options.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    if not is_cuda:
+        print("A rehearsal without a GPU: the times below mean nothing.")
+    at = Setting(device, torch.bfloat16 if is_cuda else torch.float32, options.quick or not is_cuda)
+    torch.manual_seed(0)
+    rows = []
+    for name, cases in CASES.items():
+        if not any(word in name for word in options.only):
+            continue
+        for one in cases(at):
+            print(f"\n{name}, {one.shape}\n\n{HEADER}")
+            for contender, function in contenders(one, at, is_cuda or options.interpret):
+                r = result(contender, one, work_of(function, one.inputs), device, options.repeats if is_cuda else 3)
+                rows.append({"case": name, "shape": one.shape, **r})
+                print(line(r), flush=True)
+                if is_cuda:
+                    torch.cuda.empty_cache()
+            torch.compiler.reset()
+    device_name = torch.cuda.get_device_name(device) if is_cuda else "cpu"
+    facts = {"device": device_name, "torch": torch.__version__, "rehearsal": not is_cuda, "rows": rows}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "kernels.json").write_text(json.dumps(facts, indent=1) + "\n")
+    assert all(math.isfinite(r.get("ms", 0.0)) for r in rows)
+    return int(any(r.get("failed") for r in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
