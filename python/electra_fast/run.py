@@ -160,7 +160,7 @@ def environment(device: torch.device, backend: Backend, execution: str) -> dict[
         "activations": str(backend.dtype).removeprefix("torch."),
         "execution": execution,
         "kernels": "triton" if device.type == "cuda" else "references",
-        "repeatable": f"but for {backend.attention}'s gradient" if any_order else "to the bit",
+        "repeatable": repeatable,
     }
 
 

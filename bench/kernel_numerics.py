@@ -1,0 +1,107 @@
+"""Is every kernel right on this device? Its error against fp64, beside that of eager torch.
+
+    python bench/kernel_numerics.py [--device cpu]
+
+Takes the cases of `kernel_cases.py` on their real shapes, on a CPU on tiny ones in Triton's
+interpreter (fp32, for its bf16 products are wrong). `gpu_check.py` runs the same checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from kernel_cases import CASES, Case, Function, Setting
+from torch import Tensor
+
+# A kernel may err as much as eager torch and half as much again, plus what the last bits of fp32 allow.
+ALLOWED, ROUNDING = 1.5, 2e-5
+# Samples and comparisons may fall otherwise where two candidates are as good as equal.
+ALLOWED_TO_DIFFER = 0.01
+
+
+def checks(device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and outcome of each case that has a kernel and a reference that draws nothing of its own."""
+    is_cuda = device.type == "cuda"
+    if not is_cuda:
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    at = Setting(device, torch.bfloat16 if is_cuda else torch.float32, quick=not is_cuda)
+    torch.manual_seed(0)
+    for name, cases in CASES.items():
+        for one in cases(at):
+            if one.kernel is None or "dropout=0.1" in one.shape:
+                continue
+            try:
+                outcome = check(one)
+            except Exception as error:  # the other kernels are to be looked at all the same
+                outcome = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
+            yield f"{name}, {one.shape}", outcome
+            if is_cuda:
+                torch.cuda.empty_cache()
+
+
+def check(case: Case) -> dict[str, Any]:
+    """The kernel's outputs and gradients against fp64, and whether it gives the same bits again."""
+    assert case.kernel is not None
+    wanted, gradients = outcome(case.reference, case.inputs, torch.float64)
+    truth = wanted + gradients
+
+    def found_by(function: Function) -> list[Tensor]:
+        outputs, gradients = outcome(function, case.inputs)
+        # A launcher may return more than the operation does: statistics for its backward pass.
+        return outputs[: len(wanted)] + gradients
+
+    eager, ours, again = map(found_by, (case.reference, case.kernel, case.kernel))
+    ratios, different = [0.0], [0.0]
+    for exact, theirs, found in zip(truth, eager, ours, strict=True):
+        if not exact.is_floating_point():
+            different.append((found != exact).double().mean().item())
+            continue
+        scale = exact.abs().max().item()
+        errors = [(x.double() - exact.double()).abs().max().item() for x in (found, theirs)]
+        finite = bool(torch.isfinite(found).all())
+        ratios.append(errors[0] / (errors[1] + ROUNDING * scale) if finite else float("inf"))
+    same_bits = all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+    right = max(ratios) <= ALLOWED and max(different) <= ALLOWED_TO_DIFFER and same_bits
+    return {"ok": right, "error_over_eager": max(ratios), "differ": max(different), "same_bits_again": same_bits}
+
+
+def outcome(
+    function: Function, inputs: tuple[Any, ...], dtype: torch.dtype | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and gradients of a function, on copies of the inputs."""
+    copies = [_copy(x, dtype) for x in inputs]
+    outputs = function(*copies)
+    outputs = [x for x in (outputs if isinstance(outputs, tuple) else (outputs,)) if isinstance(x, Tensor)]
+    leaves = [x for x in copies if isinstance(x, Tensor) and x.requires_grad]
+    if not leaves:
+        return outputs, []
+    first = outputs[0]
+    upstream = torch.linspace(-1, 1, first.numel(), device=first.device, dtype=torch.float64).view(first.shape)
+    gradients = torch.autograd.grad(first, leaves, upstream.to(first.dtype))
+    return [x.detach() for x in outputs], list(gradients)
+
+
+def _copy(x: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return x.detach().to(dtype or x.dtype, copy=True).requires_grad_(x.requires_grad)
+
+
+def main() -> int:
+    """One line a case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    wrong = 0
+    for name, found in checks(torch.device(parser.parse_args().device)):
+        print(f"{'ok   ' if found['ok'] else 'WRONG'} {name}: {found}", flush=True)
+        wrong += not found["ok"]
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
