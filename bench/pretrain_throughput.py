@@ -16,7 +16,7 @@ on padding, and their models get:
   and easier task, but is how these models run fastest.
 Peers also get the vocabulary head at masked positions only (their own forward pass computes all),
 a sampler without a host sync and the fused AdamW: what somebody who cares would write around them.
-Losses fall at other rates: ours is AdamW without bias correction, as published, theirs torch's.
+Losses tell that all learn; they fall at other rates, for ours warms its learning rate up.
 Not counted: `torch.compile`'s first steps and graph capture, which warm-up takes.
 """
 
@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import electra_fast as ef
-from electra_fast import electra
-from electra_fast.electra import Noise
 from electra_fast.flops import device_peak, flops_per_token
+from electra_fast.metrics import summarise
 from electra_fast.optim import Optimizer
 from electra_fast.run import choose_backend, environment
+from electra_fast.step import TrainStep, choose_execution
 
 VOCAB_SIZE = 30_522
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -54,32 +55,39 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 SHAPES = ["small:128", "small:1024", "base:128", "large:64"]
 QUICK_SHAPES = ["tiny:8"]
 NO_DROPOUT = {"model.dropout": "0", "model.attention_dropout": "0"}
-WARM_UP = 5
+WARM_UP = 6  # ours captures after three, and torch's compiler after two
 
 Batch = dict[str, Tensor]
-Step = Callable[[Batch], Tensor]  # a batch on the device → its loss, still on the device
-Build = Callable[[ef.Config, torch.device], Step]
 
 
-def our_step(config: ef.Config, device: torch.device) -> Step:
-    """One step as `pretrain` takes it."""
-    backend = choose_backend(config, device)
-    model = ef.Electra(config).to(device)
+@dataclass(frozen=True)
+class Runner:
+    """Somebody's training step: how to take one on a batch of the loader, where it runs, and its mean loss so far."""
+
+    step: Callable[[Any], None]
+    loss: Callable[[], float]
+    stream: torch.cuda.Stream | None = None
+
+
+Build = Callable[[ef.Config, torch.device], Runner]
+
+
+def ours(config: ef.Config, device: torch.device, execution: str) -> Runner:
+    """Steps as `pretrain` takes them."""
+    if execution != "eager" and device.type != "cuda":
+        raise RuntimeError(f"{execution} needs a GPU")
+    model = ef.Electra(config).to(device).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    seed_and_step = torch.zeros(2, dtype=torch.int64, device=device)
+    train_step, numbers = TrainStep(model, optimizer, config, choose_backend(config, device), execution), count()
 
-    def step(batch: Batch) -> Tensor:
-        optimizer.zero_grad()
-        output = electra.forward(model, batch, backend, Noise(seed_and_step), electra.count(batch))
-        output.loss.backward()
-        optimizer.step(1.0)
-        seed_and_step[1] += 1
-        return output.loss.detach()
+    def loss() -> float:
+        train_step.synchronize()
+        return float(summarise(train_step.sums.cpu().numpy()[:-1], config.objective)["loss"] or 0)
 
-    return step
+    return Runner(lambda rows: train_step(rows, next(numbers)), loss, train_step.stream)
 
 
-def peer_step(config: ef.Config, device: torch.device, *, masked: bool, compiled: bool, mode: str = "default") -> Step:
+def peer(config: ef.Config, device: torch.device, *, masked: bool, compiled: bool, mode: str = "default") -> Runner:
     """The same step around `transformers`' ElectraForMaskedLM and ElectraForPreTraining."""
     generator, discriminator = (model.to(device) for model in peer_models(config))
     parameters = list(dict.fromkeys([*generator.parameters(), *discriminator.parameters()]))
@@ -99,17 +107,20 @@ def peer_step(config: ef.Config, device: torch.device, *, masked: bool, compiled
         loss_of = (
             torch.compile(loss_of, mode=mode) if device.type == "cuda" else torch.compile(loss_of, backend="eager")
         )
+    total, num_steps = torch.zeros((), device=device), count()
 
-    def step(batch: Batch) -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
+    def step(rows: Any) -> None:
         # Without `cu_seqlens`, whose shape changes and which they do not read.
-        loss = loss_of({name: tensor for name, tensor in batch.items() if name != "cu_seqlens"})
+        batch = {name: x for name, x in ef.to_torch(rows, device=device).items() if name != "cu_seqlens"}
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(batch)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, options.clip_norm)
         optimizer.step()
-        return loss.detach()
+        total.add_(loss.detach())
+        next(num_steps)
 
-    return step
+    return Runner(step, lambda: total.item() / next(num_steps))
 
 
 def peer_models(config: ef.Config) -> tuple[nn.Module, nn.Module]:
@@ -165,45 +176,41 @@ def peer_loss(generator: Any, discriminator: Any, config: ef.Config, batch: Batc
     return config.objective.gen_weight * generator_loss + config.objective.disc_weight * discriminator_loss
 
 
-# Who takes part, by name; a step captured in a CUDA graph is one line more.
+# Who takes part, by name.
 CONTENDERS: dict[str, Build] = {
-    "electra-fast": our_step,
-    "transformers, eager, block mask": partial(peer_step, masked=True, compiled=False),
-    "transformers, eager, no mask": partial(peer_step, masked=False, compiled=False),
-    "transformers, compiled, block mask": partial(peer_step, masked=True, compiled=True),
-    "transformers, compiled, no mask": partial(peer_step, masked=False, compiled=True),
-    "transformers, compiled with graphs, no mask": partial(
-        peer_step, masked=False, compiled=True, mode="reduce-overhead"
-    ),
+    "electra-fast, graph": partial(ours, execution="graph"),
+    "electra-fast, compile": partial(ours, execution="compile"),
+    "electra-fast, eager": partial(ours, execution="eager"),
+    "transformers, eager, block mask": partial(peer, masked=True, compiled=False),
+    "transformers, eager, no mask": partial(peer, masked=False, compiled=False),
+    "transformers, compiled, block mask": partial(peer, masked=True, compiled=True),
+    "transformers, compiled, no mask": partial(peer, masked=False, compiled=True),
+    "transformers, compiled with graphs, no mask": partial(peer, masked=False, compiled=True, mode="reduce-overhead"),
 }
 
 
 @dataclass
 class Contender:
-    """A step, its stream of batches, and what was measured so far."""
+    """A runner, its stream of batches, and what was measured so far."""
 
     name: str
-    step: Step
-    stream: Iterator[tuple[Batch, int]]
+    runner: Runner
+    batches: Iterator[Any]
     peak_bytes: int = 0
     num_tokens: int = 0
     seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
 
 
-def batches(corpus: Path, config: ef.Config, device: torch.device) -> Iterator[tuple[Batch, int]]:
-    """Endless batches on the device, each with its number of tokens, padding excluded."""
-    data, rows_a_step = config.data, config.train.batch_size
-    loader = ef.BatchLoader(
+def loader(corpus: Path, config: ef.Config) -> Iterator[Any]:
+    """Endless batches, the same for everybody."""
+    data = config.data
+    return ef.BatchLoader(
         corpus,
         sequence_length=data.sequence_length,
-        batch_size=rows_a_step,
+        batch_size=config.train.batch_size,
         masking=data.masking,
         mask_prob=data.mask_prob,
     )
-    for rows in loader:
-        num_tokens = int((ef.to_torch(rows)["segment_ids"] > 0).sum())
-        yield ef.to_torch(rows, device=device), num_tokens
 
 
 def run(contender: Contender, num_steps: int, device: torch.device) -> None:
@@ -216,22 +223,20 @@ def run(contender: Contender, num_steps: int, device: torch.device) -> None:
     def mark() -> None:
         if is_cuda:
             marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record()
+            marks[-1].record(contender.runner.stream or torch.cuda.current_stream())
         else:
             marks.append(time.perf_counter())
 
-    losses = []
     mark()
     for _ in range(num_steps):
-        batch, num_tokens = next(contender.stream)
-        losses.append(contender.step(batch).clone())  # a graph writes its loss to the same place
-        contender.num_tokens += num_tokens
+        rows = next(contender.batches)
+        contender.runner.step(rows)
+        contender.num_tokens += int((ef.to_torch(rows)["segment_ids"] > 0).sum())
         mark()
     if is_cuda:
         torch.cuda.synchronize()
     pairs = zip(marks, marks[1:], strict=False)
     contender.seconds += [a.elapsed_time(b) / 1e3 if is_cuda else b - a for a, b in pairs]
-    contender.losses += torch.stack(losses).float().tolist()
 
 
 def prepare(name: str, build: Build, config: ef.Config, corpus: Path, device: torch.device) -> Contender:
@@ -241,7 +246,7 @@ def prepare(name: str, build: Build, config: ef.Config, corpus: Path, device: to
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
-    contender = Contender(name, build(config, device), batches(corpus, config, device))
+    contender = Contender(name, build(config, device), loader(corpus, config))
     run(contender, WARM_UP, device)
     if device.type == "cuda":
         contender.peak_bytes = torch.cuda.max_memory_allocated() - before
@@ -281,15 +286,14 @@ def row(contender: Contender, flops: float, peak: float | None) -> dict[str, Any
         "step_ms": statistics.median(contender.seconds) * 1e3,
         "step_ms_p5": low * 1e3,
         "step_ms_p95": high * 1e3,
-        "first_loss": contender.losses[0],
-        "last_loss": contender.losses[-1],
+        "mean_loss": contender.runner.loss(),
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| step | tokens/s | MFU | peak GiB | step ms (p5 to p95) | loss |",
+        "| step | tokens/s | MFU | peak GiB | step ms (p5 to p95) | mean loss |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for r in rows:
@@ -299,8 +303,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         mfu = f"{r['mfu']:.1%}" if r["mfu"] else "–"
         memory = f"{r['peak_gib']:.1f}" if r["peak_gib"] else "–"
         times = f"{r['step_ms']:.2f} ({r['step_ms_p5']:.2f} to {r['step_ms_p95']:.2f})"
-        losses = f"{r['first_loss']:.1f} → {r['last_loss']:.1f}"
-        lines.append(f"| {r['step']} | {r['tokens_per_second']:,.0f} | {mfu} | {memory} | {times} | {losses} |")
+        lines.append(
+            f"| {r['step']} | {r['tokens_per_second']:,.0f} | {mfu} | {memory} | {times} | {r['mean_loss']:.1f} |"
+        )
     return "\n".join(lines)
 
 
@@ -331,8 +336,8 @@ def main() -> int:
     if device.type != "cuda":
         print("A rehearsal without a GPU: the speeds below mean nothing.")
     config = ef.Config.preset("small", "google").override(NO_DROPOUT)
-    result: dict[str, Any] = {"environment": environment(device, choose_backend(config, device)), "throughput": []}
-    result["rehearsal"] = device.type != "cuda"
+    facts = environment(device, choose_backend(config, device), choose_execution("auto", device))
+    result: dict[str, Any] = {"environment": facts, "rehearsal": device.type != "cuda", "throughput": []}
     print(", ".join(f"{name} {value}" for name, value in result["environment"].items()))
     with tempfile.TemporaryDirectory() as folder:
         corpus = make_corpus(Path(folder), 300 if options.quick else 8000)
