@@ -2,23 +2,26 @@
 
     python bench/gpu_check.py [--out FOLDER] [--device cpu] [--quick]
 
-Makes its own corpus, downloads nothing, prints one table and writes `gpu_check.json`. Exit code 1
-says that a number is wrong. Where there is no GPU it rehearses, as `--device cpu --quick` does: the same
-code on small shapes, whose speeds mean nothing.
+Makes its own corpus, downloads nothing, prints a line for each check and each way to run a step, and
+writes `gpu_check.json`, anew after each. Exit code 1 says that something is wrong or failed. Where there
+is no GPU it rehearses, as `--device cpu --quick` does: the same code on small shapes, whose speeds mean
+nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kernel_numerics
 import numpy as np
 import torch
 from torch import Tensor
@@ -194,43 +197,62 @@ def throughput(
     }
 
 
+def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `work` found, or why it failed: one failure must not cost the rest of a GPU's minutes."""
+    try:
+        return work()
+    except Exception as error:
+        return {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def all_checks(
+    corpus: Path, device: torch.device, backend: Backend, quick: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every check, one after the other."""
+    yield from kernel_numerics.checks(device)
+    yield "sampling", attempt(lambda: check_sampling(device))
+    for name in dict.fromkeys(("sdpa", backend.attention, *(("flex",) if device.type == "cuda" else ()))):
+        yield f"attention {name}", attempt(lambda name=name: check_attention(device, Backend(name, backend.dtype)))
+    yield "training", attempt(lambda: check_training(corpus, device, 10 if quick else 50))
+
+
 def main() -> int:
-    """Checks, then times; the table goes to standard output."""
+    """Checks, then times; each line goes to standard output as it is known."""
     parser = argparse.ArgumentParser(description="Check and time electra-fast on a GPU.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("."), help="where gpu_check.json goes")
     parser.add_argument("--quick", action="store_true", help="small shapes, few steps; always so without a GPU")
+    parser.add_argument("--minutes", type=float, default=8.0, help="start nothing more after so long")
     options = parser.parse_args()
     options.quick |= not torch.cuda.is_available()
-    device = torch.device(options.device)
-    config = ef.Config.preset("small").override({"model.attention_dropout": "0"})
-    backend = choose_backend(config, device)
+    options.out.mkdir(parents=True, exist_ok=True)
+    device, start = torch.device(options.device), time.monotonic()
+    backend = choose_backend(ef.Config.preset("small").override({"model.attention_dropout": "0"}), device)
+    facts = environment(device, backend, choose_execution("auto", device))
+    result: dict[str, Any] = {"environment": facts, "checks": {}, "throughput": []}
+
+    def save() -> None:
+        (options.out / "gpu_check.json").write_text(json.dumps(result, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory() as folder:
         corpus = make_corpus(Path(folder), 300 if options.quick else 8000)
-        result: dict[str, Any] = {
-            "environment": environment(device, backend, choose_execution("auto", device)),
-            "checks": {
-                "sampling": check_sampling(device),
-                "attention sdpa": check_attention(device, Backend("sdpa", backend.dtype)),
-                f"attention {backend.attention}": check_attention(device, backend),
-                "training": check_training(corpus, device, 10 if options.quick else 50),
-            },
-            "throughput": [],
-        }
-        for name, check in result["checks"].items():
-            print(f"{'ok   ' if check['ok'] else 'WRONG'} {name}: {check}")
-        for preset, rows in QUICK_SHAPES if options.quick else SHAPES:
-            for execution in executions(device):
-                row = throughput(corpus, device, preset, rows, execution, 3 if options.quick else 30)
-                result["throughput"].append(row)
-                cells = (
-                    f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                    for name, value in row.items()
-                )
-                print("  ".join(cells), flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "gpu_check.json").write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(check["ok"] for check in result["checks"].values()) else 1
+        for name, check in all_checks(corpus, device, backend, options.quick):
+            result["checks"][name] = check
+            print(f"{'ok   ' if check['ok'] else 'WRONG'} {name}: {check}", flush=True)
+            save()
+        shapes = QUICK_SHAPES if options.quick else SHAPES
+        # What compiles takes minutes: last.
+        for execution, (preset, rows) in itertools.product(executions(device), shapes):
+            if time.monotonic() - start > 60 * options.minutes:
+                print(f"skipped for want of time: {preset}, {rows} rows, {execution}")
+                continue
+            steps = 3 if options.quick else 30
+            row = attempt(lambda p=preset, r=rows, e=execution, n=steps: throughput(corpus, device, p, r, e, n))
+            result["throughput"].append({"preset": preset, "rows": rows, "execution": execution, **row})
+            print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+            save()
+    wrong = [row for row in (*result["checks"].values(), *result["throughput"]) if not row.get("ok", True)]
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
