@@ -37,9 +37,9 @@ from electra_fast.step import WARM_UP, StepClock, TrainStep, choose_execution
 
 VOCAB_SIZE = 30_522
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-# Preset, rows a step: the paper's 16k tokens, a step that fills the GPU, and the larger models.
-SHAPES = [("small", 128), ("small", 1024), ("base", 128), ("large", 64)]
-QUICK_SHAPES = [("tiny", 8)]
+# Preset, rows a step, dropout: the paper's 16k tokens, a step that fills the GPU, and the larger models.
+SHAPES = [("small", 128, 0.0), ("small", 1024, 0.0), ("small", 1024, 0.1), ("base", 128, 0.0), ("large", 64, 0.0)]
+QUICK_SHAPES = [("tiny", 8, 0.0), ("tiny", 8, 0.1)]
 # So that the backend `varlen` can serve, and two devices can be compared.
 NO_DROPOUT = {"model.dropout": "0", "model.attention_dropout": "0"}
 
@@ -113,6 +113,17 @@ def check_attention(device: torch.device, backend: Backend) -> dict[str, Any]:
     return {"error_over_eager": max(ratios), "ok": max(ratios) < 2}
 
 
+def check_attention_dropout(device: torch.device, backend: Backend) -> dict[str, Any]:
+    """Values of 1 come out as 1 on average and not everywhere: probabilities fell, the others were scaled up."""
+    ids = torch.ones(64, 128, dtype=torch.int32, device=device)
+    borders = torch.arange(0, 64 * 128 + 1, 128, dtype=torch.int32, device=device)
+    q, k = (torch.randn(64 * 128, 4, 64, device=device).to(backend.dtype) for _ in range(2))
+    segments = attention.Segments.packed(ids, borders, backend.attention)
+    out = attention.attention(q, k, torch.ones_like(q), segments, 0.3).float()
+    mean, spread = out.mean().item(), out.std().item()
+    return {"mean": mean, "spread": spread, "ok": abs(mean - 1) < 0.02 and spread > 0.02}
+
+
 def check_training(corpus: Path, device: torch.device, steps: int) -> dict[str, Any]:
     """Losses of a short run on the device beside fp32 on the CPU: the same rows, masks and noise keys."""
     truth = losses(corpus, torch.device("cpu"), "eager", steps, Backend("sdpa", torch.float32))
@@ -160,11 +171,12 @@ def new_step(config: ef.Config, device: torch.device, execution: str, backend: B
 
 
 def throughput(
-    corpus: Path, device: torch.device, preset: str, rows: int, execution: str, steps: int
+    corpus: Path, device: torch.device, shape: tuple[str, int, float], execution: str, steps: int
 ) -> dict[str, Any]:
     """Tokens a second (padding excluded), MFU, peak memory and step times of whole steps, loader included."""
-    config = ef.Config.preset(preset, "google").override({"model.vocab_size": str(VOCAB_SIZE), **NO_DROPOUT})
-    config = config.replace({"train": {"batch_size": rows}})
+    preset, rows, dropout = shape
+    model = {"vocab_size": VOCAB_SIZE, "dropout": dropout, "attention_dropout": dropout}
+    config = ef.Config.preset(preset, "google").replace({"model": model, "train": {"batch_size": rows}})
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -187,6 +199,7 @@ def throughput(
     return {
         "shape": f"{preset}@{config.data.sequence_length}",
         "rows": rows,
+        "dropout": dropout,
         "execution": execution,
         "attention": step.backend.attention,
         "tokens_per_second": speed,
@@ -213,6 +226,7 @@ def all_checks(
     yield "sampling", attempt(lambda: check_sampling(device))
     for name in dict.fromkeys(("sdpa", backend.attention, *(("flex",) if device.type == "cuda" else ()))):
         yield f"attention {name}", attempt(lambda name=name: check_attention(device, Backend(name, backend.dtype)))
+    yield "attention dropout", attempt(lambda: check_attention_dropout(device, backend))
     yield "training", attempt(lambda: check_training(corpus, device, 10 if quick else 50))
 
 
@@ -242,13 +256,13 @@ def main() -> int:
             save()
         shapes = QUICK_SHAPES if options.quick else SHAPES
         # What compiles takes minutes: last.
-        for execution, (preset, rows) in itertools.product(executions(device), shapes):
+        for execution, shape in itertools.product(executions(device), shapes):
             if time.monotonic() - start > 60 * options.minutes:
-                print(f"skipped for want of time: {preset}, {rows} rows, {execution}")
+                print(f"skipped for want of time: {shape}, {execution}")
                 continue
             steps = 3 if options.quick else 30
-            row = attempt(lambda p=preset, r=rows, e=execution, n=steps: throughput(corpus, device, p, r, e, n))
-            result["throughput"].append({"preset": preset, "rows": rows, "execution": execution, **row})
+            row = attempt(lambda s=shape, e=execution, n=steps: throughput(corpus, device, s, e, n))
+            result["throughput"].append({"preset": shape[0], "execution": execution, **row})
             print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
             save()
     wrong = [row for row in (*result["checks"].values(), *result["throughput"]) if not row.get("ok", True)]

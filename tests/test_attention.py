@@ -137,13 +137,14 @@ def test_segments_are_built_without_waiting_for_the_device(backend: str) -> None
     assert (segments.num_rows, segments.length, segments.backend) == (3, LENGTH, backend)
 
 
-def test_varlen_takes_our_arguments_forward_and_backward() -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_varlen_takes_our_arguments_forward_and_backward(dropout: float) -> None:
     """Through torch's own shape functions of the kernel: it never ran here."""
     with FakeTensorMode() as mode:
         segments = Segments.packed(*(mode.from_tensor(x) for x in ragged(num_spare=2)), "varlen")
         qkv = [mode.from_tensor(x) for x in random_qkv(torch.bfloat16)]
         leaves = [x.detach().requires_grad_() for x in qkv]
-        out = attention(*leaves, segments)
+        out = attention(*leaves, segments, dropout)
         grads = torch.autograd.grad(out.sum(), leaves)
     assert {x.shape for x in (out, *grads)} == {qkv[0].shape} and {x.dtype for x in (out, *grads)} == {torch.bfloat16}
 
@@ -186,7 +187,7 @@ def test_backends_equal_the_reference_on_cuda(backend: str, num_spare: int) -> N
 
 
 @needs_gpu
-@pytest.mark.parametrize("backend", ["sdpa", "xformers"])
+@pytest.mark.parametrize("backend", ["sdpa", "varlen", "xformers"])
 def test_dropout_drops_its_share_on_cuda(backend: str) -> None:
     if backend == "xformers":
         pytest.importorskip("xformers")
@@ -207,10 +208,9 @@ def check_dropout(q: Tensor, k: Tensor, ones: Tensor, segments: Segments, tolera
     assert (attention(q, k, ones, segments, 0.0).float() - 1).abs().max() < 1e-2
 
 
-@pytest.mark.parametrize("backend", ["varlen", "flex"])
-def test_dropout_is_refused_where_there_is_none(backend: str) -> None:
-    segments = Segments.packed(*ragged(), backend)
-    message = f'attention backend "{backend}" has no dropout; set model.attention_dropout = 0.0'
+def test_dropout_is_refused_where_there_is_none() -> None:
+    segments = Segments.packed(*ragged(), "flex")
+    message = 'attention backend "flex" has no dropout; set model.attention_dropout = 0.0'
     with pytest.raises(ValueError, match=message):
         attention(*random_qkv(torch.float32), segments, 0.1)
 
@@ -223,7 +223,6 @@ def test_dropout_is_refused_where_there_is_none(backend: str) -> None:
         ("xformers", CPU, torch.float32, 0.1, "a CUDA device, and this is cpu"),
         ("varlen", CUDA, torch.float32, 0.0, "16-bit activations, and these are torch.float32; set train.precision"),
         ("xformers", CUDA, torch.float32, 0.0, "16-bit activations, and these are torch.float32; set train.precision"),
-        ("varlen", CUDA, torch.bfloat16, 0.1, "model.attention_dropout = 0.0"),
         ("flex", CUDA, torch.bfloat16, 0.1, "model.attention_dropout = 0.0"),
     ],
 )
@@ -253,7 +252,7 @@ def test_a_missing_package_is_named(backend: str, missing: str, lacks: str, monk
 def test_auto_takes_varlen_where_it_serves() -> None:
     assert choose_attention("auto", CPU, torch.float32, 0.0) == "sdpa"
     assert choose_attention("auto", CUDA, torch.bfloat16, 0.0) == "varlen"
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.1) == "sdpa"
+    assert choose_attention("auto", CUDA, torch.bfloat16, 0.1) == "varlen"
     assert choose_attention("auto", CUDA, torch.float32, 0.0) == "sdpa"
     assert choose_attention("flex", CUDA, torch.float32, 0.0) == "flex"
 

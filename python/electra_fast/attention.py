@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Tokens a block of flex attention's mask, along queries and keys: what its kernels expect.
 FLEX_BLOCK = 128
-_WITH_DROPOUT = {"sdpa", "xformers"}
+_WITH_DROPOUT = {"sdpa", "varlen", "xformers"}
 _FLASH = {"varlen", "xformers"}
 
 
@@ -101,8 +101,9 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, d
     """Resolves `auto` to a backend's name; raises ValueError where the requested one can't serve.
 
     `sdpa` (scaled_dot_product_attention with a dense mask) runs everywhere. `varlen`
-    (torch.nn.attention.varlen, flash attention over ragged segments) and `xformers` (the same, with
-    dropout) want CUDA and 16-bit activations, `flex` (compiled flex attention) CUDA. `auto` is
+    (torch.nn.attention.varlen, flash attention over ragged segments) and `xformers` (the same by
+    another package) want CUDA and 16-bit activations, `flex` (compiled flex attention) CUDA and no
+    dropout. `auto` is
     `varlen` where it can serve, else `sdpa`: never an extra, so that a run does not change with what
     happens to be installed.
     """
@@ -161,10 +162,15 @@ def _sdpa(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, segments: Segments, dropo
 def _varlen(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, segments: Segments, dropout: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # imported here: it loads flash attention
 
-    borders = segments.cu_seqlens
-    assert borders is not None and not dropout
     # A constant bound instead of the batch's longest segment: no sync with the device.
-    out = varlen_attn(q_TNH, k_TNH, v_TNH, borders, borders, segments.length, segments.length)
+    borders, bound = segments.cu_seqlens, segments.length
+    assert borders is not None
+    if dropout:
+        # `varlen_attn` always passes 0 for it; the operator below it, which has a gradient of its own, is the same.
+        flash = torch.ops.aten._flash_attention_forward
+        out = flash(q_TNH, k_TNH, v_TNH, borders, borders, bound, bound, dropout, False, False)[0]
+    else:
+        out = varlen_attn(q_TNH, k_TNH, v_TNH, borders, borders, bound, bound)
     assert isinstance(out, Tensor)
     return out
 

@@ -69,7 +69,7 @@ class ModelConfig(_Section):
     )
     attention: str = _key(
         "auto",
-        "attention backend; auto: varlen on CUDA in 16 bits without attention dropout, else sdpa",
+        "attention backend; auto: varlen on CUDA in 16 bits, else sdpa",
         choices=("auto", "sdpa", "varlen", "flex", "xformers"),
     )
 

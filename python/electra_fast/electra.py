@@ -91,7 +91,7 @@ def forward(model: Electra, batch: Mapping[str, Tensor], backend: Backend, noise
     """
     segments = Segments.packed(batch["segment_ids"], batch["cu_seqlens"], backend.attention)
     flat = {name: batch[name].flatten() for name in ("input_ids", "position_ids", "token_type_ids", "segment_ids")}
-    dropout_key = noise.dropout_key(segments.length) if model.training else None
+    dropout_key = noise.dropout_key(segments.length) if model.training and model.config.model.dropout else None
     context = (flat["position_ids"], flat["token_type_ids"], segments, backend.dtype, dropout_key)
     slots, valid_T = _slots(batch, noise.first_row), flat["segment_ids"] > 0
 
