@@ -14,41 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from electra_fast.kernels.gelu import gelu_and_slope, gelu_of
 from electra_fast.kernels.wave import programs_at_once
 
 TILE = 2048  # elements that a program holds at once: two 16-byte loads a thread
 MOST_COLUMNS = 256
 # Programs of four warps that a multiprocessor holds: 80 registers backward, fewer forward.
 A_MULTIPROCESSOR = 6
-
-
-@triton.jit
-def _normal(h):
-    """The normal distribution's mass below h, and exp(-h^2 / 2).
-
-    exp(-h^2 / 2) times a polynomial in 1 / (1 + 0.35 |h|) is the mass beyond |h| to within 3.2e-8 of
-    itself (least maximum over |h| < 14.5, by Lawson's iteration). As exact as erf in fp32, better in
-    the tail, a third fewer instructions, and the backward pass wants the exponential anyway: with
-    `tl.erf` these kernels wait for arithmetic and not for memory.
-    """
-    t = 1.0 / (1.0 + 0.35 * tl.abs(h))
-    p = 0.14403086705374332 - 0.029157874814002213 * t
-    p = -0.255838897302822 + p * t
-    p = 0.15931957613633713 + p * t
-    p = -0.02321227341695916 + p * t
-    p = 0.10555246936028567 + p * t
-    p = 0.1198212957138434 + p * t
-    p = 0.13986351438524022 + p * t
-    p = (0.13962130689851524 + p * t) * t
-    bell = tl.exp2(h * h * -0.7213475204444817)
-    beyond = bell * p
-    return tl.where(h > 0, 1.0 - beyond, beyond), bell
-
-
-@triton.jit
-def _gelu_and_slope(h):
-    cdf, bell = _normal(h)
-    return h * cdf, cdf + h * 0.3989422804014327 * bell
 
 
 @triton.jit
@@ -67,8 +39,7 @@ def _bias_gelu_forward_kernel(
         h = tl.load(h_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         if bias_ptr is not None:
             h += bias[None, :]
-        gelu, _ = _gelu_and_slope(h)
-        tl.store(y_ptr + offset, gelu, mask=mask)
+        tl.store(y_ptr + offset, gelu_of(h), mask=mask)
 
 
 @triton.jit
@@ -89,7 +60,7 @@ def _bias_gelu_backward_kernel(
         dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         if bias_ptr is not None:
             h += bias[None, :]
-        _, slope = _gelu_and_slope(h)
+        _, slope = gelu_and_slope(h)
         dh = dy * slope
         tl.store(dh_ptr + offset, dh, mask=mask)
         if bias_ptr is not None:
@@ -110,8 +81,7 @@ def _geglu_forward_kernel(
         mask = (token < num_tokens)[:, None] & (column < WIDTH)[None, :]
         a = tl.load(h_ptr + 2 * row + column[None, :], mask=mask, other=0.0).to(tl.float32)
         b = tl.load(h_ptr + 2 * row + WIDTH + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        gelu, _ = _gelu_and_slope(a)
-        tl.store(y_ptr + row + column[None, :], gelu * b, mask=mask)
+        tl.store(y_ptr + row + column[None, :], gelu_of(a) * b, mask=mask)
 
 
 @triton.jit
@@ -127,7 +97,7 @@ def _geglu_backward_kernel(
         a = tl.load(h_ptr + first, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(h_ptr + second, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        gelu, slope = _gelu_and_slope(a)
+        gelu, slope = gelu_and_slope(a)
         tl.store(dh_ptr + first, dy * b * slope, mask=mask)
         tl.store(dh_ptr + second, dy * gelu, mask=mask)
 

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from electra_fast.kernels.gelu import gelu_and_slope, gelu_of
+
 NUM_WARPS = 4
 # Elements a program holds at once: 32 and 16 a thread, in 16-byte loads. The backward pass carries
 # two sums for each of its elements.
@@ -32,16 +34,6 @@ SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 256, 16, 8
 LOSS_TOKENS = 1024
 LOSS_COLUMNS = 8  # of the loss' partial sums: the loss, then COUNTS, then two unused
 NUM_COUNTS = 5
-
-
-@triton.jit
-def _upper_tail(a):
-    # Probability that a normal variable exceeds a >= 0, as 2^-g(a): g is a minimax fit of degree 8,
-    # weighted by the error in x * cdf(x), which fp32's rounding exceeds. 1 + erf cancels on the left
-    # and takes twice the instructions, and these limit the kernels more than memory does.
-    g = 1.5727908e-4 + a * (-3.2968070e-5 + a * 2.2758757e-6)
-    g = 5.2546434e-2 + a * (-7.1427803e-3 + a * (2.0247810e-4 + a * g))
-    return tl.exp2(-(1.0 + a * (1.1511070 + a * (4.5919305e-1 + a * g))))
 
 
 @triton.jit
@@ -62,9 +54,7 @@ def _gelu_logit_forward_kernel(
         weight = tl.load(weight_ptr + column, mask=column_inside, other=0.0)
         h = tl.load(h_ptr + row[:, None] * D + column[None, :], mask=inside, other=0.0)
         x = h.to(tl.float32) + bias[None, :]
-        a = tl.abs(x)
-        gelu = tl.maximum(x, 0.0) - a * _upper_tail(a)
-        logit += tl.sum(weight[None, :] * gelu, axis=1)
+        logit += tl.sum(weight[None, :] * gelu_of(x), axis=1)
     tl.store(logits_ptr + first + row, logit, mask=row_inside)
 
 
@@ -91,13 +81,8 @@ def _gelu_logit_backward_kernel(
         offset = row[:, None] * D + column[None, :]
         h = tl.load(h_ptr + offset, mask=inside, other=0.0)
         dlogit = tl.load(dlogits_ptr + row, mask=row_inside, other=0.0)
-        x = h.to(tl.float32) + bias[None, :]
-        a = tl.abs(x)
-        tail = _upper_tail(a)
-        gelu = tl.maximum(x, 0.0) - a * tail
-        cdf = tl.where(x < 0, tail, 1.0 - tail)
-        density = tl.exp2(-1.3257480647 - 0.7213475204 * x * x)  # exp(-x²/2) / sqrt(2 pi)
-        dh = dlogit[:, None] * weight[None, :] * (cdf + x * density)
+        gelu, slope = gelu_and_slope(h.to(tl.float32) + bias[None, :])
+        dh = dlogit[:, None] * weight[None, :] * slope
         tl.store(dh_ptr + offset, dh.to(dh_ptr.dtype.element_ty), mask=inside)
         dbias += dh
         dweight += dlogit[:, None] * gelu
