@@ -103,9 +103,8 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, d
     `sdpa` (scaled_dot_product_attention with a dense mask) runs everywhere. `varlen`
     (torch.nn.attention.varlen, flash attention over ragged segments) and `xformers` (the same by
     another package) want CUDA and 16-bit activations, `flex` (compiled flex attention) CUDA and no
-    dropout. `auto` is
-    `varlen` where it can serve, else `sdpa`: never an extra, so that a run does not change with what
-    happens to be installed.
+    dropout. `auto` is `varlen` where it can serve, else `sdpa`: never an extra, so that a run does not
+    change with what happens to be installed.
     """
     if requested == "auto":
         return "sdpa" if _lacks("varlen", device, dtype, dropout) else "varlen"

@@ -237,7 +237,8 @@ def prepare(
                 progress=bar.update,
             )
         )
-        bar.say(summary(report, out, tokenizer.why_not_fast))
+        if progress:  # what each packing keeps is counted for it: seconds, for a large corpus
+            bar.say(summary(report, out, tokenizer.why_not_fast))
     return report
 
 
