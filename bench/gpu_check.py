@@ -29,10 +29,10 @@ from torch import Tensor
 import electra_fast as ef
 from electra_fast import attention, electra, sampling
 from electra_fast.electra import Backend
+from electra_fast.environment import choose_backend, environment
 from electra_fast.flops import device_peak, flops_per_token
 from electra_fast.metrics import summarise
 from electra_fast.optim import Optimizer
-from electra_fast.run import choose_backend, environment
 from electra_fast.step import WARM_UP, StepClock, TrainStep, choose_execution
 
 VOCAB_SIZE = 30_522

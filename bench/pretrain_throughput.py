@@ -43,10 +43,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import electra_fast as ef
+from electra_fast.environment import choose_backend, environment
 from electra_fast.flops import device_peak, flops_per_token
 from electra_fast.metrics import summarise
 from electra_fast.optim import Optimizer
-from electra_fast.run import choose_backend, environment
 from electra_fast.step import TrainStep, choose_execution
 
 VOCAB_SIZE = 30_522

@@ -73,6 +73,18 @@ def held_out_corpus(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[st
     return folder
 
 
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory: pytest.TempPathFactory, held_out_corpus: Path) -> Path:
+    """An uninterrupted run of `tiny_run`, which resumed ones have to equal. Tests that write to it copy it first."""
+    from tiny_run import tiny_config
+
+    from electra_fast.pretrain import pretrain
+
+    out = tmp_path_factory.mktemp("whole") / "run"
+    pretrain(tiny_config(), data=held_out_corpus, out=out)
+    return out
+
+
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised floats become NaN, so that an output which nobody wrote cannot pass as a result."""

@@ -1,14 +1,16 @@
 """Checkpoints are whole or absent, and what doesn't fit is named."""
 
+import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from electra_fast import checkpoint
+from electra_fast import checkpoint, checkpoint_folder
 from electra_fast.config import Config
 from electra_fast.model import Electra
 from electra_fast.optim import Optimizer
@@ -27,11 +29,11 @@ def save(run, step, model=None, keep=2):
 def test_round_trip(tmp_path):
     model = make_model(**{"train.seed": "7"})
     directory = save(tmp_path, 12, model)
-    assert directory == tmp_path / "checkpoints" / "step-12" == checkpoint.latest(tmp_path)
+    assert directory == tmp_path / "checkpoints" / "step-12" == checkpoint_folder.latest(tmp_path)
     again = checkpoint.load_model(directory)
     assert again.config == model.config
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    assert checkpoint.read_state(directory) == {"step": 12}
+    assert checkpoint_folder.read_state(directory) == {"step": 12}
 
 
 def test_shared_parameters_are_stored_once(tmp_path):
@@ -42,16 +44,16 @@ def test_shared_parameters_are_stored_once(tmp_path):
 def test_keeps_the_newest(tmp_path):
     for step in (1, 9, 10, 100):
         save(tmp_path, step, keep=3)
-    assert checkpoint.steps(tmp_path) == [9, 10, 100]
+    assert checkpoint_folder.steps(tmp_path) == [9, 10, 100]
 
 
 def test_half_written_is_no_checkpoint(tmp_path):
     save(tmp_path, 1)
-    half = tmp_path / "checkpoints" / "writing-step-2"
+    half = tmp_path / "checkpoints" / ".step-2.writing"
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
-    assert checkpoint.steps(tmp_path) == [1]
-    checkpoint.remove_unfinished(tmp_path)
+    assert checkpoint_folder.steps(tmp_path) == [1]
+    checkpoint_folder.remove_unfinished(tmp_path)
     assert not half.exists()
 
 
@@ -84,7 +86,7 @@ def test_full_disk_leaves_the_earlier_checkpoints(tmp_path):
 
 def test_no_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint here"):
-        checkpoint.latest(tmp_path)
+        checkpoint_folder.latest(tmp_path)
 
 
 def test_another_shape_is_named(tmp_path):
@@ -97,16 +99,87 @@ def test_another_shape_is_named(tmp_path):
         checkpoint.load_parameters(make_model(**{"model.num_layers": "1"}), directory)
 
 
-def test_damage_is_named(tmp_path):
+def test_what_is_no_checkpoint_of_this_model_is_named(tmp_path):
     directory = save(tmp_path, 1)
     weights = directory / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"model.safetensors: damaged .* to go on from the one before"):
-        checkpoint.load_model(directory)
+    with pytest.raises(ValueError, match=r"model.safetensors: damaged .* not a whole checkpoint"):
+        checkpoint.load_parameters(make_model(), directory)
     save_file({"x": torch.zeros(1)}, weights)
     with pytest.raises(ValueError, match="of another model"):
+        checkpoint.load_parameters(make_model(), directory)
+
+
+@pytest.mark.parametrize("name", ["config.toml", "model.safetensors", "optimizer.safetensors", "state.json"])
+def test_every_flipped_bit_is_noticed(tmp_path, name):
+    directory = save(tmp_path, 1)
+    checkpoint_folder.verify(directory)
+    path = directory / name
+    whole = path.read_bytes()
+    for bit in {*range(8 * 16), *range(0, 8 * len(whole), 8 * max(1, len(whole) // 40) + 1)}:
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"{name}: damaged .*; name an older checkpoint, or let .*resume"):
+            checkpoint_folder.verify(directory)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"{name}: missing"):
+        checkpoint_folder.verify(directory)
+
+
+def test_a_damaged_model_is_not_loaded(tmp_path):
+    directory = save(tmp_path, 1)
+    damaged = bytearray((directory / "model.safetensors").read_bytes())
+    damaged[-1] ^= 1  # the last weight's sign: nothing but a checksum can tell
+    (directory / "model.safetensors").write_bytes(damaged)
+    with pytest.raises(ValueError, match="model.safetensors: damaged"):
         checkpoint.load_model(directory)
-    (directory / "state.json").write_text("{")
-    with pytest.raises(ValueError, match="state.json: damaged"):
-        checkpoint.read_state(directory)
+
+
+def test_the_newest_intact_checkpoint_is_found_and_damaged_ones_are_set_aside(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=3)
+    for step in (2, 3):
+        (tmp_path / f"checkpoints/step-{step}/state.json").write_text("{")
+    found, warnings = checkpoint_folder.recover_run(tmp_path)
+    assert found.name == "step-1" and checkpoint_folder.steps(tmp_path) == [1]
+    assert [warning.rsplit(" ", 1)[1] for warning in warnings] == ["damaged-step-3", "damaged-step-2"]
+    assert (tmp_path / "checkpoints/damaged-step-3/model.safetensors").exists()
+    (found / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no intact checkpoint: .*step-1/model.safetensors: missing"):
+        checkpoint_folder.recover_run(tmp_path)
+    assert checkpoint_folder.steps(tmp_path) == [1]
+
+
+def test_a_kill_between_two_renames_loses_nothing(tmp_path):
+    """A checkpoint that is written again is away for a moment; what was there comes back."""
+    directory = save(tmp_path, 5)
+    (tmp_path / "checkpoints/.step-5.writing").mkdir()
+    directory.rename(tmp_path / "checkpoints/.step-5.replaced")
+    assert checkpoint_folder.steps(tmp_path) == []
+    checkpoint_folder.remove_unfinished(tmp_path)
+    checkpoint_folder.verify(directory)
+    assert [entry.name for entry in directory.parent.iterdir()] == ["step-5"]
+
+
+def test_files_folder_and_parent_are_synced_before_and_after_the_rename(tmp_path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def record_sync(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def record_replace(source, target):
+        events.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    save(tmp_path, 1)
+    assert events.count("rename") == 1
+    at = events.index("rename")
+    files = {"config.toml", "model.safetensors", "optimizer.safetensors", "state.json"}
+    assert files | {".step-1.writing"} <= set(events[:at]) and events[at - 1] == ".step-1.writing"
+    assert events[at + 1 :] == ["checkpoints"]

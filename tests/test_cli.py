@@ -101,9 +101,8 @@ def test_a_run_goes_on_by_its_own_configuration(folder):
     done = run("pretrain", "--out", folder / "run")
     assert done.returncode == 0, done.stderr
     assert "step 3 of 3: finished" in done.stderr
-    assert "was started with train.steps = 3, now it is 4" in fails(
-        "pretrain", "--out", folder / "run", "--train.steps", 4
-    )
+    refused = fails("pretrain", "--out", folder / "run", "--train.batch_size", 8)
+    assert "was started with train.batch_size = 4, now it is 8" in refused and "--allow-changes" in refused
 
 
 def test_flops():
@@ -115,6 +114,14 @@ def test_help_and_version():
     assert run("--version").stdout.startswith("electra-fast 0.")
     text = run("pretrain", "--help").stdout
     assert "--optimizer.learning_rate" in text and "--preset" in text
+
+
+def test_a_loss_that_is_no_number_is_one_line(folder, tmp_path):
+    hot = ("--optimizer.learning_rate", "1e30", "--optimizer.warmup_steps", 0, "--train.steps", 50)
+    data = ("--preset", "tiny", "--data", folder / "shards", "--out", tmp_path / "run")
+    done = run("pretrain", *data, *hot)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "became nan or infinite" in done.stderr.splitlines()[-1]
 
 
 class TestMistakes:

@@ -39,7 +39,7 @@ def test_presets_have_the_published_sizes(name: str, recipe: str) -> None:
         config.optimizer.learning_rate,
         train.steps,
     ) == training
-    assert config.optimizer.warmup_steps == 10_000
+    assert config.optimizer.num_warmup_steps(config.train.steps) == 10_000
     assert (config.objective.gen_weight, config.objective.disc_weight) == (1.0, 50.0)
 
 

@@ -13,7 +13,7 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from electra_fast import checkpoint
+from electra_fast import checkpoint, checkpoint_folder
 from electra_fast.config import Config
 from electra_fast.export import export, import_folder, load
 from electra_fast.huggingface_config import CLASSES
@@ -120,7 +120,7 @@ def test_transformers_loads_what_export_writes_and_import_brings_it_back(
         differences = {name: pair for name, pair in differences.items() if not name.startswith("generator.")}
         differences.pop("model.tying", None)
     assert differences == {}
-    assert checkpoint.read_state(checkpoint.latest(tmp_path / "again")) == {"step": 0}
+    assert checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "again")) == {"step": 0}
     assert [p.shape for p in again.parameters()] == [p.shape for p in model.parameters()]
     tokenizer_files = {path.name: path.read_bytes() for path in (tmp_path / "run" / "tokenizer").iterdir()}
     for path in (tmp_path / "again" / "tokenizer").iterdir():

@@ -29,18 +29,25 @@ PACKAGE_LAYERS = [
     {"cli"},
     {"__init__"},
     {"demo", "reproduce", "report"},
-    {"pretrain", "finetune", "evaluate", "export", "inspect"},
-    {"run", "step"},
+    {"pretrain", "trainer", "finetune", "evaluate", "export", "inspect"},
+    {"run", "step", "environment"},
     {"electra", "data", "corpus", "optim", "checkpoint", "metrics", "flops", "progress", "curves", *HUGGINGFACE},
+    {"checkpoint_folder"},
     {"reading_progress", "prepare_report"},
     {"model"},
     {"attention", "ops", "sampling"},
     {"kernels"},
 ]
 # Under every layer, usable from all of them, and all that they may themselves import.
-PACKAGE_GROUND = {"config": {"presets"}, "presets": set(), "errors": set()}
+PACKAGE_GROUND = {
+    "config": {"presets"},
+    "presets": set(),
+    "errors": set(),
+    "interruption": {"errors"},
+    "atomic_files": set(),
+}
 # Who may touch the Rust extension.
-EXTENSION_USERS = {"__init__", "data", "corpus", "prepare_report", "run", "step"}
+EXTENSION_USERS = {"__init__", "data", "corpus", "prepare_report", "run", "environment", "step"}
 KERNEL_IMPORTS = {"torch", "triton", "__future__"} | sys.stdlib_module_names
 
 # Rust: what each module of electra-data may use. Reading: batch → mask, pack → order → shard.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from electra_fast.config import Config
     from electra_fast.corpus import Corpus, Tokenizer, prepare, train_vocab, verify
     from electra_fast.data import BatchLoader, to_torch
+    from electra_fast.errors import Interrupted, TrainingFailed
     from electra_fast.evaluate import evaluate
     from electra_fast.export import export, import_folder, load
     from electra_fast.model import Electra
@@ -30,7 +31,9 @@ _HOME = {
     "Config": "config",
     "Corpus": "corpus",
     "Electra": "model",
+    "Interrupted": "errors",
     "Tokenizer": "corpus",
+    "TrainingFailed": "errors",
     "evaluate": "evaluate",
     "export": "export",
     "import_folder": "export",
@@ -47,7 +50,9 @@ __all__ = [
     "Config",
     "Corpus",
     "Electra",
+    "Interrupted",
     "Tokenizer",
+    "TrainingFailed",
     "__version__",
     "evaluate",
     "export",

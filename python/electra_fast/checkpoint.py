@@ -1,15 +1,11 @@
-"""Checkpoints: folders that are whole or absent, and what a run needs to go on exactly.
+"""The tensors of checkpoints: model and optimizer into a folder that is whole or absent, and back.
 
-`RUN/checkpoints/step-N/` holds config.toml, model.safetensors, optimizer.safetensors and state.json. It is
-written under a temporary name, synced to disk and renamed, so a kill at any moment leaves the
-previous checkpoints intact and no half-written one behind that looks whole.
+A checkpoint is written under a temporary name, synced to disk and renamed, so a kill at any moment leaves the
+previous ones intact and no half-written one that looks whole. `checkpoint_folder` has names and checksums.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,31 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from electra_fast import checkpoint_folder
+from electra_fast.atomic_files import replace_folder
 from electra_fast.config import Config
 from electra_fast.model import Electra
-
-_NAME = re.compile(r"step-(\d+)")
-_TEMPORARY = "writing-"
-
-
-def steps(run: Path) -> list[int]:
-    """Steps of a run's checkpoints, ascending."""
-    folder = run / "checkpoints"
-    names = (_NAME.fullmatch(entry.name) for entry in folder.iterdir()) if folder.is_dir() else ()
-    return sorted(int(match[1]) for match in names if match)
-
-
-def path_of(run: Path, step: int) -> Path:
-    """The folder of a run's checkpoint."""
-    return run / "checkpoints" / f"step-{step}"
-
-
-def latest(run: Path) -> Path:
-    """A run's newest checkpoint; FileNotFoundError when it has none."""
-    known = steps(run)
-    if not known:
-        raise FileNotFoundError(f"{run}: no checkpoint here (looked for {run / 'checkpoints' / 'step-N'})")
-    return path_of(run, known[-1])
 
 
 def save(
@@ -54,25 +29,20 @@ def save(
 
     `optimizer` None (an imported model) makes a checkpoint from which training starts afresh.
     """
-    final = path_of(run, step)
-    temporary = final.with_name(_TEMPORARY + final.name)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        save_model(temporary, model)
+    final = checkpoint_folder.path_of(run, step)
+
+    def write(directory: Path) -> None:
+        save_model(directory, model)
         if optimizer is not None:
-            save_file(_contiguous(optimizer), temporary / "optimizer.safetensors")
-        (temporary / "state.json").write_text(json.dumps(dict(state), indent=1) + "\n", encoding="utf-8")
-        for file in temporary.iterdir():
-            _sync(file)
+            save_file(_contiguous(optimizer), directory / "optimizer.safetensors")
+        checkpoint_folder.seal(directory, state)
+
+    try:
+        replace_folder(final, write)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(f"{final}: checkpoint not written: {error}; the earlier ones are intact") from error
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(temporary, final)
-    _sync(final.parent)
-    for old in steps(run)[:-keep]:
-        shutil.rmtree(path_of(run, old))
+    for old in checkpoint_folder.steps(run)[:-keep]:
+        shutil.rmtree(checkpoint_folder.path_of(run, old))
     return final
 
 
@@ -84,6 +54,7 @@ def save_model(directory: Path, model: Electra) -> None:
 
 def load_model(directory: Path) -> Electra:
     """The model of a checkpoint, on the CPU, with the configuration stored beside it."""
+    checkpoint_folder.verify(directory, "config.toml", "model.safetensors")
     model = Electra(Config.load(directory / "config.toml"))
     load_parameters(model, directory)
     return model
@@ -108,51 +79,15 @@ def load_parameters(model: Electra, directory: Path) -> None:
             parameter.copy_(stored[name])
 
 
-def read_state(directory: Path) -> dict[str, Any]:
-    """A checkpoint's state.json."""
-    path = directory / "state.json"
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: missing; {directory} is not a whole checkpoint, remove it") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: damaged ({error}); remove {directory} to go on from the one before") from None
-    if not isinstance(state, dict) or "step" not in state:
-        raise ValueError(f"{path}: damaged (no step); remove {directory} to go on from the one before")
-    return state
-
-
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """A safetensors file, on the CPU."""
     if not path.exists():
-        raise FileNotFoundError(f"{path}: missing; {path.parent} is not a whole checkpoint, remove it")
+        raise FileNotFoundError(f"{path}: missing; {path.parent} is not a whole checkpoint")
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: damaged ({error}); remove {path.parent} to go on from the one before") from None
-
-
-def remove_unfinished(run: Path) -> None:
-    """Removes what a kill left half-written."""
-    for entry in (run / "checkpoints").glob(_TEMPORARY + "*"):
-        shutil.rmtree(entry)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a text file in one step."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    _sync(temporary)
-    os.replace(temporary, path)
+        raise ValueError(f"{path}: damaged ({error}); {path.parent} is not a whole checkpoint") from None
 
 
 def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,25 +7,34 @@ mistake of the user's is one line and exit code 2; set ELECTRA_FAST_TRACEBACK=1 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from electra_fast import __version__
 from electra_fast.config import Config, describe_key, key_names
+from electra_fast.errors import Interrupted
+from electra_fast.interruption import interrupt_at_once
 from electra_fast.presets import RECIPES, SIZES
 
 Handler = Callable[[argparse.Namespace], int | None]
 
+# What an interruption leaves, by command; any other command has written nothing.
+KEPT = {
+    "demo": "what was finished is kept, run again to resume",
+    "prepare": "what was finished is kept, run again to resume",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
-    signal.signal(signal.SIGTERM, _terminate)
+    """Runs one command; returns the exit code, which is 128 + the signal's number after an interruption."""
+    interrupt_at_once()
+    options = argparse.Namespace(command=None)
     try:
         rest, overrides = _take_overrides(sys.argv[1:] if arguments is None else arguments)
         options = _parser().parse_args(rest)
@@ -34,9 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.overrides = overrides
         handler: Handler = options.handler
         return handler(options) or 0
-    except KeyboardInterrupt:
-        print("electra-fast: interrupted; what was finished is kept, run again to go on", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as interruption:
+        number = interruption.signal if isinstance(interruption, Interrupted) else signal.SIGINT
+        kept = f"interrupted; {KEPT.get(options.command, 'nothing was written')}"
+        with contextlib.suppress(OSError):  # the terminal may be what has gone
+            print(f"electra-fast: {interruption if str(interruption).strip() else kept}", file=sys.stderr)
+        return 128 + number
     except BrokenPipeError:
         # The reader of our output (`head`, say) has gone: not an error of ours.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # closed by the interpreter
@@ -46,11 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"electra-fast: error: {_one_line(error)}", file=sys.stderr)
         return 2
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    """SIGTERM stops a command as Ctrl-C does (`pretrain` puts its own handler in place)."""
-    raise KeyboardInterrupt
 
 
 def _is_expected(error: Exception) -> bool:
@@ -154,11 +161,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("directory", type=Path)
     sub.add_argument("--json", action="store_true", help="one object on standard output")
 
-    sub = command("pretrain", _pretrain, "train; run again to go on (then --out alone is enough)")
+    sub = command("pretrain", _pretrain, "train; run again to resume (then --out alone is enough)")
     sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
     _add_preset(sub)
     sub.add_argument("--data", type=Path, help="corpus (data.corpus)")
     sub.add_argument("--out", type=Path, help="the run's folder (train.out)")
+    sub.add_argument(
+        "--allow-changes", action="store_true", help="resume with other keys than the run was started with"
+    )
     sub.epilog = "configuration keys, as --section.key value:\n" + "\n".join(
         f"  --{name:<30} {describe_key(name)}" for name in key_names()
     )
@@ -287,7 +297,7 @@ def _verify(options: argparse.Namespace) -> None:
 def _pretrain(options: argparse.Namespace) -> None:
     from electra_fast.pretrain import pretrain
 
-    pretrain(_config(options), data=options.data, out=options.out)
+    pretrain(_config(options), data=options.data, out=options.out, allow_changes=options.allow_changes)
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -314,7 +324,10 @@ def _import(options: argparse.Namespace) -> None:
     from electra_fast.export import import_folder
 
     import_folder(options.directory, options.out)
-    _say(f"{options.out}: a run at step 0; train it with `electra-fast pretrain --out {options.out} --data DIR`")
+    _say(
+        f"{options.out}: a run at step 0, with a new schedule of the learning rate and no optimizer state; "
+        f"train it with `electra-fast pretrain --out {options.out} --data DIR`"
+    )
 
 
 def _flops(options: argparse.Namespace) -> None:

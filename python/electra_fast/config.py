@@ -62,11 +62,7 @@ class ModelConfig(_Section):
     embedding_size: int = _key(128, "width of the embedding table", low=1)
     dropout: float = _key(0.1, "dropout on embeddings and sublayer outputs", low=0, high=0.99)
     attention_dropout: float = _key(0.1, "dropout on attention probabilities", low=0, high=0.99)
-    tying: str = _key(
-        "embeddings",
-        "what generator and discriminator share",
-        choices=("none", "embeddings", "all"),
-    )
+    tying: str = _key("embeddings", "what generator and discriminator share", choices=("none", "embeddings", "all"))
     attention: str = _key(
         "auto",
         "attention backend; auto: varlen on CUDA in 16 bits, else sdpa",
@@ -115,7 +111,7 @@ class OptimizerConfig(_Section):
 
     name: str = _key("adamw", "update rule", choices=("adamw", "lamb", "muon"))
     learning_rate: float = _key(5e-4, "peak learning rate", low=0, open_low=True)
-    warmup_steps: int = _key(10_000, "steps of linear warmup", low=0)
+    warmup_steps: int = _key(-1, "steps of linear warmup; -1: a twentieth of train.steps, at most 10,000", low=-1)
     schedule: str = _key(
         "product",
         "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0",
@@ -129,6 +125,10 @@ class OptimizerConfig(_Section):
     epsilon: float = _key(1e-6, "Adam's epsilon", low=0, open_low=True)
     muon_learning_rate: float = _key(0.02, "peak learning rate of the matrices under muon", low=0, open_low=True)
     muon_momentum: float = _key(0.95, "momentum of the matrices under muon", low=0, high=0.999999)
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Steps of warmup in a run of `num_steps`."""
+        return self.warmup_steps if self.warmup_steps >= 0 else min(10_000, num_steps // 20)
 
 
 @dataclass(frozen=True, kw_only=True)

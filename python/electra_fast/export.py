@@ -7,14 +7,13 @@ A source is a run, one of its checkpoints, or a Hugging Face folder: one model, 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from electra_fast import checkpoint
+from electra_fast import checkpoint, checkpoint_folder
+from electra_fast.atomic_files import replace_folder
 from electra_fast.huggingface import read_models, write_model
 from electra_fast.huggingface_config import CLASSES, OWN_KEY
 from electra_fast.huggingface_tokenizer import copy_tokenizer, special_ids
@@ -68,7 +67,8 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
 
     `directory` has discriminator/ and generator/ (or generator/ alone: objective `mlm`); `out` must
     be absent or empty. Sizes and tying come from the folders, the rest of config.toml from the
-    run that they were exported from or, for others' models, from the preset of that size.
+    run that they were exported from or, for others' models, from the preset of that size. The schedule
+    of the learning rate starts anew, its warmup a twentieth of the steps unless it is set.
     """
     source, out = Path(directory), Path(out)
     if not _is_empty(out):
@@ -77,6 +77,7 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
     if "generator" not in folders:
         raise ValueError(f"{source}: no generator; training goes on from discriminator/ and generator/ side by side")
     model, tokenizer = read_models(folders), _tokenizer(source)
+    model.config = model.config.replace({"optimizer": {"warmup_steps": -1}})
 
     def write(folder: Path) -> None:
         copy_tokenizer(tokenizer, folder / "tokenizer", _INPUT_NAMES[model.config.model.architecture])
@@ -91,7 +92,7 @@ def _checkpoint(source: Path) -> Path | None:
     if not source.is_dir():
         raise FileNotFoundError(f"{source}: no such folder; name a run, a checkpoint or a Hugging Face folder")
     if (source / "checkpoints").is_dir():
-        return checkpoint.latest(source)
+        return checkpoint_folder.latest(source)
     return source if (source / "state.json").is_file() and (source / "config.toml").is_file() else None
 
 
@@ -154,32 +155,9 @@ def _is_export(folder: Path) -> bool:
 
 
 def _write_folder(out: Path, write: Callable[[Path], None]) -> None:
-    """Has a folder written under a temporary name beside `out`, synced, and then put in its place."""
-    final = out.resolve()
-    temporary, replaced = (final.with_name(f".{final.name}.{word}") for word in ("writing", "replaced"))
-    for leftover in (temporary, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
-    temporary.mkdir(parents=True)
     try:
-        write(temporary)
-        for path in temporary.rglob("*"):
-            _sync(path)
-        if final.exists():
-            os.replace(final, replaced)
-        os.replace(temporary, final)
+        replace_folder(out, write)
     except FileNotFoundError:
         raise  # something of the source, which says so itself
     except (OSError, SafetensorError) as error:
         raise OSError(f"{out}: not written: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

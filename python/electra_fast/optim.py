@@ -24,7 +24,7 @@ def schedule_factor(config: OptimizerConfig, step: int, num_steps: int) -> float
 
     `product`: (1 - t/T) * min(1, t/W), the published code's. `linear`: up over W steps, then down to 0.
     """
-    warmup = config.warmup_steps
+    warmup = config.num_warmup_steps(num_steps)
     if config.schedule == "product":
         return (1 - step / num_steps) * (min(1.0, step / warmup) if warmup else 1.0)
     rising = (step + 1) / warmup if warmup else 1.0

@@ -20,7 +20,6 @@ SIZES: dict[str, dict[str, Scalar]] = {
         "train.log_every": 50,
         "train.eval_every": 500,
         "train.checkpoint_every": 500,
-        "optimizer.warmup_steps": 100,
     },
     "small": {"train.steps": 1_000_000},
     "base": {

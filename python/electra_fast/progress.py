@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -14,11 +16,35 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from electra_fast.metrics import Number
 
 
+class LastingStream:
+    """A text stream that outlives its terminal: once nobody can read it, what is written is dropped.
+
+    A run that is told to stop because its terminal closed (SIGHUP) must come to its checkpoint.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes, or does not."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes, or does not."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class TrainingProgress:
     """Steps done, losses, tokens/s, MFU and ETA on standard error."""
 
     def __init__(self, first_step: int, num_steps: int) -> None:
-        self.console = Console(file=sys.stderr)
+        self.console = Console(file=cast(TextIO, LastingStream(sys.stderr)))
         self.num_steps = num_steps
         self._first_step, self._start = first_step, time.monotonic()
         columns = (

@@ -1,27 +1,26 @@
-"""A run's folder: made new, or reopened where the same run left off; anything else is refused."""
+"""A run's folder: made new, or reopened where the same run left off; anything else is refused.
+
+Everything that can be wrong with a command is found here, before torch is imported.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
-import os
-import platform
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from electra_fast import _data, checkpoint
-from electra_fast.attention import adds_in_any_order, choose_attention
-from electra_fast.config import Config
+from electra_fast import _data, checkpoint_folder
+from electra_fast.atomic_files import replace_file
+from electra_fast.config import Config, Scalar
 from electra_fast.corpus import Corpus
-from electra_fast.electra import Backend
 from electra_fast.huggingface_tokenizer import write_tokenizer
+
+Changes = dict[str, tuple[Scalar, Scalar]]
 
 # Keys that may change between a run's sessions: where things lie, how steps run, how often something is written.
 FREE_KEYS = {
@@ -34,18 +33,28 @@ FREE_KEYS = {
     "train.checkpoint_every",
     "train.keep_checkpoints",
 }
+# What decides which parameters and moments there are: no run can change it.
+FIXED_KEYS = {"objective.name", "optimizer.name"}
+FIXED_SECTIONS = ("model.", "generator.")
+NOT_FIXED = {"model.dropout", "model.attention_dropout", "model.attention"}
 # What an imported model (a run at step 0) fixes; the rest is chosen when its training starts.
-IMPORTED_SECTIONS = ("model.", "generator.")
+IMPORTED_SECTIONS = FIXED_SECTIONS
+# Stands among the changed keys for the corpus, which is known by its content hash.
+CORPUS = "corpus"
+CHANGES_FILE = "changes.jsonl"
 
 
 @dataclass(frozen=True)
 class Run:
-    """An open run: its folder, resolved configuration, and the checkpoint to go on from, if any."""
+    """An open run: its folder, resolved configuration, and the checkpoint to resume from, if any."""
 
     folder: Path
     config: Config
-    checkpoint: Path | None
-    state: dict[str, Any] | None
+    checkpoint: Path | None = None
+    state: dict[str, Any] | None = None
+    changes: Changes = field(default_factory=dict)
+    """What differs from the run that wrote the checkpoint, free keys left out: key → (was, is)."""
+    warnings: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -62,48 +71,29 @@ def exclusive(folder: Path) -> Iterator[None]:
         yield
 
 
-def open_run(config: Config, corpus: Corpus) -> Run:
-    """Makes the folder `train.out`, or reopens it at its newest checkpoint.
+def open_run(config: Config, corpus: Corpus, *, allow_changes: bool = False) -> Run:
+    """Makes the folder `train.out`, or reopens it at its newest intact checkpoint.
 
-    Raises ValueError where the folder holds something else, a run of another configuration, or one
-    of another corpus.
+    Of an existing run, free keys and `train.steps` may change, others only with `allow_changes`;
+    what changed is kept in RUN/changes.jsonl. Raises ValueError where the folder holds something
+    else, or a run that cannot be resumed with this configuration or corpus.
     """
     folder = Path(config.train.out)
-    config = _with_vocabulary(config, corpus)
-    saved = folder / "config.toml"
-    if not saved.exists():
+    if not (folder / "config.toml").exists():
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name != ".lock")
         if foreign:
             raise ValueError(f"{folder}: holds {foreign[0]} but no run (config.toml); choose an empty folder for --out")
-        _write_new(folder, config, corpus)
-        return Run(folder, config, None, None)
-    checkpoint.remove_unfinished(folder)
-    if not checkpoint.steps(folder):
+        return _new_run(folder, config, corpus)
+    checkpoint_folder.remove_unfinished(folder)
+    if not checkpoint_folder.steps(folder):
         # Stopped before its first checkpoint: nothing to keep, so begin again.
-        _write_new(folder, config, corpus)
-        return Run(folder, config, None, None)
-    directory = checkpoint.latest(folder)
-    state = checkpoint.read_state(directory)
-    _refuse_another(folder, Config.load(saved), config, is_import="loader" not in state)
-    if "corpus" in state and state["corpus"] != corpus.content_hash:
-        raise ValueError(
-            f"{directory}: trained on the corpus with content hash {state['corpus']}, and {config.data.corpus} has "
-            f"{corpus.content_hash}; give the same corpus, or another --out"
-        )
-    checkpoint.write_atomically(saved, config.to_toml())
-    return Run(folder, config, directory, state)
+        return _new_run(folder, config, corpus)
+    directory, warnings = checkpoint_folder.recover_run(folder)
+    return _resumed_run(folder, directory, config, corpus, allow_changes, tuple(warnings))
 
 
-def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
-    if config.model.vocab_size not in (0, corpus.vocab_size):
-        raise ValueError(
-            f"model.vocab_size = {config.model.vocab_size}, but the corpus was prepared with {corpus.vocab_size} "
-            "entries; leave the key out, or prepare with the model's vocabulary"
-        )
-    return replace(config, model=replace(config.model, vocab_size=corpus.vocab_size))
-
-
-def _write_new(folder: Path, config: Config, corpus: Corpus) -> None:
+def _new_run(folder: Path, config: Config, corpus: Corpus) -> Run:
+    config = _resolved(config, corpus)
     tokenizer = corpus.tokenizer_options
     write_tokenizer(
         folder / "tokenizer",
@@ -112,67 +102,97 @@ def _write_new(folder: Path, config: Config, corpus: Corpus) -> None:
         strip_accents=tokenizer["strip_accents"],
         max_length=config.model.max_positions,
     )
-    checkpoint.write_atomically(folder / "config.toml", config.to_toml())
+    replace_file(folder / "config.toml", config.to_toml())
+    return Run(folder, config)
 
 
-def _refuse_another(folder: Path, saved: Config, config: Config, is_import: bool) -> None:
-    for name, (was, now) in saved.differences(config).items():
-        if name in FREE_KEYS or (is_import and not name.startswith(IMPORTED_SECTIONS)):
-            continue
-        raise ValueError(
-            f"{folder}: this run was started with {name} = {was!r}, now it is {now!r}; "
-            "leave it as it was to go on, or give another --out"
-        )
-
-
-def choose_device() -> torch.device:
-    """CUDA where there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def choose_backend(config: Config, device: torch.device) -> Backend:
-    """Activation dtype and attention backend of `train.precision` and `model.attention`."""
-    precision = config.train.precision
-    if precision == "auto":
-        precision = "bf16" if _has_bf16(device) else "fp32"
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    return Backend(choose_attention(config.model.attention, device, dtype, config.model.attention_dropout), dtype)
-
-
-def _has_bf16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-
-
-def environment(device: torch.device, backend: Backend, execution: str) -> dict[str, str]:
-    """Versions, device, backends: what a run says it used."""
-    cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    repeatable = f"but for {backend.attention}'s gradient" if adds_in_any_order(backend.attention) else "to the bit"
-    return {
-        "electra-fast": _data.VERSION,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": _version_or_none("triton"),
-        "device": cuda or f"cpu, {torch.get_num_threads()} threads",
-        "attention": backend.attention,
-        "activations": str(backend.dtype).removeprefix("torch."),
-        "execution": execution,
-        "kernels": "triton" if device.type == "cuda" else "references",
-        "repeatable": repeatable,
+def _resumed_run(
+    folder: Path, directory: Path, config: Config, corpus: Corpus, allow_changes: bool, warnings: tuple[str, ...]
+) -> Run:
+    state, saved = checkpoint_folder.read_state(directory), Config.load(directory / "config.toml")
+    is_import = "loader" not in state
+    if config.optimizer.warmup_steps < 0 and not is_import:  # it follows the steps that the run was started with
+        config = _with(config, "optimizer", warmup_steps=saved.optimizer.warmup_steps)
+    config = _resolved(config, corpus)
+    changes: Changes = {
+        name: pair
+        for name, pair in saved.differences(config).items()
+        if name not in FREE_KEYS and (not is_import or name.startswith(IMPORTED_SECTIONS))
     }
+    if state.get("corpus", corpus.content_hash) != corpus.content_hash:
+        changes[CORPUS] = (state["corpus"], corpus.content_hash)
+    if config.train.steps < state["step"]:
+        raise ValueError(
+            f"{folder}: train.steps = {config.train.steps}, but this run is at step {state['step']} already; "
+            "give at least that many, or another --out"
+        )
+    news = _since(_recorded(folder, state["step"]), changes)
+    _refuse(folder, directory, news, config, allow_changes)
+    if news:
+        _record(folder, state["step"], news)
+    replace_file(folder / "config.toml", config.to_toml())
+    return Run(folder, config, directory, state, changes, warnings)
 
 
-def record_environment(folder: Path, facts: dict[str, str]) -> None:
-    """Appends what this session of a run used to `environment.jsonl`, and says it on standard error."""
-    with (folder / "environment.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**facts, "process": os.getpid()}) + "\n")
-    print(", ".join(f"{name} {value}" for name, value in facts.items()), file=sys.stderr)
+def _resolved(config: Config, corpus: Corpus) -> Config:
+    """With the corpus' vocabulary size and a definite length of warmup in place of what stands for them."""
+    if config.model.vocab_size not in (0, corpus.vocab_size):
+        raise ValueError(
+            f"model.vocab_size = {config.model.vocab_size}, but the corpus was prepared with {corpus.vocab_size} "
+            "entries; leave the key out, or prepare with the model's vocabulary"
+        )
+    config = _with(config, "optimizer", warmup_steps=config.optimizer.num_warmup_steps(config.train.steps))
+    return _with(config, "model", vocab_size=corpus.vocab_size)
 
 
-def _version_or_none(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
+def _with(config: Config, section: str, **values: Scalar) -> Config:
+    return config.replace({section: values})
+
+
+def _refuse(folder: Path, directory: Path, changes: Changes, config: Config, allow_changes: bool) -> None:
+    """Raises ValueError for the first change that is impossible, or was not allowed."""
+    for name, (was, now) in changes.items():
+        if name in FIXED_KEYS or (name.startswith(FIXED_SECTIONS) and name not in NOT_FIXED):
+            raise ValueError(
+                f"{folder}: this run was started with {name} = {was!r}, now it is {now!r}, which would be another "
+                "model or optimizer state; leave it as it was to resume, or give another --out"
+            )
+        if allow_changes or name == "train.steps":
+            continue
+        remedy = "leave it as it was to resume, pass --allow-changes (allow_changes=True), or give another --out"
+        if name == CORPUS:
+            raise ValueError(
+                f"{directory}: trained on the corpus with content hash {was}, and {config.data.corpus} has {now}; "
+                + remedy
+            )
+        raise ValueError(f"{folder}: this run was started with {name} = {was!r}, now it is {now!r}; {remedy}")
+
+
+def _since(recorded: Changes, changes: Changes) -> Changes:
+    """What `changes` says beyond the changes that earlier sessions recorded, a value changed back included."""
+    news = {name: (recorded.get(name, (was, was))[1], now) for name, (was, now) in changes.items()}
+    news |= {name: (now, was) for name, (was, now) in recorded.items() if name not in changes}
+    return {name: (before, now) for name, (before, now) in news.items() if before != now}
+
+
+def _recorded(folder: Path, step: int) -> Changes:
+    """Changes made at this step or later, by sessions that left no newer checkpoint: key → (first was, last is)."""
+    found: Changes = {}
+    path = folder / CHANGES_FILE
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), start=1):
+        try:
+            record = json.loads(line)
+            for name, (was, now) in record["changes"].items() if record["step"] >= step else ():
+                found[name] = (found.get(name, (was, now))[0], now)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: line {number} is not a record of changes ({error}); remove it") from None
+    return found
+
+
+def _record(folder: Path, step: int, changes: Changes) -> None:
+    """Appends what this session changes to RUN/changes.jsonl."""
+    path = folder / CHANGES_FILE
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    record = {"step": step, "time": now, "version": _data.VERSION, "changes": changes}
+    replace_file(path, before + json.dumps(record) + "\n")

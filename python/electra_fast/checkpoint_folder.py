@@ -1,0 +1,127 @@
+"""A run's checkpoints as folders: which there are, their state, and whether every byte is as it was written.
+
+`RUN/checkpoints/step-N/` holds config.toml, model.safetensors, optimizer.safetensors and state.json; the
+last has the checksums of the others and of itself. What is in the tensors is `checkpoint`'s business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from electra_fast import atomic_files
+
+STATE = "state.json"
+_NAME = re.compile(r"step-(\d+)")
+_DAMAGED = "damaged-"
+
+
+def steps(run: Path) -> list[int]:
+    """Steps of a run's checkpoints, ascending."""
+    folder = run / "checkpoints"
+    names = (_NAME.fullmatch(entry.name) for entry in folder.iterdir()) if folder.is_dir() else ()
+    return sorted(int(match[1]) for match in names if match)
+
+
+def path_of(run: Path, step: int) -> Path:
+    """The folder of a run's checkpoint."""
+    return run / "checkpoints" / f"step-{step}"
+
+
+def latest(run: Path) -> Path:
+    """A run's newest checkpoint; FileNotFoundError when it has none."""
+    known = steps(run)
+    if not known:
+        raise FileNotFoundError(f"{run}: no checkpoint here (looked for {run / 'checkpoints' / 'step-N'})")
+    return path_of(run, known[-1])
+
+
+def seal(directory: Path, state: Mapping[str, Any]) -> None:
+    """Writes state.json, with the checksums of all files that are there already."""
+    files = {file.name: _sha256(file) for file in sorted(directory.iterdir())}
+    content = {**state, "files": files}
+    text = json.dumps(content | {"checksum": _checksum(content)}, indent=1)
+    (directory / STATE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """A checkpoint's state, without its checksums; FileNotFoundError or ValueError where it is not as written."""
+    return {name: value for name, value in _read(directory).items() if name not in ("files", "checksum")}
+
+
+def verify(directory: Path, *names: str) -> None:
+    """Compares files of a checkpoint (all of them by default) with their checksums.
+
+    Raises FileNotFoundError or ValueError naming the first file that is missing or damaged.
+    """
+    files = _read(directory)["files"]
+    for name in names or files:
+        path = directory / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: missing; {_remedy(directory)}")
+        if _sha256(path) != files.get(name):
+            raise ValueError(f"{path}: damaged (its checksum does not match); {_remedy(directory)}")
+
+
+def recover_run(run: Path) -> tuple[Path, list[str]]:
+    """The newest intact checkpoint of a run, and what is wrong with newer ones, which are renamed.
+
+    Removes what a kill left half-written. Raises ValueError where no checkpoint is intact, and then renames none.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for step in reversed(steps(run)):
+        directory = path_of(run, step)
+        try:
+            verify(directory)
+        except (ValueError, FileNotFoundError) as error:
+            damaged.append((directory, str(error).split(";")[0]))
+            continue
+        return directory, [_set_aside(path, reason) for path, reason in damaged]
+    reasons = "; ".join(reason for _, reason in damaged)
+    raise ValueError(f"{run}: no intact checkpoint: {reasons}; copy one back, or start again with another --out")
+
+
+def remove_unfinished(run: Path) -> None:
+    """Removes what a kill left half-written."""
+    if (run / "checkpoints").is_dir():
+        atomic_files.recover_all(run / "checkpoints")
+
+
+def _set_aside(directory: Path, reason: str) -> str:
+    target = directory.with_name(_DAMAGED + directory.name)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(directory, target)
+    return f"{reason}; that checkpoint is not used and now called {target.name}"
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    path = directory / STATE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: missing; {_remedy(directory)}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: damaged ({error}); {_remedy(directory)}") from None
+    if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
+        raise ValueError(f"{path}: damaged (its checksum does not match); {_remedy(directory)}")
+    return content
+
+
+def _remedy(directory: Path) -> str:
+    run = directory.parent.parent
+    return f"name an older checkpoint, or let `electra-fast pretrain --out {run}` resume from one"
+
+
+def _checksum(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

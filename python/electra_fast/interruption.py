@@ -1,0 +1,68 @@
+"""Signals that ask a program to stop: at once (`interrupt_at_once`), or after the current step (`stop_requests`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+from electra_fast.errors import Interrupted
+
+# A scheduler's or shell's request, Ctrl-C, a terminal that closes, SLURM's warning before a time limit.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+@dataclass
+class StopRequest:
+    """Which signal asked for a stop; 0 while none did."""
+
+    signal: int = 0
+
+    def __bool__(self) -> bool:
+        return self.signal != 0
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Turns the first of each of `SIGNALS` into a request; a second one of the same kind does what it did before.
+
+    Signals that the process ignores (`nohup`, a shell's background job) stay ignored. Outside the
+    main thread, where Python allows no handlers, nothing is ever requested.
+    """
+    stop = StopRequest()
+
+    def request(number: int, frame: FrameType | None) -> None:
+        stop.signal = stop.signal or number
+        signal.signal(number, before[signal.Signals(number)])
+        # Not `print`: it cannot be entered twice, and a terminal that has closed must not end the run.
+        with contextlib.suppress(OSError):
+            os.write(2, b"stopping after this step; once more to stop at once\n")
+
+    before = {number: signal.getsignal(number) for number in SIGNALS} if _is_main_thread() else {}
+    caught = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    try:
+        for number in caught:
+            signal.signal(number, request)
+        yield stop
+    finally:
+        for number in caught:
+            signal.signal(number, before[number])
+
+
+def interrupt_at_once() -> None:
+    """Makes SIGTERM and SIGHUP raise `Interrupted` wherever the main thread is, as Ctrl-C raises KeyboardInterrupt."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, interrupt)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,244 @@
+"""Resuming a run: what may change and what comes of it, what is refused, and damaged checkpoints."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny_run import STEPS, assert_same_run, lines, tiny_config
+
+from electra_fast import checkpoint_folder
+from electra_fast.config import Config, OptimizerConfig
+from electra_fast.optim import schedule_factor
+from electra_fast.pretrain import pretrain
+
+
+@pytest.fixture
+def run(whole_run, tmp_path):
+    return shutil.copytree(whole_run, tmp_path / "run")
+
+
+def said(capsys):
+    return capsys.readouterr().err
+
+
+class TestExtension:
+    def test_a_finished_run_is_continued(self, run, held_out_corpus, capsys):
+        longer = {"train.steps": str(2 * STEPS)}
+        assert pretrain(tiny_config(**longer), data=held_out_corpus, out=run).step == 2 * STEPS
+        told = said(capsys)
+        optimizer = Config.load(run / "config.toml").optimizer
+        rate = schedule_factor(optimizer, STEPS, 2 * STEPS) * optimizer.learning_rate
+        assert f"the learning rate of step {STEPS} is {rate:.3g} (it was 0) and falls to 0 at step {2 * STEPS}" in told
+        assert [line["step"] for line in lines(run)] == list(range(4, 2 * STEPS + 1, 4))
+        last = schedule_factor(optimizer, 2 * STEPS - 1, 2 * STEPS) * optimizer.learning_rate
+        assert lines(run)[-1]["learning_rate"] == pytest.approx(last)
+        record = json.loads((run / "changes.jsonl").read_text())
+        assert (record["step"], record["changes"]) == (STEPS, {"train.steps": [STEPS, 2 * STEPS]})
+
+    def test_a_killed_extension_resumes_by_its_folder_alone(self, run, held_out_corpus):
+        """The change is on record before the first checkpoint that has it."""
+        longer = tiny_config(**{"train.steps": str(2 * STEPS)})
+        unkilled = shutil.copytree(run, run.with_name("unkilled"))
+        pretrain(longer, data=held_out_corpus, out=unkilled)
+        pretrain(longer, data=held_out_corpus, out=run)
+        for step in checkpoint_folder.steps(run):
+            shutil.rmtree(checkpoint_folder.path_of(run, step))
+        shutil.copytree(checkpoint_folder.path_of(unkilled, 2 * STEPS), checkpoint_folder.path_of(run, 2 * STEPS))
+        assert pretrain(Config.load(run / "config.toml")).step == 2 * STEPS
+        assert_same_run(run, unkilled)
+
+    def test_it_cannot_become_shorter_than_it_is(self, run, held_out_corpus):
+        with pytest.raises(ValueError, match=rf"train.steps = 20, but this run is at step {STEPS} already; give at"):
+            pretrain(tiny_config(**{"train.steps": "20"}), data=held_out_corpus, out=run)
+
+
+class TestAllowedChanges:
+    def test_they_are_recorded_and_have_an_effect(self, run, held_out_corpus, capsys):
+        changed = tiny_config(**{"train.steps": "36", "optimizer.learning_rate": "2e-3"})
+        with pytest.raises(ValueError, match=r"learning_rate = 0.001, now it is 0.002; .* pass --allow-changes"):
+            pretrain(changed, data=held_out_corpus, out=run)
+        assert not (run / "changes.jsonl").exists()
+        pretrain(changed, data=held_out_corpus, out=run, allow_changes=True)
+        assert "changed at step 24: optimizer.learning_rate = 0.001 is now 0.002" in said(capsys)
+        changes = json.loads((run / "changes.jsonl").read_text())["changes"]
+        assert changes == {"train.steps": [24, 36], "optimizer.learning_rate": [0.001, 0.002]}
+        saved = Config.load(checkpoint_folder.latest(run) / "config.toml")
+        assert saved.optimizer.learning_rate == 2e-3
+        assert lines(run)[6]["learning_rate"] == pytest.approx(2e-3 * schedule_factor(saved.optimizer, 27, 36))
+        pretrain(changed, data=held_out_corpus, out=run)  # it is what the run has now
+        with pytest.raises(ValueError, match=r"learning_rate = 0.002, now it is 0.001"):
+            pretrain(tiny_config(**{"train.steps": "36"}), data=held_out_corpus, out=run)
+
+    def test_a_recorded_change_needs_no_second_permission(self, run, held_out_corpus, monkeypatch):
+        """Killed before the first checkpoint after a change: the run's own configuration is still good."""
+        changed = tiny_config(**{"train.steps": "36", "optimizer.learning_rate": "2e-3"})
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr("electra_fast.trainer.Trainer.train", lambda *_: 1 / 0)
+            pretrain(changed, data=held_out_corpus, out=run, allow_changes=True)
+        assert pretrain(Config.load(run / "config.toml")).step == 36
+        assert len((run / "changes.jsonl").read_text().splitlines()) == 1
+
+    def test_a_change_taken_back_is_recorded_too(self, run, held_out_corpus, monkeypatch):
+        changed = tiny_config(**{"optimizer.learning_rate": "2e-3"})
+        for config in (changed, tiny_config()):
+            pretrain(config, data=held_out_corpus, out=run, allow_changes=True)
+        records = [json.loads(line)["changes"] for line in (run / "changes.jsonl").read_text().splitlines()]
+        assert records == [{"optimizer.learning_rate": [1e-3, 2e-3]}, {"optimizer.learning_rate": [2e-3, 1e-3]}]
+
+    @pytest.mark.parametrize(
+        ("key", "value"), [("data.sequence_length", "32"), ("data.masking", "paper"), ("train.seed", "5")]
+    )
+    def test_other_rows_start_another_epoch(self, run, held_out_corpus, capsys, key, value):
+        changed = tiny_config(**{"train.steps": "28", key: value})
+        before = checkpoint_folder.read_state(checkpoint_folder.latest(run))["loader"]
+        assert pretrain(changed, data=held_out_corpus, out=run, allow_changes=True).step == 28
+        assert "their order starts anew, with another epoch" in said(capsys)
+        after = checkpoint_folder.read_state(checkpoint_folder.latest(run))["loader"]
+        assert after["epoch"] > before["epoch"] and after["options"] != before["options"] or key == "train.seed"
+
+    def test_another_corpus_of_the_same_vocabulary(self, run, held_out_corpus, tiny_corpus):
+        with pytest.raises(ValueError, match=r"content hash .*--allow-changes"):
+            pretrain(tiny_config(), data=tiny_corpus, out=run)
+        longer = tiny_config(**{"train.steps": "28"})
+        assert pretrain(longer, data=tiny_corpus, out=run, allow_changes=True).step == 28
+        with pytest.raises(ValueError, match="content hash"):
+            pretrain(longer, data=held_out_corpus, out=run)
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [("model.hidden_size", "128"), ("generator.num_layers", "1"), ("objective.name", "mlm")],
+    )
+    def test_sizes_and_objective_never_change(self, run, held_out_corpus, key, value):
+        with pytest.raises(ValueError, match=rf"{key} = .*another model or optimizer state"):
+            pretrain(tiny_config(**{key: value}), data=held_out_corpus, out=run, allow_changes=True)
+
+    def test_an_edited_config_file_is_a_change_like_any_other(self, run):
+        path = run / "config.toml"
+        path.write_text(path.read_text().replace("learning_rate = 0.001", "learning_rate = 0.002"))
+        with pytest.raises(ValueError, match="learning_rate = 0.001, now it is 0.002"):
+            pretrain(Config.load(path))
+
+    def test_a_broken_record_of_changes_is_named(self, run, held_out_corpus):
+        (run / "changes.jsonl").write_text('{"step": 3, "changes": {}}\n{"step": 24}\n')
+        with pytest.raises(ValueError, match=r"changes.jsonl: line 2 is not a record of changes"):
+            pretrain(tiny_config(), data=held_out_corpus, out=run)
+
+
+class TestDamage:
+    def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
+        self, whole_run, run, held_out_corpus, capsys
+    ):
+        path = run / "checkpoints/step-24/optimizer.safetensors"
+        damaged = bytearray(path.read_bytes())
+        damaged[len(damaged) // 2] ^= 4
+        path.write_bytes(damaged)
+        assert pretrain(tiny_config(), data=held_out_corpus, out=run).step == STEPS
+        told = said(capsys)
+        assert f"warning: {path}: damaged (its checksum does not match); that checkpoint is not used" in told
+        assert "resumes at step 21 of 24" in told
+        assert_same_run(run, whole_run)
+        assert checkpoint_folder.steps(run) == [21, 24] and (run / "checkpoints/damaged-step-24").is_dir()
+
+    def test_no_intact_checkpoint_is_no_new_run(self, run, held_out_corpus):
+        for step in checkpoint_folder.steps(run):
+            (checkpoint_folder.path_of(run, step) / "config.toml").write_text("")
+        with pytest.raises(ValueError, match=r"no intact checkpoint: .*step-24/config.toml: damaged.*step-21"):
+            pretrain(tiny_config(), data=held_out_corpus, out=run)
+
+
+class TestWarmup:
+    @pytest.mark.parametrize(
+        ("preset", "steps", "warmup"),
+        [("small", 1_000_000, 10_000), ("base", 766_000, 10_000), ("large", 400_000, 10_000), ("tiny", 2_000, 100),
+         ("small", 1_000, 50), ("small", 100, 5)],
+    )  # fmt: skip
+    def test_it_follows_the_steps_unless_set(self, preset, steps, warmup):
+        config = Config.preset(preset).override({"train.steps": str(steps)})
+        assert config.optimizer.num_warmup_steps(config.train.steps) == warmup
+        factors = [schedule_factor(config.optimizer, step, steps) for step in range(warmup + 1)]
+        assert max(factors) == factors[warmup] >= 0.949
+        assert config.override({"optimizer.warmup_steps": "0"}).optimizer.num_warmup_steps(steps) == 0
+
+    def test_a_run_stores_the_number(self, held_out_corpus, tmp_path):
+        config = tiny_config(**{"optimizer.warmup_steps": "-1", "train.steps": "40"})
+        pretrain(config, data=held_out_corpus, out=tmp_path / "run")
+        assert Config.load(tmp_path / "run/config.toml").optimizer.warmup_steps == 2
+        longer = tiny_config(**{"optimizer.warmup_steps": "-1", "train.steps": "80"})
+        pretrain(longer, data=held_out_corpus, out=tmp_path / "run")  # the warmup that was is no change
+        assert Config.load(tmp_path / "run/config.toml").optimizer.warmup_steps == 2
+
+    @pytest.mark.parametrize(
+        ("schedule", "warmup", "share"), [("linear", 240, "10%"), ("product", 240, "2%"), ("linear", 12, None)]
+    )
+    def test_one_that_never_ends_is_a_warning(self, held_out_corpus, tmp_path, capsys, schedule, warmup, share):
+        options = {"optimizer.schedule": schedule, "optimizer.warmup_steps": str(warmup)}
+        pretrain(tiny_config(**options), data=held_out_corpus, out=tmp_path / "run")
+        told = said(capsys)
+        if share is None:
+            assert "never passes" not in told
+            return
+        assert f"warmup_steps = {warmup} with train.steps = {STEPS}: the learning rate never passes {share}" in told
+        config = OptimizerConfig(schedule=schedule, warmup_steps=warmup)
+        assert max(schedule_factor(config, step, STEPS) for step in range(STEPS)) == pytest.approx(
+            float(share[:-1]) / 100, abs=0.0051
+        )
+
+
+WITHOUT_TORCH = """
+import sys
+from electra_fast.cli import main
+code = main(sys.argv[1:])
+sys.exit(code if "torch" not in sys.modules else 99)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--optimizer.learning_rate", "1"], "allow-changes"),
+        (["--train.stepz", "1"], "did you mean train.steps?"),
+        (["--train.steps", "3"], "is at step 24 already"),
+        (["--data", "nowhere"], "nowhere: not found"),
+    ],
+)
+def test_mistakes_are_found_before_torch_is_imported(run, change, message):
+    command = [sys.executable, "-c", WITHOUT_TORCH, "pretrain", "--out", str(run), *change]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+class TestRefusals:
+    def refused(self, match, config, corpus, out):
+        with pytest.raises(ValueError, match=match):
+            pretrain(config, data=corpus, out=out)
+
+    def test_a_folder_of_something_else(self, held_out_corpus, tmp_path):
+        (tmp_path / "thesis.tex").write_text("years of work")
+        self.refused("thesis.tex but no run", tiny_config(), held_out_corpus, tmp_path)
+
+    def test_a_file(self, held_out_corpus, tmp_path):
+        (tmp_path / "notes").write_text("mine")
+        self.refused("notes: is a file", tiny_config(), held_out_corpus, tmp_path / "notes")
+
+    def test_another_vocabulary_size(self, held_out_corpus, tmp_path):
+        config = tiny_config(**{"model.vocab_size": "77"})
+        self.refused("model.vocab_size = 77", config, held_out_corpus, tmp_path / "run")
+
+    def test_a_backend_that_cannot_serve(self, held_out_corpus, tmp_path):
+        if torch.cuda.is_available():
+            return
+        config = tiny_config(**{"model.attention": "varlen"})
+        self.refused("varlen.*CUDA", config, held_out_corpus, tmp_path / "run")
+
+    def test_two_at_once(self, held_out_corpus, tmp_path):
+        from electra_fast.run import exclusive
+
+        with exclusive(tmp_path / "run"):
+            self.refused("another process is training", tiny_config(), held_out_corpus, tmp_path / "run")
+
+    def test_several_ranks(self, held_out_corpus, tmp_path, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        self.refused("one device", tiny_config(), held_out_corpus, tmp_path / "run")

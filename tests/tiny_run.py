@@ -1,0 +1,53 @@
+"""A pre-training run of a second: its configuration, its command, and what makes two runs the same."""
+
+import json
+import sys
+
+import torch
+from safetensors.torch import load_file
+
+from electra_fast import checkpoint_folder
+from electra_fast.config import Config
+
+STEPS = 24
+# Checkpoints fall between log lines, so that a resume has to carry a half-filled interval.
+TINY = {
+    "model.dropout": "0.1",
+    "data.sequence_length": "16",
+    "optimizer.learning_rate": "1e-3",
+    "optimizer.warmup_steps": "4",
+    "train.steps": str(STEPS),
+    "train.batch_size": "8",
+    "train.accumulate": "2",
+    "train.log_every": "4",
+    "train.checkpoint_every": "3",
+    "train.eval_every": "8",
+    "train.eval_batches": "2",
+}
+TIMES = {"tokens_per_second", "mfu", "seconds", "step_seconds", "step_seconds_longest"}
+
+
+def tiny_config(recipe="google", **changes):
+    return Config.preset("tiny", recipe).override(TINY | changes)
+
+
+def command(corpus, out, **changes):
+    flags = [word for name, value in (TINY | changes).items() for word in (f"--{name}", value)]
+    start = [sys.executable, "-m", "electra_fast", "pretrain", "--preset", "tiny"]
+    return [*start, "--data", str(corpus), "--out", str(out), *flags]
+
+
+def lines(run, name="metrics.jsonl"):
+    records = [json.loads(line) for line in (run / name).read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
+
+
+def weights(run):
+    return load_file(checkpoint_folder.latest(run) / "model.safetensors")
+
+
+def assert_same_run(run, other):
+    assert lines(run) == lines(other)
+    assert lines(run, "evaluations.jsonl") == lines(other, "evaluations.jsonl")
+    ours, theirs = weights(run), weights(other)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
