@@ -45,6 +45,12 @@ class Tokenizer:
     def __init__(self, path: StrPath, *, lowercase: bool | None = None, strip_accents: bool | None = None) -> None:
         self._inner = _data.Tokenizer(os.fspath(path), lowercase, strip_accents)
 
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._inner.parts()
+
+    def __setstate__(self, parts: tuple[Any, ...]) -> None:
+        self._inner = _data.Tokenizer.of_parts(*parts)
+
     @classmethod
     def of(cls, corpus: Corpus) -> Tokenizer:
         """The tokenizer that a corpus was prepared with, from the corpus' own copy."""
@@ -105,6 +111,13 @@ class Corpus(Sequence[Ids]):
     def __init__(self, path: StrPath) -> None:
         self.path = Path(path)
         self._inner = _data.Corpus(os.fspath(path))
+
+    def __getstate__(self) -> tuple[Path, str]:
+        return self._inner.path, self.content_hash
+
+    def __setstate__(self, pickled: tuple[Path, str]) -> None:
+        self.path, content_hash = pickled
+        self._inner = _data.Corpus(os.fspath(self.path), content_hash)
 
     def __repr__(self) -> str:
         return f"Corpus({str(self.path)!r}): {len(self):,} documents, {self.num_tokens:,} tokens"

@@ -40,6 +40,9 @@ class BatchLoader(Iterator[RecordBatch]):
     After `epochs` passes it stops with a last batch of the rows that are left, shared by the same
     rule (a rank may then get no rows). Threads start with the first batch.
 
+    A copy continues at the position of its original: a pickled loader, and the one that a forked
+    process inherits, which starts threads of its own there.
+
     Args:
         corpus: Folder that `prepare` made.
         sequence_length: Tokens a row (L), special tokens included, 8 to 32,768.
@@ -78,20 +81,27 @@ class BatchLoader(Iterator[RecordBatch]):
         prefetch: int = 4,
         epochs: int | None = None,
     ) -> None:
-        self._loader = _data.BatchLoader(
-            os.fspath(corpus),
-            sequence_length=sequence_length,
-            batch_size=batch_size,
-            seed=seed,
-            masking=masking,
-            mask_prob=mask_prob,
-            packing=packing,
-            rank=rank,
-            world_size=world_size,
-            num_threads=num_threads,
-            prefetch=prefetch,
-            epochs=epochs,
-        )
+        self._options: dict[str, Any] = {
+            "sequence_length": sequence_length,
+            "batch_size": batch_size,
+            "seed": seed,
+            "masking": masking,
+            "mask_prob": mask_prob,
+            "packing": packing,
+            "rank": rank,
+            "world_size": world_size,
+            "num_threads": num_threads,
+            "prefetch": prefetch,
+            "epochs": epochs,
+        }
+        self._loader = _data.BatchLoader(os.fspath(corpus), **self._options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"corpus": self._loader.corpus, "options": self._options, "state": self.state()}
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        self.__init__(pickled["corpus"], **pickled["options"])  # type: ignore[misc]
+        self.restore(pickled["state"])
 
     def __iter__(self) -> Self:
         return self
