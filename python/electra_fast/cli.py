@@ -244,6 +244,7 @@ def _vocab(options: argparse.Namespace) -> None:
         size=options.size,
         lowercase=not options.cased,
         min_frequency=options.min_frequency,
+        kind="files",
         **_reading(options),
     )
     _say(f"{options.out}: {size} entries")
@@ -260,6 +261,7 @@ def _prepare(options: argparse.Namespace) -> None:
         partition=options.partition,
         holdout=options.holdout,
         threads=options.threads,
+        kind="files",
         **_reading(options),
     )
 

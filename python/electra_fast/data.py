@@ -145,7 +145,13 @@ def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str,
         `masked_ids` (the originals) [B, M] int32; `masked_weights` [B, M] float32, 0 for unused
         slots; `cu_seqlens` [S + 1] int32, the ends of the attention segments in the flat buffer of
         B * L tokens, each row's padding tail being a segment of its own, so that the last is B * L.
+
+    Raises:
+        TypeError: `batch` is no record batch.
+        ValueError: It lacks one of the loader's columns (named).
     """
+    if not hasattr(batch, "__arrow_c_array__"):
+        raise TypeError(f"batch is of type {type(batch).__name__}; give a record batch, such as next(loader)")
     target = torch.device(device)
     if isinstance(batch, RecordBatch) and batch.num_rows > 0:
         words = _to_device(torch.frombuffer(batch, dtype=torch.int32), target)
@@ -232,6 +238,9 @@ def _views(words: torch.Tensor, layout: list[tuple[int, int]], rows: slice) -> d
 
 def _from_columns(columns: Any) -> dict[str, torch.Tensor]:
     """The same from the record batch of any Arrow library."""
+    missing = {*_TOKEN_COLUMNS, *_MASK_COLUMNS, "segment_lengths"} - set(columns.schema.names)
+    if missing:
+        raise ValueError(f"the record batch has no column {', '.join(sorted(missing))}; give one of a BatchLoader")
     tensors = {name: _rows(columns.column(name)) for name in _TOKEN_COLUMNS + _MASK_COLUMNS}
     length = tensors["input_ids"].shape[1]
     tensors["cu_seqlens"] = torch.from_numpy(_segment_ends(columns.column("segment_lengths"), length))
