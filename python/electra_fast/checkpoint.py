@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from electra_fast.config import Config
 from electra_fast.model import Electra
+from electra_fast.tensor_files import save_file
 
 _NAME = re.compile(r"step-(\d+)")
 _TEMPORARY = "writing-"
@@ -45,6 +46,14 @@ def latest(run: Path) -> Path:
     if not known:
         raise FileNotFoundError(f"{run}: no checkpoint here (looked for {run / 'checkpoints' / 'step-N'})")
     return path_of(run, known[-1])
+
+
+def require_config(run: Path) -> None:
+    """FileNotFoundError where a folder has checkpoints but lacks the config.toml that makes it a run."""
+    if steps(run) and not (run / "config.toml").exists():
+        raise FileNotFoundError(
+            f"{run / 'config.toml'}: missing, though there are checkpoints; copy {latest(run) / 'config.toml'} there"
+        )
 
 
 def save(
@@ -84,6 +93,10 @@ def save_model(directory: Path, model: Electra) -> None:
 
 def load_model(directory: Path) -> Electra:
     """The model of a checkpoint, on the CPU, with the configuration stored beside it."""
+    if not (directory / "config.toml").exists():
+        raise FileNotFoundError(
+            f"{directory / 'config.toml'}: missing; copy the run's there ({directory.parent.parent / 'config.toml'})"
+        )
     model = Electra(Config.load(directory / "config.toml"))
     load_parameters(model, directory)
     return model

@@ -63,9 +63,11 @@ def pretrain(config: Config, *, data: str | Path | None = None, out: str | Path 
         ValueError, FileNotFoundError: the configuration, corpus and folder don't fit together.
         TrainingFailed: the loss is not a number; the last good checkpoint is kept.
     """
+    corpus_folder = str(data if data is not None else config.data.corpus)
     config = config.replace(
         {
-            "data": {"corpus": str(data if data is not None else config.data.corpus)},
+            # Absolute, so that the saved configuration means the same folder wherever the run is resumed.
+            "data": {"corpus": os.path.abspath(corpus_folder) if corpus_folder else ""},
             "train": {"out": str(out if out is not None else config.train.out)},
         }
     )
@@ -224,10 +226,11 @@ class _Trainer:
 
     def _opening(self) -> str:
         num_parameters = sum(p.numel() for p in self.model.parameters())
-        start = f"goes on at step {self.step}" if self.step else "starts"
+        steps = self.config.train.steps
+        start = f"resumes at step {self.step} of {steps}" if self.step else f"starts; {steps} steps"
         peak = "" if self.peak else "; no known peak for this device, so no MFU"
         return (
-            f"{self.run.folder}: {start} of {self.config.train.steps}, {num_parameters / 1e6:.2f} M parameters, "
+            f"{self.run.folder}: {start}, {num_parameters / 1e6:.2f} M parameters, "
             f"{self.corpus.num_tokens / 1e6:.2f} M tokens in the corpus, {self.flops / 1e6:.3g} MFLOP a token{peak}"
         )
 

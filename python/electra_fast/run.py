@@ -72,6 +72,7 @@ def open_run(config: Config, corpus: Corpus) -> Run:
     config = _with_vocabulary(config, corpus)
     saved = folder / "config.toml"
     if not saved.exists():
+        checkpoint.require_config(folder)
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name != ".lock")
         if foreign:
             raise ValueError(f"{folder}: holds {foreign[0]} but no run (config.toml); choose an empty folder for --out")
