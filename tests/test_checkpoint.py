@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from electra_fast import checkpoint, checkpoint_folder
 from electra_fast.config import Config
+from electra_fast.export import load
 from electra_fast.model import Electra
 from electra_fast.optim import Optimizer
 
@@ -34,6 +35,35 @@ def test_round_trip(tmp_path):
     assert again.config == model.config
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert checkpoint_folder.read_state(directory) == {"step": 12}
+
+
+@pytest.mark.parametrize(("umask", "mode"), [("022", 0o644), ("077", 0o600)])
+def test_the_umask_decides_who_may_read(tmp_path, umask, mode):
+    script = (
+        "import os, pathlib, sys; os.umask(int(sys.argv[2], 8))\n"
+        "import torch; from electra_fast.tensor_files import save_file\n"
+        "save_file({'x': torch.ones(3)}, pathlib.Path(sys.argv[1]), {'format': 'pt'})"
+    )
+    path = tmp_path / "model.safetensors"
+    subprocess.run([sys.executable, "-c", script, path, umask], check=True)
+    assert path.stat().st_mode & 0o777 == mode
+    assert torch.equal(load_file(path)["x"], torch.ones(3))
+
+
+def test_all_files_of_a_checkpoint_have_the_same_mode(tmp_path):
+    assert len({file.stat().st_mode for file in save(tmp_path, 1).iterdir()}) == 1
+
+
+def test_a_lost_configuration_is_named(tmp_path):
+    directory = save(tmp_path, 3)
+    with pytest.raises(FileNotFoundError, match=r"config\.toml: missing, .*; copy .*step-3/config\.toml there$"):
+        checkpoint.require_config(tmp_path)
+    (directory / "config.toml").rename(tmp_path / "config.toml")
+    checkpoint.require_config(tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"step-3/config\.toml: missing; copy the run's there \(.*config\.toml\)$"
+    ):
+        load(directory)
 
 
 def test_shared_parameters_are_stored_once(tmp_path):

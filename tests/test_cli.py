@@ -1,6 +1,7 @@
 """The command line as a shell sees it: streams, exit codes, one line an error."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -50,6 +51,7 @@ def test_the_whole_way_leaves_what_it_promises(folder):
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
             path.name for path in (folder / "export" / name).iterdir()
         }
+        assert len({path.stat().st_mode for path in (folder / "export" / name).iterdir()}) == 1
 
 
 @pytest.mark.parametrize("source", ["run", "export"])
@@ -79,8 +81,6 @@ def test_inspect_and_verify(folder):
 
 
 def test_verify_names_the_damage(folder, tmp_path):
-    import shutil
-
     shards = shutil.copytree(folder / "shards", tmp_path / "shards")
     tokens = next(shards.glob("*.tokens"))
     damaged = bytearray(tokens.read_bytes())
@@ -103,6 +103,32 @@ def test_a_run_goes_on_by_its_own_configuration(folder):
     assert "step 3 of 3: finished" in done.stderr
     refused = fails("pretrain", "--out", folder / "run", "--train.batch_size", 8)
     assert "was started with train.batch_size = 4, now it is 8" in refused and "--allow-changes" in refused
+
+
+def test_a_run_goes_on_from_anywhere(folder, tmp_path):
+    data = ("--data", "shards", "--preset", "tiny", "--train.steps", 1, "--train.batch_size", 4)
+    started = run("pretrain", "--out", tmp_path / "run", *data, cwd=folder)
+    assert started.returncode == 0, started.stderr
+    assert "starts; 1 steps, " in started.stderr
+    resumed = run("pretrain", "--out", "run", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumes at step 1 of 1, " in resumed.stderr
+    saved = tmp_path / "run/config.toml"
+    saved.write_text(saved.read_text().replace(str(folder / "shards"), "moved"))
+    said = fails("pretrain", "--out", tmp_path / "run")
+    assert f'{saved}: data.corpus = "moved": no such folder; say where the corpus is now with --data DIR' in said
+    assert run("pretrain", "--out", tmp_path / "run", "--data", folder / "shards").returncode == 0
+
+
+def test_a_run_without_its_configuration(folder, tmp_path):
+    shutil.copytree(folder / "run", tmp_path / "run")
+    saved = tmp_path / "run/config.toml"
+    saved.unlink()
+    for options in ((), ("--preset", "tiny", "--data", folder / "shards")):
+        said = fails("pretrain", "--out", tmp_path / "run", *options)
+        assert f"{saved}: missing, though there are checkpoints; copy {tmp_path / 'run/checkpoints/step-3'}" in said
+    done = run("export", tmp_path / "run", "--out", tmp_path / "export")  # the checkpoint has its own
+    assert done.returncode == 0, done.stderr
 
 
 def test_flops():
@@ -131,7 +157,12 @@ class TestMistakes:
         assert "must be an integer" in fails(*data, "--train.steps", "many")
         assert "must be at least 1" in fails(*data, "--train.steps", 0)
         assert "--train.steps needs a value" in fails(*data, "--train.steps")
-        assert "unrecognized arguments: --fast" in fails(*data, "--fast")
+        assert "unrecognized arguments: --fast; `electra-fast --help` tells more" in fails(*data, "--fast")
+        assert "unrecognized arguments: --steps; did you mean --train.steps?" in fails(*data, "--steps", 100)
+        assert "did you mean --optimizer.learning_rate?" in fails(*data, "--learning-rate=1e-3")
+        assert "did you mean --train.batch_size?" in fails("flops", "--batch-sizes", 8)
+        assert "did you mean --model.num_layers or --generator.num_layers?" in fails("flops", "--num-layers", 8)
+        assert "did you mean" not in fails("verify", folder / "shards", "--steps", 8)
         assert "does not divide" in fails(*data, "--model.num_heads", 5)
         assert "did you mean small?" in fails("pretrain", "--preset", "smal")
         assert "unrecognized arguments: other.toml" in fails(*data[:3], "config.toml", "other.toml")

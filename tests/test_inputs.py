@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from electra_fast.corpus import Corpus, Tokenizer, prepare
+from electra_fast.corpus import Corpus, Tokenizer, prepare, train_vocab
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(100))]
 TEXTS = [f"w{n} w{n + 1}\nw{n + 2}" for n in range(90)]
@@ -173,3 +173,72 @@ def test_sentences_on_lines_and_blank_lines_between_documents(vocab, tmp_path):
     assert Corpus(tmp_path / "blank").content_hash == Corpus(tmp_path / "plain").content_hash
     prepare([path], vocab=vocab, out=tmp_path / "line", documents="line", progress=False)
     assert texts_of(tmp_path / "line") == ["w1 w2", "w3", "w4", "w5", "w6"]
+
+
+class Rows:
+    """Like a `datasets.Dataset`: neither a list nor a mapping; iterating gives rows."""
+
+    def __init__(self, *rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+class Frame(Rows):
+    """Like a data frame: iterating gives the columns' names."""
+
+    ndim = 2
+
+
+def test_rows_of_a_dataset_give_their_text(vocab, tmp_path):
+    dataset = Rows({"text": "w1", "title": "w2"}, {"text": None, "title": "w3"}, {"text": "w4\nw5", "title": "w6"})
+    for name, rows in (("dataset", dataset), ("list", list(dataset))):
+        prepare(rows, vocab=vocab, out=tmp_path / name, text_field="title,text", progress=False)
+        assert texts_of(tmp_path / name) == ["w2 w1", "w3", "w6 w4 w5"]
+    train_vocab(dataset, out=tmp_path / "words.txt", size=60, min_frequency=1, progress=False)
+    assert "w1" in (tmp_path / "words.txt").read_text().split()
+
+
+def test_a_list_is_of_paths_unless_a_string_cannot_be_one(vocab, tmp_path):
+    (tmp_path / "a.txt").write_text("w1")
+    longest = "w2 " * 1366
+    for number, inputs in enumerate([["w1", "w2\nw3"], ("w1", longest), "w1\nw2"]):
+        prepare(inputs, vocab=vocab, out=tmp_path / str(number), progress=False)
+    assert [len(Corpus(tmp_path / str(number))) for number in range(3)] == [2, 2, 1]
+    for inputs in (["w1 w2", "w3"], [str(tmp_path / "a.txt"), "w3"], "w3"):
+        with pytest.raises(FileNotFoundError, match=r"^w\d.*: not found; for documents .* add kind='documents'$"):
+            prepare(inputs, vocab=vocab, out=tmp_path / "none", progress=False)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kind", "message"),
+    [
+        ({"train": [], "test": []}, "auto", r"^inputs is a dict of train, test; give one .*inputs\['train'\]$"),
+        ({"train": [], "test": []}, "documents", r"^inputs is a dict of train, test; give one"),
+        (
+            Frame("text", "label"),
+            "auto",
+            r"^inputs is a Frame of text, label; give one of them, such as inputs\['text'\]",
+        ),
+        (None, "auto", r"^inputs is None \(NoneType\): give a path"),
+        (iter(["w1", 5]), "auto", r"^document 1 is 5 \(int\), not a str$"),
+        (["w1\n", None], "auto", r"^document 1 is None \(NoneType\), not a str$"),
+        (["a.txt", 5], "auto", r"^inputs\[1\] is 5 \(int\): give paths, or text with kind='documents'$"),
+        (
+            iter([{"text": "w1"}, {"text": ["w2"]}]),
+            "auto",
+            r"^document 1: field 'text' is \['w2'\] \(list\), not a str$",
+        ),
+    ],
+)
+def test_what_is_no_text_is_named(vocab, tmp_path, inputs, kind, message):
+    with pytest.raises(TypeError, match=message):
+        prepare(inputs, vocab=vocab, out=tmp_path / "out", kind=kind, progress=False)
+    assert not (tmp_path / "out/manifest.json").exists()
+
+
+def test_a_row_without_the_text_field_is_named(vocab, tmp_path):
+    with pytest.raises(ValueError, match=r"^document 0: no field 'text'; there are: body, id; choose with text_field$"):
+        prepare(Rows({"body": "w1", "id": 1}), vocab=vocab, out=tmp_path / "out", progress=False)

@@ -33,7 +33,8 @@ PACKAGE_LAYERS = [
     {"run", "step", "environment"},
     {"electra", "data", "corpus", "optim", "checkpoint", "metrics", "flops", "progress", "curves", *HUGGINGFACE},
     {"checkpoint_folder"},
-    {"reading_progress", "prepare_report"},
+    {"reading_progress", "prepare_report", "inputs", "tensor_files"},
+    {"progress_columns"},
     {"model"},
     {"attention", "ops", "sampling"},
     {"kernels"},
@@ -54,6 +55,7 @@ KERNEL_IMPORTS = {"torch", "triton", "__future__"} | sys.stdlib_module_names
 # Building: prepare → tokenize, corpus → shard files. `error` is open to all, `lib` only re-exports.
 CRATE_USES = {
     "error": set(),
+    "threads": set(),
     # the files of a corpus
     "durable": set(),
     "format": set(),
@@ -61,7 +63,7 @@ CRATE_USES = {
     "manifest": {"format", "mapped"},
     "shard": {"format", "mapped", "manifest"},
     "store": {"format", "mapped", "manifest", "shard"},
-    "verify": {"manifest", "mapped", "shard", "store"},
+    "verify": {"manifest", "mapped", "shard", "store", "threads"},
     # building one: files → lines → ids → shards
     "text": set(),
     "reading": {"text"},
@@ -75,7 +77,7 @@ CRATE_USES = {
     "pieces": set(),
     "normalize": {"pieces"},
     "wordpiece": {"ascii", "normalize", "pieces", "word_cache"},
-    "tokenize": {"manifest", "wordpiece"},
+    "tokenize": {"manifest", "threads", "wordpiece"},
     "writer": {"durable", "format", "manifest"},
     "synthetic": {"durable", "format", "manifest", "philox"},
     "job": {"durable", "manifest", "store"},
@@ -97,7 +99,7 @@ CRATE_USES = {
         "unit",
         "writer",
     },
-    "vocab": {"corpus", "durable", "input", "pipeline", "prepare", "reading", "unit"},
+    "vocab": {"corpus", "durable", "input", "pipeline", "prepare", "reading", "threads", "unit"},
     # reading one
     "philox": set(),
     "order": {"philox", "shard", "store"},

@@ -156,6 +156,21 @@ def test_any_record_batch_gives_the_same_tensors(open_loader: Open):
         assert torch.equal(part["masked_weights"], ours["masked_weights"][batch.num_rows // 2 :])
 
 
+@pytest.mark.parametrize("wrong", [None, [1, 2], {"input_ids": 1}])
+def test_what_is_no_batch_is_a_type_error(wrong: Any):
+    with pytest.raises(
+        TypeError, match=rf"^batch is of type {type(wrong).__name__}; give a record batch, such as next"
+    ):
+        to_torch(wrong)
+
+
+def test_a_foreign_record_batch_lacks_columns():
+    with pytest.raises(
+        ValueError, match="^the record batch has no column input_ids, masked_ids, .*; give one of a Batch"
+    ):
+        to_torch(pa.record_batch({"text": ["a"]}))
+
+
 def test_tensors_outlive_their_batch(open_loader: Open):
     loader = open_loader(epochs=None)
     tensors = to_torch(next(loader))

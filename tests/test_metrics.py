@@ -8,7 +8,7 @@ import pytest
 
 from electra_fast.config import ObjectiveConfig
 from electra_fast.electra import SUMS
-from electra_fast.metrics import JsonLines, area_under_curve, summarise, warning
+from electra_fast.metrics import JsonLines, area_under_curve, read_records, summarise, warning
 
 # 1000 tokens, 100 masked, 80 replaced; 70 called replaced, 49 of them rightly.
 TOTALS = {
@@ -75,3 +75,17 @@ def test_json_lines_are_cut_back_to_the_checkpoint(tmp_path):
         log.write({"step": 30, "loss": 0.1})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
     assert json.loads(path.read_text().splitlines()[-1])["loss"] == 0.1
+
+
+@pytest.mark.parametrize("garbage", [b"garbage", b'{"step": 20', b'{"loss": 1}', b"[1]", b"\xff\x00", b'{"step": "2"}'])
+def test_a_garbage_line_is_named_and_nothing_dropped(tmp_path, garbage):
+    path = tmp_path / "metrics.jsonl"
+    content = b'{"step": 10}\n\n' + garbage + b'\n{"step": 30}\n{"st'
+    path.write_bytes(content)
+    for read in (read_records, lambda path: JsonLines(path, last_step=30)):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl: line 3: not .*; repair or remove this line$"):
+            read(path)
+        assert path.read_bytes() == content
+    path.write_bytes(content.replace(garbage, b""))
+    assert read_records(path) == [{"step": 10}, {"step": 30}]
+    assert read_records(tmp_path / "none.jsonl") == []

@@ -111,3 +111,10 @@ def test_public_names_are_verbs_whatever_was_imported_first():
         "assert not hasattr(ef, 'nonsense')"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd="/")
+
+
+def test_tab_completion_shows_the_public_names_and_imports_nothing():
+    program = (
+        "import sys, electra_fast as ef; assert set(dir(ef)) == set(ef.__all__); assert 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd="/")

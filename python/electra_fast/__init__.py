@@ -72,6 +72,11 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
+def __dir__() -> list[str]:
+    """The public names, imported or not: what a notebook completes."""
+    return list(__all__)
+
+
 class _Package(ModuleType):
     """A verb and the module that defines it share a name (`pretrain`): to the package it is the verb."""
 

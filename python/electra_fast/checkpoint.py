@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from electra_fast import checkpoint_folder
 from electra_fast.atomic_files import replace_folder
 from electra_fast.config import Config
 from electra_fast.model import Electra
+from electra_fast.tensor_files import save_file
 
 
 def save(

@@ -42,6 +42,14 @@ def latest(run: Path) -> Path:
     return path_of(run, known[-1])
 
 
+def require_config(run: Path) -> None:
+    """FileNotFoundError where a folder has checkpoints but lacks the config.toml that makes it a run."""
+    if steps(run) and not (run / "config.toml").exists():
+        raise FileNotFoundError(
+            f"{run / 'config.toml'}: missing, though there are checkpoints; copy {latest(run) / 'config.toml'} there"
+        )
+
+
 def seal(directory: Path, state: Mapping[str, Any]) -> None:
     """Writes state.json, with the checksums of all files that are there already."""
     files = {file.name: _sha256(file) for file in sorted(directory.iterdir())}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import signal
@@ -21,6 +22,9 @@ from electra_fast.config import Config, describe_key, key_names
 from electra_fast.errors import Interrupted
 from electra_fast.interruption import interrupt_at_once
 from electra_fast.presets import RECIPES, SIZES
+
+# The commands that take `--section.key value`.
+CONFIGURED = ("pretrain", "flops")
 
 Handler = Callable[[argparse.Namespace], int | None]
 
@@ -37,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace(command=None)
     try:
         rest, overrides = _take_overrides(sys.argv[1:] if arguments is None else arguments)
-        options = _parser().parse_args(rest)
-        if overrides and options.command not in ("pretrain", "flops"):
+        options = _parse(rest)
+        if overrides and options.command not in CONFIGURED:
             raise ValueError(f"--{next(iter(overrides))}: {options.command} takes no configuration keys")
         options.overrides = overrides
         handler: Handler = options.handler
@@ -91,6 +95,25 @@ def _take_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]
             value = words.pop(0)
         overrides[name.removeprefix("--")] = value
     return rest, overrides
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The parsed arguments; an unknown one is refused with the configuration key that it may mean."""
+    parser = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown and options.command in CONFIGURED and (keys := _nearest_keys(unknown[0])):
+        raise ValueError(f"unrecognized arguments: {unknown[0]}; did you mean --{' or --'.join(keys)}?")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options
+
+
+def _nearest_keys(argument: str) -> list[str]:
+    """The keys whose last part is an argument such as `--batch-size` or comes nearest to it."""
+    name = argument.partition("=")[0].lstrip("-").replace("-", "_")
+    last_parts = [key.partition(".")[2] for key in key_names()]
+    close = difflib.get_close_matches(name, last_parts, n=1, cutoff=0.7)
+    return [key for key, part in zip(key_names(), last_parts, strict=True) if part in close]
 
 
 def _say(message: str) -> None:
@@ -222,13 +245,33 @@ def _add_preset(sub: argparse.ArgumentParser) -> None:
 def _config(options: argparse.Namespace) -> Config:
     """Defaults < preset and recipe < TOML file < command line; by default a run's own, where there is one."""
     if options.command == "pretrain" and not (options.config or options.preset or options.recipe):
-        own = options.out / "config.toml" if options.out else None
-        options.config = own if own and own.exists() else None
+        options.config = _own_config(options.out) if options.out else None
     if options.config is not None:
         if options.preset or options.recipe:
             raise ValueError("give CONFIG.toml or --preset, not both (a file may name `preset` and `recipe` itself)")
         return Config.load(options.config, options.overrides)
     return Config.preset(options.preset or "small", options.recipe or "google").override(options.overrides)
+
+
+def _own_config(run: Path) -> Path | None:
+    """The configuration that a run was started with; None where there is no run yet."""
+    from electra_fast.checkpoint_folder import require_config
+
+    path = run / "config.toml"
+    if path.exists():
+        return path
+    require_config(run)
+    return None
+
+
+def _require_corpus(options: argparse.Namespace, config: Config) -> None:
+    """FileNotFoundError names the file that says where the corpus is, if it isn't there."""
+    named_here = options.data is not None or "data.corpus" in options.overrides
+    if options.config and not named_here and config.data.corpus and not Path(config.data.corpus).exists():
+        raise FileNotFoundError(
+            f'{options.config}: data.corpus = "{config.data.corpus}": no such folder; '
+            "say where the corpus is now with --data DIR"
+        )
 
 
 def _reading(options: argparse.Namespace) -> dict[str, Any]:
@@ -254,6 +297,7 @@ def _vocab(options: argparse.Namespace) -> None:
         size=options.size,
         lowercase=not options.cased,
         min_frequency=options.min_frequency,
+        kind="files",
         **_reading(options),
     )
     _say(f"{options.out}: {size} entries")
@@ -270,6 +314,7 @@ def _prepare(options: argparse.Namespace) -> None:
         partition=options.partition,
         holdout=options.holdout,
         threads=options.threads,
+        kind="files",
         **_reading(options),
     )
 
@@ -297,7 +342,9 @@ def _verify(options: argparse.Namespace) -> None:
 def _pretrain(options: argparse.Namespace) -> None:
     from electra_fast.pretrain import pretrain
 
-    pretrain(_config(options), data=options.data, out=options.out, allow_changes=options.allow_changes)
+    config = _config(options)
+    _require_corpus(options, config)
+    pretrain(config, data=options.data, out=options.out, allow_changes=options.allow_changes)
 
 
 def _evaluate(options: argparse.Namespace) -> None:

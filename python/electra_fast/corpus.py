@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast import _data
+from electra_fast.inputs import Kind, source
 from electra_fast.prepare_report import PrepareReport, summary
 from electra_fast.reading_progress import ReadingProgress
 
@@ -23,7 +24,6 @@ StrPath = str | os.PathLike[str]
 Ids = NDArray[np.int32]
 Separator = Literal["blank-line", "file", "line"]
 InvalidUtf8 = Literal["error", "replace"]
-Kind = Literal["auto", "files", "documents"]
 
 SPECIAL = ("pad", "unk", "cls", "sep", "mask")
 
@@ -44,6 +44,12 @@ class Tokenizer:
 
     def __init__(self, path: StrPath, *, lowercase: bool | None = None, strip_accents: bool | None = None) -> None:
         self._inner = _data.Tokenizer(os.fspath(path), lowercase, strip_accents)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._inner.parts()
+
+    def __setstate__(self, parts: tuple[Any, ...]) -> None:
+        self._inner = _data.Tokenizer.of_parts(*parts)
 
     @classmethod
     def of(cls, corpus: Corpus) -> Tokenizer:
@@ -105,6 +111,13 @@ class Corpus(Sequence[Ids]):
     def __init__(self, path: StrPath) -> None:
         self.path = Path(path)
         self._inner = _data.Corpus(os.fspath(path))
+
+    def __getstate__(self) -> tuple[Path, str]:
+        return self._inner.path, self.content_hash
+
+    def __setstate__(self, pickled: tuple[Path, str]) -> None:
+        self.path, content_hash = pickled
+        self._inner = _data.Corpus(os.fspath(self.path), content_hash)
 
     def __repr__(self) -> str:
         return f"Corpus({str(self.path)!r}): {len(self):,} documents, {self.num_tokens:,} tokens"
@@ -174,7 +187,7 @@ class Corpus(Sequence[Ids]):
 
 
 def prepare(
-    inputs: StrPath | Iterable[StrPath] | Iterable[str],
+    inputs: StrPath | Iterable[StrPath] | Iterable[str] | Iterable[Mapping[str, Any]],
     *,
     vocab: StrPath | Tokenizer,
     out: StrPath,
@@ -194,9 +207,10 @@ def prepare(
     Args:
         inputs: A path, or a list or tuple of paths: files (`.txt`, `.jsonl`, `.parquet`, `.arrow`, plain or
             `.gz`, `.zst`, `.xz`), folders, globs. Of a folder that `datasets` saved, the files that it names are
-            read; of one with several splits, `train` alone: name another split's folder to read that. Any other
-            iterable of `str` is a stream of documents, asked from a thread of its own; such a run starts again
-            instead of going on.
+            read; of one with several splits, `train` alone: name another split's folder to read that. A list or
+            tuple with a string that has a line end or more than 4,096 characters is one of documents, as is any
+            other iterable of `str` or, like a `datasets.Dataset`, of records that have `text_field`. Documents are
+            asked for from a thread of their own, and such a run starts again instead of resuming.
         vocab: A `vocab.txt`, a `tokenizer.json`, or an open tokenizer.
         out: The folder to make; empty, new, or left behind by the same run.
         lowercase: As for `Tokenizer`; not with an open one.
@@ -209,7 +223,7 @@ def prepare(
         partition: `"I/N"`, counted from 1: only every N-th unit of the input. Once all N parts' files lie in
             one folder, any run without `partition` finishes it; parts run in the same folder finish themselves.
         threads: Threads that tokenise; 0 means all cores. The result does not depend on it.
-        kind: What `inputs` is, where the rule above guesses wrong: `files` or `documents`.
+        kind: What `inputs` is, where that rule is wrong: `files` or `documents` (a list of short ones).
         progress: Show a bar with ETA on standard error if that is a terminal, and say how it ended.
 
     Returns:
@@ -217,6 +231,7 @@ def prepare(
 
     Raises:
         FileNotFoundError: An input or the vocabulary does not exist.
+        TypeError: `inputs` is a dictionary of splits, a data frame or no text (named, with its position).
         ValueError: Text, vocabulary, options or the output folder cannot be used; the message says which,
             where (file, line or byte) and what to do.
         OSError: Reading or writing failed, for example on a full disk; what is finished is kept.
@@ -227,7 +242,7 @@ def prepare(
             **_data.prepare(
                 tokenizer._inner,
                 os.fspath(out),
-                **_source(inputs, kind),
+                **source(inputs, kind, _fields(text_field)),
                 separator=documents,
                 text_fields=_fields(text_field),
                 invalid_utf8=invalid_utf8,
@@ -243,7 +258,7 @@ def prepare(
 
 
 def train_vocab(
-    inputs: StrPath | Iterable[StrPath] | Iterable[str],
+    inputs: StrPath | Iterable[StrPath] | Iterable[str] | Iterable[Mapping[str, Any]],
     *,
     out: StrPath,
     size: int = 30_522,
@@ -278,13 +293,14 @@ def train_vocab(
 
     Raises:
         FileNotFoundError: An input does not exist.
+        TypeError: As for `prepare`.
         ValueError: The text or an option cannot be used.
         OSError: Reading or writing failed.
     """
     with ReadingProgress("vocab", shown=progress) as bar:
         return _data.train_vocab(
             os.fspath(out),
-            **_source(inputs, kind),
+            **source(inputs, kind, _fields(text_field)),
             size=size,
             lowercase=lowercase,
             strip_accents=strip_accents,
@@ -324,16 +340,6 @@ def _open_tokenizer(vocab: StrPath | Tokenizer, lowercase: bool | None, strip_ac
     if lowercase is not None or strip_accents is not None:
         raise ValueError("lowercase and strip_accents were settled when the tokenizer was opened: leave them out")
     return vocab
-
-
-def _source(inputs: Any, kind: Kind) -> dict[str, Any]:
-    if kind not in ("auto", "files", "documents"):
-        raise ValueError(f"kind is {kind!r}; it can be one of 'auto', 'files', 'documents'")
-    if isinstance(inputs, str | os.PathLike):
-        inputs = [inputs]
-    if kind == "files" or (kind == "auto" and isinstance(inputs, list | tuple)):
-        return {"files": [os.fspath(path) for path in inputs]}
-    return {"documents": iter(inputs)}
 
 
 def _fields(text_field: str) -> list[str]:

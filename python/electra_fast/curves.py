@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from electra_fast.metrics import read_records
+
 # Colours that stay apart for colour-blind readers (Okabe and Ito, 2008).
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#999999"
 
 Record = dict[str, Any]
-
-
-def read_records(path: Path) -> list[Record]:
-    """The objects of metrics.jsonl or evaluations.jsonl; none where the file is missing."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
 def draw_curves(run: Path, picture: Path) -> None:

@@ -40,6 +40,9 @@ class BatchLoader(Iterator[RecordBatch]):
     After `epochs` passes it stops with a last batch of the rows that are left, shared by the same
     rule (a rank may then get no rows). Threads start with the first batch.
 
+    A copy continues at the position of its original: a pickled loader, and the one that a forked
+    process inherits, which starts threads of its own there.
+
     Args:
         corpus: Folder that `prepare` made.
         sequence_length: Tokens a row (L), special tokens included, 8 to 32,768.
@@ -78,20 +81,27 @@ class BatchLoader(Iterator[RecordBatch]):
         prefetch: int = 4,
         epochs: int | None = None,
     ) -> None:
-        self._loader = _data.BatchLoader(
-            os.fspath(corpus),
-            sequence_length=sequence_length,
-            batch_size=batch_size,
-            seed=seed,
-            masking=masking,
-            mask_prob=mask_prob,
-            packing=packing,
-            rank=rank,
-            world_size=world_size,
-            num_threads=num_threads,
-            prefetch=prefetch,
-            epochs=epochs,
-        )
+        self._options: dict[str, Any] = {
+            "sequence_length": sequence_length,
+            "batch_size": batch_size,
+            "seed": seed,
+            "masking": masking,
+            "mask_prob": mask_prob,
+            "packing": packing,
+            "rank": rank,
+            "world_size": world_size,
+            "num_threads": num_threads,
+            "prefetch": prefetch,
+            "epochs": epochs,
+        }
+        self._loader = _data.BatchLoader(os.fspath(corpus), **self._options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"corpus": self._loader.corpus, "options": self._options, "state": self.state()}
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        self.__init__(pickled["corpus"], **pickled["options"])  # type: ignore[misc]
+        self.restore(pickled["state"])
 
     def __iter__(self) -> Self:
         return self
@@ -135,7 +145,13 @@ def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str,
         `masked_ids` (the originals) [B, M] int32; `masked_weights` [B, M] float32, 0 for unused
         slots; `cu_seqlens` [S + 1] int32, the ends of the attention segments in the flat buffer of
         B * L tokens, each row's padding tail being a segment of its own, so that the last is B * L.
+
+    Raises:
+        TypeError: `batch` is no record batch.
+        ValueError: It lacks one of the loader's columns (named).
     """
+    if not hasattr(batch, "__arrow_c_array__"):
+        raise TypeError(f"batch is of type {type(batch).__name__}; give a record batch, such as next(loader)")
     target = torch.device(device)
     if isinstance(batch, RecordBatch) and batch.num_rows > 0:
         words = _to_device(torch.frombuffer(batch, dtype=torch.int32), target)
@@ -222,6 +238,9 @@ def _views(words: torch.Tensor, layout: list[tuple[int, int]], rows: slice) -> d
 
 def _from_columns(columns: Any) -> dict[str, torch.Tensor]:
     """The same from the record batch of any Arrow library."""
+    missing = {*_TOKEN_COLUMNS, *_MASK_COLUMNS, "segment_lengths"} - set(columns.schema.names)
+    if missing:
+        raise ValueError(f"the record batch has no column {', '.join(sorted(missing))}; give one of a BatchLoader")
     tensors = {name: _rows(columns.column(name)) for name in _TOKEN_COLUMNS + _MASK_COLUMNS}
     length = tensors["input_ids"].shape[1]
     tensors["cu_seqlens"] = torch.from_numpy(_segment_ends(columns.column("segment_lengths"), length))

@@ -93,7 +93,7 @@ def _checkpoint(source: Path) -> Path | None:
         raise FileNotFoundError(f"{source}: no such folder; name a run, a checkpoint or a Hugging Face folder")
     if (source / "checkpoints").is_dir():
         return checkpoint_folder.latest(source)
-    return source if (source / "state.json").is_file() and (source / "config.toml").is_file() else None
+    return source if (source / "state.json").is_file() else None
 
 
 def _folders(source: Path) -> dict[str, Path]:

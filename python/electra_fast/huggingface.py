@@ -16,7 +16,7 @@ from typing import Any
 
 import safetensors
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from electra_fast import huggingface_weights as weights
 from electra_fast.config import Config, ModelConfig, Scalar
@@ -32,6 +32,7 @@ from electra_fast.huggingface_config import (
 )
 from electra_fast.huggingface_weights import INPUT_TABLE, OUTPUT_TABLE, State
 from electra_fast.model import Electra
+from electra_fast.tensor_files import save_file
 
 
 def write_model(directory: Path, model: Electra, role: str, special_ids: Mapping[str, int]) -> None:

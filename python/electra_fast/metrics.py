@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -85,11 +85,14 @@ class JsonLines:
     """A file of one JSON object a line, flushed as written and cut back to a step on resume."""
 
     def __init__(self, path: Path, last_step: int) -> None:
-        """Opens for appending after dropping every line past `last_step` and any half-written line."""
+        """Opens for appending after dropping every line past `last_step` and any half-written line.
+
+        ValueError names the first other line that is no record, and nothing is dropped.
+        """
         self.path = path
-        kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= last_step]
+        kept = [line for line, record in _complete_lines(path) if record["step"] <= last_step]
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.write_bytes(b"".join(kept))
         os.replace(temporary, path)
         self._file = path.open("a", encoding="utf-8")
 
@@ -107,8 +110,25 @@ class JsonLines:
         self._file.close()
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """The lines that a kill did not cut in half."""
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file that `JsonLines` wrote; none where it is missing. ValueError names a damaged line."""
+    return [record for _, record in _complete_lines(path)]
+
+
+def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines that a kill did not cut in half, each with its object."""
     if not path.exists():
-        return []
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+        return
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if line.endswith(b"\n") and line.strip():
+            yield line, _record(path, number, line)
+
+
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}: line {number}: not JSON ({error}); repair or remove this line") from None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        raise ValueError(f"{path}: line {number}: not an object with an integer step; repair or remove this line")
+    return record

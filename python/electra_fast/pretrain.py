@@ -47,9 +47,11 @@ def pretrain(
         Interrupted: A signal (SIGTERM, Ctrl-C, SIGHUP, SIGUSR1) asked to stop, and a checkpoint was written. It is a
             `KeyboardInterrupt`, so a notebook stops at the cell.
     """
+    corpus_folder = str(data if data is not None else config.data.corpus)
     config = config.replace(
         {
-            "data": {"corpus": str(data if data is not None else config.data.corpus)},
+            # Absolute, so that the saved configuration means the same folder wherever the run is resumed.
+            "data": {"corpus": os.path.abspath(corpus_folder) if corpus_folder else ""},
             "train": {"out": str(out if out is not None else config.train.out)},
         }
     )

@@ -11,9 +11,10 @@ from types import TracebackType
 from typing import Any, TextIO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress
 
 from electra_fast.metrics import Number
+from electra_fast.progress_columns import progress_columns
 
 
 class LastingStream:
@@ -47,15 +48,7 @@ class TrainingProgress:
         self.console = Console(file=cast(TextIO, LastingStream(sys.stderr)))
         self.num_steps = num_steps
         self._first_step, self._start = first_step, time.monotonic()
-        columns = (
-            TextColumn("pretrain"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-            TextColumn("eta"),
-            TimeRemainingColumn(),
-        )
+        columns = progress_columns("pretrain", MofNCompleteColumn)
         self._progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self._task = self._progress.add_task("", total=num_steps, completed=first_step, figures="")
 

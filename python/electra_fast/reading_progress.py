@@ -7,7 +7,9 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import DownloadColumn, Progress
+
+from electra_fast.progress_columns import progress_columns
 
 
 class ReadingProgress:
@@ -16,15 +18,7 @@ class ReadingProgress:
     def __init__(self, what: str, *, shown: bool) -> None:
         self._console = Console(file=sys.stderr, quiet=not shown)
         self._start = time.monotonic()
-        columns = (
-            TextColumn(what),
-            BarColumn(bar_width=20),
-            DownloadColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-            TextColumn("eta"),
-            TimeRemainingColumn(),
-        )
+        columns = progress_columns(what, DownloadColumn)
         hidden = not (shown and self._console.is_terminal)
         self._progress = Progress(*columns, console=self._console, transient=True, disable=hidden)
         self._task = self._progress.add_task("", total=None, figures="")

@@ -80,6 +80,7 @@ def open_run(config: Config, corpus: Corpus, *, allow_changes: bool = False) -> 
     """
     folder = Path(config.train.out)
     if not (folder / "config.toml").exists():
+        checkpoint_folder.require_config(folder)
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name != ".lock")
         if foreign:
             raise ValueError(f"{folder}: holds {foreign[0]} but no run (config.toml); choose an empty folder for --out")

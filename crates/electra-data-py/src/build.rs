@@ -31,9 +31,9 @@ pub(crate) fn prepare<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let reading = reading(separator, text_fields, invalid_utf8)?;
     let options = Options { reading, holdout, partition, threads };
-    let mut calls = Calls::new(progress);
-    let report = calls.run(py, files, documents, |source, report| {
-        electra_data::prepare(source, &tokenizer.inner, &out, &options, report)
+    let tokenizer = tokenizer.get(py)?;
+    let report = Calls::new(progress).run(py, files, documents, |source, report| {
+        electra_data::prepare(source, &tokenizer, &out, &options, report)
     })?;
     let result = PyDict::new(py);
     result.set_item("complete", report.complete)?;

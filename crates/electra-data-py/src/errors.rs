@@ -1,5 +1,7 @@
 //! The crate's errors as Python's.
 
+use std::path::{Path, PathBuf};
+
 use electra_data::Error;
 use pyo3::exceptions::{PyFileNotFoundError, PyKeyboardInterrupt, PyOSError, PyValueError};
 use pyo3::prelude::*;
@@ -16,4 +18,9 @@ pub(crate) fn raise(error: Error) -> PyErr {
         Error::Interrupted => PyKeyboardInterrupt::new_err(message),
         _ => PyValueError::new_err(message),
     }
+}
+
+/// A path that means the same file after a change of directory.
+pub(crate) fn absolute(path: &Path) -> PyResult<PathBuf> {
+    std::path::absolute(path).map_err(|error| raise(Error::io(path, error)))
 }

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 mod build;
 mod errors;
 mod loader;
+mod process;
 mod record_batch;
 mod store;
 mod tokenizer;

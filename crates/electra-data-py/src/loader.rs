@@ -1,24 +1,31 @@
 //! `BatchLoader`: the iterator of record batches.
 
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
-use electra_data::Corpus;
 use electra_data::loader::{Loader, Step};
 use electra_data::options::{Options, State};
+use electra_data::{Corpus, Error};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::errors::raise;
+use crate::errors::{absolute, raise};
+use crate::process::PerProcess;
 use crate::record_batch::RecordBatch;
 
 /// How long Ctrl-C may go unnoticed while a batch is awaited.
 const PATIENCE: Duration = Duration::from_millis(50);
 
+const IN_USE: &str = "a thread was taking a batch when this process was forked, so the loader's position is unknown \
+                      here; open a BatchLoader in this process";
+
 /// An iterator of record batches over a corpus. `electra_fast.data.BatchLoader` documents it.
 #[pyclass(frozen, module = "electra_fast._data")]
 pub struct BatchLoader {
-    loader: Mutex<Loader>,
+    corpus: PathBuf,
+    options: Options,
+    loader: PerProcess<Mutex<Loader>>,
 }
 
 #[pymethods]
@@ -57,9 +64,14 @@ impl BatchLoader {
             prefetch,
             epochs,
         };
-        let open = || Loader::new(Arc::new(Corpus::open(&corpus)?), &options);
-        let loader = py.detach(open).map_err(raise)?;
-        Ok(Self { loader: Mutex::new(loader) })
+        let loader = py.detach(|| open(&corpus, &options)).map_err(raise)?;
+        Ok(Self { corpus: absolute(&corpus)?, options, loader: PerProcess::new(Mutex::new(loader)) })
+    }
+
+    /// The corpus' folder, as an absolute path.
+    #[getter]
+    fn corpus(&self) -> &Path {
+        &self.corpus
     }
 
     fn __iter__(this: Py<Self>) -> Py<Self> {
@@ -67,8 +79,9 @@ impl BatchLoader {
     }
 
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<RecordBatch>> {
+        let loader = self.get(py)?;
         loop {
-            match py.detach(|| self.lock().next_within(PATIENCE)).map_err(raise)? {
+            match py.detach(|| lock(&loader).next_within(PATIENCE)).map_err(raise)? {
                 Step::Batch(batch) => return Ok(Some(RecordBatch::new(batch))),
                 Step::Finished => return Ok(None),
                 Step::Waiting => py.check_signals()?,
@@ -78,30 +91,52 @@ impl BatchLoader {
 
     /// The position after the last batch, as JSON.
     fn state(&self, py: Python<'_>) -> PyResult<String> {
-        py.detach(|| self.lock().state().to_json()).map_err(raise)
+        let loader = self.get(py)?;
+        py.detach(|| lock(&loader).state().to_json()).map_err(raise)
     }
 
     /// Continues from a state's JSON.
     fn restore(&self, py: Python<'_>, state: &str) -> PyResult<()> {
-        py.detach(|| self.lock().restore(&State::from_json(state)?)).map_err(raise)
+        let loader = self.get(py)?;
+        py.detach(|| lock(&loader).restore(&State::from_json(state)?)).map_err(raise)
     }
 
     /// Rows in an epoch.
     #[getter]
     fn num_rows(&self, py: Python<'_>) -> PyResult<u64> {
-        py.detach(|| self.lock().num_rows()).map_err(raise)
+        let loader = self.get(py)?;
+        py.detach(|| lock(&loader).num_rows()).map_err(raise)
     }
 
     /// (rows, tokens of the corpus, places that are not padding) of the first epoch.
     fn contents(&self, py: Python<'_>) -> PyResult<(u64, u64, u64)> {
-        let contents = py.detach(|| self.lock().contents()).map_err(raise)?;
+        let loader = self.get(py)?;
+        let contents = py.detach(|| lock(&loader).contents()).map_err(raise)?;
         Ok((contents.rows, contents.tokens, contents.positions))
     }
 }
 
 impl BatchLoader {
-    /// Called without the GIL only: whoever holds the lock may be waiting for a batch.
-    fn lock(&self) -> MutexGuard<'_, Loader> {
-        self.loader.lock().unwrap_or_else(PoisonError::into_inner)
+    /// This process' loader; a forked child opens its own at the position of the parent's.
+    fn get(&self, py: Python<'_>) -> PyResult<Arc<Mutex<Loader>>> {
+        self.loader.get(py, |parent| {
+            let state = match parent.try_lock() {
+                Ok(parent) => parent.state(),
+                Err(TryLockError::Poisoned(parent)) => parent.into_inner().state(),
+                Err(TryLockError::WouldBlock) => return Err(PyValueError::new_err(IN_USE)),
+            };
+            let mut loader = open(&self.corpus, &self.options).map_err(raise)?;
+            loader.restore(&state).map_err(raise)?;
+            Ok(Mutex::new(loader))
+        })
     }
+}
+
+fn open(corpus: &Path, options: &Options) -> Result<Loader, Error> {
+    Loader::new(Arc::new(Corpus::open(corpus)?), options)
+}
+
+/// Called without the GIL only: whoever holds the lock may be waiting for a batch.
+fn lock(loader: &Mutex<Loader>) -> MutexGuard<'_, Loader> {
+    loader.lock().unwrap_or_else(PoisonError::into_inner)
 }

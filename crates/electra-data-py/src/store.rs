@@ -1,90 +1,121 @@
 //! `Corpus` and `verify`: reading what `prepare` made.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::errors::raise;
+use crate::errors::{absolute, raise};
+use crate::process::PerProcess;
 use crate::tokenizer::{ids_to_bytes, special_tuple};
 
 /// A finished corpus.
 #[pyclass(frozen, module = "electra_fast._data")]
 pub(crate) struct Corpus {
-    inner: electra_data::Corpus,
+    path: PathBuf,
+    inner: PerProcess<electra_data::Corpus>,
 }
 
 #[pymethods]
 impl Corpus {
+    /// `content_hash`, if given, is what the corpus must have.
     #[new]
-    fn new(py: Python, path: PathBuf) -> PyResult<Self> {
-        let inner = py.detach(|| electra_data::Corpus::open(&path)).map_err(raise)?;
-        Ok(Self { inner })
+    #[pyo3(signature = (path, content_hash=None))]
+    fn new(py: Python, path: PathBuf, content_hash: Option<&str>) -> PyResult<Self> {
+        let inner = py.detach(|| open(&path, content_hash))?;
+        Ok(Self { path: absolute(&path)?, inner: PerProcess::new(inner) })
     }
 
     /// Ids of a document as the bytes of little-endian u32.
     fn document<'py>(&self, py: Python<'py>, index: u64) -> PyResult<Bound<'py, PyBytes>> {
-        let ids = py.detach(|| self.inner.document(index)).map_err(raise)?;
+        let inner = self.get(py)?;
+        let ids = py.detach(|| inner.document(index)).map_err(raise)?;
         ids_to_bytes(py, &ids)
     }
 
     #[getter]
-    fn num_documents(&self) -> u64 {
-        self.inner.num_documents()
+    fn path(&self) -> &Path {
+        &self.path
     }
 
     #[getter]
-    fn num_tokens(&self) -> u64 {
-        self.inner.num_tokens()
+    fn num_documents(&self, py: Python) -> PyResult<u64> {
+        Ok(self.get(py)?.num_documents())
     }
 
     #[getter]
-    fn empty_documents(&self) -> u64 {
-        self.inner.empty_documents()
+    fn num_tokens(&self, py: Python) -> PyResult<u64> {
+        Ok(self.get(py)?.num_tokens())
     }
 
     #[getter]
-    fn vocab_size(&self) -> u32 {
-        self.inner.vocab_size()
+    fn empty_documents(&self, py: Python) -> PyResult<u64> {
+        Ok(self.get(py)?.empty_documents())
     }
 
     #[getter]
-    fn content_hash(&self) -> &str {
-        self.inner.content_hash()
+    fn vocab_size(&self, py: Python) -> PyResult<u32> {
+        Ok(self.get(py)?.vocab_size())
+    }
+
+    #[getter]
+    fn content_hash(&self, py: Python) -> PyResult<String> {
+        Ok(self.get(py)?.content_hash().to_owned())
     }
 
     /// (pad, unk, cls, sep, mask)
     #[getter]
-    fn special_tokens(&self) -> (u32, u32, u32, u32, u32) {
-        special_tuple(self.inner.special_tokens())
+    fn special_tokens(&self, py: Python) -> PyResult<(u32, u32, u32, u32, u32)> {
+        Ok(special_tuple(self.get(py)?.special_tokens()))
     }
 
     /// (documents, tokens) of each shard
     #[getter]
-    fn shards(&self) -> Vec<(u64, u64)> {
-        self.inner.shards().iter().map(|shard| (shard.num_documents(), shard.num_tokens())).collect()
+    fn shards(&self, py: Python) -> PyResult<Vec<(u64, u64)>> {
+        let inner = self.get(py)?;
+        Ok(inner.shards().iter().map(|shard| (shard.num_documents(), shard.num_tokens())).collect())
     }
 
     #[getter]
-    fn tokenizer_path(&self) -> PathBuf {
-        self.inner.tokenizer_path()
+    fn tokenizer_path(&self, py: Python) -> PyResult<PathBuf> {
+        Ok(self.get(py)?.tokenizer_path())
     }
 
     /// (lowercase, strip_accents)
     #[getter]
-    fn tokenizer_settings(&self) -> (Option<bool>, Option<bool>) {
-        self.inner.tokenizer_settings()
+    fn tokenizer_settings(&self, py: Python) -> PyResult<(Option<bool>, Option<bool>)> {
+        Ok(self.get(py)?.tokenizer_settings())
     }
 
     /// Options that the corpus was prepared with, as JSON.
     #[getter]
-    fn options(&self) -> String {
-        self.inner.options()
+    fn options(&self, py: Python) -> PyResult<String> {
+        Ok(self.get(py)?.options())
     }
 
     #[getter]
-    fn holdout(&self) -> Option<PathBuf> {
-        self.inner.holdout()
+    fn holdout(&self, py: Python) -> PyResult<Option<PathBuf>> {
+        Ok(self.get(py)?.holdout())
+    }
+}
+
+impl Corpus {
+    /// This process' corpus; a forked child opens the same one for itself.
+    fn get(&self, py: Python) -> PyResult<Arc<electra_data::Corpus>> {
+        self.inner.get(py, |parent| open(&self.path, Some(parent.content_hash())))
+    }
+}
+
+fn open(path: &Path, content_hash: Option<&str>) -> PyResult<electra_data::Corpus> {
+    let corpus = electra_data::Corpus::open(path).map_err(raise)?;
+    match (content_hash, corpus.content_hash()) {
+        (Some(expected), found) if expected != found => Err(PyValueError::new_err(format!(
+            "{}: its content hash is {found}, not {expected} as when it was opened; open the changed corpus anew",
+            path.display()
+        ))),
+        _ => Ok(corpus),
     }
 }
 

@@ -1,16 +1,18 @@
 //! `Tokenizer`: text to ids.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::errors::raise;
+use crate::process::PerProcess;
 
 /// A tokenizer of vocab.txt or tokenizer.json.
 #[pyclass(frozen, module = "electra_fast._data")]
 pub(crate) struct Tokenizer {
-    pub inner: electra_data::Tokenizer,
+    inner: PerProcess<electra_data::Tokenizer>,
 }
 
 #[pymethods]
@@ -26,50 +28,90 @@ impl Tokenizer {
         let inner = py
             .detach(|| electra_data::Tokenizer::from_file(&path, lowercase, strip_accents))
             .map_err(raise)?;
-        Ok(Self { inner })
+        Ok(Self { inner: PerProcess::new(inner) })
+    }
+
+    /// A tokenizer of what `parts` gave.
+    #[staticmethod]
+    fn of_parts(
+        name: &str,
+        file: Vec<u8>,
+        lowercase: Option<bool>,
+        strip_accents: Option<bool>,
+    ) -> PyResult<Self> {
+        Ok(Self { inner: PerProcess::new(open(name, file, (lowercase, strip_accents))?) })
+    }
+
+    /// (name of the file, its bytes, lowercase, strip_accents): all that the ids depend on.
+    fn parts<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<(&'static str, Bound<'py, PyBytes>, Option<bool>, Option<bool>)> {
+        let inner = self.get(py)?;
+        let ((name, file), (lowercase, strip_accents)) = (inner.file(), inner.settings());
+        Ok((name, PyBytes::new(py, file), lowercase, strip_accents))
     }
 
     /// Ids of each text as the bytes of little-endian u32.
     fn encode_batch<'py>(&self, py: Python<'py>, texts: Vec<String>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
-        let ids = py.detach(|| self.inner.encode_batch(&texts)).map_err(raise)?;
+        let inner = self.get(py)?;
+        let ids = py.detach(|| inner.encode_batch(&texts)).map_err(raise)?;
         ids.iter().map(|ids| ids_to_bytes(py, ids)).collect()
     }
 
-    fn decode(&self, ids: Vec<u32>) -> PyResult<String> {
-        self.inner.decode(&ids).map_err(raise)
+    fn decode(&self, py: Python, ids: Vec<u32>) -> PyResult<String> {
+        self.get(py)?.decode(&ids).map_err(raise)
     }
 
-    fn id_to_token(&self, id: u32) -> Option<String> {
-        self.inner.id_to_token(id)
-    }
-
-    #[getter]
-    fn vocab_size(&self) -> u32 {
-        self.inner.vocab_size()
+    fn id_to_token(&self, py: Python, id: u32) -> PyResult<Option<String>> {
+        Ok(self.get(py)?.id_to_token(id))
     }
 
     #[getter]
-    fn fast(&self) -> bool {
-        self.inner.is_fast()
+    fn vocab_size(&self, py: Python) -> PyResult<u32> {
+        Ok(self.get(py)?.vocab_size())
+    }
+
+    #[getter]
+    fn fast(&self, py: Python) -> PyResult<bool> {
+        Ok(self.get(py)?.is_fast())
     }
 
     /// A clause, or None if the fast path serves.
     #[getter]
-    fn why_not_fast(&self) -> Option<&'static str> {
-        self.inner.why_not_fast()
+    fn why_not_fast(&self, py: Python) -> PyResult<Option<&'static str>> {
+        Ok(self.get(py)?.why_not_fast())
     }
 
     /// (lowercase, strip_accents)
     #[getter]
-    fn settings(&self) -> (Option<bool>, Option<bool>) {
-        self.inner.settings()
+    fn settings(&self, py: Python) -> PyResult<(Option<bool>, Option<bool>)> {
+        Ok(self.get(py)?.settings())
     }
 
     /// (pad, unk, cls, sep, mask)
     #[getter]
-    fn special_tokens(&self) -> (u32, u32, u32, u32, u32) {
-        special_tuple(self.inner.special_tokens())
+    fn special_tokens(&self, py: Python) -> PyResult<(u32, u32, u32, u32, u32)> {
+        Ok(special_tuple(self.get(py)?.special_tokens()))
     }
+}
+
+impl Tokenizer {
+    /// This process' tokenizer; a forked child makes its own from the same bytes.
+    pub fn get(&self, py: Python) -> PyResult<Arc<electra_data::Tokenizer>> {
+        self.inner.get(py, |parent| {
+            let (name, file) = parent.file();
+            open(name, file.to_vec(), parent.settings())
+        })
+    }
+}
+
+fn open(
+    name: &str,
+    file: Vec<u8>,
+    (lowercase, strip_accents): (Option<bool>, Option<bool>),
+) -> PyResult<electra_data::Tokenizer> {
+    electra_data::Tokenizer::from_bytes(Path::new(name), file, lowercase, strip_accents).map_err(raise)
 }
 
 /// Special tokens in the order that Python's named tuple has.

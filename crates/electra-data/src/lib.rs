@@ -41,6 +41,7 @@ mod saved;
 #[cfg(test)]
 mod testing;
 mod text;
+mod threads;
 mod unit;
 mod word_cache;
 mod wordpiece;

@@ -15,6 +15,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::{Error, Result};
 use crate::manifest::SpecialTokens;
+use crate::threads::on_all_cores;
 use crate::wordpiece::{self, FastWordPiece};
 
 /// Turns text into ids. The same file and settings give the same ids everywhere.
@@ -44,6 +45,16 @@ impl Tokenizer {
             },
             _ => Error::io(path, error),
         })?;
+        Self::from_bytes(path, file, lowercase, strip_accents)
+    }
+
+    /// As `from_file`, of a file that is already in memory; `path` tells its kind and names it in errors.
+    pub fn from_bytes(
+        path: &Path,
+        file: Vec<u8>,
+        lowercase: Option<bool>,
+        strip_accents: Option<bool>,
+    ) -> Result<Self> {
         if path.extension().is_some_and(|extension| extension == "json") {
             if lowercase.is_some() || strip_accents.is_some() {
                 let path = path.display();
@@ -133,17 +144,12 @@ impl Tokenizer {
 
     /// The ids of each text, over all cores.
     pub fn encode_batch(&self, texts: &[impl AsRef<str> + Sync]) -> Result<Vec<Vec<u32>>> {
-        texts
-            .par_iter()
-            .map_init(
-                || self.encoder(),
-                |encoder, text| {
-                    let mut ids = Vec::new();
-                    encoder.encode_into(text.as_ref(), &mut ids)?;
-                    Ok(ids)
-                },
-            )
-            .collect()
+        let encode = |encoder: &mut Encoder<'_>, text: &_| {
+            let mut ids = Vec::new();
+            encoder.encode_into(AsRef::<str>::as_ref(text), &mut ids)?;
+            Ok(ids)
+        };
+        on_all_cores(|| texts.par_iter().map_init(|| self.encoder(), encode).collect())?
     }
 
     /// The ids that the `tokenizers` crate gives a text, whichever way serves: for comparison.
@@ -196,7 +202,7 @@ impl Tokenizer {
     }
 
     /// The name and bytes under which a corpus keeps a copy of this tokenizer.
-    pub(crate) fn file(&self) -> (&'static str, &[u8]) {
+    pub fn file(&self) -> (&'static str, &[u8]) {
         (self.file_name, &self.file)
     }
 

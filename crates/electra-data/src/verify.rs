@@ -10,6 +10,7 @@ use crate::manifest::{FileEntry, Manifest, ShardEntry, hex128, sum};
 use crate::mapped::{Mapped, damaged};
 use crate::shard::Shard;
 use crate::store::HOLDOUT;
+use crate::threads::on_all_cores;
 
 /// Tokens looked at together.
 const SOME_TOKENS: usize = 1 << 15;
@@ -30,10 +31,10 @@ pub struct Verified {
 /// Damage to shards is collected; a manifest that cannot be trusted is an error.
 pub fn verify(dir: &Path) -> Result<Verified> {
     let manifest = Manifest::read(dir)?;
-    let mut verified = verify_one(dir, &manifest);
+    let mut verified = verify_one(dir, &manifest)?;
     if manifest.holdout {
         match Manifest::read(&dir.join(HOLDOUT)) {
-            Ok(holdout) => verified.add(verify_one(&dir.join(HOLDOUT), &holdout)),
+            Ok(holdout) => verified.add(verify_one(&dir.join(HOLDOUT), &holdout)?),
             Err(error) => verified.damaged.push(error.to_string()),
         }
     }
@@ -48,9 +49,10 @@ impl Verified {
     }
 }
 
-fn verify_one(dir: &Path, manifest: &Manifest) -> Verified {
+fn verify_one(dir: &Path, manifest: &Manifest) -> Result<Verified> {
     let mut verified = Verified { num_files: 2, ..Verified::default() };
-    let errors: Vec<Vec<Error>> = manifest.shards.par_iter().map(|s| check_shard(dir, manifest, s)).collect();
+    let check = |shard| check_shard(dir, manifest, shard);
+    let errors: Vec<Vec<Error>> = on_all_cores(|| manifest.shards.par_iter().map(check).collect())?;
     verified.damaged = errors.into_iter().flatten().map(|error| error.to_string()).collect();
     for shard in &manifest.shards {
         verified.num_files += 2;
@@ -62,7 +64,7 @@ fn verify_one(dir: &Path, manifest: &Manifest) -> Verified {
         Ok(_) => verified.damaged.push(damaged(&tokenizer, "not the bytes written".into()).to_string()),
         Err(error) => verified.damaged.push(damaged(&tokenizer, error.to_string()).to_string()),
     }
-    verified
+    Ok(verified)
 }
 
 fn check_shard(dir: &Path, manifest: &Manifest, entry: &ShardEntry) -> Vec<Error> {

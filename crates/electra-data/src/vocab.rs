@@ -24,6 +24,7 @@ use crate::input::Inputs;
 use crate::pipeline::{Batch, Batcher, default_threads, run};
 use crate::prepare::Source;
 use crate::reading::Reading;
+use crate::threads::on_all_cores;
 use crate::unit::Progress;
 
 const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
@@ -179,8 +180,7 @@ fn train(mut counts: Counts, options: &VocabOptions) -> Result<Vec<String>> {
         .special_tokens(first)
         .build();
     let mut model = BPE::default();
-    trainer
-        .do_train(&counts, &mut model)
+    on_all_cores(|| trainer.do_train(&counts, &mut model))?
         .map_err(|error| Error::Input(format!("the vocabulary cannot be trained: {error}")))?;
     let mut entries: Vec<(u32, String)> = model.get_vocab().into_iter().map(|(s, id)| (id, s)).collect();
     entries.sort_unstable();

@@ -1,0 +1,63 @@
+//! The thread pool on which this crate's parallel iterators run, one per process.
+//!
+//! rayon's global pool does not survive a fork: its threads stay in the parent, and a child that
+//! hands them work waits forever. So nothing here runs on the global pool.
+
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::error::{Error, Result};
+
+/// No lock guards the pool, because a fork could leave one locked in the child.
+static POOL: AtomicPtr<Pool> = AtomicPtr::new(std::ptr::null_mut());
+
+/// Never freed once it is in `POOL`.
+struct Pool {
+    process: u32,
+    threads: ThreadPool,
+}
+
+/// Runs `work` on all cores: its parallel iterators use the pool of this process.
+pub(crate) fn on_all_cores<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T> {
+    Ok(pool()?.threads.install(work))
+}
+
+fn pool() -> Result<&'static Pool> {
+    let process = std::process::id();
+    loop {
+        let known = POOL.load(Ordering::Acquire);
+        // SAFETY: the pointer is null or that of a leaked box, which nobody changes or frees.
+        if let Some(pool) = unsafe { known.as_ref() }
+            && pool.process == process
+        {
+            return Ok(pool);
+        }
+        let threads = ThreadPoolBuilder::new().thread_name(|index| format!("electra-{index}")).build();
+        let threads = threads.map_err(|error| Error::Input(format!("cannot start threads: {error}")))?;
+        let ours = Box::into_raw(Box::new(Pool { process, threads }));
+        // In a child this abandons the parent's pool: ending it would wait for threads that are not there.
+        if POOL.compare_exchange(known, ours, Ordering::AcqRel, Ordering::Acquire).is_err() {
+            // SAFETY: `ours` came from a box and was not published: another thread was faster.
+            drop(unsafe { Box::from_raw(ours) });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rayon::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn all_callers_share_one_pool() {
+        let pools = std::thread::scope(|scope| {
+            let callers: Vec<_> =
+                (0..8).map(|_| scope.spawn(|| pool().map(std::ptr::from_ref).unwrap() as usize)).collect();
+            callers.into_iter().map(|caller| caller.join().unwrap()).collect::<Vec<_>>()
+        });
+        assert!(pools.windows(2).all(|pair| pair[0] == pair[1]));
+        assert_eq!(on_all_cores(|| (0..1000).into_par_iter().sum::<i32>()).unwrap(), 499_500);
+    }
+}

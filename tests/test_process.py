@@ -1,0 +1,212 @@
+"""Loaders, corpora and tokenizers in other processes: forked, spawned, pickled. A hang is a failure."""
+
+import hashlib
+import multiprocessing
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from electra_fast import BatchLoader, Corpus, Tokenizer, prepare, train_vocab, verify
+
+# Python 3.12 and newer warn of every fork of a process that has threads, which is what is tested here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+FORK = multiprocessing.get_context("fork")
+PATIENCE = 60.0
+
+EXIT = """
+import os, sys
+from electra_fast import BatchLoader, Corpus, Tokenizer
+loader = BatchLoader(sys.argv[1], sequence_length=64, batch_size=23, num_threads=3)
+corpus = Corpus(sys.argv[1])
+tokenizer = Tokenizer.of(corpus)
+tokenizer.encode_batch(["w7"])
+next(loader)
+child = os.fork()
+if child and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+    sys.exit("the child failed")
+"""
+
+DATA_LOADER = """
+import sys
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from electra_fast import BatchLoader, to_torch
+
+
+class Batches(IterableDataset):
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return map(to_torch, self.loader)
+
+
+if __name__ == "__main__":
+    loader = BatchLoader(sys.argv[1], sequence_length=64, batch_size=23, epochs=1)
+    next(loader)
+    batches = DataLoader(Batches(loader), batch_size=None, num_workers=1, multiprocessing_context=sys.argv[2])
+    taken, expected = list(batches), [to_torch(batch) for batch in loader]
+    assert len(taken) == len(expected) > 10
+    for ours, theirs in zip(expected, taken):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+"""
+
+
+@pytest.fixture
+def loader(corpus: Path) -> BatchLoader:
+    """A loader that has given its first batch, so that its threads are running."""
+    loader = BatchLoader(corpus, sequence_length=64, batch_size=23, seed=5, num_threads=2, epochs=2)
+    next(loader)
+    return loader
+
+
+def in_child(work: Callable[[], Any]) -> Any:
+    """What `work` returns in a forked child."""
+    ours, theirs = FORK.Pipe()
+    child = FORK.Process(target=lambda: theirs.send(work()))
+    child.start()
+    theirs.close()
+    try:
+        assert ours.poll(PATIENCE), "the child hangs"
+        return ours.recv()
+    finally:
+        child.kill()
+        child.join()
+
+
+def hashes(loader: BatchLoader, count: int | None = None) -> list[str]:
+    """A hash of each of the next batches: of `count`, or of all."""
+    batches = list(loader) if count is None else [next(loader) for _ in range(count)]
+    columns = [pa.record_batch(batch).columns for batch in batches]
+    flat = [[np.ascontiguousarray(c.flatten().to_numpy(zero_copy_only=False)) for c in batch] for batch in columns]
+    return [hashlib.sha256(b"".join(column.tobytes() for column in batch)).hexdigest() for batch in flat]
+
+
+def test_a_forked_child_continues_like_its_parent(loader: BatchLoader):
+    def work() -> Any:
+        return loader.state(), loader.num_rows, hashes(loader, 3), in_child(lambda: hashes(loader))
+
+    state, num_rows, first, rest = in_child(work)
+    assert (state, num_rows) == (loader.state(), loader.num_rows)
+    assert first == hashes(loader, 3)
+    assert rest == hashes(loader)
+
+
+def test_a_child_restores_and_drops_what_it_inherits(loader: BatchLoader):
+    start = loader.state()
+    expected = hashes(loader, 2)
+    inherited = [loader]
+
+    def work() -> list[str]:
+        inherited[0].restore(start)
+        found = hashes(inherited[0], 2)
+        inherited.clear()
+        return found
+
+    assert in_child(work) == expected
+    unused = [loader]
+    del loader
+    assert in_child(unused.clear) is None
+
+
+def test_a_fork_while_a_thread_takes_batches_hangs_nobody(corpus: Path):
+    loader = BatchLoader(corpus, sequence_length=64, batch_size=23, num_threads=2)
+    going = threading.Event()
+    going.set()
+
+    def take() -> None:
+        while going.is_set():
+            next(loader)
+
+    def work() -> str:
+        try:
+            return f"{next(loader).num_rows} rows"
+        except ValueError as error:
+            return str(error)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    try:
+        said = [in_child(work) for _ in range(10)]
+    finally:
+        going.clear()
+        thread.join()
+    for line in said:
+        assert line == "23 rows" or line.endswith("is unknown here; open a BatchLoader in this process"), line
+
+
+def test_corpus_and_tokenizer_work_in_a_forked_child(corpus: Path, tmp_path: Path):
+    opened = Corpus(corpus)
+    tokenizer = Tokenizer.of(opened)
+    texts, text = ["w7 w8", "w9"] * 50, tmp_path / "text.txt"
+    vocabulary = tmp_path / "words.txt"
+
+    def work() -> Any:
+        train_vocab([text], out=vocabulary, size=60, progress=False)
+        report = prepare([text], vocab=tokenizer, out=tmp_path / f"copy-{multiprocessing.current_process().name}")
+        ids = [ids.tolist() for ids in (*tokenizer.encode_batch(texts), *opened[:20])]
+        return vocabulary.read_text(), ids, report.content_hash, verify(corpus)["files"], opened.shards
+
+    assert work() == in_child(work)
+
+
+def test_a_corpus_that_changed_is_not_taken_for_the_inherited_one(corpus: Path, tmp_path: Path):
+    opened, text = Corpus(corpus), tmp_path / "other.txt"
+    loader = BatchLoader(corpus, sequence_length=64, batch_size=8)
+    pickled = [pickle.dumps(value) for value in (opened, loader)]
+    text.write_text("w7 w8 w9")
+    tokenizer = Tokenizer(tmp_path / "vocab.txt")
+    corpus.rename(tmp_path / "old")
+    prepare([text], vocab=tokenizer, out=corpus, progress=False)
+
+    def complaint(work: Callable[[], Any]) -> str:
+        with pytest.raises(ValueError) as caught:
+            work()
+        return str(caught.value)
+
+    assert "its content hash is" in in_child(lambda: complaint(lambda: len(opened)))
+    assert "saved with corpus" in in_child(lambda: complaint(lambda: next(loader)))
+    assert "its content hash is" in complaint(lambda: pickle.loads(pickled[0]))
+    assert "saved with corpus" in complaint(lambda: pickle.loads(pickled[1]))
+
+
+def test_a_pickled_loader_continues_exactly(loader: BatchLoader, monkeypatch: pytest.MonkeyPatch, corpus: Path):
+    monkeypatch.chdir(corpus.parent)
+    relative = BatchLoader("shards", sequence_length=64, batch_size=23, seed=5, epochs=2)
+    relative.restore(loader.state())
+    pickled = [pickle.dumps(loader), pickle.dumps(relative)]
+    monkeypatch.chdir("/")
+    expected = hashes(loader)
+    assert len(expected) > 10
+    assert [hashes(pickle.loads(data)) for data in pickled] == [expected, expected]
+    assert hashes(pickle.loads(pickle.dumps(loader))) == []  # at the end of its last epoch
+
+
+def test_corpus_and_tokenizer_are_pickled(corpus: Path, tmp_path: Path):
+    opened = pickle.loads(pickle.dumps(Corpus(corpus)))
+    assert opened.content_hash == Corpus(corpus).content_hash and opened.path == corpus
+    words = tmp_path / "vocab.txt"
+    data = pickle.dumps(Tokenizer(words, lowercase=False))
+    words.unlink()  # the pickle has its content
+    tokenizer = pickle.loads(data)
+    assert tokenizer.options == {"lowercase": False, "strip_accents": False}
+    assert tokenizer.encode_batch(["w7 W8"])[0].tolist() == [7, 1]
+
+
+def test_a_forked_interpreter_exits(corpus: Path):
+    subprocess.run([sys.executable, "-c", EXIT, corpus], check=True, timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_torch_data_loaders_take_a_loader_to_their_worker(corpus: Path, tmp_path: Path, start: str):
+    script = tmp_path / "script.py"
+    script.write_text(DATA_LOADER)
+    subprocess.run([sys.executable, script, corpus, start], check=True, timeout=2 * PATIENCE)

@@ -1,0 +1,58 @@
+"""The live lines as terminals of several widths show them, and whole records as plain lines."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from electra_fast.progress import TrainingProgress
+from electra_fast.reading_progress import ReadingProgress
+
+RECORD = {
+    "step": 500_000,
+    "loss": 12.345,
+    "generator_loss": 7.123,
+    "discriminator_loss": 0.1234,
+    "discriminator_recall": 0.123,
+    "tokens_per_second": 123_456.0,
+    "mfu": 0.451,
+}
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch, module: str, width: int) -> io.StringIO:
+    """What is written to the console that a module makes for standard error."""
+    shown = io.StringIO()
+
+    def console(**options: object) -> Console:
+        return Console(
+            file=shown, width=width, force_terminal=True, color_system=None, quiet=bool(options.get("quiet"))
+        )
+
+    monkeypatch.setattr(f"electra_fast.{module}.Console", console)
+    return shown
+
+
+def last_line(shown: io.StringIO) -> str:
+    return shown.getvalue().replace("\x1b[2K", "").split("\r")[-1].splitlines()[0]
+
+
+@pytest.mark.parametrize(("width", "figures"), [(60, "los"), (80, "loss 12.345"), (120, "recall 12.3%")])
+def test_bar_step_and_eta_stay_in_a_narrow_terminal(monkeypatch, width, figures):
+    shown = terminal(monkeypatch, "progress", width)
+    with TrainingProgress(0, 1_000_000) as progress:
+        progress.advance(500_000)
+        progress.report(RECORD)
+    line = last_line(shown)
+    assert len(line) <= width and line.count("━") >= 3, line  # the half of it that is done
+    assert "500000/1000000" in line and figures in line and line.rstrip().endswith(("eta -:--:--", "eta 0:00:00"))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_reading_shows_bar_bytes_and_eta(monkeypatch, width):
+    shown = terminal(monkeypatch, "reading_progress", width)
+    with ReadingProgress("prepare", shown=True) as progress:
+        progress.update(22_800_000, 45_600_000, 1_234_567, 98_765_432)
+        progress._progress.refresh()
+        line = last_line(shown)
+    assert len(line) <= width and line.count("━") >= 3, line
+    assert "22.8/45.6 MB" in line and "1,23" in line and "eta" in line
