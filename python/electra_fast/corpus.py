@@ -46,10 +46,10 @@ class Tokenizer:
         self._inner = _data.Tokenizer(os.fspath(path), lowercase, strip_accents)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._inner.parts()
+        return (*self._inner.file, *self._inner.settings)
 
-    def __setstate__(self, parts: tuple[Any, ...]) -> None:
-        self._inner = _data.Tokenizer.of_parts(*parts)
+    def __setstate__(self, pickled: tuple[Any, ...]) -> None:
+        self._inner = _data.Tokenizer.of_file(*pickled)
 
     @classmethod
     def of(cls, corpus: Corpus) -> Tokenizer:

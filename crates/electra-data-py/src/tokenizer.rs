@@ -31,9 +31,9 @@ impl Tokenizer {
         Ok(Self { inner: PerProcess::new(inner) })
     }
 
-    /// A tokenizer of what `parts` gave.
+    /// A tokenizer of what `file` and `settings` gave.
     #[staticmethod]
-    fn of_parts(
+    fn of_file(
         name: &str,
         file: Vec<u8>,
         lowercase: Option<bool>,
@@ -42,14 +42,12 @@ impl Tokenizer {
         Ok(Self { inner: PerProcess::new(open(name, file, (lowercase, strip_accents))?) })
     }
 
-    /// (name of the file, its bytes, lowercase, strip_accents): all that the ids depend on.
-    fn parts<'py>(
-        &self,
-        py: Python<'py>,
-    ) -> PyResult<(&'static str, Bound<'py, PyBytes>, Option<bool>, Option<bool>)> {
+    /// (vocab.txt or tokenizer.json, the file's bytes)
+    #[getter]
+    fn file<'py>(&self, py: Python<'py>) -> PyResult<(&'static str, Bound<'py, PyBytes>)> {
         let inner = self.get(py)?;
-        let ((name, file), (lowercase, strip_accents)) = (inner.file(), inner.settings());
-        Ok((name, PyBytes::new(py, file), lowercase, strip_accents))
+        let (name, file) = inner.file();
+        Ok((name, PyBytes::new(py, file)))
     }
 
     /// Ids of each text as the bytes of little-endian u32.
