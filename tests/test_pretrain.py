@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 
 from electra_fast import checkpoint
 from electra_fast.config import Config
-from electra_fast.evaluate import evaluate
+from electra_fast.electra import Backend
+from electra_fast.evaluate import evaluate, evaluate_model
+from electra_fast.export import load
 from electra_fast.pretrain import TrainingFailed, pretrain
 
 STEPS = 24
@@ -176,6 +178,22 @@ def test_evaluate_is_one_pass_over_the_held_out_part(whole_run, held_out_corpus)
     assert figures == evaluate(whole_run, held_out_corpus)
     assert 0 < figures["discriminator_auc"] < 1
     assert figures == evaluate(checkpoint.latest(whole_run), held_out_corpus / "holdout")
+
+
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(recipe, held_out_corpus, tmp_path):
+    """Where all logits lie about the class shares' and so near each other that bf16 cannot tell them apart."""
+    config = tiny_config(recipe, **{"train.steps": "8", "data.packing": "best-fit"})
+    pretrain(config, data=held_out_corpus, out=tmp_path / "run")
+    model = load(tmp_path / "run")
+    with torch.no_grad():
+        model.discriminator_head.classifier.weight.mul_(1e-3)
+        model.discriminator_head.classifier.bias.fill_(-2.0)
+    checkpoint.save(tmp_path / "run", 8, model, None, {"step": 8}, keep=1)
+    figures = evaluate_model(model, held_out_corpus, model.config, Backend("sdpa", torch.bfloat16))
+    expected = evaluate(tmp_path / "run", held_out_corpus)
+    assert expected["discriminator_auc"] > 0.55
+    assert figures["discriminator_auc"] == pytest.approx(expected["discriminator_auc"], abs=0.01)
 
 
 def test_nan_is_said_and_not_saved(held_out_corpus, tmp_path):
