@@ -15,9 +15,12 @@ from safetensors.torch import load_file
 
 from electra_fast import checkpoint
 from electra_fast.config import Config
+from electra_fast.corpus import Corpus
+from electra_fast.data import BatchLoader, to_torch
 from electra_fast.electra import Backend
-from electra_fast.evaluate import evaluate, evaluate_model
+from electra_fast.evaluate import SEED, evaluate, evaluate_model
 from electra_fast.export import load
+from electra_fast.prepare_report import contents
 from electra_fast.pretrain import TrainingFailed, pretrain
 
 STEPS = 24
@@ -160,6 +163,27 @@ def test_recipes_learn(recipe, learning_rate, tiny_corpus, tmp_path):
     assert run[-1]["discriminator_loss"] < run[0]["discriminator_loss"]
 
 
+def test_a_run_says_what_its_packing_drops(tiny_corpus, tmp_path, capsys):
+    """As counted from the rows themselves; only where it starts, and only of the packing that drops anything."""
+    kept = 0
+    for rows in BatchLoader(tiny_corpus, sequence_length=16, batch_size=8, seed=0, packing="google", epochs=1):
+        batch = to_torch(rows)
+        cls_and_sep = (batch["input_ids"] == 2) | (batch["input_ids"] == 3)
+        kept += int(((batch["segment_ids"] > 0) & ~cls_and_sep).sum())
+    num_tokens = Corpus(tiny_corpus).num_tokens
+    config = tiny_config(**{"train.steps": "2", "train.checkpoint_every": "1"})
+    pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    assert 0 < kept < num_tokens
+    said = (
+        f'data.packing = "google" drops {num_tokens - kept:,} of {num_tokens:,} tokens ({1 - kept / num_tokens:.1%}) '
+    )
+    assert f"{said}in rows of 16; --data.packing best-fit keeps them all" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-2")
+    pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    pretrain(config.replace({"data": {"packing": "best-fit"}}), data=tiny_corpus, out=tmp_path / "other")
+    assert "drops" not in capsys.readouterr().err
+
+
 def test_mlm_baseline(held_out_corpus, tmp_path):
     pretrain(tiny_config(**{"objective.name": "mlm"}), data=held_out_corpus, out=tmp_path / "run")
     last = lines(tmp_path / "run")[-1]
@@ -169,12 +193,11 @@ def test_mlm_baseline(held_out_corpus, tmp_path):
 
 
 def test_evaluate_is_one_pass_over_the_held_out_part(whole_run, held_out_corpus):
-    from electra_fast.corpus import Corpus
-
     figures = evaluate(whole_run, held_out_corpus)
-    held_out = Corpus(held_out_corpus / "holdout")
-    # Every token once, and two special tokens a piece.
-    assert held_out.num_tokens < figures["tokens"] < held_out.num_tokens * 1.3
+    held_out = contents(held_out_corpus / "holdout", "google", 16, seed=SEED)
+    # Every token that the packing keeps once, and two or three special tokens per example.
+    assert figures["rows"] == held_out.rows
+    assert figures["tokens"] - held_out.tokens in range(2 * held_out.rows, 3 * held_out.rows)
     assert figures == evaluate(whole_run, held_out_corpus)
     assert 0 < figures["discriminator_auc"] < 1
     assert figures == evaluate(checkpoint.latest(whole_run), held_out_corpus / "holdout")

@@ -29,6 +29,7 @@ from electra_fast.flops import device_peak, flops_per_token
 from electra_fast.metrics import JsonLines, Number
 from electra_fast.model import Electra
 from electra_fast.optim import Optimizer, schedule_factor
+from electra_fast.prepare_report import google_drops
 from electra_fast.progress import TrainingProgress
 from electra_fast.run import Run, choose_backend, choose_device, environment, exclusive, open_run, record_environment
 from electra_fast.step import StepClock, TrainStep, choose_execution
@@ -208,6 +209,7 @@ class _Trainer:
             "interval_steps": self.interval_steps,
             "tokens": self.tokens,
             "seconds": self.seconds,
+            "imported": (self.run.state or {}).get("imported"),
         }
         keep = self.config.train.keep_checkpoints
         checkpoint.save(self.run.folder, self.step, self.model, self.optimizer.state_dict(), state, keep)
@@ -226,10 +228,15 @@ class _Trainer:
         num_parameters = sum(p.numel() for p in self.model.parameters())
         start = f"goes on at step {self.step}" if self.step else "starts"
         peak = "" if self.peak else "; no known peak for this device, so no MFU"
-        return (
+        opening = (
             f"{self.run.folder}: {start} of {self.config.train.steps}, {num_parameters / 1e6:.2f} M parameters, "
             f"{self.corpus.num_tokens / 1e6:.2f} M tokens in the corpus, {self.flops / 1e6:.3g} MFLOP a token{peak}"
         )
+        data = self.config.data
+        if self.step or data.packing != "google":
+            return opening
+        corpus, seed = self.corpus, self.config.train.seed
+        return f"{opening}\n{google_drops(data.corpus, corpus.num_tokens, data.sequence_length, seed=seed)}"
 
     def _closing(self) -> str:
         done = (
