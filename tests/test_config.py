@@ -50,6 +50,7 @@ def test_recipes_differ_where_the_sources_do() -> None:
     assert (paper.optimizer.bias_correction, google.optimizer.bias_correction) == (True, False)
     assert (paper.optimizer.schedule, google.optimizer.schedule) == ("linear", "product")
     assert (paper.data.masking, google.data.masking) == ("paper", "google")
+    assert (paper.data.packing, google.data.packing) == ("best-fit", "google")
     for config in (paper, google):
         optimizer = config.optimizer
         assert (optimizer.epsilon, optimizer.weight_decay, optimizer.beta1, optimizer.beta2) == (1e-6, 0.01, 0.9, 0.999)

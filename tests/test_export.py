@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from electra_fast import checkpoint, checkpoint_folder
 from electra_fast.config import Config
@@ -19,6 +19,7 @@ from electra_fast.export import export, import_folder, load
 from electra_fast.huggingface_config import CLASSES
 from electra_fast.huggingface_tokenizer import write_tokenizer
 from electra_fast.model import Electra
+from electra_fast.pretrain import pretrain
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "sat", *(f"w{i}" for i in range(191))]
 IDS = torch.randint(5, 200, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -120,12 +121,81 @@ def test_transformers_loads_what_export_writes_and_import_brings_it_back(
         differences = {name: pair for name, pair in differences.items() if not name.startswith("generator.")}
         differences.pop("model.tying", None)
     assert differences == {}
-    assert checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "again")) == {"step": 0}
+    imported = {"imported": True, "token_type_1_trained": recipe == "google"}
+    assert checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "again")) == {"step": 0, **imported}
     assert [p.shape for p in again.parameters()] == [p.shape for p in model.parameters()]
     tokenizer_files = {path.name: path.read_bytes() for path in (tmp_path / "run" / "tokenizer").iterdir()}
     for path in (tmp_path / "again" / "tokenizer").iterdir():
         if path.name != "tokenizer_config.json":
             assert path.read_bytes() == tokenizer_files[path.name]
+
+
+def type_tables(export_folder: Path) -> list[torch.Tensor]:
+    roles = (load_file(export_folder / role / "model.safetensors") for role in ("discriminator", "generator"))
+    return [tensors["electra.embeddings.token_type_embeddings.weight"] for tensors in roles]
+
+
+@pytest.mark.parametrize("tying", ["embeddings", "none"])
+def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Path, tying: str) -> None:
+    """And only there: on it, transformers computes what a model loaded from the export computes."""
+    model = make_run(tmp_path / "run", "google", {"data": {"packing": "best-fit"}, "model": {"tying": tying}})
+    export(tmp_path / "run", tmp_path / "out")
+    tables = (model.embeddings.token_type, model.generator_embeddings.token_type)
+    for found, own in zip(type_tables(tmp_path / "out"), tables, strict=True):
+        assert torch.equal(found[0], own[0]) and torch.equal(found[1], own[0]) and not torch.equal(own[0], own[1])
+    back, types = load(tmp_path / "out"), torch.ones_like(IDS)
+    with torch.no_grad():
+        typed = {"discriminator": back.discriminator_logits(IDS, MASK, types)}
+        typed["generator"] = back.generator_logits(IDS, MASK, types)
+        for role, expected in typed.items():
+            theirs = getattr(transformers, CLASSES["bert", role]).from_pretrained(tmp_path / "out" / role).eval()
+            found = theirs(input_ids=IDS, attention_mask=MASK, token_type_ids=types).logits.view(expected.shape)
+            assert_same({role: found}, {role: expected})
+    assert_same(typed, logits(model))  # those of type 0
+
+
+def others_folders(folder: Path) -> None:
+    """Takes our keys from the folders' config.json, as models of others have none."""
+    for path in folder.glob("*/config.json"):
+        table = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({k: v for k, v in table.items() if "electra_fast" not in k}), encoding="utf-8")
+
+
+@pytest.mark.parametrize("origin", ["best-fit", "google", "others"])
+def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, tiny_corpus: Path, origin: str) -> None:
+    """Through import, training without pairs, a resume, and two more exports."""
+    config = Config.preset("tiny", "google").replace(
+        {
+            "data": {"packing": "google" if origin == "google" else "best-fit", "sequence_length": 16},
+            "train": {"steps": 2, "batch_size": 4, "checkpoint_every": 1},
+            "optimizer": {"warmup_steps": 0},
+        }
+    )
+    pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out")
+    was_copied = origin != "google"
+    assert [torch.equal(*table) for table in type_tables(tmp_path / "out")] == [was_copied] * 2
+    if origin == "others":
+        others_folders(tmp_path / "out")
+        for role in ("discriminator", "generator"):
+            path = tmp_path / "out" / role / "model.safetensors"
+            tensors = load_file(path)
+            tensors["electra.embeddings.token_type_embeddings.weight"][1] += 1
+            save_file(tensors, path, metadata={"format": "pt"})
+    import_folder(tmp_path / "out", tmp_path / "again")
+    config = config.replace({"data": {"packing": "best-fit"}})
+    pretrain(config, data=tiny_corpus, out=tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-2")
+    pretrain(config, data=tiny_corpus, out=tmp_path / "again")
+    export(tmp_path / "again", tmp_path / "more")
+    was_copied = origin == "best-fit"
+    assert [torch.equal(*table) for table in type_tables(tmp_path / "more")] == [was_copied] * 2
+    for role in ("discriminator", "generator"):
+        table = json.loads((tmp_path / "more" / role / "config.json").read_text(encoding="utf-8"))
+        assert table["electra_fast_token_type_1_trained"] is not was_copied
+    trained = type_tables(tmp_path / "more")
+    export(tmp_path / "more", tmp_path / "last")  # folders to folders
+    assert all(map(torch.equal, type_tables(tmp_path / "last"), trained))
 
 
 @pytest.mark.parametrize("recipe", ["google", "modern"])

@@ -23,7 +23,7 @@ MAX_LINES = 400
 BANNED_NAMES = {"util", "utils", "common", "helper", "helpers", "manager", "managers", "misc"}
 
 # Python, from the top. "kernels" stands for every file in that folder.
-HUGGINGFACE = {"huggingface", "huggingface_config", "huggingface_tokenizer", "huggingface_weights"}
+HUGGINGFACE = {"huggingface", *(f"huggingface_{part}" for part in ("card", "config", "tokenizer", "weights"))}
 PACKAGE_LAYERS = [
     {"__main__"},
     {"cli"},

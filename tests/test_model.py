@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
@@ -205,7 +206,7 @@ def test_tying_shares_what_it_says() -> None:
 
 def test_initial_weights_are_a_normal_cut_at_two_deviations() -> None:
     model = Electra(Config.preset("small").replace({"model": {"vocab_size": 1000}}))
-    weight = torch.cat([p.detach().flatten() for p in model.discriminator.parameters() if p.dim() == 2]) / 0.02
+    weight = torch.cat([p.detach().flatten() for p in model.discriminator.layers.parameters() if p.dim() == 2]) / 0.02
     assert weight.abs().max() <= 2 + 1e-6
     assert abs(weight.mean()) < 0.002
     assert abs(weight.std() - 0.8796) < 0.001  # of a standard normal within two deviations
@@ -217,6 +218,63 @@ def test_initial_weights_are_a_normal_cut_at_two_deviations() -> None:
     assert not torch.equal(again.embeddings.token, model.embeddings.token)
     assert torch.equal(Electra(model.config).embeddings.token, model.embeddings.token)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("recipe", ["google", "paper"])
+def test_layers_without_a_published_initializer_start_glorot_uniform(recipe: str) -> None:
+    """TensorFlow's default; the standard deviations at `small` are those of the published code."""
+    model = Electra(Config.preset("small", recipe).replace({"model": {"vocab_size": 100}}))
+    deviations = {
+        "discriminator.projection": 0.0722,
+        "generator.projection": 0.1021,
+        "discriminator_head.classifier": 0.0882,
+    }
+    for name, deviation in deviations.items():
+        weight = model.get_parameter(f"{name}.weight").detach()
+        bound = 3**0.5 * deviation
+        assert 0.97 * bound < weight.abs().max() <= 1.001 * bound, name
+        # The deviation and the mean of n uniform draws: 4 standard errors of each.
+        assert abs(weight.std() / deviation - 1) < 4 * (0.2 / weight.numel()) ** 0.5 + 1e-3, name
+        assert abs(weight.mean()) < 4 * deviation / weight.numel() ** 0.5, name
+    for name in ("embeddings.token", "discriminator_head.dense.weight", "generator_head.dense.weight"):
+        assert model.get_parameter(name).abs().max() <= 0.04 + 1e-6, name
+    modern = Electra(Config.preset("small", "modern").replace({"model": {"vocab_size": 100}}))
+    assert modern.discriminator_head.classifier.weight.abs().max() <= 256**-0.5
+
+
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_discriminator_logits_of_bf16_states_are_products_in_fp32(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    """Logits and gradients to fp32's rounding of the exact product of the same states; no two logits tie."""
+    head = Electra(Config.preset("small", recipe).replace({"model": {"vocab_size": 100}})).discriminator_head
+    seen: list[Tensor] = []
+    original = F.linear
+
+    def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.shape[0] == 1:
+            seen.append(x)
+            x.retain_grad()
+        return original(x, weight, bias)
+
+    monkeypatch.setattr(F, "linear", watched)
+    x_TD = torch.randn(2000, 256, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    upstream_T = torch.randn(2000, generator=torch.Generator().manual_seed(1))
+    logits_T = head(x_TD)
+    logits_T.backward(upstream_T)
+    (states_TD,) = seen
+    weight = head.classifier.weight
+    assert weight.grad is not None and states_TD.grad is not None and x_TD.grad is not None
+    assert torch.equal(states_TD, states_TD.bfloat16().to(states_TD.dtype))
+
+    exact_TD, exact_D, upstream_T = states_TD.detach().double(), weight.detach().double()[0], upstream_T.double()
+    rounding = torch.finfo(torch.float32).eps
+    bound_T = 256 * rounding * (exact_TD.abs() @ exact_D.abs())
+    assert logits_T.dtype == torch.float32
+    assert ((logits_T.detach() - exact_TD @ exact_D).abs() <= bound_T).all()
+    assert logits_T.unique().numel() > 1990
+    bound_D = 2000 * rounding * (upstream_T.abs() @ exact_TD.abs())
+    assert ((weight.grad[0] - upstream_T @ exact_TD).abs() <= bound_D).all()
+    assert states_TD.grad.dtype == torch.float32
+    torch.testing.assert_close(states_TD.grad, (upstream_T[:, None] * exact_D).float())
 
 
 def test_a_model_without_a_vocabulary_is_refused() -> None:

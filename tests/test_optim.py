@@ -113,6 +113,60 @@ def test_fused_matrices_are_orthogonalised_apart():
     assert max(sizes) < 2 * min(sizes)
 
 
+def test_lamb_adapts_each_tensor_of_the_published_layout():
+    """Fused parameters against their parts, each a parameter of its own in float64 that knows nothing of fusion.
+
+    Queries' and keys' gradients are near epsilon, as they are early in training: one ratio over all three would be
+    the values', which starves them.
+    """
+    random = torch.Generator().manual_seed(0)
+    parts = {
+        "query": (4, 4, 1e-6),
+        "key": (4, 4, 1e-7),
+        "value": (4, 4, 1.0),
+        "gelu": (6, 4, 1e-7),
+        "gate": (6, 4, 1.0),
+        "zero": (3, 4, 1.0),
+    }
+    weights = {name: torch.randn(rows, columns, generator=random) for name, (rows, columns, _) in parts.items()}
+    weights["zero"].zero_()
+    grads = [
+        {name: torch.randn(r, c, generator=random) * scale for name, (r, c, scale) in parts.items()}
+        for _ in range(STEPS)
+    ]
+    fused = {"a.qkv.weight": ("query", "key", "value"), "a.geglu_in.weight": ("gelu", "gate"), "a.weight": ("zero",)}
+
+    def join(of, names):
+        return torch.cat([of[name] for name in names])
+
+    ours = {name: nn.Parameter(join(weights, names)) for name, names in fused.items()}
+    ours["a.qkv.bias"] = nn.Parameter(torch.ones(12))
+    optimizer = Optimizer(ours.items(), plain(name="lamb", bias_correction=False))
+    for step in range(STEPS):
+        for name, names in fused.items():
+            ours[name].grad = join(grads[step], names)
+        ours["a.qkv.bias"].grad = torch.ones(12)
+        optimizer.step(1.0)
+
+    expected, bias_first, bias_second, bias = {}, 0.0, 0.0, 1.0
+    for name, weight in weights.items():
+        weight = weight.double()
+        first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+        for step in range(STEPS):
+            gradient = grads[step][name].double()
+            first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
+            update = first / (second.sqrt() + 1e-6) + 0.1 * weight
+            ratio = weight.norm() / update.norm() if weight.norm() > 0 else 1.0
+            weight = weight - 0.01 * ratio * update
+        expected[name] = weight
+    for _ in range(STEPS):  # norms and biases: neither decayed nor adapted
+        bias_first, bias_second = 0.9 * bias_first + 0.1, 0.999 * bias_second + 0.001
+        bias -= 0.01 * bias_first / (bias_second**0.5 + 1e-6)
+    for name, names in fused.items():
+        torch.testing.assert_close(ours[name].double(), join(expected, names), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours["a.qkv.bias"].double(), torch.full((12,), bias).double(), rtol=1e-5, atol=1e-6)
+
+
 def test_clipping():
     named = parameters()
     optimizer = Optimizer(named.items(), plain(clip_norm=1.0, learning_rate=1.0, weight_decay=0.0, epsilon=1.0))

@@ -11,9 +11,14 @@ import pytest
 import torch
 from tiny_run import STEPS, assert_same_run, command, lines, tiny_config, weights
 
-from electra_fast import checkpoint_folder
+from electra_fast import checkpoint, checkpoint_folder
+from electra_fast.corpus import Corpus
+from electra_fast.data import BatchLoader, to_torch
+from electra_fast.electra import Backend
 from electra_fast.errors import TrainingFailed
-from electra_fast.evaluate import evaluate
+from electra_fast.evaluate import SEED, evaluate, evaluate_model
+from electra_fast.export import load
+from electra_fast.prepare_report import contents
 from electra_fast.pretrain import pretrain
 
 
@@ -87,6 +92,27 @@ def test_recipes_learn(recipe, learning_rate, tiny_corpus, tmp_path):
     assert run[-1]["discriminator_loss"] < run[0]["discriminator_loss"]
 
 
+def test_a_run_says_what_its_packing_drops(tiny_corpus, tmp_path, capsys):
+    """As counted from the rows themselves; only where it starts, and only of the packing that drops anything."""
+    kept = 0
+    for rows in BatchLoader(tiny_corpus, sequence_length=16, batch_size=8, seed=0, packing="google", epochs=1):
+        batch = to_torch(rows)
+        cls_and_sep = (batch["input_ids"] == 2) | (batch["input_ids"] == 3)
+        kept += int(((batch["segment_ids"] > 0) & ~cls_and_sep).sum())
+    num_tokens = Corpus(tiny_corpus).num_tokens
+    config = tiny_config(**{"train.steps": "2", "train.checkpoint_every": "1"})
+    pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    assert 0 < kept < num_tokens
+    said = (
+        f'data.packing = "google" drops {num_tokens - kept:,} of {num_tokens:,} tokens ({1 - kept / num_tokens:.1%}) '
+    )
+    assert f"{said}in rows of 16; --data.packing best-fit keeps them all" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-2")
+    pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    pretrain(config.replace({"data": {"packing": "best-fit"}}), data=tiny_corpus, out=tmp_path / "other")
+    assert "drops" not in capsys.readouterr().err
+
+
 def test_mlm_baseline(held_out_corpus, tmp_path):
     pretrain(tiny_config(**{"objective.name": "mlm"}), data=held_out_corpus, out=tmp_path / "run")
     last = lines(tmp_path / "run")[-1]
@@ -96,15 +122,30 @@ def test_mlm_baseline(held_out_corpus, tmp_path):
 
 
 def test_evaluate_is_one_pass_over_the_held_out_part(whole_run, held_out_corpus):
-    from electra_fast.corpus import Corpus
-
     figures = evaluate(whole_run, held_out_corpus)
-    held_out = Corpus(held_out_corpus / "holdout")
-    # Every token once, and two special tokens a piece.
-    assert held_out.num_tokens < figures["tokens"] < held_out.num_tokens * 1.3
+    held_out = contents(held_out_corpus / "holdout", "google", 16, seed=SEED)
+    # Every token that the packing keeps once, and two or three special tokens per example.
+    assert figures["rows"] == held_out.rows
+    assert figures["tokens"] - held_out.tokens in range(2 * held_out.rows, 3 * held_out.rows)
     assert figures == evaluate(whole_run, held_out_corpus)
     assert 0 < figures["discriminator_auc"] < 1
     assert figures == evaluate(checkpoint_folder.latest(whole_run), held_out_corpus / "holdout")
+
+
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(recipe, held_out_corpus, tmp_path):
+    """Where all logits lie about the class shares' and so near each other that bf16 cannot tell them apart."""
+    config = tiny_config(recipe, **{"train.steps": "8", "data.packing": "best-fit"})
+    pretrain(config, data=held_out_corpus, out=tmp_path / "run")
+    model = load(tmp_path / "run")
+    with torch.no_grad():
+        model.discriminator_head.classifier.weight.mul_(1e-3)
+        model.discriminator_head.classifier.bias.fill_(-2.0)
+    checkpoint.save(tmp_path / "run", 8, model, None, {"step": 8}, keep=1)
+    figures = evaluate_model(model, held_out_corpus, model.config, Backend("sdpa", torch.bfloat16))
+    expected = evaluate(tmp_path / "run", held_out_corpus)
+    assert expected["discriminator_auc"] > 0.55
+    assert figures["discriminator_auc"] == pytest.approx(expected["discriminator_auc"], abs=0.01)
 
 
 def test_nan_is_said_and_not_saved(held_out_corpus, tmp_path):

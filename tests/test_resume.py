@@ -97,7 +97,16 @@ class TestAllowedChanges:
         assert pretrain(changed, data=held_out_corpus, out=run, allow_changes=True).step == 28
         assert "their order starts anew, with another epoch" in said(capsys)
         after = checkpoint_folder.read_state(checkpoint_folder.latest(run))["loader"]
-        assert after["epoch"] > before["epoch"] and after["options"] != before["options"] or key == "train.seed"
+        assert after["epoch"] > before["epoch"] and (after["options"], after["seed"]) != (
+            before["options"],
+            before["seed"],
+        )
+
+    def test_an_earlier_packing_is_remembered(self, run, held_out_corpus):
+        """Token type 1 has been trained, whatever the packing is now."""
+        changed = tiny_config(**{"train.steps": "28", "data.packing": "best-fit"})
+        pretrain(changed, data=held_out_corpus, out=run, allow_changes=True)
+        assert checkpoint_folder.read_state(checkpoint_folder.latest(run))["token_type_1_trained"]
 
     def test_another_corpus_of_the_same_vocabulary(self, run, held_out_corpus, tiny_corpus):
         with pytest.raises(ValueError, match=r"content hash .*--allow-changes"):

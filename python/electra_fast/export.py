@@ -10,13 +10,18 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 
 from electra_fast import checkpoint, checkpoint_folder
 from electra_fast.atomic_files import replace_folder
+from electra_fast.config import Config
+from electra_fast.electra import SUMS
 from electra_fast.huggingface import read_models, write_model
-from electra_fast.huggingface_config import CLASSES, OWN_KEY
+from electra_fast.huggingface_card import Origin, model_card
+from electra_fast.huggingface_config import CLASSES, OWN_KEY, token_type_1_trained
 from electra_fast.huggingface_tokenizer import copy_tokenizer, special_ids
+from electra_fast.huggingface_weights import PARTS
 from electra_fast.model import Electra
 
 ROLES = ("discriminator", "generator")
@@ -40,7 +45,9 @@ def load(path: str | Path) -> Electra:
 
 
 def export(source: str | Path, out: str | Path) -> None:
-    """Writes out/discriminator and out/generator, each with its tokenizer, for `transformers`.
+    """Writes out/discriminator and out/generator, each with its tokenizer and model card, for `transformers`.
+
+    Where token type 1 never occurred in training its embedding becomes a copy of type 0's.
 
     An earlier export in `out` is replaced, anything else refused (ValueError). Until all of it is
     written nothing appears under the name `out`.
@@ -48,16 +55,21 @@ def export(source: str | Path, out: str | Path) -> None:
     source, out = Path(source), Path(out)
     if not _is_empty(out) and not _is_export(out):
         raise ValueError(f"{out}: not empty and not an earlier export; choose another folder")
-    model, tokenizer = load(source), _tokenizer(source)
+    model, tokenizer, origin = load(source), _tokenizer(source), _origin(source)
     missing = [role for role in ROLES if not getattr(model, f"has_{role}")]
     if "generator" in missing:
         raise ValueError(f"{source}: a discriminator alone; export needs a generator beside it")
+
+    if not origin.token_type_1_trained:
+        _copy_token_type_0(model)
 
     def write(folder: Path) -> None:
         for role in ROLES:
             if role not in missing:
                 copy_tokenizer(tokenizer, folder / role, _INPUT_NAMES[model.config.model.architecture])
-                write_model(folder / role, model, role, special_ids(folder / role))
+                write_model(folder / role, model, role, special_ids(folder / role), origin.token_type_1_trained)
+                card = model_card(model.config, role, _num_parameters(model, role), origin)
+                (folder / role / "README.md").write_text(card, encoding="utf-8")
 
     _write_folder(out, write)
 
@@ -82,9 +94,40 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
     def write(folder: Path) -> None:
         copy_tokenizer(tokenizer, folder / "tokenizer", _INPUT_NAMES[model.config.model.architecture])
         (folder / "config.toml").write_text(model.config.to_toml(), encoding="utf-8")
-        checkpoint.save(folder, 0, model, None, {"step": 0}, keep=1)
+        facts = {"imported": True, "token_type_1_trained": _origin(source).token_type_1_trained}
+        checkpoint.save(folder, 0, model, None, {"step": 0, **facts}, keep=1)
 
     _write_folder(out, write)
+
+
+def _origin(source: Path) -> Origin:
+    """What a source records of its model's training."""
+    stored = _checkpoint(source)
+    if stored is None:
+        return Origin(token_type_1_trained=any(token_type_1_trained(folder) for folder in _folders(source).values()))
+    state, packing = checkpoint_folder.read_state(stored), Config.load(stored / "config.toml").data.packing
+    steps = state["step"]
+    tokens = state["tokens"] + int(state["interval"][SUMS.index("tokens")]) if "tokens" in state else None
+    return Origin(
+        # Only the published code's packing makes rows of two segments; the state knows of earlier packings.
+        token_type_1_trained=(steps > 0 and packing == "google") or state.get("token_type_1_trained", False),
+        steps=steps,
+        imported=state.get("imported", False),
+        tokens=tokens,
+        corpus=state.get("corpus"),
+    )
+
+
+@torch.no_grad()
+def _copy_token_type_0(model: Electra) -> None:
+    for name, table in model.named_parameters():
+        if name.endswith(".token_type"):
+            table[1] = table[0]
+
+
+def _num_parameters(model: Electra, role: str) -> int:
+    parts = {parameter for part in PARTS[role] for parameter in model.get_submodule(part).parameters()}
+    return sum(parameter.numel() for parameter in parts)
 
 
 def _checkpoint(source: Path) -> Path | None:

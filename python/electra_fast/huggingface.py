@@ -23,6 +23,7 @@ from electra_fast.config import Config, ModelConfig, Scalar
 from electra_fast.huggingface_config import (
     OWN_KEY,
     SIZE_KEYS,
+    TOKEN_TYPE_KEY,
     describe,
     own_config,
     preset_of_size,
@@ -35,10 +36,14 @@ from electra_fast.model import Electra
 from electra_fast.tensor_files import save_file
 
 
-def write_model(directory: Path, model: Electra, role: str, special_ids: Mapping[str, int]) -> None:
+def write_model(
+    directory: Path, model: Electra, role: str, special_ids: Mapping[str, int], token_type_1_trained: bool = True
+) -> None:
     """Writes config.json and model.safetensors of one role into an existing folder."""
     tensors = weights.to_theirs(model.state_dict(), role, role_shape(model.config, role))
     table = describe(model.config, role, special_ids)
+    if model.config.model.architecture == "bert":
+        table[TOKEN_TYPE_KEY] = token_type_1_trained
     (directory / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 

@@ -19,6 +19,8 @@ from electra_fast.presets import SIZES
 
 OWN_KEY = "electra_fast"
 """Our key of config.json: the run's whole configuration, for `import`."""
+TOKEN_TYPE_KEY = "electra_fast_token_type_1_trained"
+"""Our key of config.json: whether token type 1 has occurred in training; `export` copies type 0's row where not."""
 
 MODEL_TYPES = {"electra": "bert", "modernbert": "modern"}
 CLASSES = {
@@ -176,6 +178,15 @@ def own_config(path: Path, table: Mapping[str, Any]) -> Config | None:
         return Config().replace(table[OWN_KEY])
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path}: {OWN_KEY}: {error}") from None
+
+
+def token_type_1_trained(folder: Path) -> bool:
+    """Whether token type 1 of a folder's model has occurred in training, as `export` recorded it; true of others'."""
+    table = read_table(folder)
+    trained = table.get(TOKEN_TYPE_KEY, OWN_KEY not in table)
+    if not isinstance(trained, bool):
+        raise ValueError(f"{folder / 'config.json'}: {TOKEN_TYPE_KEY} = {trained!r} must be true or false")
+    return trained
 
 
 def preset_of_size(shape: ModelConfig) -> Config:

@@ -194,7 +194,7 @@ class GeneratorHead(nn.Module):
 
 
 class DiscriminatorHead(nn.Module):
-    """Hidden states → one logit a token, positive = "replaced"; [T, D] → fp32 [T].
+    """Hidden states → one logit per token, positive = "replaced"; [T, D] → fp32 [T].
 
     `bert`: dense, gelu, dense(1). `modern`: dense, gelu, norm, dense(1).
     """
@@ -211,8 +211,7 @@ class DiscriminatorHead(nn.Module):
         if self.norm is None:
             return ops.replaced_logits(x_TD, dense.weight, dense.bias, classifier.weight, classifier.bias)
         x_TD = self.norm(ops.bias_gelu(x_TD, dense.weight, dense.bias))
-        logits: Tensor = classifier(x_TD).squeeze(-1).float()
-        return logits
+        return ops.token_logits(x_TD, classifier.weight, classifier.bias)
 
 
 class Electra(nn.Module):
@@ -311,9 +310,10 @@ class Electra(nn.Module):
 def initialise(model: Electra, config: Config) -> None:
     """Sets every parameter from `train.seed`: biases 0, norms 1, matrices by the architecture's rule.
 
-    `bert`: normal of standard deviation 0.02 truncated at two of them, as the published code.
-    `modern`: tables likewise; matrices uniform of variance 1 / (3 inputs), those that write to the
-    residual stream 0, so that every layer starts as the identity.
+    `bert`, as the published code: normal of standard deviation 0.02 truncated at two of them; Glorot
+    uniform, TensorFlow's default, where that code names no initializer: the projection E → D and the
+    discriminator's classifier. `modern`: tables by the normal; matrices uniform of variance
+    1 / (3 inputs), those that write to the residual stream 0, so that every layer starts as the identity.
     """
     random = torch.Generator().manual_seed(config.train.seed)
     modern = config.model.architecture == "modern"
@@ -321,13 +321,18 @@ def initialise(model: Electra, config: Config) -> None:
         with torch.no_grad():
             if parameter.dim() < 2:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # nn.Linear draws its biases
-            elif not modern or ".token" in name:
-                _truncated_normal(parameter, 0.02, random)
-            elif name.endswith(("attention_out.weight", "feed_forward_out.weight")):
+            elif modern and name.endswith(("attention_out.weight", "feed_forward_out.weight")):
                 parameter.zero_()
+            elif modern and ".token" not in name:
+                _uniform(parameter, parameter.shape[1] ** -0.5, random)
+            elif not modern and name.endswith(("projection.weight", "classifier.weight")):
+                _uniform(parameter, math.sqrt(6 / sum(parameter.shape)), random)
             else:
-                bound = parameter.shape[1] ** -0.5
-                parameter.uniform_(-bound, bound, generator=random)
+                _truncated_normal(parameter, 0.02, random)
+
+
+def _uniform(x: Tensor, bound: float, random: torch.Generator) -> None:
+    x.uniform_(-bound, bound, generator=random)
 
 
 def _truncated_normal(x: Tensor, deviation: float, random: torch.Generator) -> None:

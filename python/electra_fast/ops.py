@@ -244,7 +244,7 @@ def corrupt_reference(
 def replaced_logits(
     x_TD: Tensor, dense_weight: Tensor, dense_bias: Tensor, weight_1D: Tensor, bias_1: Tensor
 ) -> Tensor:
-    """The discriminator's head without norm: dense, gelu, one logit a token; [T, D] → fp32 [T].
+    """The discriminator's head without norm: dense, gelu, one logit per token; [T, D] → fp32 [T].
 
     With kernels the dense layer's bias, the GELU and the classifier are one pass, in fp32.
     """
@@ -253,7 +253,15 @@ def replaced_logits(
 
         logits_T: Tensor = discriminator_head.gelu_logit(linear(x_TD, dense_weight), dense_bias, weight_1D, bias_1)
         return logits_T
-    return linear(bias_gelu(x_TD, dense_weight, dense_bias), weight_1D, bias_1).squeeze(-1).float()
+    return token_logits(bias_gelu(x_TD, dense_weight, dense_bias), weight_1D, bias_1)
+
+
+def token_logits(x_TD: Tensor, weight_1D: Tensor, bias_1: Tensor) -> Tensor:
+    """The discriminator's classifier, in fp32 whatever x's dtype; [T, D] → fp32 [T].
+
+    Early in training logits differ by less than bf16 resolves: rounded, most of them would tie.
+    """
+    return F.linear(x_TD.float(), weight_1D, bias_1).squeeze(-1)
 
 
 def discriminator_loss(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -127,13 +127,14 @@ class Optimizer:
         updates = torch._foreach_div(first, denominators)
         if config.bias_correction:
             torch._foreach_mul_(updates, first_scale)
-        for parameter, update in zip(parameters, updates, strict=True):
-            is_matrix = parameter.dim() >= 2
-            if is_matrix:
-                # Decoupled decay of all but norms and biases; embeddings are decayed.
-                update.add_(parameter, alpha=config.weight_decay)
-            if is_matrix and config.name == "lamb":
-                update.mul_(_trust_ratio(parameter, update))
+        for name, parameter, update in zip(self.moments, parameters, updates, strict=True):
+            if parameter.dim() < 2:
+                continue
+            # Norms and biases are not decayed, nor adapted by LAMB; embeddings are both.
+            update.add_(parameter, alpha=config.weight_decay)
+            if config.name == "lamb":
+                blocks_KX = update.view(_num_blocks(name), -1)
+                blocks_KX.mul_(_trust_ratios(parameter.view(blocks_KX.shape), blocks_KX))
         torch._foreach_mul_(updates, rate)
         torch._foreach_add_(parameters, updates)
 
@@ -190,11 +191,11 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _num_blocks(name: str) -> int:
-    """Fused matrices are orthogonalised apart: queries, keys and values; GeGLU's two halves."""
+    """Matrices of the published layout in one parameter: query, key and value are fused, and so are GeGLU's halves."""
     return {"qkv": 3, "geglu_in": 2}.get(name.split(".")[-2], 1)
 
 
-def _trust_ratio(parameter: Tensor, update: Tensor) -> Tensor:
-    """LAMB's |parameter| / |update|, 1 where either is 0."""
-    size, length = parameter.norm(), update.norm()
-    return torch.where((size > 0) & (length > 0), size / length, torch.ones_like(size))
+def _trust_ratios(blocks_KX: Tensor, updates_KX: Tensor) -> Tensor:
+    """LAMB's |parameter| / |update| per block, 1 where either is 0; [K, X] → [K, 1]."""
+    sizes, lengths = blocks_KX.norm(dim=1, keepdim=True), updates_KX.norm(dim=1, keepdim=True)
+    return torch.where((sizes > 0) & (lengths > 0), sizes / lengths, torch.ones_like(sizes))

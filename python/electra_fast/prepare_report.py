@@ -69,6 +69,15 @@ def contents(corpus: str | os.PathLike[str], packing: str, sequence_length: int,
     return Contents(rows=rows, tokens=tokens, fill=positions / max(1, rows * sequence_length))
 
 
+def google_drops(corpus: str | os.PathLike[str], num_tokens: int, sequence_length: int, *, seed: int) -> str:
+    """What packing `google` drops of a corpus of `num_tokens` in a run's first epoch, and which key keeps it."""
+    dropped = num_tokens - contents(corpus, "google", sequence_length, seed=seed).tokens
+    return (
+        f'data.packing = "google" drops {dropped:,} of {num_tokens:,} tokens '
+        f"({dropped / max(1, num_tokens):.1%}) in rows of {sequence_length}; --data.packing best-fit keeps them all"
+    )
+
+
 def summary(report: PrepareReport, out: str | os.PathLike[str], why_not_fast: str | None) -> str:
     """How a run of `prepare` ended: what there is now, what was left out, what is still missing."""
     skipped = f"; {report.skipped_files} files of other kinds were passed over" if report.skipped_files else ""

@@ -56,6 +56,7 @@ RECIPES: dict[str, dict[str, Scalar]] = {
     },
     "google": {
         "data.masking": "google",
+        "data.packing": "google",
         "optimizer.name": "adamw",
         "optimizer.schedule": "product",
         "optimizer.bias_correction": False,

@@ -26,6 +26,7 @@ from electra_fast.interruption import StopRequest
 from electra_fast.metrics import JsonLines, Number
 from electra_fast.model import Electra
 from electra_fast.optim import Optimizer, schedule_factor
+from electra_fast.prepare_report import google_drops
 from electra_fast.progress import TrainingProgress
 from electra_fast.run import Run
 from electra_fast.step import StepClock, TrainStep, choose_execution
@@ -175,10 +176,20 @@ class Trainer:
             "interval_steps": self.interval_steps,
             "tokens": self.tokens,
             "seconds": self.seconds,
+            **self._history(),
         }
         keep = self.config.train.keep_checkpoints
         checkpoint.save(self.run.folder, self.step, self.model, self.optimizer.state_dict(), state, keep)
         self.saved_step = self.step
+
+    def _history(self) -> dict[str, bool]:
+        """What `export` must know of earlier packings and of an import."""
+        before = self.run.state or {}
+        two_segments = self.step > 0 and self.config.data.packing == "google"
+        return {
+            "imported": before.get("imported", False),
+            "token_type_1_trained": two_segments or before.get("token_type_1_trained", False),
+        }
 
     def _restore(self, directory: Path, state: dict[str, Any]) -> None:
         checkpoint.load_parameters(self.model, directory)
@@ -212,6 +223,10 @@ class Trainer:
             f"{self.run.folder}: {start}, {num_parameters / 1e6:.2f} M parameters, "
             f"{self.corpus.num_tokens / 1e6:.2f} M tokens in the corpus, {self.flops / 1e6:.3g} MFLOP per token{peak}"
         )
+        data = self.config.data
+        if data.packing == "google" and not self.step:
+            seed = self.config.train.seed
+            yield google_drops(data.corpus, self.corpus.num_tokens, data.sequence_length, seed=seed)
         for name, (was, now) in self.run.changes.items():
             yield f"changed at step {self.step}: {name} = {was!r} is now {now!r}"
         if "train.steps" in self.run.changes:

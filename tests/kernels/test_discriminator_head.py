@@ -30,8 +30,7 @@ def make_head(num_tokens, width, dtype=torch.float32, seed=0):
 
 def eager_logits(h_TD, bias_D, weight_1D, bias_1):
     """As the reference computes them, from where the dense layer's product is known."""
-    dtype = h_TD.dtype
-    return F.linear(F.gelu(h_TD + bias_D.to(dtype)), weight_1D.to(dtype), bias_1.to(dtype)).squeeze(-1).float()
+    return ops.token_logits(F.gelu(h_TD + bias_D.to(h_TD.dtype)), weight_1D, bias_1)
 
 
 def results(compute, arguments, upstream_T):
@@ -61,6 +60,19 @@ def test_head_is_no_worse_than_eager(num_tokens, width, dtype):
         rounding = torch.finfo(dtype if name == "h" else torch.float32).eps
         error = (ours - true).abs().max().item()
         assert error <= (theirs - true).abs().max().item() + 4 * rounding * scale, name
+
+
+@pytest.mark.parametrize("width", [64, 256, 768])
+def test_logits_of_bf16_activations_are_fp32(width):
+    """To fp32's rounding of the exact sum, and none tie, however small they are; bf16 would leave a few hundred."""
+    h_TD, bias_D, weight_1D, constant = make_head(2000, width, torch.bfloat16)
+    weight_1D = weight_1D.detach() * 1e-2
+    h, bias, weight = (x.detach().double() for x in (h_TD, bias_D, weight_1D))
+    terms_TD = F.gelu(h + bias) * weight
+    logits_T = head.gelu_logit(h_TD, bias_D, weight_1D, constant)
+    bound_T = width * torch.finfo(torch.float32).eps * (terms_TD.abs().sum(1) + 0.3)
+    assert ((logits_T - terms_TD.sum(1) - constant.double()).abs() <= bound_T).all()
+    assert logits_T.unique().numel() > 1950
 
 
 def test_gelu_over_its_range():

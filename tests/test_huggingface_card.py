@@ -1,0 +1,90 @@
+"""Model cards: what Hugging Face reads of them, and that they say what is recorded and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from electra_fast.config import Config
+from electra_fast.corpus import Corpus
+from electra_fast.export import export, import_folder, load
+from electra_fast.pretrain import pretrain
+
+TRAIN = {"steps": 3, "batch_size": 4, "log_every": 2, "checkpoint_every": 2, "eval_every": 0}
+REMARK = "Token type 1 never occurred in training."
+
+
+def trained(folder: Path, corpus: Path, recipe: str, packing: str, **sections: dict[str, object]) -> Config:
+    config = Config.preset("tiny", recipe).replace({"data": {"packing": packing}, "train": TRAIN, **sections})
+    pretrain(config, data=corpus, out=folder)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("recipe", "packing"), [("google", "google"), ("google", "best-fit"), ("paper", "best-fit"), ("modern", "best-fit")]
+)
+def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: str, packing: str) -> None:
+    config = trained(tmp_path / "run", tiny_corpus, recipe, packing)
+    export(tmp_path / "run", tmp_path / "out")
+    tokens = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["tokens"]
+    for role in ("discriminator", "generator"):
+        card = ModelCard.load(tmp_path / "out" / role / "README.md")
+        front = card.data.to_dict()
+        assert front["library_name"] == "transformers"
+        assert ("modernbert" if recipe == "modern" else "electra") in front["tags"]
+        assert front.get("pipeline_tag") == ("fill-mask" if role == "generator" else None)
+        assert f"objective `electra`, 3 of 3 steps of 4 rows of {config.data.sequence_length} tokens" in card.text
+        assert f"{tokens:,} tokens seen" in card.text
+        assert f"content hash `{Corpus(tiny_corpus).content_hash}`" in card.text
+        assert f"packing `{packing}`" in card.text and f"optimizer `{config.optimizer.name}`" in card.text
+        assert (REMARK in card.text) == (recipe != "modern" and packing == "best-fit")
+        assert str(tmp_path) not in card.content and "imported" not in card.text
+        table = json.loads((tmp_path / "out" / role / "config.json").read_text(encoding="utf-8"))
+        assert f"from transformers import AutoTokenizer, {table['architectures'][0]}" in card.text
+        alone = load(tmp_path / "out" / role)
+        assert f"vocabulary of {alone.config.model.vocab_size}" in card.text
+    again = load(tmp_path / "out" / "generator")  # a masked language model: its parameters and no others
+    if recipe != "modern":
+        assert f"{sum(p.numel() for p in again.parameters()):,} parameters" in card.text
+
+
+def test_the_three_lines_of_a_card_run(tmp_path: Path, tiny_corpus: Path) -> None:
+    trained(tmp_path / "run", tiny_corpus, "google", "google")
+    export(tmp_path / "run", tmp_path / "out")
+    for role in ("discriminator", "generator"):
+        text = (tmp_path / "out" / role / "README.md").read_text(encoding="utf-8")
+        lines = text.partition("```python\n")[2].partition("```")[0]
+        assert len(lines.splitlines()) == 3
+        names: dict[str, object] = {}
+        exec(lines.replace("path/to/this/folder", str(tmp_path / "out" / role)), names)
+        assert type(names["model"]).__name__ in lines
+
+
+def test_an_imported_model_is_not_given_a_history(tmp_path: Path, tiny_corpus: Path) -> None:
+    trained(tmp_path / "run", tiny_corpus, "google", "best-fit", objective={"name": "mlm"})
+    export(tmp_path / "run", tmp_path / "out")
+    text = (tmp_path / "out" / "generator" / "README.md").read_text(encoding="utf-8")
+    assert "# Masked language model" in text and "objective `mlm`" in text
+    import_folder(tmp_path / "out", tmp_path / "again")
+    export(tmp_path / "again", tmp_path / "more")
+    text = (tmp_path / "more" / "generator" / "README.md").read_text(encoding="utf-8")
+    assert "Exported from Hugging Face folders" in text and "steps of" not in text and REMARK in text
+    pretrain(Config.load(tmp_path / "again" / "config.toml"), data=tiny_corpus, out=tmp_path / "again")
+    export(tmp_path / "again", tmp_path / "more")
+    text = (tmp_path / "more" / "generator" / "README.md").read_text(encoding="utf-8")
+    assert "continued from an imported model" in text and "3 of 3 steps" in text and REMARK in text
+
+
+def test_a_damaged_record_of_token_types_is_named(tmp_path: Path, tiny_corpus: Path) -> None:
+    trained(tmp_path / "run", tiny_corpus, "google", "google")
+    export(tmp_path / "run", tmp_path / "out")
+    path = tmp_path / "out" / "discriminator" / "config.json"
+    table = json.loads(path.read_text(encoding="utf-8")) | {"electra_fast_token_type_1_trained": "yes"}
+    path.write_text(json.dumps(table), encoding="utf-8")
+    with pytest.raises(
+        ValueError, match="config.json: electra_fast_token_type_1_trained = 'yes' must be true or false"
+    ):
+        import_folder(tmp_path / "out", tmp_path / "again")
