@@ -19,9 +19,9 @@ import torch
 from electra_fast import _data, checkpoint
 from electra_fast.attention import adds_in_any_order, choose_attention
 from electra_fast.config import Config
-from electra_fast.corpus import Corpus
+from electra_fast.corpus import Corpus, Tokenizer
 from electra_fast.electra import Backend
-from electra_fast.huggingface_tokenizer import write_tokenizer
+from electra_fast.huggingface_tokenizer import check_vocabulary, run_tokenizer, write_tokenizer
 
 # Keys that may change between a run's sessions: where things lie, how steps run, how often something is written.
 FREE_KEYS = {
@@ -83,6 +83,7 @@ def open_run(config: Config, corpus: Corpus) -> Run:
         _write_new(folder, config, corpus)
         return Run(folder, config, None, None)
     directory = checkpoint.latest(folder)
+    check_vocabulary(run_tokenizer(folder), corpus)
     state = checkpoint.read_state(directory)
     _refuse_another(folder, Config.load(saved), config, is_import="loader" not in state)
     if "corpus" in state and state["corpus"] != corpus.content_hash:
@@ -104,14 +105,7 @@ def _with_vocabulary(config: Config, corpus: Corpus) -> Config:
 
 
 def _write_new(folder: Path, config: Config, corpus: Corpus) -> None:
-    tokenizer = corpus.tokenizer_options
-    write_tokenizer(
-        folder / "tokenizer",
-        Path(corpus.tokenizer_path),
-        lowercase=bool(tokenizer["lowercase"]),
-        strip_accents=tokenizer["strip_accents"],
-        max_length=config.model.max_positions,
-    )
+    write_tokenizer(folder / "tokenizer", Tokenizer.of(corpus), max_length=config.model.max_positions)
     checkpoint.write_atomically(folder / "config.toml", config.to_toml())
 
 

@@ -7,7 +7,7 @@ use pyo3::types::PyBytes;
 
 use crate::errors::raise;
 
-/// A tokenizer of vocab.txt or tokenizer.json.
+/// A tokenizer of vocab.txt or tokenizer.json: the one reader of both.
 #[pyclass(frozen, module = "electra_fast._data")]
 pub(crate) struct Tokenizer {
     pub inner: electra_data::Tokenizer,
@@ -63,6 +63,32 @@ impl Tokenizer {
     #[getter]
     fn settings(&self) -> (Option<bool>, Option<bool>) {
         self.inner.settings()
+    }
+
+    /// Nothing told the settings: they follow from the entries.
+    #[getter]
+    fn case_is_guessed(&self) -> bool {
+        self.inner.case_is_guessed()
+    }
+
+    #[getter]
+    fn path(&self) -> PathBuf {
+        self.inner.path().to_owned()
+    }
+
+    /// (name, bytes) of the copy that a corpus keeps
+    #[getter]
+    fn file<'py>(&self, py: Python<'py>) -> (&'static str, Bound<'py, PyBytes>) {
+        let (name, bytes) = self.inner.file();
+        (name, PyBytes::new(py, bytes))
+    }
+
+    fn content_hash(&self, py: Python) -> PyResult<String> {
+        py.detach(|| self.inner.content_hash()).map_err(raise)
+    }
+
+    fn to_json(&self, py: Python) -> PyResult<String> {
+        py.detach(|| self.inner.to_json()).map_err(raise)
     }
 
     /// (pad, unk, cls, sep, mask)

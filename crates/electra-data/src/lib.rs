@@ -41,7 +41,10 @@ mod saved;
 #[cfg(test)]
 mod testing;
 mod text;
+mod tokenizer_json;
 mod unit;
+mod vocab_files;
+mod vocab_txt;
 mod word_cache;
 mod wordpiece;
 mod writer;
