@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from electra_fast import checkpoint, checkpoint_folder
 from electra_fast.config import Config
+from electra_fast.corpus import Tokenizer
 from electra_fast.export import export, import_folder, load
 from electra_fast.huggingface_config import CLASSES
 from electra_fast.huggingface_tokenizer import write_tokenizer
@@ -46,7 +47,7 @@ def make_run(folder: Path, recipe: str, changes: Changes) -> Electra:
     model = randomise(Electra(config))
     vocabulary = folder.parent / "vocab.txt"
     vocabulary.write_text("\n".join(WORDS) + "\n", encoding="utf-8")
-    write_tokenizer(folder / "tokenizer", vocabulary, True, None, 128)
+    write_tokenizer(folder / "tokenizer", Tokenizer(vocabulary, lowercase=True), 128)
     (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
     checkpoint.save(folder, 3, model, None, {"step": 3}, keep=2)
     return model

@@ -156,14 +156,14 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("vocab", _vocab, "train a WordPiece vocabulary")
     _add_inputs(sub)
-    sub.add_argument("--out", type=Path, default=Path("vocab.txt"), help="file to write (%(default)s)")
+    sub.add_argument("--out", type=Path, default=Path("vocab.txt"), help="vocab.txt, or NAME.json (%(default)s)")
     sub.add_argument("--size", type=int, default=30_522, help="entries (%(default)s)")
     sub.add_argument("--min-frequency", type=int, default=2, help="occurrences that a merge needs (%(default)s)")
     sub.add_argument("--cased", action="store_true", help="keep capitals and accents")
 
     sub = command("prepare", _prepare, "turn text into a corpus of tokenised shards; run again to go on")
     _add_inputs(sub)
-    sub.add_argument("--vocab", type=Path, required=True, help="vocab.txt or tokenizer.json")
+    sub.add_argument("--vocab", type=Path, required=True, help="vocab.txt, tokenizer.json or its folder")
     sub.add_argument("--out", type=Path, required=True, help="the corpus' folder")
     case = sub.add_mutually_exclusive_group()
     case.add_argument("--cased", dest="lowercase", action="store_const", const=False, help="keep capitals")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from electra_fast import _data
 from electra_fast.inputs import Kind, source
-from electra_fast.prepare_report import PrepareReport, summary
+from electra_fast.prepare_report import PrepareReport, guess, summary
 from electra_fast.reading_progress import ReadingProgress
 
 StrPath = str | os.PathLike[str]
@@ -32,13 +32,15 @@ class Tokenizer:
     """Text to ids by a BERT `vocab.txt` or a `tokenizer.json`, without adding special tokens.
 
     Args:
-        path: The file; its extension tells which of the two it is.
-        lowercase: For `vocab.txt`: lower the text's case. By default a vocabulary counts as cased if
-            lowercasing would change an ordinary entry.
-        strip_accents: For `vocab.txt`: drop accents. By default as `lowercase`.
+        path: The file; its extension tells which of the two it is. Or a folder that holds one: a run, an
+            export, a Hugging Face model.
+        lowercase: For `vocab.txt`: lower the text's case. By default what a file beside it says: a
+            `tokenizer.json` with the same entries, a `tokenizer_config.json`, the manifest of its corpus. Without
+            one, a vocabulary counts as cased if lowercasing or dropping accents would change an ordinary entry.
+        strip_accents: For `vocab.txt`: drop accents. By default what that file says, or as `lowercase`.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: There is no such file, or none in the folder.
         ValueError: It is no tokenizer, or lacks a special token (named).
     """
 
@@ -46,7 +48,7 @@ class Tokenizer:
         self._inner = _data.Tokenizer(os.fspath(path), lowercase, strip_accents)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return (*self._inner.file, *self._inner.settings)
+        return (os.fspath(self._inner.path), self._inner.file[1], *self._inner.settings)
 
     def __setstate__(self, pickled: tuple[Any, ...]) -> None:
         self._inner = _data.Tokenizer.of_file(*pickled)
@@ -90,6 +92,30 @@ class Tokenizer:
     def special_tokens(self) -> dict[str, int]:
         """Ids of `pad`, `unk`, `cls`, `sep` and `mask`."""
         return dict(zip(SPECIAL, self._inner.special_tokens, strict=True))
+
+    @property
+    def path(self) -> Path:
+        """The file that was opened."""
+        return self._inner.path
+
+    @property
+    def file(self) -> tuple[str, bytes]:
+        """Name and content of the copy that a corpus or a run keeps."""
+        return self._inner.file
+
+    @property
+    def content_hash(self) -> str:
+        """Identifies entries, ids and rules, case included, whichever file says them: 32 hexadecimal digits."""
+        return self._inner.content_hash()
+
+    def to_json(self) -> str:
+        """The text of a complete `tokenizer.json`."""
+        return self._inner.to_json()
+
+    @property
+    def case_is_guessed(self) -> bool:
+        """Whether nothing told the settings of a `vocab.txt`, so that they follow from its entries."""
+        return self._inner.case_is_guessed
 
     @property
     def options(self) -> dict[str, bool | None]:
@@ -211,7 +237,7 @@ def prepare(
             tuple with a string that has a line end or more than 4,096 characters is one of documents, as is any
             other iterable of `str` or, like a `datasets.Dataset`, of records that have `text_field`. Documents are
             asked for from a thread of their own, and such a run starts again instead of resuming.
-        vocab: A `vocab.txt`, a `tokenizer.json`, or an open tokenizer.
+        vocab: A `vocab.txt`, a `tokenizer.json`, a folder that holds one, or an open tokenizer; not among `inputs`.
         out: The folder to make; empty, new, or left behind by the same run.
         lowercase: As for `Tokenizer`; not with an open one.
         strip_accents: As for `Tokenizer`; not with an open one.
@@ -238,6 +264,8 @@ def prepare(
     """
     tokenizer = _open_tokenizer(vocab, lowercase, strip_accents)
     with ReadingProgress("prepare", shown=progress) as bar:
+        if progress and tokenizer.case_is_guessed:
+            bar.say(guess(os.fspath(tokenizer.path), cased=not tokenizer.options["lowercase"]))
         report = PrepareReport(
             **_data.prepare(
                 tokenizer._inner,
@@ -272,11 +300,12 @@ def train_vocab(
     kind: Kind = "auto",
     progress: bool = True,
 ) -> int:
-    """Trains a WordPiece vocabulary and writes it as a `vocab.txt`, the same one for the same text.
+    """Trains a WordPiece vocabulary, the same one for the same text.
 
     Args:
         inputs: As for `prepare`.
-        out: The file to write.
+        out: The `vocab.txt` to write; a `tokenizer.json` beside it tells its case. With the ending `.json`, a
+            tokenizer.json alone. Nothing that exists is overwritten.
         size: Entries, [PAD] [UNK] [CLS] [SEP] [MASK] included, which come first.
         lowercase: Lower the text's case.
         strip_accents: Drop accents; by default as `lowercase`.
@@ -294,7 +323,7 @@ def train_vocab(
     Raises:
         FileNotFoundError: An input does not exist.
         TypeError: As for `prepare`.
-        ValueError: The text or an option cannot be used.
+        ValueError: The text or an option cannot be used, or a file is in the way.
         OSError: Reading or writing failed.
     """
     with ReadingProgress("vocab", shown=progress) as bar:

@@ -36,8 +36,8 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to
 def demo(out: Path) -> None:
     """Corpus → vocabulary → shards → training → evaluation → export → a look at what it learnt.
 
-    Leaves `corpus.jsonl, vocab.txt, shards/, run/, export/, curves.png` in `out`. Run again, it goes
-    on where it was stopped.
+    Leaves `corpus.jsonl, vocab.txt, tokenizer.json, shards/, run/, export/, curves.png` in `out`. Run
+    again, it goes on where it was stopped.
     """
     console = Console(file=sys.stderr)
     out.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,8 @@ def demo(out: Path) -> None:
         _write_corpus(corpus)
     if not vocab.exists():
         train_vocab([str(corpus)], out=vocab, size=VOCAB_SIZE, lowercase=True)
-    prepare([str(corpus)], vocab=vocab, out=shards, holdout=0.05)
+    # Said again: a demo that was killed between vocab.txt and its tokenizer.json has the former alone.
+    prepare([str(corpus)], vocab=vocab, out=shards, holdout=0.05, lowercase=True)
     pretrain(demo_config(), data=shards, out=run)
     figures = evaluate(run, shards)
     export(run, out / "export")

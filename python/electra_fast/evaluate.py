@@ -10,9 +10,11 @@ import torch
 
 from electra_fast import electra, metrics
 from electra_fast.config import Config
+from electra_fast.corpus import Corpus
 from electra_fast.data import BatchLoader, to_torch
 from electra_fast.electra import Backend, Noise
-from electra_fast.export import load
+from electra_fast.export import load, tokenizer_folder
+from electra_fast.huggingface_tokenizer import check_vocabulary
 from electra_fast.metrics import Number
 from electra_fast.model import Electra
 
@@ -48,10 +50,12 @@ def evaluate(
     Returns:
         `discriminator_auc` and the means of `metrics.jsonl`, with `rows` and `tokens` they are over.
 
-    Raises FileNotFoundError or ValueError where either folder is not what it should be.
+    Raises FileNotFoundError or ValueError where either folder is not what it should be, or where
+    the corpus was prepared with another vocabulary than the model's.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = load(source).to(where)
+    check_vocabulary(tokenizer_folder(Path(source), model), Corpus(held_out_folder(Path(data))))
     config = model.config
     changes = {"sequence_length": sequence_length or min(config.data.sequence_length, config.model.max_positions)}
     config = config.replace({"data": changes, "train": {"batch_size": batch_size or config.train.batch_size}})

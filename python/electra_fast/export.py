@@ -16,11 +16,12 @@ from safetensors import SafetensorError
 from electra_fast import checkpoint, checkpoint_folder
 from electra_fast.atomic_files import replace_folder
 from electra_fast.config import Config
+from electra_fast.corpus import Tokenizer
 from electra_fast.electra import SUMS
 from electra_fast.huggingface import read_models, write_model
 from electra_fast.huggingface_card import Origin, model_card
 from electra_fast.huggingface_config import CLASSES, OWN_KEY, token_type_1_trained
-from electra_fast.huggingface_tokenizer import copy_tokenizer, special_ids
+from electra_fast.huggingface_tokenizer import copy_tokenizer, run_tokenizer, special_ids
 from electra_fast.huggingface_weights import PARTS
 from electra_fast.model import Electra
 
@@ -55,7 +56,8 @@ def export(source: str | Path, out: str | Path) -> None:
     source, out = Path(source), Path(out)
     if not _is_empty(out) and not _is_export(out):
         raise ValueError(f"{out}: not empty and not an earlier export; choose another folder")
-    model, tokenizer, origin = load(source), _tokenizer(source), _origin(source)
+    model, origin = load(source), _origin(source)
+    tokenizer = tokenizer_folder(source, model)
     missing = [role for role in ROLES if not getattr(model, f"has_{role}")]
     if "generator" in missing:
         raise ValueError(f"{source}: a discriminator alone; export needs a generator beside it")
@@ -88,7 +90,8 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
     folders = _folders(source)
     if "generator" not in folders:
         raise ValueError(f"{source}: no generator; training goes on from discriminator/ and generator/ side by side")
-    model, tokenizer = read_models(folders), _tokenizer(source)
+    model = read_models(folders)
+    tokenizer = tokenizer_folder(source, model)
     model.config = model.config.replace({"optimizer": {"warmup_steps": -1}})
 
     def write(folder: Path) -> None:
@@ -167,19 +170,30 @@ def _role(path: Path) -> str:
     raise ValueError(f"{path}: architectures = {classes!r} must name one of {', '.join(CLASSES.values())}")
 
 
-def _tokenizer(source: Path) -> Path:
-    """The tokenizer folder of a source."""
+def tokenizer_folder(source: Path, model: Electra) -> Path:
+    """The folder of a source's tokenizer; ValueError where it cannot be that of `model`."""
     stored = _checkpoint(source)
     if stored is not None:
-        folder = stored.parent.parent / "tokenizer"
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder}: missing; a run keeps its tokenizer there, copy it back")
-        return folder
-    places = [*_folders(source).values(), source]
-    for place in places:
-        if (place / "tokenizer.json").is_file() or (place / "vocab.txt").is_file():
-            return place
-    raise FileNotFoundError(f"{places[0]}: holds no tokenizer; put its tokenizer.json or vocab.txt there")
+        places = [run_tokenizer(stored.parent.parent)]
+    else:
+        folders = [*_folders(source).values()]
+        places = [place for place in folders if _has_tokenizer(place)] or [source]
+        if not _has_tokenizer(places[0]):
+            raise FileNotFoundError(f"{folders[0]}: holds no tokenizer; put its tokenizer.json or vocab.txt there")
+    first, *others = map(Tokenizer, places)
+    for other in others:
+        if other.content_hash != first.content_hash:
+            raise ValueError(f"{other.path}: another vocabulary than that of {first.path}; both models need the same")
+    if first.vocab_size > model.config.model.vocab_size:
+        raise ValueError(
+            f"{first.path}: has {first.vocab_size:,} entries, but the model has {model.config.model.vocab_size:,}; "
+            "put the model's own tokenizer there"
+        )
+    return places[0]
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file() or (folder / "vocab.txt").is_file()
 
 
 def _is_empty(folder: Path) -> bool:

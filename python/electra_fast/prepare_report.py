@@ -78,6 +78,12 @@ def google_drops(corpus: str | os.PathLike[str], num_tokens: int, sequence_lengt
     )
 
 
+def guess(vocab: str, cased: bool) -> str:
+    """What is said where nothing but its entries tells the case of a vocab.txt."""
+    found = "cased (capitals and accents are kept)" if cased else "uncased (capitals are lowered, accents dropped)"
+    return f"{vocab}: taken as {found}, judging by its entries; --cased or --uncased settles it"
+
+
 def summary(report: PrepareReport, out: str | os.PathLike[str], why_not_fast: str | None) -> str:
     """How a run of `prepare` ended: what there is now, what was left out, what is still missing."""
     skipped = f"; {report.skipped_files} files of other kinds were passed over" if report.skipped_files else ""

@@ -17,8 +17,8 @@ from typing import Any
 from electra_fast import _data, checkpoint_folder
 from electra_fast.atomic_files import replace_file
 from electra_fast.config import Config, Scalar
-from electra_fast.corpus import Corpus
-from electra_fast.huggingface_tokenizer import write_tokenizer
+from electra_fast.corpus import Corpus, Tokenizer
+from electra_fast.huggingface_tokenizer import check_vocabulary, run_tokenizer, write_tokenizer
 
 Changes = dict[str, tuple[Scalar, Scalar]]
 
@@ -89,20 +89,14 @@ def open_run(config: Config, corpus: Corpus, *, allow_changes: bool = False) -> 
     if not checkpoint_folder.steps(folder):
         # Stopped before its first checkpoint: nothing to keep, so begin again.
         return _new_run(folder, config, corpus)
+    check_vocabulary(run_tokenizer(folder), corpus)
     directory, warnings = checkpoint_folder.recover_run(folder)
     return _resumed_run(folder, directory, config, corpus, allow_changes, tuple(warnings))
 
 
 def _new_run(folder: Path, config: Config, corpus: Corpus) -> Run:
     config = _resolved(config, corpus)
-    tokenizer = corpus.tokenizer_options
-    write_tokenizer(
-        folder / "tokenizer",
-        Path(corpus.tokenizer_path),
-        lowercase=bool(tokenizer["lowercase"]),
-        strip_accents=tokenizer["strip_accents"],
-        max_length=config.model.max_positions,
-    )
+    write_tokenizer(folder / "tokenizer", Tokenizer.of(corpus), max_length=config.model.max_positions)
     replace_file(folder / "config.toml", config.to_toml())
     return Run(folder, config)
 

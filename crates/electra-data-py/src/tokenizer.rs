@@ -9,7 +9,7 @@ use pyo3::types::PyBytes;
 use crate::errors::raise;
 use crate::process::PerProcess;
 
-/// A tokenizer of vocab.txt or tokenizer.json.
+/// A tokenizer of vocab.txt or tokenizer.json: the one reader of both.
 #[pyclass(frozen, module = "electra_fast._data")]
 pub(crate) struct Tokenizer {
     inner: PerProcess<electra_data::Tokenizer>,
@@ -31,18 +31,18 @@ impl Tokenizer {
         Ok(Self { inner: PerProcess::new(inner) })
     }
 
-    /// A tokenizer of what `file` and `settings` gave.
+    /// A tokenizer of what `path`, `file` and `settings` gave.
     #[staticmethod]
     fn of_file(
-        name: &str,
+        path: PathBuf,
         file: Vec<u8>,
         lowercase: Option<bool>,
         strip_accents: Option<bool>,
     ) -> PyResult<Self> {
-        Ok(Self { inner: PerProcess::new(open(name, file, (lowercase, strip_accents))?) })
+        Ok(Self { inner: PerProcess::new(open(&path, file, (lowercase, strip_accents))?) })
     }
 
-    /// (vocab.txt or tokenizer.json, the file's bytes)
+    /// (vocab.txt or tokenizer.json, the file's bytes): the copy that a corpus keeps
     #[getter]
     fn file<'py>(&self, py: Python<'py>) -> PyResult<(&'static str, Bound<'py, PyBytes>)> {
         let inner = self.get(py)?;
@@ -87,6 +87,27 @@ impl Tokenizer {
         Ok(self.get(py)?.settings())
     }
 
+    /// Nothing told the settings: they follow from the entries.
+    #[getter]
+    fn case_is_guessed(&self, py: Python) -> PyResult<bool> {
+        Ok(self.get(py)?.case_is_guessed())
+    }
+
+    #[getter]
+    fn path(&self, py: Python) -> PyResult<PathBuf> {
+        Ok(self.get(py)?.path().to_owned())
+    }
+
+    fn content_hash(&self, py: Python) -> PyResult<String> {
+        let inner = self.get(py)?;
+        py.detach(|| inner.content_hash()).map_err(raise)
+    }
+
+    fn to_json(&self, py: Python) -> PyResult<String> {
+        let inner = self.get(py)?;
+        py.detach(|| inner.to_json()).map_err(raise)
+    }
+
     /// (pad, unk, cls, sep, mask)
     #[getter]
     fn special_tokens(&self, py: Python) -> PyResult<(u32, u32, u32, u32, u32)> {
@@ -98,18 +119,18 @@ impl Tokenizer {
     /// This process' tokenizer; a forked child makes its own from the same bytes.
     pub fn get(&self, py: Python) -> PyResult<Arc<electra_data::Tokenizer>> {
         self.inner.get(py, |parent| {
-            let (name, file) = parent.file();
-            open(name, file.to_vec(), parent.settings())
+            let (_, file) = parent.file();
+            open(parent.path(), file.to_vec(), parent.settings())
         })
     }
 }
 
 fn open(
-    name: &str,
+    path: &Path,
     file: Vec<u8>,
     (lowercase, strip_accents): (Option<bool>, Option<bool>),
 ) -> PyResult<electra_data::Tokenizer> {
-    electra_data::Tokenizer::from_bytes(Path::new(name), file, lowercase, strip_accents).map_err(raise)
+    electra_data::Tokenizer::from_bytes(path, file, lowercase, strip_accents).map_err(raise)
 }
 
 /// Special tokens in the order that Python's named tuple has.

@@ -87,6 +87,20 @@ impl Inputs {
         Ok(Self { files, skipped: search.skipped.len(), skipped_splits })
     }
 
+    /// Whether an existing file is among them, by whichever path.
+    pub fn contains(&self, path: &Path) -> Result<bool> {
+        let failed = |path: &Path, error| Error::io(path, error);
+        let full = path.canonicalize().map_err(|e| failed(path, e))?;
+        let size = full.metadata().map_err(|e| failed(path, e))?.len();
+        // Only a file of its size can be the file: the others need not be asked for their real paths.
+        for file in self.files.iter().filter(|file| file.size == size) {
+            if file.path.canonicalize().map_err(|e| failed(&file.path, e))? == full {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     /// Consecutive files grouped into units of at least 4 MiB.
     pub fn units(&self) -> Vec<Range<usize>> {
         let (mut units, mut start, mut bytes) = (Vec::new(), 0, 0);

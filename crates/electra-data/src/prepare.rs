@@ -99,6 +99,7 @@ pub fn prepare(
     match source {
         Source::Files(inputs) => {
             let inputs = Inputs::expand(&inputs, Some(out))?;
+            refuse_vocabulary(&inputs, tokenizer.path())?;
             Run { tokenizer, out, options }.files(&inputs, progress)
         }
         Source::Documents(documents) => Run { tokenizer, out, options }.documents(documents, progress),
@@ -296,6 +297,17 @@ impl Run<'_> {
         let out = self.out.display();
         Error::Input(format!("{out}: holds a finished corpus {whose}; choose another --out or remove it"))
     }
+}
+
+/// A vocabulary is no text: it is among the inputs by mistake.
+fn refuse_vocabulary(inputs: &Inputs, vocabulary: &Path) -> Result<()> {
+    if vocabulary.exists() && inputs.contains(vocabulary)? {
+        let path = vocabulary.display();
+        return Err(Error::Input(format!(
+            "{path}: the vocabulary itself is among the inputs; move it out of their folder, or name the text files"
+        )));
+    }
+    Ok(())
 }
 
 fn check(options: &Options) -> Result<()> {

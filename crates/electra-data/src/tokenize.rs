@@ -3,19 +3,17 @@
 //! Special tokens are never added, and their names in text are text like any other. BERT's rules are
 //! followed by this crate's own `wordpiece`, all others by the `tokenizers` crate.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
-use tokenizers::decoders::wordpiece::WordPiece as WordPieceDecoder;
-use tokenizers::models::wordpiece::WordPiece;
-use tokenizers::normalizers::BertNormalizer;
-use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
 use tokenizers::{NormalizerWrapper, PreTokenizerWrapper};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::{Error, Result};
-use crate::manifest::SpecialTokens;
+use crate::manifest::{SpecialTokens, hex128};
 use crate::threads::on_all_cores;
+use crate::tokenizer_json::{complete, content_hash};
+use crate::vocab_txt::{self, BYTE_ORDER_MARK, Case, Vocabulary, unusable};
 use crate::wordpiece::{self, FastWordPiece};
 
 /// Turns text into ids. The same file and settings give the same ids everywhere.
@@ -23,29 +21,34 @@ pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     /// The fast path, or why there is none.
     fast: std::result::Result<FastWordPiece, &'static str>,
+    path: PathBuf,
     file_name: &'static str,
     file: Vec<u8>,
-    lowercase: Option<bool>,
-    strip_accents: Option<bool>,
+    /// For a `vocab.txt`.
+    case: Option<Case>,
+    case_is_guessed: bool,
     special_tokens: SpecialTokens,
     vocab_size: u32,
     hash: u64,
 }
 
 impl Tokenizer {
-    /// Opens a `vocab.txt` or a `tokenizer.json` (by its extension).
+    /// Opens a `vocab.txt` or a `tokenizer.json` (by its extension), or the one that a folder holds.
     ///
-    /// `lowercase` and `strip_accents` are for `vocab.txt` only. Left out, a vocabulary is cased if
-    /// lowercasing would change an ordinary entry, and accents are stripped if text is lowercased.
+    /// `lowercase` and `strip_accents` are for `vocab.txt` only. Left out, a file beside it tells: a
+    /// `tokenizer.json` with the same entries, a `tokenizer_config.json`, or the manifest of the
+    /// corpus that it belongs to. Where there is none, a vocabulary is cased if lowercasing or
+    /// stripping accents would change an ordinary entry, and accents are stripped if text is lowercased.
     pub fn from_file(path: &Path, lowercase: Option<bool>, strip_accents: Option<bool>) -> Result<Self> {
-        let file = std::fs::read(path).map_err(|error| match error.kind() {
+        let path = locate(path)?;
+        let file = std::fs::read(&path).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => Error::NotFound {
-                path: path.to_owned(),
+                path: path.clone(),
                 hint: "; `electra-fast vocab` trains a vocabulary".to_owned(),
             },
-            _ => Error::io(path, error),
+            _ => Error::io(&path, error),
         })?;
-        Self::from_bytes(path, file, lowercase, strip_accents)
+        Self::from_bytes(&path, file, lowercase, strip_accents)
     }
 
     /// As `from_file`, of a file that is already in memory; `path` tells its kind and names it in errors.
@@ -67,43 +70,44 @@ impl Tokenizer {
         Self::from_vocab(path, file, lowercase, strip_accents)
     }
 
-    fn from_vocab(
+    /// Opens what a `vocab.txt` holds; the file itself need not be there.
+    pub(crate) fn from_vocab(
         path: &Path,
-        file: Vec<u8>,
+        mut file: Vec<u8>,
         lowercase: Option<bool>,
         strip_accents: Option<bool>,
     ) -> Result<Self> {
-        let entries = vocab_entries(path, &file)?;
-        // Not `is_uppercase`: BERT's uncased vocabulary has ℝ, a capital that has no small letter.
-        let has_capital = |entry: &str| entry.chars().any(|c| !c.to_lowercase().eq([c]));
-        let cased = || entries.iter().any(|entry| !is_bracketed(entry) && has_capital(entry));
-        let lowercase = lowercase.unwrap_or_else(|| !cased());
-        let strip_accents = strip_accents.unwrap_or(lowercase);
+        if file.starts_with(BYTE_ORDER_MARK) {
+            file.drain(..BYTE_ORDER_MARK.len());
+        }
+        let entries = vocab_txt::entries(path, &file)?;
         let ids: ahash::AHashMap<String, u32> =
             entries.iter().zip(0..).map(|(entry, id)| ((*entry).to_owned(), id)).collect();
         let special_tokens = find_special(path, |name| ids.get(name).copied())?;
-        let vocab_size = entries.len() as u32;
+        let unknown = entries[special_tokens.unk as usize];
+        let vocabulary = Vocabulary { path, entries, ids, unknown };
+        let told = match lowercase {
+            Some(lowercase) => Some(Case { lowercase, strip_accents: lowercase }),
+            None => vocabulary.case_beside()?,
+        };
+        let mut case = told.map_or_else(|| vocabulary.guessed_case(), Ok)?;
+        case.strip_accents = strip_accents.unwrap_or(case.strip_accents);
+        let inner = vocabulary.tokenizer(case)?;
         let mut hash = Xxh3::new();
-        hash.update(format!("vocab.txt {lowercase} {strip_accents}").as_bytes());
-        for entry in &entries {
+        hash.update(format!("vocab.txt {} {}", case.lowercase, case.strip_accents).as_bytes());
+        for entry in &vocabulary.entries {
             hash.update(b"\n");
             hash.update(entry.as_bytes());
         }
-        let model = WordPiece::builder().vocab(ids).build().map_err(|e| unusable(path, &e))?;
-        let mut inner = tokenizers::Tokenizer::new(model);
-        inner
-            .with_normalizer(Some(BertNormalizer::new(true, true, Some(strip_accents), lowercase)))
-            .map_err(|e| unusable(path, &e))?;
-        inner.with_pre_tokenizer(Some(BertPreTokenizer)).with_decoder(Some(WordPieceDecoder::default()));
-        let fast = FastWordPiece::new(&inner);
         Ok(Self {
-            fast,
+            fast: FastWordPiece::new(&inner),
             inner,
+            path: path.to_owned(),
             file_name: "vocab.txt",
-            lowercase: Some(lowercase),
-            strip_accents: Some(strip_accents),
+            case: Some(case),
+            case_is_guessed: told.is_none(),
             special_tokens,
-            vocab_size,
+            vocab_size: vocabulary.entries.len() as u32,
             hash: hash.digest(),
             file,
         })
@@ -120,13 +124,13 @@ impl Tokenizer {
         let mut hash = Xxh3::new();
         hash.update(b"tokenizer.json\n");
         hash.update(&file);
-        let fast = FastWordPiece::new(&inner);
         Ok(Self {
-            fast,
+            fast: FastWordPiece::new(&inner),
             inner,
+            path: path.to_owned(),
             file_name: "tokenizer.json",
-            lowercase: None,
-            strip_accents: None,
+            case: None,
+            case_is_guessed: false,
             special_tokens,
             vocab_size,
             hash: hash.digest(),
@@ -181,9 +185,25 @@ impl Tokenizer {
         self.vocab_size
     }
 
-    /// Identifies the vocabulary and the settings.
+    /// Identifies the file and the settings: what a corpus was prepared with.
     pub fn hash(&self) -> u64 {
         self.hash
+    }
+
+    /// Identifies all that decides the ids of a text, whichever file says it: entries, their ids, and
+    /// the rules, case included. 32 hexadecimal digits.
+    pub fn content_hash(&self) -> Result<String> {
+        content_hash(&self.inner).map(hex128)
+    }
+
+    /// The text of a complete `tokenizer.json`: special tokens marked, `[CLS] text [SEP]` added by default.
+    pub fn to_json(&self) -> Result<String> {
+        complete(&self.inner, self.special_tokens)
+    }
+
+    /// The file that was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Whether ids come from this crate's own fast path rather than the `tokenizers` crate.
@@ -198,10 +218,15 @@ impl Tokenizer {
 
     /// Settings in force: lowercase and strip_accents (`None` for a `tokenizer.json`).
     pub fn settings(&self) -> (Option<bool>, Option<bool>) {
-        (self.lowercase, self.strip_accents)
+        (self.case.map(|case| case.lowercase), self.case.map(|case| case.strip_accents))
     }
 
-    /// The name and bytes under which a corpus keeps a copy of this tokenizer.
+    /// Whether nothing told the settings of a `vocab.txt`, so that they follow from its entries.
+    pub fn case_is_guessed(&self) -> bool {
+        self.case_is_guessed
+    }
+
+    /// The name and bytes under which a corpus or a run keeps a copy of this tokenizer.
     pub fn file(&self) -> (&'static str, &[u8]) {
         (self.file_name, &self.file)
     }
@@ -234,19 +259,19 @@ impl Encoder<'_> {
     }
 }
 
-/// The entries of a vocab.txt, one a line, the line's number being the id.
-fn vocab_entries<'a>(path: &Path, file: &'a [u8]) -> Result<Vec<&'a str>> {
-    let text = std::str::from_utf8(file).map_err(|error| {
-        let (path, at) = (path.display(), error.valid_up_to());
-        Error::Input(format!("{path}: invalid UTF-8 at byte {at}; a vocabulary is UTF-8 text"))
-    })?;
-    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-    let text = text.strip_suffix('\n').unwrap_or(text);
-    Ok(text.split('\n').map(|line| line.strip_suffix('\r').unwrap_or(line)).collect())
-}
-
-fn is_bracketed(entry: &str) -> bool {
-    entry.starts_with('[') && entry.ends_with(']')
+/// The tokenizer's file: the path itself, or what a folder holds (a run and an export one level down).
+fn locate(path: &Path) -> Result<PathBuf> {
+    if !path.is_dir() {
+        return Ok(path.to_owned());
+    }
+    let folders = ["", "tokenizer", "discriminator", "generator"].map(|name| path.join(name));
+    let mut files = folders.iter().flat_map(|dir| ["tokenizer.json", "vocab.txt"].map(|name| dir.join(name)));
+    files.find(|file| file.is_file()).ok_or_else(|| Error::NotFound {
+        path: path.join("tokenizer.json"),
+        hint: ", nor vocab.txt, nor either of them in tokenizer/, discriminator/ or generator/ there; \
+               name a tokenizer's file or its folder"
+            .to_owned(),
+    })
 }
 
 fn find_special(path: &Path, id_of: impl Fn(&str) -> Option<u32>) -> Result<SpecialTokens> {
@@ -263,10 +288,6 @@ fn find_special(path: &Path, id_of: impl Fn(&str) -> Option<u32>) -> Result<Spec
         sep: find(&["[SEP]", "<sep>", "</s>"])?,
         mask: find(&["[MASK]", "<mask>"])?,
     })
-}
-
-fn unusable(path: &Path, error: &dyn std::fmt::Display) -> Error {
-    Error::Input(format!("{}: not a usable tokenizer ({error})", path.display()))
 }
 
 #[cfg(test)]
@@ -297,10 +318,39 @@ mod tests {
     }
 
     #[test]
-    fn line_ends_do_not_change_the_hash_but_settings_do() {
-        let crlf = open(&VOCAB.replace('\n', "\r\n")).unwrap();
-        assert_eq!(crlf.hash(), open(VOCAB).unwrap().hash());
-        assert_ne!(crlf.hash(), open(&VOCAB.replace("cafe", "Cafe")).unwrap().hash());
+    fn line_ends_and_a_byte_order_mark_do_not_change_the_hash_but_settings_do() {
+        for same in [VOCAB.replace('\n', "\r\n"), format!("\u{feff}{VOCAB}")] {
+            let (same, plain) = (open(&same).unwrap(), open(VOCAB).unwrap());
+            assert_eq!((same.hash(), same.special_tokens()), (plain.hash(), plain.special_tokens()));
+            assert_eq!(same.content_hash().unwrap(), plain.content_hash().unwrap());
+        }
+        assert_ne!(open(VOCAB).unwrap().hash(), open(&VOCAB.replace("cafe", "Cafe")).unwrap().hash());
+    }
+
+    #[test]
+    fn of_several_names_the_first_serves_and_stands_for_unknown_words() {
+        let names = "<pad>\n<unk>\n<s>\n</s>\n<cls>\n<sep>\n<mask>\na\n";
+        let tokenizer = open(names).unwrap();
+        assert_eq!(tokenizer.special_tokens(), SpecialTokens { pad: 0, unk: 1, cls: 4, sep: 5, mask: 6 });
+        assert_eq!(tokenizer.encode_batch(&["a x"]).unwrap(), [[7, 1]]);
+        assert!(tokenizer.is_fast());
+    }
+
+    #[test]
+    fn a_folder_is_looked_through() {
+        let dir = tempfile::tempdir().unwrap();
+        let open = || Tokenizer::from_file(dir.path(), None, None);
+        let error = open().err().unwrap().to_string();
+        assert!(error.contains("tokenizer.json: not found, nor vocab.txt, nor either of them in"), "{error}");
+        for place in ["generator", "discriminator", "tokenizer", "."] {
+            std::fs::create_dir_all(dir.path().join(place)).unwrap();
+            std::fs::write(dir.path().join(place).join("vocab.txt"), VOCAB).unwrap();
+            let json = open().unwrap().to_json().unwrap();
+            let expected = dir.path().join(place).join("vocab.txt").canonicalize().unwrap();
+            assert_eq!(open().unwrap().path().canonicalize().unwrap(), expected);
+            std::fs::write(dir.path().join(place).join("tokenizer.json"), json).unwrap();
+            assert!(open().unwrap().path().ends_with("tokenizer.json"), "{place}");
+        }
     }
 
     #[test]

@@ -18,7 +18,6 @@ use tokenizers::{
 };
 
 use crate::corpus::read_file;
-use crate::durable::write_whole;
 use crate::error::{Error, Result};
 use crate::input::Inputs;
 use crate::pipeline::{Batch, Batcher, default_threads, run};
@@ -26,6 +25,7 @@ use crate::prepare::Source;
 use crate::reading::Reading;
 use crate::threads::on_all_cores;
 use crate::unit::Progress;
+use crate::vocab_files::VocabFiles;
 
 const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
 /// BERT's tokenizer makes longer words unknown, so they teach nothing.
@@ -55,7 +55,8 @@ pub struct VocabOptions {
 
 type Counts = AHashMap<CompactString, u64>;
 
-/// Trains a vocabulary and writes it as `vocab.txt`; returns how many entries it has.
+/// Trains a vocabulary and writes it as `vocab.txt`, with a `tokenizer.json` beside it that tells its
+/// case, or as a `tokenizer.json` alone (by the extension of `out`); returns how many entries it has.
 ///
 /// `progress` works as for [`crate::prepare::prepare`], while the text is read.
 pub fn train_vocab(
@@ -70,21 +71,13 @@ pub fn train_vocab(
             "a vocabulary of {size} entries is too small; at least {SMALLEST}"
         )));
     }
+    let files = VocabFiles::claim(out, &source)?;
     let counts = count_words(source, options, progress)?;
     if counts.is_empty() {
         return Err(Error::Input("the input holds no words: nothing to train a vocabulary on".to_owned()));
     }
     let entries = train(counts, options)?;
-    let mut text = entries.join("\n");
-    text.push('\n');
-    let name = out.file_name().map(|name| name.to_string_lossy().into_owned());
-    let name = name.ok_or_else(|| Error::Input(format!("{}: not a file name", out.display())))?;
-    let dir = match out.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
-    crate::durable::create_folder(dir)?;
-    write_whole(dir, &name, "vocab", text.as_bytes())?;
+    files.write(&entries, options.lowercase, options.strip_accents)?;
     Ok(entries.len())
 }
 

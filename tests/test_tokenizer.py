@@ -1,0 +1,244 @@
+"""Vocabularies on disk: one reader, the case that goes with them, what they are told apart by, what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from electra_fast.config import Config
+from electra_fast.corpus import Corpus, Tokenizer, prepare, train_vocab
+from electra_fast.evaluate import evaluate
+from electra_fast.export import export, import_folder
+from electra_fast.huggingface_tokenizer import write_tokenizer
+from electra_fast.pretrain import pretrain
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+UNCASED = {"lowercase": True, "strip_accents": True}
+CASED = {"lowercase": False, "strip_accents": False}
+JAPANESE = "がっこう で かがく を まなぶ か が か が"
+
+
+def write_vocab(path: Path, *words: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*SPECIAL, *words]) + "\n", encoding="utf-8")
+    return path
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "electra_fast", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+def refused(*arguments: object) -> str:
+    done = command(*arguments)
+    assert done.returncode == 2 and done.stdout == "", done.stderr
+    [line] = done.stderr.splitlines()
+    return line
+
+
+class TestReading:
+    @pytest.mark.parametrize("missing", SPECIAL)
+    def test_a_missing_special_token_is_named(self, tmp_path: Path, missing: str) -> None:
+        vocab = tmp_path / "vocab.txt"
+        vocab.write_text("\n".join(name for name in [*SPECIAL, "a"] if name != missing), encoding="utf-8")
+        with pytest.raises(ValueError, match=f"^{re.escape(str(vocab))}: no {re.escape(missing)} in the vocabulary"):
+            Tokenizer(vocab)
+
+    def test_unreadable_files_are_named(self, tmp_path: Path) -> None:
+        for name in ("none.txt", "none.json"):
+            with pytest.raises(FileNotFoundError, match=f"{name}: not found"):
+                Tokenizer(tmp_path / name)
+        bad = {"latin.txt": b"caf\xe9", "half.json": b"{", "list.json": b"[]", "other.json": b'{"a": 1}'}
+        for name, content in bad.items():
+            (tmp_path / name).write_bytes(content)
+            reason = "invalid UTF-8 at byte 3" if name == "latin.txt" else "not a usable tokenizer"
+            with pytest.raises(ValueError, match=f"{name}: {reason}"):
+                Tokenizer(tmp_path / name)
+
+    def test_a_folder_is_looked_through(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match="tokenizer.json: not found, nor vocab.txt, nor either of them in"):
+            Tokenizer(tmp_path)
+        vocab = write_vocab(tmp_path / "vocab.txt", "a", "A")
+        assert Tokenizer(tmp_path).path == vocab
+        write_tokenizer(tmp_path / "run/tokenizer", Tokenizer(vocab, lowercase=True), 512)
+        run = Tokenizer(tmp_path / "run")
+        assert run.path == tmp_path / "run/tokenizer/tokenizer.json"
+        assert [ids.tolist() for ids in run.encode_batch(["A"])] == [[5]]
+        (tmp_path / "run/tokenizer/tokenizer.json").unlink()
+        assert Tokenizer(tmp_path / "run").options == UNCASED  # as tokenizer_config.json says
+
+    def test_a_corpus_tells_the_case_of_its_own_vocabulary(self, tmp_path: Path) -> None:
+        vocab = write_vocab(tmp_path / "vocab.txt", "a", "A")
+        prepare(iter(["A a"]), vocab=vocab, lowercase=True, out=tmp_path / "shards", progress=False)
+        assert Tokenizer(tmp_path / "shards").options == UNCASED
+        assert not Tokenizer(tmp_path / "shards").case_is_guessed
+
+
+class TestCase:
+    @pytest.fixture
+    def text(self, tmp_path: Path) -> Path:
+        (tmp_path / "text.txt").write_text(f"{JAPANESE}\n" * 50, encoding="utf-8")
+        return tmp_path / "text.txt"
+
+    @pytest.mark.parametrize(("flags", "options"), [(["--cased"], CASED), ([], UNCASED)])
+    def test_vocab_keeps_it_and_prepare_follows(
+        self, text: Path, tmp_path: Path, flags: list[str], options: dict[str, bool]
+    ) -> None:
+        vocab = tmp_path / "v/vocab.txt"
+        assert command("vocab", text, "--out", vocab, "--size", 64, *flags).returncode == 0
+        assert sorted(path.name for path in vocab.parent.iterdir()) == ["tokenizer.json", "vocab.txt"]
+        tokenizer = Tokenizer(vocab)
+        assert tokenizer.options == options and tokenizer.fast and not tokenizer.case_is_guessed
+        assert Tokenizer(vocab.parent).path.name == "tokenizer.json" and Tokenizer(vocab.parent).fast
+        done = command("prepare", text, "--vocab", vocab, "--out", tmp_path / "shards")
+        assert done.returncode == 0 and "judging" not in done.stderr, done.stderr
+        assert Corpus(tmp_path / "shards").tokenizer_options == options
+        kept = Tokenizer.of(Corpus(tmp_path / "shards")).decode(Corpus(tmp_path / "shards")[0])
+        assert ("が" in kept) == (flags == ["--cased"])
+        assert Tokenizer(vocab, lowercase=flags == ["--cased"]).options != options  # what is said goes first
+
+    def test_a_tokenizer_json_alone(self, text: Path, tmp_path: Path) -> None:
+        size = train_vocab([text], out=tmp_path / "v/own.json", size=64, lowercase=False, progress=False)
+        assert [path.name for path in (tmp_path / "v").iterdir()] == ["own.json"]
+        train_vocab([text], out=tmp_path / "w/vocab.txt", size=64, lowercase=False, progress=False)
+        alone, other = Tokenizer(tmp_path / "v/own.json"), Tokenizer(tmp_path / "w/vocab.txt")
+        assert alone.fast and alone.vocab_size == size
+        assert alone.content_hash == other.content_hash
+        assert alone.to_json() == other.to_json() == (tmp_path / "w/tokenizer.json").read_text(encoding="utf-8")
+
+    @pytest.mark.parametrize(("words", "cased"), [(["か", "が"], True), (["한"], True), (["A"], True), (["か"], False)])
+    def test_a_guess_is_said_with_the_flag_that_settles_it(
+        self, text: Path, tmp_path: Path, words: list[str], cased: bool
+    ) -> None:
+        vocab = write_vocab(tmp_path / "vocab.txt", *words)
+        done = command("prepare", text, "--vocab", vocab, "--out", tmp_path / "shards")
+        [line] = [line for line in done.stderr.splitlines() if "judging" in line]
+        assert line.startswith(f"{vocab}: taken as {'cased' if cased else 'uncased'} (")
+        assert "--cased or --uncased" in line
+        assert Corpus(tmp_path / "shards").tokenizer_options == (CASED if cased else UNCASED)
+        done = command("prepare", text, "--vocab", vocab, "--uncased", "--out", tmp_path / "told")
+        assert done.returncode == 0 and "judging" not in done.stderr
+        prepare([text], vocab=vocab, out=tmp_path / "quiet", progress=False)
+
+    def test_other_rules_beside_it_are_an_error(self, tmp_path: Path) -> None:
+        vocab = write_vocab(tmp_path / "vocab.txt", "a")
+        rules = json.loads(Tokenizer(vocab).to_json())
+        rules["normalizer"]["handle_chinese_chars"] = False
+        (tmp_path / "tokenizer.json").write_text(json.dumps(rules), encoding="utf-8")
+        with pytest.raises(ValueError, match="tokenizer.json: has the entries of .*vocab.txt but rules that"):
+            Tokenizer(vocab)
+        assert Tokenizer(vocab, lowercase=True).options == UNCASED
+
+
+class TestWhatIsNotOverwritten:
+    @pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json"])
+    def test_a_file_that_exists(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / "text.txt").write_text("some words " * 50)
+        (tmp_path / name).write_text("mine")
+        said = refused("vocab", tmp_path / "text.txt", "--out", tmp_path / "vocab.txt", "--size", 50)
+        assert f"{tmp_path / name}: exists and would be overwritten; give --out another folder" in said
+        assert (tmp_path / name).read_text() == "mine"
+        assert len(list(tmp_path.iterdir())) == 2
+
+    @pytest.mark.parametrize("given", ["text.txt", "", "*.txt"])
+    def test_an_input(self, tmp_path: Path, given: str) -> None:
+        (tmp_path / "text.txt").write_text("some words " * 50)
+        said = refused("vocab", tmp_path / given, "--out", tmp_path / "text.txt", "--size", 50)
+        assert f"{tmp_path / 'text.txt'}: is one of the inputs and would be overwritten; give another --out" in said
+        assert (tmp_path / "text.txt").read_text() == "some words " * 50
+
+    def test_before_any_text_is_read(self, tmp_path: Path) -> None:
+        (tmp_path / "vocab.txt").write_text("mine")
+        documents = (pytest.fail("asked for a document") for _ in range(1))
+        with pytest.raises(ValueError, match="exists and would be overwritten"):
+            train_vocab(documents, out=tmp_path / "vocab.txt", size=50, progress=False)
+
+    @pytest.mark.parametrize("given", ["vocab.txt", "", "*.txt"])
+    def test_the_vocabulary_is_no_input_of_prepare(self, tmp_path: Path, given: str) -> None:
+        (tmp_path / "text.txt").write_text("some words " * 50)
+        assert command("vocab", tmp_path, "--out", tmp_path / "vocab.txt", "--size", 50).returncode == 0
+        said = refused("prepare", tmp_path / given, "--vocab", tmp_path / "vocab.txt", "--out", tmp_path / "shards")
+        assert f"{tmp_path / 'vocab.txt'}: the vocabulary itself is among the inputs; move it out of" in said
+        assert not (tmp_path / "shards").exists()
+
+
+def tiny_config() -> Config:
+    keys = {"train.steps": "1", "train.batch_size": "4", "data.sequence_length": "32"}
+    return Config.preset("tiny", "google").override(keys)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_vocab: Path) -> Path:
+    """A run and its export, and corpora of the run's vocabulary and of others."""
+    folder = tmp_path_factory.mktemp("told-apart")
+    pretrain(tiny_config(), data=tiny_corpus, out=folder / "run")
+    export(folder / "run", folder / "export")
+    words = tiny_vocab.read_text(encoding="utf-8").split()[len(SPECIAL) :]
+    write_vocab(folder / "shuffled.txt", *reversed(words))
+    write_vocab(folder / "smaller.txt", *words[:200])
+    documents = ["the value of the expression is a name"] * 60
+    for name, vocab, lowercase in [
+        ("same", folder / "run", None),
+        ("shuffled", folder / "shuffled.txt", None),
+        ("smaller", folder / "smaller.txt", None),
+        ("cased", tiny_vocab, False),
+    ]:
+        prepare(iter(documents), vocab=vocab, lowercase=lowercase, out=folder / name, progress=False)
+    return folder
+
+
+class TestVocabulariesToldApart:
+    def test_one_vocabulary_has_one_hash(self, folder: Path, tiny_corpus: Path, tiny_vocab: Path) -> None:
+        places = [tiny_vocab, folder / "run", folder / "export", folder / "export/generator/vocab.txt"]
+        hashes = {Tokenizer(place).content_hash for place in places}
+        hashes |= {Tokenizer.of(Corpus(corpus)).content_hash for corpus in (tiny_corpus, folder / "same")}
+        [content_hash] = hashes
+        assert re.fullmatch("[0-9a-f]{32}", content_hash)
+        for other in ("shuffled", "smaller", "cased"):
+            assert Tokenizer.of(Corpus(folder / other)).content_hash != content_hash
+
+    @pytest.mark.parametrize("source", ["run", "export", "run/checkpoints/step-1"])
+    @pytest.mark.parametrize("other", ["shuffled", "smaller", "cased"])
+    def test_evaluate_refuses_another(self, folder: Path, tiny_corpus: Path, source: str, other: str) -> None:
+        ours, theirs = (Tokenizer.of(Corpus(corpus)) for corpus in (tiny_corpus, folder / other))
+        with pytest.raises(ValueError, match="tokenizer.json .* is not the vocabulary of the corpus, ") as caught:
+            evaluate(folder / source, folder / other)
+        for part in (theirs.path, f"{ours.vocab_size:,} entries", f"{theirs.vocab_size:,} entries"):
+            assert str(part) in str(caught.value)
+        assert ours.content_hash in str(caught.value) and theirs.content_hash in str(caught.value)
+        assert "prepare the text with --vocab" in str(caught.value)
+
+    def test_evaluate_takes_the_same(self, folder: Path) -> None:
+        assert evaluate(folder / "run", folder / "same", max_batches=1)["rows"]
+
+    @pytest.mark.parametrize("other", ["shuffled", "cased"])
+    def test_an_imported_run_refuses_another(self, folder: Path, tmp_path: Path, other: str) -> None:
+        import_folder(folder / "export", tmp_path / "imported")
+        with pytest.raises(ValueError, match="is not the vocabulary of the corpus"):
+            pretrain(tiny_config(), data=folder / other, out=tmp_path / "imported")
+        assert pretrain(tiny_config(), data=folder / "same", out=tmp_path / "imported").finished
+
+    def test_two_models_have_one_vocabulary(self, folder: Path, tmp_path: Path) -> None:
+        mixed = shutil.copytree(folder / "export", tmp_path / "mixed")
+        write_tokenizer(mixed / "generator", Tokenizer(folder / "shuffled.txt"), 512)
+        with pytest.raises(ValueError, match="generator/tokenizer.json: another vocabulary than that of"):
+            import_folder(mixed, tmp_path / "run")
+        for role in ("discriminator", "generator"):
+            write_tokenizer(mixed / role, Tokenizer(write_vocab(tmp_path / "large.txt", *map(str, range(3000)))), 512)
+        with pytest.raises(ValueError, match="has 3,005 entries, but the model has [0-9]+"):
+            import_folder(mixed, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+    def test_a_run_without_its_tokenizer(self, folder: Path, tmp_path: Path) -> None:
+        run = shutil.copytree(folder / "run", tmp_path / "run")
+        shutil.rmtree(run / "tokenizer")
+        with pytest.raises(FileNotFoundError, match="tokenizer: missing; a run keeps its tokenizer there"):
+            evaluate(run, folder / "same")
+        with pytest.raises(FileNotFoundError, match="tokenizer: missing; a run keeps its tokenizer there"):
+            pretrain(tiny_config(), data=folder / "same", out=run)
