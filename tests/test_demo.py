@@ -71,3 +71,19 @@ def test_run_again_it_keeps_what_is_there(demo):
     before = (out / "run" / "metrics.jsonl").read_bytes()
     subprocess.run([sys.executable, "-m", "electra_fast", "demo", "--out", str(out)], capture_output=True, check=True)
     assert (out / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_goes_on_with_a_vocabulary_that_has_no_tokenizer_json_yet(tmp_path, monkeypatch, capfd):
+    from types import SimpleNamespace
+
+    import electra_fast.demo as module
+
+    monkeypatch.setattr(module, "documentation", lambda: iter(["Some words of several documents. " * 40] * 30))
+    monkeypatch.setattr(module, "pretrain", lambda *_, **__: SimpleNamespace(finished=False))
+    module.demo(tmp_path)
+    before = (tmp_path / "shards/manifest.json").read_bytes()
+    (tmp_path / "tokenizer.json").unlink()
+    module.demo(tmp_path)
+    assert (tmp_path / "shards/manifest.json").read_bytes() == before
+    said = capfd.readouterr().err
+    assert "already complete" in said and "judging" not in said

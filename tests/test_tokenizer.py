@@ -119,7 +119,7 @@ class TestCase:
         vocab = write_vocab(tmp_path / "vocab.txt", *words)
         done = command("prepare", text, "--vocab", vocab, "--out", tmp_path / "shards")
         [line] = [line for line in done.stderr.splitlines() if "judging" in line]
-        assert line.startswith(f"{vocab}: taken as {'cased' if cased else 'uncased'} (")
+        assert line.startswith(f"{vocab}: taken as {'cased' if cased else 'uncased (text is lowercased)'}, ")
         assert "--cased or --uncased" in line
         assert Corpus(tmp_path / "shards").tokenizer_options == (CASED if cased else UNCASED)
         done = command("prepare", text, "--vocab", vocab, "--uncased", "--out", tmp_path / "told")

@@ -46,7 +46,7 @@ def demo(out: Path) -> None:
         _write_corpus(corpus)
     if not vocab.exists():
         train_vocab([str(corpus)], out=vocab, size=VOCAB_SIZE, lowercase=True)
-    # Said again: a demo that was killed between vocab.txt and its tokenizer.json has the former alone.
+    # `lowercase` explicitly: a demo that was killed may have left vocab.txt without its tokenizer.json.
     prepare([str(corpus)], vocab=vocab, out=shards, holdout=0.05, lowercase=True)
     pretrain(demo_config(), data=shards, out=run)
     figures = evaluate(run, shards)

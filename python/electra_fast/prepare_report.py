@@ -80,7 +80,7 @@ def google_drops(corpus: str | os.PathLike[str], num_tokens: int, sequence_lengt
 
 def guess(vocab: str, cased: bool) -> str:
     """What is said where nothing but its entries tells the case of a vocab.txt."""
-    found = "cased (capitals and accents are kept)" if cased else "uncased (capitals are lowered, accents dropped)"
+    found = "cased" if cased else "uncased (text is lowercased)"
     return f"{vocab}: taken as {found}, judging by its entries; --cased or --uncased settles it"
 
 
