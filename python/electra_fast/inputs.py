@@ -25,7 +25,7 @@ def source(inputs: Any, kind: Kind, text_fields: list[str]) -> dict[str, Any]:
         return {"documents": _texts(inputs, text_fields)}
     files = [_path(position, path) for position, path in enumerate(inputs)]
     if kind == "auto":
-        _refuse_short_texts(files)
+        _refuse_short_texts(inputs)
     return {"files": files}
 
 
@@ -53,10 +53,10 @@ def _path(position: int, entry: Any) -> str:
     return os.fspath(entry)
 
 
-def _refuse_short_texts(files: list[str]) -> None:
+def _refuse_short_texts(inputs: Iterable[Any]) -> None:
     """Documents of one line look like paths: where there is no such file, say how they are told apart."""
-    for path in files:
-        if not set("*?[") & set(path) and not os.path.exists(path):
+    for path in inputs:
+        if isinstance(path, str) and not set("*?[") & set(path) and not os.path.exists(path):
             raise FileNotFoundError(f"{path}: not found; for documents instead of paths add kind='documents'")
 
 
