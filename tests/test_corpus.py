@@ -295,7 +295,7 @@ BAD_FILES = {
     "cut.txt.gz": (gzip.compress(b"token " * 999)[:-9], r"cut\.txt\.gz: the gzip data is cut off"),
     "cut.txt.zst": (zstd(b"token " * 999)[:-3], r"cut\.txt\.zst: the zstd data is cut off"),
     "cut.txt.xz": (lzma.compress(b"token " * 999)[:-9], r"cut\.txt\.xz: the xz data is cut off"),
-    "not.txt.gz": (b"plain text", r"not\.txt\.gz: the gzip data cannot be unpacked"),
+    "not.txt.gz": (b"plain text", r"not\.txt\.gz: is not gzip data"),
     "nothing.txt.zst": (b"", r"nothing\.txt\.zst: the zstd data is cut off"),
     "bad.parquet": (b"PAR1 no", r"bad\.parquet: cannot be read as Parquet"),
     "bad.arrow": (b"no", r"bad\.arrow: cannot be read as Arrow"),

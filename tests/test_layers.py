@@ -32,7 +32,7 @@ PACKAGE_LAYERS = [
     {"pretrain", "finetune", "evaluate", "export", "inspect"},
     {"run", "step"},
     {"electra", "data", "corpus", "optim", "checkpoint", "metrics", "flops", "progress", "curves", *HUGGINGFACE},
-    {"reading_progress", "prepare_report"},
+    {"reading", "reading_progress", "prepare_report", "coverage"},
     {"model"},
     {"attention", "ops", "sampling"},
     {"kernels"},
@@ -40,7 +40,7 @@ PACKAGE_LAYERS = [
 # Under every layer, usable from all of them, and all that they may themselves import.
 PACKAGE_GROUND = {"config": {"presets"}, "presets": set(), "errors": set()}
 # Who may touch the Rust extension.
-EXTENSION_USERS = {"__init__", "data", "corpus", "prepare_report", "run", "step"}
+EXTENSION_USERS = {"__init__", "data", "corpus", "coverage", "prepare_report", "run", "step"}
 KERNEL_IMPORTS = {"torch", "triton", "__future__"} | sys.stdlib_module_names
 
 # Rust: what each module of electra-data may use. Reading: batch → mask, pack → order → shard.
@@ -59,10 +59,12 @@ CRATE_USES = {
     "text": set(),
     "reading": {"text"},
     "saved": set(),
-    "input": {"durable", "saved"},
-    "pipeline": {"text"},
+    "skipped": set(),
+    "draw": set(),
+    "input": {"durable", "reading", "saved"},
+    "pipeline": {"draw", "skipped", "text"},
     "columns": {"input", "pipeline", "reading"},
-    "corpus": {"columns", "input", "pipeline", "reading", "text"},
+    "corpus": {"columns", "input", "pipeline", "reading", "skipped", "text"},
     "ascii": set(),
     "word_cache": {"ascii"},
     "pieces": set(),
@@ -71,9 +73,9 @@ CRATE_USES = {
     "tokenize": {"manifest", "wordpiece"},
     "writer": {"durable", "format", "manifest"},
     "synthetic": {"durable", "format", "manifest", "philox"},
-    "job": {"durable", "manifest", "store"},
-    "unit": {"job", "pipeline", "tokenize", "writer"},
-    "finish": {"durable", "format", "job", "manifest", "shard", "store", "tokenize", "writer"},
+    "job": {"durable", "manifest", "skipped", "store"},
+    "unit": {"job", "pipeline", "skipped", "text", "tokenize", "writer"},
+    "finish": {"durable", "format", "job", "manifest", "shard", "skipped", "store", "tokenize", "writer"},
     "prepare": {
         "corpus",
         "durable",
@@ -84,13 +86,28 @@ CRATE_USES = {
         "manifest",
         "pipeline",
         "reading",
+        "skipped",
         "store",
         "text",
         "tokenize",
         "unit",
         "writer",
     },
-    "vocab": {"corpus", "durable", "input", "pipeline", "prepare", "reading", "unit"},
+    "coverage": {"corpus", "input", "pipeline", "prepare", "reading", "shard", "store", "text", "tokenize"},
+    "word_counts": {
+        "corpus",
+        "draw",
+        "input",
+        "normalize",
+        "pieces",
+        "pipeline",
+        "prepare",
+        "reading",
+        "skipped",
+        "text",
+        "unit",
+    },
+    "vocab": {"durable", "pipeline", "prepare", "reading", "skipped", "unit", "word_counts"},
     # reading one
     "philox": set(),
     "order": {"philox", "shard", "store"},

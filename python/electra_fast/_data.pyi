@@ -31,6 +31,7 @@ class Corpus:
 
     def __init__(self, path: str) -> None: ...
     def document(self, index: int) -> bytes: ...
+    def coverage(self, tokenizer: Tokenizer) -> tuple[int, int, int | None, list[tuple[str, int]]]: ...
     @property
     def num_documents(self) -> int: ...
     @property
@@ -63,11 +64,25 @@ def prepare(
     separator: str = "blank-line",
     text_fields: list[str],
     invalid_utf8: str = "error",
+    format: str = "auto",
+    skip_bad_records: int = 0,
     holdout: float = 0.0,
     partition: tuple[int, int] | None = None,
     threads: int | None = None,
     progress: Callable[[int, int, int, int], None] | None = None,
 ) -> dict[str, Any]: ...
+def sample_coverage(
+    tokenizer: Tokenizer,
+    out: str,
+    *,
+    files: list[str] | None = None,
+    documents: list[str] | None = None,
+    separator: str = "blank-line",
+    text_fields: list[str],
+    invalid_utf8: str = "error",
+    format: str = "auto",
+    skip_bad_records: int = 0,
+) -> tuple[int, int, int | None, list[tuple[str, int]]]: ...
 def train_vocab(
     out: str,
     *,
@@ -80,9 +95,14 @@ def train_vocab(
     separator: str = "blank-line",
     text_fields: list[str],
     invalid_utf8: str = "error",
+    format: str = "auto",
+    skip_bad_records: int = 0,
     threads: int | None = None,
+    sample: int | None = None,
+    seed: int = 0,
     progress: Callable[[int, int, int, int], None] | None = None,
-) -> int: ...
+    counted: Callable[[int, int, int], None] | None = None,
+) -> dict[str, Any]: ...
 def verify(path: str) -> tuple[int, int, list[str]]: ...
 
 # --- loading -----------------------------------------------------------------------------------

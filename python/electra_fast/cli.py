@@ -130,6 +130,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--size", type=int, default=30_522, help="entries (%(default)s)")
     sub.add_argument("--min-frequency", type=int, default=2, help="occurrences that a merge needs (%(default)s)")
     sub.add_argument("--cased", action="store_true", help="keep capitals and accents")
+    sub.add_argument(
+        "--sample", type=int, default=1 << 30, metavar="BYTES", help="text to count words in; 0: all (%(default)s)"
+    )
+    sub.add_argument("--seed", type=int, default=0, help="decides the sample (%(default)s)")
 
     sub = command("prepare", _prepare, "turn text into a corpus of tokenised shards; run again to go on")
     _add_inputs(sub)
@@ -202,6 +206,19 @@ def _add_inputs(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--invalid-utf8", default="error", choices=("error", "replace"), help="what to do about it (%(default)s)"
     )
+    sub.add_argument(
+        "--format",
+        default="auto",
+        choices=("auto", "text", "jsonl", "parquet", "arrow"),
+        help="what every file is read as; auto goes by its name and passes over other kinds (%(default)s)",
+    )
+    sub.add_argument(
+        "--skip-bad-records",
+        type=int,
+        default=0,
+        metavar="N",
+        help="broken records of .jsonl that may be left out, over all the input (%(default)s)",
+    )
 
 
 def _add_preset(sub: argparse.ArgumentParser) -> None:
@@ -226,6 +243,8 @@ def _reading(options: argparse.Namespace) -> dict[str, Any]:
         "text_field": options.text_field,
         "documents": options.documents,
         "invalid_utf8": options.invalid_utf8,
+        "format": options.format,
+        "skip_bad_records": options.skip_bad_records,
     }
 
 
@@ -244,6 +263,8 @@ def _vocab(options: argparse.Namespace) -> None:
         size=options.size,
         lowercase=not options.cased,
         min_frequency=options.min_frequency,
+        sample=options.sample,
+        seed=options.seed,
         **_reading(options),
     )
     _say(f"{options.out}: {size} entries")

@@ -9,21 +9,30 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast import _data
+from electra_fast.coverage import Coverage, corpus_coverage, coverage_warning, sample_coverage
 from electra_fast.prepare_report import PrepareReport, summary
+from electra_fast.reading import (
+    Format,
+    InvalidUtf8,
+    Kind,
+    Separator,
+    StrPath,
+    not_negative,
+    reading_options,
+    skipped_lines,
+    source_of,
+)
 from electra_fast.reading_progress import ReadingProgress
 
-StrPath = str | os.PathLike[str]
 Ids = NDArray[np.int32]
-Separator = Literal["blank-line", "file", "line"]
-InvalidUtf8 = Literal["error", "replace"]
-Kind = Literal["auto", "files", "documents"]
 
 SPECIAL = ("pad", "unk", "cls", "sep", "mask")
 
@@ -137,6 +146,10 @@ class Corpus(Sequence[Ids]):
         """Documents that had no token and were left out."""
         return self._inner.empty_documents
 
+    def coverage(self) -> Coverage:
+        """How well the vocabulary covers the corpus: [UNK] per token, tokens per word."""
+        return corpus_coverage(self._inner, Tokenizer.of(self)._inner)
+
     @property
     def content_hash(self) -> str:
         """Identifies tokens, order and tokenizer: 32 hexadecimal digits."""
@@ -183,6 +196,8 @@ def prepare(
     documents: Separator = "blank-line",
     text_field: str = "text",
     invalid_utf8: InvalidUtf8 = "error",
+    format: Format = "auto",
+    skip_bad_records: int = 0,
     holdout: float = 0.0,
     partition: str | None = None,
     threads: int = 0,
@@ -204,13 +219,19 @@ def prepare(
         documents: What ends a document of a `.txt`: blank lines, the file, or each line.
         text_field: Field or column that holds the text; several, separated by commas, are joined by line ends.
         invalid_utf8: `error` stops and says where; `replace` reads bad bytes as U+FFFD.
+        format: What files are. `auto` goes by the names' endings and passes over files of other kinds; with any
+            other format every file that is named, lies in a folder or matches a glob, and is not hidden, is read
+            as that, unpacked first if its name ends in `.gz`, `.zst` or `.xz`.
+        skip_bad_records: How many records of JSON lines may be left out over the whole input because they are
+            broken, lack the text field or hold no text there. They are listed in `out/skipped.jsonl`.
         holdout: Fraction of documents, at least 0 and below 1, set aside as the corpus `out/holdout`. Which
             ones depends on their place alone; if none of two or more is drawn, the last one is taken.
         partition: `"I/N"`, counted from 1: only every N-th unit of the input. Once all N parts' files lie in
             one folder, any run without `partition` finishes it; parts run in the same folder finish themselves.
         threads: Threads that tokenise; 0 means all cores. The result does not depend on it.
         kind: What `inputs` is, where the rule above guesses wrong: `files` or `documents`.
-        progress: Show a bar with ETA on standard error if that is a terminal, and say how it ended.
+        progress: Show a bar with ETA on standard error, or a line every ten seconds if that is no terminal; warn
+            if the vocabulary does not cover a sample of the text; say how it ended.
 
     Returns:
         What was done.
@@ -222,21 +243,34 @@ def prepare(
         OSError: Reading or writing failed, for example on a full disk; what is finished is kept.
     """
     tokenizer = _open_tokenizer(vocab, lowercase, strip_accents)
+    inner, source = tokenizer._inner, source_of(inputs, kind)
+    reading = reading_options(documents, text_field, invalid_utf8, format, skip_bad_records)
     with ReadingProgress("prepare", shown=progress) as bar:
+        sample = None
+        if progress and not (Path(out) / "manifest.json").exists():
+            sample = sample_coverage(source, inner, os.fspath(out), **reading)
+            bar.warn(coverage_warning(sample, inner))
         report = PrepareReport(
             **_data.prepare(
-                tokenizer._inner,
+                inner,
                 os.fspath(out),
-                **_source(inputs, kind),
-                separator=documents,
-                text_fields=_fields(text_field),
-                invalid_utf8=invalid_utf8,
+                **source,
+                **reading,
                 holdout=holdout,
                 partition=_parse_partition(partition),
-                threads=_count(threads),
+                threads=not_negative("threads", threads) or None,
                 progress=bar.update,
             )
         )
+        if report.complete:
+            found = corpus_coverage(_data.Corpus(os.fspath(out)), inner)
+            report = replace(report, unknown_share=found.unknown_share, tokens_per_word=found.tokens_per_word)
+            if sample is not None:
+                found = replace(found, unknown_words=sample.unknown_words)
+            bar.warn(coverage_warning(found, inner))
+        if report.skipped_records:
+            listed = os.path.join(out, "skipped.jsonl") if report.complete else None
+            bar.warn(skipped_lines(report.skipped_records, report.first_skipped, listed))
         if progress:  # what each packing keeps is counted for it: seconds, for a large corpus
             bar.say(summary(report, out, tokenizer.why_not_fast))
     return report
@@ -253,6 +287,10 @@ def train_vocab(
     documents: Separator = "blank-line",
     text_field: str = "text",
     invalid_utf8: InvalidUtf8 = "error",
+    format: Format = "auto",
+    skip_bad_records: int = 0,
+    sample: int = 1 << 30,
+    seed: int = 0,
     threads: int = 0,
     kind: Kind = "auto",
     progress: bool = True,
@@ -269,6 +307,11 @@ def train_vocab(
         documents: As for `prepare`.
         text_field: As for `prepare`.
         invalid_utf8: As for `prepare`.
+        format: As for `prepare`.
+        skip_bad_records: As for `prepare`; the first ten are said, none is written down.
+        sample: Of more bytes of text than this, words are counted in a sample of about half as many to as many:
+            documents (of a long one, parts of 1 MiB) drawn by the hash of `seed` and their number. 0: in all of it.
+        seed: Decides the sample.
         threads: As for `prepare`.
         kind: As for `prepare`.
         progress: As for `prepare`.
@@ -282,19 +325,30 @@ def train_vocab(
         OSError: Reading or writing failed.
     """
     with ReadingProgress("vocab", shown=progress) as bar:
-        return _data.train_vocab(
+
+        def counted(num_words: int, counted_bytes: int, text_bytes: int) -> None:
+            if counted_bytes < text_bytes:
+                share = f"{counted_bytes / 1e9:.2g} of {text_bytes / 1e9:.2g} GB"
+                bar.say(f"counted words in {share} of text (seed {seed}); sample=0 (--sample 0) counts all of it")
+            bar.say(f"merging the pieces of {num_words:,} words into a vocabulary")
+
+        report = _data.train_vocab(
             os.fspath(out),
-            **_source(inputs, kind),
+            **source_of(inputs, kind),
+            **reading_options(documents, text_field, invalid_utf8, format, skip_bad_records),
             size=size,
             lowercase=lowercase,
             strip_accents=strip_accents,
             min_frequency=min_frequency,
-            separator=documents,
-            text_fields=_fields(text_field),
-            invalid_utf8=invalid_utf8,
-            threads=_count(threads),
+            threads=not_negative("threads", threads) or None,
+            sample=not_negative("sample", sample) or None,
+            seed=not_negative("seed", seed),
             progress=bar.update,
+            counted=counted,
         )
+        if report["skipped_records"]:
+            bar.warn(skipped_lines(report["skipped_records"], report["first_skipped"], None))
+    return int(report["num_entries"])
 
 
 def verify(path: StrPath) -> dict[str, Any]:
@@ -324,26 +378,6 @@ def _open_tokenizer(vocab: StrPath | Tokenizer, lowercase: bool | None, strip_ac
     if lowercase is not None or strip_accents is not None:
         raise ValueError("lowercase and strip_accents were settled when the tokenizer was opened: leave them out")
     return vocab
-
-
-def _source(inputs: Any, kind: Kind) -> dict[str, Any]:
-    if kind not in ("auto", "files", "documents"):
-        raise ValueError(f"kind is {kind!r}; it can be one of 'auto', 'files', 'documents'")
-    if isinstance(inputs, str | os.PathLike):
-        inputs = [inputs]
-    if kind == "files" or (kind == "auto" and isinstance(inputs, list | tuple)):
-        return {"files": [os.fspath(path) for path in inputs]}
-    return {"documents": iter(inputs)}
-
-
-def _fields(text_field: str) -> list[str]:
-    return [field.strip() for field in text_field.split(",") if field.strip()]
-
-
-def _count(threads: int) -> int | None:
-    if threads < 0:
-        raise ValueError(f"threads is {threads}; give 0 for all cores, or a number of them")
-    return threads or None
 
 
 def _parse_partition(partition: str | None) -> tuple[int, int] | None:

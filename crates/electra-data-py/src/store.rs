@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::build::{CoverageTuple, coverage_tuple};
 use crate::errors::raise;
-use crate::tokenizer::{ids_to_bytes, special_tuple};
+use crate::tokenizer::{Tokenizer, ids_to_bytes, special_tuple};
 
 /// A finished corpus.
 #[pyclass(frozen, module = "electra_fast._data")]
@@ -26,6 +27,12 @@ impl Corpus {
     fn document<'py>(&self, py: Python<'py>, index: u64) -> PyResult<Bound<'py, PyBytes>> {
         let ids = py.detach(|| self.inner.document(index)).map_err(raise)?;
         ids_to_bytes(py, &ids)
+    }
+
+    /// (tokens, unknown tokens, words or None, []) of the corpus or an evenly spread sample of it.
+    fn coverage(&self, py: Python, tokenizer: &Tokenizer) -> PyResult<CoverageTuple> {
+        let found = py.detach(|| electra_data::Coverage::of_corpus(&self.inner, &tokenizer.inner));
+        found.map(coverage_tuple).map_err(raise)
     }
 
     #[getter]
