@@ -147,11 +147,12 @@ def test_corpus_and_tokenizer_work_in_a_forked_child(corpus: Path, tmp_path: Pat
     opened = Corpus(corpus)
     tokenizer = Tokenizer.of(opened)
     texts, text = ["w7 w8", "w9"] * 50, tmp_path / "text.txt"
-    vocabulary = tmp_path / "words.txt"
 
     def work() -> Any:
+        process = multiprocessing.current_process().name
+        vocabulary = tmp_path / process / "words.txt"
         train_vocab([text], out=vocabulary, size=60, progress=False)
-        report = prepare([text], vocab=tokenizer, out=tmp_path / f"copy-{multiprocessing.current_process().name}")
+        report = prepare([text], vocab=tokenizer, out=tmp_path / f"copy-{process}")
         ids = [ids.tolist() for ids in (*tokenizer.encode_batch(texts), *opened[:20])]
         return vocabulary.read_text(), ids, report.content_hash, verify(corpus)["files"], opened.shards
 

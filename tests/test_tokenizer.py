@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from electra_fast.config import Config
-from electra_fast.corpus import Corpus, Tokenizer, prepare, train_vocab
+from electra_fast.corpus import Corpus, Tokenizer
 from electra_fast.evaluate import evaluate
 from electra_fast.export import export, import_folder
 from electra_fast.huggingface_tokenizer import write_tokenizer
+from electra_fast.prepare import prepare, train_vocab
 from electra_fast.pretrain import pretrain
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -222,7 +223,7 @@ class TestVocabulariesToldApart:
         import_folder(folder / "export", tmp_path / "imported")
         with pytest.raises(ValueError, match="is not the vocabulary of the corpus"):
             pretrain(tiny_config(), data=folder / other, out=tmp_path / "imported")
-        assert pretrain(tiny_config(), data=folder / "same", out=tmp_path / "imported").finished
+        assert pretrain(tiny_config(), data=folder / "same", out=tmp_path / "imported").step == 1
 
     def test_two_models_have_one_vocabulary(self, folder: Path, tmp_path: Path) -> None:
         mixed = shutil.copytree(folder / "export", tmp_path / "mixed")

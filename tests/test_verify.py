@@ -3,7 +3,8 @@
 import pytest
 
 from electra_fast import _data
-from electra_fast.corpus import Corpus, prepare, verify
+from electra_fast.corpus import Corpus, verify
+from electra_fast.prepare import prepare
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "token", "shard"]
 

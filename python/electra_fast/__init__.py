@@ -14,12 +14,13 @@ from electra_fast._data import VERSION as __version__
 
 if TYPE_CHECKING:
     from electra_fast.config import Config
-    from electra_fast.corpus import Corpus, Tokenizer, prepare, train_vocab, verify
+    from electra_fast.corpus import Corpus, Tokenizer, verify
     from electra_fast.data import BatchLoader, to_torch
     from electra_fast.errors import Interrupted, TrainingFailed
     from electra_fast.evaluate import evaluate
     from electra_fast.export import export, import_folder, load
     from electra_fast.model import Electra
+    from electra_fast.prepare import prepare, train_vocab
     from electra_fast.pretrain import pretrain
 
 # Before torch loads OpenMP: let threads that wait for each other sleep. Spinning ones are no faster
@@ -38,10 +39,10 @@ _HOME = {
     "export": "export",
     "import_folder": "export",
     "load": "export",
-    "prepare": "corpus",
+    "prepare": "prepare",
     "pretrain": "pretrain",
     "to_torch": "data",
-    "train_vocab": "corpus",
+    "train_vocab": "prepare",
     "verify": "corpus",
 }
 

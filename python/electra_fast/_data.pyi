@@ -41,6 +41,7 @@ class Corpus:
 
     def __init__(self, path: str, content_hash: str | None = None) -> None: ...
     def document(self, index: int) -> bytes: ...
+    def coverage(self, tokenizer: Tokenizer) -> tuple[int, int, int | None, list[tuple[str, int]]]: ...
     @property
     def path(self) -> Path: ...
     @property
@@ -75,11 +76,25 @@ def prepare(
     separator: str = "blank-line",
     text_fields: list[str],
     invalid_utf8: str = "error",
+    format: str = "auto",
+    skip_bad_records: int = 0,
     holdout: float = 0.0,
     partition: tuple[int, int] | None = None,
     threads: int | None = None,
     progress: Callable[[int, int, int, int], None] | None = None,
 ) -> dict[str, Any]: ...
+def sample_coverage(
+    tokenizer: Tokenizer,
+    out: str,
+    *,
+    files: list[str] | None = None,
+    documents: list[str] | None = None,
+    separator: str = "blank-line",
+    text_fields: list[str],
+    invalid_utf8: str = "error",
+    format: str = "auto",
+    skip_bad_records: int = 0,
+) -> tuple[int, int, int | None, list[tuple[str, int]]]: ...
 def train_vocab(
     out: str,
     *,
@@ -92,9 +107,14 @@ def train_vocab(
     separator: str = "blank-line",
     text_fields: list[str],
     invalid_utf8: str = "error",
+    format: str = "auto",
+    skip_bad_records: int = 0,
     threads: int | None = None,
+    sample: int | None = None,
+    seed: int = 0,
     progress: Callable[[int, int, int, int], None] | None = None,
-) -> int: ...
+    counted: Callable[[int, int, int], None] | None = None,
+) -> dict[str, Any]: ...
 def verify(path: str) -> tuple[int, int, list[str]]: ...
 
 # --- loading -----------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ from electra_fast import __version__
 from electra_fast.config import Config, describe_key, key_names
 from electra_fast.errors import Interrupted
 from electra_fast.interruption import interrupt_at_once
+from electra_fast.overrides import nearest_keys, take_overrides
 from electra_fast.presets import RECIPES, SIZES
 
 # The commands that take `--section.key value`.
@@ -28,11 +28,8 @@ CONFIGURED = ("pretrain", "flops")
 
 Handler = Callable[[argparse.Namespace], int | None]
 
-# What an interruption leaves, by command; any other command has written nothing.
-KEPT = {
-    "demo": "what was finished is kept, run again to resume",
-    "prepare": "what was finished is kept, run again to resume",
-}
+# The commands that resume where they were interrupted; any other has written nothing (`pretrain` speaks for itself).
+RESUMABLE = ("demo", "prepare")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupt_at_once()
     options = argparse.Namespace(command=None)
     try:
-        rest, overrides = _take_overrides(sys.argv[1:] if arguments is None else arguments)
+        rest, overrides = take_overrides(sys.argv[1:] if arguments is None else arguments)
         options = _parse(rest)
         if overrides and options.command not in CONFIGURED:
             raise ValueError(f"--{next(iter(overrides))}: {options.command} takes no configuration keys")
@@ -49,9 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return handler(options) or 0
     except KeyboardInterrupt as interruption:
         number = interruption.signal if isinstance(interruption, Interrupted) else signal.SIGINT
-        kept = f"interrupted; {KEPT.get(options.command, 'nothing was written')}"
+        resumes = options.command in RESUMABLE
+        kept = "what was finished is kept, run again to resume" if resumes else "nothing was written"
         with contextlib.suppress(OSError):  # the terminal may be what has gone
-            print(f"electra-fast: {interruption if str(interruption).strip() else kept}", file=sys.stderr)
+            print(
+                f"electra-fast: {interruption if str(interruption).strip() else f'interrupted; {kept}'}",
+                file=sys.stderr,
+            )
         return 128 + number
     except BrokenPipeError:
         # The reader of our output (`head`, say) has gone: not an error of ours.
@@ -75,45 +76,15 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _take_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Takes `--section.key value` and `--section.key=value` out of the arguments.
-
-    argparse can't: it would read the value of an option that it doesn't know as a positional.
-    """
-    rest: list[str] = []
-    overrides: dict[str, str] = {}
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if not name.startswith("--") or "." not in name:
-            rest.append(word)
-            continue
-        if not equals:
-            if not words or words[0].startswith("--"):
-                raise ValueError(f"{name} needs a value")
-            value = words.pop(0)
-        overrides[name.removeprefix("--")] = value
-    return rest, overrides
-
-
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed arguments; an unknown one is refused with the configuration key that it may mean."""
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
-    if unknown and options.command in CONFIGURED and (keys := _nearest_keys(unknown[0])):
+    if unknown and options.command in CONFIGURED and (keys := nearest_keys(unknown[0])):
         raise ValueError(f"unrecognized arguments: {unknown[0]}; did you mean --{' or --'.join(keys)}?")
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return options
-
-
-def _nearest_keys(argument: str) -> list[str]:
-    """The keys whose last part is an argument such as `--batch-size` or comes nearest to it."""
-    name = argument.partition("=")[0].lstrip("-").replace("-", "_")
-    last_parts = [key.partition(".")[2] for key in key_names()]
-    close = difflib.get_close_matches(name, last_parts, n=1, cutoff=0.7)
-    return [key for key, part in zip(key_names(), last_parts, strict=True) if part in close]
 
 
 def _say(message: str) -> None:
@@ -160,6 +131,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--size", type=int, default=30_522, help="entries (%(default)s)")
     sub.add_argument("--min-frequency", type=int, default=2, help="occurrences that a merge needs (%(default)s)")
     sub.add_argument("--cased", action="store_true", help="keep capitals and accents")
+    sub.add_argument(
+        "--sample", type=int, default=1 << 30, metavar="BYTES", help="text to count words in; 0: all (%(default)s)"
+    )
+    sub.add_argument("--seed", type=int, default=0, help="decides the sample (%(default)s)")
 
     sub = command("prepare", _prepare, "turn text into a corpus of tokenised shards; run again to go on")
     _add_inputs(sub)
@@ -235,6 +210,19 @@ def _add_inputs(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--invalid-utf8", default="error", choices=("error", "replace"), help="what to do about it (%(default)s)"
     )
+    sub.add_argument(
+        "--format",
+        default="auto",
+        choices=("auto", "text", "jsonl", "parquet", "arrow"),
+        help="what every file is read as; auto goes by its name and passes over other kinds (%(default)s)",
+    )
+    sub.add_argument(
+        "--skip-bad-records",
+        type=int,
+        default=0,
+        metavar="N",
+        help="broken records of .jsonl that may be left out, over all the input (%(default)s)",
+    )
 
 
 def _add_preset(sub: argparse.ArgumentParser) -> None:
@@ -279,6 +267,8 @@ def _reading(options: argparse.Namespace) -> dict[str, Any]:
         "text_field": options.text_field,
         "documents": options.documents,
         "invalid_utf8": options.invalid_utf8,
+        "format": options.format,
+        "skip_bad_records": options.skip_bad_records,
     }
 
 
@@ -289,7 +279,7 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _vocab(options: argparse.Namespace) -> None:
-    from electra_fast.corpus import train_vocab
+    from electra_fast.prepare import train_vocab
 
     size = train_vocab(
         options.inputs,
@@ -298,13 +288,15 @@ def _vocab(options: argparse.Namespace) -> None:
         lowercase=not options.cased,
         min_frequency=options.min_frequency,
         kind="files",
+        sample=options.sample,
+        seed=options.seed,
         **_reading(options),
     )
     _say(f"{options.out}: {size} entries")
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    from electra_fast.corpus import prepare
+    from electra_fast.prepare import prepare
 
     prepare(
         options.inputs,

@@ -1,29 +1,21 @@
-"""Text → vocabulary and corpus on disk, and reading a corpus back; the work is done in Rust (`_data`).
-
-Everything that trains starts here: `train_vocab` and `prepare` write, `Corpus` and `Tokenizer` read,
-`verify` checks.
-"""
+"""A corpus and its tokenizer as `prepare` left them: `Corpus`, `Tokenizer`, and `verify`, which checks every byte."""
 
 from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast import _data
-from electra_fast.inputs import Kind, source
-from electra_fast.prepare_report import PrepareReport, guess, summary
-from electra_fast.reading_progress import ReadingProgress
+from electra_fast.coverage import Coverage, corpus_coverage
+from electra_fast.reading import StrPath
 
-StrPath = str | os.PathLike[str]
 Ids = NDArray[np.int32]
-Separator = Literal["blank-line", "file", "line"]
-InvalidUtf8 = Literal["error", "replace"]
 
 SPECIAL = ("pad", "unk", "cls", "sep", "mask")
 
@@ -176,6 +168,10 @@ class Corpus(Sequence[Ids]):
         """Documents that had no token and were left out."""
         return self._inner.empty_documents
 
+    def coverage(self) -> Coverage:
+        """How well the vocabulary covers the corpus: [UNK] per token, tokens per word."""
+        return corpus_coverage(self._inner, Tokenizer.of(self)._inner)
+
     @property
     def content_hash(self) -> str:
         """Identifies tokens, order and tokenizer: 32 hexadecimal digits."""
@@ -212,136 +208,6 @@ class Corpus(Sequence[Ids]):
         return dict(zip(("lowercase", "strip_accents"), self._inner.tokenizer_settings, strict=True))
 
 
-def prepare(
-    inputs: StrPath | Iterable[StrPath] | Iterable[str] | Iterable[Mapping[str, Any]],
-    *,
-    vocab: StrPath | Tokenizer,
-    out: StrPath,
-    lowercase: bool | None = None,
-    strip_accents: bool | None = None,
-    documents: Separator = "blank-line",
-    text_field: str = "text",
-    invalid_utf8: InvalidUtf8 = "error",
-    holdout: float = 0.0,
-    partition: str | None = None,
-    threads: int = 0,
-    kind: Kind = "auto",
-    progress: bool = True,
-) -> PrepareReport:
-    """Turns text into a corpus of token shards in `out`; run again after an interruption, it goes on.
-
-    Args:
-        inputs: A path, or a list or tuple of paths: files (`.txt`, `.jsonl`, `.parquet`, `.arrow`, plain or
-            `.gz`, `.zst`, `.xz`), folders, globs. Of a folder that `datasets` saved, the files that it names are
-            read; of one with several splits, `train` alone: name another split's folder to read that. A list or
-            tuple with a string that has a line end or more than 4,096 characters is one of documents, as is any
-            other iterable of `str` or, like a `datasets.Dataset`, of records that have `text_field`. Documents are
-            asked for from a thread of their own, and such a run starts again instead of resuming.
-        vocab: A `vocab.txt`, a `tokenizer.json`, a folder that holds one, or an open tokenizer; not among `inputs`.
-        out: The folder to make; empty, new, or left behind by the same run.
-        lowercase: As for `Tokenizer`; not with an open one.
-        strip_accents: As for `Tokenizer`; not with an open one.
-        documents: What ends a document of a `.txt`: blank lines, the file, or each line.
-        text_field: Field or column that holds the text; several, separated by commas, are joined by line ends.
-        invalid_utf8: `error` stops and says where; `replace` reads bad bytes as U+FFFD.
-        holdout: Fraction of documents, at least 0 and below 1, set aside as the corpus `out/holdout`. Which
-            ones depends on their place alone; if none of two or more is drawn, the last one is taken.
-        partition: `"I/N"`, counted from 1: only every N-th unit of the input. Once all N parts' files lie in
-            one folder, any run without `partition` finishes it; parts run in the same folder finish themselves.
-        threads: Threads that tokenise; 0 means all cores. The result does not depend on it.
-        kind: What `inputs` is, where that rule is wrong: `files` or `documents` (a list of short ones).
-        progress: Show a bar with ETA on standard error if that is a terminal, and say how it ended.
-
-    Returns:
-        What was done.
-
-    Raises:
-        FileNotFoundError: An input or the vocabulary does not exist.
-        TypeError: `inputs` is a dictionary of splits, a data frame or no text (named, with its position).
-        ValueError: Text, vocabulary, options or the output folder cannot be used; the message says which,
-            where (file, line or byte) and what to do.
-        OSError: Reading or writing failed, for example on a full disk; what is finished is kept.
-    """
-    tokenizer = _open_tokenizer(vocab, lowercase, strip_accents)
-    with ReadingProgress("prepare", shown=progress) as bar:
-        if progress and tokenizer.case_is_guessed:
-            bar.say(guess(os.fspath(tokenizer.path), cased=not tokenizer.options["lowercase"]))
-        report = PrepareReport(
-            **_data.prepare(
-                tokenizer._inner,
-                os.fspath(out),
-                **source(inputs, kind, _fields(text_field)),
-                separator=documents,
-                text_fields=_fields(text_field),
-                invalid_utf8=invalid_utf8,
-                holdout=holdout,
-                partition=_parse_partition(partition),
-                threads=_count(threads),
-                progress=bar.update,
-            )
-        )
-        if progress:  # what each packing keeps is counted for it: seconds, for a large corpus
-            bar.say(summary(report, out, tokenizer.why_not_fast))
-    return report
-
-
-def train_vocab(
-    inputs: StrPath | Iterable[StrPath] | Iterable[str] | Iterable[Mapping[str, Any]],
-    *,
-    out: StrPath,
-    size: int = 30_522,
-    lowercase: bool = True,
-    strip_accents: bool | None = None,
-    min_frequency: int = 2,
-    documents: Separator = "blank-line",
-    text_field: str = "text",
-    invalid_utf8: InvalidUtf8 = "error",
-    threads: int = 0,
-    kind: Kind = "auto",
-    progress: bool = True,
-) -> int:
-    """Trains a WordPiece vocabulary, the same one for the same text.
-
-    Args:
-        inputs: As for `prepare`.
-        out: The `vocab.txt` to write; a `tokenizer.json` beside it tells its case. With the ending `.json`, a
-            tokenizer.json alone. Nothing that exists is overwritten.
-        size: Entries, [PAD] [UNK] [CLS] [SEP] [MASK] included, which come first.
-        lowercase: Lower the text's case.
-        strip_accents: Drop accents; by default as `lowercase`.
-        min_frequency: How often a pair of pieces must occur to become one.
-        documents: As for `prepare`.
-        text_field: As for `prepare`.
-        invalid_utf8: As for `prepare`.
-        threads: As for `prepare`.
-        kind: As for `prepare`.
-        progress: As for `prepare`.
-
-    Returns:
-        How many entries it has: `size`, or fewer if the text does not give more.
-
-    Raises:
-        FileNotFoundError: An input does not exist.
-        TypeError: As for `prepare`.
-        ValueError: The text or an option cannot be used, or a file is in the way.
-        OSError: Reading or writing failed.
-    """
-    with ReadingProgress("vocab", shown=progress) as bar:
-        return _data.train_vocab(
-            os.fspath(out),
-            **source(inputs, kind, _fields(text_field)),
-            size=size,
-            lowercase=lowercase,
-            strip_accents=strip_accents,
-            min_frequency=min_frequency,
-            separator=documents,
-            text_fields=_fields(text_field),
-            invalid_utf8=invalid_utf8,
-            threads=_count(threads),
-            progress=bar.update,
-        )
-
-
 def verify(path: StrPath) -> dict[str, Any]:
     """Checks every checksum, length and table of a corpus and its held-out part.
 
@@ -361,30 +227,3 @@ def verify(path: StrPath) -> dict[str, Any]:
 
 def _to_numpy(ids: bytes) -> Ids:
     return np.frombuffer(ids, dtype="<u4").astype(np.int32)
-
-
-def _open_tokenizer(vocab: StrPath | Tokenizer, lowercase: bool | None, strip_accents: bool | None) -> Tokenizer:
-    if not isinstance(vocab, Tokenizer):
-        return Tokenizer(vocab, lowercase=lowercase, strip_accents=strip_accents)
-    if lowercase is not None or strip_accents is not None:
-        raise ValueError("lowercase and strip_accents were settled when the tokenizer was opened: leave them out")
-    return vocab
-
-
-def _fields(text_field: str) -> list[str]:
-    return [field.strip() for field in text_field.split(",") if field.strip()]
-
-
-def _count(threads: int) -> int | None:
-    if threads < 0:
-        raise ValueError(f"threads is {threads}; give 0 for all cores, or a number of them")
-    return threads or None
-
-
-def _parse_partition(partition: str | None) -> tuple[int, int] | None:
-    if partition is None:
-        return None
-    index, _, count = partition.partition("/")
-    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
-        raise ValueError(f"partition is {partition!r}; write I/N with I from 1 to N, such as 1/4")
-    return int(index), int(count)

@@ -19,12 +19,13 @@ from rich.text import Text
 
 from electra_fast import electra
 from electra_fast.config import Config
-from electra_fast.corpus import Tokenizer, prepare, train_vocab
+from electra_fast.corpus import Tokenizer
 from electra_fast.curves import draw_curves
 from electra_fast.data import BatchLoader, to_torch
 from electra_fast.electra import Backend, Noise
 from electra_fast.evaluate import SEED, evaluate, held_out_folder
 from electra_fast.export import export, load
+from electra_fast.prepare import prepare, train_vocab
 from electra_fast.pretrain import pretrain
 
 VOCAB_SIZE = 1024

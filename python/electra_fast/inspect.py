@@ -17,6 +17,9 @@ from electra_fast.prepare_report import PACKINGS, contents
 def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, Any]:
     """Figures of a corpus and its held-out part: documents, tokens, bytes a token, rows at a row length.
 
+    `unknown_share` is [UNK] per token; `tokens_per_word` is `None` for a tokenizer that does not mark tokens
+    which continue a word. Both are counted over at most 2^24 tokens, spread evenly.
+
     `rows` and `tokens_per_row` are those of the default packing; below them stands for each packing
     (`best_fit_`, `google_`) how many rows it makes, what it keeps and drops, and how full rows are.
     """
@@ -24,6 +27,7 @@ def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, A
     packings = _packings(directory, sequence_length, corpus.num_tokens)
     stored = sum(path.stat().st_size for path in Path(directory).glob("*.tokens"))
     held_out = Corpus(corpus.holdout) if corpus.holdout else None
+    coverage = corpus.coverage()
     return {
         "content_hash": corpus.content_hash,
         "documents": len(corpus),
@@ -31,6 +35,8 @@ def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, A
         "tokens_per_document": corpus.num_tokens / max(1, len(corpus)),
         "bytes_per_token": stored / max(1, corpus.num_tokens),
         "vocab_size": corpus.vocab_size,
+        "unknown_share": coverage.unknown_share,
+        "tokens_per_word": coverage.tokens_per_word,
         "held_out_documents": len(held_out) if held_out else 0,
         "held_out_tokens": held_out.num_tokens if held_out else 0,
         "sequence_length": sequence_length,

@@ -34,8 +34,16 @@ class PrepareReport:
     empty_documents: int
     """Documents without any token; they are left out."""
     holdout_documents: int
+    skipped_records: int = 0
+    """Records that could not be read and were left out; a complete corpus lists them in `skipped.jsonl`."""
+    first_skipped: tuple[tuple[str, int, str], ...] = ()
+    """File, line and reason of the first ten."""
     content_hash: str
     """32 hexadecimal digits; empty while incomplete."""
+    unknown_share: float | None = None
+    """[UNK] per token; `None` while incomplete. Of a large corpus 2^24 tokens are counted, spread evenly over it."""
+    tokens_per_word: float | None = None
+    """The fertility; `None` while incomplete, or if the tokenizer does not mark tokens that continue a word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +98,10 @@ def summary(report: PrepareReport, out: str | os.PathLike[str], why_not_fast: st
     if report.skipped_splits:
         skipped += f"; of the splits only train was read, not {', '.join(report.skipped_splits)}: name their folders"
     counts = f"{report.num_documents:,} documents, {report.num_tokens:,} tokens"
+    if report.unknown_share is not None:
+        counts += f", {report.unknown_share:.2%} [UNK]"
+    if report.tokens_per_word is not None:
+        counts += f", {report.tokens_per_word:.2f} tokens per word"
     if report.already_complete:
         return f"{os.fspath(out)}: already complete: {counts}{skipped}"
     by_crate = ""

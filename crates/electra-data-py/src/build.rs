@@ -2,7 +2,10 @@
 
 use std::path::PathBuf;
 
-use electra_data::{Documents, Error, InvalidUtf8, Options, Progress, Reading, Source, VocabOptions};
+use electra_data::{
+    Coverage, Documents, Error, Format, InvalidUtf8, Options, Progress, Reading, SkippedRecord, Source,
+    VocabOptions, VocabReport,
+};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -13,7 +16,7 @@ use crate::tokenizer::Tokenizer;
 /// Makes a corpus; exactly one of `files` and `documents` is given.
 #[pyfunction]
 #[pyo3(signature = (tokenizer, out, *, files=None, documents=None, separator="blank-line", text_fields,
-                    invalid_utf8="error", holdout=0.0, partition=None, threads=None, progress=None))]
+                    invalid_utf8="error", format="auto", skip_bad_records=0, holdout=0.0, partition=None, threads=None, progress=None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
 pub(crate) fn prepare<'py>(
     py: Python<'py>,
@@ -24,12 +27,14 @@ pub(crate) fn prepare<'py>(
     separator: &str,
     text_fields: Vec<String>,
     invalid_utf8: &str,
+    format: &str,
+    skip_bad_records: u64,
     holdout: f64,
     partition: Option<(usize, usize)>,
     threads: Option<usize>,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let reading = reading(separator, text_fields, invalid_utf8)?;
+    let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
     let options = Options { reading, holdout, partition, threads };
     let tokenizer = tokenizer.get(py)?;
     let report = Calls::new(progress).run(py, files, documents, |source, report| {
@@ -47,18 +52,55 @@ pub(crate) fn prepare<'py>(
     result.set_item("num_tokens", report.num_tokens)?;
     result.set_item("empty_documents", report.empty_documents)?;
     result.set_item("holdout_documents", report.holdout_documents)?;
+    result.set_item("skipped_records", report.skipped_records)?;
+    result.set_item("first_skipped", tuples(py, report.first_skipped)?)?;
     result.set_item("content_hash", report.content_hash)?;
     Ok(result)
 }
 
-/// Trains a vocabulary; returns how many entries it has.
+/// (tokens, unknown tokens, words or None, frequent unknown words with counts) of a sample of the inputs.
+#[pyfunction]
+#[pyo3(signature = (tokenizer, out, *, files=None, documents=None, separator="blank-line", text_fields,
+                    invalid_utf8="error", format="auto", skip_bad_records=0))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
+pub(crate) fn sample_coverage(
+    py: Python,
+    tokenizer: &Tokenizer,
+    out: PathBuf,
+    files: Option<Vec<PathBuf>>,
+    documents: Option<Vec<String>>,
+    separator: &str,
+    text_fields: Vec<String>,
+    invalid_utf8: &str,
+    format: &str,
+    skip_bad_records: u64,
+) -> PyResult<CoverageTuple> {
+    let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
+    let source = match documents {
+        Some(documents) => Source::Documents(Box::new(documents.into_iter().map(Ok))),
+        None => Source::Files(files.unwrap_or_default()),
+    };
+    let tokenizer = tokenizer.get(py)?;
+    py.detach(|| Coverage::of_source(source, &tokenizer, &out, &reading))
+        .map(coverage_tuple)
+        .map_err(raise)
+}
+
+pub(crate) type CoverageTuple = (u64, u64, Option<u64>, Vec<(String, u64)>);
+
+/// A coverage in the order that Python's dataclass has.
+pub(crate) fn coverage_tuple(found: Coverage) -> CoverageTuple {
+    (found.tokens, found.unknown, found.words, found.unknown_words)
+}
+
+/// Trains a vocabulary; `counted` is told of the words before they are merged.
 #[pyfunction]
 #[pyo3(signature = (out, *, files=None, documents=None, size, lowercase=true, strip_accents=None,
-                    min_frequency=2, separator="blank-line", text_fields, invalid_utf8="error",
-                    threads=None, progress=None))]
+                    min_frequency=2, separator="blank-line", text_fields, invalid_utf8="error", format="auto",
+                    skip_bad_records=0, threads=None, sample=None, seed=0, progress=None, counted=None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
-pub(crate) fn train_vocab(
-    py: Python,
+pub(crate) fn train_vocab<'py>(
+    py: Python<'py>,
     out: PathBuf,
     files: Option<Vec<PathBuf>>,
     documents: Option<Py<PyAny>>,
@@ -69,16 +111,51 @@ pub(crate) fn train_vocab(
     separator: &str,
     text_fields: Vec<String>,
     invalid_utf8: &str,
+    format: &str,
+    skip_bad_records: u64,
     threads: Option<usize>,
+    sample: Option<u64>,
+    seed: u64,
     progress: Option<Py<PyAny>>,
-) -> PyResult<usize> {
-    let reading = reading(separator, text_fields, invalid_utf8)?;
-    let options = VocabOptions { reading, size, lowercase, strip_accents, min_frequency, threads };
-    Calls::new(progress)
-        .run(py, files, documents, |source, report| electra_data::train_vocab(source, &out, &options, report))
+    counted: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
+    let options =
+        VocabOptions { reading, size, lowercase, strip_accents, min_frequency, threads, sample, seed };
+    let mut raised = None;
+    let report = Calls::new(progress).run(py, files, documents, |source, progress| {
+        let mut tell = |report: &VocabReport| {
+            let told = (report.num_words, report.counted_bytes, report.text_bytes);
+            let call = |call: &Py<PyAny>| Python::attach(|py| call.call1(py, told)).err();
+            raised = counted.as_ref().and_then(call);
+            raised.is_none()
+        };
+        electra_data::train_vocab(source, &out, &options, progress, &mut tell)
+    });
+    if let Some(error) = raised {
+        return Err(error);
+    }
+    let report = report?;
+    let result = PyDict::new(py);
+    result.set_item("num_entries", report.num_entries)?;
+    result.set_item("skipped_records", report.skipped.len())?;
+    result.set_item("first_skipped", tuples(py, report.skipped.into_iter().take(10))?)?;
+    Ok(result)
 }
 
-fn reading(separator: &str, text_fields: Vec<String>, invalid_utf8: &str) -> PyResult<Reading> {
+/// (file, line, reason) of each record.
+fn tuples(py: Python<'_>, records: impl IntoIterator<Item = SkippedRecord>) -> PyResult<Bound<'_, PyTuple>> {
+    let records: Vec<_> = records.into_iter().map(|r| (r.file, r.line, r.reason)).collect();
+    PyTuple::new(py, records)
+}
+
+fn reading(
+    separator: &str,
+    text_fields: Vec<String>,
+    invalid_utf8: &str,
+    format: &str,
+    skip_bad_records: u64,
+) -> PyResult<Reading> {
     let unknown = |name, value, known| {
         Err(PyValueError::new_err(format!("{name} is {value:?}; it can be one of {known}")))
     };
@@ -93,7 +170,12 @@ fn reading(separator: &str, text_fields: Vec<String>, invalid_utf8: &str) -> PyR
         "replace" => InvalidUtf8::Replace,
         other => return unknown("invalid_utf8", other, "\"error\", \"replace\""),
     };
-    Ok(Reading { documents, text_fields, invalid_utf8 })
+    let format = match (format, Format::from_name(format)) {
+        ("auto", _) => None,
+        (_, Some(format)) => Some(format),
+        _ => return unknown("format", format, "\"auto\", \"text\", \"jsonl\", \"parquet\", \"arrow\""),
+    };
+    Ok(Reading { format, documents, text_fields, invalid_utf8, skip_bad_records })
 }
 
 /// Python's side of a long run: the progress callback, and the exception that it raised.

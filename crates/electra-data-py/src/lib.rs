@@ -17,7 +17,7 @@ mod _data {
     const VERSION: &str = env!("CARGO_PKG_VERSION");
 
     #[pymodule_export]
-    use crate::build::{prepare, train_vocab};
+    use crate::build::{prepare, sample_coverage, train_vocab};
     #[pymodule_export]
     use crate::loader::BatchLoader;
     #[pymodule_export]

@@ -7,9 +7,10 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::build::{CoverageTuple, coverage_tuple};
 use crate::errors::{absolute, raise};
 use crate::process::PerProcess;
-use crate::tokenizer::{ids_to_bytes, special_tuple};
+use crate::tokenizer::{Tokenizer, ids_to_bytes, special_tuple};
 
 /// A finished corpus.
 #[pyclass(frozen, module = "electra_fast._data")]
@@ -33,6 +34,13 @@ impl Corpus {
         let inner = self.get(py)?;
         let ids = py.detach(|| inner.document(index)).map_err(raise)?;
         ids_to_bytes(py, &ids)
+    }
+
+    /// (tokens, unknown tokens, words or None, []) of the corpus or an evenly spread sample of it.
+    fn coverage(&self, py: Python, tokenizer: &Tokenizer) -> PyResult<CoverageTuple> {
+        let (corpus, tokenizer) = (self.get(py)?, tokenizer.get(py)?);
+        let found = py.detach(|| electra_data::Coverage::of_corpus(&corpus, &tokenizer));
+        found.map(coverage_tuple).map_err(raise)
     }
 
     #[getter]

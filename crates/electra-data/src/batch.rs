@@ -243,7 +243,10 @@ impl BatchWriter {
         for (size, field) in sizes.into_iter().zip(self.schema.fields()) {
             let slice = buffer.slice_with_length(4 * start, 4 * size);
             start += padded(size);
-            let DataType::FixedSizeList(item, width) = field.data_type() else { continue };
+            let DataType::FixedSizeList(item, width) = field.data_type() else {
+                let name = field.name();
+                return Err(ArrowError::SchemaError(format!("column {name} is no fixed-size list")));
+            };
             let values: ArrayRef = match item.data_type() {
                 DataType::Float32 => Arc::new(Float32Array::new(ScalarBuffer::from(slice), None)),
                 _ => Arc::new(Int32Array::new(ScalarBuffer::from(slice), None)),

@@ -5,7 +5,9 @@ use std::io::Read;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use arrow_array::cast::AsArray;
-use arrow_array::{Array, ArrayRef, RecordBatch};
+use arrow_array::{
+    Array, ArrayAccessor, ArrayRef, LargeStringArray, RecordBatch, StringArray, StringViewArray,
+};
 use arrow_ipc::reader::StreamReader;
 use arrow_schema::{DataType, Schema};
 use parquet::arrow::ProjectionMask;
@@ -113,7 +115,10 @@ fn text_columns(file: &InputFile, schema: &Schema, fields: &[String]) -> Result<
                     "{path}: column \"{field}\" is {kind}, not a string; columns of strings are: {texts}"
                 )));
             }
-            Err(_) => return Err(missing_field(&path, field, &texts)),
+            Err(_) => {
+                let missing = missing_field(field, &texts);
+                return Err(Error::Input(format!("{path}: {missing}; choose with --text-field")));
+            }
         }
     }
     Ok(columns)
@@ -128,13 +133,18 @@ fn is_text(kind: &DataType) -> bool {
 }
 
 fn send_rows(file: &InputFile, batch: &RecordBatch, fields: &[String], to: &mut Batcher) -> Result<()> {
+    let damaged = |what: &str| unreadable(file, "table", &what);
     let mut columns = Vec::with_capacity(fields.len());
     for field in fields {
-        let column = batch.column_by_name(field);
-        columns.push(Texts::of(column.ok_or_else(|| unreadable(file, "table", &"a batch lacks a column"))?));
+        let column = batch.column_by_name(field).ok_or_else(|| damaged("a batch lacks a column"))?;
+        columns.push(Texts::of(column).ok_or_else(|| damaged("a batch has another type of column"))?);
     }
+    let mut texts = Vec::with_capacity(fields.len());
     for row in 0..batch.num_rows() {
-        let texts: Vec<&str> = columns.iter().filter_map(|column| column.at(row)).collect();
+        texts.clear();
+        for column in &columns {
+            texts.extend(column.at(row).ok_or_else(|| damaged("a key is beyond its dictionary"))?);
+        }
         match texts[..] {
             [one] => to.push_document(one)?,
             _ => to.push_document(&texts.join("\n"))?,
@@ -146,41 +156,79 @@ fn send_rows(file: &InputFile, batch: &RecordBatch, fields: &[String], to: &mut 
 /// A column of text; of a dictionary, its values and which of them each row has.
 struct Texts<'a> {
     column: &'a ArrayRef,
-    dictionary: Option<(&'a ArrayRef, Vec<usize>)>,
+    values: Strings<'a>,
+    keys: Option<Vec<usize>>,
+}
+
+/// An array of strings.
+enum Strings<'a> {
+    Utf8(&'a StringArray),
+    LargeUtf8(&'a LargeStringArray),
+    Utf8View(&'a StringViewArray),
 }
 
 impl<'a> Texts<'a> {
-    fn of(column: &'a ArrayRef) -> Self {
+    /// `None` if the column does not hold text.
+    fn of(column: &'a ArrayRef) -> Option<Self> {
+        let Some(dictionary) = column.as_any_dictionary_opt() else {
+            return Some(Self { column, values: Strings::of(column)?, keys: None });
+        };
         // Without values every row is null, and there are no keys to speak of.
-        let dictionary = column.as_any_dictionary_opt().filter(|dictionary| !dictionary.values().is_empty());
-        Self { column, dictionary: dictionary.map(|d| (d.values(), d.normalized_keys())) }
+        let has_values = !dictionary.values().is_empty();
+        let keys = if has_values { dictionary.normalized_keys() } else { Vec::new() };
+        Some(Self { column, values: Strings::of(dictionary.values())?, keys: Some(keys) })
     }
 
-    /// The text in a row; `None` for null.
-    fn at(&self, row: usize) -> Option<&'a str> {
+    /// The text in a row (`None` for null), if the row's key is one of the dictionary's.
+    fn at(&self, row: usize) -> Option<Option<&'a str>> {
         if self.column.is_null(row) {
-            return None;
+            return Some(None);
         }
-        match &self.dictionary {
-            Some((values, keys)) => text_at(values, *keys.get(row)?),
-            None => text_at(self.column, row),
+        match &self.keys {
+            Some(keys) => self.values.get(*keys.get(row)?),
+            None => self.values.get(row),
         }
     }
 }
 
-fn text_at(column: &ArrayRef, row: usize) -> Option<&str> {
-    if row >= column.len() || column.is_null(row) {
-        return None;
+impl<'a> Strings<'a> {
+    fn of(array: &'a ArrayRef) -> Option<Self> {
+        let large = || array.as_string_opt::<i64>().map(Self::LargeUtf8);
+        let view = || array.as_string_view_opt().map(Self::Utf8View);
+        array.as_string_opt::<i32>().map(Self::Utf8).or_else(large).or_else(view)
     }
-    match column.data_type() {
-        DataType::Utf8 => Some(column.as_string::<i32>().value(row)),
-        DataType::LargeUtf8 => Some(column.as_string::<i64>().value(row)),
-        DataType::Utf8View => Some(column.as_string_view().value(row)),
-        _ => None,
+
+    /// The string at a place (`None` for null), if there is such a place.
+    fn get(&self, at: usize) -> Option<Option<&'a str>> {
+        fn one<'a>(array: impl ArrayAccessor<Item = &'a str>, at: usize) -> Option<Option<&'a str>> {
+            (at < array.len()).then(|| array.is_valid(at).then(|| array.value(at)))
+        }
+        match self {
+            Self::Utf8(array) => one(*array, at),
+            Self::LargeUtf8(array) => one(*array, at),
+            Self::Utf8View(array) => one(*array, at),
+        }
     }
 }
 
 fn unreadable(file: &InputFile, kind: &str, error: &dyn std::fmt::Display) -> Error {
     let path = file.path.display();
     Error::Input(format!("{path}: cannot be read as {kind} ({error}); get the file again"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn only_text_counts_as_text() {
+        let numbers: ArrayRef = Arc::new(arrow_array::Int32Array::from(vec![1]));
+        assert!(Texts::of(&numbers).is_none());
+        let strings: ArrayRef = Arc::new(StringArray::from(vec![Some("a"), None]));
+        let texts = Texts::of(&strings).unwrap();
+        assert_eq!((texts.at(0), texts.at(1)), (Some(Some("a")), Some(None)));
+        assert_eq!(Strings::Utf8(&StringArray::from(vec!["a"])).get(1), None);
+    }
 }

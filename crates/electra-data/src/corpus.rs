@@ -6,10 +6,11 @@ use std::sync::atomic::AtomicU64;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use crate::error::{Error, Result};
-use crate::input::{Format, InputFile};
+use crate::input::InputFile;
 use crate::pipeline::{Batcher, Mark};
-use crate::reading::{Documents, Reading, missing_field};
-use crate::text::Lines;
+use crate::reading::{Documents, Format, Reading, missing_field};
+use crate::skipped::SkippedRecord;
+use crate::text::{Cut, InvalidBytes, LineEnds, Lines};
 
 /// Sends every document of a file on its way; `bytes` counts what is read from disk.
 pub(crate) fn read_file(
@@ -39,11 +40,13 @@ fn guarded(file: &InputFile, read: impl FnOnce() -> Result<()>) -> Result<()> {
 }
 
 fn read_text(file: &InputFile, reading: &Reading, bytes: &AtomicU64, to: &mut Batcher) -> Result<()> {
-    let mut lines = Lines::new(file.open(bytes)?, &file.path, reading.invalid_utf8, to.cut_lines);
+    let mut lines =
+        Lines::new(file.open(bytes)?, &file.path, reading.invalid_utf8, LineEnds::Detect, to.cut());
     // Whether the current line, and the current document, have shown anything yet.
     let (mut line_begun, mut document_begun) = (false, reading.documents == Documents::File);
     while let Some(fragment) = lines.next(|e| file.unreadable(e))? {
-        let blank = !line_begun && fragment.text.trim().is_empty() && fragment.ends_line;
+        let text = fragment.text.map_err(|bad| bad.in_file(&file.path))?;
+        let blank = !line_begun && text.trim().is_empty() && fragment.ends_line;
         line_begun = !fragment.ends_line;
         if blank && reading.documents != Documents::File {
             if std::mem::take(&mut document_begun) {
@@ -52,7 +55,7 @@ fn read_text(file: &InputFile, reading: &Reading, bytes: &AtomicU64, to: &mut Ba
             continue;
         }
         document_begun = true;
-        to.push(&fragment.text, if fragment.ends_line { Mark::Line } else { Mark::Part })?;
+        to.push(&text, if fragment.ends_line { Mark::Line } else { Mark::Part })?;
         if fragment.ends_line && reading.documents == Documents::Line {
             to.push("", Mark::Document)?;
             document_begun = false;
@@ -63,31 +66,60 @@ fn read_text(file: &InputFile, reading: &Reading, bytes: &AtomicU64, to: &mut Ba
 
 fn read_json_lines(file: &InputFile, reading: &Reading, bytes: &AtomicU64, to: &mut Batcher) -> Result<()> {
     // A record is one JSON text, so its line is never cut.
-    let mut lines = Lines::new(file.open(bytes)?, &file.path, reading.invalid_utf8, false);
+    let mut lines =
+        Lines::new(file.open(bytes)?, &file.path, reading.invalid_utf8, LineEnds::Newline, Cut::Nowhere);
     let mut number = 0;
     while let Some(fragment) = lines.next(|e| file.unreadable(e))? {
         number += 1;
-        if fragment.text.trim().is_empty() {
-            continue;
+        let document = match &fragment.text {
+            Ok(text) if text.trim().is_empty() => continue,
+            Ok(text) => parse_record(text, &reading.text_fields),
+            Err(bad) => Err(BadRecord { column: None, reason: bad.reason(), remedy: InvalidBytes::REMEDY }),
+        };
+        match document {
+            Ok(document) => to.push_document(&document)?,
+            Err(bad) => to.skip(bad.skipped(&file.name, number), &bad.error(&file.path, number))?,
         }
-        let document = parse_record(&fragment.text, &reading.text_fields, &file.path, number)?;
-        to.push_document(&document)?;
     }
     Ok(())
 }
 
+/// What is wrong with a record, and what can be done about it.
+#[derive(Debug)]
+struct BadRecord {
+    column: Option<usize>,
+    reason: String,
+    remedy: &'static str,
+}
+
+impl BadRecord {
+    fn error(&self, path: &Path, line: u64) -> Error {
+        let column = self.column.map_or(String::new(), |column| format!(", column {column}"));
+        let (path, reason, remedy) = (path.display(), &self.reason, self.remedy);
+        Error::Input(format!("{path}: line {line}{column}: {reason}; {remedy}"))
+    }
+
+    fn skipped(&self, file: &str, line: u64) -> SkippedRecord {
+        let reason = match self.column {
+            Some(column) => format!("column {column}: {}", self.reason),
+            None => self.reason.clone(),
+        };
+        SkippedRecord { file: file.to_owned(), line, reason }
+    }
+}
+
 /// The text of one JSON record.
-fn parse_record(line: &str, fields: &[String], path: &Path, number: u64) -> Result<String> {
-    let place = || format!("{}: line {number}", path.display());
+fn parse_record(line: &str, fields: &[String]) -> std::result::Result<String, BadRecord> {
+    let bad = |reason, remedy| BadRecord { column: None, reason, remedy };
     let mut parser = serde_json::Deserializer::from_str(line);
     let found = TextFields(fields)
         .deserialize(&mut parser)
         .and_then(|found| parser.end().map(|()| found))
         .map_err(|error| {
-            let column = error.column();
             let text = error.to_string();
-            let reason = text.split(" at line ").next().unwrap_or(&text);
-            Error::Input(format!("{}, column {column}: broken JSON: {reason}; fix or remove it", place()))
+            let reason = text.split_once(" at line ").map_or(&*text, |(reason, _)| reason);
+            let reason = format!("broken JSON: {reason}");
+            BadRecord { column: Some(error.column()), ..bad(reason, "fix or remove it") }
         })?;
     let mut texts = Vec::with_capacity(fields.len());
     for (field, value) in fields.iter().zip(found) {
@@ -95,9 +127,10 @@ fn parse_record(line: &str, fields: &[String], path: &Path, number: u64) -> Resu
             Some(Field::Text(text)) => texts.push(text),
             Some(Field::Null) => {}
             Some(Field::Other(kind)) => {
-                return Err(Error::Input(format!("{}: field \"{field}\" is {kind}, not text", place())));
+                let reason = format!("field \"{field}\" is {kind}, not text");
+                return Err(bad(reason, "fix or remove it, or choose with --text-field"));
             }
-            None => return Err(missing_field(&place(), field, &keys_of(line))),
+            None => return Err(bad(missing_field(field, &keys_of(line)), "choose with --text-field")),
         }
     }
     Ok(texts.join("\n"))
@@ -160,7 +193,7 @@ mod tests {
 
     fn parse(line: &str, fields: &[&str]) -> std::result::Result<String, String> {
         let fields: Vec<_> = fields.iter().map(|field| (*field).to_owned()).collect();
-        parse_record(line, &fields, Path::new("a.jsonl"), 3).map_err(|e| e.to_string())
+        parse_record(line, &fields).map_err(|bad| bad.error(Path::new("a.jsonl"), 3).to_string())
     }
 
     #[test]

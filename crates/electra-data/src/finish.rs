@@ -11,6 +11,7 @@ use crate::format::FORMAT_VERSION;
 use crate::job::{Folder, UnitRecord, remove_if_there};
 use crate::manifest::{MANIFEST, Manifest, ShardEntry, TokenizerEntry, hex128, sum};
 use crate::shard::Shard;
+use crate::skipped::{SKIPPED, SkippedRecord, to_lines};
 use crate::store::HOLDOUT;
 use crate::tokenize::Tokenizer;
 use crate::writer::{ShardSpec, UnitWriter};
@@ -51,7 +52,11 @@ impl Finish<'_> {
         } else if self.folder.holdout().exists() {
             std::fs::remove_dir_all(self.folder.holdout()).map_err(|e| Error::io(dir.join(HOLDOUT), e))?;
         }
-        let manifest = self.write(dir, self.manifest(train, empty, has_holdout))?;
+        let skipped: Vec<SkippedRecord> = records.into_iter().flat_map(|record| record.skipped).collect();
+        self.write_skipped(&skipped)?;
+        let skipped_records = skipped.len() as u64;
+        let unsealed = Manifest { skipped_records, ..self.manifest(train, empty, has_holdout) };
+        let manifest = self.write(dir, unsealed.seal())?;
         self.folder.clear_up()?;
         Ok(manifest)
     }
@@ -75,6 +80,7 @@ impl Finish<'_> {
             num_tokens: 0,
             num_documents: 0,
             empty_documents,
+            skipped_records: 0,
             token_bytes: self.spec.width,
             tokenizer,
             job: self.folder.job.clone(),
@@ -84,6 +90,15 @@ impl Finish<'_> {
             checksum: String::new(),
         };
         unsealed.seal()
+    }
+
+    fn write_skipped(&self, skipped: &[SkippedRecord]) -> Result<()> {
+        let (dir, tag) = (&self.folder.dir, &self.folder.tag);
+        if skipped.is_empty() {
+            return remove_if_there(&dir.join(SKIPPED));
+        }
+        let lines = to_lines(skipped).map_err(|e| Error::io(dir.join(SKIPPED), e.into()))?;
+        write_whole(dir, SKIPPED, tag, &lines)
     }
 
     fn write(&self, dir: &Path, manifest: Manifest) -> Result<Manifest> {
@@ -153,7 +168,8 @@ fn remove_strays(dir: &Path, manifest: &Manifest) -> Result<()> {
         .iter()
         .flat_map(|shard| [shard.tokens.file.as_str(), shard.lines.file.as_str()])
         .collect();
-    for entry in std::fs::read_dir(dir).map_err(|e| Error::io(dir, e))?.flatten() {
+    for entry in std::fs::read_dir(dir).map_err(|e| Error::io(dir, e))? {
+        let entry = entry.map_err(|e| Error::io(dir, e))?;
         let name = entry.file_name().to_string_lossy().into_owned();
         if name.starts_with("shard-") && !named.contains(name.as_str()) {
             remove_if_there(&entry.path())?;

@@ -262,6 +262,7 @@ fn a_record_is_taken_to_the_byte_or_not_at_all() {
         unit: 3,
         documents,
         empty_documents: u64::MAX,
+        skipped: Vec::new(),
         shards: manifest.shards.clone(),
         holdout: Vec::new(),
         checksum: String::new(),

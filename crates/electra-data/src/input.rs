@@ -14,21 +14,14 @@ use std::time::SystemTime;
 
 use crate::durable::write_error;
 use crate::error::{Error, Result};
+use crate::reading::Format;
 use crate::saved::{INFO, STATE, Saved};
 
 /// Consecutive files are one unit until they hold this many bytes.
 const UNIT_BYTES: u64 = 4 << 20;
 
 const KNOWN: &str = ".txt, .jsonl, .parquet and .arrow, each also with .gz, .zst or .xz";
-
-/// How a file's bytes become documents.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Format {
-    Text,
-    JsonLines,
-    Parquet,
-    Arrow,
-}
+const REMEDY: &str = "--format text reads any file as text (others: jsonl, parquet, arrow)";
 
 /// How a file's bytes are packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,6 +32,32 @@ pub(crate) enum Compression {
     Xz,
 }
 
+impl Compression {
+    fn name(self) -> &'static str {
+        match self {
+            Self::None => "plain",
+            Self::Gzip => "gzip",
+            Self::Zstd => "zstd",
+            Self::Xz => "xz",
+        }
+    }
+
+    /// Whether compressed data can begin like this: with the format's magic bytes, or some of them.
+    fn may_begin_with(self, head: &[u8]) -> bool {
+        let begins = |magic: &[u8]| head.iter().zip(magic).all(|(found, expected)| found == expected);
+        match self {
+            Self::None => true,
+            Self::Gzip => begins(&[0x1f, 0x8b]),
+            // A frame of data, or one to be skipped, as parallel compressors put before it.
+            Self::Zstd => {
+                begins(&[0x28, 0xb5, 0x2f, 0xfd])
+                    || (0x50..=0x5f).any(|kind| begins(&[kind, 0x2a, 0x4d, 0x18]))
+            }
+            Self::Xz => begins(b"\xfd7zXZ\0"),
+        }
+    }
+}
+
 /// One file to read.
 #[derive(Clone, Debug)]
 pub(crate) struct InputFile {
@@ -46,6 +65,8 @@ pub(crate) struct InputFile {
     /// The path below the folder that all inputs share: the same on every machine.
     pub name: String,
     pub size: u64,
+    /// Whether it can be read more than once: it is no pipe.
+    pub regular: bool,
     /// When it was last written, as it was listed.
     modified: Option<SystemTime>,
     pub format: Format,
@@ -64,9 +85,11 @@ pub(crate) struct Inputs {
 
 impl Inputs {
     /// Finds every file that the user means. What is being made (`except`) is no input of itself.
-    pub fn expand(inputs: &[PathBuf], except: Option<&Path>) -> Result<Self> {
+    ///
+    /// With a format every file that is not hidden is taken, without one those with a known ending.
+    pub fn expand(inputs: &[PathBuf], except: Option<&Path>, format: Option<Format>) -> Result<Self> {
         let except = except.and_then(|path| path.canonicalize().ok());
-        let mut search = Search { except, ..Search::default() };
+        let mut search = Search { except, format, ..Search::default() };
         for input in inputs {
             search.add(input)?;
         }
@@ -75,7 +98,7 @@ impl Inputs {
             let (asked, skipped) = (asked.join(", "), search.skipped.len());
             let reason = match skipped {
                 0 => String::new(),
-                n => format!(" ({n} of other kinds were found; known are {KNOWN})"),
+                n => format!(" ({n} of other kinds were found; known are {KNOWN}; {REMEDY})"),
             };
             return Err(Error::Input(format!(
                 "No files matched {asked}{reason}; check the path or the glob"
@@ -122,6 +145,7 @@ struct Search {
     skipped_splits: BTreeSet<String>,
     folders: HashSet<PathBuf>,
     except: Option<PathBuf>,
+    format: Option<Format>,
 }
 
 impl Search {
@@ -135,7 +159,7 @@ impl Search {
             return if known {
                 Ok(())
             } else {
-                Err(Error::Input(format!("{name}: unknown kind of file; known are {KNOWN}")))
+                Err(Error::Input(format!("{name}: unknown kind of file; known are {KNOWN}; {REMEDY}")))
             };
         }
         let pattern = input.to_string_lossy();
@@ -144,7 +168,10 @@ impl Search {
             return Err(Error::NotFound { path: input.to_owned(), hint });
         }
         let bad = |error: &dyn std::fmt::Display| Error::Input(format!("{pattern}: {error}"));
-        for path in glob::glob(&pattern).map_err(|e| bad(&e))? {
+        // A pattern for all files does not mean a repository's .git.
+        let require_literal_leading_dot = self.format.is_some();
+        let options = glob::MatchOptions { require_literal_leading_dot, ..glob::MatchOptions::new() };
+        for path in glob::glob_with(&pattern, options).map_err(|e| bad(&e))? {
             let path = path.map_err(|e| bad(&e))?;
             if path.is_dir() {
                 self.add_folder(&path)?;
@@ -161,7 +188,9 @@ impl Search {
         if !self.folders.insert(folder.canonicalize().map_err(failed)?) {
             return Ok(());
         }
-        let rows = match Saved::find(folder)? {
+        // Read as something else, it is a folder like any other.
+        let is_table = matches!(self.format, None | Some(Format::Arrow));
+        let rows = match if is_table { Saved::find(folder)? } else { None } {
             Some(Saved::Splits { folder, others }) => {
                 self.skipped_splits.extend(others);
                 return self.add_folder(&folder);
@@ -204,20 +233,20 @@ impl Search {
         if self.except.as_ref().is_some_and(|folder| full.starts_with(folder)) {
             return Ok(true);
         }
-        let Some((format, compression)) = kind_of(path) else {
+        let Some((format, compression)) = kind_of(path, self.format) else {
             self.skipped.insert(full);
             return Ok(false);
         };
         let found = full.metadata().map_err(|e| Error::io(path, e))?;
-        let (size, modified) = (found.len(), found.modified().ok());
+        let (size, modified, regular) = (found.len(), found.modified().ok(), found.is_file());
         let (name, path) = (full.to_string_lossy().into_owned(), path.to_owned());
-        self.files.insert(full, InputFile { path, name, size, modified, format, compression });
+        self.files.insert(full, InputFile { path, name, size, regular, modified, format, compression });
         Ok(true)
     }
 }
 
-/// Format and compression by the name's ending.
-fn kind_of(path: &Path) -> Option<(Format, Compression)> {
+/// Format and compression by the name's ending; the format may be given.
+fn kind_of(path: &Path, format: Option<Format>) -> Option<(Format, Compression)> {
     let name = path.file_name()?.to_string_lossy().to_lowercase();
     let (stem, compression) =
         [(".gz", Compression::Gzip), (".zst", Compression::Zstd), (".xz", Compression::Xz)]
@@ -230,8 +259,8 @@ fn kind_of(path: &Path) -> Option<(Format, Compression)> {
         (".parquet", Format::Parquet),
         (".arrow", Format::Arrow),
     ];
-    let (_, format) = formats.into_iter().find(|(ending, _)| stem.ends_with(ending))?;
-    Some((format, compression))
+    let by_name = || formats.into_iter().find(|(ending, _)| stem.ends_with(ending)).map(|(_, known)| known);
+    Some((format.or_else(by_name)?, compression))
 }
 
 fn strip_common_folder(files: &mut [InputFile]) {
@@ -271,7 +300,14 @@ impl InputFile {
         if self.size == 0 && self.compression != Compression::None {
             return Err(self.unreadable(&std::io::ErrorKind::UnexpectedEof.into()));
         }
-        let raw = BufReader::with_capacity(1 << 18, Counted { file, bytes });
+        let mut raw = BufReader::with_capacity(1 << 18, Counted { file, bytes });
+        let head = raw.fill_buf().map_err(|e| Error::io(&self.path, e))?;
+        if !self.compression.may_begin_with(head) {
+            let (path, kind) = (self.path.display(), self.compression.name());
+            return Err(Error::Input(format!(
+                "{path}: is not {kind} data, whatever its name says; if it is plain text, rename it"
+            )));
+        }
         Ok(match self.compression {
             Compression::None => Box::new(raw),
             Compression::Gzip => buffered(flate2::bufread::MultiGzDecoder::new(raw)),
@@ -315,14 +351,7 @@ impl InputFile {
         if error.raw_os_error().is_some() || self.compression == Compression::None {
             return Error::io(&self.path, std::io::Error::new(error.kind(), error.to_string()));
         }
-        let (path, kind) = (
-            self.path.display(),
-            match self.compression {
-                Compression::Gzip => "gzip",
-                Compression::Zstd => "zstd",
-                _ => "xz",
-            },
-        );
+        let (path, kind) = (self.path.display(), self.compression.name());
         let what = match error.kind() {
             std::io::ErrorKind::UnexpectedEof => "is cut off".to_owned(),
             _ => format!("cannot be unpacked ({error})"),

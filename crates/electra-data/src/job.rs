@@ -13,6 +13,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::durable::{create_folder, is_temp, remove_temps, write_error, write_whole};
 use crate::error::{Error, Result};
 use crate::manifest::{MANIFEST, Manifest, PARTS, ShardEntry, hex128, sum};
+use crate::skipped::SkippedRecord;
 use crate::store::HOLDOUT;
 
 /// The tag of a run that does every unit.
@@ -30,6 +31,9 @@ pub(crate) struct UnitRecord {
     pub empty_documents: u64,
     pub shards: Vec<ShardEntry>,
     pub holdout: Vec<ShardEntry>,
+    /// Records of its files that could not be read.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub skipped: Vec<SkippedRecord>,
     /// xxh3-128 of this file with the empty string here, hexadecimal; [`UnitRecord::sealed`] sets it.
     pub checksum: String,
 }
@@ -150,7 +154,7 @@ impl Folder {
 
     /// Another job's folder may be had only if nothing in it is finished and nobody is at work.
     fn take_over(&self) -> Result<()> {
-        if has_records(&self.parts()) {
+        if has_records(&self.parts())? {
             let dir = self.dir.display();
             return Err(Error::Input(format!(
                 "{dir}: holds unfinished work of other inputs or options; finish that, remove the folder, \
@@ -177,10 +181,14 @@ impl Folder {
 }
 
 /// Whether any unit's record is there.
-fn has_records(parts: &Path) -> bool {
-    std::fs::read_dir(parts).is_ok_and(|entries| {
-        entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with("unit-"))
-    })
+fn has_records(parts: &Path) -> Result<bool> {
+    Ok(names_in(parts)?.iter().any(|name| name.starts_with("unit-")))
+}
+
+/// The names of everything in a folder.
+fn names_in(dir: &Path) -> Result<Vec<String>> {
+    let failed = |e| Error::io(dir, e);
+    std::fs::read_dir(dir).map_err(failed)?.map(|entry| entry.map(|e| name_of(&e)).map_err(failed)).collect()
 }
 
 /// Removes records and locks of a finished corpus; harmless if there are none.
@@ -189,10 +197,8 @@ pub(crate) fn clear_up(dir: &Path) -> Result<()> {
     if parts.exists() {
         std::fs::remove_dir_all(&parts).map_err(|e| Error::io(&parts, e))?;
     }
-    for entry in std::fs::read_dir(dir).map_err(|e| Error::io(dir, e))?.flatten() {
-        if entry.file_name().to_string_lossy().starts_with(LOCK) {
-            remove_if_there(&entry.path())?;
-        }
+    for name in names_in(dir)?.iter().filter(|name| name.starts_with(LOCK)) {
+        remove_if_there(&dir.join(name))?;
     }
     Ok(())
 }
@@ -245,11 +251,10 @@ fn lock(dir: &Path, tag: &str) -> Result<File> {
 
 /// Fails if another run, of those that matter, holds its lock.
 fn try_other_locks(dir: &Path, tag: &str, matters: impl Fn(&str) -> bool) -> Result<()> {
-    for entry in std::fs::read_dir(dir).map_err(|e| Error::io(dir, e))?.flatten() {
-        let name = name_of(&entry);
+    for name in names_in(dir)? {
         let Some(other) = name.strip_prefix(LOCK) else { continue };
         if other != tag && other != "finish" && matters(other) {
-            try_lock(&entry.path())?;
+            try_lock(&dir.join(&name))?;
         }
     }
     Ok(())

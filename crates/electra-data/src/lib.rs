@@ -5,6 +5,7 @@
 //! Reading it: `shard` → `order`, `pack` → `group` → `mask` → `batch`, driven by `loader`.
 
 pub mod batch;
+pub mod coverage;
 pub mod error;
 pub mod group;
 pub mod loader;
@@ -25,6 +26,7 @@ pub mod vocab;
 mod ascii;
 mod columns;
 mod corpus;
+mod draw;
 mod durable;
 mod finish;
 mod format;
@@ -38,6 +40,7 @@ mod normalize;
 mod pieces;
 mod pipeline;
 mod saved;
+mod skipped;
 #[cfg(test)]
 mod testing;
 mod text;
@@ -47,17 +50,20 @@ mod unit;
 mod vocab_files;
 mod vocab_txt;
 mod word_cache;
+mod word_counts;
 mod wordpiece;
 mod writer;
 
+pub use coverage::Coverage;
 pub use error::{Error, Result};
 pub use manifest::SpecialTokens;
 pub use prepare::{Options, Report, Source, prepare};
-pub use reading::{Documents, Reading};
+pub use reading::{Documents, Format, Reading};
 pub use shard::Shard;
+pub use skipped::SkippedRecord;
 pub use store::Corpus;
 pub use text::InvalidUtf8;
 pub use tokenize::{Encoder, Tokenizer};
 pub use unit::Progress;
 pub use verify::{Verified, verify};
-pub use vocab::{VocabOptions, train_vocab};
+pub use vocab::{VocabOptions, VocabReport, train_vocab};

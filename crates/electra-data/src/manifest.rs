@@ -105,6 +105,9 @@ pub(crate) struct Manifest {
     pub num_documents: u64,
     /// Documents that had no token and were left out.
     pub empty_documents: u64,
+    /// Records of the input that could not be read and were left out.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub skipped_records: u64,
     /// 2 or 4.
     pub token_bytes: u16,
     pub tokenizer: TokenizerEntry,
@@ -198,6 +201,10 @@ impl Manifest {
         }
         hex128(hash.digest128())
     }
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 /// A sum of counts that may be anybody's: too large is as wrong as it gets, but no panic.

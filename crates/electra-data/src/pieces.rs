@@ -49,6 +49,11 @@ impl Pieces {
         Some(Self { cells: builder.cells, unknown, longest: model.max_input_chars_per_word })
     }
 
+    /// No vocabulary at all: every word is unknown.
+    pub fn none() -> Self {
+        Self { cells: vec![FREE; 2 + REACH], unknown: 0, longest: 0 }
+    }
+
     /// The id of words that cannot be spelled.
     pub fn unknown(&self) -> u32 {
         self.unknown

@@ -7,8 +7,10 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
+use crate::draw::{Draw, Drawn};
 use crate::error::{Error, Result};
-use crate::text::FRAGMENT;
+use crate::skipped::{SkipLog, SkippedRecord};
+use crate::text::{Cut, FRAGMENT, character_boundary};
 
 const BATCH_BYTES: usize = 1 << 20;
 const BATCH_PIECES: usize = 1 << 16;
@@ -16,30 +18,42 @@ const BATCH_PIECES: usize = 1 << 16;
 const PATIENCE: Duration = Duration::from_millis(50);
 
 /// What ends where a piece of text ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Mark {
     /// Nothing: the line goes on.
     Part,
     Line,
     Document,
-    Unit,
+    /// With the records of the unit that were left out.
+    Unit(Vec<SkippedRecord>),
+}
+
+/// A piece of text in a batch; one that ends a document or unit is empty.
+#[derive(Debug)]
+pub(crate) struct Piece<'a> {
+    pub text: &'a str,
+    pub mark: &'a Mark,
+    /// Of the part that it belongs to (see `draw`).
+    pub level: u8,
 }
 
 /// Text in pieces, each ended by a mark.
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
     text: String,
-    pieces: Vec<(usize, Mark)>,
+    pieces: Vec<(usize, Mark, u8)>,
+    /// What was drawn of the text up to here.
+    pub drawn: Drawn,
 }
 
 impl Batch {
-    /// The pieces in order; those that end a document or unit are empty.
-    pub fn pieces(&self) -> impl Iterator<Item = (&str, Mark)> {
+    /// The pieces in order.
+    pub fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
         let mut start = 0;
-        self.pieces.iter().map(move |&(end, mark)| {
-            let piece = &self.text[start..end];
+        self.pieces.iter().map(move |&(end, ref mark, level)| {
+            let text = &self.text[start..end];
             start = end;
-            (piece, mark)
+            Piece { text, mark, level }
         })
     }
 
@@ -49,23 +63,65 @@ impl Batch {
     }
 }
 
+/// How a reader's text is cut, left out and drawn.
+pub(crate) struct Intake<'a> {
+    /// Where a line may be cut without changing what comes of it.
+    pub cut: Cut<'a>,
+    pub skips: SkipLog,
+    pub draw: Draw,
+}
+
+impl<'a> Intake<'a> {
+    /// Takes all text and leaves no record out.
+    pub fn of_all(cut: Cut<'a>) -> Self {
+        Self { cut, skips: SkipLog::default(), draw: Draw::all() }
+    }
+}
+
 /// Collects what the reader finds and sends it off in batches.
 pub(crate) struct Batcher<'a> {
     batch: Batch,
-    /// Whether a line may be cut after whitespace without changing its tokens.
-    pub cut_lines: bool,
+    /// A batch is sent when it has so many bytes of text.
+    batch_bytes: usize,
+    intake: Intake<'a>,
     send: &'a mut dyn FnMut(Batch) -> Result<()>,
 }
 
-impl Batcher<'_> {
-    /// Appends a piece of text with what ends there. Long lines are cut, if they may be.
+impl<'a> Batcher<'a> {
+    fn new(batch_bytes: usize, intake: Intake<'a>, send: &'a mut dyn FnMut(Batch) -> Result<()>) -> Self {
+        Self { batch: Batch::default(), batch_bytes, intake, send }
+    }
+
+    /// Where a line may be cut.
+    pub fn cut(&self) -> Cut<'a> {
+        self.intake.cut
+    }
+
+    /// Appends a piece of text with what ends there. Long lines are cut, where they may be.
     pub fn push(&mut self, mut text: &str, mark: Mark) -> Result<()> {
-        while self.cut_lines && text.len() > 2 * FRAGMENT {
-            let Some(at) = whitespace_near(text.as_bytes(), FRAGMENT) else { break };
-            self.append(&text[..=at], Mark::Part)?;
-            text = &text[at + 1..];
+        while text.len() > 2 * FRAGMENT {
+            let at = match (cut_near(text, self.intake.cut), self.intake.cut) {
+                (Some(at), _) => at,
+                (None, Cut::Words(_)) => text.len(),
+                (None, _) => break,
+            };
+            // A word that long is no word, and splitting it would take many times its memory.
+            let is_word = matches!(self.intake.cut, Cut::Words(_)) && at > 2 * FRAGMENT;
+            self.append(if is_word { "" } else { &text[..at] }, Mark::Part)?;
+            text = &text[at..];
         }
         self.append(text, mark)
+    }
+
+    /// Leaves a record out, if it may be; `error` says what is wrong with it.
+    pub fn skip(&mut self, record: SkippedRecord, error: &Error) -> Result<()> {
+        self.intake.skips.add(record, error)
+    }
+
+    /// Ends a unit.
+    pub fn end_unit(&mut self) -> Result<()> {
+        let skipped = self.intake.skips.take();
+        self.append("", Mark::Unit(skipped))
     }
 
     /// Appends a whole document.
@@ -77,9 +133,12 @@ impl Batcher<'_> {
     }
 
     fn append(&mut self, text: &str, mark: Mark) -> Result<()> {
-        self.batch.text.push_str(text);
-        self.batch.pieces.push((self.batch.text.len(), mark));
-        if self.batch.text.len() >= BATCH_BYTES || self.batch.pieces.len() >= BATCH_PIECES {
+        let level = self.intake.draw.level_of(text, mark == Mark::Document);
+        if level.is_some() {
+            self.batch.text.push_str(text);
+        }
+        self.batch.pieces.push((self.batch.text.len(), mark, level.unwrap_or(0)));
+        if self.batch.text.len() >= self.batch_bytes || self.batch.pieces.len() >= BATCH_PIECES {
             return self.flush();
         }
         Ok(())
@@ -89,14 +148,15 @@ impl Batcher<'_> {
         if self.batch.pieces.is_empty() {
             return Ok(());
         }
+        self.batch.drawn = self.intake.draw.drawn();
         (self.send)(std::mem::take(&mut self.batch))
     }
 }
 
-/// The last blank or tab before `limit`, or else the first one after it.
-fn whitespace_near(text: &[u8], limit: usize) -> Option<usize> {
-    memchr::memrchr2(b' ', b'\t', &text[..limit])
-        .or_else(|| memchr::memchr2(b' ', b'\t', &text[limit..]).map(|at| limit + at))
+/// The last place to cut before a fragment's length, or else the first one after it.
+fn cut_near(text: &str, cut: Cut) -> Option<usize> {
+    let end = character_boundary(text, FRAGMENT);
+    cut.last_place(&text.as_bytes()[..end]).or_else(|| Some(end + cut.first_place(&text[end..])?))
 }
 
 /// Runs `read` and workers on threads and `consume` here; `None` means that a moment has passed.
@@ -104,7 +164,7 @@ fn whitespace_near(text: &[u8], limit: usize) -> Option<usize> {
 /// Each thread makes a worker of its own, which may remember what it has seen.
 pub(crate) fn run<T: Send, W: FnMut(Batch) -> Result<T>>(
     threads: usize,
-    cut_lines: bool,
+    intake: Intake,
     read: impl FnOnce(&mut Batcher) -> Result<()> + Send,
     worker: impl Fn() -> W + Sync,
     mut consume: impl FnMut(Option<T>) -> Result<()>,
@@ -126,8 +186,10 @@ pub(crate) fn run<T: Send, W: FnMut(Batch) -> Result<T>>(
                 slot_sender.send(slot).map_err(|_| Error::Interrupted)?;
                 job_sender.send((batch, result)).map_err(|_| Error::Interrupted)
             };
-            let mut batcher = Batcher { batch: Batch::default(), cut_lines, send: &mut send };
-            if let Err(error) = read(&mut batcher).and_then(|()| batcher.flush()) {
+            let mut batcher = Batcher::new(BATCH_BYTES, intake, &mut send);
+            // What came before an error may be whole units, which are kept.
+            let (read, sent) = (read(&mut batcher), batcher.flush());
+            if let Err(error) = read.and(sent) {
                 let (result, slot) = bounded(1);
                 let _ = result.send(Err(error));
                 let _ = slot_sender.send(slot);
@@ -140,6 +202,20 @@ pub(crate) fn run<T: Send, W: FnMut(Batch) -> Result<T>>(
         }
         Ok(())
     })
+}
+
+/// About the first `bytes` of text that `read` finds, one piece per line; an error ends it early.
+pub(crate) fn beginning(bytes: usize, cut: Cut, read: impl FnOnce(&mut Batcher) -> Result<()>) -> String {
+    let mut text = String::new();
+    let mut send = |batch: Batch| {
+        batch.pieces().for_each(|piece| text.extend([piece.text, "\n"]));
+        Err(Error::Interrupted) // that is enough
+    };
+    let mut batcher = Batcher::new(bytes, Intake::of_all(cut), &mut send);
+    // What broke off, if it was not the sending, broke off after what is in the batch.
+    let _ = read(&mut batcher);
+    let _ = batcher.flush();
+    text
 }
 
 /// The next message, or `None` when there will be none.
@@ -169,10 +245,10 @@ mod tests {
             let read = |batcher: &mut Batcher| {
                 (0..300_000).try_for_each(|i| batcher.push(&i.to_string(), Mark::Line))
             };
-            let work = |batch: Batch| Ok(batch.pieces().map(|(t, _)| t.to_owned()).collect::<Vec<_>>());
+            let work = |batch: Batch| Ok(batch.pieces().map(|p| p.text.to_owned()).collect::<Vec<_>>());
             run(
                 threads,
-                true,
+                Intake::of_all(Cut::Blanks),
                 read,
                 || work,
                 |texts| {
@@ -191,9 +267,16 @@ mod tests {
         let endless = |batcher: &mut Batcher| loop {
             batcher.push(&"x".repeat(1000), Mark::Line)?;
         };
-        let stopped = run(2, true, endless, || |_| Ok(()), |_| Err(Error::Interrupted));
+        let stopped =
+            run(2, Intake::of_all(Cut::Blanks), endless, || |_| Ok(()), |_| Err(Error::Interrupted));
         assert!(matches!(stopped, Err(Error::Interrupted)));
-        let broken = run(2, true, |_| Err(Error::Input("no".into())), || |_| Ok(()), |_| Ok(()));
+        let broken = run(
+            2,
+            Intake::of_all(Cut::Blanks),
+            |_| Err(Error::Input("no".into())),
+            || |_| Ok(()),
+            |_| Ok(()),
+        );
         assert_eq!(broken.unwrap_err().to_string(), "no");
     }
 }

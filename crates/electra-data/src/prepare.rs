@@ -16,16 +16,19 @@ use crate::error::{Error, Result};
 use crate::finish::Finish;
 use crate::format::FORMAT_VERSION;
 use crate::input::Inputs;
-use crate::job::{ALL, Claim, Folder, clear_up};
+use crate::job::{ALL, Claim, Folder, UnitRecord, clear_up};
 use crate::manifest::{MANIFEST, Manifest, hex128, sum};
-use crate::pipeline::{Batcher, Mark, default_threads};
+use crate::pipeline::{Batcher, default_threads};
 use crate::reading::{Documents, Reading};
+use crate::skipped::{SkipLog, SkippedRecord, read_first};
 use crate::store::HOLDOUT;
 use crate::text::InvalidUtf8;
 use crate::tokenize::Tokenizer;
 use crate::unit::{Progress, UnitJob};
 use crate::writer::ShardSpec;
 
+/// Skipped records that a report names.
+const SHOWN: usize = 10;
 /// A shard ends at the first document boundary after this many tokens …
 const SHARD_TOKENS: u64 = 1 << 27;
 /// … or documents.
@@ -80,6 +83,10 @@ pub struct Report {
     pub empty_documents: u64,
     /// Documents that were held out.
     pub holdout_documents: u64,
+    /// Records that could not be read and were left out; in a corpus `skipped.jsonl` lists them.
+    pub skipped_records: u64,
+    /// The first ten of them.
+    pub first_skipped: Vec<SkippedRecord>,
     /// The corpus's content hash; empty if it is not complete.
     pub content_hash: String,
 }
@@ -98,7 +105,7 @@ pub fn prepare(
     check(options)?;
     match source {
         Source::Files(inputs) => {
-            let inputs = Inputs::expand(&inputs, Some(out))?;
+            let inputs = Inputs::expand(&inputs, Some(out), options.reading.format)?;
             refuse_vocabulary(&inputs, tokenizer.path())?;
             Run { tokenizer, out, options }.files(&inputs, progress)
         }
@@ -132,9 +139,10 @@ impl Run<'_> {
             Claim::Finished(_) => return Err(self.occupied("of other inputs or options")),
             Claim::Ours(folder) => folder,
         };
-        let todo: Vec<usize> =
-            self.share(units.len()).filter(|&unit| folder.record(unit).is_none()).collect();
-        self.build_files(&folder, inputs, &units, &todo, progress)?;
+        let records: Vec<_> = (0..units.len()).map(|unit| folder.record(unit)).collect();
+        let todo: Vec<usize> = self.share(units.len()).filter(|&unit| records[unit].is_none()).collect();
+        let skipped = self.check_skipped(records.iter().flatten())?;
+        self.build_files(&folder, inputs, &units, &todo, skipped, progress)?;
         self.finish(&folder, report)
     }
 
@@ -144,6 +152,7 @@ impl Run<'_> {
         inputs: &Inputs,
         units: &[Range<usize>],
         todo: &[usize],
+        skipped: u64,
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<()> {
         let done = AtomicU64::new(0);
@@ -154,13 +163,14 @@ impl Run<'_> {
                 for file in &inputs.files[units[unit].clone()] {
                     read_file(file, &self.options.reading, &done, to)?;
                 }
-                to.push("", Mark::Unit)?;
+                to.end_unit()?;
             }
             Ok(())
         };
         self.prepare_holdout(folder)?;
         let bytes = || (done.load(Ordering::Relaxed), total);
-        self.unit_job(folder).build(todo, read, bytes, progress)
+        let skips = SkipLog::new(self.options.reading.skip_bad_records, skipped);
+        self.unit_job(folder).build(todo, skips, read, bytes, progress)
     }
 
     fn documents(
@@ -184,10 +194,10 @@ impl Run<'_> {
                 done.fetch_add(document.len() as u64, Ordering::Relaxed);
                 to.push_document(&document)?;
             }
-            to.push("", Mark::Unit)
+            to.end_unit()
         };
         let bytes = || (done.load(Ordering::Relaxed), 0);
-        self.unit_job(&folder).build(&[0], read, bytes, progress)?;
+        self.unit_job(&folder).build(&[0], SkipLog::default(), read, bytes, progress)?;
         self.finish(&folder, Report { num_units: 1, ..Report::default() })
     }
 
@@ -199,6 +209,7 @@ impl Run<'_> {
             // Another partition's run has just finished the corpus and cleared up.
             return self.complete(&Manifest::read(self.out)?, report);
         }
+        let skipped = || records.iter().flat_map(|record| &record.skipped);
         if missing > 0 {
             let total = |f: fn(&crate::manifest::ShardEntry) -> u64| {
                 sum(records.iter().flat_map(|record| &record.shards).map(f))
@@ -208,9 +219,12 @@ impl Run<'_> {
                 num_documents: total(|shard| shard.num_documents),
                 num_tokens: total(|shard| shard.num_tokens),
                 empty_documents: sum(records.iter().map(|record| record.empty_documents)),
+                skipped_records: self.check_skipped(&records)?,
+                first_skipped: skipped().take(SHOWN).cloned().collect(),
                 ..report
             });
         }
+        self.check_skipped(&records)?;
         let finish = Finish {
             folder,
             tokenizer: self.tokenizer,
@@ -231,9 +245,29 @@ impl Run<'_> {
             num_tokens: manifest.num_tokens,
             empty_documents: manifest.empty_documents,
             holdout_documents,
+            skipped_records: manifest.skipped_records,
+            first_skipped: if manifest.skipped_records > 0 {
+                read_first(self.out, SHOWN)?
+            } else {
+                Vec::new()
+            },
             content_hash: manifest.content_hash.clone(),
             ..report
         })
+    }
+
+    /// How many records have been left out so far, if that is no more than may be.
+    fn check_skipped<'r>(&self, records: impl IntoIterator<Item = &'r UnitRecord>) -> Result<u64> {
+        let skipped = records.into_iter().map(|record| record.skipped.len() as u64).sum();
+        let allowed = self.options.reading.skip_bad_records;
+        if skipped <= allowed {
+            return Ok(skipped);
+        }
+        let out = self.out.display();
+        Err(Error::Input(format!(
+            "{out}: {skipped} bad records were skipped so far, and --skip-bad-records allows {allowed}; give it \
+             at least {skipped}, or start again in another --out"
+        )))
     }
 
     /// Everything that the resulting bytes depend on, in one hash.
@@ -242,9 +276,11 @@ impl Run<'_> {
         hex128(xxh3_128(job.to_string().as_bytes()))
     }
 
+    /// Options that decide the corpus, and so not how many bad records may be skipped. A format is named
+    /// only where one was given: corpora are older than the option.
     fn options_json(&self) -> Value {
         let reading = &self.options.reading;
-        json!({
+        let mut options = json!({
             "documents": match reading.documents {
                 Documents::BlankLine => "blank-line",
                 Documents::File => "file",
@@ -256,7 +292,11 @@ impl Run<'_> {
                 InvalidUtf8::Replace => "replace",
             },
             "holdout": self.options.holdout,
-        })
+        });
+        if let Some(format) = reading.format {
+            options["format"] = format.name().into();
+        }
+        options
     }
 
     fn tag(&self) -> String {

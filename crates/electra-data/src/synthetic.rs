@@ -44,6 +44,7 @@ fn manifest(shards: Vec<ShardEntry>) -> Manifest {
         num_tokens: 0,
         num_documents: 0,
         empty_documents: 0,
+        skipped_records: 0,
         token_bytes: 2,
         tokenizer: TokenizerEntry {
             file: "vocab.txt".into(),

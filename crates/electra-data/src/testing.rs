@@ -28,6 +28,7 @@ pub(crate) fn write_corpus(dir: &Path, vocab_size: u32, documents: &[Vec<Vec<u32
         num_tokens: 0,
         num_documents: 0,
         empty_documents: 0,
+        skipped_records: 0,
         token_bytes: width,
         tokenizer: TokenizerEntry {
             file: "vocab.txt".into(),

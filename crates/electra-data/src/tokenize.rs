@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
-use tokenizers::{NormalizerWrapper, PreTokenizerWrapper};
+use tokenizers::{ModelWrapper, NormalizerWrapper, PreTokenizerWrapper};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::{Error, Result};
@@ -158,10 +158,7 @@ impl Tokenizer {
 
     /// The ids that the `tokenizers` crate gives a text, whichever way serves: for comparison.
     pub fn encode_by_crate(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self.inner.encode_fast(text, false).map_err(|error| {
-            let start: String = text.chars().take(40).collect();
-            Error::Input(format!("the tokenizer fails on text beginning {start:?}: {error}"))
-        })?;
+        let encoding = self.inner.encode_fast(text, false).map_err(|error| failed_on(text, &error))?;
         Ok(encoding.get_ids().to_vec())
     }
 
@@ -216,6 +213,24 @@ impl Tokenizer {
         self.fast.as_ref().err().copied()
     }
 
+    /// What marks tokens that go on with a word, where the model has such a mark.
+    pub(crate) fn continuation_prefix(&self) -> Option<&str> {
+        let prefix = match self.inner.get_model() {
+            ModelWrapper::WordPiece(model) => Some(&model.continuing_subword_prefix),
+            ModelWrapper::BPE(model) => model.continuing_subword_prefix.as_ref(),
+            _ => None,
+        };
+        prefix.map(String::as_str).filter(|prefix| !prefix.is_empty())
+    }
+
+    /// The parts of a text that become unknown tokens, as they stand in it.
+    pub(crate) fn unknown_words(&self, text: &str) -> Result<Vec<String>> {
+        let encoding = self.inner.encode(text, false).map_err(|error| failed_on(text, &error))?;
+        let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
+        let unknown = tokens.filter(|&(&id, _)| id == self.special_tokens.unk);
+        Ok(unknown.filter_map(|(_, &(start, end))| text.get(start..end)).map(str::to_owned).collect())
+    }
+
     /// Settings in force: lowercase and strip_accents (`None` for a `tokenizer.json`).
     pub fn settings(&self) -> (Option<bool>, Option<bool>) {
         (self.case.map(|case| case.lowercase), self.case.map(|case| case.strip_accents))
@@ -252,7 +267,7 @@ impl Encoder<'_> {
     /// Appends the ids of a piece of text.
     pub fn encode_into(&mut self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
         match &mut self.0 {
-            Way::Fast(encoder) => encoder.encode_into(text, ids),
+            Way::Fast(encoder) => encoder.encode_into(text, ids)?,
             Way::Crate(tokenizer) => ids.extend(tokenizer.encode_by_crate(text)?),
         }
         Ok(())
@@ -288,6 +303,11 @@ fn find_special(path: &Path, id_of: impl Fn(&str) -> Option<u32>) -> Result<Spec
         sep: find(&["[SEP]", "<sep>", "</s>"])?,
         mask: find(&["[MASK]", "<mask>"])?,
     })
+}
+
+fn failed_on(text: &str, error: &dyn std::fmt::Display) -> Error {
+    let start: String = text.chars().take(40).collect();
+    Error::Input(format!("the tokenizer fails on text beginning {start:?}: {error}"))
 }
 
 #[cfg(test)]

@@ -1,13 +1,14 @@
 //! Tokenising units of input and writing each as shards of its own.
 
-use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::error::{Error, Result};
 use crate::job::{Folder, UnitRecord};
-use crate::pipeline::{Batch, Batcher, Mark, run};
+use crate::pipeline::{Batch, Batcher, Intake, Mark, run};
+use crate::skipped::{SkipLog, SkippedRecord};
+use crate::text::Cut;
 use crate::tokenize::{Encoder, Tokenizer};
 use crate::writer::{ShardSpec, UnitWriter};
 
@@ -47,24 +48,33 @@ impl UnitJob<'_> {
     pub fn build(
         &self,
         units: &[usize],
+        skips: SkipLog,
         read: impl FnOnce(&mut Batcher) -> Result<()> + Send,
         bytes: impl Fn() -> (u64, u64),
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<()> {
-        let mut waiting: VecDeque<usize> = units.iter().copied().collect();
-        let Some(first) = waiting.pop_front() else { return Ok(()) };
-        let mut unit = UnitBuilder::new(self, first);
+        if units.is_empty() {
+            return Ok(());
+        }
+        let mut waiting = units.iter();
+        let mut unit: Option<UnitBuilder> = None;
         let mut state = Progress::default();
         let mut reported: Option<Instant> = None;
         let consume = |tokens: Option<Tokens>| {
             if let Some(tokens) = tokens {
                 let mut at = 0;
                 for (count, mark) in tokens.pieces {
-                    unit.push(&tokens.ids[at..at + count], mark, &mut state)?;
+                    let current = match &mut unit {
+                        Some(current) => current,
+                        none => none
+                            .insert(UnitBuilder::new(self, *waiting.next().ok_or_else(text_without_unit)?)),
+                    };
+                    current.push(&tokens.ids[at..at + count], &mark, &mut state)?;
                     at += count;
-                    if mark == Mark::Unit {
-                        let next = UnitBuilder::new(self, waiting.pop_front().unwrap_or(usize::MAX));
-                        std::mem::replace(&mut unit, next).finish(self)?;
+                    if let Mark::Unit(skipped) = mark
+                        && let Some(done) = unit.take()
+                    {
+                        done.finish(self, skipped)?;
                     }
                 }
             }
@@ -75,26 +85,31 @@ impl UnitJob<'_> {
             (state.bytes_done, state.bytes_total) = bytes();
             if progress(state) { Ok(()) } else { Err(Error::Interrupted) }
         };
-        let cut = self.tokenizer.splits_at_whitespace();
+        let cut = if self.tokenizer.splits_at_whitespace() { Cut::Blanks } else { Cut::Nowhere };
+        let intake = Intake { skips, ..Intake::of_all(cut) };
         let worker = || {
             let mut encoder = self.tokenizer.encoder();
             move |batch| tokenise(&mut encoder, &batch)
         };
-        run(self.threads, cut, read, worker, consume)?;
+        run(self.threads, intake, read, worker, consume)?;
         (state.bytes_done, state.bytes_total) = bytes();
         progress(state);
         Ok(())
     }
 }
 
+fn text_without_unit() -> Error {
+    Error::Input("more text was read than belongs to the units of this run; report this".to_owned())
+}
+
 fn tokenise(encoder: &mut Encoder, batch: &Batch) -> Result<Tokens> {
     let (mut ids, mut pieces) = (Vec::with_capacity(batch.num_bytes() / 3), Vec::new());
-    for (text, mark) in batch.pieces() {
+    for piece in batch.pieces() {
         let before = ids.len();
-        if !text.is_empty() {
-            encoder.encode_into(text, &mut ids)?;
+        if !piece.text.is_empty() {
+            encoder.encode_into(piece.text, &mut ids)?;
         }
-        pieces.push((ids.len() - before, mark));
+        pieces.push((ids.len() - before, piece.mark.clone()));
     }
     Ok(Tokens { ids, pieces })
 }
@@ -124,7 +139,7 @@ impl UnitBuilder {
         }
     }
 
-    fn push(&mut self, ids: &[u32], mark: Mark, state: &mut Progress) -> Result<()> {
+    fn push(&mut self, ids: &[u32], mark: &Mark, state: &mut Progress) -> Result<()> {
         let writer = if self.held_out { &mut self.holdout } else { &mut self.train };
         writer.push(ids)?;
         state.tokens += ids.len() as u64;
@@ -140,11 +155,11 @@ impl UnitBuilder {
                 self.empty_documents += 1;
                 Ok(())
             }
-            Mark::Part | Mark::Unit => Ok(()),
+            Mark::Part | Mark::Unit(_) => Ok(()),
         }
     }
 
-    fn finish(self, job: &UnitJob) -> Result<()> {
+    fn finish(self, job: &UnitJob, skipped: Vec<SkippedRecord>) -> Result<()> {
         job.folder.save_record(&UnitRecord {
             job: job.folder.job.clone(),
             unit: self.unit,
@@ -152,6 +167,7 @@ impl UnitBuilder {
             empty_documents: self.empty_documents,
             shards: self.train.finish()?,
             holdout: self.holdout.finish()?,
+            skipped,
             checksum: String::new(),
         })
     }
@@ -168,6 +184,31 @@ fn is_held_out(unit: usize, document: u64, threshold: u64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::job::{ALL, Claim};
+
+    #[test]
+    fn text_that_belongs_to_no_unit_is_an_error_and_not_dropped() {
+        let dir = tempfile::tempdir().unwrap();
+        let vocab = dir.path().join("vocab.txt");
+        std::fs::write(&vocab, "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n").unwrap();
+        let tokenizer = Tokenizer::from_file(&vocab, None, None).unwrap();
+        let Claim::Ours(folder) = Folder::claim(&dir.path().join("out"), "job", ALL).unwrap() else {
+            panic!("the folder is new");
+        };
+        let (tag, tokenizer_hash) = (ALL.to_owned(), tokenizer.hash());
+        let spec = ShardSpec { width: 2, tokenizer_hash, tag, max_tokens: 1 << 20, max_documents: 1 << 10 };
+        let job = UnitJob { folder: &folder, tokenizer: &tokenizer, spec, holdout: 0.0, threads: 1 };
+        let build = |documents_after: usize| {
+            let read = move |to: &mut Batcher| {
+                to.push_document("a a")?;
+                to.end_unit()?;
+                (0..documents_after).try_for_each(|_| to.push_document("a"))
+            };
+            job.build(&[0], SkipLog::default(), read, || (0, 0), &mut |_| true)
+        };
+        build(0).unwrap();
+        assert!(build(1).unwrap_err().to_string().contains("more text was read"));
+    }
 
     #[test]
     fn about_the_fraction_is_held_out() {

@@ -1,39 +1,29 @@
 //! Training a WordPiece vocabulary, the same one whenever the text is the same.
 //!
-//! Words are counted here; the merges are the `tokenizers` crate's. Its trainer numbers the
+//! Words are counted in `word_counts`; the merges are the `tokenizers` crate's. Its trainer numbers the
 //! continuing letters in the order of a hash map, so alphabet and counts are handed to it sorted out.
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
 use ahash::{AHashMap, AHashSet};
-use compact_str::CompactString;
+use tokenizers::AddedToken;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::normalizers::BertNormalizer;
-use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
-use tokenizers::{
-    AddedToken, NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer,
-};
 
-use crate::corpus::read_file;
 use crate::error::{Error, Result};
-use crate::input::Inputs;
-use crate::pipeline::{Batch, Batcher, default_threads, run};
+use crate::pipeline::default_threads;
 use crate::prepare::Source;
 use crate::reading::Reading;
+use crate::skipped::SkippedRecord;
 use crate::threads::on_all_cores;
 use crate::unit::Progress;
 use crate::vocab_files::VocabFiles;
+use crate::word_counts::{Counted, Counting, Counts};
 
 const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
-/// BERT's tokenizer makes longer words unknown, so they teach nothing.
-const LONGEST_WORD: usize = 100;
 /// Letters beyond these are left to [UNK].
 const LARGEST_ALPHABET: usize = 1_000;
-/// Distinct words held in memory; beyond it, words seen once are forgotten.
-const MOST_WORDS: usize = 1 << 24;
 const SMALLEST: usize = 32;
 
 /// How to train a vocabulary.
@@ -51,97 +41,65 @@ pub struct VocabOptions {
     pub min_frequency: u64,
     /// Threads that count words; all cores if not given.
     pub threads: Option<usize>,
+    /// Bytes of text to count words in at most, drawn from all of it; `None` for all.
+    pub sample: Option<u64>,
+    /// Decides what is drawn.
+    pub seed: u64,
 }
 
-type Counts = AHashMap<CompactString, u64>;
+/// What a vocabulary was made of.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct VocabReport {
+    /// Entries of the vocabulary; 0 as long as it is not trained.
+    pub num_entries: usize,
+    /// Distinct words that were counted.
+    pub num_words: usize,
+    /// Bytes of text that they were counted in …
+    pub counted_bytes: u64,
+    /// … out of so many.
+    pub text_bytes: u64,
+    /// Records that could not be read and were left out.
+    pub skipped: Vec<SkippedRecord>,
+}
 
 /// Trains a vocabulary and writes it as `vocab.txt`, with a `tokenizer.json` beside it that tells its
-/// case, or as a `tokenizer.json` alone (by the extension of `out`); returns how many entries it has.
+/// case, or as a `tokenizer.json` alone (by the extension of `out`).
 ///
-/// `progress` works as for [`crate::prepare::prepare`], while the text is read.
+/// `progress` works as for [`crate::prepare::prepare`], while the text is read; `counted` is
+/// told when all words are counted and the merges begin, and stops the run with `false`.
 pub fn train_vocab(
     source: Source,
     out: &Path,
     options: &VocabOptions,
     progress: &mut dyn FnMut(Progress) -> bool,
-) -> Result<usize> {
+    counted: &mut dyn FnMut(&VocabReport) -> bool,
+) -> Result<VocabReport> {
     if options.size < SMALLEST {
         let size = options.size;
         return Err(Error::Input(format!(
             "a vocabulary of {size} entries is too small; at least {SMALLEST}"
         )));
     }
-    let files = VocabFiles::claim(out, &source)?;
-    let counts = count_words(source, options, progress)?;
+    let files = VocabFiles::claim(out, &source, options.reading.format)?;
+    let counting = Counting {
+        reading: &options.reading,
+        normalizer: BertNormalizer::new(true, true, options.strip_accents, options.lowercase),
+        threads: options.threads.unwrap_or_else(default_threads),
+        sample: options.sample.unwrap_or(u64::MAX),
+        seed: options.seed,
+    };
+    let Counted { words: counts, drawn, skipped } = counting.count(source, progress)?;
+    let (num_words, counted_bytes, text_bytes) = (counts.len(), drawn.bytes, drawn.of_bytes);
+    let report = VocabReport { num_entries: 0, num_words, counted_bytes, text_bytes, skipped };
+    if !counted(&report) {
+        return Err(Error::Interrupted);
+    }
     if counts.is_empty() {
         return Err(Error::Input("the input holds no words: nothing to train a vocabulary on".to_owned()));
     }
     let entries = train(counts, options)?;
     files.write(&entries, options.lowercase, options.strip_accents)?;
-    Ok(entries.len())
-}
-
-fn count_words(
-    source: Source,
-    options: &VocabOptions,
-    progress: &mut dyn FnMut(Progress) -> bool,
-) -> Result<Counts> {
-    let (done, mut total) = (AtomicU64::new(0), 0);
-    let normalizer = BertNormalizer::new(true, true, options.strip_accents, options.lowercase);
-    let threads = options.threads.unwrap_or_else(default_threads);
-    let mut counts = Counts::new();
-    let mut reported: Option<Instant> = None;
-    let inputs = match &source {
-        Source::Files(paths) => Some(Inputs::expand(paths, None)?),
-        Source::Documents(_) => None,
-    };
-    if let Some(inputs) = &inputs {
-        total = inputs.files.iter().map(|file| file.size).sum();
-    }
-    let read = |to: &mut Batcher| match (&inputs, source) {
-        (Some(inputs), _) => inputs.files.iter().try_for_each(|f| read_file(f, &options.reading, &done, to)),
-        (None, Source::Documents(mut documents)) => documents.try_for_each(|text| {
-            let text = text?;
-            done.fetch_add(text.len() as u64, Ordering::Relaxed);
-            to.push_document(&text)
-        }),
-        (None, Source::Files(_)) => Ok(()),
-    };
-    let consume = |found: Option<Counts>| {
-        for (word, count) in found.into_iter().flatten() {
-            *counts.entry(word).or_default() += count;
-        }
-        if counts.len() > MOST_WORDS {
-            counts.retain(|_, count| *count > 1);
-        }
-        if reported.is_none_or(|moment| moment.elapsed() > Duration::from_millis(100)) {
-            reported = Some(Instant::now());
-            let bytes_done = done.load(Ordering::Relaxed);
-            if !progress(Progress { bytes_done, bytes_total: total, ..Progress::default() }) {
-                return Err(Error::Interrupted);
-            }
-        }
-        Ok(())
-    };
-    run(threads, true, read, || |batch| words_of(&batch, &normalizer), consume)?;
-    Ok(counts)
-}
-
-fn words_of(batch: &Batch, normalizer: &BertNormalizer) -> Result<Counts> {
-    let failed = |error: tokenizers::Error| Error::Input(format!("cannot split text into words: {error}"));
-    let mut counts = Counts::new();
-    for (text, _) in batch.pieces().filter(|(text, _)| !text.is_empty()) {
-        let mut normalized = NormalizedString::from(text);
-        normalizer.normalize(&mut normalized).map_err(failed)?;
-        let mut words = PreTokenizedString::from(normalized);
-        BertPreTokenizer.pre_tokenize(&mut words).map_err(failed)?;
-        for (word, _, _) in words.get_splits(OffsetReferential::Normalized, OffsetType::None) {
-            if word.chars().nth(LONGEST_WORD).is_none() {
-                *counts.entry(CompactString::from(word)).or_default() += 1;
-            }
-        }
-    }
-    Ok(counts)
+    Ok(VocabReport { num_entries: entries.len(), ..report })
 }
 
 /// Letters to spell with: the most frequent ones, sorted.
@@ -210,6 +168,8 @@ mod tests {
             strip_accents: None,
             min_frequency: 2,
             threads: None,
+            sample: None,
+            seed: 0,
         }
     }
 
@@ -222,7 +182,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("vocab.txt");
         let documents = Source::Documents(Box::new((0..9).map(|_| Ok(text()))));
-        train_vocab(documents, &out, &options(size), &mut |_| true).unwrap();
+        train_vocab(documents, &out, &options(size), &mut |_| true, &mut |_| true).unwrap();
         std::fs::read_to_string(out).unwrap()
     }
 
@@ -245,8 +205,8 @@ mod tests {
     fn nothing_to_learn_is_an_error() {
         let out = Path::new("never.txt");
         let empty = || Source::Documents(Box::new(std::iter::once(Ok(" \n".to_owned()))));
-        let error = train_vocab(empty(), out, &options(100), &mut |_| true).unwrap_err();
+        let error = train_vocab(empty(), out, &options(100), &mut |_| true, &mut |_| true).unwrap_err();
         assert!(error.to_string().contains("no words"));
-        assert!(train_vocab(empty(), out, &options(10), &mut |_| true).is_err());
+        assert!(train_vocab(empty(), out, &options(10), &mut |_| true, &mut |_| true).is_err());
     }
 }

@@ -8,6 +8,7 @@ use crate::durable::{create_folder, write_whole};
 use crate::error::{Error, Result};
 use crate::input::Inputs;
 use crate::prepare::Source;
+use crate::reading::Format;
 use crate::tokenize::Tokenizer;
 
 /// The files to write; none of them existed when they were claimed.
@@ -20,7 +21,7 @@ pub(crate) struct VocabFiles {
 
 impl VocabFiles {
     /// Refuses an output that exists, and says so if it is among the inputs.
-    pub fn claim(out: &Path, source: &Source) -> Result<Self> {
+    pub fn claim(out: &Path, source: &Source, format: Option<Format>) -> Result<Self> {
         let shown = out.display();
         if out.is_dir() {
             return Err(Error::Input(format!("{shown}: is a folder; name a file in it: {shown}/vocab.txt")));
@@ -37,7 +38,7 @@ impl VocabFiles {
             Self { folder, txt: Some(name), json: "tokenizer.json".to_owned() }
         };
         for name in files.txt.iter().chain([&files.json]) {
-            refuse_existing(&files.folder.join(name), source)?;
+            refuse_existing(&files.folder.join(name), source, format)?;
         }
         Ok(files)
     }
@@ -57,12 +58,12 @@ impl VocabFiles {
     }
 }
 
-fn refuse_existing(path: &Path, source: &Source) -> Result<()> {
+fn refuse_existing(path: &Path, source: &Source, format: Option<Format>) -> Result<()> {
     if !path.exists() {
         return Ok(());
     }
     let is_input = match source {
-        Source::Files(inputs) => Inputs::expand(inputs, None)?.contains(path)?,
+        Source::Files(inputs) => Inputs::expand(inputs, None, format)?.contains(path)?,
         Source::Documents(_) => false,
     };
     let path = path.display();
@@ -81,7 +82,7 @@ mod tests {
 
     fn write(out: &Path, lowercase: bool) -> Result<()> {
         let documents = Source::Documents(Box::new(std::iter::empty()));
-        VocabFiles::claim(out, &documents)?.write(&ENTRIES.map(str::to_owned), lowercase, None)
+        VocabFiles::claim(out, &documents, None)?.write(&ENTRIES.map(str::to_owned), lowercase, None)
     }
 
     #[test]
@@ -113,7 +114,7 @@ mod tests {
             assert!(error.starts_with(&format!("{}: exists", existing.display())), "{error}");
             let inputs = [txt.clone(), dir.path().to_owned(), dir.path().join("*.txt")];
             for input in inputs.into_iter().filter(|_| txt.exists()) {
-                let error = VocabFiles::claim(&txt, &Source::Files(vec![input])).err().unwrap().to_string();
+                let error = VocabFiles::claim(&txt, &Source::Files(vec![input]), None).err().unwrap().to_string();
                 assert!(error.contains("vocab.txt: is one of the inputs"), "{error}");
             }
             assert_eq!(std::fs::read_to_string(existing).unwrap(), "mine");

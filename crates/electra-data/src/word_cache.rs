@@ -32,6 +32,11 @@ impl WordCache {
         Self { sets: vec![Set::default(); SETS].into_boxed_slice() }
     }
 
+    /// No cache, and no memory: nothing may be asked of it.
+    pub fn none() -> Self {
+        Self { sets: Box::default() }
+    }
+
     /// The ids of a word that is still here.
     #[inline]
     pub fn get(&mut self, key: Key) -> Option<Ids> {

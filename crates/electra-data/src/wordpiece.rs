@@ -4,7 +4,7 @@
 //! and digits is found, lowercased and looked up in registers; a chunk with anything else is read
 //! character by character; one with combining marks that could change places goes to the crate.
 
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tokenizers::models::ModelWrapper;
 use tokenizers::normalizers::BertNormalizer;
@@ -98,8 +98,11 @@ impl FastWordPiece {
 
     /// Something to encode with; it takes over what an earlier one has learnt.
     pub fn encoder(&self) -> Encoder<'_> {
-        let kept = self.scratches.lock().ok().and_then(|mut scratches| scratches.pop());
-        Encoder { of: self, scratch: Some(kept.unwrap_or_default()) }
+        Encoder { of: self, scratch: self.scratches().pop().unwrap_or_else(Scratch::new) }
+    }
+
+    fn scratches(&self) -> MutexGuard<'_, Vec<Scratch>> {
+        self.scratches.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -116,34 +119,37 @@ fn leaves_text_alone(processor: Option<&PostProcessorWrapper>) -> bool {
     }
 }
 
-impl Default for Scratch {
-    fn default() -> Self {
-        Self { cache: WordCache::new(), buffer: Box::new([0; BUFFER]), word: Vec::new(), ids: Vec::new() }
+impl Scratch {
+    fn new() -> Self {
+        Self { cache: WordCache::new(), ..Self::without_cache() }
+    }
+
+    /// What an encoder is left with when it hands its memory on.
+    fn without_cache() -> Self {
+        let (word, ids) = (Vec::new(), Vec::new());
+        Self { cache: WordCache::none(), buffer: Box::new([0; BUFFER]), word, ids }
     }
 }
 
 /// Encodes text after text, on one thread.
 pub(crate) struct Encoder<'a> {
     of: &'a FastWordPiece,
-    /// There until the encoder is dropped.
-    scratch: Option<Scratch>,
+    scratch: Scratch,
 }
 
 impl Encoder<'_> {
     /// Appends the ids of a text.
-    pub fn encode_into(&mut self, text: &str, ids: &mut Vec<u32>) {
-        let Some(scratch) = &mut self.scratch else { return };
-        let mut run = Run { of: self.of, scratch, text, held: 0, ids };
-        run.text();
+    pub fn encode_into(&mut self, text: &str, ids: &mut Vec<u32>) -> crate::Result<()> {
+        let mut run = Run { of: self.of, scratch: &mut self.scratch, text, held: 0, ids };
+        run.text()?;
         run.flush();
+        Ok(())
     }
 }
 
 impl Drop for Encoder<'_> {
     fn drop(&mut self) {
-        if let (Some(scratch), Ok(mut scratches)) = (self.scratch.take(), self.of.scratches.lock()) {
-            scratches.push(scratch);
-        }
+        self.of.scratches().push(std::mem::replace(&mut self.scratch, Scratch::without_cache()));
     }
 }
 
@@ -158,7 +164,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn text(&mut self) {
+    fn text(&mut self) -> crate::Result<()> {
         let (of, bytes, mut at) = (self.of, self.text.as_bytes(), 0);
         while at < bytes.len() {
             let window = Window::new(bytes, at);
@@ -167,7 +173,7 @@ impl Run<'_> {
             let next = bytes.get(at + length).copied().unwrap_or(b' ');
             let class = of.classes[usize::from(next)];
             if length > LONGEST_KEY || class == Class::Other {
-                at = self.chunk(at);
+                at = self.chunk(at)?;
                 continue;
             }
             if length > 0 {
@@ -178,10 +184,11 @@ impl Run<'_> {
             }
             at += length + 1;
         }
+        Ok(())
     }
 
     /// Reads from a chunk's start, character by character; returns where the next chunk begins.
-    fn chunk(&mut self, start: usize) -> usize {
+    fn chunk(&mut self, start: usize) -> crate::Result<usize> {
         let (of, text) = (self.of, self.text);
         let mut word = std::mem::take(&mut self.scratch.word);
         let mut end = text.len();
@@ -190,10 +197,12 @@ impl Run<'_> {
             match of.characters.meaning(c, &of.pieces) {
                 Meaning::Nothing => {}
                 // Enough is enough: the word is unknown by its length already.
-                Meaning::Letter(_) | Meaning::Letters if word.len() > 4 * of.pieces.longest() => {}
+                Meaning::Letter(_) | Meaning::Letters(_) if word.len() > 4 * of.pieces.longest() => {}
                 Meaning::Letter(letter) if letter.is_ascii() => word.push(letter as u8),
                 Meaning::Letter(letter) => word.extend_from_slice(letter.encode_utf8(&mut [0; 4]).as_bytes()),
-                Meaning::Letters => word.extend_from_slice(of.characters.letters(c, &of.pieces).as_bytes()),
+                Meaning::Letters(at) => {
+                    word.extend_from_slice(of.characters.letters(c, at, &of.pieces).as_bytes())
+                }
                 Meaning::Space => {
                     end = at + c.len_utf8();
                     break;
@@ -207,7 +216,7 @@ impl Run<'_> {
                 }
                 Meaning::Unclear => {
                     word.clear();
-                    end = self.unclear_chunk(start, at);
+                    end = self.unclear_chunk(start, at)?;
                     break;
                 }
             }
@@ -215,16 +224,16 @@ impl Run<'_> {
         self.word(&word);
         word.clear();
         self.scratch.word = word;
-        end
+        Ok(end)
     }
 
     /// Leaves a chunk to the crate's own rules: marks cannot move past an ASCII blank or mark.
-    fn unclear_chunk(&mut self, start: usize, at: usize) -> usize {
+    fn unclear_chunk(&mut self, start: usize, at: usize) -> crate::Result<usize> {
         let (of, bytes) = (self.of, self.text.as_bytes());
         let is_end = |byte: &u8| matches!(of.classes[usize::from(*byte)], Class::Space | Class::Mark);
         let end = bytes[at..].iter().position(is_end).map_or(bytes.len(), |length| at + length);
-        of.characters.words(&self.text[start..end], |word| self.word(word.as_bytes()));
-        end
+        of.characters.words(&self.text[start..end], |word| self.word(word.as_bytes()))?;
+        Ok(end)
     }
 
     fn word(&mut self, word: &[u8]) {
