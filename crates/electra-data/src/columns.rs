@@ -20,6 +20,8 @@ use crate::reading::{Reading, missing_field};
 
 /// Rows decoded at a time: documents can be long.
 const ROWS: usize = 256;
+/// The same where only a file's beginning is wanted.
+const FEW_ROWS: usize = 4;
 
 /// Sends each row of a Parquet file as a document.
 pub(crate) fn read_parquet(
@@ -37,7 +39,11 @@ pub(crate) fn read_parquet(
     let columns = text_columns(file, builder.schema(), &reading.text_fields)?;
     let rows = builder.metadata().file_metadata().num_rows().max(1) as u64;
     let mask = ProjectionMask::roots(builder.parquet_schema(), columns);
-    let reader = builder.with_projection(mask).with_batch_size(ROWS).build().map_err(|e| damaged(&e))?;
+    let reader = builder
+        .with_projection(mask)
+        .with_batch_size(if to.is_brief() { FEW_ROWS } else { ROWS })
+        .build()
+        .map_err(|e| damaged(&e))?;
     let (before, mut done) = (bytes.load(Ordering::Relaxed), 0);
     for batch in reader {
         let batch = batch.map_err(|e| damaged(&e))?;

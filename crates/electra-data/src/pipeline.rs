@@ -92,6 +92,11 @@ impl<'a> Batcher<'a> {
         Self { batch: Batch::default(), batch_bytes, intake, send }
     }
 
+    /// Whether only a little text is wanted.
+    pub fn is_brief(&self) -> bool {
+        self.batch_bytes < BATCH_BYTES
+    }
+
     /// Where a line may be cut.
     pub fn cut(&self) -> Cut<'a> {
         self.intake.cut
