@@ -209,7 +209,7 @@ mod tests {
         let text = "aÉ\u{301}\u{2003}\u{200b}\0—日本\u{302e}각İ";
         let stripped = [Letter('a'), Letter('e'), Nothing, Space, Nothing, Nothing];
         assert_eq!(meanings(true, true, text)[..6], stripped);
-        let rest = [Alone(1), Alone(2), Alone(0), Unclear, Letters(12), Letter('i')];
+        let rest = [Alone(1), Alone(2), Alone(0), Unclear, Letters(1), Letter('i')];
         assert_eq!(meanings(true, true, text)[6..], rest);
         let kept = [Letter('A'), Letter('É'), Letter('\u{301}')];
         assert_eq!(meanings(false, false, "AÉ\u{301}"), kept);

@@ -337,8 +337,8 @@ mod tests {
         let sentence = "日本語です。".repeat(FRAGMENT / 4);
         let word = "ß".repeat(3 << 20);
         let text = format!("{sentence}{word}。{sentence}");
-        let mut lines =
-            Lines::new(text.as_bytes(), Path::new("x"), InvalidUtf8::Error, LineEnds::Newline, cut);
+        let input = std::io::BufReader::new(text.as_bytes());
+        let mut lines = Lines::new(input, Path::new("x"), InvalidUtf8::Error, LineEnds::Newline, cut);
         let mut all = String::new();
         while let Some(fragment) = lines.next(|e| Error::Input(e.to_string())).unwrap() {
             all.push_str(&fragment.text.unwrap());
