@@ -164,16 +164,16 @@ def test_a_sample_is_said_and_repeatable(tmp_path, capfd):
     documents = [f"sharding word{number % 37} shards" for number in range(5_000)]
     size = sum(map(len, documents))
     options = {"size": 90, "kind": "documents"}
-    train_vocab(documents, out=tmp_path / "all.txt", sample=0, **options)
+    train_vocab(documents, out=tmp_path / "all/v.txt", sample=0, **options)
     said = capfd.readouterr().err
     assert "counted words in" not in said and "merging the pieces of 39 words" in said
-    train_vocab(documents, out=tmp_path / "limit.txt", sample=size, threads=1, **options)
-    assert (tmp_path / "limit.txt").read_bytes() == (tmp_path / "all.txt").read_bytes()
+    train_vocab(documents, out=tmp_path / "limit/v.txt", sample=size, threads=1, **options)
+    assert (tmp_path / "limit/v.txt").read_bytes() == (tmp_path / "all/v.txt").read_bytes()
     capfd.readouterr()
     for threads in (1, 3):
-        train_vocab(documents, out=tmp_path / f"{threads}.txt", sample=size // 3, seed=4, threads=threads, **options)
+        train_vocab(documents, out=tmp_path / f"{threads}/v.txt", sample=size // 3, seed=4, threads=threads, **options)
         assert re.search(r"counted words in [\d.e-]+ of [\d.e-]+ GB of text \(seed 4\)", capfd.readouterr().err)
-    assert (tmp_path / "1.txt").read_bytes() == (tmp_path / "3.txt").read_bytes()
+    assert (tmp_path / "1/v.txt").read_bytes() == (tmp_path / "3/v.txt").read_bytes()
     for name, value in (("sample", -1), ("seed", -1), ("skip_bad_records", -1)):
         with pytest.raises(ValueError, match=f"{name} is -1; give 0 or more"):
             train_vocab(documents, out=tmp_path / "v.txt", **options, **{name: value})
