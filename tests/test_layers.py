@@ -106,7 +106,7 @@ CRATE_USES = {
         "writer",
     },
     "vocab_files": {"durable", "input", "prepare", "reading", "tokenize"},
-    "coverage": {"corpus", "input", "pipeline", "prepare", "reading", "shard", "store", "text", "tokenize"},
+    "coverage": {"corpus", "input", "pipeline", "prepare", "reading", "shard", "store", "text", "threads", "tokenize"},
     "word_counts": {
         "corpus",
         "draw",
@@ -264,6 +264,12 @@ def test_crate_uses_follow_the_table(path: Path) -> None:
     assert module in CRATE_USES, f"{named(path)} is not in CRATE_USES: give it its place in {Path(__file__).name}"
     foreign = crate_uses(path) - CRATE_USES[module]
     assert not foreign, f"{module} uses {sorted(foreign)}, which the table does not allow"
+
+
+@pytest.mark.parametrize("path", crate_files(), ids=named)
+def test_parallel_iterators_run_on_the_pool_that_survives_a_fork(path: Path) -> None:
+    code = path.read_text(encoding="utf-8")
+    assert "par_iter" not in code or "on_all_cores(" in code, "rayon's global pool hangs in a forked child"
 
 
 def test_the_crate_table_has_no_circle() -> None:

@@ -81,9 +81,7 @@ pub(crate) fn sample_coverage(
         None => Source::Files(files.unwrap_or_default()),
     };
     let tokenizer = tokenizer.get(py)?;
-    py.detach(|| Coverage::of_source(source, &tokenizer, &out, &reading))
-        .map(coverage_tuple)
-        .map_err(raise)
+    py.detach(|| Coverage::of_source(source, &tokenizer, &out, &reading)).map(coverage_tuple).map_err(raise)
 }
 
 pub(crate) type CoverageTuple = (u64, u64, Option<u64>, Vec<(String, u64)>);

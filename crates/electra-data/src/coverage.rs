@@ -17,6 +17,7 @@ use crate::reading::{Format, Reading};
 use crate::shard::Shard;
 use crate::store::Corpus;
 use crate::text::{Cut, character_boundary};
+use crate::threads::on_all_cores;
 use crate::tokenize::Tokenizer;
 
 /// Text that is tokenised before the work begins, from at most so many files.
@@ -81,21 +82,17 @@ impl Coverage {
             .collect();
         let count = stretches.len().min((COUNTED_TOKENS / STRETCH) as usize);
         let counter = Counter::new(tokenizer);
-        (0..count)
-            .into_par_iter()
-            .map(|number| {
-                let (shard, start) = stretches[number * stretches.len() / count];
-                let mut ids = vec![0; STRETCH.min(shard.num_tokens() - start) as usize];
-                shard.copy_tokens(start, &mut ids)?;
-                Ok(counter.count(ids.iter().map(|&id| id as usize)))
-            })
-            .try_reduce(
-                || counter.nothing(),
-                |mut sum, found| {
-                    sum.add(&found);
-                    Ok(sum)
-                },
-            )
+        let count_stretch = |number: usize| {
+            let (shard, start) = stretches[number * stretches.len() / count];
+            let mut ids = vec![0; STRETCH.min(shard.num_tokens() - start) as usize];
+            shard.copy_tokens(start, &mut ids)?;
+            Ok(counter.count(ids.iter().map(|&id| id as usize)))
+        };
+        let add = |mut sum: Self, found| {
+            sum.add(&found);
+            Ok(sum)
+        };
+        on_all_cores(|| (0..count).into_par_iter().map(count_stretch).try_reduce(|| counter.nothing(), add))?
     }
 
     fn add(&mut self, other: &Self) {

@@ -114,7 +114,8 @@ mod tests {
             assert!(error.starts_with(&format!("{}: exists", existing.display())), "{error}");
             let inputs = [txt.clone(), dir.path().to_owned(), dir.path().join("*.txt")];
             for input in inputs.into_iter().filter(|_| txt.exists()) {
-                let error = VocabFiles::claim(&txt, &Source::Files(vec![input]), None).err().unwrap().to_string();
+                let error =
+                    VocabFiles::claim(&txt, &Source::Files(vec![input]), None).err().unwrap().to_string();
                 assert!(error.contains("vocab.txt: is one of the inputs"), "{error}");
             }
             assert_eq!(std::fs::read_to_string(existing).unwrap(), "mine");
