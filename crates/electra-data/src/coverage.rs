@@ -12,7 +12,7 @@ use crate::corpus::read_file;
 use crate::error::Result;
 use crate::input::{Compression, Inputs};
 use crate::pipeline::beginning;
-use crate::prepare::Source;
+use crate::prepare::{Source, refuse_vocabulary};
 use crate::reading::{Format, Reading};
 use crate::shard::Shard;
 use crate::store::Corpus;
@@ -50,7 +50,9 @@ impl Coverage {
     pub fn of_source(source: Source, tokenizer: &Tokenizer, out: &Path, reading: &Reading) -> Result<Self> {
         let texts: Vec<String> = match source {
             Source::Files(paths) => {
-                beginnings(&Inputs::expand(&paths, Some(out), reading.format)?, tokenizer, reading)
+                let inputs = Inputs::expand(&paths, Some(out), reading.format)?;
+                refuse_vocabulary(&inputs, tokenizer.path())?;
+                beginnings(&inputs, tokenizer, reading)
             }
             Source::Documents(documents) => documents.collect::<Result<_>>()?,
         };

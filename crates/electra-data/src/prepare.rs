@@ -340,7 +340,8 @@ impl Run<'_> {
 }
 
 /// A vocabulary is no text: it is among the inputs by mistake.
-fn refuse_vocabulary(inputs: &Inputs, vocabulary: &Path) -> Result<()> {
+/// The vocabulary would be read as text.
+pub(crate) fn refuse_vocabulary(inputs: &Inputs, vocabulary: &Path) -> Result<()> {
     if vocabulary.exists() && inputs.contains(vocabulary)? {
         let path = vocabulary.display();
         return Err(Error::Input(format!(
