@@ -340,7 +340,6 @@ impl Run<'_> {
 }
 
 /// A vocabulary is no text: it is among the inputs by mistake.
-/// The vocabulary would be read as text.
 pub(crate) fn refuse_vocabulary(inputs: &Inputs, vocabulary: &Path) -> Result<()> {
     if vocabulary.exists() && inputs.contains(vocabulary)? {
         let path = vocabulary.display();
