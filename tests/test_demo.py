@@ -2,11 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
+
+from electra_fast.errors import Interrupted
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +76,20 @@ def test_run_again_it_keeps_what_is_there(demo):
     assert (out / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_goes_on_with_a_vocabulary_that_has_no_tokenizer_json_yet(tmp_path, monkeypatch, capfd):
-    from types import SimpleNamespace
-
+def test_resumes_with_a_vocabulary_that_has_no_tokenizer_json_yet(tmp_path, monkeypatch, capfd):
     import electra_fast.demo as module
 
+    def interrupted(*_, **__):
+        raise Interrupted(signal.SIGTERM)
+
     monkeypatch.setattr(module, "documentation", lambda: iter(["Some words of several documents. " * 40] * 30))
-    monkeypatch.setattr(module, "pretrain", lambda *_, **__: SimpleNamespace(finished=False))
-    module.demo(tmp_path)
+    monkeypatch.setattr(module, "pretrain", interrupted)
+    with pytest.raises(Interrupted):
+        module.demo(tmp_path)
     before = (tmp_path / "shards/manifest.json").read_bytes()
     (tmp_path / "tokenizer.json").unlink()
-    module.demo(tmp_path)
+    with pytest.raises(Interrupted):
+        module.demo(tmp_path)
     assert (tmp_path / "shards/manifest.json").read_bytes() == before
     said = capfd.readouterr().err
     assert "already complete" in said and "judging" not in said
