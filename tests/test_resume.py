@@ -151,6 +151,13 @@ class TestDamage:
         assert_same_run(run, whole_run)
         assert checkpoint_folder.steps(run) == [21, 24] and (run / "checkpoints/damaged-step-24").is_dir()
 
+    def test_a_damaged_checkpoint_is_named_by_a_command_that_is_refused_too(self, run, held_out_corpus, capsys):
+        (run / "checkpoints/step-24/state.json").write_text("{")
+        changed = tiny_config(**{"optimizer.learning_rate": "2e-3"})
+        with pytest.raises(ValueError, match="allow-changes"):
+            pretrain(changed, data=held_out_corpus, out=run)
+        assert "step-24/state.json: damaged" in said(capsys) and (run / "checkpoints/damaged-step-24").is_dir()
+
     def test_no_intact_checkpoint_is_no_new_run(self, run, held_out_corpus):
         for step in checkpoint_folder.steps(run):
             (checkpoint_folder.path_of(run, step) / "config.toml").write_text("")

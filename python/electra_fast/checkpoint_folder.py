@@ -80,7 +80,7 @@ def verify(directory: Path, *names: str) -> None:
 def recover_run(run: Path) -> tuple[Path, list[str]]:
     """The newest intact checkpoint of a run, and what is wrong with newer ones, which are renamed.
 
-    Removes what a kill left half-written. Raises ValueError where no checkpoint is intact, and then renames none.
+    Raises ValueError where no checkpoint is intact, and then renames none.
     """
     damaged: list[tuple[Path, str]] = []
     for step in reversed(steps(run)):

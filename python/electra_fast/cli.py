@@ -48,11 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         number = interruption.signal if isinstance(interruption, Interrupted) else signal.SIGINT
         resumes = options.command in RESUMABLE
         kept = "what was finished is kept, run again to resume" if resumes else "nothing was written"
+        message = str(interruption).strip() or f"interrupted; {kept}"
         with contextlib.suppress(OSError):  # the terminal may be what has gone
-            print(
-                f"electra-fast: {interruption if str(interruption).strip() else f'interrupted; {kept}'}",
-                file=sys.stderr,
-            )
+            print(f"electra-fast: {message}", file=sys.stderr)
         return 128 + number
     except BrokenPipeError:
         # The reader of our output (`head`, say) has gone: not an error of ours.

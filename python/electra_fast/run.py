@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,8 +38,6 @@ FREE_KEYS = {
 FIXED_KEYS = {"objective.name", "optimizer.name"}
 FIXED_SECTIONS = ("model.", "generator.")
 NOT_FIXED = {"model.dropout", "model.attention_dropout", "model.attention"}
-# What an imported model (a run at step 0) fixes; the rest is chosen when its training starts.
-IMPORTED_SECTIONS = FIXED_SECTIONS
 # Stands among the changed keys for the corpus, which is known by its content hash.
 CORPUS = "corpus"
 CHANGES_FILE = "changes.jsonl"
@@ -54,7 +53,6 @@ class Run:
     state: dict[str, Any] | None = None
     changes: Changes = field(default_factory=dict)
     """What differs from the run that wrote the checkpoint, free keys left out: key → (was, is)."""
-    warnings: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -91,7 +89,9 @@ def open_run(config: Config, corpus: Corpus, *, allow_changes: bool = False) -> 
         return _new_run(folder, config, corpus)
     check_vocabulary(run_tokenizer(folder), corpus)
     directory, warnings = checkpoint_folder.recover_run(folder)
-    return _resumed_run(folder, directory, config, corpus, allow_changes, tuple(warnings))
+    for warning in warnings:  # at once: whatever is refused below, the checkpoints have been renamed
+        print(f"warning: {warning}", file=sys.stderr)
+    return _resumed_run(folder, directory, config, corpus, allow_changes)
 
 
 def _new_run(folder: Path, config: Config, corpus: Corpus) -> Run:
@@ -101,9 +101,7 @@ def _new_run(folder: Path, config: Config, corpus: Corpus) -> Run:
     return Run(folder, config)
 
 
-def _resumed_run(
-    folder: Path, directory: Path, config: Config, corpus: Corpus, allow_changes: bool, warnings: tuple[str, ...]
-) -> Run:
+def _resumed_run(folder: Path, directory: Path, config: Config, corpus: Corpus, allow_changes: bool) -> Run:
     state, saved = checkpoint_folder.read_state(directory), Config.load(directory / "config.toml")
     is_import = "loader" not in state
     if config.optimizer.warmup_steps < 0 and not is_import:  # it follows the steps that the run was started with
@@ -112,7 +110,8 @@ def _resumed_run(
     changes: Changes = {
         name: pair
         for name, pair in saved.differences(config).items()
-        if name not in FREE_KEYS and (not is_import or name.startswith(IMPORTED_SECTIONS))
+        # What an import does not fix is chosen when its training starts.
+        if name not in FREE_KEYS and (not is_import or name.startswith(FIXED_SECTIONS))
     }
     if state.get("corpus", corpus.content_hash) != corpus.content_hash:
         changes[CORPUS] = (state["corpus"], corpus.content_hash)
@@ -126,7 +125,7 @@ def _resumed_run(
     if news:
         _record(folder, state["step"], news)
     replace_file(folder / "config.toml", config.to_toml())
-    return Run(folder, config, directory, state, changes, warnings)
+    return Run(folder, config, directory, state, changes)
 
 
 def _resolved(config: Config, corpus: Corpus) -> Config:

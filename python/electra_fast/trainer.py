@@ -121,9 +121,9 @@ class Trainer:
         self.clock.start()
 
     def _due_evaluation(self) -> bool:
-        every = self.config.train.eval_every
-        has_held_out = held_out_folder(Path(self.config.data.corpus)) != Path(self.config.data.corpus)
-        return bool(every) and has_held_out and (self.step % every == 0 or self.step == self.config.train.steps)
+        every, corpus = self.config.train.eval_every, Path(self.config.data.corpus)
+        is_due = bool(every) and (self.step % every == 0 or self.step == self.config.train.steps)
+        return is_due and held_out_folder(corpus) != corpus  # looks on the disk: last, and so not at every step
 
     def _record(self, seconds: float) -> dict[str, Number]:
         """A line of metrics.jsonl over the interval that ends here; begins the next interval."""
@@ -213,8 +213,6 @@ class Trainer:
 
     def _opening(self) -> Iterator[str]:
         """What a person should know before the first step."""
-        for warning in self.run.warnings:
-            yield f"warning: {warning}"
         steps = self.config.train.steps
         start = f"resumes at step {self.step} of {steps}" if self.step else f"starts; {steps} steps"
         num_parameters = sum(p.numel() for p in self.model.parameters())
