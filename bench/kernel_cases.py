@@ -78,21 +78,6 @@ def compiler(device: torch.device) -> str:
     return "inductor" if device.type == "cuda" else "eager"
 
 
-@case("sampling")
-def _(at: Setting) -> Iterator[Case]:
-    for num_slots, vocab_size in at.shapes([(2_458, VOCAB_SIZE), (19_660, VOCAB_SIZE)], (3, 300)):
-        logits = at.normal(num_slots, vocab_size, gradient=False)
-        slots = torch.arange(num_slots, device=at.device)
-        yield Case(
-            f"M={num_slots} V={vocab_size}",
-            (logits, slots, torch.tensor([1, 2], device=at.device)),
-            sampling.sample_categorical_reference,
-            kernel("sample", "sample_categorical"),
-            peers={"torch.multinomial": lambda x, *_: torch.multinomial(x.float().softmax(-1), 1)},
-            num_bytes=logits.numel() * logits.element_size(),
-        )
-
-
 @case("attention")
 def _(at: Setting) -> Iterator[Case]:
     real = [(1024, 128, 4, 64), (1024, 128, 1, 64), (128, 512, 12, 64), (64, 512, 16, 64)]
@@ -187,7 +172,7 @@ def _cross_entropy(x: Tensor, table: Tensor, bias: Tensor, target: Tensor, *_: A
 
 def _plain_generator_head(x: Tensor, table: Tensor, bias: Tensor, target: Tensor, slot: Tensor, key: Tensor, *_: Any):
     logits = ops.linear(x, table, bias)
-    sample = sampling.sample_categorical_reference(logits.detach(), slot, key)
+    sample = sampling.sample_categorical(logits.detach(), slot, key)
     return ops.masked_cross_entropy(logits, target), sample, logits.argmax(-1) == target
 
 

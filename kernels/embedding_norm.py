@@ -3,7 +3,7 @@
 The contract and the reference are `embedding_norm` in `electra_fast.ops`. The fp32 sum of the three
 rows is never stored: the backward pass gathers them again. Gradients of the tables without atomics:
 
-- token: `embedding_dense_backward`, which sorts the ids (few tokens share a row, but for some);
+- token: `gather_rows.add_rows`, which sorts the ids (few tokens share a row, but for some);
 - type: two sums over all tokens, taken with those of the norm's weight and bias;
 - position: many tokens share each row, so a product with the one-hot matrix of the positions, which
   is made in registers and never stored, in fixed chunks of tokens that are then added up. That is
@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from electra_fast.kernels.dropout import keep_scale, threshold
+from electra_fast.kernels.gather_rows import add_rows
 from electra_fast.kernels.residual_norm import blocks, num_warps
 from electra_fast.kernels.wave import programs_at_once
 
@@ -217,7 +218,7 @@ def _gradients(ctx, dy_TE, dmean_T, drstd_T):
     *tensors, key = ctx.saved_tensors
     ids_T, positions_T, _, token_VE, position_LE = tensors[:5]
     dz_TE, sums_4E = embedding_norm_backward(dy_TE, *tensors, ctx.probability, key, ctx.site)
-    dtoken_VE = torch.ops.aten.embedding_dense_backward(dz_TE, ids_T, token_VE.shape[0], -1, False)
+    dtoken_VE = add_rows(dz_TE, ids_T, token_VE.shape[0])
     # TF32 keeps three bits more than activations of 16 bits, whose gradient this is, have themselves.
     dposition_LE = sum_by_position(dz_TE, positions_T, position_LE.shape[0], ctx.dtype == torch.float32)
     dweight_E, dbias_E = sums_4E[0], sums_4E[1]

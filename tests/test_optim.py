@@ -90,11 +90,13 @@ def test_muon_equals_torch_within_its_bf16():
         assert torch.equal(ours[name], adamw[name])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 40), (2, 40, 8)])
-def test_orthogonalise(shape):
+def test_orthogonalise(shape, dtype):
     """The iteration's known range of singular values, and the directions of the polar factor."""
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    result = orthogonalise(matrices)
+    result = orthogonalise(matrices, dtype)
+    assert result.dtype == matrices.dtype
     values = torch.linalg.svdvals(result)
     assert values.min() > 0.4 and values.max() < 1.25
     u, _, vh = torch.linalg.svd(matrices, full_matrices=False)

@@ -89,6 +89,23 @@ def test_a_step_can_be_captured(tiny_corpus, config, changes):
     assert [tensor.data_ptr() for tensor in kept] == places
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA only")
+def test_a_graph_equals_eager_steps_and_is_captured_again_when_a_batch_outgrows_it(tiny_corpus, config):
+    config, sums = config.replace({"train": {"steps": 12}, "model": {"dropout": 0.1, "attention_dropout": 0.0}}), []
+    for execution in ("eager", "graph"):
+        model = ef.Electra(config).to("cuda").train()
+        optimizer = Optimizer(model.named_parameters(), config.optimizer)
+        step = TrainStep(model, optimizer, config, BACKEND, execution)
+        for number, rows in zip(range(12), open_loader(tiny_corpus, config), strict=False):
+            if number == 6:
+                step._batches._capacity = 0  # as if this batch had more segments than any before it
+            step(rows, number)
+        step.synchronize()
+        sums.append(step.sums.cpu())
+        assert [capture.step for capture in step.captures] == ([3, 9] if execution == "graph" else [])
+    assert torch.equal(*sums)
+
+
 def test_compiles_without_a_break(tiny_corpus, config, monkeypatch):
     """`fullgraph` fails at the first operation that torch.compile can't take; what runs is eager's code."""
     real = torch.compile

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from electra_fast import ops
@@ -77,7 +76,7 @@ class Embeddings(nn.Module):
         dropout: Dropout,
     ) -> Tensor:
         if self.architecture == "modern":
-            return F.embedding(input_ids_T, self.token).to(dtype)
+            return ops.rows(self.token, input_ids_T).to(dtype)
         ids, tables = (input_ids_T, position_ids_T, token_type_ids_T), (self.token, self.position, self.token_type)
         norm = self.norm
         assert norm.bias is not None

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from electra_fast.sampling import philox, sample_categorical_reference
+from electra_fast.kernels.gather_rows import gather_rows
+from electra_fast.sampling import philox, sample_categorical
 
 # What `discriminator_loss` counts, in this order, all over valid tokens.
 COUNTS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
@@ -29,6 +30,12 @@ def has_kernels(x: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias in x's dtype; [..., in] → [..., out]."""
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def rows(x_RD: Tensor, index_M: Tensor) -> Tensor:
+    """x[index], for tables and for masked slots; its gradient adds in a fixed order. [R, D], [M] → [M, D]."""
+    taken_MD: Tensor = gather_rows(x_RD, index_M)
+    return taken_MD
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,7 @@ def embedding_norm_reference(
     by: Dropout,
 ) -> Tensor:
     """`embedding_norm` in plain torch."""
-    token_TE, position_TE, type_TE = (F.embedding(each, table) for each, table in zip(ids, tables, strict=True))
+    token_TE, position_TE, type_TE = (rows(table, each) for each, table in zip(ids, tables, strict=True))
     x_TE = (token_TE + position_TE + type_TE).to(dtype)
     return dropout_reference(layer_norm_reference(x_TE, norm_weight, norm_bias, epsilon), by)
 
@@ -342,7 +349,7 @@ def generator_head_reference(
         # As the published code: the true token's logit less 1000.
         penalty = torch.full_like(original_M, -1000, dtype=logits_MV.dtype)[:, None]
         logits_MV = logits_MV.scatter_add(1, original_M[:, None], penalty)
-    return nll_M, sample_categorical_reference(logits_MV, slot_M, seed_and_step), correct_M
+    return nll_M, sample_categorical(logits_MV, slot_M, seed_and_step), correct_M
 
 
 def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

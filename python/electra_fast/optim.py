@@ -38,16 +38,20 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     return norm
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
-    """Nearest (semi-)orthogonal matrices, roughly, by five Newton-Schulz steps; [K, rows, columns]."""
+def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Nearest (semi-)orthogonal matrices, roughly, by five Newton-Schulz steps in `dtype`; [K, rows, columns].
+
+    The result is of the matrices' own dtype. The iteration tolerates bf16 (Jordan et al., 2024).
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
     for _ in range(5):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    result: Tensor = x.mT if tall else x
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    result: Tensor = (x.mT if tall else x).to(matrices.dtype)
     return result
 
 
@@ -127,36 +131,36 @@ class Optimizer:
         updates = torch._foreach_div(first, denominators)
         if config.bias_correction:
             torch._foreach_mul_(updates, first_scale)
-        for name, parameter, update in zip(self.moments, parameters, updates, strict=True):
-            if parameter.dim() < 2:
-                continue
-            # Norms and biases are not decayed, nor adapted by LAMB; embeddings are both.
-            update.add_(parameter, alpha=config.weight_decay)
-            if config.name == "lamb":
-                blocks_KX = update.view(_num_blocks(name), -1)
-                blocks_KX.mul_(_trust_ratios(parameter.view(blocks_KX.shape), blocks_KX))
+        # Norms and biases are not decayed, nor adapted by LAMB; embeddings are both.
+        decayed = [i for i, parameter in enumerate(parameters) if parameter.dim() > 1]
+        if decayed:
+            weights = [parameters[i] for i in decayed]
+            torch._foreach_add_([updates[i] for i in decayed], weights, alpha=config.weight_decay)
+        if config.name == "lamb":
+            for i in decayed:
+                blocks_KX = updates[i].view(_num_blocks(self.moments[i]), -1)
+                blocks_KX.mul_(_trust_ratios(parameters[i].view(blocks_KX.shape), blocks_KX))
         torch._foreach_mul_(updates, rate)
         torch._foreach_add_(parameters, updates)
 
     def _step_muon(self, gradients: Mapping[str, Tensor]) -> None:
         momentum, rate = self.config.muon_momentum, self.scalars[1]
+        # As published; where there are no tensor cores bf16 gains nothing.
+        dtype = torch.bfloat16 if rate.is_cuda else torch.float32
         for stack in self._stacks():
-            updates = []
-            for name in stack:
-                self.first[name].lerp_(gradients[name], 1 - momentum)
-                nesterov = gradients[name].lerp(self.first[name], momentum)
-                updates.append(nesterov.view(_num_blocks(name), -1, nesterov.shape[1]))
-            orthogonal = orthogonalise(torch.cat(updates))
+            parameters: list[Tensor] = [self.parameters[name] for name in stack]
+            first, grads = [self.first[name] for name in stack], [gradients[name] for name in stack]
+            torch._foreach_lerp_(first, grads, 1 - momentum)
+            nesterov = torch._foreach_lerp(grads, first, momentum)
+            num_blocks = [_num_blocks(name) for name in stack]
+            blocks = [x.view(k, -1, x.shape[1]) for k, x in zip(num_blocks, nesterov, strict=True)]
+            orthogonal = orthogonalise(torch.cat(blocks), dtype)
             # Keeps the size of an update independent of the matrix' shape (Jordan et al.).
             aspect = math.sqrt(max(1.0, orthogonal.shape[1] / orthogonal.shape[2]))
-            first_block = 0
-            for name in stack:
-                parameter = self.parameters[name]
-                blocks = _num_blocks(name)
-                update = orthogonal[first_block : first_block + blocks].reshape(parameter.shape)
-                first_block += blocks
-                parameter.mul_(1 + rate * self.config.weight_decay)
-                parameter.add_(update * (rate * aspect))
+            split = torch.split(orthogonal * (rate * aspect), num_blocks)
+            updates = [x.reshape(p.shape) for x, p in zip(split, parameters, strict=True)]
+            torch._foreach_mul_(parameters, 1 + rate * self.config.weight_decay)
+            torch._foreach_add_(parameters, updates)
 
     def _stacks(self) -> list[list[str]]:
         """Matrices whose blocks have the same shape, orthogonalised in one batch."""

@@ -51,21 +51,11 @@ def _exponential(uniform: Tensor) -> Tensor:
 
 
 def sample_categorical(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
-    """One sample of softmax(logits) a row: int64 [M]; on CUDA by the Triton kernel, else by the reference.
+    """One sample of softmax(logits) per row: int64 [M]; the specification of what `ops.generator_head` draws.
 
     `slot_M` (int64) is the global number of each masked slot within the step; `seed_and_step`
     (int64 [2]) lies on the device of the logits.
     """
-    if logits_MV.is_cuda:
-        from electra_fast.kernels import sample  # imported here: Triton is of no use without a GPU
-
-        drawn: Tensor = sample.sample_categorical(logits_MV.detach(), slot_M, seed_and_step)
-        return drawn
-    return sample_categorical_reference(logits_MV, slot_M, seed_and_step)
-
-
-def sample_categorical_reference(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
-    """`sample_categorical` in plain torch: the kernel's specification."""
     num_slots, vocab_size = logits_MV.shape
     num_tiles = math.ceil(vocab_size / TILE)
     padding = num_tiles * TILE - vocab_size

@@ -40,6 +40,14 @@ def choose_execution(requested: str, device: torch.device) -> str:
     return requested
 
 
+@dataclass(frozen=True)
+class Capture:
+    """When the graph of a step was captured: before the step of this number, in so many seconds."""
+
+    step: int
+    seconds: float
+
+
 class TrainStep:
     """Trains on one batch a call, without waiting for the device.
 
@@ -53,6 +61,7 @@ class TrainStep:
 
     `sums` (fp64 [len(electra.SUMS) + 1], on the device) adds up `electra.SUMS` and the gradient norm
     of every step until the caller zeroes it in place; `synchronize` before reading or writing it.
+    `captures` lists the captures of the graph: a second one means that a batch did not fit the first's tensors.
     """
 
     def __init__(
@@ -76,6 +85,7 @@ class TrainStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._num_eager, self._generation = 0, 0
         self._ends: deque[torch.cuda.Event] = deque()
+        self.captures: list[Capture] = []
 
     def __call__(self, rows: RecordBatch, step: int) -> None:
         """Takes the step with this number (0-based) on a batch of `data.BatchLoader`."""
@@ -88,7 +98,7 @@ class TrainStep:
             self.optimizer.advance(schedule_factor(self.config.optimizer, step, train.steps))
             # What draws from torch's own generator is keyed by the step, so that a resumed run draws the same.
             torch.manual_seed((train.seed * 0x9E3779B97F4A7C15 + step) % 2**63)
-            self._run_or_replay()
+            self._run_or_replay(step)
             self._bound_the_lead()
 
     def synchronize(self) -> None:
@@ -97,15 +107,17 @@ class TrainStep:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
             self.stream.synchronize()
 
-    def _run_or_replay(self) -> None:
-        if self._generation != self._batches.generation:  # the tensors that a graph would read are gone
-            self._graph, self._generation = None, self._batches.generation
+    def _run_or_replay(self, step: int) -> None:
+        if self._generation != self._batches.generation:
+            # The tensors that a graph would read are gone; what compiles does so before the next capture.
+            self._graph, self._generation, self._num_eager = None, self._batches.generation, 0
         if self._graph is not None:
             self._graph.replay()
         elif self._captures and self._num_eager >= WARM_UP:
-            graph = torch.cuda.CUDAGraph()
+            start, graph = time.perf_counter(), torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self.stream):
                 self._run()
+            self.captures.append(Capture(step, time.perf_counter() - start))
             self._graph = graph
             graph.replay()
         else:

@@ -53,7 +53,7 @@ class Trainer:
         self.interval = self.train_step.sums
         self.clock = StepClock(self.train_step)
         self.interval_steps, self.step, self.tokens, self.seconds = 0, 0, 0, 0.0
-        self.next_warning = 0
+        self.next_warning, self.num_captures = 0, 0
         self.resumed_at, self.saved_step, self.new_stream = 0.0, -1, False
         if run.checkpoint is not None and run.state is not None:
             self._restore(run.checkpoint, run.state)
@@ -79,6 +79,7 @@ class Trainer:
                 progress.say(line)
             while self.step < train.steps and not stop:
                 self.train_step(next(self.loader), self.step)
+                self._say_captures(progress)
                 self.clock.tick()
                 self.step += 1
                 self.interval_steps += 1
@@ -109,6 +110,13 @@ class Trainer:
             if self.step == train.steps:
                 progress.say(self._closing())
         return self.step
+
+    def _say_captures(self, progress: TrainingProgress) -> None:
+        """Each capture but a run's first costs as long as many steps: batches outgrew the graph's tensors."""
+        for capture in self.train_step.captures[self.num_captures :]:
+            again = " again: a batch has more segments than any before it" if self.num_captures else ""
+            progress.say(f"step {capture.step}: captured the step as a CUDA graph in {capture.seconds:.1f} s{again}")
+            self.num_captures += 1
 
     def _pause_clock(self) -> None:
         """Waits for the device and counts the seconds; raises TrainingFailed where the steps gave no numbers."""
