@@ -222,7 +222,7 @@ def _(at: Setting) -> Iterator[Case]:
         inputs = (at.normal(num_tokens, width), at.weight(width), at.weight(1, width), at.weight(1))
 
         def reference(h: Tensor, bias: Tensor, weight: Tensor, classifier_bias: Tensor) -> Tensor:
-            return F.linear(F.gelu(h + bias.to(h.dtype)).float(), weight, classifier_bias).squeeze(-1)
+            return F.linear(F.gelu(h + bias.to(h.dtype)).to(weight.dtype), weight, classifier_bias).squeeze(-1)
 
         num_bytes = 3 * inputs[0].numel() * inputs[0].element_size()
         launcher = kernel("discriminator_head", "gelu_logit")

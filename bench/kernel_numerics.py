@@ -3,7 +3,7 @@
     python bench/kernel_numerics.py [--device cpu]
 
 Takes the cases of `kernel_cases.py` on their real shapes, on a CPU on tiny ones in Triton's
-interpreter (fp32, for its bf16 products are wrong). `gpu_check.py` runs the same checks.
+interpreter (fp32, for its bf16 products are wrong).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from kernel_cases import CASES, Case, Function, Setting
+from results import Results, parse_arguments, reason
 from torch import Tensor
 
 # A kernel may err as much as eager torch and half as much again, plus what the last bits of fp32 allow.
 ALLOWED, ROUNDING = 1.5, 2e-5
-# Samples and comparisons may fall otherwise where two candidates are as good as equal.
-ALLOWED_TO_DIFFER = 0.01
+# Samples and comparisons fall otherwise where two candidates are as good as equal, in bf16 1.6 to 2.4 % of
+# those at E = 768 and 1024 by rounding alone: as often as eager's and half as often again, and a few more.
+FEW = 1e-3
 
 
 def checks(device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -38,7 +40,7 @@ def checks(device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 outcome = check(one)
             except Exception as error:  # the other kernels are to be looked at all the same
-                outcome = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
+                outcome = {"ok": False, "error": reason(error)}
             yield f"{name}, {one.shape}", outcome
             if is_cuda:
                 torch.cuda.empty_cache()
@@ -56,17 +58,19 @@ def check(case: Case) -> dict[str, Any]:
         return outputs[: len(wanted)] + gradients
 
     eager, ours, again = map(found_by, (case.reference, case.kernel, case.kernel))
-    ratios, different = [0.0], [0.0]
+    ratios, different, excess = [0.0], [0.0], [0.0]
     for exact, theirs, found in zip(truth, eager, ours, strict=True):
         if not exact.is_floating_point():
-            different.append((found != exact).double().mean().item())
+            shares = [(x != exact).double().mean().item() for x in (found, theirs)]
+            different.append(shares[0])
+            excess.append(shares[0] - ALLOWED * shares[1])
             continue
         scale = exact.abs().max().item()
         errors = [(x.double() - exact.double()).abs().max().item() for x in (found, theirs)]
         finite = bool(torch.isfinite(found).all())
         ratios.append(errors[0] / (errors[1] + ROUNDING * scale) if finite else float("inf"))
     same_bits = all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
-    right = max(ratios) <= ALLOWED and max(different) <= ALLOWED_TO_DIFFER and same_bits
+    right = max(ratios) <= ALLOWED and max(excess) <= FEW and same_bits
     return {"ok": right, "error_over_eager": max(ratios), "differ": max(different), "same_bits_again": same_bits}
 
 
@@ -93,14 +97,13 @@ def _copy(x: Any, dtype: torch.dtype | None) -> Any:
 
 
 def main() -> int:
-    """One line a case."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    wrong = 0
-    for name, found in checks(torch.device(parser.parse_args().device)):
-        print(f"{'ok   ' if found['ok'] else 'WRONG'} {name}: {found}", flush=True)
-        wrong += not found["ok"]
-    return int(wrong > 0)
+    """One line per case."""
+    options = parse_arguments(argparse.ArgumentParser(description=__doc__.splitlines()[0]))
+    results = Results(options.results, options.device)
+    for name, found in checks(options.device):
+        figures = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
+        results.add(f"{name}: {figures}", case=name, **found)
+    return results.exit_code()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Each operation that has a kernel, against eager torch, torch.compile and what others publish.
 
-    python bench/kernels.py [--out FOLDER] [--only WORD ...] [--quick] [--device cpu] [--interpret]
+    python bench/kernels.py [--results FILE] [--only WORD ...] [--quick] [--device cpu] [--interpret]
 
-Prints one table a case and writes `kernels.json`: median and 5th to 95th percentile of the time on the
+Prints a line per contender as it is known: median and 5th to 95th percentile of the time on the
 device, forward and backward together where the operation has a gradient, what it allocates at most, and
 GB/s or TFLOP/s of the traffic or products that cannot be avoided. A contender that is not
 installed or cannot run is a line that says why; a kernel of ours that fails makes the exit code 1.
@@ -20,30 +20,26 @@ The cases are in `kernel_cases.py`; a new one is a function of a few lines.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from kernel_cases import CASES, Case, Function, Setting, Unavailable, compiler, refuse
+from results import Results, parse_arguments, reason
 from torch import Tensor
 
 OURS = "electra-fast"
-HEADER = "| | ms (p5 to p95) | rate | GiB | timed as |\n| --- | --- | --- | --- | --- |"
 
 
 def contenders(case: Case, at: Setting, with_kernel: bool) -> Iterator[tuple[str, Function]]:
     """Everybody's function of a case, in the order of the table."""
     if case.kernel is not None:
-        reason = "the kernel needs a GPU, or --interpret"
-        yield OURS, case.kernel if with_kernel else partial(refuse, reason)
+        yield OURS, case.kernel if with_kernel else partial(refuse, "the kernel needs a GPU, or --interpret")
     yield "eager", case.reference
     yield "torch.compile", torch.compile(case.reference, dynamic=False, backend=compiler(at.device))
     yield from case.peers.items()
@@ -115,10 +111,9 @@ def result(name: str, case: Case, work: Callable[[], None], device: torch.device
     try:
         found = measure(work, device, repeats)
     except (Unavailable, ImportError) as error:
-        return {"contender": name, "error": str(error), "failed": False}
+        return {"contender": name, "error": str(error)}
     except Exception as error:  # whatever others' code raises; ours fails the run
-        reason = (str(error).splitlines() or [""])[0]
-        return {"contender": name, "error": f"{type(error).__name__}: {reason}", "failed": name == OURS}
+        return {"contender": name, "error": reason(error), "ok": name != OURS}
     low, *_, high = statistics.quantiles(found["ms"], n=20, method="inclusive")
     median = statistics.median(found["ms"])
     gpu = device.type == "cuda"
@@ -135,55 +130,40 @@ def result(name: str, case: Case, work: Callable[[], None], device: torch.device
 
 
 def line(r: dict[str, Any]) -> str:
-    """A row of the table."""
+    """What is printed of a contender."""
     if "error" in r:
-        return f"| {r['contender']} | {r['error']} | | | |"
-    rate = (
-        f"{r['tflops']:.0f} TFLOP/s" if r["tflops"] else f"{r['gb_per_second']:.0f} GB/s" if r["gb_per_second"] else "–"
-    )
-    memory = "–" if r["allocated_gib"] is None else f"{r['allocated_gib']:.2f}"
-    return (
-        f"| {r['contender']} | {r['ms']:.4f} ({r['ms_p5']:.4f} to {r['ms_p95']:.4f}) | {rate} | {memory} | {r['how']} |"
-    )
+        return f"{r['contender']}: {r['error']}"
+    rate = f", {r['tflops']:.0f} TFLOP/s" if r["tflops"] else ""
+    rate += f", {r['gb_per_second']:.0f} GB/s" if r["gb_per_second"] else ""
+    memory = "" if r["allocated_gib"] is None else f", {r['allocated_gib']:.2f} GiB"
+    return f"{r['contender']}: {r['ms']:.4f} ms ({r['ms_p5']:.4f} to {r['ms_p95']:.4f}){rate}{memory}, {r['how']}"
 
 
 def main() -> int:
     """Case after case."""
     parser = argparse.ArgumentParser(description="Time each kernel against its peers.")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("."), help="where kernels.json goes")
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these words")
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--quick", action="store_true", help="tiny shapes; always so on a CPU")
     parser.add_argument("--interpret", action="store_true", help="run kernels in Triton's interpreter")
-    options = parser.parse_args()
-    device = torch.device(options.device)
+    options = parse_arguments(parser)
+    device, results = options.device, Results(options.results, options.device)
     is_cuda = device.type == "cuda"
     if options.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
-    if not is_cuda:
-        print("A rehearsal without a GPU: the times below mean nothing.")
-    at = Setting(device, torch.bfloat16 if is_cuda else torch.float32, options.quick or not is_cuda)
+    at = Setting(device, torch.bfloat16 if is_cuda else torch.float32, options.quick)
     torch.manual_seed(0)
-    rows = []
-    for name, cases in CASES.items():
-        if not any(word in name for word in options.only):
-            continue
-        for one in cases(at):
-            print(f"\n{name}, {one.shape}\n\n{HEADER}")
+    names = [name for name in CASES if any(word in name for word in options.only)]
+    if not names:
+        parser.error(f"no case is called so; there are {', '.join(CASES)}")
+    for name in names:
+        for one in CASES[name](at):
             for contender, function in contenders(one, at, is_cuda or options.interpret):
-                r = result(contender, one, work_of(function, one.inputs), device, options.repeats if is_cuda else 3)
-                rows.append({"case": name, "shape": one.shape, **r})
-                print(line(r), flush=True)
+                found = result(contender, one, work_of(function, one.inputs), device, options.repeats if is_cuda else 3)
+                results.add(f"{name}, {one.shape}: {line(found)}", case=name, shape=one.shape, **found)
                 if is_cuda:
                     torch.cuda.empty_cache()
             torch.compiler.reset()
-    device_name = torch.cuda.get_device_name(device) if is_cuda else "cpu"
-    facts = {"device": device_name, "torch": torch.__version__, "rehearsal": not is_cuda, "rows": rows}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "kernels.json").write_text(json.dumps(facts, indent=1) + "\n")
-    assert all(math.isfinite(r.get("ms", 0.0)) for r in rows)
-    return int(any(r.get("failed") for r in rows))
+    return results.exit_code()
 
 
 if __name__ == "__main__":

@@ -1,90 +1,93 @@
 """How fast is a pre-training step, beside `transformers`' two Electra models on the same batches.
 
-    python bench/pretrain_throughput.py [--out FOLDER] [--shapes small:128 base:128] [--steps 30] [--rounds 3]
-                                        [--device cpu] [--quick]
+    python bench/pretrain_throughput.py [--shapes small:128 base:128] [--only WORD ...] [--section.key value ...]
+                                        [--results FILE] [--device cpu] [--quick]
 
-Prints one table and writes `pretrain_throughput.json`: tokens a second (padding excluded), MFU (true
-FLOPs over the device's dense bf16 peak), peak memory, and a step's time (median, 5th to 95th percentile).
+Prints a line per contender and a table per shape: tokens per second (padding excluded), MFU (true FLOPs
+over the device's dense bf16 peak), peak memory, and a step's time (median, 5th to 95th percentile).
 Downloads nothing. Without a GPU it rehearses (`--device cpu --quick`) on shapes whose speeds mean nothing.
+`--section.key value` changes our configuration, such as `--model.attention flex`.
 
 What is fair: everybody trains the same step (generator, sampling, discriminator, AdamW, clipping; bf16;
 no dropout; embeddings shared) on the same stream of batches out of our loader, whose time counts for
-everybody, in one process, by turns. Rows are packed with several documents, so that peers waste nothing
-on padding, and their models get:
+everybody. One contender lies on the device at a time; ours comes first and last, which shows how far
+the machine drifts. Rows are packed with several documents, so that peers waste nothing on padding,
+and their models get:
 * "block mask": a [B, 1, L, L] mask, so that they compute what we compute;
 * "no mask": whole rows, as `run_mlm.py` cuts text. It attends across documents, which is another
   and easier task, but is how these models run fastest.
 Peers also get the vocabulary head at masked positions only (their own forward pass computes all),
 a sampler without a host sync and the fused AdamW: what somebody who cares would write around them.
 Losses tell that all learn; they fall at other rates, for ours warms its learning rate up.
-Not counted: `torch.compile`'s first steps and graph capture, which warm-up takes.
+Not counted: `torch.compile`'s first steps and graph capture, which warm-up takes, and is told.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import random
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
+from results import Results, parse_arguments, reason
+from synthetic_corpus import label, loader, make_corpus, shape
 from torch import Tensor, nn
 
 import electra_fast as ef
-from electra_fast.environment import choose_backend, environment
+from electra_fast.environment import choose_backend
 from electra_fast.flops import device_peak, flops_per_token
 from electra_fast.metrics import summarise
 from electra_fast.optim import Optimizer
-from electra_fast.step import TrainStep, choose_execution
+from electra_fast.step import TrainStep
 
-VOCAB_SIZE = 30_522
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-# Preset:rows a step. small@128 at 16k and 131k tokens, base@512 at 65k, large@512 at 32k.
+# Preset:rows per step. small@128 at 16k and 131k tokens, base@512 at 65k, large@512 at 32k.
 SHAPES = ["small:128", "small:1024", "base:128", "large:64"]
 QUICK_SHAPES = ["tiny:8"]
-NO_DROPOUT = {"model.dropout": "0", "model.attention_dropout": "0"}
 WARM_UP = 6  # ours captures after three, and torch's compiler after two
+SECONDS, LEAST_STEPS, MOST_STEPS = 6.0, 10, 200
 
 Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Somebody's training step: how to take one on a batch of the loader, where it runs, and its mean loss so far."""
+    """Somebody's training step: how to take one on a batch of the loader, its mean loss so far, where it runs."""
 
     step: Callable[[Any], None]
     loss: Callable[[], float]
     stream: torch.cuda.Stream | None = None
+    facts: Callable[[], Mapping[str, Any]] = dict
 
 
 Build = Callable[[ef.Config, torch.device], Runner]
 
 
 def ours(config: ef.Config, device: torch.device, execution: str) -> Runner:
-    """Steps as `pretrain` takes them."""
-    if execution != "eager" and device.type != "cuda":
-        raise RuntimeError(f"{execution} needs a GPU")
+    """Steps as `pretrain` takes them; without a GPU all are rehearsed eagerly."""
+    execution = execution if device.type == "cuda" else "eager"
     model = ef.Electra(config).to(device).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    train_step, numbers = TrainStep(model, optimizer, config, choose_backend(config, device), execution), count()
+    backend, numbers = choose_backend(config, device), count()
+    train_step = TrainStep(model, optimizer, config, backend, execution)
 
     def loss() -> float:
         train_step.synchronize()
         return float(summarise(train_step.sums.cpu().numpy()[:-1], config.objective)["loss"] or 0)
 
-    return Runner(lambda rows: train_step(rows, next(numbers)), loss, train_step.stream)
+    def facts() -> Mapping[str, Any]:
+        seconds = [round(capture.seconds, 2) for capture in train_step.captures]
+        return {"attention": backend.attention, "capture_seconds": seconds}
+
+    return Runner(lambda rows: train_step(rows, next(numbers)), loss, train_step.stream, facts)
 
 
 def peer(config: ef.Config, device: torch.device, *, masked: bool, compiled: bool, mode: str = "default") -> Runner:
@@ -177,8 +180,9 @@ def peer_loss(generator: Any, discriminator: Any, config: ef.Config, batch: Batc
 
 
 # Who takes part, by name.
+OURS = "electra-fast, graph"
 CONTENDERS: dict[str, Build] = {
-    "electra-fast, graph": partial(ours, execution="graph"),
+    OURS: partial(ours, execution="graph"),
     "electra-fast, compile": partial(ours, execution="compile"),
     "electra-fast, eager": partial(ours, execution="eager"),
     "transformers, eager, block mask": partial(peer, masked=True, compiled=False),
@@ -189,169 +193,123 @@ CONTENDERS: dict[str, Build] = {
 }
 
 
-@dataclass
-class Contender:
-    """A runner, its stream of batches, and what was measured so far."""
+@dataclass(frozen=True)
+class Times:
+    """Seconds of single steps, and the tokens of all."""
 
-    name: str
-    runner: Runner
-    batches: Iterator[Any]
-    peak_bytes: int = 0
-    num_tokens: int = 0
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float]
+    num_tokens: int
 
 
-def loader(corpus: Path, config: ef.Config) -> Iterator[Any]:
-    """Endless batches, the same for everybody."""
-    data = config.data
-    return ef.BatchLoader(
-        corpus,
-        sequence_length=data.sequence_length,
-        batch_size=config.train.batch_size,
-        masking=data.masking,
-        mask_prob=data.mask_prob,
-    )
-
-
-def run(contender: Contender, num_steps: int, device: torch.device) -> None:
-    """Takes steps without waiting between them, and adds their times: event to event on a GPU."""
+def run(runner: Runner, batches: Iterator[Any], num_steps: int, device: torch.device) -> Times:
+    """Takes steps without waiting between them, and times each: event to event on a GPU."""
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.synchronize()
     marks: list[Any] = []
+    num_tokens = 0
 
     def mark() -> None:
         if is_cuda:
             marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record(contender.runner.stream or torch.cuda.current_stream())
+            marks[-1].record(runner.stream or torch.cuda.current_stream())
         else:
             marks.append(time.perf_counter())
 
     mark()
     for _ in range(num_steps):
-        rows = next(contender.batches)
-        contender.runner.step(rows)
-        contender.num_tokens += int((ef.to_torch(rows)["segment_ids"] > 0).sum())
+        rows = next(batches)
+        runner.step(rows)
+        num_tokens += int((ef.to_torch(rows)["segment_ids"] > 0).sum())
         mark()
     if is_cuda:
         torch.cuda.synchronize()
     pairs = zip(marks, marks[1:], strict=False)
-    contender.seconds += [a.elapsed_time(b) / 1e3 if is_cuda else b - a for a, b in pairs]
+    return Times([a.elapsed_time(b) / 1e3 if is_cuda else b - a for a, b in pairs], num_tokens)
 
 
-def prepare(name: str, build: Build, config: ef.Config, corpus: Path, device: torch.device) -> Contender:
-    """Builds and warms up; the peak memory is this contender's own, whatever else lies on the device."""
-    before = 0
+def measure(build: Build, config: ef.Config, corpus: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Builds, warms up and times one contender; nothing of it stays on the device."""
+    device, batches = options.device, loader(corpus, config)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
-    contender = Contender(name, build(config, device), loader(corpus, config))
-    run(contender, WARM_UP, device)
-    if device.type == "cuda":
-        contender.peak_bytes = torch.cuda.max_memory_allocated() - before
-    contender.seconds, contender.num_tokens = [], 0
-    return contender
-
-
-def measure(shape: str, corpus: Path, device: torch.device, steps: int, rounds: int) -> list[dict[str, Any]]:
-    """All contenders on one shape, by turns."""
-    preset, rows = shape.split(":")
-    config = ef.Config.preset(preset, "google").override({"model.vocab_size": str(VOCAB_SIZE), **NO_DROPOUT})
-    config = config.replace({"train": {"batch_size": int(rows)}})
-    label = f"{preset}@{config.data.sequence_length}, {int(rows) * config.data.sequence_length} tokens a step"
-    contenders, results = [], []
-    for name, build in CONTENDERS.items():
-        try:
-            contenders.append(prepare(name, build, config, corpus, device))
-        except (ImportError, RuntimeError) as error:  # not installed, out of memory, not compilable
-            results.append({"shape": label, "step": name, "error": str(error).splitlines()[0]})
-    for _ in range(rounds):
-        for contender in contenders:
-            run(contender, steps, device)
+    start = time.perf_counter()
+    runner = build(config, device)
+    run(runner, batches, WARM_UP, device)
+    warm_up_seconds = time.perf_counter() - start
+    fastest = min(run(runner, batches, 3, device).seconds)
+    steps = 3 if options.quick else min(MOST_STEPS, max(LEAST_STEPS, int(options.seconds / fastest)))
+    times = run(runner, batches, steps, device)
+    low, *_, high = statistics.quantiles(times.seconds, n=20, method="inclusive")
+    speed = times.num_tokens / sum(times.seconds)
     peak = device_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    flops = flops_per_token(config).total
-    return [{"shape": label, **row(contender, flops, peak)} for contender in contenders] + results
-
-
-def row(contender: Contender, flops: float, peak: float | None) -> dict[str, Any]:
-    """What is reported of a contender."""
-    speed = contender.num_tokens / sum(contender.seconds)
-    low, *_, high = statistics.quantiles(contender.seconds, n=20, method="inclusive")
     return {
-        "step": contender.name,
         "tokens_per_second": speed,
-        "mfu": speed * flops / peak if peak else None,
-        "peak_gib": contender.peak_bytes / 2**30 if contender.peak_bytes else None,
-        "step_ms": statistics.median(contender.seconds) * 1e3,
+        "mfu": speed * flops_per_token(config).total / peak if peak else None,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+        "step_ms": statistics.median(times.seconds) * 1e3,
         "step_ms_p5": low * 1e3,
         "step_ms_p95": high * 1e3,
-        "mean_loss": contender.runner.loss(),
+        "mean_loss": runner.loss(),
+        "warm_up_seconds": warm_up_seconds,
+        **runner.facts(),
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
-    lines = [
-        "| step | tokens/s | MFU | peak GiB | step ms (p5 to p95) | mean loss |",
-        "| --- | --- | --- | --- | --- | --- |",
+def columns(found: Mapping[str, Any]) -> list[str]:
+    """What is printed of a contender."""
+    captures = found.get("capture_seconds")
+    return [
+        f"{found['tokens_per_second']:,.0f}",
+        f"{found['mfu']:.1%}" if found["mfu"] else "–",
+        f"{found['peak_gib']:.1f}" if found["peak_gib"] else "–",
+        f"{found['step_ms']:.2f} ({found['step_ms_p5']:.2f} to {found['step_ms_p95']:.2f})",
+        f"{found['mean_loss']:.1f}",
+        f"{found['warm_up_seconds']:.0f}" + (f", captures {captures}" if captures else ""),
     ]
-    for r in rows:
-        if "error" in r:
-            lines.append(f"| {r['step']} | {r['error']} | | | | |")
-            continue
-        mfu = f"{r['mfu']:.1%}" if r["mfu"] else "–"
-        memory = f"{r['peak_gib']:.1f}" if r["peak_gib"] else "–"
-        times = f"{r['step_ms']:.2f} ({r['step_ms_p5']:.2f} to {r['step_ms_p95']:.2f})"
-        lines.append(
-            f"| {r['step']} | {r['tokens_per_second']:,.0f} | {mfu} | {memory} | {times} | {r['mean_loss']:.1f} |"
-        )
-    return "\n".join(lines)
 
 
-def make_corpus(folder: Path, num_documents: int) -> Path:
-    """Documents of Zipf-distributed words, one id each, through the package's own `prepare`."""
-    words = [f"w{i}" for i in range(VOCAB_SIZE - len(SPECIAL))]
-    (folder / "vocab.txt").write_text("\n".join(SPECIAL + words) + "\n")
-    lengths = random.Random(0)
-    ranks = iter(np.random.default_rng(0).zipf(1.2, 700 * num_documents) % len(words))
-    documents = (" ".join(words[next(ranks)] for _ in range(lengths.randrange(20, 700))) for _ in range(num_documents))
-    ef.prepare(documents, vocab=folder / "vocab.txt", out=folder / "shards", lowercase=False, progress=False)
-    return folder / "shards"
+HEADER = ["step", "tokens/s", "MFU", "peak GiB", "step ms (p5 to p95)", "mean loss", "warm-up s"]
+
+
+def chosen(words: list[str]) -> list[str]:
+    """The contenders whose name has one of the words, ours once more at the end where it is compared."""
+    names = [name for name in CONTENDERS if any(word in name for word in words)]
+    return [*names, OURS] if OURS in names and len(names) > 1 else names
 
 
 def main() -> int:
-    """Measures shape after shape."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("."), help="where pretrain_throughput.json goes")
-    parser.add_argument("--shapes", nargs="+", help="preset:rows a step")
-    parser.add_argument("--steps", type=int, default=30, help="steps a turn")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
-    parser.add_argument("--quick", action="store_true", help="a tiny shape, few steps; always so without a GPU")
-    options = parser.parse_args()
-    options.quick |= not torch.cuda.is_available()
-    steps, rounds = (3, 2) if options.quick else (options.steps, options.rounds)
-    device = torch.device(options.device)
-    if device.type != "cuda":
-        print("A rehearsal without a GPU: the speeds below mean nothing.")
-    config = ef.Config.preset("small", "google").override(NO_DROPOUT)
-    facts = environment(device, choose_backend(config, device), choose_execution("auto", device))
-    result: dict[str, Any] = {"environment": facts, "rehearsal": device.type != "cuda", "throughput": []}
-    print(", ".join(f"{name} {value}" for name, value in result["environment"].items()))
-    with tempfile.TemporaryDirectory() as folder:
-        corpus = make_corpus(Path(folder), 300 if options.quick else 8000)
-        for shape in options.shapes or (QUICK_SHAPES if options.quick else SHAPES):
-            rows = measure(shape, corpus, device, steps, rounds)
-            result["throughput"] += rows
-            print(f"\n{rows[0]['shape']}\n\n{table(rows)}", flush=True)
+    """Measures shape after shape, contender after contender."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--shapes", nargs="+", help="preset:rows per step")
+    parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name has one of these words")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of timed steps per contender")
+    options = parse_arguments(parser)
+    overrides = options.overrides
+    results = Results(options.results, options.device)
+    corpus = make_corpus(options.cache, 300 if options.quick else 8000)
+    for text in options.shapes or (QUICK_SHAPES if options.quick else SHAPES):
+        config = shape(text, overrides)
+        title = ", ".join([label(config, text), *(f"{key} {value}" for key, value in overrides.items())])
+        lines = [f"| {' | '.join(HEADER)} |", "| --- " * len(HEADER) + "|"]
+        for name in chosen(options.only):
+            try:
+                found = measure(CONTENDERS[name], config, corpus, options)
+            except Exception as error:  # not installed, out of memory, not compilable: the others go on
+                results.add(f"{title}, {name}: {reason(error)}", ok=not name.startswith("electra-fast"))
+                lines.append(f"| {name} | {reason(error)} |" + " |" * (len(HEADER) - 2))
+            else:
+                units = zip(columns(found), ("tok/s", "MFU", "GiB", "ms", "loss", "s to warm up"), strict=True)
+                line = f"{title}, {name}: " + ", ".join(" ".join(pair) for pair in units)
+                results.add(line, shape=text, overrides=overrides, step=name, **found)
+                lines.append(f"| {name} | {' | '.join(columns(found))} |")
             torch.compiler.reset()
             gc.collect()
-            if device.type == "cuda":
+            if options.device.type == "cuda":
                 torch.cuda.empty_cache()
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "pretrain_throughput.json").write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+        print(f"\n{title}, {results.facts['card']}\n\n" + "\n".join(lines) + "\n", flush=True)
+    return results.exit_code()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""Third of three GPU scripts: a step of small beside what a user would pick instead, then the tests.
+
+    python bench/gpu_peers.py [--out gpu_peers] [--device cpu --quick]
+
+In under nine minutes. Each contender has a process of its own, so that nobody's memory or crash is
+another's; ours runs first and last. What compiles longest comes after the tests. See `bench/README.md`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from groups import BENCH, Group, main
+
+TESTS = [str(BENCH.parent / "tests" / name) for name in ("kernels", "test_attention.py", "test_step.py")]
+# Compiling ahead of time needs no GPU and is tested without one.
+PYTEST = (
+    "-m",
+    "pytest",
+    "-q",
+    "-x",
+    "--maxfail=20",
+    "-p",
+    "no:cacheprovider",
+    "-k",
+    "not ahead_of_time and not compiles",
+)
+
+
+def contender(shape: str, name: str, seconds: float) -> Group:
+    """One contender of `pretrain_throughput.py`."""
+    return Group(f"{shape}, {name}", ("pretrain_throughput.py", "--shapes", shape, "--only", name), seconds)
+
+
+def tests(seconds: float) -> Group:
+    """The tests of kernels, attention and step, on whatever device there is."""
+    return Group("tests", (*PYTEST, "-c", str(BENCH.parent / "pyproject.toml"), *TESTS), seconds)
+
+
+GROUPS = (
+    contender("small:1024", "electra-fast, graph", 60),
+    contender("small:1024", "transformers, eager, block mask", 60),
+    contender("small:1024", "transformers, eager, no mask", 60),
+    contender("small:1024", "electra-fast, compile", 90),
+    contender("small:1024", "transformers, compiled, no mask", 120),
+    tests(150),
+    contender("small:128", "electra-fast, graph", 45),
+    contender("small:128", "electra-fast, eager", 45),
+    contender("small:128", "transformers, eager, no mask", 45),
+    contender("small:1024", "transformers, compiled, block mask", 120),
+    contender("small:1024", "transformers, compiled with graphs, no mask", 120),
+    contender("small:1024", "electra-fast, eager", 45),
+    contender("small:1024", "electra-fast, graph", 45),
+)
+
+QUICK_GROUPS = (
+    contender("tiny:8", "electra-fast, graph", 60),
+    contender("tiny:8", "transformers, eager, block mask", 60),
+    contender("tiny:8", "transformers, compiled, no mask", 60),
+    tests(400),
+)
+
+if __name__ == "__main__":
+    sys.exit(main("gpu_peers", GROUPS, QUICK_GROUPS))

@@ -1,0 +1,210 @@
+"""Runs groups of measurements one after the other, each in a process of its own, whatever becomes of the others.
+
+The three GPU scripts (`gpu_check`, `gpu_models`, `gpu_peers`) are lists of groups. A group that raises,
+hangs or dies, an illegal memory access included, costs its own results only: what it printed and
+saved before stays, the next group starts with a fresh device. A group may take `seconds`, all of them `--minutes`.
+
+Leaves three files in `--out`: `results.jsonl` (every result and every group's outcome, as they came),
+`log.txt` (all output), `summary.txt` (under 12,000 characters, also printed at the end). Standard library
+only: this process must hold no memory of the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+BENCH = Path(__file__).resolve().parent
+MOST_CHARACTERS = 11_500
+# Too short for any group: importing torch and compiling the first kernels takes longer.
+LEAST_SECONDS = 20.0
+TAIL_LINES = 6  # that the summary shows of a group that failed
+
+
+@dataclass(frozen=True)
+class Group:
+    """A command and the seconds that it may take.
+
+    `command` is a script of this folder with its arguments, which gets `--results`, `--device` and so
+    on, or a module (`-m pytest …`), which is run as it stands.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+
+
+def main(title: str, groups: Sequence[Group], quick_groups: Sequence[Group]) -> int:
+    """The command line of a GPU script; exit code 1 where a group failed."""
+    parser = argparse.ArgumentParser(description=f"{title}; see bench/README.md")
+    parser.add_argument("--out", type=Path, default=Path(title), help="folder of the three result files")
+    parser.add_argument("--cache", type=Path, help="folder of corpora and compiled kernels, shared by the scripts")
+    parser.add_argument("--minutes", type=float, default=8.5, help="for all groups together")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--quick", action="store_true", help="tiny shapes; always so on a CPU")
+    options = parser.parse_args()
+    options.cache = options.cache or Path(tempfile.gettempdir()) / "electra-fast-bench"
+    options.quick |= options.device == "cpu"
+    chosen = quick_groups if options.quick else groups
+    shared = ["--device", options.device, "--cache", str(options.cache), *(["--quick"] if options.quick else [])]
+    return run(title, chosen, options.out, options.cache, 60 * options.minutes, shared)
+
+
+def run(title: str, groups: Sequence[Group], out: Path, cache: Path, seconds: float, shared: Sequence[str]) -> int:
+    """Runs the groups and writes the summary, also after SIGTERM or Ctrl-C."""
+    out.mkdir(parents=True, exist_ok=True)
+    results, start, outcomes = (out / "results.jsonl").resolve(), time.monotonic(), []
+    results.write_text("")
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    with (out / "log.txt").open("w") as log:
+        try:
+            for group in groups:
+                left = seconds - (time.monotonic() - start)
+                outcome = {"group": group.name, "outcome": "skipped: no time left", "seconds": 0.0}
+                if left >= min(LEAST_SECONDS, group.seconds):
+                    outcome = _run_group(group, min(left, group.seconds), results, cache, shared, log)
+                outcomes.append(outcome)
+                with results.open("a") as file:
+                    file.write(json.dumps(outcome) + "\n")
+        except KeyboardInterrupt:
+            outcomes.append({"group": "the script", "outcome": "interrupted", "seconds": time.monotonic() - start})
+    text = summary(title, outcomes, _read(results), time.monotonic() - start)
+    (out / "summary.txt").write_text(text)
+    print(text, flush=True)
+    return int(any(outcome["outcome"] != "ok" for outcome in outcomes))
+
+
+def _run_group(
+    group: Group, seconds: float, results: Path, cache: Path, shared: Sequence[str], log: TextIO
+) -> dict[str, Any]:
+    name, *arguments = group.command
+    command = [sys.executable, name, *arguments]
+    if name != "-m":
+        command = [sys.executable, str(BENCH / name), *arguments, "--results", str(results), *shared]
+    tail: deque[str] = deque(maxlen=100)
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        env=_environment(group.name, cache),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that a hung group goes with all that it started
+    )
+    reader = threading.Thread(target=_copy, args=(process.stdout, group.name, tail, log), daemon=True)
+    reader.start()
+    try:
+        process.wait(seconds)
+        outcome = _outcome(process.returncode)
+    except subprocess.TimeoutExpired:
+        _kill(process, signal.SIGABRT)  # faulthandler tells where it hung
+        outcome = f"killed after {seconds:.0f} s"
+    finally:
+        _kill(process, signal.SIGKILL)
+        reader.join(5)  # a compiler's worker may hold the pipe open
+    found = {"group": group.name, "outcome": outcome, "seconds": round(time.monotonic() - start, 1)}
+    return found if outcome == "ok" else found | {"tail": _telling(list(tail))}
+
+
+def _environment(group: str, cache: Path) -> dict[str, str]:
+    """One folder for all that is compiled, a traceback when killed, and output at once."""
+    own = {
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "ELECTRA_FAST_BENCH_CACHE": str(cache),
+        "ELECTRA_FAST_BENCH_GROUP": group,
+        "OMP_WAIT_POLICY": "PASSIVE",  # as the package sets it, where it is imported before torch
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return os.environ | own
+
+
+def _copy(pipe: TextIO, name: str, tail: deque[str], log: TextIO) -> None:
+    with pipe:
+        for line in pipe:
+            tail.append(line.rstrip()[:160])
+            log.write(f"[{name}] {line}")
+            log.flush()
+            print(f"[{name}] {line}", end="", flush=True)
+
+
+def _telling(lines: list[str]) -> list[str]:
+    """What says why a group failed: where it hung or crashed, or else its last lines."""
+    traces = [i for i, line in enumerate(lines) if "(most recent call first)" in line]
+    if traces:
+        return lines[traces[-1] + 1 :][:TAIL_LINES]
+    return [line for line in lines if line][-TAIL_LINES:]
+
+
+def _kill(process: subprocess.Popen[str], number: int) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _outcome(code: int) -> str:
+    if code < 0:
+        return f"died of {signal.Signals(-code).name}"
+    return "ok" if code == 0 else f"exit code {code}"
+
+
+def _read(results: Path) -> list[dict[str, Any]]:
+    """All lines that are whole: a process may have died in the middle of one."""
+    found = []
+    for line in results.read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def summary(title: str, outcomes: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]], seconds: float) -> str:
+    """What came of each group, then its lines, wrong ones and headlines first; the longest are cut to make it fit."""
+    cards = dict.fromkeys(record["card"] for record in records if "card" in record)
+    num_ok = sum(outcome["outcome"] == "ok" for outcome in outcomes)
+    head = [f"== {title} on {' and '.join(cards) or 'nothing that answered'}: ", ""]
+    head[0] += f"{num_ok} of {len(outcomes)} groups ok, {seconds:.0f} s"
+    for outcome in outcomes:
+        head.append(f"{outcome['seconds']:6.0f} s  {outcome['group']}: {outcome['outcome']}")
+        head += [f"          | {line}" for line in outcome.get("tail", [])]
+    lines = {outcome["group"]: list(_lines(outcome["group"], records)) for outcome in outcomes}
+    left_out = dict.fromkeys(lines, 0)
+
+    def text() -> str:
+        parts = ["\n".join(head)]
+        for name, found in lines.items():
+            rest = [f"… {left_out[name]} more lines in results.jsonl"] if left_out[name] else []
+            parts += ["\n".join([f"-- {name}", *found, *rest])] if found else []
+        return "\n\n".join(parts) + "\n"
+
+    while len(text()) > MOST_CHARACTERS and any(lines.values()):
+        longest = max(lines, key=lambda name: sum(map(len, lines[name])))
+        lines[longest].pop()
+        left_out[longest] += 1
+    return text()[:MOST_CHARACTERS]
+
+
+def _lines(group: str, records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    own = [record for record in records if record.get("group") == group and "line" in record]
+    yield from (record["line"] for record in sorted(own, key=lambda x: (x["ok"], not x.get("headline", False))))

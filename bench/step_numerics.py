@@ -1,0 +1,160 @@
+"""Checks a training step on this device: samples, attention backends, losses, and the same bits again.
+
+    python bench/step_numerics.py [--only samples attention eager graph compile] [--device cpu]
+
+Kernels by themselves are `kernel_numerics.py`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from results import Results, parse_arguments, reason
+from synthetic_corpus import loader, make_corpus, shape
+from torch import Tensor
+
+import electra_fast as ef
+from electra_fast import attention, ops
+from electra_fast.electra import Backend
+from electra_fast.environment import choose_backend
+from electra_fast.metrics import summarise
+from electra_fast.optim import Optimizer
+from electra_fast.step import TrainStep
+
+PARTS = ("samples", "attention", "eager", "graph", "compile")
+Check = Callable[[], dict[str, Any]]
+
+
+def check_samples(device: torch.device, dtype: torch.dtype, width: int, num_slots: int) -> dict[str, Any]:
+    """The samples of `ops.generator_head`, which training uses, follow the softmax of the logits (chi-squared).
+
+    With x = 0 the logits are the bias, the same in all slots. Widths up to 256 and above take two ways.
+    """
+    noise = torch.Generator().manual_seed(0)
+    table = torch.randn(500, width, generator=noise).to(device)
+    bias = torch.randn(500, generator=noise).bfloat16().float().to(device)  # exact in the dtype of any path
+    slots = torch.arange(num_slots, device=device)
+    x = torch.zeros(num_slots, width, device=device, dtype=dtype)
+    key = torch.tensor([2**40 + 1, 7], device=device)
+    with torch.no_grad():
+        sample = ops.generator_head(x, table, bias, slots % 500, slots, key)[1]
+    assert sample is not None
+    expected = bias.double().softmax(-1) * num_slots
+    # 499 degrees of freedom: standard deviation of the statistic 31.6.
+    counts = torch.bincount(sample, minlength=500)
+    score = ((((counts - expected) ** 2 / expected).sum() - 499) / 31.6).item()
+    return {"ok": abs(score) < 5, "standard_deviations": score}
+
+
+def check_attention(device: torch.device, backend: Backend) -> dict[str, Any]:
+    """A backend's error against fp64, output and gradients, is no more than twice eager's in its dtype."""
+    borders = torch.tensor([0, 1, 60, 128, 130, 256], dtype=torch.int32, device=device)
+    ids = torch.repeat_interleave(torch.arange(5, device=device), borders.diff().long()).view(2, 128)
+    noise = torch.Generator().manual_seed(1)
+    exact = [torch.randn(256, 4, 64, generator=noise, dtype=torch.float64).to(device) for _ in range(4)]
+
+    def outcome(dtype: torch.dtype, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
+        q, k, v, weight = (x.detach().to(dtype, copy=True).requires_grad_() for x in exact)
+        out = attend(q, k, v)
+        (out * weight).sum().backward()
+        return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
+
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention.attention_reference(q, k, v, borders)
+
+    segments = attention.Segments.packed(ids, borders, backend.attention)
+    truth = outcome(torch.float64, reference)
+    eager = outcome(backend.dtype, reference)
+    ours = outcome(backend.dtype, lambda q, k, v: attention.attention(q, k, v, segments))
+    ratios = [
+        ((a.double() - t).abs().max() / (b.double() - t).abs().max()).item()
+        for a, b, t in zip(ours, eager, truth, strict=True)
+    ]
+    return {"ok": max(ratios) < 2, "error_over_eager": max(ratios)}
+
+
+def check_attention_dropout(device: torch.device, backend: Backend) -> dict[str, Any]:
+    """Values of 1 come out as 1 on average and not everywhere: probabilities fell, the others were scaled up."""
+    ids = torch.ones(64, 128, dtype=torch.int32, device=device)
+    borders = torch.arange(0, 64 * 128 + 1, 128, dtype=torch.int32, device=device)
+    q, k = (torch.randn(64 * 128, 4, 64, device=device).to(backend.dtype) for _ in range(2))
+    segments = attention.Segments.packed(ids, borders, backend.attention)
+    out = attention.attention(q, k, torch.ones_like(q), segments, 0.3).float()
+    mean, spread = out.mean().item(), out.std().item()
+    return {"ok": abs(mean - 1) < 0.02 and spread > 0.02, "mean": mean, "spread": spread}
+
+
+def check_losses(corpus: Path, device: torch.device, execution: str, steps: int) -> dict[str, Any]:
+    """Losses of a short run beside fp32 on the CPU (the same rows, masks and noise keys), beside eager, and again."""
+    truth = losses(corpus, torch.device("cpu"), "eager", steps, Backend("sdpa", torch.float32))
+    found, again = (losses(corpus, device, execution, steps) for _ in range(2))
+    gap = max(abs(a - b) / a for a, b in zip(truth, found, strict=True))
+    result = {"first": found[0], "last": found[-1], "largest_gap": gap, "same_bits_again": found == again}
+    ok = gap < 0.02 and found[-1] < found[0] and found == again
+    if execution == "graph":
+        result["equals_eager"] = found == losses(corpus, device, "eager", steps)
+        ok &= result["equals_eager"]
+    return {"ok": ok, **result}
+
+
+def losses(
+    corpus: Path, device: torch.device, execution: str, steps: int, backend: Backend | None = None
+) -> list[float]:
+    """Each step's generator plus weighted discriminator loss, of a tiny model without dropout."""
+    config = shape("tiny:64", {"data.sequence_length": "64"})
+    model = ef.Electra(config).to(device).train()
+    optimizer = Optimizer(model.named_parameters(), config.optimizer)
+    step = TrainStep(model, optimizer, config, backend or choose_backend(config, device), execution)
+    found = []
+    for number, rows in zip(range(steps), loader(corpus, config), strict=False):
+        step(rows, number)
+        step.synchronize()
+        found.append(float(summarise(step.sums.cpu().numpy()[:-1], config.objective)["loss"] or 0))
+        step.sums.zero_()
+    return found
+
+
+def checks(parts: list[str], device: torch.device, cache: Path, quick: bool) -> Iterator[tuple[str, Check]]:
+    """Every check of the parts asked for, by name."""
+    backend, corpus = choose_backend(shape("small:8"), device), make_corpus(cache, 300)
+    if "samples" in parts:
+        num_slots = 20_000 if quick else 200_000
+        for width in (128, 768):
+            yield f"samples, E={width}", lambda w=width: check_samples(device, backend.dtype, w, num_slots)
+    if "attention" in parts:
+        for name in dict.fromkeys(("sdpa", backend.attention, *(("flex", "xformers") if not quick else ()))):
+            yield f"attention {name}", lambda n=name: check_attention(device, Backend(n, backend.dtype))
+        yield f"attention dropout, {backend.attention}", lambda: check_attention_dropout(device, backend)
+    # Compiling for a CPU would take minutes and tell nothing, and graphs it has none.
+    for execution in ("eager", "graph", "compile") if device.type == "cuda" else ("eager",):
+        if execution in parts:
+            yield f"losses, {execution}", lambda e=execution: check_losses(corpus, device, e, 10 if quick else 50)
+
+
+def main() -> int:
+    """One line per check; a missing package is said and is no fault."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS)
+    options = parse_arguments(parser)
+    results = Results(options.results, options.device)
+    for name, check in checks(options.only, options.device, options.cache, options.quick):
+        try:
+            found = check()
+        except (ImportError, ModuleNotFoundError) as error:
+            results.add(f"{name}: {reason(error)}")
+            continue
+        except Exception as error:  # the other checks are to be made all the same
+            results.add(f"{name}: {reason(error)}", ok=False)
+            continue
+        figures = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
+        results.add(f"{name}: {figures}", check=name, **found)
+    return results.exit_code()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The corpus that every GPU script trains on: made here, downloaded from nowhere, kept for the next script."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+import electra_fast as ef
+
+VOCAB_SIZE = 30_522
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def make_corpus(cache: Path, num_documents: int) -> Path:
+    """Documents of 20 to 700 Zipf-distributed words, one id each, through the package's own `prepare`."""
+    folder = cache / f"corpus-{num_documents}"
+    shards = folder / "shards"
+    if (shards / "manifest.json").exists():  # `prepare` writes it last
+        return shards
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [f"w{i}" for i in range(VOCAB_SIZE - len(SPECIAL))]
+    (folder / "vocab.txt").write_text("\n".join(SPECIAL + words) + "\n")
+    ef.prepare(
+        _documents(words, num_documents), vocab=folder / "vocab.txt", out=shards, lowercase=False, progress=False
+    )
+    return shards
+
+
+def _documents(words: list[str], num_documents: int) -> Iterator[str]:
+    lengths = random.Random(0)
+    ranks = iter(np.random.default_rng(0).zipf(1.2, 700 * num_documents) % len(words))
+    for _ in range(num_documents):
+        yield " ".join(words[next(ranks)] for _ in range(lengths.randrange(20, 700)))
+
+
+def loader(corpus: Path, config: ef.Config) -> ef.BatchLoader:
+    """Endless batches of a configuration, the same ones for everybody."""
+    data = config.data
+    return ef.BatchLoader(
+        corpus,
+        sequence_length=data.sequence_length,
+        batch_size=config.train.batch_size,
+        masking=data.masking,
+        mask_prob=data.mask_prob,
+    )
+
+
+def shape(text: str, overrides: dict[str, str] | None = None) -> ef.Config:
+    """The configuration of `preset:rows`, recipe `google` without dropout, so that every backend can serve."""
+    preset, rows = text.split(":")
+    changes = {"model.vocab_size": str(VOCAB_SIZE), "model.dropout": "0", "model.attention_dropout": "0"}
+    changes |= {"train.batch_size": rows, "data.packing": "best-fit"}
+    return ef.Config.preset(preset, "google").override(changes | (overrides or {}))
+
+
+def label(config: ef.Config, text: str) -> str:
+    """`small@128, 131072 tokens a step`, for titles."""
+    length = config.data.sequence_length
+    return f"{text.split(':')[0]}@{length}, {config.train.batch_size * length} tokens per step"
