@@ -52,14 +52,21 @@ def main(title: str, groups: Sequence[Group], quick_groups: Sequence[Group]) -> 
     parser.add_argument("--out", type=Path, default=Path(title), help="folder of the three result files")
     parser.add_argument("--cache", type=Path, help="folder of corpora and compiled kernels, shared by the scripts")
     parser.add_argument("--minutes", type=float, default=8.5, help="for all groups together")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where torch finds one")
     parser.add_argument("--quick", action="store_true", help="tiny shapes; always so on a CPU")
     options = parser.parse_args()
     options.cache = options.cache or Path(tempfile.gettempdir()) / "electra-fast-bench"
+    options.device = options.device or _device()
     options.quick |= options.device == "cpu"
     chosen = quick_groups if options.quick else groups
     shared = ["--device", options.device, "--cache", str(options.cache), *(["--quick"] if options.quick else [])]
     return run(title, chosen, options.out, options.cache, 60 * options.minutes, shared)
+
+
+def _device() -> str:
+    """Asked of another process, for whoever asks holds memory of the GPU from then on."""
+    code = "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def run(title: str, groups: Sequence[Group], out: Path, cache: Path, seconds: float, shared: Sequence[str]) -> int:

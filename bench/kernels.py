@@ -8,7 +8,7 @@ GB/s or TFLOP/s of the traffic or products that cannot be avoided. A contender t
 installed or cannot run is a line that says why; a kernel of ours that fails makes the exit code 1.
 
 Each contender is captured into a CUDA graph and replayed, for the training step is one graph: what is
-timed is the device's work, not Python's. Where capture fails (Liger's head waits for the device) it is
+timed is the device's work, not Python's. Liger's head waits for the device, which no graph can hold: it is
 launched call by call, and "launched" is said. The L2 cache is emptied before each call.
 
 Without a GPU the references alone are rehearsed, on tiny shapes; `--interpret` runs the kernels too, in
@@ -34,6 +34,8 @@ from results import Results, parse_arguments, reason
 from torch import Tensor
 
 OURS = "electra-fast"
+# Reads a value from the device in its forward pass; a capture that fails spoils the next ones.
+WAITS = {"Liger"}
 
 
 def contenders(case: Case, at: Setting, with_kernel: bool) -> Iterator[tuple[str, Function]]:
@@ -62,7 +64,7 @@ def work_of(function: Function, inputs: tuple[Any, ...]) -> Callable[[], None]:
     return call
 
 
-def measure(work: Callable[[], None], device: torch.device, repeats: int) -> dict[str, Any]:
+def measure(work: Callable[[], None], device: torch.device, repeats: int, captured: bool) -> dict[str, Any]:
     """Milliseconds of a call, and the most that it allocates."""
     if device.type != "cuda":
         work()
@@ -72,7 +74,12 @@ def measure(work: Callable[[], None], device: torch.device, repeats: int) -> dic
             work()
             seconds.append(time.perf_counter() - start)
         return {"ms": [1e3 * s for s in seconds], "how": "rehearsed", "allocated_gib": None}
-    allocated, work, how = _capture(work)
+    allocated = _warm_up(work)
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        work = graph.replay
     cache = torch.empty(2**28, dtype=torch.int8, device=device)
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, end in pairs:
@@ -81,11 +88,15 @@ def measure(work: Callable[[], None], device: torch.device, repeats: int) -> dic
         work()
         end.record()
     torch.cuda.synchronize()
-    return {"ms": [start.elapsed_time(end) for start, end in pairs], "how": how, "allocated_gib": allocated}
+    return {
+        "ms": [start.elapsed_time(end) for start, end in pairs],
+        "how": "graph" if captured else "launched",
+        "allocated_gib": allocated,
+    }
 
 
-def _capture(work: Callable[[], None]) -> tuple[float, Callable[[], None], str]:
-    """Warms up, then captures into a graph; the call itself where that fails."""
+def _warm_up(work: Callable[[], None]) -> float:
+    """Calls on a stream of their own, as capture wants it; returns the GiB that the last one allocated at most."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -95,21 +106,13 @@ def _capture(work: Callable[[], None]) -> tuple[float, Callable[[], None], str]:
             before = torch.cuda.memory_allocated()
             work()
     torch.cuda.synchronize()
-    allocated = (torch.cuda.max_memory_allocated() - before) / 2**30
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            work()
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return allocated, work, "launched"
-    return allocated, graph.replay, "graph"
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 def result(name: str, case: Case, work: Callable[[], None], device: torch.device, repeats: int) -> dict[str, Any]:
     """One line: times and rates, or why there are none."""
     try:
-        found = measure(work, device, repeats)
+        found = measure(work, device, repeats, captured=name not in WAITS)
     except (Unavailable, ImportError) as error:
         return {"contender": name, "error": str(error)}
     except Exception as error:  # whatever others' code raises; ours fails the run
