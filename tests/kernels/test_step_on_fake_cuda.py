@@ -1,0 +1,48 @@
+"""A training step on CUDA tensors without data: devices, dtypes and shapes of the way that only a GPU takes.
+
+Fake tensors claim to be on a GPU, so kernels and the flash backend are chosen and their registered shapes
+are used. Autograd's engine wants a real device; the backward passes are tested in the interpreter.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import electra_fast as ef
+from electra_fast import electra
+from electra_fast.electra import Backend, Noise
+from electra_fast.optim import Optimizer
+
+
+def on_cuda(x):
+    """A tensor without data, in the fake mode that is active."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda:0")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the real thing runs in the other tests")
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("attention", ["varlen", "sdpa"])
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_a_step_stays_on_the_device(tiny_corpus, recipe, attention, dropout, optimizer, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # asked by torch's flash attention
+    model = {"vocab_size": ef.Corpus(tiny_corpus).vocab_size, "dropout": dropout, "attention_dropout": 0.0}
+    config = ef.Config.preset("tiny", recipe).replace({"model": model, "optimizer": {"name": optimizer}})
+    batch = ef.to_torch(next(ef.BatchLoader(tiny_corpus, sequence_length=32, batch_size=4)))
+    network = ef.Electra(config).train()
+    with FakeTensorMode():
+        for module in network.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = torch.nn.Parameter(on_cuda(parameter))
+        batch = {name: on_cuda(tensor) for name, tensor in batch.items()}
+        key, first_row = (torch.zeros(shape, dtype=torch.int64, device="cuda:0") for shape in (2, ()))
+        backend, counts = Backend(attention, torch.bfloat16), electra.count(batch)
+        output = electra.forward(network, batch, backend, Noise(key, first_row), counts)
+        assert output.loss.dtype == torch.float32 and output.sums.dtype == torch.float64
+        assert output.logits_T.shape == output.replaced_T.shape == (4 * 32,)
+        for tensor in (output.loss, output.sums, output.corrupted_ids_T, output.replaced_T, output.logits_T):
+            assert tensor.is_cuda
+        for parameter in network.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        assert Optimizer(network.named_parameters(), config.optimizer).apply().is_cuda
