@@ -12,7 +12,7 @@ import sys
 
 from groups import BENCH, Group, main
 
-TESTS = [str(BENCH.parent / "tests" / name) for name in ("kernels", "test_attention.py", "test_step.py")]
+TESTS = ("test_attention.py", "test_step.py", "kernels")
 # Compiling ahead of time needs no GPU and is tested without one; another Python's warnings are no failure here.
 PYTEST = ("-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "-k", "not ahead_of_time")
 
@@ -22,10 +22,11 @@ def contender(shape: str, name: str, seconds: float) -> Group:
     return Group(f"{shape}, {name}", ("pretrain_throughput.py", "--shapes", shape, "--only", name), seconds)
 
 
-def tests(workers: int, seconds: float) -> Group:
-    """The tests of kernels, attention and step, on whatever device there is; needs pytest-xdist."""
-    command = (*PYTEST, "-n", str(workers), "-c", str(BENCH.parent / "pyproject.toml"), *TESTS)
-    return Group("tests", command, seconds)
+def tests(files: tuple[str, ...], workers: int, seconds: float) -> Group:
+    """Tests on whatever device there is; needs pytest-xdist."""
+    tree = BENCH.parent
+    paths = (str(tree / "tests" / name) for name in files)
+    return Group("tests", (*PYTEST, "-n", str(workers), "-c", str(tree / "pyproject.toml"), *paths), seconds)
 
 
 GROUPS = (
@@ -34,7 +35,7 @@ GROUPS = (
     contender("small:1024", "transformers, eager, no mask", 60),
     contender("small:1024", "electra-fast, compile", 90),
     contender("small:1024", "transformers, compiled, no mask", 120),
-    tests(8, 150),
+    tests(TESTS, 8, 150),
     contender("small:128", "electra-fast, graph", 45),
     contender("small:128", "electra-fast, eager", 45),
     contender("small:128", "transformers, eager, no mask", 45),
@@ -47,8 +48,8 @@ GROUPS = (
 QUICK_GROUPS = (
     contender("tiny:8", "electra-fast, graph", 60),
     contender("tiny:8", "transformers, eager, block mask", 60),
-    contender("tiny:8", "transformers, compiled, no mask", 60),
-    tests(2, 420),
+    contender("tiny:8", "transformers, compiled, no mask", 120),
+    tests(TESTS[:2], 2, 240),  # in the interpreter the kernels' take minutes
 )
 
 if __name__ == "__main__":

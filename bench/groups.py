@@ -74,7 +74,7 @@ def run(title: str, groups: Sequence[Group], out: Path, cache: Path, seconds: fl
     out.mkdir(parents=True, exist_ok=True)
     results, start, outcomes = (out / "results.jsonl").resolve(), time.monotonic(), []
     results.write_text("")
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _interrupt)
     with (out / "log.txt").open("w") as log:
         try:
             for group in groups:
@@ -91,6 +91,10 @@ def run(title: str, groups: Sequence[Group], out: Path, cache: Path, seconds: fl
     (out / "summary.txt").write_text(text)
     print(text, flush=True)
     return int(any(outcome["outcome"] != "ok" for outcome in outcomes))
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _run_group(
@@ -124,7 +128,11 @@ def _run_group(
         _kill(process, signal.SIGKILL)
         reader.join(5)  # a compiler's worker may hold the pipe open
     found = {"group": group.name, "outcome": outcome, "seconds": round(time.monotonic() - start, 1)}
-    return found if outcome == "ok" else found | {"tail": _telling(list(tail))}
+    if outcome != "ok":
+        found["tail"] = _telling(list(tail))
+    elif group.command[0] == "-m":  # saves no results; pytest's last line says how many passed
+        found["last"] = next((line for line in reversed(tail) if line), "")
+    return found
 
 
 def _environment(group: str, cache: Path) -> dict[str, str]:
@@ -193,7 +201,8 @@ def summary(title: str, outcomes: Sequence[dict[str, Any]], records: Sequence[di
     head = [f"== {title} on {' and '.join(cards) or 'nothing that answered'}: ", ""]
     head[0] += f"{num_ok} of {len(outcomes)} groups ok, {seconds:.0f} s"
     for outcome in outcomes:
-        head.append(f"{outcome['seconds']:6.0f} s  {outcome['group']}: {outcome['outcome']}")
+        last = f" ({outcome['last']})" if "last" in outcome else ""
+        head.append(f"{outcome['seconds']:6.0f} s  {outcome['group']}: {outcome['outcome']}{last}")
         head += [f"          | {line}" for line in outcome.get("tail", [])]
     lines = {outcome["group"]: list(_lines(outcome["group"], records)) for outcome in outcomes}
     left_out = dict.fromkeys(lines, 0)

@@ -285,7 +285,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", help="preset:rows per step")
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name has one of these words")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of timed steps per contender")
-    options = parse_arguments(parser)
+    options = parse_arguments(parser, with_overrides=True)
     overrides = options.overrides
     results = Results(options.results, options.device)
     corpus = make_corpus(options.cache, 300 if options.quick else 8000)

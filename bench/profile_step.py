@@ -1,6 +1,6 @@
 """Where the time of a training step goes, kernel by kernel, from `torch.profiler`.
 
-    python bench/profile_step.py [--shapes small:1024] [--of graph|eager] [--top 40] [--device cpu]
+    python bench/profile_step.py [--shape small:1024] [--of graph|eager] [--top 40] [--device cpu]
 
 `--of graph` (default) profiles three replays of the captured step: milliseconds and launches per step, the
 sum over kernels beside the step's own time (what is between them is gaps), and sums by kind.
@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument("--shape", help="preset:rows per step")
     parser.add_argument("--of", choices=["graph", "eager"], default="graph")
     parser.add_argument("--top", type=int, default=40)
-    options = parse_arguments(parser)
+    options = parse_arguments(parser, with_overrides=True)
     device, results = options.device, Results(options.results, options.device)
     text = options.shape or ("tiny:8" if options.quick else "small:1024")
     config = shape(text, options.overrides)

@@ -15,16 +15,18 @@ import torch
 import electra_fast as ef
 
 
-def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parse_arguments(parser: argparse.ArgumentParser, with_overrides: bool = False) -> argparse.Namespace:
     """Adds what all these scripts take, and reads the command line; without a GPU everything is a rehearsal.
 
-    What is left over is `overrides`: `--section.key value` of the configuration.
+    `with_overrides` takes `--section.key value` of the configuration too, as the dictionary `overrides`.
     """
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--results", type=Path, help="append a JSON object per result to this file")
     parser.add_argument("--cache", type=Path, default=cache_folder(), help="corpora that scripts share")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, few steps; always so on a CPU")
     options, rest = parser.parse_known_args()
+    if rest and not with_overrides:
+        parser.error(f"unknown arguments: {' '.join(rest)}")
     if len(rest) % 2 or any("." not in key for key in rest[::2]):
         parser.error(f"cannot read {' '.join(rest)}: overrides are written --section.key value")
     options.overrides = dict(zip((key.removeprefix("--") for key in rest[::2]), rest[1::2], strict=True))

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -69,6 +70,25 @@ def test_what_breaks_costs_its_own_results_only(groups, tmp_path, capsys):
     assert text.count("result 0") == text.count("result 1") == 2
 
 
+def test_a_script_that_is_stopped_stops_its_group_and_says_what_it_has(groups, tmp_path):
+    """SIGTERM, as `timeout` sends it, to a script in the background of a shell, where SIGINT is ignored."""
+    (tmp_path / "hangs.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    code = (
+        "import signal, sys, pathlib; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"sys.path.insert(0, {str(BENCH)!r}); import groups; here = pathlib.Path({str(tmp_path)!r})\n"
+        "hangs = groups.Group('hangs', (str(here / 'hangs.py'),), 50)\n"
+        "sys.exit(groups.run('gpu_check', [hangs, hangs], here / 'out', here / 'cache', 100, []))\n"
+    )
+    script = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    first = script.stdout.readline()
+    script.terminate()
+    rest, _ = script.communicate(timeout=30)
+    assert script.returncode == 1
+    assert "the script: interrupted" in rest and (tmp_path / "out/summary.txt").read_text() in rest
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(first.split()[-1]), 0)
+
+
 def test_the_summary_fits_and_names_what_is_wrong_first(groups, tmp_path):
     bodies = {"long": GOOD.replace("NUMBER", "300"), "short": GOOD.replace("NUMBER", "2")}
     groups.run("gpu_models", write_groups(groups, tmp_path, bodies), tmp_path / "out", tmp_path, 100, [])
@@ -79,6 +99,12 @@ def test_the_summary_fits_and_names_what_is_wrong_first(groups, tmp_path):
     assert lines[first + 1].startswith("result 3 ")  # the wrong one
     assert re.search(r"… \d+ more lines in results.jsonl", text) and text.count("result 1 ") == 2
     assert len((tmp_path / "out/results.jsonl").read_text().splitlines()) == 304
+
+
+def test_the_last_line_of_a_module(groups, tmp_path):
+    group = groups.Group("tests", ("-m", "pytest", "--version"), 60)
+    assert groups.run("gpu_peers", [group], tmp_path / "out", tmp_path, 100, ["--quick"]) == 0
+    assert f"tests: ok (pytest {pytest.__version__})" in (tmp_path / "out/summary.txt").read_text()
 
 
 def test_no_group_starts_without_time(groups, tmp_path):
