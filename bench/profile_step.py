@@ -102,7 +102,7 @@ def open_step(config: ef.Config, corpus: Path, device: torch.device, execution: 
 
 def kernels_of_replays(step: TrainStep, batches: Iterator[Any], device: torch.device) -> list[Kernel]:
     """All launches of some steps."""
-    with profile(activities=_activities(device)) as profiler:
+    with profile(activities=_activities(device), acc_events=True) as profiler:
         for number in range(REPLAYS):
             step(next(batches), WARM_UP + 3 + number)
         step.synchronize()
@@ -116,7 +116,7 @@ def kernels_of_replays(step: TrainStep, batches: Iterator[Any], device: torch.de
 def kernels_with_traffic(step: TrainStep, batches: Iterator[Any], device: torch.device) -> list[Kernel]:
     """All launches of one step; of those that an operator makes, its longest gets the operator's bytes."""
     traffic = Traffic()
-    with profile(activities=_activities(device)) as profiler, traffic:
+    with profile(activities=_activities(device), acc_events=True) as profiler, traffic:
         step(next(batches), WARM_UP + 3)
         step.synchronize()
     launched: defaultdict[int, list[Kernel]] = defaultdict(list)
