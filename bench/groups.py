@@ -58,6 +58,7 @@ def main(title: str, groups: Sequence[Group], quick_groups: Sequence[Group]) -> 
     options.cache = options.cache or Path(tempfile.gettempdir()) / "electra-fast-bench"
     options.device = options.device or _device()
     options.quick |= options.device == "cpu"
+    signal.signal(signal.SIGTERM, _interrupt)
     chosen = quick_groups if options.quick else groups
     shared = ["--device", options.device, "--cache", str(options.cache), *(["--quick"] if options.quick else [])]
     return run(title, chosen, options.out, options.cache, 60 * options.minutes, shared)
@@ -70,27 +71,33 @@ def _device() -> str:
 
 
 def run(title: str, groups: Sequence[Group], out: Path, cache: Path, seconds: float, shared: Sequence[str]) -> int:
-    """Runs the groups and writes the summary, also after SIGTERM or Ctrl-C."""
+    """Runs the groups and writes the summary, also after a KeyboardInterrupt."""
     out.mkdir(parents=True, exist_ok=True)
-    results, start, outcomes = (out / "results.jsonl").resolve(), time.monotonic(), []
+    results, start = (out / "results.jsonl").resolve(), time.monotonic()
     results.write_text("")
-    signal.signal(signal.SIGTERM, _interrupt)
+    outcomes = {group.name: _outcome_of(group, "not started", 0.0) for group in groups}
+    assert len(outcomes) == len(groups), "two groups have one name"
     with (out / "log.txt").open("w") as log:
-        try:
-            for group in groups:
-                left = seconds - (time.monotonic() - start)
-                outcome = {"group": group.name, "outcome": "skipped: no time left", "seconds": 0.0}
-                if left >= min(LEAST_SECONDS, group.seconds):
-                    outcome = _run_group(group, min(left, group.seconds), results, cache, shared, log)
-                outcomes.append(outcome)
-                with results.open("a") as file:
-                    file.write(json.dumps(outcome) + "\n")
-        except KeyboardInterrupt:
-            outcomes.append({"group": "the script", "outcome": "interrupted", "seconds": time.monotonic() - start})
-    text = summary(title, outcomes, _read(results), time.monotonic() - start)
+        for group in groups:
+            left = seconds - (time.monotonic() - start)
+            if left < min(LEAST_SECONDS, group.seconds):
+                outcomes[group.name] = _outcome_of(group, "skipped: no time left", 0.0)
+                continue
+            try:
+                outcomes[group.name] = _run_group(group, min(left, group.seconds), results, cache, shared, log)
+            except KeyboardInterrupt:
+                outcomes[group.name] = _outcome_of(group, "interrupted", time.monotonic() - start)
+                break
+            with results.open("a") as file:
+                file.write(json.dumps(outcomes[group.name]) + "\n")
+    text = summary(title, list(outcomes.values()), _read(results), time.monotonic() - start)
     (out / "summary.txt").write_text(text)
     print(text, flush=True)
-    return int(any(outcome["outcome"] != "ok" for outcome in outcomes))
+    return int(any(outcome["outcome"] != "ok" for outcome in outcomes.values()))
+
+
+def _outcome_of(group: Group, outcome: str, seconds: float) -> dict[str, Any]:
+    return {"group": group.name, "outcome": outcome, "seconds": round(seconds, 1)}
 
 
 def _interrupt(*_: object) -> None:
@@ -120,14 +127,14 @@ def _run_group(
     reader.start()
     try:
         process.wait(seconds)
-        outcome = _outcome(process.returncode)
+        outcome = _told(process.returncode)
     except subprocess.TimeoutExpired:
         _kill(process, signal.SIGABRT)  # faulthandler tells where it hung
         outcome = f"killed after {seconds:.0f} s"
     finally:
         _kill(process, signal.SIGKILL)
         reader.join(5)  # a compiler's worker may hold the pipe open
-    found = {"group": group.name, "outcome": outcome, "seconds": round(time.monotonic() - start, 1)}
+    found = _outcome_of(group, outcome, time.monotonic() - start)
     if outcome != "ok":
         found["tail"] = _telling(list(tail))
     elif group.command[0] == "-m":  # saves no results; pytest's last line says how many passed
@@ -177,7 +184,7 @@ def _kill(process: subprocess.Popen[str], number: int) -> None:
         return
 
 
-def _outcome(code: int) -> str:
+def _told(code: int) -> str:
     if code < 0:
         return f"died of {signal.Signals(-code).name}"
     return "ok" if code == 0 else f"exit code {code}"

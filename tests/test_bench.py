@@ -77,14 +77,17 @@ def test_a_script_that_is_stopped_stops_its_group_and_says_what_it_has(groups, t
         "import signal, sys, pathlib; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         f"sys.path.insert(0, {str(BENCH)!r}); import groups; here = pathlib.Path({str(tmp_path)!r})\n"
         "hangs = groups.Group('hangs', (str(here / 'hangs.py'),), 50)\n"
-        "sys.exit(groups.run('gpu_check', [hangs, hangs], here / 'out', here / 'cache', 100, []))\n"
+        "sys.argv += ['--device', 'cpu', '--out', str(here / 'out'), '--cache', str(here / 'cache')]\n"
+        "other = groups.Group('other', ('card.py',), 50)\n"
+        "sys.exit(groups.main('gpu_check', [], [hangs, other]))\n"
     )
     script = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     first = script.stdout.readline()
     script.terminate()
     rest, _ = script.communicate(timeout=30)
     assert script.returncode == 1
-    assert "the script: interrupted" in rest and (tmp_path / "out/summary.txt").read_text() in rest
+    assert "hangs: interrupted" in rest and "other: not started" in rest
+    assert (tmp_path / "out/summary.txt").read_text() in rest
     with pytest.raises(ProcessLookupError):
         os.kill(int(first.split()[-1]), 0)
 
@@ -121,6 +124,14 @@ def test_a_script_alone(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [record["line"] for record in records] == done.stdout.splitlines()
     assert all(record["card"].startswith("cpu") and record["torch"] == torch.__version__ for record in records)
+
+
+@pytest.mark.parametrize("name", ["gpu_check", "gpu_models", "gpu_peers"])
+def test_groups_have_names_and_scripts_of_their_own(name):
+    script = importlib.import_module(name)
+    for groups in (script.GROUPS, script.QUICK_GROUPS):
+        assert len({group.name for group in groups}) == len(groups)
+        assert all(group.command[0] == "-m" or (BENCH / group.command[0]).is_file() for group in groups)
 
 
 def test_every_kernel_case_is_in_a_group():
