@@ -1,13 +1,18 @@
 """Compiling kernels for GPUs that are not here, and what the machine code needs of them.
 
-Each compilation happens in a process of its own, for the tests' process may have chosen Triton's
-interpreter, in which nothing is compiled.
+It happens in a process of its own, for the tests' process may have chosen Triton's interpreter, in which nothing is
+compiled. That process stays for all requests of a test run: starting one takes longer than most kernels.
 """
 
+from __future__ import annotations
+
+import atexit
+import functools
 import json
 import os
 import subprocess
 import sys
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,21 +45,35 @@ def compile_kernel(
     each `tl.constexpr`. Pointers and integers whose names are in `signature` with a trailing "!" on the type
     count as divisible by 16, as the launcher finds aligned tensors to be.
     """
-    return compile_kernels([(module, kernel, signature, constants, capability, num_warps, num_stages)])[0]
+    process = _compiler()
+    process.stdin.write(json.dumps((module, kernel, signature, constants, capability, num_warps, num_stages)) + "\n")
+    process.stdin.flush()
+    answer = json.loads(process.stdout.readline() or '{"error": "the compiler process ended"}')
+    assert "error" not in answer, answer["error"]
+    return MachineCode(**answer)
 
 
 def compile_kernels(requests: list[tuple[Any, ...]]) -> list[MachineCode]:
-    """`compile_kernel` of several, its arguments as tuples, in one process: starting one takes seconds."""
+    """`compile_kernel` of several, its arguments as tuples."""
+    return [
+        compile_kernel(*names, capability=capability, num_warps=num_warps, num_stages=num_stages)
+        for *names, capability, num_warps, num_stages in requests
+    ]
+
+
+@functools.cache
+def _compiler() -> subprocess.Popen[str]:
+    """The process that compiles: a line of JSON for each request and each answer. It ends with its input."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, __file__, json.dumps(requests)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [MachineCode(**json.loads(line)) for line in done.stdout.splitlines()[-len(requests) :]]
+    command = [sys.executable, __file__]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    atexit.register(process.communicate)
+    return process
 
 
 def _compile(
     module: str, kernel: str, signature: dict[str, str], constants: dict[str, Any], capability: int, *options: int
-) -> None:
+) -> MachineCode:
     import importlib
     import re
     import tempfile
@@ -84,15 +103,23 @@ def _compile(
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
     found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout))
-    facts = MachineCode(
+    return MachineCode(
         registers=int(found["REG"]),
         spilled_bytes=int(found["STACK"]) + int(found["LOCAL"]),
         shared_bytes=compiled.metadata.shared,
         tensor_core_instructions=len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)", compiled.asm["ptx"])),
     )
-    print(json.dumps(vars(facts)))
+
+
+def _answer(line: str) -> dict[str, Any]:
+    try:
+        return vars(_compile(*json.loads(line)))
+    except BaseException:  # also what a compiler exits with: the test that asked says it
+        return {"error": traceback.format_exc()[-3000:]}
 
 
 if __name__ == "__main__":
-    for request in json.loads(sys.argv[1]):
-        _compile(*request)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    for line in sys.stdin:
+        print(json.dumps(_answer(line)), file=answers, flush=True)

@@ -1,7 +1,6 @@
 """The discriminator's head and loss kernels: against fp64 truth no worse than torch in the same precision."""
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -250,15 +249,12 @@ BACKWARD_TYPES |= {"rows_a_program": "i32", "partial_stride": "i32"}
 
 
 def compile_both(kernel, types, constants, most_registers, num_warps=head.NUM_WARPS):
-    def machine_code(capability):
-        return compile_kernel(
+    for capability in (90, 80):
+        code = compile_kernel(
             "discriminator_head", kernel, types, constants, capability=capability, num_warps=num_warps
         )
-
-    with ThreadPoolExecutor() as threads:
-        for capability, code in zip((90, 80), threads.map(machine_code, (90, 80)), strict=True):
-            assert code.spilled_bytes == 0 and code.registers <= most_registers
-            assert code.shared_bytes <= min(16 * 1024, MOST_SHARED_BYTES[capability])
+        assert code.spilled_bytes == 0 and code.registers <= most_registers
+        assert code.shared_bytes <= min(16 * 1024, MOST_SHARED_BYTES[capability])
 
 
 # The gate of the backward pass keeps five programs of 128 threads on a multiprocessor, in fp32 four.

@@ -1,7 +1,5 @@
 """The generator head's kernels compiled for GPUs that are not here, as their launchers would."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 from ahead_of_time import MOST_SHARED_BYTES, compile_kernel
 
 from electra_fast.kernels import generator_head_chunked as chunked
@@ -77,9 +75,8 @@ def compile_small(name, capability):
 
 
 def compile_all(jobs):
-    """Compiles (function, arguments) two at a time, each in a process of its own."""
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(jobs, pool.map(lambda job: job[0](*job[1:]), jobs), strict=True))
+    """The machine code of each (function, arguments)."""
+    return {job: job[0](*job[1:]) for job in jobs}
 
 
 def test_products_run_on_hopper_s_tensor_cores_without_a_spill():
