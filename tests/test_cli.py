@@ -1,4 +1,7 @@
-"""The command line as a shell sees it: streams, exit codes, one line an error."""
+"""The command line: streams, exit codes, one line an error.
+
+Each command runs once as a shell runs it, in a process of its own (`shell`); for the rest `in_process` is enough.
+"""
 
 import json
 import shutil
@@ -6,16 +9,17 @@ import subprocess
 import sys
 
 import pytest
+from in_process import run
 
 
-def run(*arguments, **options):
+def shell(*arguments):
     words = [sys.executable, "-m", "electra_fast", *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, check=False, **options)
+    return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
-def fails(*arguments):
+def fails(*arguments, how=run):
     """The one line that a failing command says."""
-    done = run(*arguments)
+    done = how(*arguments)
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert done.stdout == "" and "Traceback" not in done.stderr
     said = done.stderr.strip().splitlines()
@@ -38,7 +42,7 @@ def folder(tmp_path_factory):
         ("import", folder / "export", "--out", folder / "imported"),
     ]  # fmt: skip
     for step in steps:
-        done = run(*step)
+        done = shell(*step)
         assert done.returncode == 0, done.stderr
         assert done.stdout == ""
     return folder
@@ -54,9 +58,9 @@ def test_the_whole_way_leaves_what_it_promises(folder):
         assert len({path.stat().st_mode for path in (folder / "export" / name).iterdir()}) == 1
 
 
-@pytest.mark.parametrize("source", ["run", "export"])
-def test_evaluate_json(folder, source):
-    done = run("evaluate", folder / source, "--data", folder / "shards", "--sequence-length", 32, "--json")
+@pytest.mark.parametrize(("source", "how"), [("run", shell), ("export", run)])
+def test_evaluate_json(folder, source, how):
+    done = how("evaluate", folder / source, "--data", folder / "shards", "--sequence-length", 32, "--json")
     figures = json.loads(done.stdout)
     assert {"discriminator_auc", "discriminator_loss", "generator_loss", "generator_accuracy"} <= figures.keys()
 
@@ -69,15 +73,15 @@ def test_evaluate_of_run_and_export_agree(folder):
 
 
 def test_inspect_and_verify(folder):
-    figures = json.loads(run("inspect", folder / "shards", "--json").stdout)
+    figures = json.loads(shell("inspect", folder / "shards", "--json").stdout)
     assert figures["documents"] + figures["held_out_documents"] == 400
     assert figures["rows"] == figures["best_fit_rows"] and figures["best_fit_tokens_dropped"] == 0
     assert figures["google_tokens_kept"] + figures["google_tokens_dropped"] == figures["tokens"]
     assert 0 < figures["google_fill"] < figures["best_fit_fill"] <= 1 and figures["google_rows"] > 0
-    shown = run("inspect", folder / "shards", "--sequence-length", 32, "--masking", "paper", "--packing", "google")
+    shown = shell("inspect", folder / "shards", "--sequence-length", 32, "--masking", "paper", "--packing", "google")
     assert shown.returncode == 0 and shown.stdout == "" and "[CLS]" in shown.stderr and "[MASK](" in shown.stderr
-    assert run("verify", folder / "shards").returncode == 0
-    json.loads(run("verify", folder / "shards", "--json").stdout)
+    assert shell("verify", folder / "shards").returncode == 0
+    json.loads(shell("verify", folder / "shards", "--json").stdout)
 
 
 def test_verify_names_the_damage(folder, tmp_path):
@@ -86,7 +90,7 @@ def test_verify_names_the_damage(folder, tmp_path):
     damaged = bytearray(tokens.read_bytes())
     damaged[70] ^= 1
     tokens.write_bytes(damaged)
-    said = fails("verify", shards)
+    said = fails("verify", shards, how=shell)
     assert tokens.name in said and "block 0" in said
 
 
@@ -105,12 +109,14 @@ def test_a_run_goes_on_by_its_own_configuration(folder):
     assert "was started with train.batch_size = 4, now it is 8" in refused and "--allow-changes" in refused
 
 
-def test_a_run_goes_on_from_anywhere(folder, tmp_path):
+def test_a_run_goes_on_from_anywhere(folder, tmp_path, monkeypatch):
     data = ("--data", "shards", "--preset", "tiny", "--train.steps", 1, "--train.batch_size", 4)
-    started = run("pretrain", "--out", tmp_path / "run", *data, cwd=folder)
+    monkeypatch.chdir(folder)
+    started = run("pretrain", "--out", tmp_path / "run", *data)
     assert started.returncode == 0, started.stderr
     assert "starts; 1 steps, " in started.stderr
-    resumed = run("pretrain", "--out", "run", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    resumed = run("pretrain", "--out", "run")
     assert resumed.returncode == 0, resumed.stderr
     assert "resumes at step 1 of 1, " in resumed.stderr
     saved = tmp_path / "run/config.toml"
@@ -132,12 +138,12 @@ def test_a_run_without_its_configuration(folder, tmp_path):
 
 
 def test_flops():
-    figures = json.loads(run("flops", "--preset", "small", "--json").stdout)
+    figures = json.loads(shell("flops", "--preset", "small", "--json").stdout)
     assert 1.293743798272e18 in figures.values()
 
 
 def test_help_and_version():
-    assert run("--version").stdout.startswith("electra-fast 0.")
+    assert shell("--version").stdout.startswith("electra-fast 0.")
     text = run("pretrain", "--help").stdout
     assert "--optimizer.learning_rate" in text and "--preset" in text
 
@@ -169,7 +175,7 @@ class TestMistakes:
         assert not (folder / "none").exists()
 
     def test_missing_things(self, folder, tmp_path):
-        assert "no such configuration" in fails("pretrain", tmp_path / "none.toml")
+        assert "no such configuration" in fails("pretrain", tmp_path / "none.toml", how=shell)
         assert "--data" in fails("pretrain", "--preset", "tiny", "--out", tmp_path / "run")
         assert "manifest.json" in fails("pretrain", "--preset", "tiny", "--data", tmp_path, "--out", tmp_path / "run")
         assert str(tmp_path / "nothing") in fails("evaluate", tmp_path / "nothing", "--data", folder / "shards")
@@ -185,7 +191,7 @@ class TestMistakes:
         assert "c.toml" in fails("pretrain", tmp_path / "c.toml")
 
     def test_unknown_command(self):
-        assert "invalid choice" in fails("pretrian")
+        assert "invalid choice" in fails("pretrian", how=shell)
         assert "required: --vocab" in fails("prepare", "x.txt", "--out", "y")
 
 

@@ -1,10 +1,9 @@
 """What [UNK] is told: its share and the fertility, and a warning with its cause before the work is done."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from in_process import run
 
 from electra_fast.corpus import Corpus
 from electra_fast.inspect import inspect
@@ -32,8 +31,7 @@ def test_report_and_inspect_count_unknown_tokens_and_tokens_per_word(vocab, tmp_
     figures = inspect(tmp_path / "out")
     assert (figures["unknown_share"], figures["tokens_per_word"]) == (1 / 10, 10 / 8)
     assert Corpus(tmp_path / "out").coverage().words == 8
-    command = [sys.executable, "-m", "electra_fast", "inspect", tmp_path / "out", "--json"]
-    shown = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    shown = json.loads(run("inspect", tmp_path / "out", "--json").stdout)
     assert shown["unknown_share"] == 1 / 10 and shown["tokens_per_word"] == 10 / 8
 
 
