@@ -7,6 +7,7 @@
 #   make test PYTHON=python3.13                        another interpreter
 #   make test TORCH="torch==2.11.* numpy<2.4"          other versions of the dependencies
 #   make test PYTEST="-k layers -x"                    some of the tests
+#   make test PYTEST="-n 0"                            the tests in one process, one after the other
 
 PYTHON ?= python3
 TORCH  ?=
@@ -17,6 +18,12 @@ TREE   := $(notdir $(CURDIR))-$(shell pwd | cksum | cut -d' ' -f1)
 TOOLS  := $(CACHE)/tools-$(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:3], sep=".")')
 ENV    := $(CACHE)/$(TREE)/test
 DEMO   := $(CACHE)/$(TREE)/demo
+
+# A worker per core, but not more than memory has room for: each takes a gigabyte or two.
+WORKERS := -n auto --maxprocesses 8
+# The tests start many a Python that imports torch, which takes twice as long without bytecode. It lies in the
+# environment, which every run makes anew, and never in the tree.
+BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(ENV)/bytecode
 
 # $(call environment,FOLDER,EXTRAS): an empty environment with the wheel and its dependencies.
 define environment
@@ -41,7 +48,7 @@ demo: wheel
 
 test: lint
 	cargo test --release --locked --workspace
-	cd $(ENV) && bin/pytest -c $(CURDIR)/pyproject.toml $(CURDIR)/tests $(PYTEST)
+	cd $(ENV) && $(BYTECODE) bin/pytest -c $(CURDIR)/pyproject.toml $(WORKERS) $(CURDIR)/tests $(PYTEST)
 
 lint: env
 	$(ENV)/bin/ruff check .

@@ -1,4 +1,4 @@
-"""What all tests share: a small vocabulary, a small corpus, two threads, poisoned memory.
+"""What all tests share: a small vocabulary, a small corpus, two threads, poisoned memory; which worker runs what.
 
 Nothing is downloaded and no file is shipped: the text is Python's own documentation, which every
 Python brings along.
@@ -24,11 +24,29 @@ import torch
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 NUM_WORDS = 600
 NUM_TOPICS = 40
+# The tests of these files share what takes long to make.
+STAY_TOGETHER = ("test_cli.py", "test_demo.py")
 
 
 def pytest_configure() -> None:
     """Hold torch to two threads: small tensors gain nothing from more, and results stay alike."""
     torch.set_num_threads(2)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several workers: files that stay together come first, each to one worker; then test by test.
+
+    pytest-xdist's own `loadgroup` does this by marks, but does not see them with pytest 9.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return file if file.endswith(STAY_TOGETHER) else nodeid
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from in_process import run
 
 from electra_fast.errors import Interrupted
 
@@ -32,17 +33,8 @@ def test_leaves_what_it_promises(demo):
 
 def test_discriminator_beats_the_majority_on_held_out_text(demo):
     out, _ = demo
-    command = [
-        sys.executable,
-        "-m",
-        "electra_fast",
-        "evaluate",
-        str(out / "run"),
-        "--data",
-        str(out / "shards"),
-        "--json",
-    ]
-    figures = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    done = run("evaluate", out / "run", "--data", out / "shards", "--json")
+    figures = json.loads(done.stdout)
     assert figures["discriminator_auc"] >= 0.70
     assert figures["discriminator_accuracy"] > 1 - figures["replaced_fraction"]
     # The generator has learnt too: near the unigram distribution the fakes would be easy to tell.
@@ -72,7 +64,7 @@ def test_transformers_loads_the_export_with_equal_logits(demo):
 def test_run_again_it_keeps_what_is_there(demo):
     out, _ = demo
     before = (out / "run" / "metrics.jsonl").read_bytes()
-    subprocess.run([sys.executable, "-m", "electra_fast", "demo", "--out", str(out)], capture_output=True, check=True)
+    assert run("demo", "--out", out).returncode == 0
     assert (out / "run" / "metrics.jsonl").read_bytes() == before
 
 
