@@ -10,25 +10,13 @@ import pytest
 import torch
 from in_process import run
 
-from electra_fast.config import Config
 from electra_fast.errors import Interrupted
-
-# As a newcomer runs it, but for `train.precision`: `auto` takes bf16 where the processor has it, which for so small
-# a model may be half as fast as fp32. What is asked of the result is the same.
-IN_FP32 = """
-import sys
-import electra_fast.demo
-from electra_fast.cli import main
-config = electra_fast.demo.demo_config().override({"train.precision": "fp32"})
-electra_fast.demo.demo_config = lambda: config
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo") / "out"
-    command = [sys.executable, "-c", IN_FP32, "demo", "--out", str(out)]
+    command = [sys.executable, "-m", "electra_fast", "demo", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "FORCE_COLOR": "1"})
     assert done.returncode == 0, done.stderr
     return out, done
@@ -73,10 +61,8 @@ def test_transformers_loads_the_export_with_equal_logits(demo):
         torch.testing.assert_close(ours.generator_logits(*inputs), generator(*inputs).logits, rtol=0, atol=1e-5)
 
 
-def test_run_again_it_keeps_what_is_there(demo, monkeypatch):
+def test_run_again_it_keeps_what_is_there(demo):
     out, _ = demo
-    config = Config.load(out / "run" / "config.toml")
-    monkeypatch.setattr("electra_fast.demo.demo_config", lambda: config)
     before = (out / "run" / "metrics.jsonl").read_bytes()
     assert run("demo", "--out", out).returncode == 0
     assert (out / "run" / "metrics.jsonl").read_bytes() == before
