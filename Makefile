@@ -47,7 +47,7 @@ demo: wheel
 	$(DEMO)/bin/electra-fast demo --out demo
 
 test: lint
-	cargo test --release --locked --workspace
+	cargo test --release --locked --workspace --tests
 	cd $(ENV) && $(BYTECODE) bin/pytest -c $(CURDIR)/pyproject.toml $(WORKERS) $(CURDIR)/tests $(PYTEST)
 
 lint: env
