@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported,
 import collections
 import random
 import re
+import signal
 import string
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -29,8 +30,13 @@ STAY_TOGETHER = ("test_cli.py", "test_demo.py")
 
 
 def pytest_configure() -> None:
-    """Hold torch to two threads: small tensors gain nothing from more, and results stay alike."""
+    """Hold torch to two threads: small tensors gain nothing from more, and results stay alike.
+
+    Signals begin as in a terminal: `nohup` and a shell's background jobs pass on ignored ones, to every child too.
+    """
     torch.set_num_threads(2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(optionalhook=True)

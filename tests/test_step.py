@@ -108,6 +108,7 @@ def test_a_graph_equals_eager_steps_and_is_captured_again_when_a_batch_outgrows_
 
 def test_compiles_without_a_break(tiny_corpus, config, monkeypatch):
     """`fullgraph` fails at the first operation that torch.compile can't take; what runs is eager's code."""
+    torch.compiler.reset()  # other tests compile the same function
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend="aot_eager", **options))
     changes = {"model": {"dropout": 0.0, "attention_dropout": 0.0}, "train": {"accumulate": 4}}

@@ -43,6 +43,7 @@ def test_registered_for_autograd_and_compilation():
 @pytest.mark.parametrize("recipe", ["google", "modern"])
 def test_a_compiled_step_adds_no_floats_in_any_order(tiny_corpus, recipe):
     """Inductor turns an accumulating index_put or scatter into atomics; the traced step must have none."""
+    torch.compiler.reset()
     graphs = []
 
     def keep(graph, _):
