@@ -97,7 +97,7 @@ def forward(model: Electra, batch: Mapping[str, Tensor], backend: Backend, noise
 
     hidden_TD = model.generator_hidden(flat["input_ids"], *context)
     # Unused slots read any row: their weight is 0.
-    hidden_MD = ops.rows(hidden_TD, slots.position_M.clamp(max=hidden_TD.shape[0] - 1))
+    hidden_MD = ops.gather_rows(hidden_TD, slots.position_M.clamp(max=hidden_TD.shape[0] - 1))
     objective, head = model.config.objective, model.generator_head
     nll_M, sample_M, correct_M = ops.generator_head(
         head.transform(hidden_MD),

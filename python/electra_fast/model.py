@@ -76,7 +76,7 @@ class Embeddings(nn.Module):
         dropout: Dropout,
     ) -> Tensor:
         if self.architecture == "modern":
-            return ops.rows(self.token, input_ids_T).to(dtype)
+            return ops.gather_rows(self.token, input_ids_T).to(dtype)
         ids, tables = (input_ids_T, position_ids_T, token_type_ids_T), (self.token, self.position, self.token_type)
         norm = self.norm
         assert norm.bias is not None

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from electra_fast.kernels.gather_rows import gather_rows
+from electra_fast.kernels import gather_rows as row_kernels
 from electra_fast.sampling import philox, sample_categorical
 
 # What `discriminator_loss` counts, in this order, all over valid tokens.
@@ -32,9 +32,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def rows(x_RD: Tensor, index_M: Tensor) -> Tensor:
-    """x[index], for tables and for masked slots; its gradient adds in a fixed order. [R, D], [M] → [M, D]."""
-    taken_MD: Tensor = gather_rows(x_RD, index_M)
+def gather_rows(x_RD: Tensor, index_M: Tensor) -> Tensor:
+    """x[index], of tables and at masked slots; its gradient adds in a fixed order. [R, D], [M] → [M, D]."""
+    taken_MD: Tensor = row_kernels.gather_rows(x_RD, index_M)
     return taken_MD
 
 
@@ -163,7 +163,7 @@ def embedding_norm_reference(
     by: Dropout,
 ) -> Tensor:
     """`embedding_norm` in plain torch."""
-    token_TE, position_TE, type_TE = (rows(table, each) for each, table in zip(ids, tables, strict=True))
+    token_TE, position_TE, type_TE = (gather_rows(table, each) for each, table in zip(ids, tables, strict=True))
     x_TE = (token_TE + position_TE + type_TE).to(dtype)
     return dropout_reference(layer_norm_reference(x_TE, norm_weight, norm_bias, epsilon), by)
 
