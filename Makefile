@@ -35,7 +35,7 @@ endef
 .PHONY: help demo test lint wheel bench clean env
 
 help:
-	@echo "make demo   text to a trained, exported ELECTRA in about two minutes on a CPU: ./demo"
+	@echo "make demo   text to a trained, exported ELECTRA in two to six minutes on two CPU cores: ./demo"
 	@echo "make test   build the wheel, install it in an empty environment, run every check and test"
 	@echo "make lint   the checks alone: ruff, mypy, rustfmt, clippy"
 	@echo "make wheel  the release wheel: ./dist"

@@ -18,8 +18,9 @@ from collections.abc import Iterator
 import torch
 from card import seconds_per_call
 from results import Results, parse_arguments, reason
-from synthetic_corpus import label, shape
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from workload import label, shape
 
 import electra_fast as ef
 
@@ -32,7 +33,9 @@ def layers(config: ef.Config) -> Counter[tuple[int, int, int]]:
     tokens = config.train.batch_size * config.data.sequence_length
     slots = int(tokens * config.data.mask_prob)
     found: Counter[tuple[int, int, int]] = Counter()
-    for name, module in ef.Electra(config).named_modules():
+    with FakeTensorMode():  # shapes alone: initialising a large model takes many seconds
+        model = ef.Electra(config)
+    for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             rows = slots if name.startswith("generator_head") else tokens
             found[rows, module.in_features, module.out_features] += 1

@@ -16,11 +16,15 @@ from groups import Group, main
 STEP = ("pretrain_throughput.py", "--only", "electra-fast, graph", "--shapes")
 PROFILE = ("profile_step.py", "--shape")
 
-GROUPS = (
+CHECKS = (
     Group("card", ("card.py",), 60),
     Group("kernel numerics", ("kernel_numerics.py",), 150),
     Group("samples and attention", ("step_numerics.py", "--only", "samples", "attention"), 75),
     Group("losses", ("step_numerics.py", "--only", "eager", "graph"), 75),
+)
+
+GROUPS = (
+    *CHECKS,
     Group("small:1024", (*STEP, "small:1024"), 75),
     Group("small:128", (*STEP, "small:128"), 60),
     Group("base:128", (*STEP, "base:128"), 75),
@@ -32,10 +36,7 @@ GROUPS = (
 )
 
 QUICK_GROUPS = (
-    Group("card", ("card.py",), 60),
-    Group("kernel numerics", ("kernel_numerics.py",), 180),
-    Group("samples and attention", ("step_numerics.py", "--only", "samples", "attention"), 120),
-    Group("losses", ("step_numerics.py", "--only", "eager", "graph"), 120),
+    *CHECKS,
     Group("tiny:8", (*STEP, "tiny:8"), 60),
     Group("kernel times, tiny:8", (*PROFILE, "tiny:8"), 60),
     Group("kernel traffic, tiny:8", (*PROFILE, "tiny:8", "--of", "eager"), 60),

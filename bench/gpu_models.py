@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 
+from gpu_check import STEP
 from groups import Group, main
 
-STEP = ("pretrain_throughput.py", "--only", "electra-fast, graph", "--shapes")
 # Cases of `kernel_cases.py` by a word of their names, the dearest in a step first.
 KERNELS = ("generator head", "residual", "bias + gelu", "attention", "embedding", "discriminator", "corrupt")
 

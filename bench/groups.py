@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 BENCH = Path(__file__).resolve().parent
+# Where corpora and compiled kernels stay between scripts.
+CACHE = Path(tempfile.gettempdir()) / "electra-fast-bench"
 MOST_CHARACTERS = 11_500
 # Too short for any group: importing torch and compiling the first kernels takes longer.
 LEAST_SECONDS = 20.0
@@ -50,12 +52,13 @@ def main(title: str, groups: Sequence[Group], quick_groups: Sequence[Group]) -> 
     """The command line of a GPU script; exit code 1 where a group failed."""
     parser = argparse.ArgumentParser(description=f"{title}; see bench/README.md")
     parser.add_argument("--out", type=Path, default=Path(title), help="folder of the three result files")
-    parser.add_argument("--cache", type=Path, help="folder of corpora and compiled kernels, shared by the scripts")
+    parser.add_argument(
+        "--cache", type=Path, default=CACHE, help="folder of corpora and compiled kernels, shared by the scripts"
+    )
     parser.add_argument("--minutes", type=float, default=8.5, help="for all groups together")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where torch finds one")
     parser.add_argument("--quick", action="store_true", help="tiny shapes; always so on a CPU")
     options = parser.parse_args()
-    options.cache = options.cache or Path(tempfile.gettempdir()) / "electra-fast-bench"
     options.device = options.device or _device()
     options.quick |= options.device == "cpu"
     signal.signal(signal.SIGTERM, _interrupt)
@@ -147,7 +150,6 @@ def _environment(group: str, cache: Path) -> dict[str, str]:
     own = {
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-        "ELECTRA_FAST_BENCH_CACHE": str(cache),
         "ELECTRA_FAST_BENCH_GROUP": group,
         "OMP_WAIT_POLICY": "PASSIVE",  # as the package sets it, where it is imported before torch
         "PYTHONFAULTHANDLER": "1",

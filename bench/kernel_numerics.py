@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from kernel_cases import CASES, Case, Function, Setting
-from results import Results, parse_arguments, reason
+from results import Results, listed, parse_arguments, reason
 from torch import Tensor
 
 # A kernel may err as much as eager torch and half as much again, plus what the last bits of fp32 allow.
@@ -101,8 +101,7 @@ def main() -> int:
     options = parse_arguments(argparse.ArgumentParser(description=__doc__.splitlines()[0]))
     results = Results(options.results, options.device)
     for name, found in checks(options.device):
-        figures = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
-        results.add(f"{name}: {figures}", case=name, **found)
+        results.add(f"{name}: {listed(found)}", case=name, **found)
     return results.exit_code()
 
 

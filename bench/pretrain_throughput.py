@@ -39,15 +39,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from results import Results, parse_arguments, reason
-from synthetic_corpus import label, loader, make_corpus, shape
 from torch import Tensor, nn
+from workload import label, loader, make_corpus, new_step, shape
 
 import electra_fast as ef
-from electra_fast.environment import choose_backend
 from electra_fast.flops import device_peak, flops_per_token
 from electra_fast.metrics import summarise
-from electra_fast.optim import Optimizer
-from electra_fast.step import TrainStep
 
 # Preset:rows per step. small@128 at 16k and 131k tokens, base@512 at 65k, large@512 at 32k.
 SHAPES = ["small:128", "small:1024", "base:128", "large:64"]
@@ -74,10 +71,7 @@ Build = Callable[[ef.Config, torch.device], Runner]
 def ours(config: ef.Config, device: torch.device, execution: str) -> Runner:
     """Steps as `pretrain` takes them; without a GPU all are rehearsed eagerly."""
     execution = execution if device.type == "cuda" else "eager"
-    model = ef.Electra(config).to(device).train()
-    optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    backend, numbers = choose_backend(config, device), count()
-    train_step = TrainStep(model, optimizer, config, backend, execution)
+    train_step, numbers = new_step(config, device, execution), count()
 
     def loss() -> float:
         train_step.synchronize()
@@ -85,7 +79,7 @@ def ours(config: ef.Config, device: torch.device, execution: str) -> Runner:
 
     def facts() -> Mapping[str, Any]:
         seconds = [round(capture.seconds, 2) for capture in train_step.captures]
-        return {"attention": backend.attention, "capture_seconds": seconds}
+        return {"attention": train_step.backend.attention, "capture_seconds": seconds}
 
     return Runner(lambda rows: train_step(rows, next(numbers)), loss, train_step.stream, facts)
 

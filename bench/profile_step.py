@@ -23,15 +23,13 @@ from typing import Any
 
 import torch
 from results import Results, parse_arguments
-from synthetic_corpus import label, loader, make_corpus, shape
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from workload import label, loader, make_corpus, new_step, shape
 
 import electra_fast as ef
-from electra_fast.environment import choose_backend
-from electra_fast.optim import Optimizer
 from electra_fast.step import WARM_UP, TrainStep
 
 REPLAYS = 3
@@ -90,10 +88,7 @@ def _size(x: Tensor) -> int:
 
 def open_step(config: ef.Config, corpus: Path, device: torch.device, execution: str) -> tuple[TrainStep, Iterator[Any]]:
     """A step that has warmed up and been captured, if it is to be."""
-    model = ef.Electra(config).to(device).train()
-    optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    step = TrainStep(model, optimizer, config, choose_backend(config, device), execution)
-    batches = iter(loader(corpus, config))
+    step, batches = new_step(config, device, execution), loader(corpus, config)
     for number in range(WARM_UP + 3):
         step(next(batches), number)
     step.synchronize()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from groups import CACHE
 
 import electra_fast as ef
 
@@ -22,7 +23,7 @@ def parse_arguments(parser: argparse.ArgumentParser, with_overrides: bool = Fals
     """
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--results", type=Path, help="append a JSON object per result to this file")
-    parser.add_argument("--cache", type=Path, default=cache_folder(), help="corpora that scripts share")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="corpora that scripts share")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, few steps; always so on a CPU")
     options, rest = parser.parse_known_args()
     if rest and not with_overrides:
@@ -33,11 +34,6 @@ def parse_arguments(parser: argparse.ArgumentParser, with_overrides: bool = Fals
     options.device = torch.device(options.device)
     options.quick |= options.device.type != "cuda"
     return options
-
-
-def cache_folder() -> Path:
-    """Where corpora and compiled kernels of these scripts stay between runs."""
-    return Path(os.environ.get("ELECTRA_FAST_BENCH_CACHE") or Path(tempfile.gettempdir()) / "electra-fast-bench")
 
 
 class Results:
@@ -69,6 +65,12 @@ class Results:
     def exit_code(self) -> int:
         """1 if any result was wrong."""
         return int(self.num_wrong > 0)
+
+
+def listed(found: Mapping[str, Any]) -> str:
+    """Figures of a check by name; `ok` is said by the line's beginning."""
+    pairs = ((name, f"{x:.3g}" if isinstance(x, float) else x) for name, x in found.items() if name != "ok")
+    return ", ".join(f"{name} {text}" for name, text in pairs)
 
 
 def reason(error: BaseException) -> str:

@@ -8,23 +8,21 @@ Kernels by themselves are `kernel_numerics.py`'s.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from results import Results, parse_arguments, reason
-from synthetic_corpus import loader, make_corpus, shape
+from results import Results, listed, parse_arguments, reason
 from torch import Tensor
+from workload import loader, make_corpus, new_step, shape
 
-import electra_fast as ef
 from electra_fast import attention, ops
 from electra_fast.electra import Backend
 from electra_fast.environment import choose_backend
 from electra_fast.metrics import summarise
-from electra_fast.optim import Optimizer
-from electra_fast.step import TrainStep
 
 PARTS = ("samples", "attention", "eager", "graph", "compile")
 Check = Callable[[], dict[str, Any]]
@@ -91,7 +89,7 @@ def check_attention_dropout(device: torch.device, backend: Backend) -> dict[str,
 
 def check_losses(corpus: Path, device: torch.device, execution: str, steps: int) -> dict[str, Any]:
     """Losses of a short run beside fp32 on the CPU (the same rows, masks and noise keys), beside eager, and again."""
-    truth = losses(corpus, torch.device("cpu"), "eager", steps, Backend("sdpa", torch.float32))
+    truth = true_losses(corpus, steps)
     found, again = (losses(corpus, device, execution, steps) for _ in range(2))
     gap = max(abs(a - b) / a for a, b in zip(truth, found, strict=True))
     result = {"first": found[0], "last": found[-1], "largest_gap": gap, "same_bits_again": found == again}
@@ -102,15 +100,18 @@ def check_losses(corpus: Path, device: torch.device, execution: str, steps: int)
     return {"ok": ok, **result}
 
 
+@functools.cache
+def true_losses(corpus: Path, steps: int) -> list[float]:
+    """The same run in fp32 on the CPU; it takes longer than the device's, so once for all executions."""
+    return losses(corpus, torch.device("cpu"), "eager", steps, Backend("sdpa", torch.float32))
+
+
 def losses(
     corpus: Path, device: torch.device, execution: str, steps: int, backend: Backend | None = None
 ) -> list[float]:
     """Each step's generator plus weighted discriminator loss, of a tiny model without dropout."""
     config = shape("tiny:64", {"data.sequence_length": "64"})
-    model = ef.Electra(config).to(device).train()
-    optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    step = TrainStep(model, optimizer, config, backend or choose_backend(config, device), execution)
-    found = []
+    step, found = new_step(config, device, execution, backend), []
     for number, rows in zip(range(steps), loader(corpus, config), strict=False):
         step(rows, number)
         step.synchronize()
@@ -145,14 +146,13 @@ def main() -> int:
     for name, check in checks(options.only, options.device, options.cache, options.quick):
         try:
             found = check()
-        except (ImportError, ModuleNotFoundError) as error:
+        except ImportError as error:
             results.add(f"{name}: {reason(error)}")
             continue
         except Exception as error:  # the other checks are to be made all the same
             results.add(f"{name}: {reason(error)}", ok=False)
             continue
-        figures = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
-        results.add(f"{name}: {figures}", check=name, **found)
+        results.add(f"{name}: {listed(found)}", check=name, **found)
     return results.exit_code()
 
 

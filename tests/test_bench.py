@@ -145,8 +145,8 @@ def test_every_kernel_case_is_in_a_group():
 @pytest.mark.parametrize("text", ["small:8", "base:2"])
 def test_the_products_of_gemm_are_those_of_a_step(text):
     """With attention and the generator's table they make up the FLOPs that MFU is computed from."""
-    corpora, gemm = importlib.import_module("synthetic_corpus"), importlib.import_module("gemm")
-    config = corpora.shape(text)
+    workload, gemm = importlib.import_module("workload"), importlib.import_module("gemm")
+    config = workload.shape(text)
     tokens, length = config.train.batch_size * config.data.sequence_length, config.data.sequence_length
     products = sum(
         2 * rows * inputs * outputs * count for (rows, inputs, outputs), count in gemm.layers(config).items()

@@ -1,4 +1,4 @@
-"""The corpus that every GPU script trains on: made here, downloaded from nowhere, kept for the next script."""
+"""What the GPU scripts train: a synthetic corpus, kept for the next script, configurations, and steps."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 
 import electra_fast as ef
+from electra_fast.electra import Backend
+from electra_fast.environment import choose_backend
+from electra_fast.optim import Optimizer
+from electra_fast.step import TrainStep
 
 VOCAB_SIZE = 30_522
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -54,6 +59,13 @@ def shape(text: str, overrides: dict[str, str] | None = None) -> ef.Config:
     changes = {"model.vocab_size": str(VOCAB_SIZE), "model.dropout": "0", "model.attention_dropout": "0"}
     changes |= {"train.batch_size": rows, "data.packing": "best-fit"}
     return ef.Config.preset(preset, "google").override(changes | (overrides or {}))
+
+
+def new_step(config: ef.Config, device: torch.device, execution: str, backend: Backend | None = None) -> TrainStep:
+    """A new model on the device, and its step as `pretrain` takes it."""
+    model = ef.Electra(config).to(device).train()
+    optimizer = Optimizer(model.named_parameters(), config.optimizer)
+    return TrainStep(model, optimizer, config, backend or choose_backend(config, device), execution)
 
 
 def label(config: ef.Config, text: str) -> str:
