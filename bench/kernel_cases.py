@@ -90,7 +90,7 @@ def _(at: Setting) -> Iterator[Case]:
         borders = torch.cat((starts.flatten().nonzero().flatten(), ends)).int()
 
         def whole_rows(q: Tensor, k: Tensor, v: Tensor, rows: int = num_rows, length: int = length) -> Tensor:
-            return attention.attention(q, k, v, attention.Segments.padded(rows, length, None))
+            return attention.attention(q, k, v, attention.AttentionMask.padded(rows, length, None))
 
         yield Case(
             f"B={num_rows} L={length} N={num_heads} H={width}",
@@ -110,7 +110,7 @@ def _backend(name: str, at: Setting, ids: Tensor, borders: Tensor) -> Function:
         attention.choose_attention(name, at.device, at.dtype, 0.0)
     except ValueError as error:
         return partial(refuse, str(error))
-    segments = attention.Segments.packed(ids, borders, name)
+    segments = attention.AttentionMask.packed(ids, borders, name)
     return lambda q, k, v: attention.attention(q, k, v, segments)
 
 
@@ -131,7 +131,7 @@ def _(at: Setting) -> Iterator[Case]:
         borders = torch.arange(0, num_rows * length + 1, length, dtype=torch.int32, device=at.device)
 
         def build(name: str, ids: Tensor = ids, borders: Tensor = borders) -> Function:
-            return lambda *_: attention.Segments.packed(ids, borders, name)
+            return lambda *_: attention.AttentionMask.packed(ids, borders, name)
 
         yield Case(f"B={num_rows} L={length}", (), build("sdpa"), peers={"flex": build("flex")})
 

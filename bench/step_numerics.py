@@ -65,7 +65,7 @@ def check_attention(device: torch.device, backend: Backend) -> dict[str, Any]:
     def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention.attention_reference(q, k, v, borders)
 
-    segments = attention.Segments.packed(ids, borders, backend.attention)
+    segments = attention.AttentionMask.packed(ids, borders, backend.attention)
     truth = outcome(torch.float64, reference)
     eager = outcome(backend.dtype, reference)
     ours = outcome(backend.dtype, lambda q, k, v: attention.attention(q, k, v, segments))
@@ -81,7 +81,7 @@ def check_attention_dropout(device: torch.device, backend: Backend) -> dict[str,
     ids = torch.ones(64, 128, dtype=torch.int32, device=device)
     borders = torch.arange(0, 64 * 128 + 1, 128, dtype=torch.int32, device=device)
     q, k = (torch.randn(64 * 128, 4, 64, device=device).to(backend.dtype) for _ in range(2))
-    segments = attention.Segments.packed(ids, borders, backend.attention)
+    segments = attention.AttentionMask.packed(ids, borders, backend.attention)
     out = attention.attention(q, k, torch.ones_like(q), segments, 0.3).float()
     mean, spread = out.mean().item(), out.std().item()
     return {"ok": abs(mean - 1) < 0.02 and spread > 0.02, "mean": mean, "spread": spread}
