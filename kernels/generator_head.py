@@ -10,7 +10,7 @@ Shapes: M masked slots, V vocabulary, E embedding, P = V padded to whole tiles.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -52,7 +52,10 @@ def _narrow_width(x_ME: Tensor, path: str) -> int | None:
         return None
     small = x_ME.is_cuda and torch.cuda.get_device_capability(x_ME.device)[0] not in WIDTH_256_CAPABILITIES
     widths = NARROW_WIDTHS[:-1] if small else NARROW_WIDTHS
-    return next((padded for padded in widths if x_ME.shape[1] <= padded), None)
+    padded = next((padded for padded in widths if x_ME.shape[1] <= padded), None)
+    if path == "narrow" and padded is None:
+        raise ValueError(f"a table of width {x_ME.shape[1]} is too wide for the narrow path; its limit is {widths[-1]}")
+    return padded
 
 
 def _empty_padded(x_ME: Tensor, table_VE: Tensor, path: str) -> tuple[Tensor, Tensor]:
@@ -152,11 +155,11 @@ _generator_head.register_autograd(_backward, setup_context=_setup_context)
 
 def generator_head(
     x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, slot_M: Tensor, seed_and_step: Tensor | None,
-    temperature: float, disallow_correct: bool, path: str = "auto",
+    temperature: float, disallow_correct: bool, path: Literal["auto", "narrow", "chunked"] = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """(nll_M, sample_M or None, correct_M), as `electra_fast.ops.generator_head`.
 
-    `path` is "narrow", "chunked" or, for the faster one, "auto".
+    `path` "auto" is the faster one; ValueError for "narrow" with a table that is too wide.
     """
     with_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_ME, table_VE, bias_V))
     nll_M, sample_M, correct_M, *_ = _generator_head(

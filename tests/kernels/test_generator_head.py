@@ -109,6 +109,12 @@ def test_the_whole_vocabulary(path):
     assert torch.equal(sample, expected[1]) and torch.equal(correct, expected[2])
 
 
+def test_a_table_too_wide_for_the_narrow_path_is_an_error():
+    inputs = make_inputs(3, 140, 300)
+    with pytest.raises(ValueError, match="a table of width 300 is too wide for the narrow path"):
+        by_kernels(NARROW)(*inputs, KEY, 1.0, False)
+
+
 def test_confident_rows_have_a_precise_gradient():
     """Where the target's probability is near 1 the gradient's two terms cancel; the rest must still be right."""
     inputs, upstream = make_inputs(6, 200, 32, torch.float16), random_upstream(6)
