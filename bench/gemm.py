@@ -2,10 +2,10 @@
 
     python bench/gemm.py [--shapes small:1024 base:128 large:64] [--device cpu]
 
-bf16, random numbers, as cuBLAS runs them under `torch`. Prints each distinct layer's three products in
-microseconds (TFLOP/s, GB/s), and for each model their sum in a step: what it can't go below
-without other products. Weight gradients sum over all tokens into a small matrix, which leaves most
-of the GPU idle unless the sum is cut: "in S parts" does that by a batched product and a sum.
+bf16, random numbers, by cuBLAS through PyTorch. Prints each distinct layer's three products in
+microseconds (TFLOP/s, GB/s), and for each model their sum over a step, a lower bound of its time with
+these products. Weight gradients sum over all tokens into a small matrix, which leaves most of the GPU
+idle unless the sum is split: "split-K S" does that by a batched product and a sum.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from workload import label, shape
 import electra_fast as ef
 
 SHAPES, QUICK_SHAPES = ["small:1024", "small:128", "base:128", "large:64"], ["tiny:8"]
-PARTS = (4, 16, 64)
+SPLITS = (4, 16, 64)
 
 
 def layers(config: ef.Config) -> Counter[tuple[int, int, int]]:
-    """(rows, inputs, outputs) of every linear layer of a step, tables aside, and how often it occurs."""
+    """(rows, inputs, outputs) of every linear layer of a step except tables, and how often it occurs."""
     tokens = config.train.batch_size * config.data.sequence_length
     slots = int(tokens * config.data.mask_prob)
     found: Counter[tuple[int, int, int]] = Counter()
-    with FakeTensorMode():  # shapes alone: initialising a large model takes many seconds
+    with FakeTensorMode():  # only shapes are needed; initializing a large model takes many seconds
         model = ef.Electra(config)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
@@ -43,25 +43,25 @@ def layers(config: ef.Config) -> Counter[tuple[int, int, int]]:
 
 
 def products(rows: int, inputs: int, outputs: int, device: torch.device) -> Iterator[tuple[str, float]]:
-    """Name and seconds of a layer's products, and of the weight gradient cut into parts."""
+    """Name and seconds of a layer's products, and of the weight gradient with split-K."""
     x, dy = (torch.randn(rows, width, device=device).bfloat16() for width in (inputs, outputs))
     weight = torch.randn(outputs, inputs, device=device).bfloat16()
 
-    def in_parts(number: int) -> Tensor:
-        parts = torch.bmm(dy.view(number, -1, outputs).mT, x.view(number, -1, inputs))
-        return parts.sum(0, dtype=torch.float32)
+    def split_k(splits: int) -> Tensor:
+        partials = torch.bmm(dy.view(splits, -1, outputs).mT, x.view(splits, -1, inputs))
+        return partials.sum(0, dtype=torch.float32)
 
     calls = 20 if device.type == "cuda" else 1
     yield "forward", seconds_per_call(lambda: x @ weight.T, device, calls)
     yield "input gradient", seconds_per_call(lambda: dy @ weight, device, calls)
     yield "weight gradient", seconds_per_call(lambda: dy.T @ x, device, calls)
-    for number in PARTS:
-        if rows % number == 0:
-            yield f"in {number} parts", seconds_per_call(lambda n=number: in_parts(n), device, calls)
+    for splits in SPLITS:
+        if rows % splits == 0:
+            yield f"split-K {splits}", seconds_per_call(lambda s=splits: split_k(s), device, calls)
 
 
 def main() -> int:
-    """Layer after layer, most time first."""
+    """Measures the layers, those with the most operations first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", help="preset:rows per step")
     options = parse_arguments(parser)

@@ -1,6 +1,6 @@
-"""The cases of `bench/kernels.py`: each operation that has a kernel, its shapes, and who else computes it.
+"""The cases of `bench/kernels.py` and `bench/kernel_numerics.py`: operations, their shapes, other implementations.
 
-A new case is a function of a few lines with `@case`; see the last ones. Run `bench/kernels.py`.
+A new case is a function of a few lines with `@case`, such as the last ones.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from electra_fast import attention, ops, sampling
+from electra_fast import attention, ops
 
 VOCAB_SIZE = 30_522
-Function = Callable[..., Any]  # inputs → a tensor, or a tuple whose first one is differentiated
+Function = Callable[..., Any]  # inputs → a tensor, or a tuple whose first tensor is differentiated
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Setting:
     quick: bool
 
     def shapes(self, real: list[tuple[int, ...]], tiny: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The shapes worth timing, or the one to rehearse."""
+        """The shapes to time, or the one for a rehearsal."""
         return [tiny] if self.quick else real
 
     def normal(self, *shape: int, gradient: bool = True, dtype: torch.dtype | None = None) -> Tensor:
-        """Standard normal numbers in the activations' dtype, unless said otherwise."""
+        """Standard normal numbers, by default in the activations' dtype."""
         x = torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype or self.dtype)
         return x.requires_grad_(gradient)
 
     def weight(self, *shape: int) -> Tensor:
-        """A parameter: fp32, scaled as networks have it."""
+        """A parameter: fp32, scaled by 1 / sqrt(last dimension)."""
         return (torch.randn(shape, device=self.device) * shape[-1] ** -0.5).requires_grad_()
 
     def integers(self, high: int, *shape: int) -> Tensor:
@@ -49,7 +49,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Case:
-    """One operation on one shape; `num_flops` and `num_bytes` are the least that it has to do."""
+    """One operation on one shape; `num_flops` and `num_bytes` are the minimum that it needs."""
 
     shape: str
     inputs: tuple[Any, ...]
@@ -68,95 +68,95 @@ def case(name: str) -> Callable[[Callable[[Setting], Iterator[Case]]], None]:
     return partial(CASES.__setitem__, name)
 
 
-def kernel(module: str, name: str) -> Function:
-    """A kernel's launcher; looked up when called, for the interpreter is chosen before Triton is imported."""
-    return lambda *inputs: getattr(importlib.import_module(f"electra_fast.kernels.{module}"), name)(*inputs)
+def kernel(name: str) -> Function:
+    """A kernel's launcher, imported when called: Triton's interpreter must be enabled before Triton is imported."""
+    return lambda *inputs: getattr(importlib.import_module("electra_fast.kernels.launchers"), name)(*inputs)
 
 
 def compiler(device: torch.device) -> str:
-    """On the CPU only the tracing is rehearsed: C++ takes minutes to compile."""
+    """On the CPU only tracing is rehearsed, because C++ takes minutes to compile."""
     return "inductor" if device.type == "cuda" else "eager"
 
 
 @case("attention")
-def _(at: Setting) -> Iterator[Case]:
+def _(setting: Setting) -> Iterator[Case]:
     real = [(1024, 128, 4, 64), (1024, 128, 1, 64), (128, 512, 12, 64), (64, 512, 16, 64)]
-    for num_rows, length, num_heads, width in at.shapes(real, (2, 32, 2, 16)):
-        # A border at every 300th token, so that rows of 512 hold two or three segments.
-        starts = torch.rand(num_rows, length, device=at.device) < 1 / 300
+    for num_rows, length, num_heads, head_dim in setting.shapes(real, (2, 32, 2, 16)):
+        # A segment starts at every 300th token on average: two or three segments in a row of 512.
+        starts = torch.rand(num_rows, length, device=setting.device) < 1 / 300
         ids = starts.cumsum(1).int() + 1
         starts[:, 0] = True
-        ends = torch.tensor([num_rows * length], device=at.device)
-        borders = torch.cat((starts.flatten().nonzero().flatten(), ends)).int()
+        ends = torch.tensor([num_rows * length], device=setting.device)
+        cu_seqlens = torch.cat((starts.flatten().nonzero().flatten(), ends)).int()
 
         def whole_rows(q: Tensor, k: Tensor, v: Tensor, rows: int = num_rows, length: int = length) -> Tensor:
-            return attention.attention(q, k, v, attention.Segments.padded(rows, length, None))
+            return attention.attention(q, k, v, attention.AttentionMask.padded(rows, length, None))
 
         yield Case(
-            f"B={num_rows} L={length} N={num_heads} H={width}",
-            tuple(at.normal(num_rows * length, num_heads, width) for _ in range(3)),
-            _backend("sdpa", at, ids, borders),
+            f"B={num_rows} L={length} N={num_heads} H={head_dim}",
+            tuple(setting.normal(num_rows * length, num_heads, head_dim) for _ in range(3)),
+            _backend("sdpa", setting, ids, cu_seqlens),
             peers={
-                **{name: _backend(name, at, ids, borders) for name in ("varlen", "flex", "xformers")},
+                **{name: _backend(name, setting, ids, cu_seqlens) for name in ("varlen", "flex", "xformers")},
                 "sdpa over whole rows (another result)": whole_rows,
             },
-            num_flops=3 * 4 * (borders.diff().double() ** 2).sum().item() * num_heads * width,
+            num_flops=3 * 4 * (cu_seqlens.diff().double() ** 2).sum().item() * num_heads * head_dim,
         )
 
 
-def _backend(name: str, at: Setting, ids: Tensor, borders: Tensor) -> Function:
-    """Attention by one backend; its segments are built once, as for all layers of a step."""
+def _backend(name: str, setting: Setting, ids: Tensor, cu_seqlens: Tensor) -> Function:
+    """Attention by one backend; its mask is built once, as for all layers of a step."""
     try:
-        attention.choose_attention(name, at.device, at.dtype, 0.0)
+        attention.choose_attention(name, setting.device, setting.dtype, 0.0)
     except ValueError as error:
         return partial(refuse, str(error))
-    segments = attention.Segments.packed(ids, borders, name)
-    return lambda q, k, v: attention.attention(q, k, v, segments)
+    mask = attention.AttentionMask.packed(ids, cu_seqlens, name)
+    return lambda q, k, v: attention.attention(q, k, v, mask)
 
 
 class Unavailable(Exception):
-    """A contender can't run here; says why."""
+    """An implementation cannot run here; the message says why."""
 
 
 def refuse(reason: str, *_: Any) -> None:
-    """Stands for a function that can't run here."""
+    """Takes the place of a function that cannot run here."""
     raise Unavailable(reason)
 
 
-@case("segments of attention")
-def _(at: Setting) -> Iterator[Case]:
-    """What building each backend's mask costs, once a micro-batch."""
-    for num_rows, length in at.shapes([(1024, 128), (128, 512)], (2, 32)):
-        ids = torch.ones(num_rows, length, dtype=torch.int32, device=at.device)
-        borders = torch.arange(0, num_rows * length + 1, length, dtype=torch.int32, device=at.device)
+@case("attention mask")
+def _(setting: Setting) -> Iterator[Case]:
+    """The cost of building each backend's mask, paid once per micro-batch."""
+    for num_rows, length in setting.shapes([(1024, 128), (128, 512)], (2, 32)):
+        ids = torch.ones(num_rows, length, dtype=torch.int32, device=setting.device)
+        cu_seqlens = torch.arange(0, num_rows * length + 1, length, dtype=torch.int32, device=setting.device)
 
-        def build(name: str, ids: Tensor = ids, borders: Tensor = borders) -> Function:
-            return lambda *_: attention.Segments.packed(ids, borders, name)
+        def build(name: str, ids: Tensor = ids, cu_seqlens: Tensor = cu_seqlens) -> Function:
+            return lambda *_: attention.AttentionMask.packed(ids, cu_seqlens, name)
 
         yield Case(f"B={num_rows} L={length}", (), build("sdpa"), peers={"flex": build("flex")})
 
 
 @case("generator head")
-def _(at: Setting) -> Iterator[Case]:
+def _(setting: Setting) -> Iterator[Case]:
     real = [(19_660, 128, VOCAB_SIZE), (9_830, 768, VOCAB_SIZE), (8_192, 1024, VOCAB_SIZE)]
-    for num_slots, width, vocab_size in at.shapes(real, (5, 16, 300)):
+    for num_slots, width, vocab_size in setting.shapes(real, (5, 16, 300)):
         inputs = (
-            at.normal(num_slots, width),
-            at.weight(vocab_size, width),
-            at.weight(vocab_size),
-            at.integers(vocab_size, num_slots),
-            torch.arange(num_slots, device=at.device),
-            torch.tensor([1, 2], device=at.device),
+            setting.normal(num_slots, width),
+            setting.weight(vocab_size, width),
+            setting.weight(vocab_size),
+            setting.integers(vocab_size, num_slots),
+            torch.arange(num_slots, device=setting.device),
+            torch.tensor([1, 2], device=setting.device),
             1.0,
             False,
         )
         yield Case(
             f"M={num_slots} E={width} V={vocab_size}, with a sample (peers: without)",
             inputs,
-            getattr(ops, "generator_head_reference", _plain_generator_head),
-            kernel("generator_head", "generator_head"),
+            ops.generator_head_reference,
+            kernel("generator_head"),
             peers={
-                "torch.compile without a sample": torch.compile(_cross_entropy, backend=compiler(at.device)),
+                "torch.compile without a sample": torch.compile(_cross_entropy, backend=compiler(setting.device)),
                 "cut-cross-entropy, exact, without bias": _cut_cross_entropy,
                 "Liger": _liger,
                 "torch.nn.functional.linear_cross_entropy": _torch_linear_cross_entropy,
@@ -170,16 +170,10 @@ def _cross_entropy(x: Tensor, table: Tensor, bias: Tensor, target: Tensor, *_: A
     return ops.masked_cross_entropy(ops.linear(x, table, bias), target).sum()
 
 
-def _plain_generator_head(x: Tensor, table: Tensor, bias: Tensor, target: Tensor, slot: Tensor, key: Tensor, *_: Any):
-    logits = ops.linear(x, table, bias)
-    sample = sampling.sample_categorical(logits.detach(), slot, key)
-    return ops.masked_cross_entropy(logits, target), sample, logits.argmax(-1) == target
-
-
 def _cut_cross_entropy(x: Tensor, table: Tensor, bias: Tensor, target: Tensor, *_: Any) -> Tensor:
     from cut_cross_entropy import linear_cross_entropy
 
-    # Its gradient filter would drop nearly everything at the start of training; the release has no bias.
+    # Its gradient filter would drop nearly everything early in training. The released version has no bias.
     return linear_cross_entropy(x, table.to(x.dtype), target, filter_eps=None, reduction="sum")
 
 
@@ -200,71 +194,63 @@ def _torch_linear_cross_entropy(
 
 
 @case("corrupt")
-def _(at: Setting) -> Iterator[Case]:
-    for num_rows, length, slots in at.shapes([(1024, 128, 20), (128, 512, 77)], (2, 32, 5)):
-        first = torch.arange(num_rows, device=at.device)[:, None] * length
+def _(setting: Setting) -> Iterator[Case]:
+    for num_rows, length, slots in setting.shapes([(1024, 128, 20), (128, 512, 77)], (2, 32, 5)):
+        first = torch.arange(num_rows, device=setting.device)[:, None] * length
         inputs = (
-            at.integers(VOCAB_SIZE, num_rows, length).int(),
-            (at.integers(length, num_rows, slots) + first).flatten(),
-            at.integers(VOCAB_SIZE, num_rows * slots),
-            at.integers(VOCAB_SIZE, num_rows * slots),
+            setting.integers(VOCAB_SIZE, num_rows, length).int(),
+            (setting.integers(length, num_rows, slots) + first).flatten(),
+            setting.integers(VOCAB_SIZE, num_rows * slots),
+            setting.integers(VOCAB_SIZE, num_rows * slots),
         )
-        reference = getattr(ops, "corrupt_reference", partial(refuse, "ops.corrupt_reference is not in this tree"))
-        num_bytes = num_rows * length * 9 + num_rows * slots * 24
-        yield Case(
-            f"B={num_rows} L={length} N={slots}", inputs, reference, kernel("corrupt", "corrupt"), {}, 0, num_bytes
-        )
+        shape, num_bytes = f"B={num_rows} L={length} N={slots}", num_rows * length * 9 + num_rows * slots * 24
+        yield Case(shape, inputs, ops.corrupt_reference, kernel("corrupt"), num_bytes=num_bytes)
 
 
 @case("discriminator head: bias, gelu, classifier")
-def _(at: Setting) -> Iterator[Case]:
-    for num_tokens, width in at.shapes([(131_072, 256), (65_536, 768)], (7, 64)):
-        inputs = (at.normal(num_tokens, width), at.weight(width), at.weight(1, width), at.weight(1))
+def _(setting: Setting) -> Iterator[Case]:
+    for num_tokens, width in setting.shapes([(131_072, 256), (65_536, 768)], (7, 64)):
+        inputs = (setting.normal(num_tokens, width), setting.weight(width), setting.weight(1, width), setting.weight(1))
 
         def reference(h: Tensor, bias: Tensor, weight: Tensor, classifier_bias: Tensor) -> Tensor:
             return F.linear(F.gelu(h + bias.to(h.dtype)).to(weight.dtype), weight, classifier_bias).squeeze(-1)
 
         num_bytes = 3 * inputs[0].numel() * inputs[0].element_size()
-        launcher = kernel("discriminator_head", "gelu_logit")
-        yield Case(f"T={num_tokens} D={width}", inputs, reference, launcher, num_bytes=num_bytes)
+        yield Case(f"T={num_tokens} D={width}", inputs, reference, kernel("gelu_logit"), num_bytes=num_bytes)
 
 
 @case("discriminator loss")
-def _(at: Setting) -> Iterator[Case]:
-    for (num_tokens,) in at.shapes([(131_072,)], (50,)):
+def _(setting: Setting) -> Iterator[Case]:
+    for (num_tokens,) in setting.shapes([(131_072,)], (50,)):
         inputs = (
-            at.normal(num_tokens, dtype=torch.float32),
-            at.integers(2, num_tokens).bool(),
-            torch.ones(num_tokens, dtype=torch.bool, device=at.device),
+            setting.normal(num_tokens, dtype=torch.float32),
+            setting.integers(2, num_tokens).bool(),
+            torch.ones(num_tokens, dtype=torch.bool, device=setting.device),
         )
-
-        def plain(logits: Tensor, replaced: Tensor, valid: Tensor) -> Tensor:
-            return (ops.binary_cross_entropy(logits, replaced) * valid).sum()
-
-        reference = getattr(ops, "discriminator_loss_reference", plain)
-        launcher = kernel("discriminator_head", "discriminator_loss")
+        reference, launcher = ops.discriminator_loss_reference, kernel("discriminator_loss")
         yield Case(f"T={num_tokens}", inputs, reference, launcher, num_bytes=16 * num_tokens)
 
 
 @case("bias + gelu")
-def _(at: Setting) -> Iterator[Case]:
-    for num_tokens, width in at.shapes([(131_072, 1024), (131_072, 256), (65_536, 3072)], (7, 64)):
-        inputs = (at.normal(num_tokens, width), at.weight(width))
+def _(setting: Setting) -> Iterator[Case]:
+    for num_tokens, width in setting.shapes([(131_072, 1024), (131_072, 256), (65_536, 3072)], (7, 64)):
+        inputs = (setting.normal(num_tokens, width), setting.weight(width))
         num_bytes = 5 * inputs[0].numel() * inputs[0].element_size()
 
         def reference(h: Tensor, bias: Tensor) -> Tensor:
             return F.gelu(h + bias.to(h.dtype))
 
-        yield Case(f"T={num_tokens} F={width}", inputs, reference, kernel("bias_gelu", "bias_gelu"), {}, 0, num_bytes)
+        yield Case(f"T={num_tokens} F={width}", inputs, reference, kernel("bias_gelu"), num_bytes=num_bytes)
 
 
 @case("bias + dropout + residual + norm")
-def _(at: Setting) -> Iterator[Case]:
-    for num_tokens, width in at.shapes([(131_072, 256), (131_072, 64), (65_536, 768)], (7, 64)):
+def _(setting: Setting) -> Iterator[Case]:
+    for num_tokens, width in setting.shapes([(131_072, 256), (131_072, 64), (65_536, 768)], (7, 64)):
         for dropout in (0.0, 0.1):
-            h, residual = at.normal(num_tokens, width), at.normal(num_tokens, width)
-            parameters = (at.weight(width), at.weight(width), at.weight(width))  # of the product and of the norm
-            key = torch.tensor([1, 2, 0], device=at.device) if dropout else None
+            h, residual = setting.normal(num_tokens, width), setting.normal(num_tokens, width)
+            # The linear layer's bias, the norm's weight and bias.
+            parameters = tuple(setting.weight(width) for _ in range(3))
+            key = torch.tensor([1, 2, 0], device=setting.device) if dropout else None
 
             def reference(
                 h: Tensor, bias: Tensor, residual: Tensor, w: Tensor, b: Tensor, p: float = dropout
@@ -273,7 +259,7 @@ def _(at: Setting) -> Iterator[Case]:
                 return F.layer_norm(z, z.shape[-1:], w.to(z.dtype), b.to(z.dtype), 1e-12)
 
             def ours(*inputs: Tensor, p: float = dropout, key: Tensor | None = key) -> Any:
-                return kernel("residual_norm", "residual_norm")(*inputs, 1e-12, p, key, 0)
+                return kernel("residual_norm")(*inputs, 1e-12, p, key, 0)
 
             yield Case(
                 f"T={num_tokens} D={width} dropout={dropout}",
@@ -285,19 +271,20 @@ def _(at: Setting) -> Iterator[Case]:
 
 
 @case("embedding sum + norm")
-def _(at: Setting) -> Iterator[Case]:
-    for num_tokens, width, length in at.shapes([(131_072, 128, 128), (65_536, 768, 512)], (7, 16, 8)):
-        vocab_size = 300 if at.quick else VOCAB_SIZE
-        ids = tuple(at.integers(high, num_tokens) for high in (vocab_size, length, 2))
-        tables = tuple(at.weight(rows, width) for rows in (vocab_size, length, 2))
+def _(setting: Setting) -> Iterator[Case]:
+    for num_tokens, width, length in setting.shapes([(131_072, 128, 128), (65_536, 768, 512)], (7, 16, 8)):
+        vocab_size = 300 if setting.quick else VOCAB_SIZE
+        ids = tuple(setting.integers(high, num_tokens) for high in (vocab_size, length, 2))
+        tables = tuple(setting.weight(rows, width) for rows in (vocab_size, length, 2))
 
         def reference(*inputs: Tensor) -> Tensor:
-            token, position, kind = (F.embedding(i, table) for i, table in zip(inputs[:3], inputs[3:6], strict=True))
-            x = token + position + kind
-            x = x if x.dtype == torch.float64 else x.to(at.dtype)
+            token, position, type_ = (F.embedding(i, table) for i, table in zip(inputs[:3], inputs[3:6], strict=True))
+            x = token + position + type_
+            x = x if x.dtype == torch.float64 else x.to(setting.dtype)
             return F.layer_norm(x, x.shape[-1:], inputs[6].to(x.dtype), inputs[7].to(x.dtype), 1e-12)
 
         def ours(*inputs: Tensor) -> Any:
-            return kernel("embedding_norm", "embedding_norm")(*inputs, 1e-12, at.dtype, 0.0, None, 0)
+            return kernel("embedding_norm")(*inputs, 1e-12, setting.dtype, 0.0, None, 0)
 
-        yield Case(f"T={num_tokens} E={width}", (*ids, *tables, at.weight(width), at.weight(width)), reference, ours)
+        norm = (setting.weight(width), setting.weight(width))
+        yield Case(f"T={num_tokens} E={width}", (*ids, *tables, *norm), reference, ours)

@@ -1,9 +1,9 @@
-"""Is every kernel right on this device? Its error against fp64, beside that of eager torch.
+"""Is every kernel correct on this device? Compares its error against fp64 with eager PyTorch's.
 
     python bench/kernel_numerics.py [--device cpu]
 
-Takes the cases of `kernel_cases.py` on their real shapes, on a CPU on tiny ones in Triton's
-interpreter (fp32, for its bf16 products are wrong).
+Runs the cases of `kernel_cases.py`: on their real shapes on a GPU, on tiny ones in Triton's interpreter
+on the CPU (in fp32, because the interpreter's bf16 products are wrong).
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from kernel_cases import CASES, Case, Function, Setting
 from results import Results, listed, parse_arguments, reason
 from torch import Tensor
 
-# A kernel may err as much as eager torch and half as much again, plus what the last bits of fp32 allow.
+# A kernel's error may be 1.5 times eager PyTorch's, plus rounding of fp32 relative to the largest value.
 ALLOWED, ROUNDING = 1.5, 2e-5
-# Samples and comparisons fall otherwise where two candidates are as good as equal, in bf16 1.6 to 2.4 % of
-# those at E = 768 and 1024 by rounding alone: as often as eager's and half as often again, and a few more.
-FEW = 1e-3
+# Samples and comparisons may differ where two candidates are nearly equal: in bf16, rounding alone changes 1.6 to
+# 2.4 % of them at E = 768 and 1024. Allowed are 1.5 times as many as eager's, plus this fraction.
+ALLOWED_DIFFERENT = 1e-3
 
 
 def checks(device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and outcome of each case that has a kernel and a reference that draws nothing of its own."""
+    """Name and outcome of each case with a kernel and a reference that uses no random numbers of its own."""
     is_cuda = device.type == "cuda"
     if not is_cuda:
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
-    at = Setting(device, torch.bfloat16 if is_cuda else torch.float32, quick=not is_cuda)
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    setting = Setting(device, torch.bfloat16 if is_cuda else torch.float32, quick=not is_cuda)
     torch.manual_seed(0)
     for name, cases in CASES.items():
-        for one in cases(at):
+        for one in cases(setting):
             if one.kernel is None or "dropout=0.1" in one.shape:
                 continue
             try:
                 outcome = check(one)
-            except Exception as error:  # the other kernels are to be looked at all the same
+            except Exception as error:  # go on with the other kernels
                 outcome = {"ok": False, "error": reason(error)}
             yield f"{name}, {one.shape}", outcome
             if is_cuda:
@@ -47,14 +47,14 @@ def checks(device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check(case: Case) -> dict[str, Any]:
-    """The kernel's outputs and gradients against fp64, and whether it gives the same bits again."""
+    """Compares the kernel's outputs and gradients with fp64, and with a second run of itself."""
     assert case.kernel is not None
     wanted, gradients = outcome(case.reference, case.inputs, torch.float64)
     truth = wanted + gradients
 
     def found_by(function: Function) -> list[Tensor]:
         outputs, gradients = outcome(function, case.inputs)
-        # A launcher may return more than the operation does: statistics for its backward pass.
+        # A launcher may return more than the operation does, such as statistics for its backward pass.
         return outputs[: len(wanted)] + gradients
 
     eager, ours, again = map(found_by, (case.reference, case.kernel, case.kernel))
@@ -70,7 +70,7 @@ def check(case: Case) -> dict[str, Any]:
         finite = bool(torch.isfinite(found).all())
         ratios.append(errors[0] / (errors[1] + ROUNDING * scale) if finite else float("inf"))
     same_bits = all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
-    right = max(ratios) <= ALLOWED and max(excess) <= FEW and same_bits
+    right = max(ratios) <= ALLOWED and max(excess) <= ALLOWED_DIFFERENT and same_bits
     return {"ok": right, "error_over_eager": max(ratios), "differ": max(different), "same_bits_again": same_bits}
 
 

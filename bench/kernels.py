@@ -1,18 +1,18 @@
-"""Each operation that has a kernel, against eager torch, torch.compile and what others publish.
+"""Each operation that has a kernel, against eager PyTorch, torch.compile and published kernels.
 
     python bench/kernels.py [--results FILE] [--only WORD ...] [--quick] [--device cpu] [--interpret]
 
-Prints a line per contender as it is known: median and 5th to 95th percentile of the time on the
-device, forward and backward together where the operation has a gradient, what it allocates at most, and
-GB/s or TFLOP/s of the traffic or products that cannot be avoided. A contender that is not
-installed or cannot run is a line that says why; a kernel of ours that fails makes the exit code 1.
+Prints a line per implementation as soon as it is measured: median and 5th to 95th percentile of the time
+on the device (forward and backward together where the operation has a gradient), peak memory allocated,
+and GB/s or TFLOP/s of the minimum traffic or products. An implementation that is not installed or cannot
+run gets a line that says why; if one of our kernels fails, the exit code is 1.
 
-Each contender is captured into a CUDA graph and replayed, for the training step is one graph: what is
-timed is the device's work, not Python's. Liger's head waits for the device, which no graph can hold: it is
-launched call by call, and "launched" is said. The L2 cache is emptied before each call.
+Each implementation is captured into a CUDA graph and replayed, as in the training step, so that the
+device's work is timed and not Python's. Liger's head synchronizes with the host, which cannot be captured:
+it is launched call by call, and its line says "launched". The L2 cache is flushed before each call.
 
-Without a GPU the references alone are rehearsed, on tiny shapes; `--interpret` runs the kernels too, in
-Triton's interpreter. Such times mean nothing.
+Without a GPU only the references are rehearsed, on tiny shapes; `--interpret` also runs the kernels, in
+Triton's interpreter. Those times mean nothing.
 
 The cases are in `kernel_cases.py`; a new one is a function of a few lines.
 """
@@ -34,21 +34,21 @@ from results import Results, parse_arguments, reason
 from torch import Tensor
 
 OURS = "electra-fast"
-# Reads a value from the device in its forward pass; a capture that fails spoils the next ones.
-WAITS = {"Liger"}
+# Synchronizes with the host in its forward pass; a failed capture would break the next ones.
+SYNCHRONIZES = {"Liger"}
 
 
-def contenders(case: Case, at: Setting, with_kernel: bool) -> Iterator[tuple[str, Function]]:
-    """Everybody's function of a case, in the order of the table."""
+def contenders(case: Case, device: torch.device, with_kernel: bool) -> Iterator[tuple[str, Function]]:
+    """All implementations of a case, in the order of the output."""
     if case.kernel is not None:
         yield OURS, case.kernel if with_kernel else partial(refuse, "the kernel needs a GPU, or --interpret")
     yield "eager", case.reference
-    yield "torch.compile", torch.compile(case.reference, dynamic=False, backend=compiler(at.device))
+    yield "torch.compile", torch.compile(case.reference, dynamic=False, backend=compiler(device))
     yield from case.peers.items()
 
 
 def work_of(function: Function, inputs: tuple[Any, ...]) -> Callable[[], None]:
-    """One call, with its gradients where inputs want them."""
+    """One call, with gradients of the inputs that require them."""
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     ones: dict[torch.Size, Tensor] = {}
 
@@ -65,7 +65,7 @@ def work_of(function: Function, inputs: tuple[Any, ...]) -> Callable[[], None]:
 
 
 def measure(work: Callable[[], None], device: torch.device, repeats: int, captured: bool) -> dict[str, Any]:
-    """Milliseconds of a call, and the most that it allocates."""
+    """Milliseconds per call, and peak memory allocated."""
     if device.type != "cuda":
         work()
         seconds = []
@@ -96,7 +96,7 @@ def measure(work: Callable[[], None], device: torch.device, repeats: int, captur
 
 
 def _warm_up(work: Callable[[], None]) -> float:
-    """Calls on a stream of their own, as capture wants it; returns the GiB that the last one allocated at most."""
+    """Calls on a side stream, as capture requires; returns the last call's peak memory in GiB."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -110,12 +110,12 @@ def _warm_up(work: Callable[[], None]) -> float:
 
 
 def result(name: str, case: Case, work: Callable[[], None], device: torch.device, repeats: int) -> dict[str, Any]:
-    """One line: times and rates, or why there are none."""
+    """One result: times and rates, or why there are none."""
     try:
-        found = measure(work, device, repeats, captured=name not in WAITS)
+        found = measure(work, device, repeats, captured=name not in SYNCHRONIZES)
     except (Unavailable, ImportError) as error:
         return {"contender": name, "error": str(error)}
-    except Exception as error:  # whatever others' code raises; ours fails the run
+    except Exception as error:  # of any kind; only our own fails the run
         return {"contender": name, "error": reason(error), "ok": name != OURS}
     low, *_, high = statistics.quantiles(found["ms"], n=20, method="inclusive")
     median = statistics.median(found["ms"])
@@ -133,7 +133,7 @@ def result(name: str, case: Case, work: Callable[[], None], device: torch.device
 
 
 def line(r: dict[str, Any]) -> str:
-    """What is printed of a contender."""
+    """The printed line of a result."""
     if "error" in r:
         return f"{r['contender']}: {r['error']}"
     rate = f", {r['tflops']:.0f} TFLOP/s" if r["tflops"] else ""
@@ -143,24 +143,24 @@ def line(r: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Case after case."""
+    """Runs the cases and returns the exit code."""
     parser = argparse.ArgumentParser(description="Time each kernel against its peers.")
-    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these words")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these words")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--interpret", action="store_true", help="run kernels in Triton's interpreter")
     options = parse_arguments(parser)
     device, results = options.device, Results(options.results, options.device)
     is_cuda = device.type == "cuda"
     if options.interpret:
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
-    at = Setting(device, torch.bfloat16 if is_cuda else torch.float32, options.quick)
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    setting = Setting(device, torch.bfloat16 if is_cuda else torch.float32, options.quick)
     torch.manual_seed(0)
     names = [name for name in CASES if any(word in name for word in options.only)]
     if not names:
-        parser.error(f"no case is called so; there are {', '.join(CASES)}")
+        parser.error(f"no case has such a name; the cases are {', '.join(CASES)}")
     for name in names:
-        for one in CASES[name](at):
-            for contender, function in contenders(one, at, is_cuda or options.interpret):
+        for one in CASES[name](setting):
+            for contender, function in contenders(one, device, is_cuda or options.interpret):
                 found = result(contender, one, work_of(function, one.inputs), device, options.repeats if is_cuda else 3)
                 results.add(f"{name}, {one.shape}: {line(found)}", case=name, shape=one.shape, **found)
                 if is_cuda:

@@ -65,10 +65,10 @@ def check_attention(device: torch.device, backend: Backend) -> dict[str, Any]:
     def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention.attention_reference(q, k, v, borders)
 
-    segments = attention.Segments.packed(ids, borders, backend.attention)
+    mask = attention.AttentionMask.packed(ids, borders, backend.attention)
     truth = outcome(torch.float64, reference)
     eager = outcome(backend.dtype, reference)
-    ours = outcome(backend.dtype, lambda q, k, v: attention.attention(q, k, v, segments))
+    ours = outcome(backend.dtype, lambda q, k, v: attention.attention(q, k, v, mask))
     ratios = [
         ((a.double() - t).abs().max() / (b.double() - t).abs().max()).item()
         for a, b, t in zip(ours, eager, truth, strict=True)
@@ -81,19 +81,24 @@ def check_attention_dropout(device: torch.device, backend: Backend) -> dict[str,
     ids = torch.ones(64, 128, dtype=torch.int32, device=device)
     borders = torch.arange(0, 64 * 128 + 1, 128, dtype=torch.int32, device=device)
     q, k = (torch.randn(64 * 128, 4, 64, device=device).to(backend.dtype) for _ in range(2))
-    segments = attention.Segments.packed(ids, borders, backend.attention)
-    out = attention.attention(q, k, torch.ones_like(q), segments, 0.3).float()
+    mask = attention.AttentionMask.packed(ids, borders, backend.attention)
+    out = attention.attention(q, k, torch.ones_like(q), mask, 0.3).float()
     mean, spread = out.mean().item(), out.std().item()
     return {"ok": abs(mean - 1) < 0.02 and spread > 0.02, "mean": mean, "spread": spread}
 
 
 def check_losses(corpus: Path, device: torch.device, execution: str, steps: int) -> dict[str, Any]:
-    """Losses of a short run beside fp32 on the CPU (the same rows, masks and noise keys), beside eager, and again."""
+    """Losses of a short run against fp32 on the CPU (same rows, masks, keys), references, eager, and itself."""
     truth = true_losses(corpus, steps)
     found, again = (losses(corpus, device, execution, steps) for _ in range(2))
     gap = max(abs(a - b) / a for a, b in zip(truth, found, strict=True))
     result = {"first": found[0], "last": found[-1], "largest_gap": gap, "same_bits_again": found == again}
     ok = gap < 0.02 and found[-1] < found[0] and found == again
+    if execution == "eager":
+        with ops.use_impl("reference"):
+            references = losses(corpus, device, execution, steps)
+        result["largest_gap_to_references"] = max(abs(a - b) / a for a, b in zip(references, found, strict=True))
+        ok &= result["largest_gap_to_references"] < 0.02
     if execution == "graph":
         result["equals_eager"] = found == losses(corpus, device, "eager", steps)
         ok &= result["equals_eager"]

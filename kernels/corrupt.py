@@ -1,10 +1,10 @@
 """The discriminator's input and labels from the generator's samples, in one pass over the rows (Triton).
 
-Runs between the two networks; contract and reference are `ops.corrupt`. Every token looks through the
-slots of its row, so nothing is scattered and no program waits for another: B*L*N comparisons are
-cheaper than the buffers, and the order, of a scatter-add.
+Runs between the two networks; contract and reference are in `ops.corrupt`. Every token compares its
+position with all slots of its row: the B*L*N comparisons are cheaper than the buffers and the fixed
+order that a deterministic scatter-add would need.
 
-Shapes: B rows, L row length, T = B*L tokens, N slots a row, M = B*N slots.
+Shapes: B rows, L row length, T = B*L tokens, N slots per row, M = B*N slots.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS = 64
-SLOTS = 16  # that a token looks at together
+SLOTS = 16  # compared per iteration
 NUM_WARPS = 4
 
 
@@ -25,10 +25,10 @@ def _corrupt_kernel(
     TOKENS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    inside = place < length
-    token = row * length + place
-    masked_id = tl.load(masked_ids_ptr + token, mask=inside, other=0)
+    column = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    mask = column < length
+    token = row * length + column
+    masked_id = tl.load(masked_ids_ptr + token, mask=mask, other=0)
 
     total = tl.zeros([TOKENS], dtype=tl.int64)
     num_draws = tl.zeros([TOKENS], dtype=tl.int32)
@@ -38,26 +38,26 @@ def _corrupt_kernel(
         exists = slot < num_slots
         slot_index = row * num_slots + slot
         position = tl.load(position_ptr + slot_index, mask=exists, other=-1) - row * length
-        # An unused slot's position lies behind the whole buffer, so behind the row too.
-        drawn_place = tl.where(exists & (position < length), position, -1).to(tl.int32)
+        # The position of an unused slot is past the end of the buffer, hence of the row.
+        slot_column = tl.where(exists & (position < length), position, -1).to(tl.int32)
         sample = tl.load(sample_ptr + slot_index, mask=exists, other=0)
         slot_original = tl.load(original_ptr + slot_index, mask=exists, other=-1)
-        hit = place[:, None] == drawn_place[None, :]
+        hit = column[:, None] == slot_column[None, :]
         total += tl.sum(tl.where(hit, sample[None, :], 0), axis=1)
         num_draws += tl.sum(hit.to(tl.int32), axis=1)
         original = tl.maximum(original, tl.max(tl.where(hit, slot_original[None, :], -1), axis=1))
 
     drawn = num_draws > 0
-    # Ids are not negative, so truncation is the floor.
+    # Ids are non-negative, so truncating division is the floor.
     mean = total // tl.maximum(num_draws, 1)
     corrupted = tl.where(drawn, mean, masked_id)
-    tl.store(corrupted_ptr + token, corrupted.to(corrupted_ptr.dtype.element_ty), mask=inside)
-    tl.store(replaced_ptr + token, drawn & (mean != original), mask=inside)
+    tl.store(corrupted_ptr + token, corrupted.to(corrupted_ptr.dtype.element_ty), mask=mask)
+    tl.store(replaced_ptr + token, drawn & (mean != original), mask=mask)
 
 
 @torch.library.custom_op("electra_fast::corrupt", mutates_args=())
 def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sample_M: Tensor) -> tuple[Tensor, Tensor]:
-    """Corrupted ids [T], of the masked ids' dtype, and labels (bool [T]); slots are int64 [M], row by row."""
+    """int [B, L] and int64 [M] slots in row order → corrupted ids [T] in the masked ids' dtype, labels bool [T]."""
     num_rows, length = masked_ids_BL.shape
     corrupted_T = torch.empty(num_rows * length, dtype=masked_ids_BL.dtype, device=masked_ids_BL.device)
     replaced_T = torch.empty(num_rows * length, dtype=torch.bool, device=masked_ids_BL.device)

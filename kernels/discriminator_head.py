@@ -1,14 +1,14 @@
-"""The discriminator's head behind its dense layer: bias, GELU and classifier, then the loss (Triton).
+"""The discriminator's head after its dense product (bias, GELU, classifier), and its loss (Triton).
 
-Last in the forward pass and first in the backward one; contracts and references are
-`ops.replaced_logits` and `ops.discriminator_loss`. Each op reads [T, D] or [T] once. Sums over tokens
-are made without atomics: every program writes its partial sums to a row of a small buffer, and a
-second kernel adds the rows in a fixed order, so that the same input gives the same bits.
+Last in the forward pass, first in the backward pass; contracts and references are in
+`ops.replaced_logits` and `ops.discriminator_loss`. Each op reads its [T, D] or [T] input once. Sums
+over tokens use no atomics: every program writes its partial sums to a row of a small buffer, and a
+second kernel adds the rows in a fixed order, so that results are bitwise reproducible.
 
-GELU is the exact one, no tanh. Sums are fp32, trees within a program; those of the loss over
-programs fp64.
+GELU is exact, without the tanh approximation. Sums are fp32; the loss and the counts are summed over
+programs in fp64.
 
-Shapes: T packed tokens, D hidden, P programs that leave partial sums.
+Shapes: T packed tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra_fast.kernels.gelu import gelu_and_slope, gelu_of
+from electra_fast.kernels.gelu import gelu, gelu_and_derivative
 
 NUM_WARPS = 4
-# Elements a program holds at once: 32 and 16 a thread, in 16-byte loads. The backward pass carries
-# two sums for each of its elements.
+# Elements per program and iteration: 32 and 16 per thread, in 16-byte loads. The backward pass keeps
+# two running sums per element.
 FORWARD_TILE, BACKWARD_TILE = 4096, 2048
-MOST_COLUMNS = 256  # 16 bytes a lane of bf16, one warp a row
-# Programs of the backward pass: one wave of an H200, whose 132 multiprocessors hold 5 each.
-MOST_PROGRAMS = 660
-LEAST_TILES = 4  # a program: fewer would make the partial sums dear
+MAX_COLUMNS = 256  # one warp per row: 16 bytes of bf16 per lane
+# Programs of the backward pass: one wave of an H200, 5 on each of 132 multiprocessors.
+MAX_PROGRAMS = 660
+MIN_TILES = 4  # per program; with fewer, writing partial sums would dominate
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 256, 16, 8
 LOSS_TOKENS = 1024
-LOSS_COLUMNS = 8  # of the loss' partial sums: the loss, then COUNTS, then two unused
-NUM_COUNTS = 5
+LOSS_COLUMNS = 8  # of the partial sums: the loss, `ops.DISCRIMINATOR_TOTALS`, two unused
+NUM_TOTALS = 5
 
 
 @triton.jit
@@ -43,55 +43,55 @@ def _gelu_logit_forward_kernel(
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
-    row_inside = first + row < num_tokens
+    row_mask = first + row < num_tokens
     h_ptr += first * D
     logit = tl.zeros([ROWS], dtype=tl.float32) + tl.load(classifier_bias_ptr)
     for first_column in tl.static_range(0, D, COLUMNS):
         column = first_column + tl.arange(0, COLUMNS)
-        column_inside = column < D
-        inside = row_inside[:, None] & column_inside[None, :]
-        bias = tl.load(bias_ptr + column, mask=column_inside, other=0.0)
-        weight = tl.load(weight_ptr + column, mask=column_inside, other=0.0)
-        h = tl.load(h_ptr + row[:, None] * D + column[None, :], mask=inside, other=0.0)
+        column_mask = column < D
+        mask = row_mask[:, None] & column_mask[None, :]
+        bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0)
+        weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
+        h = tl.load(h_ptr + row[:, None] * D + column[None, :], mask=mask, other=0.0)
         x = h.to(tl.float32) + bias[None, :]
-        logit += tl.sum(weight[None, :] * gelu_of(x), axis=1)
-    tl.store(logits_ptr + first + row, logit, mask=row_inside)
+        logit += tl.sum(weight[None, :] * gelu(x), axis=1)
+    tl.store(logits_ptr + first + row, logit, mask=row_mask)
 
 
 @triton.jit
 def _gelu_logit_backward_kernel(
-    dlogits_ptr, h_ptr, bias_ptr, weight_ptr, dh_ptr, partial_ptr, num_tokens, rows_a_program, partial_stride,
+    dlogits_ptr, h_ptr, bias_ptr, weight_ptr, dh_ptr, partial_ptr, num_tokens, rows_per_program, partial_stride,
     D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # A program takes some columns of a run of rows: no sum here goes over columns.
-    first = tl.program_id(0).to(tl.int64) * rows_a_program
+    # A program takes a block of columns of consecutive rows: no sum here runs over columns.
+    first = tl.program_id(0).to(tl.int64) * rows_per_program
     first_column = tl.program_id(1) * COLUMNS
     column = first_column + tl.arange(0, COLUMNS)
-    column_inside = column < D
-    bias = tl.load(bias_ptr + column, mask=column_inside, other=0.0)
-    weight = tl.load(weight_ptr + column, mask=column_inside, other=0.0)
-    # Sums stay apart by the row's place in the tile until the end: rows lie in different warps.
+    column_mask = column < D
+    bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
+    # One running sum per row of the tile, reduced at the end: the rows of a tile are in different warps.
     dbias = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     dweight = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    dconstant = tl.zeros([ROWS], dtype=tl.float32)
-    for start in range(0, rows_a_program, ROWS):
+    dclassifier_bias = tl.zeros([ROWS], dtype=tl.float32)
+    for start in range(0, rows_per_program, ROWS):
         row = first + start + tl.arange(0, ROWS)
-        row_inside = row < num_tokens
-        inside = row_inside[:, None] & column_inside[None, :]
+        row_mask = row < num_tokens
+        mask = row_mask[:, None] & column_mask[None, :]
         offset = row[:, None] * D + column[None, :]
-        h = tl.load(h_ptr + offset, mask=inside, other=0.0)
-        dlogit = tl.load(dlogits_ptr + row, mask=row_inside, other=0.0)
-        gelu, slope = gelu_and_slope(h.to(tl.float32) + bias[None, :])
-        dh = dlogit[:, None] * weight[None, :] * slope
-        tl.store(dh_ptr + offset, dh.to(dh_ptr.dtype.element_ty), mask=inside)
+        h = tl.load(h_ptr + offset, mask=mask, other=0.0)
+        dlogit = tl.load(dlogits_ptr + row, mask=row_mask, other=0.0)
+        activated, derivative = gelu_and_derivative(h.to(tl.float32) + bias[None, :])
+        dh = dlogit[:, None] * weight[None, :] * derivative
+        tl.store(dh_ptr + offset, dh.to(dh_ptr.dtype.element_ty), mask=mask)
         dbias += dh
-        dweight += dlogit[:, None] * gelu
-        dconstant += dlogit
+        dweight += dlogit[:, None] * activated
+        dclassifier_bias += dlogit
     partial_ptr += tl.program_id(0) * partial_stride
-    tl.store(partial_ptr + column, tl.sum(dbias, axis=0), mask=column_inside)
-    tl.store(partial_ptr + D + column, tl.sum(dweight, axis=0), mask=column_inside)
+    tl.store(partial_ptr + column, tl.sum(dbias, axis=0), mask=column_mask)
+    tl.store(partial_ptr + D + column, tl.sum(dweight, axis=0), mask=column_mask)
     if first_column == 0:
-        tl.store(partial_ptr + 2 * D, tl.sum(dconstant, axis=0))
+        tl.store(partial_ptr + 2 * D, tl.sum(dclassifier_bias, axis=0))
 
 
 @triton.jit
@@ -99,19 +99,19 @@ def _column_sums_kernel(
     partial_ptr, sum_ptr, num_partials, num_columns, partial_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    column_inside = column < num_columns
+    column_mask = column < num_columns
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for first in range(0, num_partials, ROWS):
         row = first + tl.arange(0, ROWS)
-        inside = (row < num_partials)[:, None] & column_inside[None, :]
-        total += tl.load(partial_ptr + row[:, None] * partial_stride + column[None, :], mask=inside, other=0.0)
-    tl.store(sum_ptr + column, tl.sum(total, axis=0), mask=column_inside)
+        mask = (row < num_partials)[:, None] & column_mask[None, :]
+        total += tl.load(partial_ptr + row[:, None] * partial_stride + column[None, :], mask=mask, other=0.0)
+    tl.store(sum_ptr + column, tl.sum(total, axis=0), mask=column_mask)
 
 
 @triton.jit
 def _log1p(u):
-    # For u in [0, 1]: 2 artanh(u / (2 + u)) by its series, to fp32's precision also where u is small;
-    # the GPU's fast logarithm of 1 + u is not.
+    # For u in [0, 1], as the series of 2 artanh(u / (2 + u)): accurate to fp32 also for small u, where
+    # the GPU's fast log(1 + u) is not.
     s = u / (2.0 + u)
     q = s * s
     series = 1 / 11 + q * (1 / 13 + q * (1 / 15))
@@ -124,17 +124,17 @@ def _loss_forward_kernel(
     logits_ptr, replaced_ptr, valid_ptr, partial_ptr, num_tokens, TOKENS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    inside = token < num_tokens
-    z = tl.load(logits_ptr + token, mask=inside, other=0.0).to(tl.float32)
-    replaced = tl.load(replaced_ptr + token, mask=inside, other=0) != 0
-    valid = tl.load(valid_ptr + token, mask=inside, other=0) != 0
+    mask = token < num_tokens
+    z = tl.load(logits_ptr + token, mask=mask, other=0.0).to(tl.float32)
+    replaced = tl.load(replaced_ptr + token, mask=mask, other=0) != 0
+    valid = tl.load(valid_ptr + token, mask=mask, other=0) != 0
     loss = tl.maximum(z, 0.0) - z * replaced.to(tl.float32) + _log1p(tl.exp(-tl.abs(z)))
     predicted = (z > 0) & valid
     replaced = replaced & valid
     correct = (predicted == replaced) & valid
 
     partial_ptr += tl.program_id(0) * COLUMNS
-    # A product, not a choice: NaN on padding shows in the loss, as in the reference.
+    # A product rather than tl.where: NaN on padding reaches the loss, as in the reference.
     tl.store(partial_ptr, tl.sum(loss * valid.to(tl.float32), axis=0).to(tl.float64))
     tl.store(partial_ptr + 1, tl.sum(correct.to(tl.int32), axis=0).to(tl.float64))
     tl.store(partial_ptr + 2, tl.sum((predicted & replaced).to(tl.int32), axis=0).to(tl.float64))
@@ -145,19 +145,19 @@ def _loss_forward_kernel(
 
 @triton.jit
 def _loss_sums_kernel(
-    partial_ptr, loss_ptr, counts_ptr, num_partials,
-    NUM_COUNTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    partial_ptr, loss_ptr, totals_ptr, num_partials,
+    NUM_TOTALS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float64)
     for first in range(0, num_partials, ROWS):
         row = first + tl.arange(0, ROWS)
-        inside = (row < num_partials)[:, None] & (column <= NUM_COUNTS)[None, :]
-        total += tl.load(partial_ptr + row[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0)
+        mask = (row < num_partials)[:, None] & (column <= NUM_TOTALS)[None, :]
+        total += tl.load(partial_ptr + row[:, None] * COLUMNS + column[None, :], mask=mask, other=0.0)
     sums = tl.sum(total, axis=0)
     tl.store(loss_ptr + column, sums.to(tl.float32), mask=column == 0)
-    is_count = (column > 0) & (column <= NUM_COUNTS)
-    tl.store(counts_ptr + column - 1, tl.where(is_count, sums, 0.0).to(tl.int64), mask=is_count)
+    is_total = (column > 0) & (column <= NUM_TOTALS)
+    tl.store(totals_ptr + column - 1, tl.where(is_total, sums, 0.0).to(tl.int64), mask=is_total)
 
 
 @triton.jit
@@ -165,29 +165,29 @@ def _loss_backward_kernel(
     dloss_ptr, logits_ptr, replaced_ptr, valid_ptr, dlogits_ptr, num_tokens, TOKENS: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    inside = token < num_tokens
-    z = tl.load(logits_ptr + token, mask=inside, other=0.0).to(tl.float32)
-    replaced = tl.load(replaced_ptr + token, mask=inside, other=0) != 0
-    valid = tl.load(valid_ptr + token, mask=inside, other=0) != 0
+    mask = token < num_tokens
+    z = tl.load(logits_ptr + token, mask=mask, other=0.0).to(tl.float32)
+    replaced = tl.load(replaced_ptr + token, mask=mask, other=0) != 0
+    valid = tl.load(valid_ptr + token, mask=mask, other=0) != 0
     u = tl.exp(-tl.abs(z))
-    # sigmoid(z) - y without cancellation: the probability of the wrong label, with its sign.
+    # sigmoid(z) - y without cancellation: plus or minus the probability of the wrong label.
     wrong = tl.where((z >= 0) == replaced, u, 1.0) / (1.0 + u)
     dz = tl.where(replaced, -wrong, wrong) * valid.to(tl.float32) * tl.load(dloss_ptr)
-    tl.store(dlogits_ptr + token, dz.to(dlogits_ptr.dtype.element_ty), mask=inside)
+    tl.store(dlogits_ptr + token, dz.to(dlogits_ptr.dtype.element_ty), mask=mask)
 
 
-def columns_at_once(width: int) -> int:
-    """Columns of a tile: a power of two that divides the width if it is worth a load, else covers it."""
+def block_columns(width: int) -> int:
+    """Columns of a tile: the largest power of two that divides the width, or one that covers it if that is under 64."""
     divisor = width & -width
-    return min(MOST_COLUMNS, divisor if divisor >= 64 else triton.next_power_of_2(width))
+    return min(MAX_COLUMNS, divisor if divisor >= 64 else triton.next_power_of_2(width))
 
 
 @torch.library.custom_op("electra_fast::gelu_logit", mutates_args=())
 def gelu_logit(h_TD: Tensor, bias_D: Tensor, weight_1D: Tensor, classifier_bias_1: Tensor) -> Tensor:
-    """weight · gelu(h + bias) + classifier_bias: activations [T, D] and fp32 parameters → fp32 [T]."""
+    """weight · gelu(h + bias) + classifier_bias; h [T, D], fp32 [D], [1, D] and [1] → fp32 [T]."""
     num_tokens, width = h_TD.shape
     logits_T = torch.empty(num_tokens, dtype=torch.float32, device=h_TD.device)
-    columns = columns_at_once(width)
+    columns = block_columns(width)
     rows = FORWARD_TILE // columns
     _gelu_logit_forward_kernel[(triton.cdiv(num_tokens, rows),)](
         h_TD.contiguous(), bias_D, weight_1D, classifier_bias_1, logits_T, num_tokens,
@@ -203,19 +203,19 @@ def _(h_TD: Tensor, bias_D: Tensor, weight_1D: Tensor, classifier_bias_1: Tensor
 
 @torch.library.custom_op("electra_fast::gelu_logit_backward", mutates_args=())
 def gelu_logit_backward(dlogits_T: Tensor, h_TD: Tensor, bias_D: Tensor, weight_1D: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients: dh [T, D] in h's dtype, and fp32 [2D + 1] of bias, weight and classifier bias, in this order."""
+    """dh [T, D] in h's dtype, and fp32 [2D + 1]: the gradients of bias, weight and classifier bias, concatenated."""
     num_tokens, width = h_TD.shape
-    columns = columns_at_once(width)
+    columns = block_columns(width)
     rows, column_blocks = BACKWARD_TILE // columns, triton.cdiv(width, columns)
-    rows_a_program = rows * max(LEAST_TILES, triton.cdiv(num_tokens * column_blocks, rows * MOST_PROGRAMS))
-    num_programs = triton.cdiv(num_tokens, rows_a_program)
+    rows_per_program = rows * max(MIN_TILES, triton.cdiv(num_tokens * column_blocks, rows * MAX_PROGRAMS))
+    num_programs = triton.cdiv(num_tokens, rows_per_program)
     dh_TD = torch.empty_like(h_TD, memory_format=torch.contiguous_format)
-    partial_stride = 2 * width + 4  # keeps rows aligned to 16 bytes
+    partial_stride = 2 * width + 4  # keeps rows 16-byte aligned
     partials = torch.empty(num_programs, partial_stride, dtype=torch.float32, device=h_TD.device)
     sums = torch.empty(2 * width + 1, dtype=torch.float32, device=h_TD.device)
     _gelu_logit_backward_kernel[(num_programs, column_blocks)](
         dlogits_T.contiguous(), h_TD.contiguous(), bias_D, weight_1D, dh_TD, partials,
-        num_tokens, rows_a_program, partial_stride,
+        num_tokens, rows_per_program, partial_stride,
         D=width, ROWS=rows, COLUMNS=columns, num_warps=NUM_WARPS,
     )  # fmt: skip
     _column_sums_kernel[(triton.cdiv(sums.shape[0], SUM_COLUMNS),)](
@@ -246,33 +246,33 @@ gelu_logit.register_autograd(_gelu_logit_gradients, setup_context=_save_gelu_log
 
 @torch.library.custom_op("electra_fast::discriminator_loss", mutates_args=())
 def discriminator_loss(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Float [T] and two bool [T] → fp32 scalar, the summed loss, and int64 [5], the counts of `ops.COUNTS`."""
+    """Float [T] and two bool [T] → summed loss (fp32 scalar) and `ops.DISCRIMINATOR_TOTALS` (int64 [5])."""
     num_tokens, device = logits_T.shape[0], logits_T.device
     num_programs = triton.cdiv(num_tokens, LOSS_TOKENS)
     partials = torch.empty(num_programs, LOSS_COLUMNS, dtype=torch.float64, device=device)
     loss = torch.empty((), dtype=torch.float32, device=device)
-    counts = torch.empty(NUM_COUNTS, dtype=torch.int64, device=device)
+    totals_5 = torch.empty(NUM_TOTALS, dtype=torch.int64, device=device)
     _loss_forward_kernel[(num_programs,)](
         logits_T.contiguous(), replaced_T.contiguous(), valid_T.contiguous(), partials, num_tokens,
         TOKENS=LOSS_TOKENS, COLUMNS=LOSS_COLUMNS, num_warps=NUM_WARPS,
     )  # fmt: skip
     _loss_sums_kernel[(1,)](
-        partials, loss, counts, num_programs,
-        NUM_COUNTS=NUM_COUNTS, ROWS=SUM_ROWS, COLUMNS=LOSS_COLUMNS, num_warps=SUM_WARPS,
+        partials, loss, totals_5, num_programs,
+        NUM_TOTALS=NUM_TOTALS, ROWS=SUM_ROWS, COLUMNS=LOSS_COLUMNS, num_warps=SUM_WARPS,
     )  # fmt: skip
-    return loss, counts
+    return loss, totals_5
 
 
 @discriminator_loss.register_fake
 def _(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
-    return logits_T.new_empty((), dtype=torch.float32), logits_T.new_empty(NUM_COUNTS, dtype=torch.int64)
+    return logits_T.new_empty((), dtype=torch.float32), logits_T.new_empty(NUM_TOTALS, dtype=torch.int64)
 
 
 @torch.library.custom_op("electra_fast::discriminator_loss_backward", mutates_args=())
 def discriminator_loss_backward(dloss: Tensor, logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> Tensor:
-    """dloss (fp32 scalar) * (sigmoid(logits) - replaced) on valid tokens; in the logits' dtype.
+    """dloss * (sigmoid(logits) - replaced) on valid tokens, else 0; dloss is an fp32 scalar. [T] in the logits' dtype.
 
-    Computed again from what the forward pass read: a buffer kept from there would cost more traffic.
+    Recomputed from the forward pass's inputs: a saved buffer would cost more memory traffic.
     """
     dlogits_T = torch.empty_like(logits_T, memory_format=torch.contiguous_format)
     num_tokens = logits_T.shape[0]
@@ -292,7 +292,7 @@ def _save_loss(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Te
     ctx.save_for_backward(*inputs)
 
 
-def _loss_gradients(ctx: Any, dloss: Tensor, dcounts: Tensor | None) -> tuple[Tensor, None, None]:
+def _loss_gradients(ctx: Any, dloss: Tensor, dtotals_5: Tensor | None) -> tuple[Tensor, None, None]:
     return discriminator_loss_backward(dloss, *ctx.saved_tensors), None, None
 
 

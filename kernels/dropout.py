@@ -1,7 +1,7 @@
-"""Dropout whose mask is a pure function of seed, step, site, token and column (Triton).
+"""Dropout whose mask is a pure function of seed, step, call index, token and column (Triton).
 
-The contract and the reference are `Dropout` and `dropout` in `electra_fast.ops`. Nothing is stored:
-the backward pass draws the same mask again. Other kernels fuse the mask by `keep_scale`.
+Contract and reference: `Dropout` and `dropout` in `electra_fast.ops`. No mask is stored: the backward
+pass draws it again. Other kernels fuse dropout through `keep_scale`.
 
 Shapes: T tokens, D columns.
 """
@@ -13,23 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Added to the site in the counter's last word, which is 0 or 1 in the sampler's draws.
-FIRST_SITE = 1 << 16
-# Probabilities are multiples of 2^-24: the comparison is one of signed integers.
-RESOLUTION = 1 << 24
+# Added to the call index in the counter's last word: the sampler uses 0 and 1 there.
+FIRST_CALL = tl.constexpr(1 << 16)
+# Probabilities are multiples of 2^-24, so that the upper 24 bits of a word compare as signed integers.
+RESOLUTION = tl.constexpr(1 << 24)
 TILE = 2048
 
 
 def threshold(probability: float) -> int:
-    """The number of 24-bit draws, out of 2^24, that drop an element."""
-    return round(probability * RESOLUTION)
+    """How many of the 2^24 values of a 24-bit draw drop an element."""
+    return round(probability * (1 << 24))
 
 
 @triton.jit
-def keep_scale(key_ptr, site, token, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, THRESHOLD: tl.constexpr):
-    """fp32 [BLOCK_T, BLOCK_D]: 0 where columns 0 … BLOCK_D - 1 of these tokens drop, else 1 / (1 - p).
+def keep_scale(key_ptr, call_index, token, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, THRESHOLD: tl.constexpr):
+    """fp32 [BLOCK_T, BLOCK_D] to multiply by: 0 for dropped elements, 1 / (1 - p) for kept ones.
 
-    `token` int64 [BLOCK_T] within the micro-batch. Four neighbouring columns share one draw.
+    `token` is the int64 [BLOCK_T] index within the micro-batch. One Philox call serves four adjacent columns.
     """
     seed = tl.load(key_ptr)
     step = tl.load(key_ptr + 1)
@@ -37,14 +37,14 @@ def keep_scale(key_ptr, site, token, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexp
     quad = tl.arange(0, BLOCK_D // 4)[None, :] + tl.zeros((BLOCK_T, 1), tl.int32)
     row = token[:, None] + tl.zeros((1, BLOCK_D // 4), tl.int64)
     w0, w1, w2, w3 = tl.philox(seed, quad.to(tl.uint32), row.to(tl.uint32), (row * 0 + step).to(tl.uint32),
-                               (quad * 0 + 65536 + site).to(tl.uint32))  # fmt: skip
+                               (quad * 0 + FIRST_CALL + call_index).to(tl.uint32))  # fmt: skip
     word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    return tl.where((word >> 8).to(tl.int32) >= THRESHOLD, 16777216.0 / (16777216 - THRESHOLD), 0.0)
+    return tl.where((word >> 8).to(tl.int32) >= THRESHOLD, RESOLUTION / (RESOLUTION - THRESHOLD), 0.0)
 
 
-@triton.jit(do_not_specialize=["site"])
+@triton.jit(do_not_specialize=["call_index"])
 def _dropout_kernel(
-    x_ptr, y_ptr, key_ptr, site, num_tokens,
+    x_ptr, y_ptr, key_ptr, call_index, num_tokens,
     WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -52,38 +52,41 @@ def _dropout_kernel(
     offset = token[:, None] * WIDTH + column[None, :]
     mask = (token < num_tokens)[:, None] & (column < WIDTH)[None, :]
     x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offset, x * keep_scale(key_ptr, site, token, BLOCK_T, BLOCK_D, THRESHOLD), mask=mask)
+    tl.store(y_ptr + offset, x * keep_scale(key_ptr, call_index, token, BLOCK_T, BLOCK_D, THRESHOLD), mask=mask)
 
 
 def blocks(width: int) -> dict[str, int]:
-    """Tile of the kernel at this width."""
+    """Block sizes of the kernel at this width."""
     columns = max(4, triton.next_power_of_2(width))
     return {"WIDTH": width, "BLOCK_T": max(1, TILE // columns), "BLOCK_D": columns}
 
 
 @torch.library.custom_op("electra_fast::dropout", mutates_args=())
-def dropout(x_TD: Tensor, probability: float, key: Tensor, site: int) -> Tensor:
-    """x with each element zeroed with the given probability, else divided by 1 - probability."""
+def dropout(x_TD: Tensor, probability: float, key: Tensor, call_index: int) -> Tensor:
+    """Zeroes each element with this probability and divides the others by 1 - probability; [T, D] → [T, D].
+
+    `key` is int64 [3], `ops.Dropout.key`.
+    """
     num_tokens, width = x_TD.shape
     x_TD, tile = x_TD.contiguous(), blocks(width)
     y_TD = torch.empty_like(x_TD)
     _dropout_kernel[(triton.cdiv(num_tokens, tile["BLOCK_T"]),)](
-        x_TD, y_TD, key, site, num_tokens, **tile, THRESHOLD=threshold(probability), num_warps=4
+        x_TD, y_TD, key, call_index, num_tokens, **tile, THRESHOLD=threshold(probability), num_warps=4
     )
     return y_TD
 
 
 @dropout.register_fake
-def _(x_TD, probability, key, site):
+def _(x_TD, probability, key, call_index):
     return x_TD.new_empty(x_TD.shape)
 
 
-def _keep_mask(ctx, inputs, output):
-    _, ctx.probability, key, ctx.site = inputs
+def _save(ctx, inputs, output):
+    _, ctx.probability, key, ctx.call_index = inputs
     ctx.save_for_backward(key)
 
 
 dropout.register_autograd(
-    lambda ctx, dy_TD: (dropout(dy_TD, ctx.probability, *ctx.saved_tensors, ctx.site), None, None, None),
-    setup_context=_keep_mask,
+    lambda ctx, dy_TD: (dropout(dy_TD, ctx.probability, *ctx.saved_tensors, ctx.call_index), None, None, None),
+    setup_context=_save,
 )

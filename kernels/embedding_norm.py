@@ -1,13 +1,13 @@
-"""Token + position + type embedding, LayerNorm and dropout in one kernel, and back (Triton).
+"""Token + position + type embedding, LayerNorm and dropout in one kernel each way (Triton).
 
-The contract and the reference are `embedding_norm` in `electra_fast.ops`. The fp32 sum of the three
-rows is never stored: the backward pass gathers them again. Gradients of the tables without atomics:
+Contract and reference: `embedding_norm` in `electra_fast.ops`. The fp32 sum of the three rows is
+never stored: the backward pass gathers them again. The tables' gradients use no atomics:
 
-- token: `gather_rows.add_rows`, which sorts the ids (few tokens share a row, but for some);
-- type: two sums over all tokens, taken with those of the norm's weight and bias;
-- position: many tokens share each row, so a product with the one-hot matrix of the positions, which
-  is made in registers and never stored, in fixed chunks of tokens that are then added up. That is
-  2 T L E operations on tensor cores, a thousandth of a step, where a sort alone is ten launches.
+- token: `gather_rows.add_rows`, which sorts the ids (most rows get few tokens);
+- type: two sums over all tokens, computed with those of the norm's weight and bias;
+- position: each row gets many tokens, so a product with the one-hot matrix of the positions, built in
+  registers, over fixed chunks of tokens whose results are then added. That is 2 T L E FLOPs on tensor
+  cores, a thousandth of a step, where a sort alone takes ten launches.
 
 Shapes: T tokens, E embedding, L positions, P programs, C chunks.
 """
@@ -21,17 +21,17 @@ from torch import Tensor
 
 from electra_fast.kernels.dropout import keep_scale, threshold
 from electra_fast.kernels.gather_rows import add_rows
+from electra_fast.kernels.occupancy import resident_programs
 from electra_fast.kernels.residual_norm import blocks, num_warps
-from electra_fast.kernels.wave import programs_at_once
 
-# Programs of four warps that a multiprocessor holds: 64 registers forward, 96 to 128 backward.
-FORWARD_A_MULTIPROCESSOR, BACKWARD_A_MULTIPROCESSOR = 8, 4
+# Resident programs of four warps: 64 registers per thread forward, 96 to 128 backward.
+FORWARD_PROGRAMS_PER_SM, BACKWARD_PROGRAMS_PER_SM = 8, 4
 ONE_HOT_BLOCKS = {"BLOCK_L": 128, "BLOCK_E": 64, "BLOCK_T": 32}
 ONE_HOT_WARPS = 4
 
 
 @triton.jit
-def _sum_of_rows(
+def _sum_embeddings(
     token_ptr, position_ptr, type_ptr, token_id, position_id, type_id, column, mask, WIDTH: tl.constexpr
 ):  # fmt: skip
     z = tl.load(token_ptr + token_id.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
@@ -39,78 +39,78 @@ def _sum_of_rows(
     return z + tl.load(type_ptr + type_id.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["site"])
+@triton.jit(do_not_specialize=["call_index"])
 def _embedding_norm_forward_kernel(
     ids_ptr, positions_ptr, types_ptr, token_ptr, position_ptr, type_ptr, weight_ptr, bias_ptr, key_ptr,
-    y_ptr, mean_ptr, rstd_ptr, num_tokens, epsilon, site,
+    y_ptr, mean_ptr, rstd_ptr, num_tokens, eps, call_index,
     WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK_D)
-    inside = column < WIDTH
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
-    bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+    column_mask = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
+    bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0)
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
         token = (tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-        there = token < num_tokens
-        mask = there[:, None] & inside[None, :]
-        token_id = tl.load(ids_ptr + token, mask=there, other=0)
-        position_id = tl.load(positions_ptr + token, mask=there, other=0)
-        type_id = tl.load(types_ptr + token, mask=there, other=0)
-        z = _sum_of_rows(token_ptr, position_ptr, type_ptr, token_id, position_id, type_id, column, mask, WIDTH)
+        token_mask = token < num_tokens
+        mask = token_mask[:, None] & column_mask[None, :]
+        token_id = tl.load(ids_ptr + token, mask=token_mask, other=0)
+        position_id = tl.load(positions_ptr + token, mask=token_mask, other=0)
+        type_id = tl.load(types_ptr + token, mask=token_mask, other=0)
+        z = _sum_embeddings(token_ptr, position_ptr, type_ptr, token_id, position_id, type_id, column, mask, WIDTH)
         mean = tl.sum(z, axis=1) / WIDTH
-        centred = tl.where(inside[None, :], z - mean[:, None], 0.0)
-        rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / WIDTH + epsilon)
-        y = centred * rstd[:, None] * weight[None, :] + bias[None, :]
+        centered = tl.where(column_mask[None, :], z - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(centered * centered, axis=1) / WIDTH + eps)
+        y = centered * rstd[:, None] * weight[None, :] + bias[None, :]
         if THRESHOLD > 0:
-            y *= keep_scale(key_ptr, site, token, BLOCK_T, BLOCK_D, THRESHOLD)
+            y *= keep_scale(key_ptr, call_index, token, BLOCK_T, BLOCK_D, THRESHOLD)
         tl.store(y_ptr + token[:, None] * WIDTH + column[None, :], y, mask=mask)
-        tl.store(mean_ptr + token, mean, mask=there)
-        tl.store(rstd_ptr + token, rstd, mask=there)
+        tl.store(mean_ptr + token, mean, mask=token_mask)
+        tl.store(rstd_ptr + token, rstd, mask=token_mask)
 
 
-@triton.jit(do_not_specialize=["site"])
+@triton.jit(do_not_specialize=["call_index"])
 def _embedding_norm_backward_kernel(
     dy_ptr, ids_ptr, positions_ptr, types_ptr, token_ptr, position_ptr, type_ptr, weight_ptr, mean_ptr, rstd_ptr,
-    key_ptr, dz_ptr, partial_ptr, num_tokens, site,
+    key_ptr, dz_ptr, partial_ptr, num_tokens, call_index,
     WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK_D)
-    inside = column < WIDTH
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    column_mask = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
     dweight = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     dbias = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     all_types = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     type_1 = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
         token = (tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-        there = token < num_tokens
+        token_mask = token < num_tokens
         offset = token[:, None] * WIDTH + column[None, :]
-        mask = there[:, None] & inside[None, :]
-        token_id = tl.load(ids_ptr + token, mask=there, other=0)
-        position_id = tl.load(positions_ptr + token, mask=there, other=0)
-        type_id = tl.load(types_ptr + token, mask=there, other=0)
+        mask = token_mask[:, None] & column_mask[None, :]
+        token_id = tl.load(ids_ptr + token, mask=token_mask, other=0)
+        position_id = tl.load(positions_ptr + token, mask=token_mask, other=0)
+        type_id = tl.load(types_ptr + token, mask=token_mask, other=0)
         dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        z = _sum_of_rows(token_ptr, position_ptr, type_ptr, token_id, position_id, type_id, column, mask, WIDTH)
+        z = _sum_embeddings(token_ptr, position_ptr, type_ptr, token_id, position_id, type_id, column, mask, WIDTH)
         if THRESHOLD > 0:
-            dy *= keep_scale(key_ptr, site, token, BLOCK_T, BLOCK_D, THRESHOLD)
-        # Rows behind the last have rstd 0, and with it every gradient.
-        mean = tl.load(mean_ptr + token, mask=there, other=0.0)
-        rstd = tl.load(rstd_ptr + token, mask=there, other=0.0)
+            dy *= keep_scale(key_ptr, call_index, token, BLOCK_T, BLOCK_D, THRESHOLD)
+        # Past the last token rstd is 0, and so is every gradient.
+        mean = tl.load(mean_ptr + token, mask=token_mask, other=0.0)
+        rstd = tl.load(rstd_ptr + token, mask=token_mask, other=0.0)
         normed = (z - mean[:, None]) * rstd[:, None]
         dnormed = dy * weight[None, :]
-        along_one = tl.sum(dnormed, axis=1) / WIDTH
-        along_normed = tl.sum(dnormed * normed, axis=1) / WIDTH
-        dz = (dnormed - along_one[:, None] - normed * along_normed[:, None]) * rstd[:, None]
+        mean_dnormed = tl.sum(dnormed, axis=1) / WIDTH
+        mean_dnormed_normed = tl.sum(dnormed * normed, axis=1) / WIDTH
+        dz = (dnormed - mean_dnormed[:, None] - normed * mean_dnormed_normed[:, None]) * rstd[:, None]
         tl.store(dz_ptr + offset, dz, mask=mask)
         dweight += dy * normed
         dbias += dy
         all_types += dz
         type_1 += tl.where((type_id == 1)[:, None], dz, 0.0)
     partial_ptr += tl.program_id(0) * (4 * WIDTH) + column
-    tl.store(partial_ptr, tl.sum(dweight, axis=0), mask=inside)
-    tl.store(partial_ptr + WIDTH, tl.sum(dbias, axis=0), mask=inside)
-    tl.store(partial_ptr + 2 * WIDTH, tl.sum(all_types - type_1, axis=0), mask=inside)
-    tl.store(partial_ptr + 3 * WIDTH, tl.sum(type_1, axis=0), mask=inside)
+    tl.store(partial_ptr, tl.sum(dweight, axis=0), mask=column_mask)
+    tl.store(partial_ptr + WIDTH, tl.sum(dbias, axis=0), mask=column_mask)
+    tl.store(partial_ptr + 2 * WIDTH, tl.sum(all_types - type_1, axis=0), mask=column_mask)
+    tl.store(partial_ptr + 3 * WIDTH, tl.sum(type_1, axis=0), mask=column_mask)
 
 
 @triton.jit
@@ -137,18 +137,18 @@ def _sum_by_position_kernel(
 @torch.library.custom_op("electra_fast::embedding_norm", mutates_args=())
 def embedding_norm(
     ids_T: Tensor, positions_T: Tensor, types_T: Tensor, token_VE: Tensor, position_LE: Tensor, type_2E: Tensor,
-    weight_E: Tensor, bias_E: Tensor, epsilon: float, dtype: torch.dtype,
-    probability: float, key: Tensor | None, site: int,
+    weight_E: Tensor, bias_E: Tensor, eps: float, dtype: torch.dtype,
+    probability: float, key: Tensor | None, call_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dropout(LayerNorm(token + position + type)) in `dtype`, each row's mean and 1 / deviation (fp32 [T])."""
+    """dropout(LayerNorm(token + position + type)) [T, E] in `dtype`; mean and 1 / standard deviation, fp32 [T]."""
     num_tokens, tile = ids_T.shape[0], blocks(token_VE.shape[1])
     ids_T, positions_T, types_T = ids_T.contiguous(), positions_T.contiguous(), types_T.contiguous()
     y_TE = token_VE.new_empty((num_tokens, token_VE.shape[1]), dtype=dtype)
     mean_T, rstd_T = token_VE.new_empty(num_tokens), token_VE.new_empty(num_tokens)
-    most = programs_at_once(ids_T.device, FORWARD_A_MULTIPROCESSOR)
-    _embedding_norm_forward_kernel[(min(triton.cdiv(num_tokens, tile["BLOCK_T"]), most),)](
+    max_programs = resident_programs(ids_T.device, FORWARD_PROGRAMS_PER_SM)
+    _embedding_norm_forward_kernel[(min(triton.cdiv(num_tokens, tile["BLOCK_T"]), max_programs),)](
         ids_T, positions_T, types_T, token_VE, position_LE, type_2E, weight_E, bias_E, key, y_TE, mean_T, rstd_T,
-        num_tokens, epsilon, site, **tile, THRESHOLD=threshold(probability), num_warps=num_warps(tile["WIDTH"]),
+        num_tokens, eps, call_index, **tile, THRESHOLD=threshold(probability), num_warps=num_warps(tile["WIDTH"]),
     )  # fmt: skip
     return y_TE, mean_T, rstd_T
 
@@ -157,18 +157,18 @@ def embedding_norm(
 def embedding_norm_backward(
     dy_TE: Tensor, ids_T: Tensor, positions_T: Tensor, types_T: Tensor,
     token_VE: Tensor, position_LE: Tensor, type_2E: Tensor, weight_E: Tensor, mean_T: Tensor, rstd_T: Tensor,
-    probability: float, key: Tensor | None, site: int,
+    probability: float, key: Tensor | None, call_index: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients, fp32, of each token's sum [T, E] and [4, E] of weight, bias and the two types."""
+    """fp32 gradients: of each token's embedding sum [T, E], and [4, E] of weight, bias and the two types."""
     (num_tokens, width), dy_TE, tile = dy_TE.shape, dy_TE.contiguous(), blocks(token_VE.shape[1])
     ids_T, positions_T, types_T = ids_T.contiguous(), positions_T.contiguous(), types_T.contiguous()
     num_programs = min(
-        triton.cdiv(num_tokens, tile["BLOCK_T"]), programs_at_once(ids_T.device, BACKWARD_A_MULTIPROCESSOR)
+        triton.cdiv(num_tokens, tile["BLOCK_T"]), resident_programs(ids_T.device, BACKWARD_PROGRAMS_PER_SM)
     )
     dz_TE, partial_P4E = token_VE.new_empty((num_tokens, width)), token_VE.new_empty((num_programs, 4, width))
     _embedding_norm_backward_kernel[(num_programs,)](
         dy_TE, ids_T, positions_T, types_T, token_VE, position_LE, type_2E, weight_E, mean_T, rstd_T, key,
-        dz_TE, partial_P4E, num_tokens, site,
+        dz_TE, partial_P4E, num_tokens, call_index,
         **tile, THRESHOLD=threshold(probability), num_warps=num_warps(width),
     )  # fmt: skip
     return dz_TE, partial_P4E.sum(0)
@@ -176,12 +176,12 @@ def embedding_norm_backward(
 
 @torch.library.custom_op("electra_fast::sum_by_position", mutates_args=())
 def sum_by_position(dz_TE: Tensor, positions_T: Tensor, num_positions: int, exact: bool) -> Tensor:
-    """The rows of dz added up by position, fp32 [L, E]; `exact` multiplies in fp32, else in TF32."""
+    """Sums the rows of dz by position; fp32 [T, E], int [T] → fp32 [L, E]. `exact` multiplies in fp32, else in TF32."""
     (num_tokens, width), block = dz_TE.shape, ONE_HOT_BLOCKS
     dz_TE, positions_T = dz_TE.contiguous(), positions_T.contiguous()
     grid = triton.cdiv(num_positions, block["BLOCK_L"]), triton.cdiv(width, block["BLOCK_E"])
-    # Two programs a multiprocessor, each with tokens enough to be worth its partial sums.
-    num_chunks = max(1, min(programs_at_once(dz_TE.device, 2) // (grid[0] * grid[1]), num_tokens // 256))
+    # Two programs per multiprocessor, each with enough tokens to be worth its partial sums.
+    num_chunks = max(1, min(resident_programs(dz_TE.device, 2) // (grid[0] * grid[1]), num_tokens // 256))
     chunk = triton.cdiv(triton.cdiv(num_tokens, num_chunks), block["BLOCK_T"]) * block["BLOCK_T"]
     num_chunks = triton.cdiv(num_tokens, chunk)
     partial_CLE = dz_TE.new_empty((num_chunks, num_positions, width))
@@ -193,7 +193,7 @@ def sum_by_position(dz_TE: Tensor, positions_T: Tensor, num_positions: int, exac
 
 
 @embedding_norm.register_fake
-def _(ids_T, positions_T, types_T, token_VE, position_LE, type_2E, weight_E, bias_E, epsilon, dtype, *_):
+def _(ids_T, positions_T, types_T, token_VE, position_LE, type_2E, weight_E, bias_E, eps, dtype, *_):
     rows = token_VE.new_empty(ids_T.shape[0])
     return token_VE.new_empty((ids_T.shape[0], token_VE.shape[1]), dtype=dtype), rows, torch.empty_like(rows)
 
@@ -209,17 +209,17 @@ def _(dz_TE, positions_T, num_positions, exact):
 
 
 def _save(ctx, inputs, output):
-    *tensors, _, _, ctx.dtype, ctx.probability, key, ctx.site = inputs  # neither bias nor epsilon
+    *tensors, _, _, ctx.dtype, ctx.probability, key, ctx.call_index = inputs  # all tensors but the bias
     ctx.save_for_backward(*tensors, *output[1:], key)
-    ctx.set_materialize_grads(False)  # nobody differentiates the statistics
+    ctx.set_materialize_grads(False)  # the statistics are not differentiated
 
 
 def _gradients(ctx, dy_TE, dmean_T, drstd_T):
     *tensors, key = ctx.saved_tensors
     ids_T, positions_T, _, token_VE, position_LE = tensors[:5]
-    dz_TE, sums_4E = embedding_norm_backward(dy_TE, *tensors, ctx.probability, key, ctx.site)
+    dz_TE, sums_4E = embedding_norm_backward(dy_TE, *tensors, ctx.probability, key, ctx.call_index)
     dtoken_VE = add_rows(dz_TE, ids_T, token_VE.shape[0])
-    # TF32 keeps three bits more than activations of 16 bits, whose gradient this is, have themselves.
+    # TF32's mantissa has at least as many bits as the 16-bit activations whose gradient this is.
     dposition_LE = sum_by_position(dz_TE, positions_T, position_LE.shape[0], ctx.dtype == torch.float32)
     dweight_E, dbias_E = sums_4E[0], sums_4E[1]
     return None, None, None, dtoken_VE, dposition_LE, sums_4E[2:], dweight_E, dbias_E, None, None, None, None, None

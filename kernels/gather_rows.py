@@ -1,10 +1,10 @@
-"""Rows of a matrix by index, with a gradient that always adds in the same order (torch's own operators).
+"""Rows of a matrix by index, with a gradient that is summed in a fixed order (torch's own operators).
 
-Registered as one operator each way, so that torch.compile leaves it whole: inductor would decompose the
-gradient of an embedding, or of indexing, into atomic additions, whose last bits change from run to run.
+Registered as custom operators so that torch.compile does not decompose them: inductor turns the
+gradient of an embedding, or of indexing, into atomic adds, which are not reproducible.
 `embedding_dense_backward` sorts the indices instead.
 
-Shapes: R rows of the matrix, D columns, M rows taken.
+Shapes: R rows of the matrix, D columns, M gathered rows.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 @torch.library.custom_op("electra_fast::gather_rows", mutates_args=())
 def gather_rows(x_RD: Tensor, index_M: Tensor) -> Tensor:
-    """x[index]; any float [R, D], integers [M] below R → [M, D]."""
+    """x[index]; float [R, D], int [M] → [M, D]."""
     return x_RD.index_select(0, index_M)
 
 
 @torch.library.custom_op("electra_fast::add_rows", mutates_args=())
 def add_rows(dy_MD: Tensor, index_M: Tensor, num_rows: int) -> Tensor:
-    """Zeros [R, D] with row m of dy added to row index[m]: the gradient of `gather_rows`."""
+    """Gradient of `gather_rows`: row m of dy is added to row index[m] of zeros; [M, D], [M] → [R, D]."""
     dx_RD: Tensor = torch.ops.aten.embedding_dense_backward(dy_MD.contiguous(), index_M, num_rows, -1, False)
     return dx_RD
 

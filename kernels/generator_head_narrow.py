@@ -1,11 +1,11 @@
-"""The generator head on narrow 16-bit tables: no logit ever lies in memory (Triton).
+"""The generator head on narrow 16-bit tables: logits are never materialized (Triton).
 
-One half of `generator_head`, which pads the table and chooses between this and
-`generator_head_chunked`. A first kernel walks over tiles of 128 vocabulary entries and keeps, a row,
-the running logsumexp, the best Gumbel score, the best tile and (for the gradient) the softmax's mean
-of the table; a second puts the vocabulary's splits together and draws inside the chosen tile. That
-mean less the target's entry is, but for the upstream factor, the gradient of x: so backward computes
-logits once more only, transposed, for the table and the bias.
+One of two paths of `generator_head`, which pads the table and chooses between this and
+`generator_head_chunked`. The first kernel iterates over tiles of 128 vocabulary entries and keeps, per
+row, the running logsumexp, the tile with the largest logit, the tile with the best Gumbel score and,
+where gradients are wanted, the mean embedding under the softmax. The second combines the splits of the
+vocabulary and samples within the chosen tile. Up to the upstream gradient, dx = mean - target
+embedding, so the backward pass recomputes the logits only once, transposed, for the table and bias.
 
 Shapes: M masked slots, V vocabulary, E embedding, P = V padded to K whole tiles, S splits.
 """
@@ -19,14 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra_fast.kernels.noise import exponential, invert, uniform, words
+from electra_fast.kernels.occupancy import num_sms
+from electra_fast.kernels.rng import exponential, inverse_cdf, philox4, uniform
 
 TILE = 128
-# Most splits of the vocabulary; each costs one [M, E] fp32 buffer where gradients are wanted.
-MOST_SPLITS = 16
-# What a split costs beside its tiles, in tiles: its start, and its row of partial results.
+# Each split of the vocabulary costs an [M, E] fp32 buffer where gradients are wanted.
+MAX_SPLITS = 16
+# Overhead of a split in units of tiles: its prologue and its partial results.
 SPLIT_COST = 6
-# Fused multiply-adds, said aloud: Triton is about to change its default.
+# Explicit because Triton is about to change the default.
 FUSION = {"enable_fp_fusion": True}
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -36,37 +37,38 @@ LN2 = tl.constexpr(0.6931471805599453)
 def _gumbel_kernel(
     slot_ptr, seed_and_step_ptr, gumbel_ptr, num_rows, num_tiles, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Gumbel noise [K, M], in powers of two, of every tile and row: four tiles a draw; then the uniforms [M].
+    """Gumbel noise [K, M], in base-2 units, per tile and row (one Philox call per four tiles); then uniforms [M].
 
-    In memory rather than drawn during the walk: a branch there makes ptxas serialise the tensor cores.
+    Precomputed because a branch in `_lse_sample_kernel` makes ptxas serialize the tensor-core instructions.
     """
     quad = tl.program_id(1)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = row < num_rows
-    # From device memory, so that a captured graph reads them afresh at every replay.
+    # From device memory, so that every replay of a captured graph reads the current values.
     seed, step = tl.load(seed_and_step_ptr), tl.load(seed_and_step_ptr + 1)
     slot = tl.load(slot_ptr + row, mask=is_row, other=0)
     if quad == 0:
-        inner, _, _, _ = words(seed, step, slot, 0, 1)
-        tl.store(gumbel_ptr + num_tiles * num_rows + row, uniform(inner), mask=is_row)
-    drawn = words(seed, step, slot, quad, 0)
+        word, _, _, _ = philox4(seed, step, slot, 0, 1)
+        tl.store(gumbel_ptr + num_tiles * num_rows + row, uniform(word), mask=is_row)
+    words = philox4(seed, step, slot, quad, 0)
     for lane in tl.static_range(4):
         tile = quad * 4 + lane
-        is_inside = row < tl.where(tile < num_tiles, num_rows, 0)
-        tl.store(gumbel_ptr + tile * num_rows + row, -tl.log2(exponential(uniform(drawn[lane]))), mask=is_inside)
+        is_used = row < tl.where(tile < num_tiles, num_rows, 0)
+        tl.store(gumbel_ptr + tile * num_rows + row, -tl.log2(exponential(uniform(words[lane]))), mask=is_used)
 
 
 @triton.jit
-def _walk_kernel(
-    x_ptr, weight_ptr, bias_ptr, original_ptr, gumbel_ptr, statistics_ptr, tiles_ptr, mean_ptr,
+def _lse_sample_kernel(
+    x_ptr, weight_ptr, bias_ptr, target_ptr, gumbel_ptr, statistics_ptr, tiles_ptr, mean_ptr,
     num_rows, num_tiles, tiles_per_split, inverse_temperature, penalty,
     WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
-    SAMPLE: tl.constexpr, SHAPED: tl.constexpr, WITH_MEAN: tl.constexpr, STAGES: tl.constexpr,
+    SAMPLE: tl.constexpr, HAS_LOGIT_ADJUSTMENT: tl.constexpr, WITH_MEAN: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows over one split of the vocabulary; [S, M] each of what it keeps.
+    """One block of rows over one split of the vocabulary.
 
-    `statistics` are peak, mass and score (in powers of two), `tiles` the sampled tile and the peak's.
+    Writes `statistics` [3, S, M], the maximum logit (base 2), the sum of exponentials and the best score (base 2);
+    `tiles` [2, S, M], those of the maximum logit and of the best score; and the unnormalized `mean` [S, M, E].
     """
     split = tl.program_id(1)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -75,59 +77,59 @@ def _walk_kernel(
     x = tl.load(x_ptr + row.to(tl.int64)[:, None] * WIDTH + e[None, :],
                 mask=is_row[:, None] & (e < WIDTH)[None, :], other=0.0)  # fmt: skip
     weight_offset = column[:, None] * BLOCK_E + e[None, :]
-    peak, mass = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    peak_tile = tl.zeros([BLOCK_M], tl.int32)
+    row_max, row_sum = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    argmax_tile = tl.zeros([BLOCK_M], tl.int32)
     if WITH_MEAN:
         mean = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     if SAMPLE:
-        score, score_tile = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.int32)
-    if SHAPED:
-        original = tl.load(original_ptr + row, mask=is_row, other=0).to(tl.int32)
-        shaped_peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        score, sample_tile = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.int32)
+    if HAS_LOGIT_ADJUSTMENT:
+        target = tl.load(target_ptr + row, mask=is_row, other=0).to(tl.int32)
+        adjusted_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
 
     first = split * tiles_per_split
     for tile in tl.range(first, tl.minimum(first + tiles_per_split, num_tiles), num_stages=STAGES):
         weight = tl.load(weight_ptr + tile * TILE * BLOCK_E + weight_offset)
         bias = tl.load(bias_ptr + tile * TILE + column)
         z = tl.dot(x, tl.trans(weight), input_precision=PRECISION) + bias[None, :]
-        here = tl.max(z, axis=1) * LOG2E
-        peak_tile = tl.where(here > peak, tile, peak_tile)
-        before, peak = peak, tl.maximum(peak, here)
-        p = tl.exp2(z * LOG2E - peak[:, None])
-        tile_mass = tl.sum(p, axis=1)
-        shrink = tl.exp2(before - peak)
-        mass = mass * shrink + tile_mass
+        tile_max = tl.max(z, axis=1) * LOG2E
+        argmax_tile = tl.where(tile_max > row_max, tile, argmax_tile)
+        old_max, row_max = row_max, tl.maximum(row_max, tile_max)
+        p = tl.exp2(z * LOG2E - row_max[:, None])
+        tile_sum = tl.sum(p, axis=1)
+        rescale = tl.exp2(old_max - row_max)
+        row_sum = row_sum * rescale + tile_sum
         if WITH_MEAN:
-            mean = tl.dot(p.to(weight.dtype), weight, mean * shrink[:, None], input_precision=PRECISION)
+            mean = tl.dot(p.to(weight.dtype), weight, mean * rescale[:, None], input_precision=PRECISION)
         if SAMPLE:
             gumbel = tl.load(gumbel_ptr + tile * num_rows + row, mask=is_row, other=0.0)
-            tile_peak = peak
-            if SHAPED:
-                shaped = z * inverse_temperature
-                shaped = tl.where((tile * TILE + column)[None, :] == original[:, None], shaped - penalty, shaped)
-                shaped_peak = tl.maximum(shaped_peak, tl.max(shaped, axis=1) * LOG2E)
-                tile_mass = tl.sum(tl.exp2(shaped * LOG2E - shaped_peak[:, None]), axis=1)
-                tile_peak = shaped_peak
-            # Logsumexp + Gumbel noise. A mass so far below the peak that it vanishes could not win.
-            won = tile_peak + tl.log2(tl.maximum(tile_mass, 1e-37)) + gumbel
-            score_tile = tl.where(won > score, tile, score_tile)
-            score = tl.maximum(won, score)
+            score_max = row_max
+            if HAS_LOGIT_ADJUSTMENT:
+                adjusted = z * inverse_temperature
+                adjusted = tl.where((tile * TILE + column)[None, :] == target[:, None], adjusted - penalty, adjusted)
+                adjusted_max = tl.maximum(adjusted_max, tl.max(adjusted, axis=1) * LOG2E)
+                tile_sum = tl.sum(tl.exp2(adjusted * LOG2E - adjusted_max[:, None]), axis=1)
+                score_max = adjusted_max
+            # Logsumexp of the tile + Gumbel noise. A tile whose sum underflows cannot win.
+            tile_score = score_max + tl.log2(tl.maximum(tile_sum, 1e-37)) + gumbel
+            sample_tile = tl.where(tile_score > score, tile, sample_tile)
+            score = tl.maximum(tile_score, score)
 
-    place = (split * num_rows + row).to(tl.int64)
+    offset = (split * num_rows + row).to(tl.int64)
     size = tl.num_programs(1) * num_rows
-    tl.store(statistics_ptr + place, peak, mask=is_row)
-    tl.store(statistics_ptr + size + place, mass, mask=is_row)
-    tl.store(tiles_ptr + place, peak_tile, mask=is_row)
+    tl.store(statistics_ptr + offset, row_max, mask=is_row)
+    tl.store(statistics_ptr + size + offset, row_sum, mask=is_row)
+    tl.store(tiles_ptr + offset, argmax_tile, mask=is_row)
     if SAMPLE:
-        tl.store(statistics_ptr + 2 * size + place, score, mask=is_row)
-        tl.store(tiles_ptr + size + place, score_tile, mask=is_row)
+        tl.store(statistics_ptr + 2 * size + offset, score, mask=is_row)
+        tl.store(tiles_ptr + size + offset, sample_tile, mask=is_row)
     if WITH_MEAN:
-        tl.store(mean_ptr + place[:, None] * BLOCK_E + e[None, :], mean, mask=is_row[:, None])
+        tl.store(mean_ptr + offset[:, None] * BLOCK_E + e[None, :], mean, mask=is_row[:, None])
 
 
 @triton.jit
 def _tile_logits(x_ptr, weight_ptr, bias_ptr, tile, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, TILE: tl.constexpr):
-    """The logits [TILE] of one row in one tile; in slices of E that fit the registers."""
+    """The logits [TILE] of one row in one tile, in slices of E that fit into registers."""
     SLICE: tl.constexpr = min(BLOCK_E, 64)
     entry = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
     z = tl.load(bias_ptr + entry)
@@ -141,69 +143,70 @@ def _tile_logits(x_ptr, weight_ptr, bias_ptr, tile, WIDTH: tl.constexpr, BLOCK_E
 
 @triton.jit
 def _combine_kernel(
-    x_ptr, weight_ptr, bias_ptr, original_ptr, uniform_ptr, statistics_ptr, tiles_ptr, mean_ptr,
-    nll_ptr, lse_ptr, sample_ptr, correct_ptr, direction_ptr,
+    x_ptr, weight_ptr, bias_ptr, target_ptr, uniform_ptr, statistics_ptr, tiles_ptr, mean_ptr,
+    nll_ptr, lse_ptr, sample_ptr, correct_ptr, dnll_dx_ptr,
     num_rows, num_splits, inverse_temperature, penalty,
     WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, TILE: tl.constexpr,
-    SAMPLE: tl.constexpr, SHAPED: tl.constexpr, WITH_MEAN: tl.constexpr,
+    SAMPLE: tl.constexpr, HAS_LOGIT_ADJUSTMENT: tl.constexpr, WITH_MEAN: tl.constexpr,
 ):  # fmt: skip
-    """One row: its splits put together in their order, and what has to look at single logits again."""
+    """One row: combines its splits in a fixed order and recomputes the logits of the two tiles that matter."""
     row = tl.program_id(0).to(tl.int64)
     split, e, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_E), tl.arange(0, TILE)
     is_split = split < num_splits
-    place, size = split * num_rows + row, num_splits * num_rows
-    peak_S = tl.load(statistics_ptr + place, mask=is_split, other=-float("inf"))
-    mass_S = tl.load(statistics_ptr + size + place, mask=is_split, other=0.0)
-    peak = tl.max(peak_S, axis=0)
-    mass = tl.sum(mass_S * tl.exp2(peak_S - peak), axis=0)
-    lse = (peak + tl.log2(mass)) * LN2
+    offset, size = split * num_rows + row, num_splits * num_rows
+    max_S = tl.load(statistics_ptr + offset, mask=is_split, other=-float("inf"))
+    sum_S = tl.load(statistics_ptr + size + offset, mask=is_split, other=0.0)
+    row_max = tl.max(max_S, axis=0)
+    row_sum = tl.sum(sum_S * tl.exp2(max_S - row_max), axis=0)
+    lse = (row_max + tl.log2(row_sum)) * LN2
 
-    original = tl.load(original_ptr + row)
+    target = tl.load(target_ptr + row)
     x_ptr += row * WIDTH
     x = tl.load(x_ptr + e, mask=e < WIDTH, other=0.0).to(tl.float32)
-    target = tl.load(weight_ptr + original * BLOCK_E + e).to(tl.float32)
-    tl.store(nll_ptr + row, lse - tl.sum(x * target, axis=0) - tl.load(bias_ptr + original))
+    target_embedding = tl.load(weight_ptr + target * BLOCK_E + e).to(tl.float32)
+    tl.store(nll_ptr + row, lse - tl.sum(x * target_embedding, axis=0) - tl.load(bias_ptr + target))
     tl.store(lse_ptr + row, lse)
     if WITH_MEAN:
         mean = tl.zeros([BLOCK_E], tl.float32)
         for s in range(num_splits):
-            at = s * num_rows + row
-            mean += tl.load(mean_ptr + at * BLOCK_E + e) * tl.exp2(tl.load(statistics_ptr + at) - peak)
-        tl.store(direction_ptr + row * WIDTH + e, mean / mass - target, mask=e < WIDTH)
+            split_row = s * num_rows + row
+            rescale = tl.exp2(tl.load(statistics_ptr + split_row) - row_max)
+            mean += tl.load(mean_ptr + split_row * BLOCK_E + e) * rescale
+        tl.store(dnll_dx_ptr + row * WIDTH + e, mean / row_sum - target_embedding, mask=e < WIDTH)
 
-    peak_tile = tl.load(tiles_ptr + tl.argmax(peak_S, axis=0) * num_rows + row)
+    argmax_tile = tl.load(tiles_ptr + tl.argmax(max_S, axis=0) * num_rows + row)
     correct = False
-    if peak_tile == original // TILE:
-        z = _tile_logits(x_ptr, weight_ptr, bias_ptr, peak_tile, WIDTH, BLOCK_E, TILE)
-        correct = peak_tile * TILE + tl.argmax(z, axis=0) == original
+    if argmax_tile == target // TILE:
+        z = _tile_logits(x_ptr, weight_ptr, bias_ptr, argmax_tile, WIDTH, BLOCK_E, TILE)
+        correct = argmax_tile * TILE + tl.argmax(z, axis=0) == target
     tl.store(correct_ptr + row, correct)
     if SAMPLE:
-        score_S = tl.load(statistics_ptr + 2 * size + place, mask=is_split, other=-float("inf"))
+        score_S = tl.load(statistics_ptr + 2 * size + offset, mask=is_split, other=-float("inf"))
         tile = tl.load(tiles_ptr + size + tl.argmax(score_S, axis=0) * num_rows + row)
         z = _tile_logits(x_ptr, weight_ptr, bias_ptr, tile, WIDTH, BLOCK_E, TILE)
-        if SHAPED:
+        if HAS_LOGIT_ADJUSTMENT:
             z *= inverse_temperature
-            z = tl.where(tile * TILE + column == original, z - penalty, z)
-        tl.store(sample_ptr + row, tile * TILE + invert(z, column, tl.load(uniform_ptr + row)))
+            z = tl.where(tile * TILE + column == target, z - penalty, z)
+        tl.store(sample_ptr + row, tile * TILE + inverse_cdf(z, tl.load(uniform_ptr + row)))
 
 
 @triton.jit
 def _row_gradient_kernel(
-    grad_ptr, original_ptr, lse_ptr, direction_ptr, x_grad_ptr, rows_ptr, target_ptr, num_rows, num_padded,
+    grad_ptr, target_ptr, lse_ptr, dnll_dx_ptr, x_grad_ptr, rows_ptr, padded_target_ptr, num_rows, num_padded,
     WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x, and what the table's gradient needs of each row, padded to whole blocks."""
+    """The gradient of x, and each row's logsumexp, upstream gradient and target, padded to whole blocks."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     e = tl.arange(0, BLOCK_E)
     is_row = row < num_rows
     grad = tl.load(grad_ptr + row, mask=is_row, other=0.0).to(tl.float32)
-    place = row.to(tl.int64)[:, None] * WIDTH + e[None, :]
-    inside = is_row[:, None] & (e < WIDTH)[None, :]
-    x_grad = tl.load(direction_ptr + place, mask=inside, other=0.0) * grad[:, None]
-    tl.store(x_grad_ptr + place, x_grad.to(x_grad_ptr.dtype.element_ty), mask=inside)
+    offset = row.to(tl.int64)[:, None] * WIDTH + e[None, :]
+    mask = is_row[:, None] & (e < WIDTH)[None, :]
+    x_grad = tl.load(dnll_dx_ptr + offset, mask=mask, other=0.0) * grad[:, None]
+    tl.store(x_grad_ptr + offset, x_grad.to(x_grad_ptr.dtype.element_ty), mask=mask)
     tl.store(rows_ptr + row, tl.load(lse_ptr + row, mask=is_row, other=0.0) * LOG2E)
     tl.store(rows_ptr + num_padded + row, grad)
-    tl.store(target_ptr + row, tl.load(original_ptr + row, mask=is_row, other=-1).to(tl.int32))
+    tl.store(padded_target_ptr + row, tl.load(target_ptr + row, mask=is_row, other=-1).to(tl.int32))
 
 
 @triton.jit
@@ -213,9 +216,9 @@ def _table_gradient_kernel(
     WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of the vocabulary over all rows, from the transposed logits [BLOCK_V, BLOCK_M].
+    """One block of the vocabulary over all rows, from transposed logits [BLOCK_V, BLOCK_M].
 
-    Transposed by the product itself: Triton 3.6 miscompiles a dot of a transposed accumulator on Hopper.
+    Computed transposed: Triton 3.6 miscompiles a dot of a transposed accumulator on Hopper.
     """
     entry = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     e = tl.arange(0, BLOCK_E)
@@ -243,7 +246,7 @@ def _table_gradient_kernel(
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of one kernel's blocks and how it is compiled."""
+    """Block sizes and compile options of one kernel."""
 
     rows: int
     entries: int
@@ -251,48 +254,44 @@ class Blocks:
     num_stages: int
 
 
-def walk_blocks(num_rows: int, block_e: int) -> Blocks:
-    """Blocks of the walk: 128 rows, or 64 where there are few and E leaves the registers."""
+def lse_sample_blocks(num_rows: int, block_e: int) -> Blocks:
+    """Blocks of `_lse_sample_kernel`: 128 rows, or 64 for few rows where registers allow two programs per SM."""
     if block_e > 128:
         return Blocks(128, TILE, 8, 2)
     return Blocks(64, TILE, 4, 3) if num_rows <= 512 else Blocks(128, TILE, 8, 3)
 
 
 def gradient_blocks(block_e: int) -> Blocks:
-    """Blocks of the table's gradient: with 128 rows a block the registers would not suffice."""
+    """Blocks of `_table_gradient_kernel`; 128 rows would not fit into registers."""
     return Blocks(64, TILE, 8, 2 if block_e > 128 else 3)
 
 
-def choose_splits(num_row_blocks: int, num_tiles: int, num_processors: int) -> tuple[int, int]:
-    """(splits, tiles a split) that keep all processors busy to the end, and cost little to put together."""
+def choose_splits(num_row_blocks: int, num_tiles: int, num_sms: int) -> tuple[int, int]:
+    """(splits, tiles per split) that leave few multiprocessors idle in the last wave and are cheap to combine."""
 
     def cost(splits: int) -> int:
-        waves = -(-num_row_blocks * splits // num_processors)
+        waves = -(-num_row_blocks * splits // num_sms)
         return waves * (-(-num_tiles // splits) + SPLIT_COST)
 
-    splits = min(range(1, min(MOST_SPLITS, num_tiles) + 1), key=cost)
+    splits = min(range(1, min(MAX_SPLITS, num_tiles) + 1), key=cost)
     tiles_per_split = -(-num_tiles // splits)
     return -(-num_tiles // tiles_per_split), tiles_per_split
 
 
-def _num_processors(x: Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
-
-
 def _precision(x: Tensor) -> str:
-    # Only tests in the interpreter come here with fp32.
+    # fp32 gets here only in the interpreter's tests.
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
 def forward(
-    x_ME: Tensor, weight_PE: Tensor, bias_P: Tensor, original_M: Tensor, slot_M: Tensor,
+    x_ME: Tensor, weight_PE: Tensor, bias_P: Tensor, target_M: Tensor, slot_M: Tensor,
     seed_and_step: Tensor | None, temperature: float, disallow_correct: bool, with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(nll, sample, correct, logsumexp, direction [M, E] of x's gradient); the weight padded in V and E."""
+    """(nll, sample, correct, logsumexp, dnll/dx [M, E]); the weight is padded in V and E, the bias is fp32."""
     (num_rows, width), block_e = x_ME.shape, weight_PE.shape[1]
-    blocks, num_tiles = walk_blocks(num_rows, block_e), weight_PE.shape[0] // TILE
+    blocks, num_tiles = lse_sample_blocks(num_rows, block_e), weight_PE.shape[0] // TILE
     num_row_blocks = triton.cdiv(num_rows, blocks.rows)
-    num_splits, tiles_per_split = choose_splits(num_row_blocks, num_tiles, _num_processors(x_ME))
+    num_splits, tiles_per_split = choose_splits(num_row_blocks, num_tiles, num_sms(x_ME.device))
 
     def fp32(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=x_ME.device)
@@ -305,48 +304,48 @@ def forward(
     nll_M, lse_M = fp32(num_rows), fp32(num_rows)
     sample_M = torch.empty(num_rows if sampling else 0, dtype=torch.int64, device=x_ME.device)
     correct_M = torch.empty(num_rows, dtype=torch.bool, device=x_ME.device)
-    direction_ME = fp32(num_rows, width) if with_gradient else fp32(0)
+    dnll_dx_ME = fp32(num_rows, width) if with_gradient else fp32(0)
 
-    shape = (1 / temperature, 1000.0 if disallow_correct else 0.0)
+    adjustment = (1 / temperature, 1000.0 if disallow_correct else 0.0)
     constants = {
         "WIDTH": width, "BLOCK_E": block_e, "TILE": TILE, "SAMPLE": sampling, "WITH_MEAN": with_gradient,
-        "SHAPED": sampling and (temperature != 1.0 or disallow_correct), **FUSION,
+        "HAS_LOGIT_ADJUSTMENT": sampling and (temperature != 1.0 or disallow_correct), **FUSION,
     }  # fmt: skip
     if sampling:
         grid = (triton.cdiv(num_rows, 128), triton.cdiv(num_tiles, 4))
         _gumbel_kernel[grid](slot_M, seed_and_step, noise, num_rows, num_tiles, BLOCK_M=128, **FUSION)
-    _walk_kernel[(num_row_blocks, num_splits)](
-        x_ME, weight_PE, bias_P, original_M, noise, statistics, tiles, mean,
-        num_rows, num_tiles, tiles_per_split, *shape, BLOCK_M=blocks.rows, STAGES=blocks.num_stages,
+    _lse_sample_kernel[(num_row_blocks, num_splits)](
+        x_ME, weight_PE, bias_P, target_M, noise, statistics, tiles, mean,
+        num_rows, num_tiles, tiles_per_split, *adjustment, BLOCK_M=blocks.rows, STAGES=blocks.num_stages,
         PRECISION=_precision(x_ME), num_warps=blocks.num_warps, **constants,
     )  # fmt: skip
     _combine_kernel[(num_rows,)](
-        x_ME, weight_PE, bias_P, original_M, noise[-1], statistics, tiles, mean,
-        nll_M, lse_M, sample_M, correct_M, direction_ME, num_rows, num_splits, *shape,
+        x_ME, weight_PE, bias_P, target_M, noise[-1], statistics, tiles, mean,
+        nll_M, lse_M, sample_M, correct_M, dnll_dx_ME, num_rows, num_splits, *adjustment,
         BLOCK_S=triton.next_power_of_2(num_splits), num_warps=4, **constants,
     )  # fmt: skip
-    return nll_M, sample_M, correct_M, lse_M, direction_ME
+    return nll_M, sample_M, correct_M, lse_M, dnll_dx_ME
 
 
 def backward(
-    grad_M: Tensor, x_ME: Tensor, weight_PE: Tensor, bias_P: Tensor, original_M: Tensor, lse_M: Tensor,
-    direction_ME: Tensor, vocab_size: int,
+    grad_M: Tensor, x_ME: Tensor, weight_PE: Tensor, bias_P: Tensor, target_M: Tensor, lse_M: Tensor,
+    dnll_dx_ME: Tensor, vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, the table and the bias."""
+    """Gradients of x [M, E], the table (fp32 [V, E]) and the bias (fp32 [V]), given nll's gradient."""
     (num_rows, width), block_e = x_ME.shape, weight_PE.shape[1]
     blocks = gradient_blocks(block_e)
     num_padded = triton.cdiv(num_rows, blocks.rows) * blocks.rows
     rows = torch.empty((2, num_padded), dtype=torch.float32, device=x_ME.device)
-    target = torch.empty(num_padded, dtype=torch.int32, device=x_ME.device)
+    padded_target = torch.empty(num_padded, dtype=torch.int32, device=x_ME.device)
     x_grad_ME = torch.empty_like(x_ME)
     _row_gradient_kernel[(num_padded // 16,)](
-        grad_M, original_M, lse_M, direction_ME, x_grad_ME, rows, target, num_rows, num_padded,
+        grad_M, target_M, lse_M, dnll_dx_ME, x_grad_ME, rows, padded_target, num_rows, num_padded,
         WIDTH=width, BLOCK_E=block_e, BLOCK_M=16, **FUSION,
     )  # fmt: skip
     table_grad_VE = torch.empty((vocab_size, width), dtype=torch.float32, device=x_ME.device)
     bias_grad_V = torch.empty(vocab_size, dtype=torch.float32, device=x_ME.device)
     _table_gradient_kernel[(triton.cdiv(vocab_size, blocks.entries),)](
-        x_ME, weight_PE, bias_P, rows, target, table_grad_VE, bias_grad_V, num_rows, num_padded, vocab_size,
+        x_ME, weight_PE, bias_P, rows, padded_target, table_grad_VE, bias_grad_V, num_rows, num_padded, vocab_size,
         WIDTH=width, BLOCK_E=block_e, BLOCK_M=blocks.rows, BLOCK_V=blocks.entries, STAGES=blocks.num_stages,
         PRECISION=_precision(x_ME), num_warps=blocks.num_warps, **FUSION,
     )  # fmt: skip

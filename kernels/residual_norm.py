@@ -1,12 +1,12 @@
 """LayerNorm(residual + dropout(x + bias)), and plain LayerNorm, one pass forward and one backward (Triton).
 
-The contract and the reference are `residual_norm` and `layer_norm` in `electra_fast.ops`. x is
-cuBLAS's product without its bias, so that the backward pass sums the bias's gradient while it has
-the rows at hand. Saved are the inputs and two numbers a row; the sum and the dropout mask are
-computed again. Gradients of the vectors are summed over fixed blocks of rows, then over the blocks:
-the same input gives the same bits.
+Contracts and references: `residual_norm` and `layer_norm` in `electra_fast.ops`. x is a linear
+layer's product without its bias: the backward pass reads every row anyway, and sums the bias gradient
+on the way. It saves the inputs and two statistics per row; the sum and the dropout mask are
+recomputed. Vector gradients are summed per program, then over the programs in a fixed order, so that
+results are bitwise reproducible.
 
-Shapes: T tokens, D hidden, P programs, S vectors whose gradients are summed.
+Shapes: T tokens, D hidden, P programs, S vectors with gradients (of weight, norm bias, bias).
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ import triton.language as tl
 from torch import Tensor
 
 from electra_fast.kernels.dropout import keep_scale, threshold
-from electra_fast.kernels.wave import programs_at_once
+from electra_fast.kernels.occupancy import resident_programs
 
-TILE = 1024  # elements that four warps hold at once: one 16-byte load a thread and operand
-# Programs of four warps that a multiprocessor holds: 62 registers forward, 96 backward.
-FORWARD_A_MULTIPROCESSOR, BACKWARD_A_MULTIPROCESSOR = 8, 5
+TILE = 1024  # elements per four warps and iteration: one 16-byte load per thread and operand
+# Resident programs of four warps: 62 registers per thread forward, 96 backward.
+FORWARD_PROGRAMS_PER_SM, BACKWARD_PROGRAMS_PER_SM = 8, 5
 
 
 @triton.jit
 def _before_norm(
-    x_ptr, bias, residual_ptr, key_ptr, site, token, offset, mask,
+    x_ptr, bias, residual_ptr, key_ptr, call_index, token, offset, mask,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
-    """residual + dropout(x + bias) in fp32, and what dropout multiplied by."""
+    """residual + dropout(x + bias) in fp32, and the factors that dropout multiplied by."""
     z = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
         z += bias[None, :]
     scale = 1.0
     if THRESHOLD > 0:
-        scale = keep_scale(key_ptr, site, token, BLOCK_T, BLOCK_D, THRESHOLD)
+        scale = keep_scale(key_ptr, call_index, token, BLOCK_T, BLOCK_D, THRESHOLD)
         z *= scale
     if residual_ptr is not None:
         z += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     return z, scale
 
 
-@triton.jit(do_not_specialize=["site"])
+@triton.jit(do_not_specialize=["call_index"])
 def _residual_norm_forward_kernel(
     x_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr, key_ptr, y_ptr, mean_ptr, rstd_ptr,
-    num_tokens, epsilon, site,
+    num_tokens, eps, call_index,
     WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK_D)
-    inside = column < WIDTH
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    column_mask = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
     bias = None
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+        bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0)
     if norm_bias_ptr is not None:
-        norm_bias = tl.load(norm_bias_ptr + column, mask=inside, other=0.0)
+        norm_bias = tl.load(norm_bias_ptr + column, mask=column_mask, other=0.0)
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
         token = (tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
         offset = token[:, None] * WIDTH + column[None, :]
-        mask = (token < num_tokens)[:, None] & inside[None, :]
-        z, _ = _before_norm(x_ptr, bias, residual_ptr, key_ptr, site, token, offset, mask,
+        mask = (token < num_tokens)[:, None] & column_mask[None, :]
+        z, _ = _before_norm(x_ptr, bias, residual_ptr, key_ptr, call_index, token, offset, mask,
                             BLOCK_T, BLOCK_D, THRESHOLD)  # fmt: skip
         mean = tl.sum(z, axis=1) / WIDTH
-        centred = tl.where(inside[None, :], z - mean[:, None], 0.0)
-        rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / WIDTH + epsilon)
-        y = centred * rstd[:, None] * weight[None, :]
+        centered = tl.where(column_mask[None, :], z - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(centered * centered, axis=1) / WIDTH + eps)
+        y = centered * rstd[:, None] * weight[None, :]
         if norm_bias_ptr is not None:
             y += norm_bias[None, :]
         tl.store(y_ptr + offset, y, mask=mask)
@@ -73,36 +73,36 @@ def _residual_norm_forward_kernel(
         tl.store(rstd_ptr + token, rstd, mask=token < num_tokens)
 
 
-@triton.jit(do_not_specialize=["site"])
+@triton.jit(do_not_specialize=["call_index"])
 def _residual_norm_backward_kernel(
     dy_ptr, x_ptr, bias_ptr, residual_ptr, weight_ptr, mean_ptr, rstd_ptr, key_ptr, dx_ptr, dresidual_ptr,
-    partial_ptr, num_tokens, site, HAS_NORM_BIAS: tl.constexpr,
+    partial_ptr, num_tokens, call_index, HAS_NORM_BIAS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK_D)
-    inside = column < WIDTH
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    column_mask = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0)
     bias = None
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+        bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0)
     dweight = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     dnorm_bias = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     dbias = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
         token = (tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
         offset = token[:, None] * WIDTH + column[None, :]
-        mask = (token < num_tokens)[:, None] & inside[None, :]
-        z, scale = _before_norm(x_ptr, bias, residual_ptr, key_ptr, site, token, offset, mask,
+        mask = (token < num_tokens)[:, None] & column_mask[None, :]
+        z, scale = _before_norm(x_ptr, bias, residual_ptr, key_ptr, call_index, token, offset, mask,
                                 BLOCK_T, BLOCK_D, THRESHOLD)  # fmt: skip
         dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        # Rows behind the last have rstd 0, and with it every gradient.
+        # Past the last row rstd is 0, and so is every gradient.
         mean = tl.load(mean_ptr + token, mask=token < num_tokens, other=0.0)
         rstd = tl.load(rstd_ptr + token, mask=token < num_tokens, other=0.0)
         normed = (z - mean[:, None]) * rstd[:, None]
         dnormed = dy * weight[None, :]
-        along_one = tl.sum(dnormed, axis=1) / WIDTH
-        along_normed = tl.sum(dnormed * normed, axis=1) / WIDTH
-        dz = (dnormed - along_one[:, None] - normed * along_normed[:, None]) * rstd[:, None]
+        mean_dnormed = tl.sum(dnormed, axis=1) / WIDTH
+        mean_dnormed_normed = tl.sum(dnormed * normed, axis=1) / WIDTH
+        dz = (dnormed - mean_dnormed[:, None] - normed * mean_dnormed_normed[:, None]) * rstd[:, None]
         dx = dz * scale
         tl.store(dx_ptr + offset, dx, mask=mask)
         if dresidual_ptr is not None:
@@ -112,43 +112,43 @@ def _residual_norm_backward_kernel(
             dnorm_bias += dy
         if bias_ptr is not None:
             dbias += dx
-    # Row p of the partial sums: weight, then the norm's bias, then the linear layer's, where they are.
+    # Row p of the partial sums: of the weight, the norm's bias and the linear layer's bias, where present.
     partial_ptr += column + tl.program_id(0) * (WIDTH * (1 + HAS_NORM_BIAS + (bias_ptr is not None)))
-    tl.store(partial_ptr, tl.sum(dweight, axis=0), mask=inside)
+    tl.store(partial_ptr, tl.sum(dweight, axis=0), mask=column_mask)
     if HAS_NORM_BIAS:
-        tl.store(partial_ptr + WIDTH, tl.sum(dnorm_bias, axis=0), mask=inside)
+        tl.store(partial_ptr + WIDTH, tl.sum(dnorm_bias, axis=0), mask=column_mask)
     if bias_ptr is not None:
-        tl.store(partial_ptr + WIDTH * (1 + HAS_NORM_BIAS), tl.sum(dbias, axis=0), mask=inside)
+        tl.store(partial_ptr + WIDTH * (1 + HAS_NORM_BIAS), tl.sum(dbias, axis=0), mask=column_mask)
 
 
 def blocks(width: int) -> dict[str, int]:
-    """Tile of both kernels at this width: whole rows."""
+    """Block sizes of both kernels at this width: tiles of whole rows."""
     columns = max(4, triton.next_power_of_2(width))
     return {"WIDTH": width, "BLOCK_T": max(1, TILE // columns), "BLOCK_D": columns}
 
 
 def num_warps(width: int) -> int:
-    """Warps a program: rows of more than a tile get more of them."""
+    """Warps per program: more than four for rows wider than a tile."""
     return min(max(4, blocks(width)["BLOCK_D"] // 256), 16)
 
 
-def _grid(x_TD: Tensor, tile: dict[str, int], a_multiprocessor: int) -> tuple[int]:
-    return (min(triton.cdiv(x_TD.shape[0], tile["BLOCK_T"]), programs_at_once(x_TD.device, a_multiprocessor)),)
+def _grid(x_TD: Tensor, tile: dict[str, int], programs_per_sm: int) -> tuple[int]:
+    return (min(triton.cdiv(x_TD.shape[0], tile["BLOCK_T"]), resident_programs(x_TD.device, programs_per_sm)),)
 
 
 @torch.library.custom_op("electra_fast::residual_norm", mutates_args=())
 def residual_norm(
     x_TD: Tensor, bias_D: Tensor | None, residual_TD: Tensor | None, weight_D: Tensor, norm_bias_D: Tensor | None,
-    epsilon: float, probability: float, key: Tensor | None, site: int,
+    eps: float, probability: float, key: Tensor | None, call_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """LayerNorm(residual + dropout(x + bias)) in x's dtype, and each row's mean and 1 / deviation (fp32 [T])."""
+    """LayerNorm(residual + dropout(x + bias)) [T, D] in x's dtype; mean and 1 / standard deviation, fp32 [T]."""
     num_tokens, width = x_TD.shape
     x_TD, tile = x_TD.contiguous(), blocks(width)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     y_TD, mean_T = torch.empty_like(x_TD), x_TD.new_empty(num_tokens, dtype=torch.float32)
     rstd_T = torch.empty_like(mean_T)
-    _residual_norm_forward_kernel[_grid(x_TD, tile, FORWARD_A_MULTIPROCESSOR)](
-        x_TD, bias_D, residual_TD, weight_D, norm_bias_D, key, y_TD, mean_T, rstd_T, num_tokens, epsilon, site,
+    _residual_norm_forward_kernel[_grid(x_TD, tile, FORWARD_PROGRAMS_PER_SM)](
+        x_TD, bias_D, residual_TD, weight_D, norm_bias_D, key, y_TD, mean_T, rstd_T, num_tokens, eps, call_index,
         **tile, THRESHOLD=threshold(probability), num_warps=num_warps(width),
     )  # fmt: skip
     return y_TD, mean_T, rstd_T
@@ -157,53 +157,54 @@ def residual_norm(
 @torch.library.custom_op("electra_fast::residual_norm_backward", mutates_args=())
 def residual_norm_backward(
     dy_TD: Tensor, x_TD: Tensor, bias_D: Tensor | None, residual_TD: Tensor | None, weight_D: Tensor,
-    mean_T: Tensor, rstd_T: Tensor, has_norm_bias: bool, probability: float, key: Tensor | None, site: int,
+    mean_T: Tensor, rstd_T: Tensor, has_norm_bias: bool, probability: float, key: Tensor | None, call_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, of the residual, and fp32 [S, D] of weight, norm's bias, linear's bias, where given.
+    """Gradients of x and the residual [T, D], and fp32 [S, D] of weight, norm bias and bias, where given.
 
-    Without dropout x and the residual share theirs: the second is then empty.
+    Without dropout x and the residual have the same gradient; the second output is then empty.
     """
     num_tokens, width = x_TD.shape
     dy_TD, x_TD, tile = dy_TD.contiguous(), x_TD.contiguous(), blocks(width)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
-    grid = _grid(x_TD, tile, BACKWARD_A_MULTIPROCESSOR)
+    grid = _grid(x_TD, tile, BACKWARD_PROGRAMS_PER_SM)
     dx_TD = torch.empty_like(x_TD)
-    shares = residual_TD is None or threshold(probability) == 0
-    dresidual_TD = x_TD.new_empty(0) if shares else torch.empty_like(x_TD)
+    shared = residual_TD is None or threshold(probability) == 0
+    dresidual_TD = x_TD.new_empty(0) if shared else torch.empty_like(x_TD)
     num_sums = 1 + has_norm_bias + (bias_D is not None)
     partial_PSD = x_TD.new_empty((grid[0], num_sums, width), dtype=torch.float32)
     _residual_norm_backward_kernel[grid](
-        dy_TD, x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, key, dx_TD, None if shares else dresidual_TD,
-        partial_PSD, num_tokens, site, has_norm_bias,
+        dy_TD, x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, key, dx_TD, None if shared else dresidual_TD,
+        partial_PSD, num_tokens, call_index, has_norm_bias,
         **tile, THRESHOLD=threshold(probability), num_warps=num_warps(width),
     )  # fmt: skip
     return dx_TD, dresidual_TD, partial_PSD.sum(0)
 
 
 @residual_norm.register_fake
-def _(x_TD, bias_D, residual_TD, weight_D, norm_bias_D, epsilon, probability, key, site):
+def _(x_TD, bias_D, residual_TD, weight_D, norm_bias_D, eps, probability, key, call_index):
     row = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
     return x_TD.new_empty(x_TD.shape), row, torch.empty_like(row)
 
 
 @residual_norm_backward.register_fake
-def _(dy_TD, x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, has_norm_bias, probability, key, site):
-    shares = residual_TD is None or threshold(probability) == 0
+def _(dy_TD, x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, has_norm_bias, probability, key, call_index):
+    shared = residual_TD is None or threshold(probability) == 0
     sums = x_TD.new_empty((1 + has_norm_bias + (bias_D is not None), x_TD.shape[1]), dtype=torch.float32)
-    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(0 if shares else x_TD.shape), sums
+    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(0 if shared else x_TD.shape), sums
 
 
 def _save(ctx, inputs, output):
-    x_TD, bias_D, residual_TD, weight_D, norm_bias_D, _, ctx.probability, key, ctx.site = inputs
+    x_TD, bias_D, residual_TD, weight_D, norm_bias_D, _, ctx.probability, key, ctx.call_index = inputs
     ctx.has_norm_bias = norm_bias_D is not None
     ctx.save_for_backward(x_TD, bias_D, residual_TD, weight_D, *output[1:], key)
-    ctx.set_materialize_grads(False)  # nobody differentiates the statistics
+    ctx.set_materialize_grads(False)  # the statistics are not differentiated
 
 
 def _gradients(ctx, dy_TD, dmean_T, drstd_T):
     x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, key = ctx.saved_tensors
+    dropout = (ctx.probability, key, ctx.call_index)
     dx_TD, dresidual_TD, sums_SD = residual_norm_backward(
-        dy_TD, x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, ctx.has_norm_bias, ctx.probability, key, ctx.site
+        dy_TD, x_TD, bias_D, residual_TD, weight_D, mean_T, rstd_T, ctx.has_norm_bias, *dropout
     )
     sums = iter(sums_SD.unbind())
     dweight_D = next(sums)
@@ -219,7 +220,7 @@ def _gradients(ctx, dy_TD, dmean_T, drstd_T):
 residual_norm.register_autograd(_gradients, setup_context=_save)
 
 
-def layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, epsilon: float) -> Tensor:
+def layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
     """LayerNorm over the last dimension, statistics in fp32; [..., D] → [..., D]."""
-    y_TD: Tensor = residual_norm(x.reshape(-1, x.shape[-1]), None, None, weight_D, bias_D, epsilon, 0.0, None, 0)[0]
+    y_TD: Tensor = residual_norm(x.reshape(-1, x.shape[-1]), None, None, weight_D, bias_D, eps, 0.0, None, 0)[0]
     return y_TD.view(x.shape)

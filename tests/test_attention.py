@@ -1,7 +1,7 @@
-"""The attention backends against the written-out reference on one ragged batch with padding tails.
+"""The attention backends against the written-out reference, on one ragged batch with padding tails.
 
-Kernels that need a GPU (`varlen`, `xformers`, compiled `flex`) are held to the same on a GPU only;
-here their masks, arguments and refusals are.
+Kernels that need a GPU (`varlen`, `xformers`, compiled `flex`) are compared on a GPU only; elsewhere
+their masks, arguments and errors are tested.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from electra_fast.attention import (
     ATTENTION_BACKENDS,
-    Segments,
+    AttentionMask,
     attention,
     attention_reference,
     choose_attention,
@@ -29,13 +29,13 @@ BACKENDS = [name for name in ATTENTION_BACKENDS if name != "xformers"]
 eager_flex = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels of this backend run on CUDA only")
 
-# Three rows of 160: segments within and across blocks of 128, a row without padding, one of padding but for a token.
+# Three rows of 160: segments within and across blocks of 128, a row without padding, a row of one token and padding.
 LENGTHS = [[5, 70, 60], [160], [1]]
-LENGTH, NUM_HEADS, HEAD_WIDTH = 160, 2, 32
+LENGTH, NUM_HEADS, HEAD_DIM = 160, 2, 32
 
 
 def ragged(num_spare: int = 0, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
-    """Segment ids [B, L] (0 = padding) and borders; `num_spare` more borders at the end of the buffer."""
+    """Segment ids [B, L] (0 = padding) and cu_seqlens, with T repeated `num_spare` more times at its end."""
     ids, borders = torch.zeros(len(LENGTHS), LENGTH, dtype=torch.int32), [0]
     for row, lengths in enumerate(LENGTHS):
         ends = list(itertools.accumulate(lengths))
@@ -47,9 +47,9 @@ def ragged(num_spare: int = 0, device: torch.device = CPU) -> tuple[Tensor, Tens
 
 
 def random_qkv(dtype: torch.dtype, device: torch.device = CPU) -> list[Tensor]:
-    """Queries, keys and values, cut from one product as the layers cut them."""
+    """Queries, keys and values, views of one tensor as in the layers."""
     random = torch.Generator().manual_seed(1)
-    qkv = torch.randn(len(LENGTHS) * LENGTH, 3, NUM_HEADS, HEAD_WIDTH, generator=random, dtype=torch.float64)
+    qkv = torch.randn(len(LENGTHS) * LENGTH, 3, NUM_HEADS, HEAD_DIM, generator=random, dtype=torch.float64)
     return list(qkv.to(device, dtype).unbind(1))
 
 
@@ -69,15 +69,15 @@ def truth(dtype: torch.dtype, device: torch.device = CPU) -> list[Tensor]:
 
 @pytest.mark.parametrize("num_spare", [0, 3])
 def test_sdpa_equals_the_reference(num_spare: int) -> None:
-    segments = Segments.packed(*ragged(num_spare), "sdpa")
-    found = outcome(random_qkv(torch.float64), lambda *qkv: attention(*qkv, segments))
+    mask = AttentionMask.packed(*ragged(num_spare), "sdpa")
+    found = outcome(random_qkv(torch.float64), lambda *qkv: attention(*qkv, mask))
     for a, b in zip(found, truth(torch.float64), strict=True):
         assert (a - b).abs().max() < 1e-12
-    whole_rows = attention(*random_qkv(torch.float64), Segments.padded(len(LENGTHS), LENGTH, None))
+    whole_rows = attention(*random_qkv(torch.float64), AttentionMask.padded(len(LENGTHS), LENGTH, None))
     assert (whole_rows - found[0]).abs().max() > 0.1
 
 
-def test_the_reference_takes_empty_segments() -> None:
+def test_the_reference_accepts_empty_segments() -> None:
     (_, plain), (_, padded) = ragged(), ragged(num_spare=4)
     assert padded.shape[0] == plain.shape[0] + 4 and (padded[-5:] == len(LENGTHS) * LENGTH).all()
     results = [outcome(random_qkv(torch.float64), lambda *x, b=b: attention_reference(*x, b)) for b in (plain, padded)]
@@ -85,15 +85,15 @@ def test_the_reference_takes_empty_segments() -> None:
 
 
 @eager_flex
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own look at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
 def test_flex_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    segments = Segments.packed(*ragged(), "flex")
+    mask = AttentionMask.packed(*ragged(), "flex")
     expected = truth(torch.float32)
-    found = attention(*random_qkv(torch.float32), segments)
+    found = attention(*random_qkv(torch.float32), mask)
     assert (found - expected[0]).abs().max() < 1e-5
-    # Torch refuses the backward pass on the CPU, having compiled none for it; its eager formula runs.
+    # torch refuses flex attention's backward pass on the CPU, but its eager formula works there.
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    for a, b in zip(outcome(random_qkv(torch.float32), lambda *x: attention(*x, segments)), expected, strict=True):
+    for a, b in zip(outcome(random_qkv(torch.float32), lambda *x: attention(*x, mask)), expected, strict=True):
         assert (a - b).abs().max() < 1e-5
 
 
@@ -104,8 +104,8 @@ def test_flex_block_mask_is_what_torch_makes(length: int) -> None:
     ids = starts.cumsum(1).int() + 1
     ids[1, 200:] = 0
     ids[2], ids[3] = 1, 0  # one segment, and padding alone: full blocks
-    segments = Segments.packed(ids, torch.zeros(1, dtype=torch.int32), "flex")
-    ours = segments.block_mask
+    mask = AttentionMask.packed(ids, torch.zeros(1, dtype=torch.int32), "flex")
+    ours = mask.block_mask
     theirs = torch_flex.create_block_mask(
         lambda b, h, i, j: ids[b, i] == ids[b, j], 4, None, length, length, device="cpu"
     )
@@ -119,47 +119,47 @@ def test_flex_block_mask_is_what_torch_makes(length: int) -> None:
 
 def test_flex_blocks_hold_every_pair_whatever_the_order_of_ids() -> None:
     ids = torch.randint(0, 5, (3, 300), generator=torch.Generator().manual_seed(4)) * torch.tensor([[1], [7], [0]])
-    mask = Segments.packed(ids, torch.zeros(1), "flex").block_mask
+    mask = AttentionMask.packed(ids, torch.zeros(1), "flex").block_mask
     assert mask is not None
     blocks = mask.to_dense().bool().repeat_interleave(128, -1).repeat_interleave(128, -2)[:, 0, :300, :300]
     assert (blocks | (ids[:, :, None] != ids[:, None, :])).all()
 
 
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
-def test_segments_are_built_without_waiting_for_the_device(backend: str) -> None:
+def test_masks_are_built_without_synchronizing_with_the_device(backend: str) -> None:
     if backend == "xformers":
         pytest.importorskip("xformers")
     with FakeTensorMode() as mode:  # a tensor without data: reading it raises
         ids, borders = (mode.from_tensor(x) for x in ragged(num_spare=2))
         with pytest.raises(DataDependentOutputException):
             borders[0].item()
-        segments = Segments.packed(ids, borders, backend)
-    assert (segments.num_rows, segments.length, segments.backend) == (3, LENGTH, backend)
+        mask = AttentionMask.packed(ids, borders, backend)
+    assert (mask.num_rows, mask.length, mask.backend) == (3, LENGTH, backend)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_varlen_takes_our_arguments_forward_and_backward(dropout: float) -> None:
-    """Through torch's own shape functions of the kernel: it never ran here."""
+def test_varlen_accepts_our_arguments_forward_and_backward(dropout: float) -> None:
+    """By the kernel's shape functions: the kernel itself does not run."""
     with FakeTensorMode() as mode:
-        segments = Segments.packed(*(mode.from_tensor(x) for x in ragged(num_spare=2)), "varlen")
+        mask = AttentionMask.packed(*(mode.from_tensor(x) for x in ragged(num_spare=2)), "varlen")
         qkv = [mode.from_tensor(x) for x in random_qkv(torch.bfloat16)]
         leaves = [x.detach().requires_grad_() for x in qkv]
-        out = attention(*leaves, segments, dropout)
+        out = attention(*leaves, mask, dropout)
         grads = torch.autograd.grad(out.sum(), leaves)
     assert {x.shape for x in (out, *grads)} == {qkv[0].shape} and {x.dtype for x in (out, *grads)} == {torch.bfloat16}
 
 
-def test_xformers_gets_borders_from_the_device_and_a_constant_bound() -> None:
+def test_xformers_gets_offsets_from_the_device_and_a_constant_bound() -> None:
     fmha = pytest.importorskip("xformers.ops.fmha")
     ids, borders = ragged(num_spare=2)
-    mask = Segments.packed(ids, borders, "xformers").block_diagonal
+    mask = AttentionMask.packed(ids, borders, "xformers").block_diagonal
     plain = fmha.BlockDiagonalMask.from_seqlens(borders.diff().tolist(), device=CPU)
     assert type(mask) is type(plain) and mask.q_seqinfo is mask.k_seqinfo
     assert mask.q_seqinfo.seqstart is borders and torch.equal(plain.q_seqinfo.seqstart, borders)
     assert mask.q_seqinfo.seqstart.dtype == plain.q_seqinfo.seqstart.dtype == torch.int32
     assert mask.q_seqinfo.max_seqlen == LENGTH >= plain.q_seqinfo.max_seqlen
     assert mask.q_seqinfo.seqstart_py == [plain.q_seqinfo.seqstart_py[0], plain.q_seqinfo.seqstart_py[-1]]
-    # What the kernel of flash attention says against these inputs: nothing but where they lie.
+    # The only objection of flash attention's kernel to these inputs is their device.
     q, k, v = (x[None] for x in random_qkv(torch.float16))  # bf16 makes it look for a GPU
     inputs = fmha.Inputs(q, k, v, mask, p=0.1)
     inputs.validate_inputs()
@@ -167,7 +167,7 @@ def test_xformers_gets_borders_from_the_device_and_a_constant_bound() -> None:
         assert [reason.split("=")[0] for reason in operator.not_supported_reasons(inputs)] == ["device"]
     converted, cu_q, max_q, cu_k, max_k, _ = fmha.flash._convert_input_format(inputs, supports_mqa=False)
     assert cu_q is borders and cu_k is borders and max_q == max_k == LENGTH
-    assert converted.query.shape == (len(LENGTHS) * LENGTH, NUM_HEADS, HEAD_WIDTH)
+    assert converted.query.shape == (len(LENGTHS) * LENGTH, NUM_HEADS, HEAD_DIM)
 
 
 @needs_gpu
@@ -181,42 +181,42 @@ def test_backends_equal_the_reference_on_cuda(backend: str, num_spare: int) -> N
     ids, borders = ragged(num_spare, CUDA)
     exact, qkv = truth(torch.bfloat16, CUDA), random_qkv(torch.bfloat16, CUDA)
     rounded = outcome(qkv, lambda *x: attention_reference(*x, borders))
-    found = outcome(qkv, lambda *x: attention(*x, Segments.packed(ids, borders, backend)))
+    found = outcome(qkv, lambda *x: attention(*x, AttentionMask.packed(ids, borders, backend)))
     for a, b, t in zip(found, rounded, exact, strict=True):
         assert (a - t).abs().max() <= 2 * (b - t).abs().max()
 
 
 @needs_gpu
 @pytest.mark.parametrize("backend", ["sdpa", "varlen", "xformers"])
-def test_dropout_drops_its_share_on_cuda(backend: str) -> None:
+def test_dropout_drops_the_given_fraction_on_cuda(backend: str) -> None:
     if backend == "xformers":
         pytest.importorskip("xformers")
     ids, borders = ragged(0, CUDA)
     q, k, v = random_qkv(torch.bfloat16, CUDA)
-    check_dropout(q, k, torch.ones_like(v), Segments.packed(ids, borders, backend), 0.05)
+    check_dropout(q, k, torch.ones_like(v), AttentionMask.packed(ids, borders, backend), 0.05)
 
 
-def test_dropout_drops_its_share() -> None:
+def test_dropout_drops_the_given_fraction() -> None:
     q, k, v = random_qkv(torch.float32)
-    check_dropout(q, k, torch.ones_like(v), Segments.packed(*ragged(), "sdpa"), 0.02)
+    check_dropout(q, k, torch.ones_like(v), AttentionMask.packed(*ragged(), "sdpa"), 0.02)
 
 
-def check_dropout(q: Tensor, k: Tensor, ones: Tensor, segments: Segments, tolerance: float) -> None:
-    """Values of 1 give 1 on average, and not everywhere 1: probabilities were dropped, the rest scaled up."""
-    out = attention(q, k, ones, segments, 0.3).float()
+def check_dropout(q: Tensor, k: Tensor, ones: Tensor, mask: AttentionMask, tolerance: float) -> None:
+    """Values of 1 give 1 on average but not everywhere: some weights are dropped, the others scaled up."""
+    out = attention(q, k, ones, mask, 0.3).float()
     assert out.std() > 0.05 and abs(out.mean() - 1) < tolerance
-    assert (attention(q, k, ones, segments, 0.0).float() - 1).abs().max() < 1e-2
+    assert (attention(q, k, ones, mask, 0.0).float() - 1).abs().max() < 1e-2
 
 
-def test_dropout_is_refused_where_there_is_none() -> None:
-    segments = Segments.packed(*ragged(), "flex")
+def test_dropout_without_support_is_an_error() -> None:
+    mask = AttentionMask.packed(*ragged(), "flex")
     message = 'attention backend "flex" has no dropout; set model.attention_dropout = 0.0'
     with pytest.raises(ValueError, match=message):
-        attention(*random_qkv(torch.float32), segments, 0.1)
+        attention(*random_qkv(torch.float32), mask, 0.1)
 
 
 @pytest.mark.parametrize(
-    ("backend", "device", "dtype", "dropout", "lacks"),
+    ("backend", "device", "dtype", "dropout", "missing"),
     [
         ("varlen", CPU, torch.float32, 0.0, "a CUDA device, and this is cpu"),
         ("flex", CPU, torch.float32, 0.0, "a CUDA device, and this is cpu"),
@@ -226,12 +226,12 @@ def test_dropout_is_refused_where_there_is_none() -> None:
         ("flex", CUDA, torch.bfloat16, 0.1, "model.attention_dropout = 0.0"),
     ],
 )
-def test_a_backend_says_what_it_lacks(
-    backend: str, device: torch.device, dtype: torch.dtype, dropout: float, lacks: str
+def test_a_backend_names_a_missing_requirement(
+    backend: str, device: torch.device, dtype: torch.dtype, dropout: float, missing: str
 ) -> None:
     with pytest.raises(ValueError) as error:
         choose_attention(backend, device, dtype, dropout)
-    assert str(error.value).startswith(f'model.attention = "{backend}" needs {lacks}')
+    assert str(error.value).startswith(f'model.attention = "{backend}" needs {missing}')
     assert str(error.value).endswith('; or set model.attention = "sdpa"') and "\n" not in str(error.value)
 
 
@@ -249,7 +249,7 @@ def test_a_missing_package_is_named(backend: str, missing: str, lacks: str, monk
     assert choose_attention("auto", CUDA, torch.bfloat16, 0.0) == ("sdpa" if backend == "varlen" else "varlen")
 
 
-def test_auto_takes_varlen_where_it_serves() -> None:
+def test_auto_is_varlen_where_it_can_run() -> None:
     assert choose_attention("auto", CPU, torch.float32, 0.0) == "sdpa"
     assert choose_attention("auto", CUDA, torch.bfloat16, 0.0) == "varlen"
     assert choose_attention("auto", CUDA, torch.bfloat16, 0.1) == "varlen"

@@ -7,7 +7,7 @@ import torch
 
 from electra_fast import electra, ops
 from electra_fast.config import Config
-from electra_fast.electra import Backend, Noise
+from electra_fast.electra import Backend, RngKey
 from electra_fast.metrics import summarise
 from electra_fast.model import Electra
 from electra_fast.sampling import sample_categorical
@@ -66,8 +66,8 @@ def make_batch(num_rows: int = 4, seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def run(model, batch, noise=None):
-    return electra.forward(model, batch, BACKEND, noise or Noise(KEY), electra.count(batch))
+def run(model, batch, rng_key=None):
+    return electra.forward(model, batch, BACKEND, rng_key or RngKey(KEY), electra.count(batch))
 
 
 @pytest.mark.parametrize("tying", ["none", "embeddings"])
@@ -127,7 +127,7 @@ def test_micro_batches_add_up():
     sums = torch.zeros_like(whole.sums)
     for i, half in enumerate(halves):
         half["cu_seqlens"] = batch["cu_seqlens"][: 2 * 3 + 1]
-        output = electra.forward(model, half, BACKEND, Noise(KEY, first_row=2 * i), electra.count(batch))
+        output = electra.forward(model, half, BACKEND, RngKey(KEY, first_row=2 * i), electra.count(batch))
         output.loss.backward()
         sums += output.sums
     torch.testing.assert_close(sums, whole.sums, rtol=1e-6, atol=1e-5)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from electra_fast.attention import Segments
+from electra_fast.attention import AttentionMask
 from electra_fast.config import Config
 from electra_fast.flops import device_peak, flops_per_token, published_flops, published_training_flops, report
 from electra_fast.model import Electra
@@ -92,7 +92,7 @@ def test_true_counts_equal_what_torch_counts(recipe: str, embedding_size: int, o
         ids,
         torch.arange(length).repeat(num_rows),
         ids * 0,
-        Segments.padded(num_rows, length, None),
+        AttentionMask.padded(num_rows, length, None),
         torch.float32,
     )
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from electra_fast.attention import Segments
+from electra_fast.attention import AttentionMask
 from electra_fast.config import Config
 from electra_fast.huggingface import write_model
 from electra_fast.huggingface_config import CLASSES, role_shape
@@ -164,9 +164,9 @@ def test_a_packed_segment_computes_what_it_computes_alone(recipe: str) -> None:
     ids = torch.randint(4, 100, (40,), generator=torch.Generator().manual_seed(2))
     weight = torch.randn(40, generator=torch.Generator().manual_seed(4))
     types = torch.zeros_like(ids)
-    segments = Segments.packed(segment_ids, borders, "sdpa")
-    packed = model.replaced_logits(ids, positions, types, segments, torch.float32)
-    words = model.generator_head_logits(model.generator_hidden(ids, positions, types, segments, torch.float32))
+    mask = AttentionMask.packed(segment_ids, borders, "sdpa")
+    packed = model.replaced_logits(ids, positions, types, mask, torch.float32)
+    words = model.generator_head_logits(model.generator_hidden(ids, positions, types, mask, torch.float32))
     (packed * weight).sum().backward()
     packed_grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

@@ -1,4 +1,4 @@
-"""Update rules against torch's own, and against their sources written out."""
+"""Update rules against torch's, and against their sources written out."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from electra_fast.config import OptimizerConfig
-from electra_fast.optim import Optimizer, orthogonalise, schedule_factor
+from electra_fast.optim import Optimizer, lr_scale, orthogonalise
 
 STEPS = 6
 
@@ -23,13 +23,18 @@ def gradients(named, step):
     return {name: torch.randn(p.shape, generator=random) for name, p in named.items()}
 
 
-def train(config, factor=1.0):
+def update(optimizer, scale=1.0):
+    optimizer.set_step_scalars(scale)
+    return optimizer.step()
+
+
+def train(config, scale=1.0):
     named = parameters()
     optimizer = Optimizer(named.items(), config)
     for step in range(STEPS):
         for name, gradient in gradients(named, step).items():
             named[name].grad = gradient
-        optimizer.step(factor)
+        update(optimizer, scale)
     return named
 
 
@@ -55,25 +60,25 @@ def test_adamw_equals_torch():
 @pytest.mark.parametrize("rule", ["adamw", "lamb"])
 def test_without_bias_correction_written_out(rule):
     """BERT's AdamWeightDecay; LAMB adds the trust ratio for what is decayed."""
-    ours, named = train(plain(name=rule, bias_correction=False), factor=0.5), parameters()
+    ours, named = train(plain(name=rule, bias_correction=False), scale=0.5), parameters()
     for name, parameter in named.items():
         weight = parameter.detach().double()
-        first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+        exp_avg, exp_avg_sq = torch.zeros_like(weight), torch.zeros_like(weight)
         for step in range(STEPS):
             gradient = gradients(named, step)[name].double()
-            first = 0.9 * first + 0.1 * gradient
-            second = 0.999 * second + 0.001 * gradient**2
-            update = first / (second.sqrt() + 1e-6)
+            exp_avg = 0.9 * exp_avg + 0.1 * gradient
+            exp_avg_sq = 0.999 * exp_avg_sq + 0.001 * gradient**2
+            change = exp_avg / (exp_avg_sq.sqrt() + 1e-6)
             if weight.dim() == 2:
-                update = update + 0.1 * weight
+                change = change + 0.1 * weight
                 if rule == "lamb":
-                    update = update * weight.norm() / update.norm()
-            weight = weight - 0.5 * 0.01 * update
+                    change = change * weight.norm() / change.norm()
+            weight = weight - 0.5 * 0.01 * change
         torch.testing.assert_close(ours[name].double(), weight, rtol=1e-5, atol=1e-6)
 
 
 def test_muon_equals_torch_within_its_bf16():
-    """torch.optim.Muon iterates in bf16, so matrices agree to that; everything else is AdamW."""
+    """torch.optim.Muon iterates in bf16, so matrices agree to its precision; everything else is AdamW."""
     ours = train(plain(name="muon", muon_learning_rate=0.02))
     adamw = train(plain())
     named = parameters()
@@ -105,21 +110,21 @@ def test_orthogonalise(shape, dtype):
     assert (cosine > 0.97).all()
 
 
-def test_fused_matrices_are_orthogonalised_apart():
+def test_fused_matrices_are_orthogonalised_separately():
     fused = nn.Parameter(torch.zeros(12, 4))
     optimizer = Optimizer([("layer.qkv.weight", fused)], plain(name="muon", weight_decay=0.0))
     fused.grad = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
     fused.grad[:4] *= 1e3  # queries' gradients would drown the others in one joint norm
-    optimizer.step(1.0)
+    update(optimizer)
     sizes = [block.norm() for block in fused.detach().chunk(3)]
     assert max(sizes) < 2 * min(sizes)
 
 
 def test_lamb_adapts_each_tensor_of_the_published_layout():
-    """Fused parameters against their parts, each a parameter of its own in float64 that knows nothing of fusion.
+    """Fused parameters against their parts, computed separately in float64.
 
-    Queries' and keys' gradients are near epsilon, as they are early in training: one ratio over all three would be
-    the values', which starves them.
+    The gradients of queries and keys are near epsilon, as early in training: one trust ratio over all three would
+    be that of the values, and far too small for the others.
     """
     random = torch.Generator().manual_seed(0)
     parts = {
@@ -148,22 +153,22 @@ def test_lamb_adapts_each_tensor_of_the_published_layout():
         for name, names in fused.items():
             ours[name].grad = join(grads[step], names)
         ours["a.qkv.bias"].grad = torch.ones(12)
-        optimizer.step(1.0)
+        update(optimizer)
 
-    expected, bias_first, bias_second, bias = {}, 0.0, 0.0, 1.0
+    expected, bias_avg, bias_avg_sq, bias = {}, 0.0, 0.0, 1.0
     for name, weight in weights.items():
         weight = weight.double()
-        first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+        exp_avg, exp_avg_sq = torch.zeros_like(weight), torch.zeros_like(weight)
         for step in range(STEPS):
             gradient = grads[step][name].double()
-            first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
-            update = first / (second.sqrt() + 1e-6) + 0.1 * weight
-            ratio = weight.norm() / update.norm() if weight.norm() > 0 else 1.0
-            weight = weight - 0.01 * ratio * update
+            exp_avg, exp_avg_sq = 0.9 * exp_avg + 0.1 * gradient, 0.999 * exp_avg_sq + 0.001 * gradient**2
+            change = exp_avg / (exp_avg_sq.sqrt() + 1e-6) + 0.1 * weight
+            ratio = weight.norm() / change.norm() if weight.norm() > 0 else 1.0
+            weight = weight - 0.01 * ratio * change
         expected[name] = weight
     for _ in range(STEPS):  # norms and biases: neither decayed nor adapted
-        bias_first, bias_second = 0.9 * bias_first + 0.1, 0.999 * bias_second + 0.001
-        bias -= 0.01 * bias_first / (bias_second**0.5 + 1e-6)
+        bias_avg, bias_avg_sq = 0.9 * bias_avg + 0.1, 0.999 * bias_avg_sq + 0.001
+        bias -= 0.01 * bias_avg / (bias_avg_sq**0.5 + 1e-6)
     for name, names in fused.items():
         torch.testing.assert_close(ours[name].double(), join(expected, names), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours["a.qkv.bias"].double(), torch.full((12,), bias).double(), rtol=1e-5, atol=1e-6)
@@ -175,8 +180,8 @@ def test_clipping():
     for name, gradient in gradients(named, 0).items():
         named[name].grad = gradient.clone()
     expected = math.sqrt(sum(g.square().sum().item() for g in gradients(named, 0).values()))
-    assert optimizer.step(0.0).item() == pytest.approx(expected, rel=1e-6)
-    clipped = math.sqrt(sum(m.square().sum().item() for m in optimizer.first.values())) / (1 - 0.9)
+    assert update(optimizer, 0.0).item() == pytest.approx(expected, rel=1e-6)
+    clipped = math.sqrt(sum(m.square().sum().item() for m in optimizer.exp_avg.values())) / (1 - 0.9)
     assert clipped == pytest.approx(1.0, rel=1e-5)
 
 
@@ -186,7 +191,7 @@ def test_state_round_trip():
     optimizer = Optimizer(named.items(), config)
     for name, gradient in gradients(named, 0).items():
         named[name].grad = gradient
-    optimizer.step(1.0)
+    update(optimizer)
     other = Optimizer(parameters().items(), config)
     other.load_state_dict(optimizer.state_dict())
     assert all(
@@ -196,10 +201,48 @@ def test_state_round_trip():
         Optimizer(named.items(), plain()).load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("rule", ["adamw", "lamb", "muon"])
+def test_frozen_parameters_are_left_out(rule):
+    """They are neither updated nor stored nor in the norm; the others are updated as if alone."""
+    config = plain(name=rule, clip_norm=1.0)
+    named, alone = parameters(), parameters()
+    frozen = ("wide.weight", "x.bias")
+    for name in frozen:
+        named[name].requires_grad_(False)
+        del alone[name]
+    optimizer, expected = Optimizer(named.items(), config), Optimizer(alone.items(), config)
+    for step in range(STEPS):
+        for name, gradient in gradients(alone, step).items():
+            named[name].grad, alone[name].grad = gradient.clone(), gradient.clone()
+        assert torch.equal(update(optimizer), update(expected))
+    for name, parameter in named.items():
+        assert torch.equal(parameter, parameters()[name] if name in frozen else alone[name]), name
+    state = optimizer.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+
+    other = Optimizer(named.items(), config)
+    other.load_state_dict(state)
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in state.items())
+    with pytest.raises(ValueError, match="only one of the two has exp_avg.wide.weight"):
+        Optimizer(parameters().items(), config).load_state_dict(state)
+
+
+def test_what_must_have_a_gradient():
+    named = parameters()
+    optimizer = Optimizer(named.items(), plain())
+    for name, gradient in gradients(named, 0).items():
+        named[name].grad = gradient
+    named["x.bias"].grad = None
+    with pytest.raises(RuntimeError, match="parameter x.bias has no gradient"):
+        update(optimizer)
+    with pytest.raises(ValueError, match="no parameter requires a gradient"):
+        Optimizer([(name, p.requires_grad_(False)) for name, p in named.items()], plain())
+
+
 def test_schedules():
     product = OptimizerConfig(warmup_steps=10, schedule="product")
-    assert [schedule_factor(product, t, 100) for t in (0, 5, 10, 50, 99)] == pytest.approx([0, 0.475, 0.9, 0.5, 0.01])
+    assert [lr_scale(product, t, 100) for t in (0, 5, 10, 50, 99)] == pytest.approx([0, 0.475, 0.9, 0.5, 0.01])
     linear = OptimizerConfig(warmup_steps=10, schedule="linear")
-    factors = [schedule_factor(linear, t, 100) for t in (0, 4, 9, 10, 55, 99)]
-    assert factors == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.5, 1 / 90])
-    assert schedule_factor(OptimizerConfig(warmup_steps=0), 0, 10) == 1.0
+    scales = [lr_scale(linear, t, 100) for t in (0, 4, 9, 10, 55, 99)]
+    assert scales == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.5, 1 / 90])
+    assert lr_scale(OptimizerConfig(warmup_steps=0), 0, 10) == 1.0

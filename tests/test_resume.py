@@ -11,7 +11,7 @@ from tiny_run import STEPS, assert_same_run, lines, tiny_config
 
 from electra_fast import checkpoint_folder
 from electra_fast.config import Config, OptimizerConfig
-from electra_fast.optim import schedule_factor
+from electra_fast.optim import lr_scale
 from electra_fast.pretrain import pretrain
 
 
@@ -30,10 +30,10 @@ class TestExtension:
         assert pretrain(tiny_config(**longer), data=held_out_corpus, out=run).step == 2 * STEPS
         told = said(capsys)
         optimizer = Config.load(run / "config.toml").optimizer
-        rate = schedule_factor(optimizer, STEPS, 2 * STEPS) * optimizer.learning_rate
+        rate = lr_scale(optimizer, STEPS, 2 * STEPS) * optimizer.learning_rate
         assert f"the learning rate of step {STEPS} is {rate:.3g} (it was 0) and falls to 0 at step {2 * STEPS}" in told
         assert [line["step"] for line in lines(run)] == list(range(4, 2 * STEPS + 1, 4))
-        last = schedule_factor(optimizer, 2 * STEPS - 1, 2 * STEPS) * optimizer.learning_rate
+        last = lr_scale(optimizer, 2 * STEPS - 1, 2 * STEPS) * optimizer.learning_rate
         assert lines(run)[-1]["learning_rate"] == pytest.approx(last)
         record = json.loads((run / "changes.jsonl").read_text())
         assert (record["step"], record["changes"]) == (STEPS, {"train.steps": [STEPS, 2 * STEPS]})
@@ -67,7 +67,7 @@ class TestAllowedChanges:
         assert changes == {"train.steps": [24, 36], "optimizer.learning_rate": [0.001, 0.002]}
         saved = Config.load(checkpoint_folder.latest(run) / "config.toml")
         assert saved.optimizer.learning_rate == 2e-3
-        assert lines(run)[6]["learning_rate"] == pytest.approx(2e-3 * schedule_factor(saved.optimizer, 27, 36))
+        assert lines(run)[6]["learning_rate"] == pytest.approx(2e-3 * lr_scale(saved.optimizer, 27, 36))
         pretrain(changed, data=held_out_corpus, out=run)  # it is what the run has now
         with pytest.raises(ValueError, match=r"learning_rate = 0.002, now it is 0.001"):
             pretrain(tiny_config(**{"train.steps": "36"}), data=held_out_corpus, out=run)
@@ -174,7 +174,7 @@ class TestWarmup:
     def test_it_follows_the_steps_unless_set(self, preset, steps, warmup):
         config = Config.preset(preset).override({"train.steps": str(steps)})
         assert config.optimizer.num_warmup_steps(config.train.steps) == warmup
-        factors = [schedule_factor(config.optimizer, step, steps) for step in range(warmup + 1)]
+        factors = [lr_scale(config.optimizer, step, steps) for step in range(warmup + 1)]
         assert max(factors) == factors[warmup] >= 0.949
         assert config.override({"optimizer.warmup_steps": "0"}).optimizer.num_warmup_steps(steps) == 0
 
@@ -198,7 +198,7 @@ class TestWarmup:
             return
         assert f"warmup_steps = {warmup} with train.steps = {STEPS}: the learning rate never passes {share}" in told
         config = OptimizerConfig(schedule=schedule, warmup_steps=warmup)
-        assert max(schedule_factor(config, step, STEPS) for step in range(STEPS)) == pytest.approx(
+        assert max(lr_scale(config, step, STEPS) for step in range(STEPS)) == pytest.approx(
             float(share[:-1]) / 100, abs=0.0051
         )
 

@@ -1,4 +1,4 @@
-"""Philox against its published vectors, and samples against the distribution that they claim."""
+"""Philox against its published test vectors, and samples against the distribution they are drawn from."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_philox_of_a_tensor_is_philox_of_its_elements() -> None:
 
 
 def draw(logits_V: Tensor, num_samples: int, seed: int = 3, step: int = 5) -> Tensor:
-    """Samples of slots 0.. from one distribution, in parts (a part's slots are not the part's rows)."""
+    """Samples of slots 0, 1, … from one distribution, in batches whose slots differ from their row indices."""
     key = torch.tensor([seed, step])
-    parts = torch.arange(num_samples).split(20_000)
-    return torch.cat([sample_categorical(logits_V.expand(len(slots), -1), slots, key) for slots in parts])
+    batches = torch.arange(num_samples).split(20_000)
+    return torch.cat([sample_categorical(logits_V.expand(len(slots), -1), slots, key) for slots in batches])
 
 
 def p_value(samples: Tensor, probability_V: Tensor) -> float:
-    """Chi-squared goodness of fit; entries expected less than 10 times are put together."""
+    """Chi-squared goodness of fit; entries with an expected count under 10 are pooled."""
     counts = torch.bincount(samples, minlength=len(probability_V)).double()
     expected = probability_V.double() * len(samples)
     rare = expected < 10
@@ -68,14 +68,14 @@ def p_value(samples: Tensor, probability_V: Tensor) -> float:
 def test_samples_follow_the_softmax(vocab_size: int) -> None:
     random = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(vocab_size, generator=random) * 2
-    logits[vocab_size // 2] += 4  # skewed: one entry far above the rest
+    logits[vocab_size // 2] += 4  # skewed: one entry is far likelier than the rest
     samples = draw(logits, 100_000)
     assert p_value(samples, logits.softmax(-1)) > 1e-3
-    # The test has power: a distribution a little flatter is rejected.
+    # The test has power: it rejects a slightly flatter distribution.
     assert p_value(samples, (logits * 0.9).softmax(-1)) < 1e-6
 
 
-def test_samples_follow_the_softmax_across_tiles_of_very_different_weight() -> None:
+def test_samples_follow_the_softmax_across_tiles_of_very_different_probability() -> None:
     logits = torch.zeros(384)
     logits[:128], logits[256:] = -6, 3
     samples = draw(logits, 100_000)
@@ -109,7 +109,7 @@ def test_a_slot_gets_the_same_sample_in_any_subset_and_order() -> None:
 
 @pytest.mark.parametrize("low", [-math.inf, -1000.0])
 @pytest.mark.parametrize("vocab_size", [100, 300, 1000])
-def test_entries_without_mass_are_never_drawn(low: float, vocab_size: int) -> None:
+def test_entries_of_probability_0_are_never_drawn(low: float, vocab_size: int) -> None:
     logits = torch.full((vocab_size,), low)
     allowed = torch.tensor([1, vocab_size // 2, vocab_size - 2])
     logits[allowed] = torch.tensor([0.0, 1.0, -1.0])

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import electra_fast as ef
 from electra_fast import electra
 from electra_fast.data import BatchLoader, MicroBatches, to_torch
-from electra_fast.electra import Backend, Noise
-from electra_fast.optim import Optimizer, schedule_factor
+from electra_fast.electra import Backend, RngKey
+from electra_fast.optim import Optimizer, lr_scale
 from electra_fast.step import StepClock, TrainStep, choose_execution
 
 BACKEND = Backend("sdpa", torch.float32)
@@ -51,11 +51,12 @@ def test_equals_a_step_written_out(tiny_corpus, config, accumulate):
         optimizer.zero_grad()
         for i in range(accumulate):
             batch = {name: tensor[i * size : (i + 1) * size] for name, tensor in whole.items()}
-            noise = Noise(torch.tensor([config.train.seed, number]), i * size)
-            output = electra.forward(model, batch | {"cu_seqlens": None}, BACKEND, noise, electra.count(whole))
+            rng_key = RngKey(torch.tensor([config.train.seed, number]), i * size)
+            output = electra.forward(model, batch | {"cu_seqlens": None}, BACKEND, rng_key, electra.count(whole))
             output.loss.backward()
             sums[:-1] += output.sums
-        sums[-1] += optimizer.step(schedule_factor(config.optimizer, number, STEPS))
+        optimizer.set_step_scalars(lr_scale(config.optimizer, number, STEPS))
+        sums[-1] += optimizer.step()
     weights, found = trained(tiny_corpus, config)
     assert torch.equal(found, sums)
     for name, tensor in model.state_dict().items():
@@ -80,7 +81,8 @@ def test_a_step_can_be_captured(tiny_corpus, config, changes):
     step = TrainStep(model, optimizer, config, BACKEND)
     rows = open_loader(tiny_corpus, config)
     step(next(rows), 0)
-    kept = [*model.parameters(), *optimizer.first.values(), *optimizer.second.values(), optimizer.scalars, step.sums]
+    kept = [*model.parameters(), optimizer.scalars, step.sums]
+    kept += [*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
     kept += [tensor for part in step._batches.parts for tensor in part.values()]
     places = [tensor.data_ptr() for tensor in kept]
     with NothingFromTheHost():

@@ -22,7 +22,7 @@ from electra_fast.config import Config
 from electra_fast.corpus import Tokenizer
 from electra_fast.curves import draw_curves
 from electra_fast.data import BatchLoader, to_torch
-from electra_fast.electra import Backend, Noise
+from electra_fast.electra import Backend, RngKey
 from electra_fast.evaluate import SEED, evaluate, held_out_folder
 from electra_fast.export import export, load
 from electra_fast.prepare import prepare, train_vocab
@@ -119,8 +119,8 @@ def show_verdicts(console: Console, run: Path, shards: Path, tokenizer: Tokenize
         epochs=1,
     )
     batch = to_torch(next(loader))
-    noise = Noise(torch.tensor([SEED, 0]))
-    output = electra.forward(model, batch, Backend("sdpa", torch.float32), noise, electra.count(batch))
+    rng_key = RngKey(torch.tensor([SEED, 0]))
+    output = electra.forward(model, batch, Backend("sdpa", torch.float32), rng_key, electra.count(batch))
     assert output.corrupted_ids_T is not None and output.replaced_T is not None and output.logits_T is not None
     shape = batch["input_ids"].shape
     original = batch["input_ids"].long().scatter(1, batch["masked_positions"].long(), batch["masked_ids"].long())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from electra_fast import ops
-from electra_fast.attention import Segments
+from electra_fast.attention import AttentionMask
 from electra_fast.model import Electra
 
 # What a step adds up, in this order; `metrics.summarise` turns the sums into what is reported.
@@ -41,7 +41,7 @@ class Backend:
 
 
 @dataclass(frozen=True)
-class Noise:
+class RngKey:
     """Where a micro-batch's samples come from: int64 [2] of (seed, step) and its first row in the step.
 
     A tensor (int64 scalar) as first row lets one compiled function serve all micro-batches.
@@ -52,7 +52,7 @@ class Noise:
 
     def dropout_key(self, length: int) -> Tensor | None:
         """`ops.Dropout.key` for rows of this length; None on the CPU, where torch's generator draws the masks."""
-        if not ops.has_kernels(self.seed_and_step):
+        if not (self.seed_and_step.is_cuda or ops.uses_kernels(self.seed_and_step)):
             return None
         first_token = self.seed_and_step[:1] * 0 + self.first_row * length
         return torch.cat((self.seed_and_step, first_token))
@@ -78,22 +78,22 @@ def count(batch: Mapping[str, Tensor]) -> Tensor:
     return torch.stack((batch["masked_weights"].sum(dtype=torch.float64), (batch["segment_ids"] > 0).sum().double()))
 
 
-def forward(model: Electra, batch: Mapping[str, Tensor], backend: Backend, noise: Noise, counts: Tensor) -> Output:
+def forward(model: Electra, batch: Mapping[str, Tensor], backend: Backend, rng_key: RngKey, counts: Tensor) -> Output:
     """The loss of one micro-batch.
 
     Args:
         model: the networks; training mode decides about dropout.
         batch: tensors of `data.to_torch`.
         backend: attention backend and activation dtype.
-        noise: keys of the generator's samples and, on CUDA, of dropout.
+        rng_key: keys of the generator's samples and, on CUDA, of dropout.
         counts: `count` summed over all micro-batches of the step, so that their losses add up to
             the loss of the undivided batch.
     """
-    segments = Segments.packed(batch["segment_ids"], batch["cu_seqlens"], backend.attention)
+    mask = AttentionMask.packed(batch["segment_ids"], batch["cu_seqlens"], backend.attention)
     flat = {name: batch[name].flatten() for name in ("input_ids", "position_ids", "token_type_ids", "segment_ids")}
-    dropout_key = noise.dropout_key(segments.length) if model.training and model.config.model.dropout else None
-    context = (flat["position_ids"], flat["token_type_ids"], segments, backend.dtype, dropout_key)
-    slots, valid_T = _slots(batch, noise.first_row), flat["segment_ids"] > 0
+    dropout_key = rng_key.dropout_key(mask.length) if model.training and model.config.model.dropout else None
+    context = (flat["position_ids"], flat["token_type_ids"], mask, backend.dtype, dropout_key)
+    slots, valid_T = _slots(batch, rng_key.first_row), flat["segment_ids"] > 0
 
     hidden_TD = model.generator_hidden(flat["input_ids"], *context)
     # Unused slots read any row: their weight is 0.
@@ -105,7 +105,7 @@ def forward(model: Electra, batch: Mapping[str, Tensor], backend: Backend, noise
         head.bias,
         slots.original_M,
         slots.number_M,
-        noise.seed_and_step if model.has_discriminator else None,
+        rng_key.seed_and_step if model.has_discriminator else None,
         objective.temperature,
         objective.disallow_correct,
     )
@@ -122,10 +122,10 @@ def forward(model: Electra, batch: Mapping[str, Tensor], backend: Backend, noise
 
     corrupted_T, replaced_T = ops.corrupt(batch["input_ids"], slots.position_M, slots.original_M, sample_M)
     logits_T = model.replaced_logits(corrupted_T, *context)
-    discriminator_loss, counts_5 = ops.discriminator_loss(logits_T, replaced_T, valid_T)
+    discriminator_loss, totals_5 = ops.discriminator_loss(logits_T, replaced_T, valid_T)
     loss = loss + objective.disc_weight * discriminator_loss / num_tokens.float()
     sums["discriminator_loss"] = discriminator_loss.detach()
-    sums |= dict(zip(ops.COUNTS, counts_5.unbind(), strict=True))
+    sums |= dict(zip(ops.DISCRIMINATOR_TOTALS, totals_5.unbind(), strict=True))
     return Output(loss, _stack(sums), corrupted_T, replaced_T, logits_T.detach(), valid_T)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from electra_fast import _data
-from electra_fast.attention import adds_in_any_order, choose_attention
+from electra_fast.attention import choose_attention, is_deterministic
 from electra_fast.config import Config
 from electra_fast.electra import Backend
 
@@ -41,7 +41,7 @@ def _has_bf16(device: torch.device) -> bool:
 def environment(device: torch.device, backend: Backend, execution: str) -> dict[str, str]:
     """Versions, device, backends: what a run says it used."""
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    repeatable = f"but for {backend.attention}'s gradient" if adds_in_any_order(backend.attention) else "to the bit"
+    repeatable = "to the bit" if is_deterministic(backend.attention) else f"but for {backend.attention}'s gradient"
     return {
         "electra-fast": _data.VERSION,
         "python": platform.python_version(),

@@ -12,7 +12,7 @@ from electra_fast import electra, metrics
 from electra_fast.config import Config
 from electra_fast.corpus import Corpus
 from electra_fast.data import BatchLoader, to_torch
-from electra_fast.electra import Backend, Noise
+from electra_fast.electra import Backend, RngKey
 from electra_fast.export import load, tokenizer_folder
 from electra_fast.huggingface_tokenizer import check_vocabulary
 from electra_fast.metrics import Number
@@ -85,8 +85,8 @@ def evaluate_model(
     model.eval()
     for number, rows in enumerate(itertools.islice(loader, max_batches or None)):
         batch = to_torch(rows, device=str(device))
-        noise = Noise(torch.tensor([SEED, number], device=device))
-        output = electra.forward(model, batch, backend, noise, electra.count(batch))
+        rng_key = RngKey(torch.tensor([SEED, number], device=device))
+        output = electra.forward(model, batch, backend, rng_key, electra.count(batch))
         sums += output.sums
         num_rows += batch["input_ids"].shape[0]
         if output.logits_T is not None and output.replaced_T is not None and output.valid_T is not None:

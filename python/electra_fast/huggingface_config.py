@@ -14,7 +14,7 @@ from typing import Any
 
 from electra_fast import huggingface_weights as weights
 from electra_fast.config import Config, ModelConfig, Scalar
-from electra_fast.model import BERT_EPSILON, MODERN_EPSILON, ROPE_THETA
+from electra_fast.model import BERT_EPS, MODERN_EPS, ROPE_THETA
 from electra_fast.presets import SIZES
 
 OWN_KEY = "electra_fast"
@@ -58,7 +58,7 @@ SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
 _FIXED: dict[str, dict[str, Any]] = {
     "bert": {
         "hidden_act": "gelu",
-        "layer_norm_eps": BERT_EPSILON,
+        "layer_norm_eps": BERT_EPS,
         "type_vocab_size": 2,
         "is_decoder": False,
         "position_embedding_type": "absolute",
@@ -66,7 +66,7 @@ _FIXED: dict[str, dict[str, Any]] = {
     "modern": {
         "hidden_activation": "gelu",
         "classifier_activation": "gelu",
-        "norm_eps": MODERN_EPSILON,
+        "norm_eps": MODERN_EPS,
         "norm_bias": False,
         "attention_bias": False,
         "mlp_bias": False,

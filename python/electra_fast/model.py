@@ -4,7 +4,7 @@ Two architectures share one shape of code: `bert`, the paper's post-norm encoder
 `transformers`' Electra), and `modern`, pre-norm with rotary positions, GeGLU and no biases (exports
 to ModernBERT). `electra.py` puts two of them together.
 
-Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden, N heads, H head width.
+Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden, N heads, H head dimension.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from electra_fast import ops
-from electra_fast.attention import Segments, attention
+from electra_fast.attention import AttentionMask, attention
 from electra_fast.config import Config, ModelConfig
 from electra_fast.ops import Dropout
 
-BERT_EPSILON = 1e-12
-MODERN_EPSILON = 1e-5
+BERT_EPS = 1e-12
+MODERN_EPS = 1e-5
 ROPE_THETA = 10_000.0
-# Both networks may be one module: the discriminator's dropout sites begin behind any generator's.
-DISCRIMINATOR_SITES = 1 << 15
+# Both networks may share modules, so the dropout call indices of the discriminator start past the generator's.
+FIRST_DISCRIMINATOR_CALL = 1 << 15
 
 
 class Norm(nn.Module):
@@ -33,15 +33,15 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if architecture == "bert" else None
-        self.epsilon = BERT_EPSILON if architecture == "bert" else MODERN_EPSILON
+        self.eps = BERT_EPS if architecture == "bert" else MODERN_EPS
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.layer_norm(x, self.weight, self.bias, self.epsilon)
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
     def after_residual(self, linear: Linear, x_TF: Tensor, residual_TD: Tensor, dropout: Dropout) -> Tensor:
         """LayerNorm(residual + dropout(linear(x)))."""
         weights = (linear.weight, linear.bias, residual_TD, self.weight, self.bias)
-        return ops.residual_norm(x_TF, *weights, self.epsilon, dropout)
+        return ops.residual_norm(x_TF, *weights, self.eps, dropout)
 
 
 class Linear(nn.Linear):
@@ -80,7 +80,7 @@ class Embeddings(nn.Module):
         ids, tables = (input_ids_T, position_ids_T, token_type_ids_T), (self.token, self.position, self.token_type)
         norm = self.norm
         assert norm.bias is not None
-        return ops.embedding_norm(ids, tables, norm.weight, norm.bias, norm.epsilon, dtype, dropout)
+        return ops.embedding_norm(ids, tables, norm.weight, norm.bias, norm.eps, dtype, dropout)
 
 
 class BertLayer(nn.Module):
@@ -99,13 +99,13 @@ class BertLayer(nn.Module):
         self.feed_forward_norm = Norm(hidden, "bert")
 
     def forward(
-        self, x_TD: Tensor, segments: Segments, rotary: tuple[Tensor, Tensor] | None, dropout: Dropout
+        self, x_TD: Tensor, mask: AttentionMask, rotary: tuple[Tensor, Tensor] | None, dropout: Dropout
     ) -> Tensor:
         q, k, v = self.qkv(x_TD).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
-        mixed = attention(q, k, v, segments, self.attention_dropout if self.training else 0.0)
+        mixed = attention(q, k, v, mask, self.attention_dropout if self.training else 0.0)
         x_TD = self.attention_norm.after_residual(self.attention_out, mixed.flatten(1), x_TD, dropout)
         inner = ops.bias_gelu(x_TD, self.feed_forward_in.weight, self.feed_forward_in.bias)
-        return self.feed_forward_norm.after_residual(self.feed_forward_out, inner, x_TD, dropout.at(1))
+        return self.feed_forward_norm.after_residual(self.feed_forward_out, inner, x_TD, dropout.call(1))
 
 
 class ModernLayer(nn.Module):
@@ -127,16 +127,16 @@ class ModernLayer(nn.Module):
         self.feed_forward_out = Linear(config.intermediate_size, hidden, bias=False)
 
     def forward(
-        self, x_TD: Tensor, segments: Segments, rotary: tuple[Tensor, Tensor] | None, dropout: Dropout
+        self, x_TD: Tensor, mask: AttentionMask, rotary: tuple[Tensor, Tensor] | None, dropout: Dropout
     ) -> Tensor:
         assert rotary is not None
         normed = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
         q, k, v = self.qkv(normed).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
         q, k = ops.rotate(q, *rotary), ops.rotate(k, *rotary)
-        mixed = attention(q, k, v, segments, self.attention_dropout if self.training else 0.0)
+        mixed = attention(q, k, v, mask, self.attention_dropout if self.training else 0.0)
         x_TD = x_TD + ops.dropout(self.attention_out(mixed.flatten(1)), dropout)
         inner = ops.geglu(self.feed_forward_norm(x_TD), self.geglu_in.weight)
-        return x_TD + ops.dropout(self.feed_forward_out(inner), dropout.at(1))
+        return x_TD + ops.dropout(self.feed_forward_out(inner), dropout.call(1))
 
 
 class Encoder(nn.Module):
@@ -146,7 +146,7 @@ class Encoder(nn.Module):
         super().__init__()
         modern = config.architecture == "modern"
         differs = config.embedding_size != config.hidden_size
-        self.head_width = config.hidden_size // config.num_heads
+        self.head_dim = config.hidden_size // config.num_heads
         self.projection = Linear(config.embedding_size, config.hidden_size, bias=not modern) if differs else None
         self.input_norm = Norm(config.hidden_size, "modern") if modern else None
         self.layers = nn.ModuleList(
@@ -154,14 +154,14 @@ class Encoder(nn.Module):
         )
         self.output_norm = Norm(config.hidden_size, "modern") if modern else None
 
-    def forward(self, x_TE: Tensor, position_ids_T: Tensor, segments: Segments, dropout: Dropout) -> Tensor:
+    def forward(self, x_TE: Tensor, position_ids_T: Tensor, mask: AttentionMask, dropout: Dropout) -> Tensor:
         x_TD = x_TE if self.projection is None else self.projection(x_TE)
         rotary = None
         if self.input_norm is not None:
             x_TD = self.input_norm(x_TD)
-            rotary = ops.rotary_angles(position_ids_T, self.head_width, ROPE_THETA)
+            rotary = ops.rotary_angles(position_ids_T, self.head_dim, ROPE_THETA)
         for i, layer in enumerate(self.layers):
-            x_TD = layer(x_TD, segments, rotary, dropout.at(1 + 2 * i))  # site 0 is the embeddings'
+            x_TD = layer(x_TD, mask, rotary, dropout.call(1 + 2 * i))  # call 0 is the embeddings'
         return x_TD if self.output_norm is None else self.output_norm(x_TD)
 
 
@@ -243,7 +243,7 @@ class Electra(nn.Module):
         ids_T: Tensor,
         positions_T: Tensor,
         types_T: Tensor,
-        segments: Segments,
+        mask: AttentionMask,
         dtype: torch.dtype,
         dropout_key: Tensor | None = None,
     ) -> Tensor:
@@ -252,7 +252,7 @@ class Electra(nn.Module):
             raise ValueError("this model was read from a discriminator alone and has no generator")
         dropout = self._dropout(dropout_key, 0)
         x_TE = self.generator_embeddings(ids_T, positions_T, types_T, dtype, dropout)
-        hidden: Tensor = self.generator(x_TE, positions_T, segments, dropout)
+        hidden: Tensor = self.generator(x_TE, positions_T, mask, dropout)
         return hidden
 
     def generator_head_logits(self, hidden_MD: Tensor) -> Tensor:
@@ -265,20 +265,20 @@ class Electra(nn.Module):
         ids_T: Tensor,
         positions_T: Tensor,
         types_T: Tensor,
-        segments: Segments,
+        mask: AttentionMask,
         dtype: torch.dtype,
         dropout_key: Tensor | None = None,
     ) -> Tensor:
         """The discriminator's logits, positive = "replaced"; [T] → [T]."""
         if not self.has_discriminator:
             raise ValueError('this model has a generator only (objective.name = "mlm") and no discriminator')
-        dropout = self._dropout(dropout_key, DISCRIMINATOR_SITES)
+        dropout = self._dropout(dropout_key, FIRST_DISCRIMINATOR_CALL)
         x_TE = self.embeddings(ids_T, positions_T, types_T, dtype, dropout)
-        logits: Tensor = self.discriminator_head(self.discriminator(x_TE, positions_T, segments, dropout))
+        logits: Tensor = self.discriminator_head(self.discriminator(x_TE, positions_T, mask, dropout))
         return logits
 
-    def _dropout(self, key: Tensor | None, first_site: int) -> Dropout:
-        return Dropout(self.config.model.dropout if self.training else 0.0, key, first_site)
+    def _dropout(self, key: Tensor | None, first_call: int) -> Dropout:
+        return Dropout(self.config.model.dropout if self.training else 0.0, key, first_call)
 
     def discriminator_logits(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
@@ -296,14 +296,14 @@ class Electra(nn.Module):
 
     def _flat_inputs(
         self, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Segments]:
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionMask]:
         num_rows, length = input_ids.shape
         if length > self.config.model.max_positions and self.config.model.architecture == "bert":
             raise ValueError(f"rows of {length} tokens; this model reads {self.config.model.max_positions}")
         types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         positions_T = torch.arange(length, device=input_ids.device).repeat(num_rows)
-        segments = Segments.padded(num_rows, length, attention_mask)
-        return input_ids.reshape(-1), positions_T, types.reshape(-1), segments
+        mask = AttentionMask.padded(num_rows, length, attention_mask)
+        return input_ids.reshape(-1), positions_T, types.reshape(-1), mask
 
 
 def initialise(model: Electra, config: Config) -> None:

@@ -1,15 +1,22 @@
-"""Every operation of the networks but attention: contract, eager reference, dispatch to kernels.
+# mypy: no-warn-return-any
+# (The kernels' launchers have no types.)
+"""Every operation of the networks except attention: contract, dispatch, and reference in plain PyTorch.
 
-The reference is the specification; a kernel or backend may change speed, never meaning. Weights are
-kept in fp32 and cast here, where they are used, to the dtype of the activations.
+The reference is the specification; a kernel may change speed, never meaning. Operations run as Triton
+kernels on CUDA and by their references elsewhere, unless `use_impl` says otherwise. Weights are fp32
+and cast here, where they are used, to the dtype of the activations.
 
 Shapes: B rows, L row length, T = B*L tokens of the flat buffer, M masked slots, V vocabulary,
-E embedding, D hidden, N heads, H head width, F feed-forward.
+E embedding, D hidden, N heads, H head dimension, F feed-forward.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +25,44 @@ from torch import Tensor
 from electra_fast.kernels import gather_rows as row_kernels
 from electra_fast.sampling import philox, sample_categorical
 
-# What `discriminator_loss` counts, in this order, all over valid tokens.
-COUNTS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
+# What `discriminator_loss` counts over valid tokens, in this order.
+DISCRIMINATOR_TOTALS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
+
+Impl = Literal["kernel", "reference"]
+# None: by device. A plain global, because torch.compile of torch 2.11 cannot trace a ContextVar.
+_impl: Impl | None = None
 
 
-def has_kernels(x: Tensor) -> bool:
-    """Whether Triton kernels serve this tensor: on CUDA, nowhere else."""
-    return x.is_cuda
+@contextmanager
+def use_impl(impl: Impl) -> Iterator[None]:
+    """Within the context, runs every operation by its kernel or by its reference, whatever the device.
+
+    It is read when an operation is called or traced: torch.compile recompiles when it changes, a captured
+    CUDA graph replays what it captured. It applies to the whole process, not to one thread. `gather_rows`
+    has one implementation only. RuntimeError for "kernel" without a CUDA device or Triton's interpreter.
+    """
+    global _impl
+    if impl not in ("kernel", "reference"):
+        raise ValueError(f'impl is "kernel" or "reference", not {impl!r}')
+    if impl == "kernel" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError('impl = "kernel" needs a CUDA device (or, for tests, TRITON_INTERPRET=1)')
+    previous, _impl = _impl, impl
+    try:
+        yield
+    finally:
+        _impl = previous
+
+
+def uses_kernels(x: Tensor) -> bool:
+    """Whether operations on this tensor run as Triton kernels."""
+    return x.is_cuda if _impl is None else _impl == "kernel"
+
+
+def _kernels() -> Any:
+    """The launchers, imported at first use: machines without a GPU need not have Triton."""
+    from electra_fast.kernels import launchers
+
+    return launchers
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -33,210 +71,217 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gather_rows(x_RD: Tensor, index_M: Tensor) -> Tensor:
-    """x[index], of tables and at masked slots; its gradient adds in a fixed order. [R, D], [M] → [M, D]."""
-    taken_MD: Tensor = row_kernels.gather_rows(x_RD, index_M)
-    return taken_MD
+    """x[index], whose gradient is summed in a fixed order; [R, D], int [M] → [M, D]."""
+    return row_kernels.gather_rows(x_RD, index_M)
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """What a dropout zeroes: each element with `probability`; the rest is divided by 1 - probability.
+    """One dropout call: zeroes each element with `probability` and divides the others by 1 - probability.
 
-    With a key (int64 [3] on the device: seed, step, and the number within the step of the first token
-    at hand) the mask is a pure function of key, site, token and column: the same however a step is
-    cut into micro-batches, fresh at each replay of a captured graph, drawn again in the backward pass
-    and never stored. Every place in the networks has a `site` of its own. Without a key torch's own
-    generator draws the mask.
+    `key` is int64 [3] on the device: seed, step, and the index within the step of the micro-batch's
+    first token. With a key, the mask is a pure function of key, call index, token and column. It
+    therefore does not depend on how a step is divided into micro-batches, is new at every replay of a
+    captured graph, and is drawn again in the backward pass instead of being stored. Every dropout of
+    the networks needs its own `call_index`. Without a key torch's generator draws the mask.
     """
 
     probability: float = 0.0
     key: Tensor | None = None
-    site: int = 0
+    call_index: int = 0
 
-    def at(self, site: int) -> Dropout:
-        """The dropout of another place, `site` places further on."""
-        return replace(self, site=self.site + site)
+    def call(self, index: int) -> Dropout:
+        """The dropout `index` calls after this one."""
+        return replace(self, call_index=self.call_index + index)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether kernels can apply it: it has a key, or drops nothing."""
+        return self.key is not None or not self.probability
+
+    @property
+    def arguments(self) -> tuple[float, Tensor | None, int]:
+        """Probability, key and call index, as the kernels take them."""
+        return self.probability, self.key if self.probability else None, self.call_index
 
 
-def dropout(x_TD: Tensor, by: Dropout) -> Tensor:
-    """Dropout of [T, D], by a key where there is one."""
-    if by.probability and by.key is not None and has_kernels(x_TD):
-        from electra_fast.kernels import dropout as kernels
-
-        kept: Tensor = kernels.dropout(x_TD, by.probability, by.key, by.site)
-        return kept
-    return dropout_reference(x_TD, by)
+def dropout(x_TD: Tensor, dropout: Dropout) -> Tensor:
+    """x with dropout applied; [T, D] → [T, D]."""
+    if dropout.probability and dropout.has_kernel and uses_kernels(x_TD):
+        return _kernels().dropout(x_TD, *dropout.arguments)
+    return dropout_reference(x_TD, dropout)
 
 
-def dropout_reference(x_TD: Tensor, by: Dropout) -> Tensor:
-    """`dropout` in plain torch: with a key, four neighbouring columns share one draw of Philox.
+def dropout_reference(x_TD: Tensor, dropout: Dropout) -> Tensor:
+    """`dropout` in plain PyTorch.
 
-    Its counter is (column // 4, token within the step, step, site); 2^16 is added to the site, for the
-    sampler has the words 0 and 1 in that place. An element drops if the upper 24 bits of its word are
-    below probability * 2^24.
+    With a key, one Philox call serves four adjacent columns. Its counter is (column // 4, token within the
+    step, step, 2^16 + call index); the sampler uses 0 and 1 as the last word. An element is dropped if the
+    upper 24 bits of its word are below probability * 2^24.
     """
-    if not by.probability or by.key is None:
-        return F.dropout(x_TD, by.probability)
-    (num_tokens, width), (seed, step, first_token) = x_TD.shape, by.key.unbind()
+    if not dropout.probability or dropout.key is None:
+        return F.dropout(x_TD, dropout.probability)
+    (num_tokens, width), (seed, step, first_token) = x_TD.shape, dropout.key.unbind()
     token_T1 = (torch.arange(num_tokens, device=x_TD.device)[:, None] + first_token) & 0xFFFFFFFF
     quad = torch.arange(-(-width // 4), device=x_TD.device)
-    site = torch.full_like(step, by.site + 2**16)
-    words = philox((quad, token_T1, step, site), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    call_index = torch.full_like(step, dropout.call_index + 2**16)
+    words = philox((quad, token_T1, step, call_index), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
     word_TD = torch.stack(words, dim=-1).flatten(1)[:, :width]
-    threshold = round(by.probability * 2**24)
+    threshold = round(dropout.probability * 2**24)
     return torch.where(word_TD >> 8 >= threshold, x_TD * (2**24 / (2**24 - threshold)), 0)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """LayerNorm over the last dimension; statistics in fp32 whatever x's dtype."""
-    if has_kernels(x):
-        from electra_fast.kernels import residual_norm as kernels
-
-        normed: Tensor = kernels.layer_norm(x, weight, bias, epsilon)
-        return normed
-    return layer_norm_reference(x, weight, bias, epsilon)
+def layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm over the last dimension, with fp32 statistics whatever x's dtype; [..., D] → [..., D]."""
+    if uses_kernels(x):
+        return _kernels().layer_norm(x, weight_D, bias_D, eps)
+    return layer_norm_reference(x, weight_D, bias_D, eps)
 
 
-def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """`layer_norm` in plain torch."""
-    return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), None if bias is None else bias.to(x.dtype), epsilon)
+def layer_norm_reference(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
+    """`layer_norm` in plain PyTorch."""
+    return F.layer_norm(x, x.shape[-1:], weight_D.to(x.dtype), None if bias_D is None else bias_D.to(x.dtype), eps)
 
 
 def residual_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
+    x_TF: Tensor,
+    weight_DF: Tensor,
+    bias_D: Tensor,
     residual_TD: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    epsilon: float,
-    by: Dropout,
+    norm_weight_D: Tensor,
+    norm_bias_D: Tensor | None,
+    eps: float,
+    dropout: Dropout,
 ) -> Tensor:
-    """LayerNorm(residual + dropout(x @ weight.T + bias)): the end of every post-norm sublayer, [T, F] → [T, D].
+    """LayerNorm(residual + dropout(x @ weight.T + bias)), the end of every post-norm sublayer; → [T, D].
 
-    The kernel adds the bias, for then its gradient comes out of the backward pass for nothing.
+    The kernel adds the bias, so its backward pass yields the bias gradient at no extra cost.
     """
-    if has_kernels(x) and (by.key is not None or not by.probability):
-        from electra_fast.kernels import residual_norm as kernels
+    if uses_kernels(x_TF) and dropout.has_kernel:
+        norm = (residual_TD, norm_weight_D, norm_bias_D, eps, *dropout.arguments)
+        return _kernels().residual_norm(linear(x_TF, weight_DF), bias_D, *norm)[0]
+    return residual_norm_reference(x_TF, weight_DF, bias_D, residual_TD, norm_weight_D, norm_bias_D, eps, dropout)
 
-        h_TD, key = linear(x, weight), by.key if by.probability else None
-        normed_TD: Tensor = kernels.residual_norm(
-            h_TD, bias, residual_TD, norm_weight, norm_bias, epsilon, by.probability, key, by.site
-        )[0]
-        return normed_TD
-    h_TD = linear(x, weight, bias)
-    z_TD = residual_TD + (dropout_reference(h_TD, by) if by.probability else h_TD)
-    return layer_norm_reference(z_TD, norm_weight, norm_bias, epsilon)
+
+def residual_norm_reference(
+    x_TF: Tensor,
+    weight_DF: Tensor,
+    bias_D: Tensor,
+    residual_TD: Tensor,
+    norm_weight_D: Tensor,
+    norm_bias_D: Tensor | None,
+    eps: float,
+    dropout: Dropout,
+) -> Tensor:
+    """`residual_norm` in plain PyTorch."""
+    h_TD = linear(x_TF, weight_DF, bias_D)
+    z_TD = residual_TD + (dropout_reference(h_TD, dropout) if dropout.probability else h_TD)
+    return layer_norm_reference(z_TD, norm_weight_D, norm_bias_D, eps)
 
 
 def embedding_norm(
     ids: tuple[Tensor, Tensor, Tensor],
     tables: tuple[Tensor, Tensor, Tensor],
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    epsilon: float,
+    norm_weight_E: Tensor,
+    norm_bias_E: Tensor,
+    eps: float,
     dtype: torch.dtype,
-    by: Dropout,
+    dropout: Dropout,
 ) -> Tensor:
-    """dropout(LayerNorm(token + position + type embedding)) in `dtype`.
+    """dropout(LayerNorm(token + position + type embedding)) in `dtype`; → [T, E].
 
-    `ids` are integers [T] of tokens, positions and types (0 or 1), `tables` fp32 [V, E], [L, E], [2, E].
+    `ids` are int [T]: tokens, positions and types (0 or 1). `tables` are fp32 [V, E], [L, E] and [2, E].
     """
-    if has_kernels(ids[0]) and (by.key is not None or not by.probability):
-        from electra_fast.kernels import embedding_norm as kernels
-
-        key = by.key if by.probability else None
-        normed_TE: Tensor = kernels.embedding_norm(
-            *ids, *tables, norm_weight, norm_bias, epsilon, dtype, by.probability, key, by.site
-        )[0]
-        return normed_TE
-    return embedding_norm_reference(ids, tables, norm_weight, norm_bias, epsilon, dtype, by)
+    if uses_kernels(ids[0]) and dropout.has_kernel:
+        return _kernels().embedding_norm(*ids, *tables, norm_weight_E, norm_bias_E, eps, dtype, *dropout.arguments)[0]
+    return embedding_norm_reference(ids, tables, norm_weight_E, norm_bias_E, eps, dtype, dropout)
 
 
 def embedding_norm_reference(
     ids: tuple[Tensor, Tensor, Tensor],
     tables: tuple[Tensor, Tensor, Tensor],
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    epsilon: float,
+    norm_weight_E: Tensor,
+    norm_bias_E: Tensor,
+    eps: float,
     dtype: torch.dtype,
-    by: Dropout,
+    dropout: Dropout,
 ) -> Tensor:
-    """`embedding_norm` in plain torch."""
+    """`embedding_norm` in plain PyTorch."""
     token_TE, position_TE, type_TE = (gather_rows(table, each) for each, table in zip(ids, tables, strict=True))
     x_TE = (token_TE + position_TE + type_TE).to(dtype)
-    return dropout_reference(layer_norm_reference(x_TE, norm_weight, norm_bias, epsilon), by)
+    return dropout_reference(layer_norm_reference(x_TE, norm_weight_E, norm_bias_E, eps), dropout)
 
 
-def bias_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def bias_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
     """gelu(x @ weight.T + bias) with the exact (erf) GELU; [T, D] → [T, F]."""
-    if has_kernels(x):
-        from electra_fast.kernels import bias_gelu as kernels
-
-        activated: Tensor = kernels.bias_gelu(linear(x, weight), bias)
-        return activated
-    return F.gelu(linear(x, weight, bias))
+    if uses_kernels(x_TD):
+        return _kernels().bias_gelu(linear(x_TD, weight_FD), bias_F)
+    return bias_gelu_reference(x_TD, weight_FD, bias_F)
 
 
-def geglu(x: Tensor, weight: Tensor) -> Tensor:
-    """gelu(a) * b with [a, b] = x @ weight.T; [T, D] → [T, F], weight [2F, D], as in ModernBERT."""
-    if has_kernels(x):
-        from electra_fast.kernels import bias_gelu as kernels
+def bias_gelu_reference(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    """`bias_gelu` in plain PyTorch."""
+    return F.gelu(linear(x_TD, weight_FD, bias_F))
 
-        gated: Tensor = kernels.geglu(linear(x, weight))
-        return gated
-    activated, gate = linear(x, weight).chunk(2, dim=-1)
+
+def geglu(x_TD: Tensor, weight: Tensor) -> Tensor:
+    """gelu(a) * b, where [a, b] = x @ weight.T, as in ModernBERT; [T, D], [2F, D] → [T, F]."""
+    if uses_kernels(x_TD):
+        return _kernels().geglu(linear(x_TD, weight))
+    return geglu_reference(x_TD, weight)
+
+
+def geglu_reference(x_TD: Tensor, weight: Tensor) -> Tensor:
+    """`geglu` in plain PyTorch."""
+    activated, gate = linear(x_TD, weight).chunk(2, dim=-1)
     return F.gelu(activated) * gate
 
 
-def rotary_angles(position_ids_T: Tensor, head_width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [T, 1, H] in fp32 of the rotary angles (Su et al., 2021; half-split pairs)."""
-    exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device=position_ids_T.device) / head_width
+def rotary_angles(position_ids_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, fp32 [T, 1, H], of the rotary angles (Su et al., 2021; half-split pairs)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids_T.device) / head_dim
     angles = position_ids_T[:, None].float() * (theta**-exponents)
     angles_T1H = torch.cat((angles, angles), dim=-1)[:, None, :]
     return angles_T1H.cos(), angles_T1H.sin()
 
 
 def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
-    """Applies rotary positions in fp32."""
+    """Applies rotary position embeddings, computed in fp32; [T, N, H] → [T, N, H] in x's dtype."""
     x = x_TNH.float()
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos_T1H + torch.cat((-second, first), dim=-1) * sin_T1H).to(x_TNH.dtype)
+    x1, x2 = x.chunk(2, dim=-1)
+    return (x * cos_T1H + torch.cat((-x2, x1), dim=-1) * sin_T1H).to(x_TNH.dtype)
 
 
 def masked_cross_entropy(logits_MV: Tensor, target_M: Tensor) -> Tensor:
-    """-log softmax(logits)[target] in fp32; [M, V], [M] → [M]."""
+    """-log softmax(logits)[target] in fp32; [M, V], int [M] → [M]."""
     return F.cross_entropy(logits_MV.float(), target_M.long(), reduction="none")
 
 
 def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sample_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The discriminator's input and labels: originals with the samples scattered in, and where they differ.
+    """The discriminator's input and labels: the original tokens with the samples scattered in, and where they differ.
 
-    Where a position was drawn more than once its samples become floor(mean), an arbitrary token, as
-    in the published code (`scatter_update`). A sample that equals the original counts as original.
+    A position that was masked more than once gets floor(mean) of its samples, an arbitrary token, as in
+    the published code (`scatter_update`). A sample that equals the original token counts as original.
 
     Args:
-        masked_ids_BL: the generator's input, integers.
-        position_M: where each slot lies in the flat buffer, int64; T for an unused one. Slots come
-            row by row, the same number for each row, and lie in their own row.
+        masked_ids_BL: the generator's input, int.
+        position_M: position of each slot in the flat buffer, int64; T for unused slots. Slots are in row order,
+            equally many per row, and within their row.
         original_M: the token that each slot masks, int64.
-        sample_M: the token that the generator drew there, int64.
+        sample_M: the generator's sample for each slot, int64.
 
     Returns:
-        corrupted ids, [T] in the masked ids' dtype, and bool [T], whether a token was replaced.
+        Corrupted ids, [T] in the masked ids' dtype, and whether each token was replaced, bool [T].
     """
-    if has_kernels(masked_ids_BL):
-        from electra_fast.kernels import corrupt  # imported here: Triton is of no use without a GPU
-
-        pair: tuple[Tensor, Tensor] = corrupt.corrupt(masked_ids_BL, position_M, original_M, sample_M)
-        return pair
+    if uses_kernels(masked_ids_BL):
+        return _kernels().corrupt(masked_ids_BL, position_M, original_M, sample_M)
     return corrupt_reference(masked_ids_BL, position_M, original_M, sample_M)
 
 
 def corrupt_reference(
     masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sample_M: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`corrupt` in plain torch: unused slots write to a spare place behind the buffer."""
+    """`corrupt` in plain PyTorch; unused slots write to a spare element past the end of the buffer."""
     num_tokens = masked_ids_BL.numel()
     spare = torch.zeros(num_tokens + 1, dtype=torch.int64, device=masked_ids_BL.device)
     original_T = spare.clone()
@@ -249,110 +294,107 @@ def corrupt_reference(
 
 
 def replaced_logits(
-    x_TD: Tensor, dense_weight: Tensor, dense_bias: Tensor, weight_1D: Tensor, bias_1: Tensor
+    x_TD: Tensor, dense_weight_DD: Tensor, dense_bias_D: Tensor, weight_1D: Tensor, bias_1: Tensor
 ) -> Tensor:
-    """The discriminator's head without norm: dense, gelu, one logit per token; [T, D] → fp32 [T].
+    """The discriminator's head without norm: dense layer, GELU, one logit per token; [T, D] → fp32 [T].
 
-    With kernels the dense layer's bias, the GELU and the classifier are one pass, in fp32.
+    The kernel fuses the dense layer's bias, the GELU and the classifier, in fp32.
     """
-    if has_kernels(x_TD):
-        from electra_fast.kernels import discriminator_head
+    if uses_kernels(x_TD):
+        return _kernels().gelu_logit(linear(x_TD, dense_weight_DD), dense_bias_D, weight_1D, bias_1)
+    return replaced_logits_reference(x_TD, dense_weight_DD, dense_bias_D, weight_1D, bias_1)
 
-        logits_T: Tensor = discriminator_head.gelu_logit(linear(x_TD, dense_weight), dense_bias, weight_1D, bias_1)
-        return logits_T
-    return token_logits(bias_gelu(x_TD, dense_weight, dense_bias), weight_1D, bias_1)
+
+def replaced_logits_reference(
+    x_TD: Tensor, dense_weight_DD: Tensor, dense_bias_D: Tensor, weight_1D: Tensor, bias_1: Tensor
+) -> Tensor:
+    """`replaced_logits` in plain PyTorch."""
+    return token_logits(bias_gelu_reference(x_TD, dense_weight_DD, dense_bias_D), weight_1D, bias_1)
 
 
 def token_logits(x_TD: Tensor, weight_1D: Tensor, bias_1: Tensor) -> Tensor:
     """The discriminator's classifier, in fp32 whatever x's dtype; [T, D] → fp32 [T].
 
-    Early in training logits differ by less than bf16 resolves: rounded, most of them would tie.
+    Early in training logits differ by less than bf16 resolves: rounded to bf16, most would tie.
     """
     return F.linear(x_TD.float(), weight_1D, bias_1).squeeze(-1)
 
 
 def discriminator_loss(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Binary cross-entropy summed over valid tokens, and what was right; positive = "replaced".
+    """Binary cross-entropy summed over valid tokens (positive = "replaced"), and totals for metrics.
 
-    Returns the sum (fp32 scalar) and int64 [5], the `COUNTS`.
+    Float [T] and two bool [T] → fp32 scalar, and int64 [5] in the order of `DISCRIMINATOR_TOTALS`.
     """
-    if has_kernels(logits_T):
-        from electra_fast.kernels import discriminator_head
-
-        pair: tuple[Tensor, Tensor] = discriminator_head.discriminator_loss(logits_T, replaced_T, valid_T)
-        return pair
+    if uses_kernels(logits_T):
+        return _kernels().discriminator_loss(logits_T, replaced_T, valid_T)
     return discriminator_loss_reference(logits_T, replaced_T, valid_T)
 
 
 def discriminator_loss_reference(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
-    """`discriminator_loss` in plain torch."""
+    """`discriminator_loss` in plain PyTorch."""
     loss = (binary_cross_entropy(logits_T, replaced_T) * valid_T).sum()
     predicted_T, replaced_T = (logits_T.detach() > 0) & valid_T, replaced_T & valid_T
     correct_T = (predicted_T == replaced_T) & valid_T
     return loss, torch.stack([x.sum() for x in (correct_T, predicted_T & replaced_T, predicted_T, replaced_T, valid_T)])
 
 
+def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """max(z, 0) - z*y + log1p(exp(-|z|)) in fp32, elementwise."""
+    z = logits.float()
+    return z.clamp(min=0) - z * labels.float() + torch.log1p(torch.exp(-z.abs()))
+
+
 def generator_head(
     x_ME: Tensor,
     table_VE: Tensor,
     bias_V: Tensor,
-    original_M: Tensor,
+    target_M: Tensor,
     slot_M: Tensor,
     seed_and_step: Tensor | None,
     temperature: float = 1.0,
     disallow_correct: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The generator's logits over its table, x @ table.T + bias, and all that is wanted of them.
+    """Cross-entropy, samples and argmax of the generator's logits, x @ table.T + bias.
 
     Args:
         x_ME: activations, after whatever the head does before the table.
-        table_VE: the embedding table (fp32), cast to x's dtype; so is the bias.
-        bias_V: the output bias (fp32).
-        original_M: the true tokens, int64.
-        slot_M: global numbers of the masked slots within the step, int64: the keys of the noise.
-        seed_and_step: int64 [2] on x's device; None where no sample is wanted.
-        temperature: of the samples; the cross-entropy is at 1.
-        disallow_correct: whether samples avoid the true token.
+        table_VE: the embedding table, fp32; cast to x's dtype, as is the bias.
+        bias_V: the output bias, fp32.
+        target_M: the masked tokens, int64.
+        slot_M: indices of the masked slots within the step, int64; they key the samples' random numbers.
+        seed_and_step: int64 [2] on x's device; None for no samples.
+        temperature: of the samples; the cross-entropy always uses 1.
+        disallow_correct: whether to keep samples from being the target.
 
     Returns:
-        nll_M (fp32, differentiable in x, table and bias), sample_M (int64, None without a seed) of
-        `sampling`, and correct_M (bool), whether the likeliest token is the true one.
+        nll_M (fp32; differentiable in x, table and bias), sample_M (int64, see `sampling`; None without a
+        seed), and correct_M (bool), whether the target has the largest logit.
     """
-    arguments = (x_ME, table_VE, bias_V, original_M, slot_M, seed_and_step, temperature, disallow_correct)
-    if has_kernels(x_ME):
-        from electra_fast.kernels import generator_head as kernels  # imported here: of no use without a GPU
-
-        return kernels.generator_head(*arguments)
-    return generator_head_reference(*arguments)
+    impl = _kernels().generator_head if uses_kernels(x_ME) else generator_head_reference
+    return impl(x_ME, table_VE, bias_V, target_M, slot_M, seed_and_step, temperature, disallow_correct)
 
 
 def generator_head_reference(
     x_ME: Tensor,
     table_VE: Tensor,
     bias_V: Tensor,
-    original_M: Tensor,
+    target_M: Tensor,
     slot_M: Tensor,
     seed_and_step: Tensor | None,
     temperature: float = 1.0,
     disallow_correct: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`generator_head` in plain torch: the kernels' specification."""
+    """`generator_head` in plain PyTorch."""
     logits_MV = linear(x_ME, table_VE, bias_V)
-    nll_M = masked_cross_entropy(logits_MV, original_M)
+    nll_M = masked_cross_entropy(logits_MV, target_M)
     logits_MV = logits_MV.detach()
-    correct_M = logits_MV.argmax(-1) == original_M
+    correct_M = logits_MV.argmax(-1) == target_M
     if seed_and_step is None:
         return nll_M, None, correct_M
     if temperature != 1.0:
         logits_MV = logits_MV.float() / temperature
     if disallow_correct:
-        # As the published code: the true token's logit less 1000.
-        penalty = torch.full_like(original_M, -1000, dtype=logits_MV.dtype)[:, None]
-        logits_MV = logits_MV.scatter_add(1, original_M[:, None], penalty)
+        # As in the published code: 1000 is subtracted from the target's logit.
+        penalty = torch.full_like(target_M, -1000, dtype=logits_MV.dtype)[:, None]
+        logits_MV = logits_MV.scatter_add(1, target_M[:, None], penalty)
     return nll_M, sample_categorical(logits_MV, slot_M, seed_and_step), correct_M
-
-
-def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """max(z, 0) - z*y + log1p(exp(-|z|)) in fp32, elementwise."""
-    z = logits.float()
-    return z.clamp(min=0) - z * labels.float() + torch.log1p(torch.exp(-z.abs()))

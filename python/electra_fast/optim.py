@@ -1,9 +1,11 @@
-"""Update rules and schedules: AdamW (with and without bias correction), LAMB, Muon.
+"""Update rules and learning-rate schedules: AdamW (with and without bias correction), LAMB, Muon.
 
-One optimizer holds fp32 moments by parameter name, so that its state is a flat dictionary of
-tensors that a checkpoint can store. Each rule follows its source to the letter: AdamW without
-bias correction as in BERT's and ELECTRA's published code, LAMB as You et al. (2020), Muon as Jordan
-et al. (2024) with the five-step Newton-Schulz iteration.
+One optimizer holds fp32 moments by parameter name, so that its state is a flat dictionary of tensors
+that a checkpoint can store. Each rule follows its source exactly: AdamW without bias correction as in
+BERT's and ELECTRA's published code, LAMB as in You et al. (2020), Muon as in Jordan et al. (2024) with
+five Newton-Schulz iterations.
+
+Shapes: K matrices in one batch, X elements of one matrix.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from torch import Tensor, nn
 
 from electra_fast.config import OptimizerConfig
 
-_NOT_MATRICES = (".token", ".position", ".token_type", "classifier.weight")
+# 2-D parameters that Muon leaves to AdamW: tables and the classifier.
+_NOT_FOR_MUON = (".token", ".position", ".token_type", "classifier.weight")
 
 
-def schedule_factor(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """The learning rate's share of its peak at a step (0-based) of `num_steps`.
+def lr_scale(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """The learning rate at a step (0-based) of `num_steps`, as a fraction of its peak.
 
-    `product`: (1 - t/T) * min(1, t/W), the published code's. `linear`: up over W steps, then down to 0.
+    With t the step, T the number of steps and W the warmup steps: `product`, of the published code, is
+    (1 - t/T) * min(1, t/W). `linear` rises linearly over W steps and then falls to 0.
     """
     warmup = config.num_warmup_steps(num_steps)
     if config.schedule == "product":
@@ -33,15 +37,15 @@ def schedule_factor(config: OptimizerConfig, step: int, num_steps: int) -> float
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Euclidean norm over all tensors together: fp32 scalar."""
+    """Euclidean norm of all tensors concatenated; fp32 scalar."""
     norm: Tensor = torch.stack(torch._foreach_norm(list(tensors))).norm()
     return norm
 
 
 def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Nearest (semi-)orthogonal matrices, roughly, by five Newton-Schulz steps in `dtype`; [K, rows, columns].
+    """Approximately the nearest (semi-)orthogonal matrices; [K, rows, columns] → the same, in the same dtype.
 
-    The result is of the matrices' own dtype. The iteration tolerates bf16 (Jordan et al., 2024).
+    Five Newton-Schulz iterations, computed in `dtype`; bf16 suffices (Jordan et al., 2024).
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[1] > matrices.shape[2]
@@ -56,41 +60,45 @@ def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 class Optimizer:
-    """Updates named parameters in place from their `.grad`."""
+    """Updates named parameters in place from their `.grad`; frozen ones (`requires_grad=False`) are left out.
+
+    Which ones are frozen is read here, once: make a new optimizer after freezing or unfreezing parameters.
+    `exp_avg` and `exp_avg_sq` are the moments by parameter name; Muon's momentum is an `exp_avg` too.
+    ValueError if no parameter requires a gradient.
+    """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
         self.config = config
-        self.parameters = dict(named_parameters)
-        self.matrices = self._muon_names()
-        self.moments = [name for name in self.parameters if name not in self.matrices]
+        self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("no parameter requires a gradient: there is nothing to optimize")
+        self.muon_names = self._choose_muon_names()
+        self.adam_names = [name for name in self.parameters if name not in self.muon_names]
         self.num_updates = 0
-        self.first = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
-        self.second = {name: torch.zeros_like(self.parameters[name], dtype=torch.float32) for name in self.moments}
-        # What changes from step to step, on the device: -learning rate, -Muon's, and Adam's two corrections.
-        device = next(iter(self.parameters.values())).device
-        self.scalars = torch.zeros(4, device=device)
+        self.exp_avg = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
+        self.exp_avg_sq = {name: torch.zeros_like(self.exp_avg[name]) for name in self.adam_names}
+        # On the device, set for each step: -learning rate, -Muon's learning rate, Adam's two bias corrections.
+        self.scalars = torch.zeros(4, device=next(iter(self.parameters.values())).device)
 
-    def _muon_names(self) -> set[str]:
+    def _choose_muon_names(self) -> set[str]:
         if self.config.name != "muon":
             return set()
         matrices = (name for name, p in self.parameters.items() if p.dim() == 2)
-        return {name for name in matrices if not name.endswith(_NOT_MATRICES)}
+        return {name for name in matrices if not name.endswith(_NOT_FOR_MUON)}
 
     def zero_grad(self) -> None:
-        """Forgets all gradients."""
+        """Sets all gradients to None."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def step(self, factor: float) -> Tensor:
-        """One update at `factor` times the peak learning rate; returns the gradients' norm before clipping."""
-        self.advance(factor)
-        return self.apply()
+    def set_step_scalars(self, lr_scale: float) -> None:
+        """Prepares the next `step`, at `lr_scale` times the peak learning rate: counts it and copies its scalars.
 
-    def advance(self, factor: float) -> None:
-        """Counts an update and sends its scalars to the device: the part of a step that no graph can hold."""
+        This is the part of an update that a CUDA graph cannot contain.
+        """
         config = self.config
         self.num_updates += 1
-        scalars = [-factor * config.learning_rate, -factor * config.muon_learning_rate, 1.0, 1.0]
+        scalars = [-lr_scale * config.learning_rate, -lr_scale * config.muon_learning_rate, 1.0, 1.0]
         if config.bias_correction:
             scalars[2] = 1 / (1 - config.beta1**self.num_updates)
             scalars[3] = 1 / math.sqrt(1 - config.beta2**self.num_updates)
@@ -98,91 +106,95 @@ class Optimizer:
         self.scalars.copy_(host, non_blocking=True)
 
     @torch.no_grad()
-    def apply(self) -> Tensor:
-        """The update that `advance` announced, on the device alone: no value is read from the host."""
+    def step(self) -> Tensor:
+        """One update with the scalars of `set_step_scalars`; never synchronizes with the host.
+
+        Returns the gradients' norm before clipping, an fp32 scalar. RuntimeError names a parameter without a gradient.
+        """
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 raise RuntimeError(f"parameter {name} has no gradient")
         gradients = {name: _gradient(p) for name, p in self.parameters.items()}
         norm = global_norm(gradients.values())
         if self.config.clip_norm:
-            # clip / max(norm, clip), as tf.clip_by_global_norm: exactly 1 below the bound.
+            # clip / max(norm, clip), as in tf.clip_by_global_norm: exactly 1 below the bound.
             torch._foreach_mul_(list(gradients.values()), self.config.clip_norm / norm.clamp(min=self.config.clip_norm))
-        if self.moments:
+        if self.adam_names:
             self._step_adam(gradients)
-        if self.matrices:
+        if self.muon_names:
             self._step_muon(gradients)
         return norm
 
     def _step_adam(self, gradients: Mapping[str, Tensor]) -> None:
         config = self.config
-        rate, _, first_scale, second_scale = self.scalars.unbind()
-        parameters: list[Tensor] = [self.parameters[name] for name in self.moments]
-        first, second = [self.first[n] for n in self.moments], [self.second[n] for n in self.moments]
-        grads = [gradients[name] for name in self.moments]
-        torch._foreach_lerp_(first, grads, 1 - config.beta1)
-        torch._foreach_mul_(second, config.beta2)
-        torch._foreach_addcmul_(second, grads, grads, 1 - config.beta2)
+        negative_lr, _, inv_correction1, inv_sqrt_correction2 = self.scalars.unbind()
+        parameters: list[Tensor] = [self.parameters[name] for name in self.adam_names]
+        grads = [gradients[name] for name in self.adam_names]
+        exp_avgs = [self.exp_avg[name] for name in self.adam_names]
+        exp_avg_sqs = [self.exp_avg_sq[name] for name in self.adam_names]
+        torch._foreach_lerp_(exp_avgs, grads, 1 - config.beta1)
+        torch._foreach_mul_(exp_avg_sqs, config.beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - config.beta2)
 
-        denominators = torch._foreach_sqrt(second)
+        denominators = torch._foreach_sqrt(exp_avg_sqs)
         if config.bias_correction:
-            torch._foreach_mul_(denominators, second_scale)
+            torch._foreach_mul_(denominators, inv_sqrt_correction2)
         torch._foreach_add_(denominators, config.epsilon)
-        updates = torch._foreach_div(first, denominators)
+        updates = torch._foreach_div(exp_avgs, denominators)
         if config.bias_correction:
-            torch._foreach_mul_(updates, first_scale)
-        # Norms and biases are not decayed, nor adapted by LAMB; embeddings are both.
+            torch._foreach_mul_(updates, inv_correction1)
+        # Weight decay and LAMB's trust ratio apply to matrices and embeddings, not to norms and biases.
         decayed = [i for i, parameter in enumerate(parameters) if parameter.dim() > 1]
         if decayed:
             weights = [parameters[i] for i in decayed]
             torch._foreach_add_([updates[i] for i in decayed], weights, alpha=config.weight_decay)
         if config.name == "lamb":
             for i in decayed:
-                blocks_KX = updates[i].view(_num_blocks(self.moments[i]), -1)
+                blocks_KX = updates[i].view(_num_blocks(self.adam_names[i]), -1)
                 blocks_KX.mul_(_trust_ratios(parameters[i].view(blocks_KX.shape), blocks_KX))
-        torch._foreach_mul_(updates, rate)
+        torch._foreach_mul_(updates, negative_lr)
         torch._foreach_add_(parameters, updates)
 
     def _step_muon(self, gradients: Mapping[str, Tensor]) -> None:
-        momentum, rate = self.config.muon_momentum, self.scalars[1]
-        # As published; where there are no tensor cores bf16 gains nothing.
-        dtype = torch.bfloat16 if rate.is_cuda else torch.float32
+        momentum, negative_lr = self.config.muon_momentum, self.scalars[1]
+        # bf16 as published; without tensor cores it gains nothing.
+        dtype = torch.bfloat16 if negative_lr.is_cuda else torch.float32
         for stack in self._stacks():
             parameters: list[Tensor] = [self.parameters[name] for name in stack]
-            first, grads = [self.first[name] for name in stack], [gradients[name] for name in stack]
-            torch._foreach_lerp_(first, grads, 1 - momentum)
-            nesterov = torch._foreach_lerp(grads, first, momentum)
+            exp_avgs, grads = [self.exp_avg[name] for name in stack], [gradients[name] for name in stack]
+            torch._foreach_lerp_(exp_avgs, grads, 1 - momentum)
+            nesterov = torch._foreach_lerp(grads, exp_avgs, momentum)
             num_blocks = [_num_blocks(name) for name in stack]
             blocks = [x.view(k, -1, x.shape[1]) for k, x in zip(num_blocks, nesterov, strict=True)]
             orthogonal = orthogonalise(torch.cat(blocks), dtype)
-            # Keeps the size of an update independent of the matrix' shape (Jordan et al.).
+            # Makes an update's size independent of the matrix's shape (Jordan et al.).
             aspect = math.sqrt(max(1.0, orthogonal.shape[1] / orthogonal.shape[2]))
-            split = torch.split(orthogonal * (rate * aspect), num_blocks)
+            split = torch.split(orthogonal * (negative_lr * aspect), num_blocks)
             updates = [x.reshape(p.shape) for x, p in zip(split, parameters, strict=True)]
-            torch._foreach_mul_(parameters, 1 + rate * self.config.weight_decay)
+            torch._foreach_mul_(parameters, 1 + negative_lr * self.config.weight_decay)
             torch._foreach_add_(parameters, updates)
 
     def _stacks(self) -> list[list[str]]:
-        """Matrices whose blocks have the same shape, orthogonalised in one batch."""
+        """Names of Muon's matrices, grouped by the shape of their blocks: each group is orthogonalised in one batch."""
         stacks: dict[tuple[int, int], list[str]] = {}
         for name, parameter in self.parameters.items():
-            if name in self.matrices:
+            if name in self.muon_names:
                 shape = (parameter.shape[0] // _num_blocks(name), parameter.shape[1])
                 stacks.setdefault(shape, []).append(name)
         return list(stacks.values())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Moments by name, and the number of updates; what `load_state_dict` takes back."""
-        state = {f"first.{name}": moment for name, moment in self.first.items()}
-        state |= {f"second.{name}": moment for name, moment in self.second.items()}
+        """`exp_avg.NAME` and `exp_avg_sq.NAME` of every trained parameter, and `num_updates`; not copied."""
+        state = {f"exp_avg.{name}": tensor for name, tensor in self.exp_avg.items()}
+        state |= {f"exp_avg_sq.{name}": tensor for name, tensor in self.exp_avg_sq.items()}
         return state | {"num_updates": torch.tensor(self.num_updates)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back a state; raises ValueError when it belongs to other parameters or another rule."""
+        """Restores what `state_dict` returned. ValueError if it is of other trained parameters or another rule."""
         own = self.state_dict()
         if own.keys() != state.keys():
             odd = sorted(own.keys() ^ state.keys())[0]
-            raise ValueError(f"optimizer state of another model or rule: {odd} is on one side only")
+            raise ValueError(f"optimizer state of another model or rule: only one of the two has {odd}")
         for name, tensor in own.items():
             if name != "num_updates":
                 tensor.copy_(state[name])
@@ -195,11 +207,11 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _num_blocks(name: str) -> int:
-    """Matrices of the published layout in one parameter: query, key and value are fused, and so are GeGLU's halves."""
+    """How many matrices of the published layout a parameter fuses: query, key and value, or GeGLU's two halves."""
     return {"qkv": 3, "geglu_in": 2}.get(name.split(".")[-2], 1)
 
 
 def _trust_ratios(blocks_KX: Tensor, updates_KX: Tensor) -> Tensor:
-    """LAMB's |parameter| / |update| per block, 1 where either is 0; [K, X] → [K, 1]."""
+    """LAMB's |parameter| / |update| of each block, 1 where either is 0; [K, X], [K, X] → [K, 1]."""
     sizes, lengths = blocks_KX.norm(dim=1, keepdim=True), updates_KX.norm(dim=1, keepdim=True)
     return torch.where((sizes > 0) & (lengths > 0), sizes / lengths, torch.ones_like(sizes))

@@ -1,12 +1,12 @@
-"""Exact samples from softmax(logits) by Gumbel-max over tiles, keyed by counters and not by order.
+"""Exact samples from softmax(logits) by Gumbel-max over tiles, from a counter-based generator.
 
-One Gumbel draw a tile of 128 logits (over the tiles' logsumexps) chooses the tile, one uniform
-inverts the distribution inside it: exact, and 60 times fewer random numbers than a draw a logit.
-The noise depends on (seed, step, slot, tile) only, so the same slot gets the same sample whatever
-the micro-batch, rank or backend. Seed and step come in a device tensor, which a captured graph
-reads afresh at every replay.
+Gumbel-max over the logsumexps of tiles of 128 logits chooses a tile; inverting the CDF within it at one
+uniform draw chooses the entry. This is exact, and takes far fewer random numbers than one per logit.
+They depend on (seed, step, slot, tile) only, so a slot gets the same sample whatever the micro-batch,
+rank or backend. Seed and step are in a device tensor, so that every replay of a captured graph reads
+the current values.
 
-Shapes: M masked slots, V vocabulary, K tiles.
+Shapes: M masked slots, V vocabulary, K tiles, t entries of one tile.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 on int64 tensors that hold 32-bit words; returns four words, broadcast together."""
+    """Philox4x32-10 on int64 tensors that hold 32-bit words; four broadcast counter words → four words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # int64 products wrap modulo 2^64, so their bits are those of the unsigned product.
+        # int64 products wrap modulo 2^64, so they have the bits of the unsigned product.
         product0, product1 = c0 * _M0, c2 * _M1
         c0, c1, c2, c3 = (
             ((product1 >> 32) & _MASK32) ^ c1 ^ k0,
@@ -40,21 +40,21 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def _uniform(word: Tensor) -> Tensor:
-    """A 32-bit word → fp32 in (0, 1], evenly spaced near 0 where the resolution matters."""
+    """A 32-bit word → fp32 in (0, 1], evenly spaced near 0, where resolution matters."""
     return (word.float() + 0.5) * 2.0**-32
 
 
 def _exponential(uniform: Tensor) -> Tensor:
-    """-log(1 - u) in fp32, by its series where 1 - u would round."""
+    """-log(1 - u) in fp32, by its series where 1 - u would lose precision."""
     series = uniform * (1 + uniform * (0.5 + uniform / 3))
     return torch.where(uniform < 2**-10, series, -torch.log(1 - uniform))
 
 
 def sample_categorical(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
-    """One sample of softmax(logits) per row: int64 [M]; the specification of what `ops.generator_head` draws.
+    """One sample of softmax(logits) per row, as `ops.generator_head` draws them; [M, V] → int64 [M].
 
-    `slot_M` (int64) is the global number of each masked slot within the step; `seed_and_step`
-    (int64 [2]) lies on the device of the logits.
+    `slot_M` (int64) is the index of each masked slot within the step; `seed_and_step` (int64 [2]) is on
+    the device of the logits.
     """
     num_slots, vocab_size = logits_MV.shape
     num_tiles = math.ceil(vocab_size / TILE)
@@ -73,8 +73,8 @@ def sample_categorical(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor)
 
     chosen_Mt = tiles_MKt[torch.arange(num_slots, device=tile_M.device), tile_M]
     cumulative_Mt = (chosen_Mt - chosen_Mt.amax(-1, keepdim=True)).exp().cumsum(-1)
-    inner = philox((torch.zeros_like(slot_M), slot_M, step, torch.ones_like(step)), key)[0]
-    threshold_M1 = _uniform(inner)[:, None] * cumulative_Mt[:, -1:]
-    # The first entry whose cumulative mass reaches the threshold; entries of mass 0 are never first.
+    word_M = philox((torch.zeros_like(slot_M), slot_M, step, torch.ones_like(step)), key)[0]
+    threshold_M1 = _uniform(word_M)[:, None] * cumulative_Mt[:, -1:]
+    # The first entry whose cumulative sum reaches the threshold; never one of probability 0.
     offset_M = (cumulative_Mt < threshold_M1).sum(-1)
     return tile_M * TILE + offset_M

@@ -21,9 +21,9 @@ from electra_fast import electra
 from electra_fast._data import RecordBatch
 from electra_fast.config import Config
 from electra_fast.data import MicroBatches
-from electra_fast.electra import Backend, Noise
+from electra_fast.electra import Backend, RngKey
 from electra_fast.model import Electra
-from electra_fast.optim import Optimizer, schedule_factor
+from electra_fast.optim import Optimizer, lr_scale
 
 # Eager steps before a capture: libraries allocate workspaces and kernels are compiled at first use.
 WARM_UP = 3
@@ -95,7 +95,7 @@ class TrainStep:
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
             self._batches.load(rows)
             _send(self._seed_and_step, [train.seed, step])
-            self.optimizer.advance(schedule_factor(self.config.optimizer, step, train.steps))
+            self.optimizer.set_step_scalars(lr_scale(self.config.optimizer, step, train.steps))
             # What draws from torch's own generator is keyed by the step, so that a resumed run draws the same.
             torch.manual_seed((train.seed * 0x9E3779B97F4A7C15 + step) % 2**63)
             self._run_or_replay(step)
@@ -129,11 +129,11 @@ class TrainStep:
         batches = self._batches.parts
         counts = torch.stack([electra.count(batch) for batch in batches]).sum(0)
         for batch, first_row in zip(batches, self._first_rows, strict=True):
-            noise = Noise(self._seed_and_step, first_row)
-            output = self._forward(self.model, batch, self.backend, noise, counts)
+            rng_key = RngKey(self._seed_and_step, first_row)
+            output = self._forward(self.model, batch, self.backend, rng_key, counts)
             output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
             self.sums[:-1] += output.sums
-        self.sums[-1] += self.optimizer.apply()
+        self.sums[-1] += self.optimizer.step()
 
     def _bound_the_lead(self) -> None:
         if self.stream is not None:

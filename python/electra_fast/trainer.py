@@ -25,7 +25,7 @@ from electra_fast.flops import device_peak, flops_per_token
 from electra_fast.interruption import StopRequest
 from electra_fast.metrics import JsonLines, Number
 from electra_fast.model import Electra
-from electra_fast.optim import Optimizer, schedule_factor
+from electra_fast.optim import Optimizer, lr_scale
 from electra_fast.prepare_report import google_drops
 from electra_fast.progress import TrainingProgress
 from electra_fast.run import Run
@@ -138,12 +138,12 @@ class Trainer:
         sums, times = self.interval.cpu().numpy(), self.clock.read()
         tokens = int(sums[electra.SUMS.index("tokens")])
         self.tokens += tokens
-        factor = schedule_factor(self.config.optimizer, self.step - 1, self.config.train.steps)
+        scale = lr_scale(self.config.optimizer, self.step - 1, self.config.train.steps)
         speed = tokens / seconds if seconds > 0 else 0.0
         record: dict[str, Number] = {
             "step": self.step,
             **metrics.summarise(sums[:-1], self.config.objective),
-            "learning_rate": factor * self.config.optimizer.learning_rate,
+            "learning_rate": scale * self.config.optimizer.learning_rate,
             "grad_norm": float(sums[-1]) / self.interval_steps,
             "tokens_per_second": speed,
             "mfu": speed * self.flops / self.peak if self.peak else None,
@@ -245,8 +245,7 @@ class Trainer:
         """What stretching the schedule from `num_steps` does to the learning rate."""
         optimizer, steps = self.config.optimizer, self.config.train.steps
         before, after = (
-            schedule_factor(optimizer, min(self.step, total), total) * optimizer.learning_rate
-            for total in (num_steps, steps)
+            lr_scale(optimizer, min(self.step, total), total) * optimizer.learning_rate for total in (num_steps, steps)
         )
         return (
             f"the schedule is stretched: the learning rate of step {self.step} is {after:.3g} (it was {before:.3g}) "
@@ -257,7 +256,7 @@ class Trainer:
         optimizer, steps = self.config.optimizer, self.config.train.steps
         # Both schedules have one peak: at the end of the warmup, or in the middle of a warmup that is too long.
         at = (min(optimizer.warmup_steps, steps - 1), steps // 2)
-        peak = max(schedule_factor(optimizer, step, steps) for step in at)
+        peak = max(lr_scale(optimizer, step, steps) for step in at)
         if peak < LOW_PEAK:
             yield (
                 f"warning: optimizer.warmup_steps = {optimizer.warmup_steps} with train.steps = {steps}: the learning "

@@ -1,7 +1,7 @@
-"""Compiling kernels for GPUs that are not here, and what the machine code needs of them.
+"""Compiles kernels for GPUs other than this machine's, and reports what their machine code uses.
 
-It happens in a process of its own, for the tests' process may have chosen Triton's interpreter, in which nothing is
-compiled. That process stays for all requests of a test run: starting one takes longer than most kernels.
+It does so in a separate process, because the tests' own may run Triton's interpreter, which compiles nothing. That
+process serves all requests of a test run: starting one takes longer than compiling most kernels.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-MOST_SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
+MAX_SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
 
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What one compiled kernel takes; bytes a program or thread."""
+    """What one compiled kernel uses: registers and spilled bytes per thread, shared bytes per program."""
 
     registers: int
     spilled_bytes: int
@@ -41,9 +41,9 @@ def compile_kernel(
 ) -> MachineCode:
     """Compiles `electra_fast.kernels.<module>.<kernel>` for sm_<capability>.
 
-    `signature` gives the type of each run-time argument ("*bf16", "i32", …), `constants` the value of
-    each `tl.constexpr`. Pointers and integers whose names are in `signature` with a trailing "!" on the type
-    count as divisible by 16, as the launcher finds aligned tensors to be.
+    `signature` gives the type of each run-time argument ("*bf16", "i32", …), `constants` the value of each
+    `tl.constexpr`. A type with a trailing "!" is compiled as divisible by 16, as the launcher specializes
+    aligned pointers and such integers.
     """
     process = _compiler()
     process.stdin.write(json.dumps((module, kernel, signature, constants, capability, num_warps, num_stages)) + "\n")
@@ -54,7 +54,7 @@ def compile_kernel(
 
 
 def compile_kernels(requests: list[tuple[Any, ...]]) -> list[MachineCode]:
-    """`compile_kernel` of several, its arguments as tuples."""
+    """`compile_kernel` for several tuples of arguments."""
     return [
         compile_kernel(*names, capability=capability, num_warps=num_warps, num_stages=num_stages)
         for *names, capability, num_warps, num_stages in requests
@@ -63,7 +63,7 @@ def compile_kernels(requests: list[tuple[Any, ...]]) -> list[MachineCode]:
 
 @functools.cache
 def _compiler() -> subprocess.Popen[str]:
-    """The process that compiles: a line of JSON for each request and each answer. It ends with its input."""
+    """The compiling process: one line of JSON per request and per answer. It ends when its input does."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     command = [sys.executable, __file__]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -114,12 +114,12 @@ def _compile(
 def _answer(line: str) -> dict[str, Any]:
     try:
         return vars(_compile(*json.loads(line)))
-    except BaseException:  # also what a compiler exits with: the test that asked says it
+    except BaseException:  # SystemExit too: the requesting test reports it
         return {"error": traceback.format_exc()[-3000:]}
 
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries must not print among the answers
     for line in sys.stdin:
         print(json.dumps(_answer(line)), file=answers, flush=True)

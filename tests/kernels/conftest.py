@@ -1,6 +1,6 @@
-"""Kernels are tested on poisoned memory and, without a GPU, in Triton's interpreter.
+"""Kernels are tested with poisoned memory and, without a GPU, in Triton's interpreter.
 
-The interpreter has to be chosen before Triton is imported.
+The interpreter must be enabled before Triton is imported.
 """
 
 import os
@@ -14,4 +14,4 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def _poisoned(poisoned_memory: None) -> None:
-    """Every uninitialised float is NaN in these tests."""
+    """Uninitialized floats are NaN in these tests."""

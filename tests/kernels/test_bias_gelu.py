@@ -1,9 +1,9 @@
-"""The fused GELUs equal their references with every gradient, and compile for the GPUs meant."""
+"""The fused GELUs equal their references with every gradient, and compile for supported GPUs."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ahead_of_time import MOST_SHARED_BYTES, compile_kernels
+from ahead_of_time import MAX_SHARED_BYTES, compile_kernels
 
 from electra_fast.kernels import bias_gelu as kernels
 
@@ -13,7 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def random_inputs(num_tokens, width, seed=0):
-    """Input, bias and the gradient of the output, fp64; some inputs lie far out in the tails."""
+    """Input, bias and the gradient of the output, fp64; some inputs are far out in the tails."""
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(num_tokens, width, generator=random, dtype=torch.float64) * 3
     bias = torch.randn(width, generator=random, dtype=torch.float64)
@@ -27,7 +27,7 @@ def output_and_gradients(function, dy, *inputs):
 
 
 def assert_no_worse(found, eager, truth):
-    """The kernel is no further from the truth than eager low precision is, but for a rounding."""
+    """The kernel's error is at most that of eager PyTorch in the same precision, plus rounding."""
     for ours, theirs, exact in zip(found, eager, truth, strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
         rounding = torch.finfo(ours.dtype).eps * exact.abs().max()
@@ -68,7 +68,7 @@ def test_geglu_equals_reference(num_tokens, width, dtype):
 
 
 def test_more_tokens_than_programs_and_strided_inputs(monkeypatch):
-    monkeypatch.setattr(kernels, "programs_at_once", lambda device, a_multiprocessor: 3)
+    monkeypatch.setattr(kernels, "resident_programs", lambda *_: 3)
     h, bias, dy = (x.float() for x in random_inputs(150, 128))
     eager = output_and_gradients(eager_bias_gelu, dy, h, bias)
     for grad in (dy, dy.T.contiguous().T):
@@ -100,11 +100,11 @@ def test_compiles_ahead_of_time(capability):
         "_geglu_forward_kernel",
         "_geglu_backward_kernel",
     )
-    # One width stands for all from 256 up, which have the same blocks; the heads of small are 128 wide.
+    # All widths from 256 up have the same blocks; the heads of `small` have width 128.
     requests = [("bias_gelu", name, types, kernels.blocks(3072), capability, 4, 3) for name in names]
     for constants in (kernels.blocks(128), kernels.blocks(768) | {"bias_ptr": None}):
         requests += [("bias_gelu", name, types, constants, capability, 4, 3) for name in names[:2]]
     for code in compile_kernels(requests):
-        # As many programs as the launcher counts on fit into a multiprocessor's 65,536 registers.
-        assert code.spilled_bytes == 0 and code.registers * 128 * kernels.A_MULTIPROCESSOR <= 65_536
-        assert code.shared_bytes <= MOST_SHARED_BYTES[capability]
+        # As many programs as the launcher assumes fit into a multiprocessor's 65,536 registers.
+        assert code.spilled_bytes == 0 and code.registers * 128 * kernels.PROGRAMS_PER_SM <= 65_536
+        assert code.shared_bytes <= MAX_SHARED_BYTES[capability]

@@ -1,8 +1,8 @@
-"""The corrupting kernel gives what its reference gives, id for id."""
+"""The corrupt kernel equals its reference exactly."""
 
 import pytest
 import torch
-from ahead_of_time import MOST_SHARED_BYTES, compile_kernel
+from ahead_of_time import MAX_SHARED_BYTES, compile_kernel
 
 from electra_fast import ops
 from electra_fast.kernels import corrupt
@@ -14,15 +14,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_arguments(num_rows, length, num_slots, vocab=50, id_dtype=torch.int32, seed=0):
-    """Rows with slots unused, drawn twice or more, and sampled right."""
+    """Rows with unused slots, positions masked more than once, and samples equal to the original token."""
     random = torch.Generator().manual_seed(seed)
     ids_BL = torch.randint(5, vocab, (num_rows, length), generator=random)
-    place_BN = torch.randint(length, (num_rows, num_slots), generator=random)
-    original_M = ids_BL.gather(1, place_BN).flatten()
+    column_BN = torch.randint(length, (num_rows, num_slots), generator=random)
+    original_M = ids_BL.gather(1, column_BN).flatten()
     used_BN = torch.rand(num_rows, num_slots, generator=random) < 0.9
-    position_BN = place_BN + torch.arange(num_rows)[:, None] * length
+    position_BN = column_BN + torch.arange(num_rows)[:, None] * length
     position_M = torch.where(used_BN, position_BN, num_rows * length).flatten()
-    masked_BL = ids_BL.scatter(1, torch.where(used_BN, place_BN, place_BN[:, :1]), 4)
+    masked_BL = ids_BL.scatter(1, torch.where(used_BN, column_BN, column_BN[:, :1]), 4)
     sample_M = torch.randint(5, vocab, (num_rows * num_slots,), generator=random)
     right_M = torch.rand(sample_M.shape, generator=random) < 0.4
     sample_M = torch.where(right_M, original_M, sample_M)
@@ -52,7 +52,7 @@ def test_no_slot_used():
 
 
 def test_large_ids_do_not_wrap():
-    """The sum of the samples of one place passes 2^31; its mean does not."""
+    """The sum of one position's samples exceeds 2^31; its mean does not."""
     masked_BL = torch.full((1, 3), 4, device=DEVICE)
     position_M = torch.ones(5, dtype=torch.int64, device=DEVICE)
     sample_M = 2**31 - torch.tensor([1, 2, 5, 7, 9], device=DEVICE)
@@ -70,15 +70,6 @@ def test_custom_op():
     torch.library.opcheck(corrupt.corrupt, tuple(make_arguments(3, 12, 3)))
 
 
-def test_dispatch(monkeypatch):
-    arguments = make_arguments(3, 40, 6)
-    expected = ops.corrupt_reference(*arguments)
-    monkeypatch.setattr(ops, "has_kernels", lambda x: True)
-    monkeypatch.setattr(ops, "corrupt_reference", None)
-    for found, wanted in zip(ops.corrupt(*arguments), expected, strict=True):
-        assert torch.equal(found, wanted)
-
-
 @pytest.mark.parametrize("capability", [90, 80])
 @pytest.mark.parametrize(("id_type", "length_type"), [("i32", "i32!"), ("i64", "i32")])
 def test_compiles_ahead_of_time(id_type, length_type, capability):
@@ -90,4 +81,4 @@ def test_compiles_ahead_of_time(id_type, length_type, capability):
         "corrupt", "_corrupt_kernel", types, constants, capability=capability, num_warps=corrupt.NUM_WARPS
     )
     assert code.spilled_bytes == 0 and code.registers <= 64
-    assert code.shared_bytes <= MOST_SHARED_BYTES[capability]
+    assert code.shared_bytes <= MAX_SHARED_BYTES[capability]

@@ -1,11 +1,11 @@
-"""The discriminator's head and loss kernels: against fp64 truth no worse than torch in the same precision."""
+"""The discriminator's head and loss kernels: errors against fp64 no larger than torch's in the same precision."""
 
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ahead_of_time import MOST_SHARED_BYTES, compile_kernel
+from ahead_of_time import MAX_SHARED_BYTES, compile_kernel
 
 from electra_fast import ops
 from electra_fast.config import Config
@@ -63,7 +63,7 @@ def test_head_is_no_worse_than_eager(num_tokens, width, dtype):
 
 @pytest.mark.parametrize("width", [64, 256, 768])
 def test_logits_of_bf16_activations_are_fp32(width):
-    """To fp32's rounding of the exact sum, and none tie, however small they are; bf16 would leave a few hundred."""
+    """They equal the exact sum to fp32's rounding and none tie; in bf16 only a few hundred would be distinct."""
     h_TD, bias_D, weight_1D, constant = make_head(2000, width, torch.bfloat16)
     weight_1D = weight_1D.detach() * 1e-2
     h, bias, weight = (x.detach().double() for x in (h_TD, bias_D, weight_1D))
@@ -75,19 +75,19 @@ def test_logits_of_bf16_activations_are_fp32(width):
 
 
 def test_gelu_over_its_range():
-    """Value and slope from -12 to 12 and far outside, against fp64: to fp32's rounding, as torch's in fp32."""
+    """Value and derivative from -12 to 12 and far outside equal fp64 to fp32's rounding, like torch's in fp32."""
     x_T = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([-1e4, -50.0, 50.0, 1e4]))).to(DEVICE)
     zero, one = torch.zeros(1, device=DEVICE), torch.ones(1, 1, device=DEVICE)
 
-    def value_and_slope(compute, x_T):
+    def value_and_derivative(compute, x_T):
         h_T1 = x_T[:, None].clone().requires_grad_()
         y_T = compute(h_T1)
         y_T.sum().backward()
         return y_T.detach().double().flatten(), h_T1.grad.double().flatten()
 
-    truth = value_and_slope(F.gelu, x_T.double())
-    theirs = value_and_slope(F.gelu, x_T)
-    ours = value_and_slope(lambda h: head.gelu_logit(h, zero, one, zero), x_T)
+    truth = value_and_derivative(F.gelu, x_T.double())
+    theirs = value_and_derivative(F.gelu, x_T)
+    ours = value_and_derivative(lambda h: head.gelu_logit(h, zero, one, zero), x_T)
     for true, eager, found in zip(truth, theirs, ours, strict=True):
         bound = true.abs().clamp(min=1)
         assert ((found - true).abs() / bound).max() <= 2e-7
@@ -95,14 +95,14 @@ def test_gelu_over_its_range():
     assert ours[0][-4:].tolist() == [0, 0, 50, 1e4]
 
 
-def test_head_with_nothing_to_do():
+def test_head_of_no_tokens():
     leaves = make_head(0, 64)
     head.gelu_logit(*leaves).sum().backward()
     assert all((leaf.grad == 0).all() for leaf in leaves)
 
 
 def test_head_of_strided_activations():
-    """Columns of a wider buffer, and an upstream gradient that is expanded."""
+    """Columns of a wider buffer, and an expanded upstream gradient."""
     wide, bias, weight, constant = make_head(9, 128)
     halves = []
     for h in (wide[:, :64], wide[:, :64].contiguous()):
@@ -114,7 +114,7 @@ def test_head_of_strided_activations():
 
 
 def test_many_partial_sums_are_added():
-    """More rows than a program of the second reduction holds at once, and a last block of columns."""
+    """More rows than one iteration of the second reduction, and a partial last block of columns."""
     partials = torch.randn(700, 36, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     sums = torch.empty(33, device=DEVICE)
     head._column_sums_kernel[(3,)](
@@ -140,10 +140,10 @@ def make_loss(num_tokens, case="mixed", dtype=torch.float32):
 
 def loss_results(compute, arguments, scale):
     logits_T = arguments[0].detach().clone().requires_grad_()
-    loss, counts = compute(logits_T, *arguments[1:])
-    assert not counts.requires_grad and loss.dtype == torch.float32
+    loss, totals = compute(logits_T, *arguments[1:])
+    assert not totals.requires_grad and loss.dtype == torch.float32
     (loss * scale).backward()
-    return loss.detach().double(), logits_T.grad, counts
+    return loss.detach().double(), logits_T.grad, totals
 
 
 CASES = ("mixed", "extreme", "small", "all valid", "none valid", "all replaced")
@@ -156,17 +156,17 @@ def test_loss_equals_truth(num_tokens, case):
     z, y, valid = (x.double() for x in arguments)
     losses = (z.clamp(min=0) - z * y + torch.log1p(torch.exp(-z.abs()))) * valid
     gradient = scale * (torch.sigmoid(z) - y) * valid
-    loss, dlogits_T, counts = loss_results(head.discriminator_loss, arguments, scale)
-    eager, _, expected_counts = loss_results(ops.discriminator_loss_reference, arguments, scale)
-    assert counts.dtype == expected_counts.dtype and torch.equal(counts, expected_counts)
+    loss, dlogits_T, totals = loss_results(head.discriminator_loss, arguments, scale)
+    eager, _, expected_totals = loss_results(ops.discriminator_loss_reference, arguments, scale)
+    assert totals.dtype == expected_totals.dtype and torch.equal(totals, expected_totals)
     rounding = 4 * torch.finfo(torch.float32).eps
     assert (loss - losses.sum()).abs() <= (eager - losses.sum()).abs() + rounding * losses.sum()
-    # Relative for each token: sigmoid - y must not cancel. exp's argument is exact, its slope is not.
+    # Relative for each token: sigmoid - y must not cancel.
     assert ((dlogits_T - gradient).abs() <= 1e-6 * gradient.abs() * (1 + z.abs()) + 1e-37).all()
 
 
-def test_loss_of_every_token_alone():
-    """Relative precision of each token's loss, from 0 to where it underflows."""
+def test_loss_of_single_tokens():
+    """Relative precision of single tokens' losses, from 0 to where they underflow."""
     z_T = torch.cat((torch.linspace(-80, 80, 33), torch.linspace(-1, 1, 7))).to(DEVICE)
     for z in z_T:
         no = torch.zeros(1, dtype=torch.bool, device=DEVICE)
@@ -177,30 +177,30 @@ def test_loss_of_every_token_alone():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_loss_of_half_precision_logits(dtype):
     arguments = make_loss(507, dtype=dtype)
-    loss, dlogits_T, counts = loss_results(head.discriminator_loss, arguments, 1.0)
-    eager, expected_dlogits_T, expected_counts = loss_results(ops.discriminator_loss_reference, arguments, 1.0)
-    assert loss.item() == pytest.approx(eager.item(), rel=1e-6) and torch.equal(counts, expected_counts)
+    loss, dlogits_T, totals = loss_results(head.discriminator_loss, arguments, 1.0)
+    eager, expected_dlogits_T, expected_totals = loss_results(ops.discriminator_loss_reference, arguments, 1.0)
+    assert loss.item() == pytest.approx(eager.item(), rel=1e-6) and torch.equal(totals, expected_totals)
     assert dlogits_T.dtype == dtype
     torch.testing.assert_close(dlogits_T, expected_dlogits_T, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 def test_loss_of_more_programs_than_one_tile():
-    """The second reduction goes round its loop; counts stay exact."""
+    """The second reduction takes several iterations; totals stay exact."""
     arguments = make_loss(head.SUM_ROWS * head.LOSS_TOKENS + 5)
-    loss, _, counts = loss_results(head.discriminator_loss, arguments, 1.0)
-    eager, _, expected_counts = loss_results(ops.discriminator_loss_reference, arguments, 1.0)
-    assert loss.item() == pytest.approx(eager.item(), rel=1e-6) and torch.equal(counts, expected_counts)
+    loss, _, totals = loss_results(head.discriminator_loss, arguments, 1.0)
+    eager, _, expected_totals = loss_results(ops.discriminator_loss_reference, arguments, 1.0)
+    assert loss.item() == pytest.approx(eager.item(), rel=1e-6) and torch.equal(totals, expected_totals)
 
 
-def test_loss_of_nothing_and_of_nan():
-    loss, counts = head.discriminator_loss(*make_loss(0))
-    assert loss == 0 and counts.tolist() == [0] * len(ops.COUNTS)
+def test_loss_of_no_tokens_and_of_nan():
+    loss, totals = head.discriminator_loss(*make_loss(0))
+    assert loss == 0 and totals.tolist() == [0] * len(ops.DISCRIMINATOR_TOTALS)
     logits_T, replaced_T, valid_T = make_loss(300)
     logits_T[7] = math.nan
     assert head.discriminator_loss(logits_T, replaced_T, valid_T)[0].isnan()
 
 
-def test_same_input_same_bits():
+def test_is_reproducible():
     arguments, upstream_T = make_head(200, 64, torch.bfloat16), torch.randn(200).to(DEVICE)
     first, second = (results(head.gelu_logit, arguments, upstream_T) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -219,8 +219,7 @@ def test_custom_ops():
     torch.library.opcheck(head.discriminator_loss_backward, (one, logits_T.detach(), replaced_T, valid_T))
 
 
-def test_dispatch(monkeypatch):
-    """Module and loss through the kernels equal module and loss without them."""
+def test_module_by_kernels_equals_module_by_references():
     shape = Config.preset("tiny", "google").model
     random = torch.Generator().manual_seed(0)
     module = DiscriminatorHead(shape).to(DEVICE)
@@ -230,14 +229,14 @@ def test_dispatch(monkeypatch):
     x_TD = torch.randn(40, shape.hidden_size, generator=random).to(DEVICE)
     _, replaced_T, valid_T = make_loss(40)
     found = []
-    for kernels in (False, True):
-        monkeypatch.setattr(ops, "has_kernels", lambda x, kernels=kernels: kernels)
+    for impl in ("reference", "kernel"):
         module.zero_grad()
-        logits_T = module(x_TD)
-        loss, counts = ops.discriminator_loss(logits_T, replaced_T, valid_T)
+        with ops.use_impl(impl):
+            logits_T = module(x_TD)
+            loss, totals = ops.discriminator_loss(logits_T, replaced_T, valid_T)
         loss.backward()
         gradients = [p.grad.clone() for p in module.parameters()]
-        found.append([logits_T.detach(), loss.detach(), counts, *gradients])
+        found.append([logits_T.detach(), loss.detach(), totals, *gradients])
     for eager, kernel in zip(*found, strict=True):
         torch.testing.assert_close(kernel, eager, rtol=1e-5, atol=1e-5)
 
@@ -245,7 +244,7 @@ def test_dispatch(monkeypatch):
 HEAD_TYPES = {"bias_ptr": "*fp32!", "weight_ptr": "*fp32!", "num_tokens": "i32"}
 FORWARD_TYPES = HEAD_TYPES | {"classifier_bias_ptr": "*fp32!", "logits_ptr": "*fp32!"}
 BACKWARD_TYPES = HEAD_TYPES | {"dlogits_ptr": "*fp32!", "partial_ptr": "*fp32!"}
-BACKWARD_TYPES |= {"rows_a_program": "i32", "partial_stride": "i32"}
+BACKWARD_TYPES |= {"rows_per_program": "i32", "partial_stride": "i32"}
 
 
 def compile_both(kernel, types, constants, most_registers, num_warps=head.NUM_WARPS):
@@ -254,13 +253,13 @@ def compile_both(kernel, types, constants, most_registers, num_warps=head.NUM_WA
             "discriminator_head", kernel, types, constants, capability=capability, num_warps=num_warps
         )
         assert code.spilled_bytes == 0 and code.registers <= most_registers
-        assert code.shared_bytes <= min(16 * 1024, MOST_SHARED_BYTES[capability])
+        assert code.shared_bytes <= min(16 * 1024, MAX_SHARED_BYTES[capability])
 
 
 # The gate of the backward pass keeps five programs of 128 threads on a multiprocessor, in fp32 four.
 @pytest.mark.parametrize(("width", "dtype"), [*((width, "bf16") for width in WIDTHS), (256, "fp32")])
 def test_head_compiles_ahead_of_time(width, dtype):
-    columns = head.columns_at_once(width)
+    columns = head.block_columns(width)
     shape = {"D": width, "COLUMNS": columns}
     types = FORWARD_TYPES | {"h_ptr": f"*{dtype}!"}
     compile_both("_gelu_logit_forward_kernel", types, shape | {"ROWS": head.FORWARD_TILE // columns}, 96)
@@ -273,8 +272,8 @@ def test_sums_compile_ahead_of_time():
     types = {"partial_ptr": "*fp32!", "sum_ptr": "*fp32!", "num_partials": "i32", "num_columns": "i32"}
     constants = {"ROWS": head.SUM_ROWS, "COLUMNS": head.SUM_COLUMNS}
     compile_both("_column_sums_kernel", types | {"partial_stride": "i32"}, constants, 128, head.SUM_WARPS)
-    types = {"partial_ptr": "*fp64!", "loss_ptr": "*fp32!", "counts_ptr": "*i64!", "num_partials": "i32"}
-    constants |= {"NUM_COUNTS": head.NUM_COUNTS, "COLUMNS": head.LOSS_COLUMNS}
+    types = {"partial_ptr": "*fp64!", "loss_ptr": "*fp32!", "totals_ptr": "*i64!", "num_partials": "i32"}
+    constants |= {"NUM_TOTALS": head.NUM_TOTALS, "COLUMNS": head.LOSS_COLUMNS}
     compile_both("_loss_sums_kernel", types, constants, 128, head.SUM_WARPS)
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from ahead_of_time import MOST_SHARED_BYTES, compile_kernels
+from ahead_of_time import MAX_SHARED_BYTES, compile_kernels
 
 from electra_fast import ops
 from electra_fast.kernels import dropout as kernels
@@ -16,23 +16,23 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEY = torch.tensor([2**40 + 7, 12, 2**31 + 5], device=DEVICE)
 
 
-def kept(num_tokens, width, by):
-    return ops.dropout_reference(torch.ones(num_tokens, width, device=DEVICE), by) != 0
+def keep_mask(num_tokens, width, dropout):
+    return ops.dropout_reference(torch.ones(num_tokens, width, device=DEVICE), dropout) != 0
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.999])
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 64), (255, 128), (507, 96), (3, 768), (5, 66)])
 def test_equals_reference(num_tokens, width, probability):
-    by = Dropout(probability, KEY, 3)
+    dropout = Dropout(probability, KEY, 3)
     x = torch.randn(num_tokens, width, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
-    found = kernels.dropout(x, probability, KEY, by.site)
-    expected = ops.dropout_reference(x, by)
+    found = kernels.dropout(x, probability, KEY, dropout.call_index)
+    expected = ops.dropout_reference(x, dropout)
     assert torch.equal(found, expected)
     assert torch.equal(*(torch.autograd.grad(y, x, torch.ones_like(y))[0] for y in (found, expected)))
 
 
-def test_keeps_the_right_fraction_evenly():
-    mask = kept(4000, 256, Dropout(0.1, KEY, 1))
+def test_keeps_the_right_fraction_in_every_row_and_column():
+    mask = keep_mask(4000, 256, Dropout(0.1, KEY, 1))
     deviation = (0.1 * 0.9) ** 0.5
     assert abs(mask.float().mean() - 0.9) < 4 * deviation / mask.numel() ** 0.5
     for along, number in ((0, 4000), (1, 256)):
@@ -41,16 +41,16 @@ def test_keeps_the_right_fraction_evenly():
     assert abs(neighbours - 0.81) < 0.002
 
 
-def test_every_key_and_site_draws_its_own_mask():
-    others = [KEY + torch.tensor(by, device=DEVICE) for by in ([0, 0, 0], [1, 0, 0], [2**32, 0, 0], [0, 1, 0])]
-    masks = [kept(40, 256, Dropout(0.5, key, site)) for key in others for site in (0, 1, 1 << 15)]
+def test_every_key_and_call_index_has_its_own_mask():
+    keys = [KEY + torch.tensor(delta, device=DEVICE) for delta in ([0, 0, 0], [1, 0, 0], [2**32, 0, 0], [0, 1, 0])]
+    masks = [keep_mask(40, 256, Dropout(0.5, key, call_index)) for key in keys for call_index in (0, 1, 1 << 15)]
     for one, other in itertools.combinations(masks, 2):
         assert 0.4 < (one == other).float().mean() < 0.6
 
 
 def test_micro_batches_share_one_mask():
-    whole, later = kept(30, 64, Dropout(0.5, KEY, 2)), KEY + torch.tensor([0, 0, 20], device=DEVICE)
-    assert torch.equal(whole[20:], kept(10, 64, Dropout(0.5, later, 2)))
+    whole, later = keep_mask(30, 64, Dropout(0.5, KEY, 2)), KEY + torch.tensor([0, 0, 20], device=DEVICE)
+    assert torch.equal(whole[20:], keep_mask(10, 64, Dropout(0.5, later, 2)))
 
 
 def test_without_a_key_torch_draws():
@@ -70,8 +70,8 @@ def test_registered_for_autograd_and_compilation():
 
 @pytest.mark.parametrize("capability", [90, 80])
 def test_compiles_ahead_of_time(capability):
-    types = {"x_ptr": "*bf16!", "y_ptr": "*bf16!", "key_ptr": "*i64!", "site": "i32", "num_tokens": "i32!"}
+    types = {"x_ptr": "*bf16!", "y_ptr": "*bf16!", "key_ptr": "*i64!", "call_index": "i32", "num_tokens": "i32!"}
     constants = [kernels.blocks(width) | {"THRESHOLD": kernels.threshold(0.1)} for width in (64, 768)]
     for code in compile_kernels([("dropout", "_dropout_kernel", types, each, capability, 4, 3) for each in constants]):
         assert code.spilled_bytes == 0 and code.registers <= 64
-        assert code.shared_bytes <= MOST_SHARED_BYTES[capability]
+        assert code.shared_bytes <= MAX_SHARED_BYTES[capability]

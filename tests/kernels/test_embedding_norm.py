@@ -1,9 +1,9 @@
-"""The fused embedding equals its reference with every gradient, and compiles for the GPUs meant."""
+"""The fused embedding equals its reference with every gradient, and compiles for supported GPUs."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ahead_of_time import MOST_SHARED_BYTES, compile_kernels
+from ahead_of_time import MAX_SHARED_BYTES, compile_kernels
 
 from electra_fast import ops
 from electra_fast.kernels import embedding_norm as kernels
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEY = torch.tensor([2**40 + 7, 12, 77], device=DEVICE)
-VOCAB, EPSILON = 300, 1e-12
+VOCAB, EPS = 300, 1e-12
 SHAPES = [(1, 64, 40), (255, 128, 130), (507, 64, 512), (70, 256, 128), (33, 768, 64), (17, 1024, 20)]
 
 
@@ -28,16 +28,15 @@ def random_inputs(num_tokens, width, num_positions, ids_dtype=torch.int32):
     return ids, tables, torch.randn(num_tokens, width, generator=random, dtype=torch.float64).to(DEVICE)
 
 
-def eager(ids, dtype, by):
+def eager(ids, dtype, dropout):
     def function(token, position, type_, weight, bias):
-        return ops.embedding_norm_reference(tuple(ids), (token, position, type_), weight, bias, EPSILON, dtype, by)
+        return ops.embedding_norm_reference(tuple(ids), (token, position, type_), weight, bias, EPS, dtype, dropout)
 
     return function
 
 
-def kernel(ids, dtype, by):
-    key = by.key if by.probability else None
-    return lambda *tables: kernels.embedding_norm(*ids, *tables, EPSILON, dtype, by.probability, key, by.site)[0]
+def kernel(ids, dtype, dropout):
+    return lambda *tables: kernels.embedding_norm(*ids, *tables, EPS, dtype, *dropout.arguments)[0]
 
 
 def output_and_gradients(function, dy, tables):
@@ -47,7 +46,7 @@ def output_and_gradients(function, dy, tables):
 
 
 def assert_no_worse(found, theirs, truth):
-    """The kernel is no further from the truth than eager low precision is, but for a rounding."""
+    """The kernel's error is at most that of eager PyTorch in the same precision, plus rounding."""
     for ours, other, exact in zip(found, theirs, truth, strict=True):
         assert ours.dtype == other.dtype and ours.shape == other.shape
         rounding = 2 * torch.finfo(ours.dtype).eps * exact.abs().max()
@@ -59,15 +58,15 @@ def assert_no_worse(found, theirs, truth):
 @pytest.mark.parametrize(("num_tokens", "width", "num_positions"), SHAPES)
 def test_equals_reference(num_tokens, width, num_positions, probability, dtype):
     ids, tables, dy = random_inputs(num_tokens, width, num_positions)
-    dy, by = dy.to(dtype), Dropout(probability, KEY, 5)
-    truth = output_and_gradients(eager(ids, torch.float64, by), dy, [x.double() for x in tables])
-    theirs = output_and_gradients(eager(ids, dtype, by), dy, tables)
-    assert_no_worse(output_and_gradients(kernel(ids, dtype, by), dy, tables), theirs, truth)
+    dy, dropout = dy.to(dtype), Dropout(probability, KEY, 5)
+    truth = output_and_gradients(eager(ids, torch.float64, dropout), dy, [x.double() for x in tables])
+    theirs = output_and_gradients(eager(ids, dtype, dropout), dy, tables)
+    assert_no_worse(output_and_gradients(kernel(ids, dtype, dropout), dy, tables), theirs, truth)
 
 
 def test_sums_by_position_in_chunks(monkeypatch):
-    """Chunks, blocks of positions and of columns that nothing divides; a position of no token gets 0."""
-    monkeypatch.setattr(kernels, "programs_at_once", lambda device, a_multiprocessor: 30)
+    """Chunks and blocks that divide nothing evenly; a position without tokens gets 0."""
+    monkeypatch.setattr(kernels, "resident_programs", lambda *_: 30)
     random = torch.Generator().manual_seed(0)
     dz, positions = torch.randn(900, 72, generator=random), torch.randint(0, 130, (900,), generator=random)
     found = kernels.sum_by_position(dz.to(DEVICE), positions.to(DEVICE), 140, True)
@@ -78,15 +77,15 @@ def test_sums_by_position_in_chunks(monkeypatch):
 
 def test_more_tokens_than_programs_and_wide_ids(monkeypatch):
     ids, tables, dy = random_inputs(150, 64, 32, torch.int64)
-    by = Dropout(0.1, KEY, 5)
-    expected = output_and_gradients(eager(ids, torch.float32, by), dy, tables)
-    monkeypatch.setattr(kernels, "programs_at_once", lambda device, a_multiprocessor: 3)
+    dropout = Dropout(0.1, KEY, 5)
+    expected = output_and_gradients(eager(ids, torch.float32, dropout), dy, tables)
+    monkeypatch.setattr(kernels, "resident_programs", lambda *_: 3)
     strided = [torch.stack((x, x), dim=1)[:, 0] for x in ids]
     for given in (ids, strided):
-        found = output_and_gradients(kernel(given, torch.float32, by), dy.T.contiguous().T, tables)
+        found = output_and_gradients(kernel(given, torch.float32, dropout), dy.T.contiguous().T, tables)
         for ours, other in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)
-        again = output_and_gradients(kernel(given, torch.float32, by), dy, tables)
+        again = output_and_gradients(kernel(given, torch.float32, dropout), dy, tables)
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
@@ -95,7 +94,7 @@ def test_more_tokens_than_programs_and_wide_ids(monkeypatch):
 def test_registered_for_autograd_and_compilation(probability):
     ids, tables, dy = random_inputs(5, 64, 16)
     key = KEY if probability else None
-    rest = (EPSILON, torch.bfloat16, probability, key, 3)
+    rest = (EPS, torch.bfloat16, probability, key, 3)
     y, mean, rstd = kernels.embedding_norm(*ids, *tables, *rest)
     assert torch.isfinite(F.layer_norm(y.float(), (64,))).all()
     torch.library.opcheck(kernels.embedding_norm_backward, (dy, *ids, *tables[:4], mean, rstd, probability, key, 3))
@@ -108,8 +107,8 @@ def test_compiles_ahead_of_time(capability):
     pointers = ("token", "position", "type", "weight", "bias", "mean", "rstd", "dz", "partial")
     types = {f"{name}_ptr": "*fp32!" for name in pointers} | {"y_ptr": "*bf16!", "dy_ptr": "*bf16!"}
     types |= {name: "*i32!" for name in ("ids_ptr", "positions_ptr", "types_ptr")} | {"key_ptr": "*i64!"}
-    types |= {"epsilon": "fp32", "site": "i32", "num_tokens": "i32!", "num_positions": "i32!", "chunk": "i32!"}
-    most = {"forward": kernels.FORWARD_A_MULTIPROCESSOR, "backward": kernels.BACKWARD_A_MULTIPROCESSOR}
+    types |= {"eps": "fp32", "call_index": "i32", "num_tokens": "i32!", "num_positions": "i32!", "chunk": "i32!"}
+    most = {"forward": kernels.FORWARD_PROGRAMS_PER_SM, "backward": kernels.BACKWARD_PROGRAMS_PER_SM}
     requests, programs = [], []
     for width in (64, 128, 768, 1024):
         for direction in ("forward", "backward"):
@@ -118,9 +117,9 @@ def test_compiles_ahead_of_time(capability):
             requests.append(("embedding_norm", name, types, constants, capability, warps, 3))
             programs.append(most[direction] * warps)
     for code, warps in zip(compile_kernels(requests), programs, strict=True):
-        # One scalar kept on the stack, written and read once a program, is ptxas's own choice at width 1024.
+        # At width 1024 ptxas keeps one scalar on the stack, which each program writes and reads once.
         assert code.spilled_bytes <= 8 and code.registers * 32 * warps <= 65_536
-        assert code.shared_bytes <= MOST_SHARED_BYTES[capability]
+        assert code.shared_bytes <= MAX_SHARED_BYTES[capability]
 
     constants = {"WIDTH": 768} | kernels.ONE_HOT_BLOCKS
     requests = [
@@ -132,4 +131,4 @@ def test_compiles_ahead_of_time(capability):
     assert fast.tensor_core_instructions > 0 and exact.tensor_core_instructions == 0
     for code in (fast, exact):
         assert code.spilled_bytes == 0 and code.registers * 128 * 2 <= 65_536
-        assert code.shared_bytes <= MOST_SHARED_BYTES[capability] // 2
+        assert code.shared_bytes <= MAX_SHARED_BYTES[capability] // 2

@@ -1,4 +1,4 @@
-"""Rows by index: equal to indexing both ways, and whole for the compiler, so that sums have one order."""
+"""Rows by index: equal to indexing both ways, and not decomposed by the compiler, so that sums have one order."""
 
 import pytest
 import torch
@@ -8,25 +8,25 @@ from torch._inductor.decomposition import select_decomp_table
 
 import electra_fast as ef
 from electra_fast import electra
-from electra_fast.electra import Backend, Noise
+from electra_fast.electra import Backend, RngKey
 from electra_fast.kernels.gather_rows import add_rows, gather_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("num_rows", "width", "num_taken"), [(1, 3, 1), (40, 64, 300), (5000, 8, 4000)])
-def test_equals_indexing(num_rows, width, num_taken, dtype):
+@pytest.mark.parametrize(("num_rows", "width", "num_gathered"), [(1, 3, 1), (40, 64, 300), (5000, 8, 4000)])
+def test_equals_indexing(num_rows, width, num_gathered, dtype):
     random = torch.Generator().manual_seed(width)
     x = torch.randn(num_rows, width, generator=random).to(DEVICE, dtype).requires_grad_()
-    index = torch.randint(0, num_rows, (num_taken,), generator=random).to(DEVICE)
-    index[: num_taken // 2] = 0  # a common word
-    dy = torch.randn(num_taken, width, generator=random).to(DEVICE, dtype)
+    index = torch.randint(0, num_rows, (num_gathered,), generator=random).to(DEVICE)
+    index[: num_gathered // 2] = 0  # one index is frequent
+    dy = torch.randn(num_gathered, width, generator=random).to(DEVICE, dtype)
     expected = torch.zeros(num_rows, width, dtype=torch.float64, device=DEVICE).index_add_(0, index, dy.double())
     for ids in (index, index.int()):
-        taken = gather_rows(x, ids)
-        assert torch.equal(taken, x[index])
-        (gradient,) = torch.autograd.grad(taken, x, dy)
+        gathered = gather_rows(x, ids)
+        assert torch.equal(gathered, x[index])
+        (gradient,) = torch.autograd.grad(gathered, x, dy)
         (again,) = torch.autograd.grad(gather_rows(x, ids), x, dy)
         assert torch.equal(gradient, again)
         magnitude = torch.zeros_like(expected).index_add_(0, index, dy.double().abs())
@@ -41,8 +41,8 @@ def test_registered_for_autograd_and_compilation():
 
 
 @pytest.mark.parametrize("recipe", ["google", "modern"])
-def test_a_compiled_step_adds_no_floats_in_any_order(tiny_corpus, recipe):
-    """Inductor turns an accumulating index_put or scatter into atomics; the traced step must have none."""
+def test_a_compiled_step_has_no_atomic_float_adds(tiny_corpus, recipe):
+    """Inductor turns an accumulating index_put or scatter into atomic adds; the traced step must have none."""
     torch.compiler.reset()
     graphs = []
 
@@ -53,9 +53,9 @@ def test_a_compiled_step_adds_no_floats_in_any_order(tiny_corpus, recipe):
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, decompositions=select_decomp_table())
     config = ef.Config.preset("tiny", recipe).replace({"model": {"vocab_size": ef.Corpus(tiny_corpus).vocab_size}})
     batch = ef.to_torch(next(ef.BatchLoader(tiny_corpus, sequence_length=32, batch_size=4)))
-    model, noise = ef.Electra(config).train(), Noise(torch.tensor([1, 2]))
+    model, rng_key = ef.Electra(config).train(), RngKey(torch.tensor([1, 2]))
     step = torch.compile(electra.forward, backend=backend, fullgraph=True)
-    output = step(model, batch, Backend("sdpa", torch.float32), noise, electra.count(batch))
+    output = step(model, batch, Backend("sdpa", torch.float32), rng_key, electra.count(batch))
     output.loss.backward()
     assert len(graphs) == 2
     for node in (node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"):

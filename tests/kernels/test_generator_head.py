@@ -1,4 +1,6 @@
-"""The generator head's kernels against fp64 truth, the reference's samples, and themselves cut otherwise."""
+"""The generator head's kernels against fp64, the reference's samples, and themselves with other block sizes."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -17,27 +19,25 @@ NARROW, CHUNKED = "narrow", "chunked"
 
 
 @pytest.fixture(params=[NARROW, CHUNKED])
-def path(request, monkeypatch):
-    take(request.param, monkeypatch)
+def path(request):
     return request.param
 
 
-def take(path, monkeypatch):
-    """Sends every dtype down one path; the narrow one takes fp32 in the interpreter only."""
-    dtypes = [torch.float32, torch.float16, torch.bfloat16] if path == NARROW else []
-    monkeypatch.setattr(generator_head, "NARROW_DTYPES", dtypes)
+def by_kernels(path):
+    """The kernels' launcher on one path, for any dtype (the narrow one takes fp32 in the interpreter only)."""
+    return partial(generator_head.generator_head, path=path)
 
 
 def make_inputs(num_rows, vocab_size, width, dtype=torch.float32, seed=0):
-    """x, table, bias, originals (half of them the argmax), slots past the signed range."""
+    """x, table, bias, targets (half of them the argmax), slots past int32's range."""
     random = torch.Generator().manual_seed(seed + vocab_size)
     x = torch.randn(num_rows, width, generator=random).to(dtype)
     table = torch.randn(vocab_size, width, generator=random) * (2 * width**-0.5)
     bias = torch.randn(vocab_size, generator=random) * 0.5
-    original = torch.randint(vocab_size, (num_rows,), generator=random)
+    target = torch.randint(vocab_size, (num_rows,), generator=random)
     best = ops.linear(x.float(), table, bias).argmax(-1)
-    original[::2] = best[::2]
-    tensors = (x, table, bias, original, torch.arange(num_rows) + 2**31)
+    target[::2] = best[::2]
+    tensors = (x, table, bias, target, torch.arange(num_rows) + 2**31)
     return tuple(tensor.to(DEVICE) for tensor in tensors)
 
 
@@ -63,7 +63,7 @@ def random_upstream(num_rows):
 
 
 def assert_no_worse(kernel, eager, exact, rounding):
-    """The kernel's error is at most the reference's, but for rounding, in the largest and in the mean."""
+    """The kernel's error is at most the reference's plus rounding, both the maximum and the mean."""
     scale = max(1.0, exact.abs().max().item())  # nll is the difference of numbers around 5
     for norm in (lambda error: error.abs().max().item(), lambda error: error.square().mean().sqrt().item()):
         error, allowed = norm(kernel.double() - exact), norm(eager.double() - exact)
@@ -77,7 +77,7 @@ SHAPES = [(1, 5, 16, 1.0, False), (37, 300, 48, 0.7, False), (66, 257, 32, 1.0, 
 def test_equals_the_reference_in_fp32(path, num_rows, vocab_size, width, temperature, disallow_correct):
     inputs, upstream = make_inputs(num_rows, vocab_size, width), random_upstream(num_rows)
     arguments = (inputs, upstream, KEY, temperature, disallow_correct)
-    (nll, sample, correct), gradients = run(generator_head.generator_head, *arguments)
+    (nll, sample, correct), gradients = run(by_kernels(path), *arguments)
     (eager_nll, eager_sample, eager_correct), eager_gradients = run(ops.generator_head_reference, *arguments)
     assert torch.equal(sample, eager_sample) and torch.equal(correct, eager_correct)
     if disallow_correct:
@@ -90,9 +90,9 @@ def test_equals_the_reference_in_fp32(path, num_rows, vocab_size, width, tempera
         assert_no_worse(gradient, eager, exact, 1e-6)
 
 
-def test_16_bit_errors_are_no_more_than_the_reference_s(path):
+def test_16_bit_errors_are_at_most_the_reference_s(path):
     inputs, upstream = make_inputs(100, 300, 64, torch.float16), random_upstream(100)
-    (nll, _, _), gradients = run(generator_head.generator_head, inputs, upstream)
+    (nll, _, _), gradients = run(by_kernels(path), inputs, upstream)
     (eager_nll, _, _), eager_gradients = run(ops.generator_head_reference, inputs, upstream)
     exact_nll, exact_gradients = truth(inputs, upstream)
     assert_no_worse(nll, eager_nll, exact_nll, 2e-6)
@@ -103,31 +103,36 @@ def test_16_bit_errors_are_no_more_than_the_reference_s(path):
 
 def test_the_whole_vocabulary(path):
     inputs = make_inputs(3, 30_522, 16)
-    nll, sample, correct = generator_head.generator_head(*inputs, KEY, 1.0, False)
+    nll, sample, correct = by_kernels(path)(*inputs, KEY, 1.0, False)
     expected = ops.generator_head_reference(*inputs, KEY)
     torch.testing.assert_close(nll, expected[0])
     assert torch.equal(sample, expected[1]) and torch.equal(correct, expected[2])
 
 
-def test_confident_rows_keep_a_precise_gradient(monkeypatch):
-    """Where the target has nearly all the mass its two terms cancel; what is left must still be right."""
-    take(NARROW, monkeypatch)
+def test_a_table_too_wide_for_the_narrow_path_is_an_error():
+    inputs = make_inputs(3, 140, 300)
+    with pytest.raises(ValueError, match="a table of width 300 is too wide for the narrow path"):
+        by_kernels(NARROW)(*inputs, KEY, 1.0, False)
+
+
+def test_confident_rows_have_a_precise_gradient():
+    """Where the target's probability is near 1 the gradient's two terms cancel; the rest must still be right."""
     inputs, upstream = make_inputs(6, 200, 32, torch.float16), random_upstream(6)
     inputs[2][inputs[3]] += 12.0
-    (_, _, _), gradients = run(generator_head.generator_head, inputs, upstream)
+    (_, _, _), gradients = run(by_kernels(NARROW), inputs, upstream)
     (_, _, _), eager = run(ops.generator_head_reference, inputs, upstream)
     assert_no_worse(gradients[0], eager[0], truth(inputs, upstream)[1][0], 2**-11)
 
 
 def test_samples_follow_the_softmax(path):
-    """Four tiles, some heavy, some light: every slot draws from one distribution."""
+    """Four tiles of very different probability; every slot samples from the same distribution."""
     num_draws, vocab_size, width = 507 if path == NARROW else 255, 500, 16
-    x, table, bias, original, slots = make_inputs(num_draws, vocab_size, width)
+    x, table, bias, target, slots = make_inputs(num_draws, vocab_size, width)
     bias[:] = -30.0
     likely = torch.tensor([0, 127, 128, 300, 301, 499], device=DEVICE)
     bias[likely] = torch.tensor([0.0, 0.5, 1.0, -0.5, 0.3, 0.7], device=DEVICE)
     with torch.no_grad():
-        sample = generator_head.generator_head(x * 0, table, bias, original, slots, KEY, 1.0, False)[1]
+        sample = by_kernels(path)(x * 0, table, bias, target, slots, KEY, 1.0, False)[1]
     expected = bias[likely].double().softmax(-1) * num_draws
     counts = torch.bincount(sample, minlength=vocab_size)[likely]
     assert counts.sum() == num_draws
@@ -135,36 +140,34 @@ def test_samples_follow_the_softmax(path):
     assert chi2.sf((((counts - num_draws / 6) ** 2) / (num_draws / 6)).sum().item(), len(likely) - 1) < 1e-4
 
 
-def test_cuts_change_no_sample(monkeypatch):
+def test_block_sizes_change_no_sample(monkeypatch):
     """Splits of the vocabulary, blocks of rows, chunks, batches: the same samples, nll and gradients."""
     inputs, upstream = make_inputs(21, 900, 16), random_upstream(21)
-    take(NARROW, monkeypatch)
-    results = [run(generator_head.generator_head, inputs, upstream)]
+    results = [run(by_kernels(NARROW), inputs, upstream)]
     for rows, splits in [(16, (1, 8)), (32, (8, 1)), (16, (3, 3))]:
-        monkeypatch.setattr(generator_head_narrow, "walk_blocks", lambda *_, rows=rows: Blocks(rows, 128, 4, 1))
+        monkeypatch.setattr(generator_head_narrow, "lse_sample_blocks", lambda *_, rows=rows: Blocks(rows, 128, 4, 1))
         monkeypatch.setattr(generator_head_narrow, "gradient_blocks", lambda *_, rows=rows: Blocks(rows, 64, 4, 1))
         monkeypatch.setattr(generator_head_narrow, "choose_splits", lambda *_, splits=splits: splits)
-        results.append(run(generator_head.generator_head, inputs, upstream))
-    take(CHUNKED, monkeypatch)
-    for chunk_rows, kept in [(21, 21), (8, 0), (8, 8)]:
-        monkeypatch.setattr(generator_head_chunked, "CHUNK_BYTES", chunk_rows * 1024 * 4)
-        monkeypatch.setattr(generator_head_chunked, "KEPT_BYTES", kept * 1024 * 4)
-        results.append(run(generator_head.generator_head, inputs, upstream))
+        results.append(run(by_kernels(NARROW), inputs, upstream))
+    for chunk_rows, saved in [(21, 21), (8, 0), (8, 8)]:
+        monkeypatch.setattr(generator_head_chunked, "CHUNK_LOGITS_BYTES", chunk_rows * 1024 * 4)
+        monkeypatch.setattr(generator_head_chunked, "SAVED_LOGITS_BYTES", saved * 1024 * 4)
+        results.append(run(by_kernels(CHUNKED), inputs, upstream))
     (nll, sample, correct), gradients = results[0]
     for (other_nll, other_sample, other_correct), other_gradients in results[1:]:
         assert torch.equal(sample, other_sample) and torch.equal(correct, other_correct)
         torch.testing.assert_close(nll, other_nll)
         torch.testing.assert_close(gradients, other_gradients, rtol=1e-5, atol=1e-5)
     part = [tensor[7:12] if len(tensor) == 21 else tensor for tensor in inputs]
-    assert torch.equal(generator_head.generator_head(*part, KEY, 1.0, False)[1], sample[7:12])
+    assert torch.equal(by_kernels(CHUNKED)(*part, KEY, 1.0, False)[1], sample[7:12])
 
 
-def test_same_input_same_bits_and_saved_tensors_stay(path):
+def test_is_reproducible_and_keeps_saved_tensors(path):
     inputs, upstream = make_inputs(20, 300, 16), random_upstream(20)
-    first, second = (run(generator_head.generator_head, inputs, upstream) for _ in range(2))
+    first, second = (run(by_kernels(path), inputs, upstream) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip((*first[0], *first[1]), (*second[0], *second[1]), strict=True))
     x = inputs[0].clone().requires_grad_()
-    nll = generator_head.generator_head(x, *inputs[1:], KEY, 1.0, False)[0]
+    nll = by_kernels(path)(x, *inputs[1:], KEY, 1.0, False)[0]
     once = torch.autograd.grad(nll.sum(), x, retain_graph=True)[0]
     assert torch.equal(once, torch.autograd.grad(nll.sum(), x)[0])
 
@@ -172,45 +175,35 @@ def test_same_input_same_bits_and_saved_tensors_stay(path):
 def test_without_seed_or_gradient(path):
     inputs = make_inputs(9, 300, 16)
     expected, (nll, sample, correct) = (
-        function(*inputs, None, 1.0, False)
-        for function in (ops.generator_head_reference, generator_head.generator_head)
+        function(*inputs, None, 1.0, False) for function in (ops.generator_head_reference, by_kernels(path))
     )
     assert sample is None and not nll.requires_grad
     torch.testing.assert_close(nll, expected[0])
     assert torch.equal(correct, expected[2])
 
 
-def test_the_first_of_equal_logits_is_the_likeliest(path):
+def test_argmax_of_equal_logits_is_the_first(path):
     x, table, bias, _, slots = make_inputs(4, 300, 16)
-    original = torch.tensor([0, 1, 128, 0], device=DEVICE)
-    correct = generator_head.generator_head(x * 0, table, bias * 0, original, slots, None, 1.0, False)[2]
+    target = torch.tensor([0, 1, 128, 0], device=DEVICE)
+    correct = by_kernels(path)(x * 0, table, bias * 0, target, slots, None, 1.0, False)[2]
     assert correct.tolist() == [True, False, False, True]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_the_operation_as_torch_sees_it(path):
-    x, table, bias, original, slots = make_inputs(3, 140, 16)
+def test_registered_for_autograd_and_compilation(path):
+    x, table, bias, target, slots = make_inputs(3, 140, 16)
     leaves = [tensor.requires_grad_() for tensor in (x, table, bias)]
-    arguments = (*leaves, original, slots, KEY, 1.0, False, True)
+    arguments = (*leaves, target, slots, KEY, 1.0, False, True, path)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.electra_fast.generator_head.default, arguments, test_utils=tests)
 
 
 def test_compiles_as_one_graph(path):
     inputs, upstream = make_inputs(6, 140, 16), random_upstream(6)
-    expected = run(generator_head.generator_head, inputs, upstream)
-    whole = torch.compile(generator_head.generator_head, backend="aot_eager", fullgraph=True)
-    found = run(whole, inputs, upstream)
+    expected = run(by_kernels(path), inputs, upstream)
+    compiled = torch.compile(generator_head.generator_head, backend="aot_eager", fullgraph=True)
+    found = run(partial(compiled, path=path), inputs, upstream)
     assert all(torch.equal(a, b) for a, b in zip((*expected[0], *expected[1]), (*found[0], *found[1]), strict=True))
-
-
-def test_dispatch(monkeypatch):
-    inputs = make_inputs(4, 140, 16)
-    expected = ops.generator_head(*inputs, KEY)
-    monkeypatch.setattr(ops, "has_kernels", lambda x: True)
-    found = ops.generator_head(*inputs, KEY)
-    torch.testing.assert_close(found[0], expected[0])
-    assert torch.equal(found[1], expected[1]) and torch.equal(found[2], expected[2])
 
 
 @pytest.mark.parametrize("num_row_blocks", [1, 5, 19, 154, 1000])
@@ -226,7 +219,8 @@ def test_splits_cover_the_vocabulary_and_fill_the_gpu(num_row_blocks, num_tiles)
 
 def test_chunks_are_bounded():
     for num_rows in (1, 100, 5000, 40_000):
-        chunk = generator_head_chunked.rows_a_chunk(num_rows, 30_592, 2)
-        assert 0 < chunk * 30_592 * 2 <= generator_head_chunked.CHUNK_BYTES
-        kept = generator_head_chunked.kept_rows(num_rows, 30_592, 2)
-        assert kept * 30_592 * 2 <= generator_head_chunked.KEPT_BYTES and (kept % chunk == 0 or kept == num_rows)
+        chunk = generator_head_chunked.rows_per_chunk(num_rows, 30_592, 2)
+        assert 0 < chunk * 30_592 * 2 <= generator_head_chunked.CHUNK_LOGITS_BYTES
+        saved = generator_head_chunked.num_saved_rows(num_rows, 30_592, 2)
+        assert saved * 30_592 * 2 <= generator_head_chunked.SAVED_LOGITS_BYTES
+        assert saved % chunk == 0 or saved == num_rows

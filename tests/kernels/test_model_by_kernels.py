@@ -1,4 +1,4 @@
-"""Both architectures compute through the kernels what they compute by the references, dropout included."""
+"""Both architectures compute the same by kernels and by references, dropout included."""
 
 import dataclasses
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from electra_fast import electra, ops
-from electra_fast.attention import Segments
+from electra_fast.attention import AttentionMask
 from electra_fast.config import Config
-from electra_fast.electra import Backend, Noise
+from electra_fast.electra import Backend, RngKey
 from electra_fast.model import Electra
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -33,7 +33,7 @@ def tiny_model(architecture, tying="embeddings"):
     generator = dataclasses.replace(config.generator, fraction=1.0 if tying == "all" else 0.5, num_layers=0)
     network = Electra(dataclasses.replace(config, model=model, generator=generator)).to(DEVICE)
     random = torch.Generator().manual_seed(0)
-    with torch.no_grad():  # `modern` begins as the identity, which would hide its layers
+    with torch.no_grad():  # a new `modern` is the identity, which would hide errors in its layers
         for parameter in network.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=random).to(DEVICE)
     return network
@@ -43,7 +43,7 @@ def tokens():
     random = torch.Generator().manual_seed(1)
     ids, types = (torch.randint(0, most, (NUM_ROWS * LENGTH,), generator=random).to(DEVICE) for most in (VOCAB, 2))
     positions = torch.arange(LENGTH, device=DEVICE).repeat(NUM_ROWS)
-    return ids, positions, types, Segments.padded(NUM_ROWS, LENGTH, None), torch.float32
+    return ids, positions, types, AttentionMask.padded(NUM_ROWS, LENGTH, None), torch.float32
 
 
 def logits_and_gradients(model, key=KEY):
@@ -55,12 +55,12 @@ def logits_and_gradients(model, key=KEY):
 
 
 @pytest.mark.parametrize(("architecture", "tying"), [("bert", "embeddings"), ("bert", "all"), ("modern", "none")])
-def test_kernels_equal_references(monkeypatch, architecture, tying):
+def test_kernels_equal_references(architecture, tying):
     model = tiny_model(architecture, tying)
-    monkeypatch.setattr(ops, "has_kernels", lambda x: False)
-    logits, gradients = logits_and_gradients(model)
-    monkeypatch.setattr(ops, "has_kernels", lambda x: True)
-    by_kernels, their_gradients = logits_and_gradients(model)
+    with ops.use_impl("reference"):
+        logits, gradients = logits_and_gradients(model)
+    with ops.use_impl("kernel"):
+        by_kernels, their_gradients = logits_and_gradients(model)
     for ours, theirs in zip(by_kernels, logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert gradients.keys() == their_gradients.keys()
@@ -69,39 +69,43 @@ def test_kernels_equal_references(monkeypatch, architecture, tying):
 
 
 @pytest.mark.parametrize("architecture", ["bert", "modern"])
-def test_compiles_without_a_break(monkeypatch, architecture):
-    """torch.compile traces the whole model through the kernels, and its gradients with it."""
-    monkeypatch.setattr(ops, "has_kernels", lambda x: True)
+def test_compiles_without_a_graph_break(architecture):
+    """torch.compile traces the whole model and its gradients through the kernels."""
     model = tiny_model(architecture)
-    expected = model.replaced_logits(*tokens(), KEY)
-    expected.sum().backward()
-    gradients = [x.grad.clone() for x in model.discriminator.parameters()]
-    model.zero_grad()
-    found = torch.compile(model.replaced_logits, backend="aot_eager", fullgraph=True)(*tokens(), KEY)
-    found.sum().backward()
+    with ops.use_impl("kernel"):
+        expected = model.replaced_logits(*tokens(), KEY)
+        expected.sum().backward()
+        gradients = [x.grad.clone() for x in model.discriminator.parameters()]
+        model.zero_grad()
+        found = torch.compile(model.replaced_logits, backend="aot_eager", fullgraph=True)(*tokens(), KEY)
+        found.sum().backward()
     assert torch.equal(found, expected)
     assert all(torch.equal(a, b.grad) for a, b in zip(gradients, model.discriminator.parameters(), strict=True))
 
 
-def test_no_two_places_share_a_site(monkeypatch):
-    """Every dropout of a step, in both networks even if they are one module, has a site of its own."""
-    seen, original = [], ops.dropout_reference
-    monkeypatch.setattr(ops, "dropout_reference", lambda x, by: (seen.append(by.site), original(x, by))[1])
-    logits_and_gradients(tiny_model("bert", "all"))
-    assert len(seen) == len(set(seen)) == 2 * (1 + 2 * 2)
+def spy_on_dropout(monkeypatch, *names):
+    """The `Dropout` of every call of these operations, which is their last argument."""
+    seen = []
+    for name in names:
+        original = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *args, original=original: (seen.append(args[-1]), original(*args))[1])
+    return seen
+
+
+def test_every_dropout_has_its_own_call_index(monkeypatch):
+    """In both networks of a step, even if they are one module."""
+    seen = spy_on_dropout(monkeypatch, "dropout_reference")
+    with ops.use_impl("reference"):
+        logits_and_gradients(tiny_model("bert", "all"))
+    call_indices = [dropout.call_index for dropout in seen]
+    assert len(call_indices) == len(set(call_indices)) == 2 * (1 + 2 * 2)
 
 
 @pytest.mark.parametrize("first_row", [0, 4, torch.tensor(4)])
-def test_objective_hands_the_key_down(monkeypatch, first_row):
-    noise = Noise(torch.tensor([5, 11], device=DEVICE), first_row)
+def test_objective_passes_the_key_down(monkeypatch, first_row):
+    rng_key = RngKey(torch.tensor([5, 11], device=DEVICE), first_row)
     if DEVICE == "cpu":
-        assert noise.dropout_key(LENGTH) is None
-    monkeypatch.setattr(ops, "has_kernels", lambda x: True)
-    assert noise.dropout_key(LENGTH).tolist() == [5, 11, LENGTH * int(first_row)]
-
-    monkeypatch.setattr(ops, "has_kernels", lambda x: x is noise.seed_and_step)  # then all by references, but keyed
-    seen, original = [], ops.dropout_reference
-    monkeypatch.setattr(ops, "dropout_reference", lambda x, by: (seen.append(by), original(x, by))[1])
+        assert rng_key.dropout_key(LENGTH) is None
     shape = (NUM_ROWS, LENGTH)
     integers = {name: torch.zeros(shape, dtype=torch.int32) for name in ("input_ids", "token_type_ids", "position_ids")}
     slots = {name: torch.zeros(NUM_ROWS, 2, dtype=torch.int32) for name in ("masked_positions", "masked_ids")}
@@ -109,9 +113,12 @@ def test_objective_hands_the_key_down(monkeypatch, first_row):
     batch["cu_seqlens"] = torch.arange(0, NUM_ROWS * LENGTH + 1, LENGTH, dtype=torch.int32)
     batch = {name: x.to(DEVICE) for name, x in batch.items()}
     model, backend = tiny_model("bert"), Backend("sdpa", torch.float32)
-    electra.forward(model, batch, backend, noise, electra.count(batch))
-    assert {tuple(by.key.tolist()) for by in seen} == {(5, 11, LENGTH * int(first_row))}
-    assert all(by.probability == 0.2 for by in seen)
-    del seen[:]
-    electra.forward(model.eval(), batch, backend, noise, electra.count(batch))
-    assert all(by.probability == 0 for by in seen)
+    seen = spy_on_dropout(monkeypatch, "embedding_norm", "residual_norm")
+    with ops.use_impl("kernel"):
+        assert rng_key.dropout_key(LENGTH).tolist() == [5, 11, LENGTH * int(first_row)]
+        electra.forward(model, batch, backend, rng_key, electra.count(batch))
+        assert {tuple(dropout.key.tolist()) for dropout in seen} == {(5, 11, LENGTH * int(first_row))}
+        assert all(dropout.probability == 0.2 for dropout in seen)
+        del seen[:]
+        electra.forward(model.eval(), batch, backend, rng_key, electra.count(batch))
+    assert seen and all(dropout.probability == 0 for dropout in seen)

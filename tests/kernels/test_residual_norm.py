@@ -1,8 +1,8 @@
-"""The fused end of a sublayer equals its reference with every gradient, and compiles for the GPUs meant."""
+"""The fused end of a sublayer equals its reference with every gradient, and compiles for supported GPUs."""
 
 import pytest
 import torch
-from ahead_of_time import MOST_SHARED_BYTES, compile_kernels
+from ahead_of_time import MAX_SHARED_BYTES, compile_kernels
 
 from electra_fast import ops
 from electra_fast.kernels import residual_norm as kernels
@@ -17,25 +17,24 @@ SHAPES = [(1, 64), (255, 64), (507, 128), (255, 256), (33, 768), (17, 1024), (3,
 
 
 def random_inputs(num_tokens, width, dtype):
-    """x, bias, residual, norm's weight and bias, and the gradient of the output, as they arrive."""
+    """x, bias, residual, the norm's weight and bias, and the gradient of the output."""
     random = torch.Generator().manual_seed(num_tokens + width)
     x, residual, dy = (torch.randn(num_tokens, width, generator=random).to(dtype).to(DEVICE) for _ in range(3))
     bias, weight, norm_bias = (torch.randn(width, generator=random).to(DEVICE) for _ in range(3))
     return (x, bias, residual, weight, norm_bias), dy
 
 
-def eager(epsilon, by):
+def eager(eps, dropout):
     def function(x, bias, residual, weight, norm_bias):
         h = x if bias is None else x + bias.to(x.dtype)
-        z = ops.dropout_reference(h, by) if residual is None else residual + ops.dropout_reference(h, by)
-        return ops.layer_norm_reference(z, weight, norm_bias, epsilon)
+        z = ops.dropout_reference(h, dropout) if residual is None else residual + ops.dropout_reference(h, dropout)
+        return ops.layer_norm_reference(z, weight, norm_bias, eps)
 
     return function
 
 
-def kernel(epsilon, by):
-    key = by.key if by.probability else None
-    return lambda *inputs: kernels.residual_norm(*inputs, epsilon, by.probability, key, by.site)[0]
+def kernel(eps, dropout):
+    return lambda *inputs: kernels.residual_norm(*inputs, eps, *dropout.arguments)[0]
 
 
 def output_and_gradients(function, dy, inputs):
@@ -45,7 +44,7 @@ def output_and_gradients(function, dy, inputs):
 
 
 def assert_no_worse(found, theirs, truth):
-    """The kernel is no further from the truth than eager low precision is, but for a rounding."""
+    """The kernel's error is at most that of eager PyTorch in the same precision, plus rounding."""
     for ours, other, exact in zip(found, theirs, truth, strict=True):
         assert ours.dtype == other.dtype and ours.shape == other.shape
         rounding = torch.finfo(ours.dtype).eps * exact.abs().max()
@@ -74,8 +73,8 @@ def test_parts_may_be_missing(has):
         assert_no_worse(output_and_gradients(kernel(*setting), dy, inputs), theirs, truth)
 
 
-def test_equal_columns_and_far_off_means():
-    """Rows without variance, where epsilon decides, and a mean that drowns the deviation."""
+def test_zero_variance_and_large_means():
+    """Rows without variance, where eps decides, and a mean much larger than the standard deviation."""
     (x, _, _, weight, norm_bias), dy = random_inputs(8, 128, torch.float32)
     flat = torch.full_like(x, 3.0)
     assert torch.equal(kernels.layer_norm(flat, weight, norm_bias, 1e-12), norm_bias.expand(8, -1))
@@ -85,7 +84,7 @@ def test_equal_columns_and_far_off_means():
 
 
 def test_more_tokens_than_programs_and_strided_inputs(monkeypatch):
-    monkeypatch.setattr(kernels, "programs_at_once", lambda device, a_multiprocessor: 3)
+    monkeypatch.setattr(kernels, "resident_programs", lambda *_: 3)
     inputs, dy = random_inputs(150, 128, torch.float32)
     setting = (1e-12, Dropout(0.1, KEY, 5))
     expected = output_and_gradients(eager(*setting), dy, inputs)
@@ -117,12 +116,12 @@ def test_compiles_ahead_of_time(capability):
     types = dict.fromkeys(("x_ptr", "residual_ptr", "y_ptr", "dy_ptr", "dx_ptr", "dresidual_ptr"), "*bf16!")
     vectors = ("bias_ptr", "weight_ptr", "norm_bias_ptr", "mean_ptr", "rstd_ptr", "partial_ptr")
     types |= dict.fromkeys(vectors, "*fp32!")
-    types |= {"key_ptr": "*i64!", "num_tokens": "i32!", "epsilon": "fp32", "site": "i32"}
-    most = {"forward": kernels.FORWARD_A_MULTIPROCESSOR, "backward": kernels.BACKWARD_A_MULTIPROCESSOR}
+    types |= {"key_ptr": "*i64!", "num_tokens": "i32!", "eps": "fp32", "call_index": "i32"}
+    most = {"forward": kernels.FORWARD_PROGRAMS_PER_SM, "backward": kernels.BACKWARD_PROGRAMS_PER_SM}
     requests, programs = [], []
     for width in (64, 128, 256, 768, 1024):
         warps = kernels.num_warps(width)
-        # With everything that takes registers, as in training; then what `modern` leaves out.
+        # With every operand, as in training; below without those that `modern` lacks.
         constants = kernels.blocks(width) | {"THRESHOLD": threshold(0.1)}
         for direction, own in (("forward", {}), ("backward", {"HAS_NORM_BIAS": True})):
             name = f"_residual_norm_{direction}_kernel"
@@ -135,6 +134,6 @@ def test_compiles_ahead_of_time(capability):
         requests.append(("residual_norm", name, types, constants | own, capability, 4, 3))
         programs.append(most[direction] * 4)
     for code, warps in zip(compile_kernels(requests), programs, strict=True):
-        # As many programs as the launcher counts on fit into a multiprocessor's 65,536 registers.
+        # As many programs as the launcher assumes fit into a multiprocessor's 65,536 registers.
         assert code.spilled_bytes == 0 and code.registers * 32 * warps <= 65_536
-        assert code.shared_bytes <= MOST_SHARED_BYTES[capability]
+        assert code.shared_bytes <= MAX_SHARED_BYTES[capability]

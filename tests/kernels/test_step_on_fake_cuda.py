@@ -1,7 +1,7 @@
-"""A training step on CUDA tensors without data: devices, dtypes and shapes of the way that only a GPU takes.
+"""A training step on CUDA tensors without data: devices, dtypes and shapes of the code that only runs on a GPU.
 
 Fake tensors claim to be on a GPU, so kernels and the flash backend are chosen and their registered shapes
-are used. Autograd's engine wants a real device; the backward passes are tested in the interpreter.
+are used. Autograd's engine needs a real device; the backward passes are tested in the interpreter.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import electra_fast as ef
 from electra_fast import electra
-from electra_fast.electra import Backend, Noise
+from electra_fast.electra import Backend, RngKey
 from electra_fast.optim import Optimizer
 
 
@@ -36,13 +36,13 @@ def test_a_step_stays_on_the_device(tiny_corpus, recipe, attention, dropout, opt
                 if parameter is not None:
                     module._parameters[name] = torch.nn.Parameter(on_cuda(parameter))
         batch = {name: on_cuda(tensor) for name, tensor in batch.items()}
-        key, first_row = (torch.zeros(shape, dtype=torch.int64, device="cuda:0") for shape in (2, ()))
+        seed_and_step, first_row = (torch.zeros(shape, dtype=torch.int64, device="cuda:0") for shape in (2, ()))
         backend, counts = Backend(attention, torch.bfloat16), electra.count(batch)
-        output = electra.forward(network, batch, backend, Noise(key, first_row), counts)
+        output = electra.forward(network, batch, backend, RngKey(seed_and_step, first_row), counts)
         assert output.loss.dtype == torch.float32 and output.sums.dtype == torch.float64
         assert output.logits_T.shape == output.replaced_T.shape == (4 * 32,)
         for tensor in (output.loss, output.sums, output.corrupted_ids_T, output.replaced_T, output.logits_T):
             assert tensor.is_cuda
         for parameter in network.parameters():
             parameter.grad = torch.empty_like(parameter)
-        assert Optimizer(network.named_parameters(), config.optimizer).apply().is_cuda
+        assert Optimizer(network.named_parameters(), config.optimizer).step().is_cuda
