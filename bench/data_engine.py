@@ -37,7 +37,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import electra_fast  # noqa: E402
-from electra_fast.corpus import Tokenizer  # noqa: E402
+from electra_fast.data.corpus import Tokenizer  # noqa: E402
 
 PEERS = ["tokenizers", "nanotoken", "transformers", "datasets", "mosaicml-streaming", "litdata"]
 LENGTH, BATCH = 128, 512

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 
 import electra_fast
-from electra_fast.data import BatchLoader, to_torch
+from electra_fast.data.loader import BatchLoader, to_torch
 
 NUM_TOKENS = 4_837_794
 MOST_DEVIATIONS = 4.0

@@ -73,7 +73,7 @@ def measure(what: str, corpus: str) -> dict[str, float]:
     """One measurement, in a process of its own."""
     import torch
 
-    from electra_fast.data import BatchLoader, to_torch
+    from electra_fast.data.loader import BatchLoader, to_torch
 
     torch.set_num_threads(1)
     warm_up()

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import electra_fast
-from electra_fast.data import BatchLoader, to_torch
+from electra_fast.data.loader import BatchLoader, to_torch
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from tokenize_throughput import made_up_text, trained_vocab
 
 import electra_fast
-from electra_fast.corpus import Tokenizer
+from electra_fast.data.corpus import Tokenizer
 
 
 def main() -> None:

@@ -43,8 +43,7 @@ from torch import Tensor, nn
 from workload import label, loader, make_corpus, new_step, shape
 
 import electra_fast as ef
-from electra_fast.flops import device_peak, flops_per_token
-from electra_fast.metrics import summarise
+from electra_fast.training.flops import device_peak, flops_per_token
 
 # Preset:rows per step. small@128 at 16k and 131k tokens, base@512 at 65k, large@512 at 32k.
 SHAPES = ["small:128", "small:1024", "base:128", "large:64"]
@@ -74,12 +73,11 @@ def ours(config: ef.Config, device: torch.device, execution: str) -> Runner:
     train_step, numbers = new_step(config, device, execution), count()
 
     def loss() -> float:
-        train_step.synchronize()
-        return float(summarise(train_step.sums.cpu().numpy()[:-1], config.objective)["loss"] or 0)
+        return float(train_step.objective.metrics(train_step.read_totals())["loss"] or 0)
 
     def facts() -> Mapping[str, Any]:
         seconds = [round(capture.seconds, 2) for capture in train_step.captures]
-        return {"attention": train_step.backend.attention, "capture_seconds": seconds}
+        return {"attention": train_step.compute.attention, "capture_seconds": seconds}
 
     return Runner(lambda rows: train_step(rows, next(numbers)), loss, train_step.stream, facts)
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from workload import label, loader, make_corpus, new_step, shape
 
 import electra_fast as ef
-from electra_fast.step import WARM_UP, TrainStep
+from electra_fast.training.step import WARM_UP, TrainStep
 
 REPLAYS = 3
 MARK = "bench traffic "

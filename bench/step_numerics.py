@@ -20,9 +20,7 @@ from torch import Tensor
 from workload import loader, make_corpus, new_step, shape
 
 from electra_fast import attention, ops
-from electra_fast.electra import Backend
-from electra_fast.environment import choose_backend
-from electra_fast.metrics import summarise
+from electra_fast.compute import ComputeConfig, choose_compute
 
 PARTS = ("samples", "attention", "eager", "graph", "compile")
 Check = Callable[[], dict[str, Any]]
@@ -49,7 +47,7 @@ def check_samples(device: torch.device, dtype: torch.dtype, width: int, num_slot
     return {"ok": abs(score) < 5, "standard_deviations": score}
 
 
-def check_attention(device: torch.device, backend: Backend) -> dict[str, Any]:
+def check_attention(device: torch.device, compute: ComputeConfig) -> dict[str, Any]:
     """A backend's error against fp64, output and gradients, is no more than twice eager's in its dtype."""
     borders = torch.tensor([0, 1, 60, 128, 130, 256], dtype=torch.int32, device=device)
     ids = torch.repeat_interleave(torch.arange(5, device=device), borders.diff().long()).view(2, 128)
@@ -65,10 +63,10 @@ def check_attention(device: torch.device, backend: Backend) -> dict[str, Any]:
     def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention.attention_reference(q, k, v, borders)
 
-    mask = attention.AttentionMask.packed(ids, borders, backend.attention)
+    mask = attention.AttentionMask.packed(ids, borders, compute.attention)
     truth = outcome(torch.float64, reference)
-    eager = outcome(backend.dtype, reference)
-    ours = outcome(backend.dtype, lambda q, k, v: attention.attention(q, k, v, mask))
+    eager = outcome(compute.dtype, reference)
+    ours = outcome(compute.dtype, lambda q, k, v: attention.attention(q, k, v, mask))
     ratios = [
         ((a.double() - t).abs().max() / (b.double() - t).abs().max()).item()
         for a, b, t in zip(ours, eager, truth, strict=True)
@@ -76,12 +74,12 @@ def check_attention(device: torch.device, backend: Backend) -> dict[str, Any]:
     return {"ok": max(ratios) < 2, "error_over_eager": max(ratios)}
 
 
-def check_attention_dropout(device: torch.device, backend: Backend) -> dict[str, Any]:
+def check_attention_dropout(device: torch.device, compute: ComputeConfig) -> dict[str, Any]:
     """Values of 1 come out as 1 on average and not everywhere: probabilities fell, the others were scaled up."""
     ids = torch.ones(64, 128, dtype=torch.int32, device=device)
     borders = torch.arange(0, 64 * 128 + 1, 128, dtype=torch.int32, device=device)
-    q, k = (torch.randn(64 * 128, 4, 64, device=device).to(backend.dtype) for _ in range(2))
-    mask = attention.AttentionMask.packed(ids, borders, backend.attention)
+    q, k = (torch.randn(64 * 128, 4, 64, device=device).to(compute.dtype) for _ in range(2))
+    mask = attention.AttentionMask.packed(ids, borders, compute.attention)
     out = attention.attention(q, k, torch.ones_like(q), mask, 0.3).float()
     mean, spread = out.mean().item(), out.std().item()
     return {"ok": abs(mean - 1) < 0.02 and spread > 0.02, "mean": mean, "spread": spread}
@@ -108,34 +106,33 @@ def check_losses(corpus: Path, device: torch.device, execution: str, steps: int)
 @functools.cache
 def true_losses(corpus: Path, steps: int) -> list[float]:
     """The same run in fp32 on the CPU; it takes longer than the device's, so once for all executions."""
-    return losses(corpus, torch.device("cpu"), "eager", steps, Backend("sdpa", torch.float32))
+    return losses(corpus, torch.device("cpu"), "eager", steps, ComputeConfig("sdpa", torch.float32))
 
 
 def losses(
-    corpus: Path, device: torch.device, execution: str, steps: int, backend: Backend | None = None
+    corpus: Path, device: torch.device, execution: str, steps: int, compute: ComputeConfig | None = None
 ) -> list[float]:
     """Each step's generator plus weighted discriminator loss, of a tiny model without dropout."""
     config = shape("tiny:64", {"data.sequence_length": "64"})
-    step, found = new_step(config, device, execution, backend), []
+    step, found = new_step(config, device, execution, compute), []
     for number, rows in zip(range(steps), loader(corpus, config), strict=False):
         step(rows, number)
-        step.synchronize()
-        found.append(float(summarise(step.sums.cpu().numpy()[:-1], config.objective)["loss"] or 0))
-        step.sums.zero_()
+        found.append(float(step.objective.metrics(step.read_totals())["loss"] or 0))
+        step.set_totals({})
     return found
 
 
 def checks(parts: list[str], device: torch.device, cache: Path, quick: bool) -> Iterator[tuple[str, Check]]:
     """Every check of the parts asked for, by name."""
-    backend, corpus = choose_backend(shape("small:8"), device), make_corpus(cache, 300)
+    compute, corpus = choose_compute(shape("small:8"), device), make_corpus(cache, 300)
     if "samples" in parts:
         num_slots = 20_000 if quick else 200_000
         for width in (128, 768):
-            yield f"samples, E={width}", lambda w=width: check_samples(device, backend.dtype, w, num_slots)
+            yield f"samples, E={width}", lambda w=width: check_samples(device, compute.dtype, w, num_slots)
     if "attention" in parts:
-        for name in dict.fromkeys(("sdpa", backend.attention, *(("flex", "xformers") if not quick else ()))):
-            yield f"attention {name}", lambda n=name: check_attention(device, Backend(n, backend.dtype))
-        yield f"attention dropout, {backend.attention}", lambda: check_attention_dropout(device, backend)
+        for name in dict.fromkeys(("sdpa", compute.attention, *(("flex", "xformers") if not quick else ()))):
+            yield f"attention {name}", lambda n=name: check_attention(device, ComputeConfig(n, compute.dtype))
+        yield f"attention dropout, {compute.attention}", lambda: check_attention_dropout(device, compute)
     # Compiling for a CPU would take minutes and tell nothing, and graphs it has none.
     for execution in ("eager", "graph", "compile") if device.type == "cuda" else ("eager",):
         if execution in parts:

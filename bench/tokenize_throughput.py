@@ -29,8 +29,8 @@ from typing import Any
 # Before anything starts threads.
 os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
 
-from electra_fast.corpus import Tokenizer  # noqa: E402
-from electra_fast.prepare import train_vocab  # noqa: E402
+from electra_fast.data.corpus import Tokenizer  # noqa: E402
+from electra_fast.data.prepare import train_vocab  # noqa: E402
 
 Encode = Callable[[list[str]], Any]
 Open = Callable[[], Encode]

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 import electra_fast as ef
-from electra_fast.electra import Backend
-from electra_fast.environment import choose_backend
-from electra_fast.optim import Optimizer
-from electra_fast.step import TrainStep
+from electra_fast.compute import ComputeConfig, choose_compute
+from electra_fast.training.optim import Optimizer
+from electra_fast.training.step import TrainStep
 
 VOCAB_SIZE = 30_522
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -43,14 +42,7 @@ def _documents(words: list[str], num_documents: int) -> Iterator[str]:
 
 def loader(corpus: Path, config: ef.Config) -> ef.BatchLoader:
     """Endless batches of a configuration, the same ones for everybody."""
-    data = config.data
-    return ef.BatchLoader(
-        corpus,
-        sequence_length=data.sequence_length,
-        batch_size=config.train.batch_size,
-        masking=data.masking,
-        mask_prob=data.mask_prob,
-    )
+    return ef.BatchLoader.from_config(config, corpus=corpus)
 
 
 def shape(text: str, overrides: dict[str, str] | None = None) -> ef.Config:
@@ -61,11 +53,13 @@ def shape(text: str, overrides: dict[str, str] | None = None) -> ef.Config:
     return ef.Config.preset(preset, "google").override(changes | (overrides or {}))
 
 
-def new_step(config: ef.Config, device: torch.device, execution: str, backend: Backend | None = None) -> TrainStep:
+def new_step(
+    config: ef.Config, device: torch.device, execution: str, compute: ComputeConfig | None = None
+) -> TrainStep:
     """A new model on the device, and its step as `pretrain` takes it."""
     model = ef.Electra(config).to(device).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    return TrainStep(model, optimizer, config, backend or choose_backend(config, device), execution)
+    return TrainStep(model, optimizer, config, compute or choose_compute(config, device), execution)
 
 
 def label(config: ef.Config, text: str) -> str:

@@ -102,7 +102,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, held_out_corpus: Path) -
     """An uninterrupted run of `tiny_run`, which resumed ones have to equal. Tests that write to it copy it first."""
     from tiny_run import tiny_config
 
-    from electra_fast.pretrain import pretrain
+    from electra_fast.training.pretrain import pretrain
 
     out = tmp_path_factory.mktemp("whole") / "run"
     pretrain(tiny_config(), data=held_out_corpus, out=out)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from electra_fast.flops import flops_per_token
+from electra_fast.training.flops import flops_per_token
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 GOOD = """

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from electra_fast import checkpoint, checkpoint_folder, tensor_files
+from electra_fast import checkpoint, checkpoint_folder
+from electra_fast.checkpoint_folder import TrainState
 from electra_fast.config import Config
-from electra_fast.export import load
+from electra_fast.huggingface.export import load
 from electra_fast.model import Electra
-from electra_fast.optim import Optimizer
+from electra_fast.training.optim import Optimizer
 
 
 def make_model(**changes: str) -> Electra:
@@ -24,7 +25,7 @@ def make_model(**changes: str) -> Electra:
 def save(run, step, model=None, keep=2):
     model = model or make_model()
     optimizer = Optimizer(model.named_parameters(), model.config.optimizer)
-    return checkpoint.save(run, step, model, optimizer.state_dict(), {"step": step}, keep)
+    return checkpoint.save(run, model, optimizer.state_dict(), TrainState(step=step), keep)
 
 
 def test_round_trip(tmp_path):
@@ -34,7 +35,7 @@ def test_round_trip(tmp_path):
     again = checkpoint.load_model(directory)
     assert again.config == model.config
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    assert checkpoint_folder.read_state(directory) == {"step": 12}
+    assert checkpoint_folder.read_state(directory) == TrainState(step=12)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
@@ -42,7 +43,7 @@ def test_the_umask_decides_who_may_read(tmp_path, umask, mode):
     path = tmp_path / "model.safetensors"
     before = os.umask(umask)
     try:
-        tensor_files.save_file({"x": torch.ones(3)}, path, {"format": "pt"})
+        checkpoint.write_tensors({"x": torch.ones(3)}, path, {"format": "pt"})
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == mode
@@ -101,7 +102,7 @@ def test_full_disk_leaves_the_earlier_checkpoints(tmp_path):
     save(tmp_path, 1)
     size = (tmp_path / "checkpoints" / "step-1" / "model.safetensors").stat().st_size
     with full_disk(size // 2), pytest.raises(OSError, match="checkpoint not written.*earlier ones are intact"):
-        checkpoint.save(tmp_path, 2, make_model(), None, {"step": 2}, 5)
+        checkpoint.save(tmp_path, make_model(), None, TrainState(step=2), 5)
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
 
 

@@ -156,6 +156,29 @@ def test_a_loss_that_is_no_number_is_one_line(folder, tmp_path):
     assert "became nan or infinite" in done.stderr.splitlines()[-1]
 
 
+def test_a_bug_is_not_dressed_up_as_bad_input(folder, monkeypatch):
+    def verify(directory):
+        raise ValueError("axis 3 is out of bounds")  # of a library
+
+    monkeypatch.setattr("electra_fast.data.corpus.verify", verify)
+    with pytest.raises(ValueError, match="axis 3") as caught:
+        run("verify", folder / "shards")
+    assert "this is a bug, not a mistake of yours" in caught.value.__notes__[0]
+
+
+def test_metrics_of_the_training_text_are_labelled(folder, tmp_path):
+    """Of a corpus without a validation part; not of a corpus that the run has never seen."""
+    assert run("evaluate", folder / "run", "--data", folder / "shards" / "holdout", "--json").stderr == ""
+    data = ("--vocab", folder / "vocab.txt", "--out", tmp_path / "shards")
+    assert run("prepare", folder / "text.txt", *data).returncode == 0
+    size = ("--train.steps", 2, "--train.batch_size", 4)
+    done = run("pretrain", "--preset", "tiny", "--data", tmp_path / "shards", "--out", tmp_path / "run", *size)
+    assert done.returncode == 0, done.stderr
+    done = run("evaluate", tmp_path / "run", "--data", tmp_path / "shards", "--json")
+    assert json.loads(done.stdout)["tokens"] > 0
+    assert f"warning: {tmp_path / 'shards'}: the model was trained on all of this corpus" in done.stderr
+
+
 class TestMistakes:
     def test_keys(self, folder):
         data = ("pretrain", "--preset", "tiny", "--data", folder / "shards", "--out", folder / "none")

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 
-from electra_fast.corpus import Corpus, Tokenizer
-from electra_fast.prepare import prepare, train_vocab
+from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.data.prepare import prepare, train_vocab
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = "the token ##s shard mask café naïve cafe naive strasse ##ing mark ##ed un ##able Σοφος σοφος 東 京".split()

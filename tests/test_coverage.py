@@ -5,9 +5,9 @@ import json
 import pytest
 from in_process import run
 
-from electra_fast.corpus import Corpus
-from electra_fast.inspect import inspect
-from electra_fast.prepare import prepare
+from electra_fast.data.corpus import Corpus
+from electra_fast.data.inspect import inspect
+from electra_fast.data.prepare import prepare
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 ENGLISH = [*SPECIAL, "the", "cat", "sleep", "##s", "."]

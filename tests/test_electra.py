@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 
-from electra_fast import electra, ops
+from electra_fast import ops
+from electra_fast.compute import ComputeConfig, RngKey
 from electra_fast.config import Config
-from electra_fast.electra import Backend, RngKey
-from electra_fast.metrics import summarise
 from electra_fast.model import Electra
+from electra_fast.objectives import objective_of
 from electra_fast.sampling import sample_categorical
 
 VOCAB, LENGTH, SLOTS, MASK = 50, 12, 3, 4
-BACKEND = Backend("sdpa", torch.float32)
+COMPUTE = ComputeConfig("sdpa", torch.float32)
 KEY = torch.tensor([11, 3])
 
 
@@ -66,8 +66,14 @@ def make_batch(num_rows: int = 4, seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def run(model, batch, rng_key=None):
-    return electra.forward(model, batch, BACKEND, rng_key or RngKey(KEY), electra.count(batch))
+def run(model, batch, key=None, whole=None):
+    """The output for a batch, a part of the `whole` one."""
+    objective = objective_of(model.config)
+    return objective.forward(model, batch, COMPUTE, key or RngKey(KEY), objective.loss_denominators(whole or batch))
+
+
+def metrics(model, output):
+    return objective_of(model.config).metrics({name: float(total) for name, total in output.totals.items()})
 
 
 @pytest.mark.parametrize("tying", ["none", "embeddings"])
@@ -105,7 +111,7 @@ def test_loss_written_out(tying):
             bce.append(-math.log(probability if label else 1 - probability))
             right += (probability > 0.5) == label
             replaced += label
-    summary = summarise(output.sums.numpy(), model.config.objective)
+    summary = metrics(model, output)
     assert summary["generator_loss"] == pytest.approx(sum(nll) / len(nll), abs=1e-5)
     assert summary["discriminator_loss"] == pytest.approx(sum(bce) / len(bce), abs=1e-5)
     assert summary["generator_accuracy"] == pytest.approx(correct / len(nll))
@@ -124,13 +130,14 @@ def test_micro_batches_add_up():
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     halves = [{k: v[i : i + 2] for k, v in batch.items() if k != "cu_seqlens"} for i in (0, 2)]
-    sums = torch.zeros_like(whole.sums)
+    totals = dict.fromkeys(whole.totals, 0.0)
     for i, half in enumerate(halves):
         half["cu_seqlens"] = batch["cu_seqlens"][: 2 * 3 + 1]
-        output = electra.forward(model, half, BACKEND, RngKey(KEY, first_row=2 * i), electra.count(batch))
+        output = run(model, half, RngKey(KEY, first_row=2 * i), batch)
         output.loss.backward()
-        sums += output.sums
-    torch.testing.assert_close(sums, whole.sums, rtol=1e-6, atol=1e-5)
+        totals = {name: total + output.totals[name] for name, total in totals.items()}
+    for name, total in totals.items():
+        torch.testing.assert_close(total, whole.totals[name].to(total.dtype), rtol=1e-6, atol=1e-5)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
 
@@ -149,13 +156,13 @@ def test_discriminator_loss_does_not_reach_the_generator():
 
 def test_mlm_is_the_generator_alone_at_full_size():
     model = make_model(make_config(**{"objective.name": "mlm"}))
-    assert not model.has_discriminator
+    assert list(model.networks) == ["generator"]
     assert model.generator_head.dense.weight.shape[1] == model.config.model.hidden_size
     output = run(model, make_batch())
-    summary = summarise(output.sums.numpy(), model.config.objective)
+    summary = metrics(model, output)
     assert output.loss.item() == pytest.approx(summary["generator_loss"], abs=1e-5)
-    assert summary["discriminator_loss"] is None and output.logits_T is None
-    assert output.sums[electra.SUMS.index("tokens")] == 40
+    assert summary["discriminator_loss"] is None and output.predictions is None
+    assert output.totals["tokens"] == 40
     with pytest.raises(ValueError, match="no discriminator"):
         model.discriminator_logits(torch.ones(1, 4, dtype=torch.int64))
 
@@ -188,13 +195,12 @@ def test_disallow_correct_and_temperature():
     batch = make_batch(64)
     correct = {"objective.disallow_correct": "true"}
     output = run(make_model(make_config(**correct)), batch)
-    drawn = torch.zeros_like(output.replaced_T)
+    drawn = torch.zeros_like(output.predictions.replaced_T)
     first = torch.arange(64)[:, None] * LENGTH
     used = batch["masked_weights"] > 0
     drawn[(batch["masked_positions"] + first)[used]] = True
-    assert torch.equal(output.replaced_T, drawn)
+    assert torch.equal(output.predictions.replaced_T, drawn)
 
     cold = run(make_model(make_config(**{"objective.temperature": "0.001"})), batch)
-    names = electra.SUMS.index
-    kept = cold.sums[names("masked_weight")] - cold.sums[names("replaced")]
-    assert kept == cold.sums[names("generator_correct")]  # at temperature 0 the sample is the argmax
+    kept = cold.totals["masked_weight"] - cold.totals["replaced"]
+    assert kept == cold.totals["generator_correct"]  # at temperature 0 the sample is the argmax

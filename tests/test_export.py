@@ -14,13 +14,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from electra_fast import checkpoint, checkpoint_folder
+from electra_fast.checkpoint_folder import TrainState
 from electra_fast.config import Config
-from electra_fast.corpus import Tokenizer
-from electra_fast.export import export, import_folder, load
-from electra_fast.huggingface_config import CLASSES
-from electra_fast.huggingface_tokenizer import write_tokenizer
+from electra_fast.data.corpus import Tokenizer
+from electra_fast.huggingface.config import CLASSES
+from electra_fast.huggingface.export import export, import_folder, load
+from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.model import Electra
-from electra_fast.pretrain import pretrain
+from electra_fast.training.pretrain import pretrain
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "sat", *(f"w{i}" for i in range(191))]
 IDS = torch.randint(5, 200, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -49,14 +50,14 @@ def make_run(folder: Path, recipe: str, changes: Changes) -> Electra:
     vocabulary.write_text("\n".join(WORDS) + "\n", encoding="utf-8")
     write_tokenizer(folder / "tokenizer", Tokenizer(vocabulary, lowercase=True), 128)
     (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
-    checkpoint.save(folder, 3, model, None, {"step": 3}, keep=2)
+    checkpoint.save(folder, model, None, TrainState(step=3), keep=2)
     return model
 
 
 @torch.no_grad()
 def logits(model: Electra) -> dict[str, torch.Tensor]:
-    found = {"generator": model.generator_logits(IDS, MASK)} if model.has_generator else {}
-    return found | ({"discriminator": model.discriminator_logits(IDS, MASK)} if model.has_discriminator else {})
+    logits = {"generator": model.generator_logits, "discriminator": model.discriminator_logits}
+    return {role: logits[role](IDS, MASK) for role in model.networks}
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -123,7 +124,7 @@ def test_transformers_loads_what_export_writes_and_import_brings_it_back(
         differences.pop("model.tying", None)
     assert differences == {}
     imported = {"imported": True, "token_type_1_trained": recipe == "google"}
-    assert checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "again")) == {"step": 0, **imported}
+    assert checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "again")) == TrainState(**imported)
     assert [p.shape for p in again.parameters()] == [p.shape for p in model.parameters()]
     tokenizer_files = {path.name: path.read_bytes() for path in (tmp_path / "run" / "tokenizer").iterdir()}
     for path in (tmp_path / "again" / "tokenizer").iterdir():
@@ -233,7 +234,7 @@ def test_a_multiplied_table_comes_back_with_the_sizes_of_a_fresh_one(tmp_path: P
     with torch.no_grad():
         for own, new in zip(model.parameters(), fresh.parameters(), strict=True):
             own.copy_(new)
-    checkpoint.save(tmp_path / "run", 9, model, None, {"step": 9}, keep=1)
+    checkpoint.save(tmp_path / "run", model, None, TrainState(step=9), keep=1)
     export(tmp_path / "run", tmp_path / "out")
     back = load(tmp_path / "out")
     assert back.embeddings is back.generator_embeddings
@@ -270,7 +271,7 @@ def test_export_replaces_an_export_and_refuses_anything_else(tmp_path: Path) -> 
     model = load(tmp_path / "run")
     with torch.no_grad():
         model.generator_head.bias.add_(1)
-    checkpoint.save(tmp_path / "run", 4, model, None, {"step": 4}, keep=2)
+    checkpoint.save(tmp_path / "run", model, None, TrainState(step=4), keep=2)
     export(tmp_path / "run", tmp_path / "out")
     assert (tmp_path / "out" / "generator" / "model.safetensors").read_bytes() != before
     export(tmp_path / "run" / "checkpoints" / "step-3", tmp_path / "out")
@@ -301,7 +302,7 @@ def test_a_failing_export_leaves_nothing_half_written(
             SafetensorError("I/O error: No space left on device") if earlier else OSError(28, "No space left on device")
         )
 
-    monkeypatch.setattr("electra_fast.huggingface.save_file", full)
+    monkeypatch.setattr("electra_fast.huggingface.folder.write_tensors", full)
     with pytest.raises(OSError, match="out: not written: .*No space left on device"):
         export(tmp_path / "run", tmp_path / "out")
     assert (tmp_path / "out").exists() == earlier

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from electra_fast.attention import AttentionMask
 from electra_fast.config import Config
-from electra_fast.flops import device_peak, flops_per_token, published_flops, published_training_flops, report
 from electra_fast.model import Electra
+from electra_fast.training.flops import device_peak, flops_per_token, published_flops, published_training_flops, report
 
 # As `flops_computation.py` of the published code prints them.
 PUBLISHED = {

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from electra_fast import BatchLoader, _data
-from electra_fast.corpus import Corpus, verify
-from electra_fast.prepare import prepare
+from electra_fast.data.corpus import Corpus, verify
+from electra_fast.data.prepare import prepare
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(100))]
 # As in test_prepare: this side starts without the package's __init__.
@@ -19,8 +19,8 @@ IMPORT = f"""
 import sys, types
 sys.modules["electra_fast"] = types.ModuleType("electra_fast")
 sys.modules["electra_fast"].__path__ = [{str(Path(_data.__file__).parent)!r}]
-from electra_fast.corpus import Corpus, verify
-from electra_fast.prepare import prepare
+from electra_fast.data.corpus import Corpus, verify
+from electra_fast.data.prepare import prepare
 """
 RUN = f"""{IMPORT}
 prepare([sys.argv[1]], vocab=sys.argv[2], out=sys.argv[3], threads=1, progress=False)

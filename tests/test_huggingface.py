@@ -13,11 +13,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from electra_fast import huggingface_weights
 from electra_fast.config import Config
-from electra_fast.export import export, import_folder, load
-from electra_fast.huggingface import write_model
-from electra_fast.huggingface_config import CLASSES, preset_of_size
+from electra_fast.huggingface import weights as huggingface_weights
+from electra_fast.huggingface.config import CLASSES, preset_of_size
+from electra_fast.huggingface.export import export, import_folder, load
+from electra_fast.huggingface.folder import write_model
 from electra_fast.model import Electra
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "sat", *(f"w{i}" for i in range(191))]
@@ -40,8 +40,8 @@ def write_folders(folder: Path, recipe: str, changes: dict[str, dict[str, Any]])
 
 @torch.no_grad()
 def logits(model: Electra) -> dict[str, torch.Tensor]:
-    found = {"generator": model.generator_logits(IDS, MASK)} if model.has_generator else {}
-    return found | ({"discriminator": model.discriminator_logits(IDS, MASK)} if model.has_discriminator else {})
+    logits = {"generator": model.generator_logits, "discriminator": model.discriminator_logits}
+    return {role: logits[role](IDS, MASK) for role in model.networks}
 
 
 def test_factoring_tells_a_shared_table_from_two() -> None:

@@ -9,9 +9,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 from electra_fast.config import Config
-from electra_fast.corpus import Corpus
-from electra_fast.export import export, import_folder, load
-from electra_fast.pretrain import pretrain
+from electra_fast.data.corpus import Corpus
+from electra_fast.huggingface.export import export, import_folder, load
+from electra_fast.training.pretrain import pretrain
 
 TRAIN = {"steps": 3, "batch_size": 4, "log_every": 2, "checkpoint_every": 2, "eval_every": 0}
 REMARK = "Token type 1 never occurred in training."

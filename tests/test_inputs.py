@@ -5,8 +5,8 @@ import json
 import pyarrow as pa
 import pytest
 
-from electra_fast.corpus import Corpus, Tokenizer
-from electra_fast.prepare import prepare, train_vocab
+from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.data.prepare import prepare, train_vocab
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(100))]
 TEXTS = [f"w{n} w{n + 1}\nw{n + 2}" for n in range(90)]

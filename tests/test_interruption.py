@@ -14,15 +14,16 @@ import tiny_run
 from tiny_run import STEPS, assert_same_run, tiny_config
 
 import electra_fast as ef
-from electra_fast import checkpoint_folder, interruption, trainer
+from electra_fast import checkpoint_folder, interruption
 from electra_fast import pretrain as pretrain_verb
-from electra_fast.data import BatchLoader
+from electra_fast.data.loader import BatchLoader
 from electra_fast.errors import Interrupted
-from electra_fast.metrics import JsonLines
+from electra_fast.json_files import JsonLines
 from electra_fast.progress import TrainingProgress
-from electra_fast.step import StepClock, TrainStep
+from electra_fast.training import trainer
+from electra_fast.training.step import StepTimer, TrainStep
 
-pretrain_module = sys.modules["electra_fast.pretrain"]
+pretrain_module = sys.modules["electra_fast.training.pretrain"]
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
 
 # Where a signal arrives: owner, function, and at which of its calls.
@@ -33,16 +34,16 @@ POINTS = {
     "the first batch": (BatchLoader, "__next__", 1),
     "a batch": (BatchLoader, "__next__", 8),
     "a step": (TrainStep, "__call__", 7),
-    "after a step": (StepClock, "tick", 7),
-    "before a log line": (StepClock, "read", 2),
+    "after a step": (StepTimer, "tick", 7),
+    "before a log line": (StepTimer, "take_step_times", 2),
     "a log line": (JsonLines, "write", 2),
     "showing a log line": (TrainingProgress, "report", 2),
     "an evaluation": (trainer, "evaluate_model", 1),
     "a line of evaluations": (JsonLines, "write", 3),
     "a checkpoint": (trainer.checkpoint, "save", 2),
-    "syncing a checkpoint": (os, "fsync", 14),
+    "syncing a checkpoint": (os, "fsync", 18),
     "renaming a checkpoint": (os, "replace", 6),
-    "after a checkpoint": (StepClock, "start", 5),
+    "after a checkpoint": (StepTimer, "start", 5),
 }
 
 

@@ -22,34 +22,27 @@ CRATE = TREE / "crates/electra-data/src"
 MAX_LINES = 400
 BANNED_NAMES = {"util", "utils", "common", "helper", "helpers", "manager", "managers", "misc"}
 
-# Python, from the top. "kernels" stands for every file in that folder.
-HUGGINGFACE = {"huggingface", *(f"huggingface_{part}" for part in ("card", "config", "tokenizer", "weights"))}
+# Python, from the top: modules, and folders, in which modules may import each other as long as there is no circle.
 PACKAGE_LAYERS = [
     {"__main__"},
     {"cli"},
     {"__init__"},
-    {"demo", "reproduce", "report"},
-    {"prepare", "pretrain", "trainer", "finetune", "evaluate", "export", "inspect"},
-    {"run", "step", "environment"},
-    {"electra", "data", "corpus", "optim", "checkpoint", "metrics", "flops", "progress", "curves", *HUGGINGFACE},
-    {"checkpoint_folder"},
-    {"reading", "reading_progress", "prepare_report", "coverage", "inputs", "tensor_files"},
-    {"progress_columns"},
-    {"model"},
-    {"attention", "ops", "sampling"},
-    {"kernels"},
+    {"demo", "reproduce"},
+    {"training", "finetuning"},
+    {"huggingface"},
+    {"checkpoint"},
+    {"checkpoint_folder", "model", "compute"},
+    {"config"},
+    {"objectives", "presets"},
+    {"ops", "attention"},
+    {"sampling"},
+    {"kernels", "data"},
+    # usable from everywhere
+    {"config_file", "json_files", "progress", "interruption"},
+    {"atomic_files", "errors"},
 ]
-# Under every layer, usable from all of them, and all that they may themselves import.
-PACKAGE_GROUND = {
-    "config": {"presets"},
-    "presets": set(),
-    "errors": set(),
-    "interruption": {"errors"},
-    "overrides": {"config"},
-    "atomic_files": set(),
-}
-# Who may touch the Rust extension.
-EXTENSION_USERS = {"__init__", "data", "corpus", "coverage", "prepare", "prepare_report", "run", "environment", "step"}
+# Who may touch the Rust extension: to use it, or to tell its version.
+EXTENSION_USERS = {"__init__", "data", "training"}
 KERNEL_IMPORTS = {"torch", "triton", "__future__"} | sys.stdlib_module_names
 
 # Rust: what each module of electra-data may use. Reading: batch → mask, pack → order → shard.
@@ -136,43 +129,64 @@ CRATE_USES = {
 }
 
 
-def python_module(path: Path) -> str:
-    return "kernels" if path.parent.name == "kernels" else path.stem
+def room(path: Path) -> str:
+    """The top-level module or folder of the package that a file is or lies in."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+def dotted(path: Path) -> str:
+    """`training.step`; a folder's own name for its `__init__`."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 @functools.cache
 def imports_of(path: Path) -> frozenset[str]:
-    """Absolute dotted names that a file imports, wherever in the file and under any condition."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+    """Absolute dotted names that a file imports when it runs, wherever in the file."""
+    names, nodes = set(), [ast.parse(path.read_text(encoding="utf-8"), str(path))]
+    while nodes:
+        node = nodes.pop()
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(filter(None, ["electra_fast" if node.level else "", node.module]))
             names |= {f"{base}.{alias.name}" for alias in node.names}
+        if not is_type_checking(node):
+            nodes += ast.iter_child_nodes(node)
     return frozenset(names)
 
 
 def own_imports(path: Path) -> set[str]:
-    """Modules of this package that a file imports; `electra_fast.NAME` of no module is `__init__`."""
-    modules = {file.stem for file in PACKAGE.glob("*.py")} | {"_data"} | set().union(*PACKAGE_LAYERS)
-    parts = [name.split(".") for name in imports_of(path)]
-    found = {
-        part[1] if len(part) > 1 and part[1] in modules else "__init__" for part in parts if part[0] == "electra_fast"
-    }
-    return found - {python_module(path)}
+    """Modules of this package that a file imports, dotted; `electra_fast.NAME` of no module is `__init__`."""
+    modules = {dotted(file) for file in package_files()} | {"_data"}
+    found = set()
+    for name in imports_of(path):
+        package, _, rest = name.partition(".")
+        if package == "electra_fast":
+            parents = [rest.rsplit(".", n)[0] for n in range(rest.count(".") + 1)]
+            found.add(next((parent for parent in (rest, *parents) if parent in modules), "__init__"))
+    return found - {dotted(path)}
 
 
 def layer_of(module: str) -> int:
-    """Height of a module, from 0 at the bottom."""
+    """Height of a module or folder, from 0 at the bottom."""
     for height, layer in enumerate(reversed(PACKAGE_LAYERS)):
-        if module in layer:
+        if module.partition(".")[0] in layer:
             return height
-    pytest.fail(f"electra_fast/{module}.py is in no layer: give it one in {Path(__file__).name}")
+    pytest.fail(f"electra_fast.{module} is in no layer: give it one in {Path(__file__).name}")
 
 
 def package_files() -> list[Path]:
-    return sorted(PACKAGE.glob("*.py"))
+    return sorted(file for file in PACKAGE.rglob("*.py") if room(file) != "kernels") + kernel_links()
+
+
+def kernel_links() -> list[Path]:
+    return sorted((PACKAGE / "kernels").glob("*.py"))
 
 
 def kernel_files() -> list[Path]:
@@ -225,23 +239,20 @@ def named(path: Path) -> str:
 
 @pytest.mark.parametrize("path", package_files(), ids=named)
 def test_package_imports_run_downwards(path: Path) -> None:
-    module, imported = python_module(path), own_imports(path) - {"_data"}
-    if module in PACKAGE_GROUND:
-        assert imported <= PACKAGE_GROUND[module], f"{module} imports {sorted(imported)}"
-        return
-    height = layer_of(module)
-    above = sorted(other for other in imported - PACKAGE_GROUND.keys() if layer_of(other) > height)
-    assert not above, f"{module} imports from above itself: {above}"
+    own = room(path)
+    for imported in sorted(own_imports(path) - {"_data"}):
+        other = imported.partition(".")[0]
+        assert other == own or layer_of(other) < layer_of(own), f"{dotted(path)} imports {imported}, which is not below"
 
 
 def test_package_imports_have_no_circle() -> None:
-    graph = {python_module(path): own_imports(path) for path in package_files()}
+    graph = {dotted(path): own_imports(path) for path in package_files()}
     graphlib.TopologicalSorter(graph).prepare()
 
 
 @pytest.mark.parametrize("path", package_files(), ids=named)
 def test_only_the_data_side_touches_the_extension(path: Path) -> None:
-    assert "_data" not in own_imports(path) or python_module(path) in EXTENSION_USERS
+    assert "_data" not in own_imports(path) or room(path) in EXTENSION_USERS
 
 
 def test_kernels_import_torch_triton_and_each_other_only() -> None:

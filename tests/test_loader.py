@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from electra_fast.data import BatchLoader, to_torch
+from electra_fast.data.loader import BatchLoader, to_torch
 
 LENGTH = 64
 Open = Callable[..., BatchLoader]

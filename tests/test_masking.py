@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from electra_fast.data import BatchLoader, to_torch
+from electra_fast.data.loader import BatchLoader, to_torch
 
 MASK = 4
 SPECIALS = torch.tensor([0, 2, 3])

@@ -6,9 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from electra_fast.config import ObjectiveConfig
-from electra_fast.electra import SUMS
-from electra_fast.metrics import JsonLines, area_under_curve, read_records, summarise, warning
+from electra_fast.config import Config
+from electra_fast.json_files import JsonLines, read_records
+from electra_fast.objectives import objective_of
+from electra_fast.training.metrics import area_under_curve, warning
 
 # 1000 tokens, 100 masked, 80 replaced; 70 called replaced, 49 of them rightly.
 TOTALS = {
@@ -24,12 +25,12 @@ TOTALS = {
 }
 
 
-def sums(**changes):
-    return np.array([(TOTALS | changes)[name] for name in SUMS])
+def metrics(name="electra", **changes):
+    return objective_of(Config().replace({"objective": {"name": name}})).metrics(TOTALS | changes)
 
 
-def test_summarise():
-    assert summarise(sums(), ObjectiveConfig()) == {
+def test_metrics():
+    assert metrics() == {
         "loss": 4.0 + 50 * 0.25,
         "generator_loss": 4.0,
         "discriminator_loss": 0.25,
@@ -42,7 +43,7 @@ def test_summarise():
 
 
 def test_nothing_predicted_is_no_division_by_zero():
-    summary = summarise(sums(predicted_positives=0.0, true_positives=0.0), ObjectiveConfig())
+    summary = metrics(predicted_positives=0.0, true_positives=0.0)
     assert summary["discriminator_precision"] == 0 and summary["discriminator_recall"] == 0
 
 
@@ -58,14 +59,14 @@ def test_area_under_curve_is_the_share_of_ordered_pairs():
 
 def test_warnings():
     def said(**changes):
-        return warning(summarise(sums(**changes), ObjectiveConfig())) or ""
+        return warning(metrics(**changes)) or ""
 
     majority = -(0.08 * math.log(0.08) + 0.92 * math.log(0.92))
     assert majority > 0.25 and not said()
     assert "collapsed" in said(discriminator_loss=1000 * majority * 1.1)
     assert "nearly always right" in said(replaced=5.0)
     assert "calls every token original" in said(true_positives=0.0, predicted_positives=0.0)
-    assert warning(summarise(sums(), ObjectiveConfig(name="mlm"))) is None
+    assert warning(metrics("mlm")) is None
 
 
 def test_json_lines_are_cut_back_to_the_checkpoint(tmp_path):

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from electra_fast.attention import AttentionMask
 from electra_fast.config import Config
-from electra_fast.huggingface import write_model
-from electra_fast.huggingface_config import CLASSES, role_shape
-from electra_fast.huggingface_weights import to_theirs
+from electra_fast.huggingface.config import CLASSES, role_shape
+from electra_fast.huggingface.folder import write_model
+from electra_fast.huggingface.weights import to_hf
 from electra_fast.model import Electra
 
 SPECIAL_IDS = {"pad": 0, "cls": 2, "sep": 3}
@@ -136,7 +136,7 @@ def test_gradients_equal_those_of_transformers(tmp_path: Path, recipe: str, role
 
     own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     expected = {name: p.grad for name, p in theirs.named_parameters()}
-    grads = to_theirs(own, role, role_shape(model.config, role))
+    grads = to_hf(own, role, role_shape(model.config, role))
     assert grads.keys() == expected.keys()
     for name, grad in grads.items():
         bound = 1e-5 * max(1.0, expected[name].abs().max().item())

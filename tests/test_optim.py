@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from electra_fast.config import OptimizerConfig
-from electra_fast.optim import Optimizer, lr_scale, orthogonalise
+from electra_fast.training.optim import Optimizer, lr_scale, orthogonalize
 
 STEPS = 6
 
@@ -97,10 +97,10 @@ def test_muon_equals_torch_within_its_bf16():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 40), (2, 40, 8)])
-def test_orthogonalise(shape, dtype):
+def test_orthogonalize(shape, dtype):
     """The iteration's known range of singular values, and the directions of the polar factor."""
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    result = orthogonalise(matrices, dtype)
+    result = orthogonalize(matrices, dtype)
     assert result.dtype == matrices.dtype
     values = torch.linalg.svdvals(result)
     assert values.min() > 0.4 and values.max() < 1.25
@@ -110,7 +110,7 @@ def test_orthogonalise(shape, dtype):
     assert (cosine > 0.97).all()
 
 
-def test_fused_matrices_are_orthogonalised_separately():
+def test_fused_matrices_are_orthogonalized_separately():
     fused = nn.Parameter(torch.zeros(12, 4))
     optimizer = Optimizer([("layer.qkv.weight", fused)], plain(name="muon", weight_decay=0.0))
     fused.grad = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))

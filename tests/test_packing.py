@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from electra_fast import prepare
-from electra_fast.data import BatchLoader, to_torch
-from electra_fast.prepare_report import contents
+from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.data.prepare_report import contents
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 CLS, SEP = 2, 3

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from electra_fast import _data
-from electra_fast.corpus import Corpus, Tokenizer, verify
-from electra_fast.prepare import prepare, train_vocab
+from electra_fast.data.corpus import Corpus, Tokenizer, verify
+from electra_fast.data.prepare import prepare, train_vocab
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(500))]
 # Stands in for the package's __init__, so that a run starts at once: this side needs no torch.
@@ -21,7 +21,7 @@ IMPORT = f"""
 import sys, types
 sys.modules["electra_fast"] = types.ModuleType("electra_fast")
 sys.modules["electra_fast"].__path__ = [{str(Path(_data.__file__).parent)!r}]
-from electra_fast.prepare import prepare
+from electra_fast.data.prepare import prepare
 assert "torch" not in sys.modules
 """
 RUN = f"""{IMPORT}

@@ -12,14 +12,15 @@ import torch
 from tiny_run import STEPS, assert_same_run, command, lines, tiny_config, weights
 
 from electra_fast import checkpoint, checkpoint_folder
-from electra_fast.corpus import Corpus
-from electra_fast.data import BatchLoader, to_torch
-from electra_fast.electra import Backend
+from electra_fast.checkpoint_folder import TrainState
+from electra_fast.compute import ComputeConfig
+from electra_fast.data.corpus import Corpus
+from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.data.prepare_report import contents
 from electra_fast.errors import TrainingFailed
-from electra_fast.evaluate import SEED, evaluate, evaluate_model
-from electra_fast.export import load
-from electra_fast.prepare_report import contents
-from electra_fast.pretrain import pretrain
+from electra_fast.huggingface.export import load
+from electra_fast.training.evaluate import SEED, evaluate, evaluate_model
+from electra_fast.training.pretrain import pretrain
 
 
 def test_metrics_have_the_promised_keys(whole_run):
@@ -141,8 +142,8 @@ def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(recipe, h
     with torch.no_grad():
         model.discriminator_head.classifier.weight.mul_(1e-3)
         model.discriminator_head.classifier.bias.fill_(-2.0)
-    checkpoint.save(tmp_path / "run", 8, model, None, {"step": 8}, keep=1)
-    figures = evaluate_model(model, held_out_corpus, model.config, Backend("sdpa", torch.bfloat16))
+    checkpoint.save(tmp_path / "run", model, None, TrainState(step=8), keep=1)
+    figures = evaluate_model(model, held_out_corpus, model.config, ComputeConfig("sdpa", torch.bfloat16))
     expected = evaluate(tmp_path / "run", held_out_corpus)
     assert expected["discriminator_auc"] > 0.55
     assert figures["discriminator_auc"] == pytest.approx(expected["discriminator_auc"], abs=0.01)

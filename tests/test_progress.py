@@ -5,8 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from electra_fast.progress import TrainingProgress
-from electra_fast.reading_progress import ReadingProgress
+from electra_fast.progress import ReadingProgress, TrainingProgress
 
 RECORD = {
     "step": 500_000,
@@ -19,8 +18,8 @@ RECORD = {
 }
 
 
-def terminal(monkeypatch: pytest.MonkeyPatch, module: str, width: int) -> io.StringIO:
-    """What is written to the console that a module makes for standard error."""
+def terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> io.StringIO:
+    """What is written to the console that is made for standard error."""
     shown = io.StringIO()
 
     def console(**options: object) -> Console:
@@ -28,7 +27,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, module: str, width: int) -> io.Str
             file=shown, width=width, force_terminal=True, color_system=None, quiet=bool(options.get("quiet"))
         )
 
-    monkeypatch.setattr(f"electra_fast.{module}.Console", console)
+    monkeypatch.setattr("electra_fast.progress.Console", console)
     return shown
 
 
@@ -38,7 +37,7 @@ def last_line(shown: io.StringIO) -> str:
 
 @pytest.mark.parametrize(("width", "figures"), [(60, "los"), (80, "loss 12.345"), (120, "recall 12.3%")])
 def test_bar_step_and_eta_stay_in_a_narrow_terminal(monkeypatch, width, figures):
-    shown = terminal(monkeypatch, "progress", width)
+    shown = terminal(monkeypatch, width)
     with TrainingProgress(0, 1_000_000) as progress:
         progress.advance(500_000)
         progress.report(RECORD)
@@ -49,7 +48,7 @@ def test_bar_step_and_eta_stay_in_a_narrow_terminal(monkeypatch, width, figures)
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_reading_shows_bar_bytes_and_eta(monkeypatch, width):
-    shown = terminal(monkeypatch, "reading_progress", width)
+    shown = terminal(monkeypatch, width)
     with ReadingProgress("prepare", shown=True) as progress:
         progress.update(22_800_000, 45_600_000, 1_234_567, 98_765_432)
         progress._progress.refresh()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from electra_fast import reading_progress
-from electra_fast.corpus import Corpus, Tokenizer
-from electra_fast.prepare import prepare, train_vocab
+from electra_fast import progress
+from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.data.prepare import prepare, train_vocab
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(100))]
 BAD = ['{"text": "w1', '{"body": "w2"}', '{"text": 3}', b'{"text": "\xff"}']
@@ -183,7 +183,7 @@ VOCAB_RUN = """
 import re, sys, types
 sys.modules["electra_fast"] = types.ModuleType("electra_fast")
 sys.modules["electra_fast"].__path__ = [sys.argv[3]]
-from electra_fast.prepare import train_vocab
+from electra_fast.data.prepare import train_vocab
 train_vocab([sys.argv[1]], out=sys.argv[2], size=60, threads=2, progress=False)
 print(int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) // 1024)
 """
@@ -197,7 +197,7 @@ def test_fifty_megabytes_without_a_blank_take_little_memory(tmp_path, kind):
         path.write_text("a b c sharding shards " * 9 + "x" * (17 << 20))
     else:
         path.write_text("日本語，中国語。" * ((4 << 20) // 24))
-    package = str(Path(reading_progress.__file__).parent)
+    package = str(Path(progress.__file__).parent)
     command = [sys.executable, "-c", VOCAB_RUN, path, tmp_path / "v.txt", package]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert int(done.stdout) < 300
@@ -207,8 +207,8 @@ def test_fifty_megabytes_without_a_blank_take_little_memory(tmp_path, kind):
 
 def test_progress_is_said_in_lines_where_there_is_no_terminal(monkeypatch, capfd):
     now = [100.0]
-    monkeypatch.setattr(reading_progress.time, "monotonic", lambda: now[0])
-    bar = reading_progress.ReadingProgress("prepare", shown=True)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    bar = progress.ReadingProgress("prepare", shown=True)
     for second in range(1, 26):
         now[0] = 100.0 + second
         bar.update(second * 10**6, 10**8, second, second * 10**5)
@@ -217,7 +217,7 @@ def test_progress_is_said_in_lines_where_there_is_no_terminal(monkeypatch, capfd
         "prepare: 10.0% of 100.0 MB, 1.0 MB/s, eta 0:01:30  10 documents  0.10 Mtok/s",
         "prepare: 20.0% of 100.0 MB, 1.0 MB/s, eta 0:01:20  20 documents  0.10 Mtok/s",
     ]
-    silent = reading_progress.ReadingProgress("prepare", shown=False)
+    silent = progress.ReadingProgress("prepare", shown=False)
     now[0] += 60
     silent.update(1, 2, 3, 4)
     assert capfd.readouterr().err == ""

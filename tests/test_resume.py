@@ -11,8 +11,8 @@ from tiny_run import STEPS, assert_same_run, lines, tiny_config
 
 from electra_fast import checkpoint_folder
 from electra_fast.config import Config, OptimizerConfig
-from electra_fast.optim import lr_scale
-from electra_fast.pretrain import pretrain
+from electra_fast.training.optim import lr_scale
+from electra_fast.training.pretrain import pretrain
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ class TestAllowedChanges:
         """Killed before the first checkpoint after a change: the run's own configuration is still good."""
         changed = tiny_config(**{"train.steps": "36", "optimizer.learning_rate": "2e-3"})
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-            patch.setattr("electra_fast.trainer.Trainer.train", lambda *_: 1 / 0)
+            patch.setattr("electra_fast.training.trainer.Trainer.train", lambda *_: 1 / 0)
             pretrain(changed, data=held_out_corpus, out=run, allow_changes=True)
         assert pretrain(Config.load(run / "config.toml")).step == 36
         assert len((run / "changes.jsonl").read_text().splitlines()) == 1
@@ -93,10 +93,10 @@ class TestAllowedChanges:
     )
     def test_other_rows_start_another_epoch(self, run, held_out_corpus, capsys, key, value):
         changed = tiny_config(**{"train.steps": "28", key: value})
-        before = checkpoint_folder.read_state(checkpoint_folder.latest(run))["loader"]
+        before = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader
         assert pretrain(changed, data=held_out_corpus, out=run, allow_changes=True).step == 28
         assert "their order starts anew, with another epoch" in said(capsys)
-        after = checkpoint_folder.read_state(checkpoint_folder.latest(run))["loader"]
+        after = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader
         assert after["epoch"] > before["epoch"] and (after["options"], after["seed"]) != (
             before["options"],
             before["seed"],
@@ -106,7 +106,7 @@ class TestAllowedChanges:
         """Token type 1 has been trained, whatever the packing is now."""
         changed = tiny_config(**{"train.steps": "28", "data.packing": "best-fit"})
         pretrain(changed, data=held_out_corpus, out=run, allow_changes=True)
-        assert checkpoint_folder.read_state(checkpoint_folder.latest(run))["token_type_1_trained"]
+        assert checkpoint_folder.read_state(checkpoint_folder.latest(run)).token_type_1_trained
 
     def test_another_corpus_of_the_same_vocabulary(self, run, held_out_corpus, tiny_corpus):
         with pytest.raises(ValueError, match=r"content hash .*--allow-changes"):
@@ -250,7 +250,7 @@ class TestRefusals:
         self.refused("varlen.*CUDA", config, held_out_corpus, tmp_path / "run")
 
     def test_two_at_once(self, held_out_corpus, tmp_path):
-        from electra_fast.run import exclusive
+        from electra_fast.training.run import exclusive
 
         with exclusive(tmp_path / "run"):
             self.refused("another process is training", tiny_config(), held_out_corpus, tmp_path / "run")

@@ -1,6 +1,7 @@
 """A step over tensors that stay where they are: equal to one written out, and nothing in it asks the host."""
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -8,13 +9,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import electra_fast as ef
-from electra_fast import electra
-from electra_fast.data import BatchLoader, MicroBatches, to_torch
-from electra_fast.electra import Backend, RngKey
-from electra_fast.optim import Optimizer, lr_scale
-from electra_fast.step import StepClock, TrainStep, choose_execution
+from electra_fast.compute import ComputeConfig, RngKey
+from electra_fast.data.loader import BatchLoader, MicroBatches, to_torch
+from electra_fast.objectives import objective_of
+from electra_fast.training.optim import Optimizer, lr_scale
+from electra_fast.training.step import GRAD_NORM, StepTimer, TrainStep, choose_execution
 
-BACKEND = Backend("sdpa", torch.float32)
+COMPUTE = ComputeConfig("sdpa", torch.float32)
 STEPS = 4
 
 
@@ -30,13 +31,13 @@ def open_loader(corpus, config):
 
 
 def trained(corpus, config, execution="eager"):
-    """Weights, sums and tensors' places after each of some steps."""
+    """Weights and metric totals after some steps."""
     model = ef.Electra(config).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    step = TrainStep(model, optimizer, config, BACKEND, execution)
+    step = TrainStep(model, optimizer, config, COMPUTE, execution)
     for number, rows in zip(range(STEPS), open_loader(corpus, config), strict=False):
         step(rows, number)
-    return model.state_dict(), step.sums
+    return model.state_dict(), step.read_totals()
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
@@ -44,21 +45,24 @@ def test_equals_a_step_written_out(tiny_corpus, config, accumulate):
     config = config.replace({"train": {"accumulate": accumulate}})
     model = ef.Electra(config).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    sums, size = torch.zeros(len(electra.SUMS) + 1, dtype=torch.float64), 8 // accumulate
+    objective, size = objective_of(config), 8 // accumulate
+    totals = dict.fromkeys((*objective.metric_totals, GRAD_NORM), 0.0)
     for number, rows in zip(range(STEPS), open_loader(tiny_corpus, config), strict=False):
         whole = to_torch(rows)
         torch.manual_seed((config.train.seed * 0x9E3779B97F4A7C15 + number) % 2**63)
         optimizer.zero_grad()
         for i in range(accumulate):
             batch = {name: tensor[i * size : (i + 1) * size] for name, tensor in whole.items()}
-            rng_key = RngKey(torch.tensor([config.train.seed, number]), i * size)
-            output = electra.forward(model, batch | {"cu_seqlens": None}, BACKEND, rng_key, electra.count(whole))
+            key = RngKey(torch.tensor([config.train.seed, number]), i * size)
+            denominators = objective.loss_denominators(whole)
+            output = objective.forward(model, batch | {"cu_seqlens": None}, COMPUTE, key, denominators)
             output.loss.backward()
-            sums[:-1] += output.sums
+            for name, total in output.totals.items():
+                totals[name] += total.item()
         optimizer.set_step_scalars(lr_scale(config.optimizer, number, STEPS))
-        sums[-1] += optimizer.step()
+        totals[GRAD_NORM] += optimizer.step().item()
     weights, found = trained(tiny_corpus, config)
-    assert torch.equal(found, sums)
+    assert found == totals
     for name, tensor in model.state_dict().items():
         assert torch.equal(weights[name], tensor), name
 
@@ -78,34 +82,34 @@ def test_a_step_can_be_captured(tiny_corpus, config, changes):
     config = config.replace(changes)
     model = ef.Electra(config).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    step = TrainStep(model, optimizer, config, BACKEND)
+    step = TrainStep(model, optimizer, config, COMPUTE)
     rows = open_loader(tiny_corpus, config)
     step(next(rows), 0)
-    kept = [*model.parameters(), optimizer.scalars, step.sums]
+    kept = [*model.parameters(), optimizer.scalars]
     kept += [*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
-    kept += [tensor for part in step._batches.parts for tensor in part.values()]
+    kept += [tensor for part in step.micro_batches.parts for tensor in part.values()]
     places = [tensor.data_ptr() for tensor in kept]
     with NothingFromTheHost():
-        step._run()
+        step.run()
     step(next(rows), 1)
     assert [tensor.data_ptr() for tensor in kept] == places
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA only")
 def test_a_graph_equals_eager_steps_and_is_captured_again_when_a_batch_outgrows_it(tiny_corpus, config):
-    config, sums = config.replace({"train": {"steps": 12}, "model": {"dropout": 0.1, "attention_dropout": 0.0}}), []
+    config, totals = config.replace({"train": {"steps": 12}, "model": {"dropout": 0.1, "attention_dropout": 0.0}}), []
     for execution in ("eager", "graph"):
         model = ef.Electra(config).to("cuda").train()
         optimizer = Optimizer(model.named_parameters(), config.optimizer)
-        step = TrainStep(model, optimizer, config, BACKEND, execution)
+        step = TrainStep(model, optimizer, config, COMPUTE, execution)
         for number, rows in zip(range(12), open_loader(tiny_corpus, config), strict=False):
             if number == 6:
-                step._batches._capacity = 0  # as if this batch had more segments than any before it
+                step.micro_batches.capacity = 0  # as if this batch had more segments than any before it
             step(rows, number)
         step.synchronize()
-        sums.append(step.sums.cpu())
+        totals.append(step.read_totals())
         assert [capture.step for capture in step.captures] == ([3, 9] if execution == "graph" else [])
-    assert torch.equal(*sums)
+    assert totals[0] == totals[1]
 
 
 def test_compiles_without_a_break(tiny_corpus, config, monkeypatch):
@@ -115,9 +119,9 @@ def test_compiles_without_a_break(tiny_corpus, config, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend="aot_eager", **options))
     changes = {"model": {"dropout": 0.0, "attention_dropout": 0.0}, "train": {"accumulate": 4}}
     with torch._dynamo.config.patch(recompile_limit=1):  # one graph serves all micro-batches
-        compiled, sums = trained(tiny_corpus, config.replace(changes), "compile")
+        compiled, totals = trained(tiny_corpus, config.replace(changes), "compile")
     eager, expected = trained(tiny_corpus, config.replace(changes))
-    torch.testing.assert_close(sums, expected, rtol=1e-4, atol=1e-3)
+    assert totals == pytest.approx(expected, rel=1e-4, abs=1e-3)
     for name in eager:
         torch.testing.assert_close(compiled[name], eager[name], rtol=1e-3, atol=1e-4)
 
@@ -126,7 +130,7 @@ def test_micro_batches_are_the_batch(corpus):
     """Each part holds its rows and their segments; places stay, and grow when there is no room."""
     loader = BatchLoader(corpus, sequence_length=32, batch_size=12)
     parts, places = MicroBatches(torch.device("cpu"), 3), None
-    generations = set()
+    versions = set()
     for rows in itertools.islice(loader, 60):
         parts.load(rows)
         whole = to_torch(rows)
@@ -139,10 +143,10 @@ def test_micro_batches_are_the_batch(corpus):
             starts = np.flatnonzero(np.diff(segments, prepend=-1) | (np.arange(128) % 32 == 0))
             assert ends.unique().tolist() == [*starts.tolist(), 128]
         now = [tensor.data_ptr() for part in parts.parts for tensor in part.values()]
-        assert now == places or parts.generation not in generations
-        generations.add(parts.generation)
+        assert now == places or parts.version not in versions
+        versions.add(parts.version)
         places = now
-    assert parts.generation == max(generations) < 10
+    assert parts.version == max(versions) < 10
 
 
 def test_rows_that_do_not_divide(corpus):
@@ -158,12 +162,18 @@ def test_a_way_that_cannot_be_had_is_refused():
         choose_execution("graph", torch.device("cpu"))
 
 
-def test_the_clock_times_steps(tiny_corpus, config):
+def test_the_timer_leaves_out_pauses(config):
     model = ef.Electra(config)
-    clock = StepClock(TrainStep(model, Optimizer(model.named_parameters(), config.optimizer), config, BACKEND))
-    clock.start()
-    assert clock.read() is None
-    for _ in range(3):
-        clock.tick()
-    times = clock.read()
-    assert 0 <= times.median <= times.longest < 10
+    timer = StepTimer(TrainStep(model, Optimizer(model.named_parameters(), config.optimizer), config, COMPUTE))
+    assert timer.take_step_times() is None
+    seconds = 0.0
+    for num_steps in (1, 2):
+        timer.start()
+        for _ in range(num_steps):
+            time.sleep(0.01)
+            timer.tick()
+        seconds += timer.stop()
+        time.sleep(0.2)  # an evaluation, say
+    times = timer.take_step_times()
+    assert 0.01 <= times.median <= times.longest <= seconds and times.median + times.longest <= seconds
+    assert timer.take_step_times() is None

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from electra_fast.config import Config
-from electra_fast.corpus import Corpus, Tokenizer
-from electra_fast.evaluate import evaluate
-from electra_fast.export import export, import_folder
-from electra_fast.huggingface_tokenizer import write_tokenizer
-from electra_fast.prepare import prepare, train_vocab
-from electra_fast.pretrain import pretrain
+from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.tokenizer import write_tokenizer
+from electra_fast.training.evaluate import evaluate
+from electra_fast.training.pretrain import pretrain
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 UNCASED = {"lowercase": True, "strip_accents": True}

@@ -11,8 +11,8 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from electra_fast.corpus import Tokenizer
-from electra_fast.huggingface_tokenizer import copy_tokenizer, special_ids, write_tokenizer
+from electra_fast.data.corpus import Tokenizer
+from electra_fast.huggingface.tokenizer import copy_tokenizer, special_ids, write_tokenizer
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 TEXTS = [

@@ -3,8 +3,8 @@
 import pytest
 
 from electra_fast import _data
-from electra_fast.corpus import Corpus, verify
-from electra_fast.prepare import prepare
+from electra_fast.data.corpus import Corpus, verify
+from electra_fast.data.prepare import prepare
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "token", "shard"]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 _WRITING, _REPLACED = ".writing", ".replaced"
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Writes a UTF-8 text file in place of what is there."""
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Writes a file in place of what is there; text as UTF-8."""
     temporary = path.with_name(f".{path.name}{_WRITING}")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     _sync(temporary)
     os.replace(temporary, path)
     _sync(path.parent)

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from electra_fast.errors import InputError
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -79,7 +81,7 @@ def attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, 
     `dropout` is the dropout probability of attention weights; ValueError if the backend has none.
     """
     if dropout > 0 and mask.backend not in _WITH_DROPOUT:
-        raise ValueError(
+        raise InputError(
             f'attention backend "{mask.backend}" has no dropout; set model.attention_dropout = 0.0, '
             'or model.attention = "sdpa"'
         )
@@ -110,7 +112,7 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, d
         return "sdpa" if _missing_requirement("varlen", device, dtype, dropout) else "varlen"
     missing = _missing_requirement(requested, device, dtype, dropout)
     if missing:
-        raise ValueError(f'model.attention = "{requested}" needs {missing}; or set model.attention = "sdpa"')
+        raise InputError(f'model.attention = "{requested}" needs {missing}; or set model.attention = "sdpa"')
     return requested
 
 

@@ -9,33 +9,31 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from electra_fast import checkpoint_folder
 from electra_fast.atomic_files import replace_folder
+from electra_fast.checkpoint_folder import TrainState
 from electra_fast.config import Config
+from electra_fast.errors import InputError
 from electra_fast.model import Electra
-from electra_fast.tensor_files import save_file
 
 
-def save(
-    run: Path, step: int, model: Electra, optimizer: Mapping[str, Tensor] | None, state: Mapping[str, Any], keep: int
-) -> Path:
-    """Writes the checkpoint of a step atomically, then removes all but the `keep` newest.
+def save(run: Path, model: Electra, optimizer: Mapping[str, Tensor] | None, state: TrainState, keep: int) -> Path:
+    """Writes the checkpoint of `state.step` atomically, then removes all but the `keep` newest.
 
     `optimizer` None (an imported model) makes a checkpoint from which training starts afresh.
     """
-    final = checkpoint_folder.path_of(run, step)
+    final = checkpoint_folder.path_of(run, state.step)
 
     def write(directory: Path) -> None:
         save_model(directory, model)
         if optimizer is not None:
-            save_file(_contiguous(optimizer), directory / "optimizer.safetensors")
+            write_tensors(optimizer, directory / "optimizer.safetensors")
         checkpoint_folder.seal(directory, state)
 
     try:
@@ -50,7 +48,7 @@ def save(
 def save_model(directory: Path, model: Electra) -> None:
     """Writes config.toml and model.safetensors (fp32, shared parameters once) into an existing folder."""
     (directory / "config.toml").write_text(model.config.to_toml(), encoding="utf-8")
-    save_file(_contiguous(dict(model.named_parameters())), directory / "model.safetensors")
+    write_tensors(dict(model.named_parameters()), directory / "model.safetensors")
 
 
 def load_model(directory: Path) -> Electra:
@@ -69,9 +67,9 @@ def load_parameters(model: Electra, directory: Path) -> None:
     for name in sorted(own.keys() | stored.keys()):
         if name not in stored or name not in own:
             where = "missing from" if name not in stored else "unknown to this configuration but in"
-            raise ValueError(f"{path}: parameter {name} is {where} the checkpoint; it is of another model")
+            raise InputError(f"{path}: parameter {name} is {where} the checkpoint; it is of another model")
         if own[name].shape != stored[name].shape:
-            raise ValueError(
+            raise InputError(
                 f"{path}: parameter {name} is {list(stored[name].shape)} in the checkpoint and "
                 f"{list(own[name].shape)} in this configuration; it is of another model"
             )
@@ -87,8 +85,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: damaged ({error}); {path.parent} is not a whole checkpoint") from None
+        raise InputError(f"{path}: damaged ({error}); {path.parent} is not a whole checkpoint") from None
 
 
-def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes a safetensors file with the permissions that the umask gives; `save_file` lets its owner alone read it."""
+    path.touch()
+    mode = path.stat().st_mode
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, path, metadata=dict(metadata) if metadata else None)
+    path.chmod(mode & 0o777)

@@ -1,7 +1,7 @@
 """A run's checkpoints as folders: which there are, their state, and whether every byte is as it was written.
 
 `RUN/checkpoints/step-N/` holds config.toml, model.safetensors, optimizer.safetensors and state.json; the
-last has the checksums of the others and of itself. What is in the tensors is `checkpoint`'s business.
+last has the training state and the checksums of all. What is in the tensors is `checkpoint`'s business.
 """
 
 from __future__ import annotations
@@ -11,15 +11,47 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from electra_fast import atomic_files
+from electra_fast.errors import InputError
+from electra_fast.json_files import read_object, write_object
 
 STATE = "state.json"
+STATE_VERSION = 2
 _NAME = re.compile(r"step-(\d+)")
 _DAMAGED = "damaged-"
+
+
+@dataclass
+class LogWindow:
+    """What has added up since the last line of metrics.jsonl: metric totals by name, steps, seconds of training."""
+
+    totals: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class TrainState:
+    """Where a run stands, besides its tensors: what state.json of a checkpoint stores."""
+
+    step: int = 0
+    tokens: int = 0
+    """Tokens trained on, up to the last line of metrics.jsonl."""
+    seconds: float = 0.0
+    """Time spent on steps."""
+    log_window: LogWindow = field(default_factory=LogWindow)
+    corpus: str | None = None
+    """Content hash of the corpus."""
+    loader: dict[str, Any] | None = None
+    """`BatchLoader.state`; None for an imported model whose training has not started."""
+    imported: bool = False
+    """Whether the run continued from Hugging Face folders."""
+    token_type_1_trained: bool = False
+    """Whether token type 1 has occurred in training, here or before an import."""
 
 
 def steps(run: Path) -> list[int]:
@@ -50,17 +82,23 @@ def require_config(run: Path) -> None:
         )
 
 
-def seal(directory: Path, state: Mapping[str, Any]) -> None:
+def seal(directory: Path, state: TrainState) -> None:
     """Writes state.json, with the checksums of all files that are there already."""
     files = {file.name: _sha256(file) for file in sorted(directory.iterdir())}
-    content = {**state, "files": files}
-    text = json.dumps(content | {"checksum": _checksum(content)}, indent=1)
-    (directory / STATE).write_text(text + "\n", encoding="utf-8")
+    content = {"version": STATE_VERSION, **asdict(state), "files": files}
+    write_object(directory / STATE, content | {"checksum": _checksum(content)})
 
 
-def read_state(directory: Path) -> dict[str, Any]:
-    """A checkpoint's state, without its checksums; FileNotFoundError or ValueError where it is not as written."""
-    return {name: value for name, value in _read(directory).items() if name not in ("files", "checksum")}
+def read_state(directory: Path) -> TrainState:
+    """A checkpoint's state; FileNotFoundError or ValueError where it is not as written, or not of this format."""
+    content = _read(directory)
+    if content.get("version") != STATE_VERSION:
+        raise InputError(
+            f"{directory / STATE}: format {content.get('version', 1)}, and this version of electra-fast reads format "
+            f"{STATE_VERSION}; continue the run with the version that wrote it, or export it there and import it here"
+        )
+    known = {name: content[name] for name in TrainState.__dataclass_fields__ if name in content}
+    return TrainState(**known | {"log_window": LogWindow(**known["log_window"])})
 
 
 def verify(directory: Path, *names: str) -> None:
@@ -74,7 +112,7 @@ def verify(directory: Path, *names: str) -> None:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: missing; {_remedy(directory)}")
         if _sha256(path) != files.get(name):
-            raise ValueError(f"{path}: damaged (its checksum does not match); {_remedy(directory)}")
+            raise InputError(f"{path}: damaged (its checksum does not match); {_remedy(directory)}")
 
 
 def recover_run(run: Path) -> tuple[Path, list[str]]:
@@ -87,12 +125,12 @@ def recover_run(run: Path) -> tuple[Path, list[str]]:
         directory = path_of(run, step)
         try:
             verify(directory)
-        except (ValueError, FileNotFoundError) as error:
+        except (InputError, FileNotFoundError) as error:
             damaged.append((directory, str(error).split(";")[0]))
             continue
         return directory, [_set_aside(path, reason) for path, reason in damaged]
     reasons = "; ".join(reason for _, reason in damaged)
-    raise ValueError(f"{run}: no intact checkpoint: {reasons}; copy one back, or start again with another --out")
+    raise InputError(f"{run}: no intact checkpoint: {reasons}; copy one back, or start again with another --out")
 
 
 def remove_unfinished(run: Path) -> None:
@@ -111,13 +149,13 @@ def _set_aside(directory: Path, reason: str) -> str:
 def _read(directory: Path) -> dict[str, Any]:
     path = directory / STATE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_object(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: missing; {_remedy(directory)}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: damaged ({error}); {_remedy(directory)}") from None
-    if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
-        raise ValueError(f"{path}: damaged (its checksum does not match); {_remedy(directory)}")
+    except InputError as error:
+        raise InputError(f"{path}: damaged ({error}); {_remedy(directory)}") from None
+    if content.pop("checksum", None) != _checksum(content):
+        raise InputError(f"{path}: damaged (its checksum does not match); {_remedy(directory)}")
     return content
 
 

@@ -1,7 +1,8 @@
-"""The command line: parse, call one function, say what came of it.
+"""The command line: parse, call one function, report the result.
 
-What a person reads goes to standard error, what a program reads (`--json`) to standard output. A
-mistake of the user's is one line and exit code 2; set ELECTRA_FAST_TRACEBACK=1 to see where it arose.
+What a person reads goes to standard error, what a program reads (`--json`) to standard output. A user's
+mistake is one line and exit code 2; set ELECTRA_FAST_TRACEBACK=1 to see where it was raised. A bug keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any, NoReturn
 
 from electra_fast import __version__
 from electra_fast.config import Config, describe_key, key_names
-from electra_fast.errors import Interrupted
+from electra_fast.config_file import nearest_keys, take_overrides
+from electra_fast.errors import ElectraFastError, InputError, Interrupted
 from electra_fast.interruption import interrupt_at_once
-from electra_fast.overrides import nearest_keys, take_overrides
 from electra_fast.presets import RECIPES, SIZES
 
 # The commands that take `--section.key value`.
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rest, overrides = take_overrides(sys.argv[1:] if arguments is None else arguments)
         options = _parse(rest)
         if overrides and options.command not in CONFIGURED:
-            raise ValueError(f"--{next(iter(overrides))}: {options.command} takes no configuration keys")
+            raise InputError(f"--{next(iter(overrides))}: {options.command} takes no configuration keys")
         options.overrides = overrides
         handler: Handler = options.handler
         return handler(options) or 0
@@ -53,19 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"electra-fast: {message}", file=sys.stderr)
         return 128 + number
     except BrokenPipeError:
-        # The reader of our output (`head`, say) has gone: not an error of ours.
+        # Whoever read our output (`head`, say) has closed it: not an error.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # closed by the interpreter
         return 0
-    except Exception as error:
-        if os.environ.get("ELECTRA_FAST_TRACEBACK") or not _is_expected(error):
+    except (ElectraFastError, OSError) as error:
+        if os.environ.get("ELECTRA_FAST_TRACEBACK"):
             raise
         print(f"electra-fast: error: {_one_line(error)}", file=sys.stderr)
         return 2
-
-
-def _is_expected(error: Exception) -> bool:
-    """Errors that tell the user what to change; anything else is ours, and keeps its traceback."""
-    return isinstance(error, (ValueError, OSError, ArithmeticError)) and bool(str(error))
+    except Exception as error:
+        error.add_note("electra-fast: this is a bug, not a mistake of yours; please report it with the lines above")
+        raise
 
 
 def _one_line(error: Exception) -> str:
@@ -78,8 +77,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed arguments; an unknown one is refused with the configuration key that it may mean."""
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
-    if unknown and options.command in CONFIGURED and (keys := nearest_keys(unknown[0])):
-        raise ValueError(f"unrecognized arguments: {unknown[0]}; did you mean --{' or --'.join(keys)}?")
+    if unknown and options.command in CONFIGURED and (keys := nearest_keys(unknown[0], key_names())):
+        raise InputError(f"unrecognized arguments: {unknown[0]}; did you mean --{' or --'.join(keys)}?")
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return options
@@ -89,13 +88,13 @@ def _say(message: str) -> None:
     print(message, file=sys.stderr)
 
 
-def _print_figures(figures: Mapping[str, Any], as_json: bool) -> None:
-    """One JSON object on standard output, or a line a figure on standard error."""
+def _print_report(report: Mapping[str, Any], as_json: bool) -> None:
+    """One JSON object on standard output, or a line per value on standard error."""
     if as_json:
-        print(json.dumps(dict(figures)))
+        print(json.dumps(dict(report)))
         return
-    width = max(map(len, figures))
-    for name, value in figures.items():
+    width = max(map(len, report))
+    for name, value in report.items():
         _say(f"{name:<{width}}  {f'{value:.6g}' if isinstance(value, float) else value}")
 
 
@@ -103,7 +102,7 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, as everything else here, instead of printing the usage first."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; `{self.prog} --help` tells more")
+        raise InputError(f"{message}; `{self.prog} --help` tells more")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(handler=handler)
         return sub
 
-    sub = command("demo", _demo, "text to trained, exported model in about two minutes, nothing downloaded")
+    sub = command("demo", _demo, "text to a trained, exported model in about two minutes; downloads nothing")
     sub.add_argument("--out", type=Path, required=True, help="folder for everything that it makes")
 
     sub = command("vocab", _vocab, "train a WordPiece vocabulary")
@@ -134,20 +133,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--seed", type=int, default=0, help="decides the sample (%(default)s)")
 
-    sub = command("prepare", _prepare, "turn text into a corpus of tokenised shards; run again to go on")
+    sub = command("prepare", _prepare, "turn text into a corpus of tokenized shards; run again to resume")
     _add_inputs(sub)
     sub.add_argument("--vocab", type=Path, required=True, help="vocab.txt, tokenizer.json or its folder")
     sub.add_argument("--out", type=Path, required=True, help="the corpus' folder")
     case = sub.add_mutually_exclusive_group()
     case.add_argument("--cased", dest="lowercase", action="store_const", const=False, help="keep capitals")
     case.add_argument("--uncased", dest="lowercase", action="store_const", const=True, help="lower the text's case")
-    sub.add_argument("--partition", metavar="I/N", help="only every N-th unit of the input, beginning with the I-th")
-    sub.add_argument("--holdout", type=float, default=0.0, metavar="FRACTION", help="documents set aside (%(default)s)")
-    sub.add_argument("--threads", type=int, default=0, help="tokenising threads; 0: all cores (%(default)s)")
+    sub.add_argument("--partition", metavar="I/N", help="only every N-th group of input files, starting with the I-th")
+    sub.add_argument(
+        "--holdout",
+        type=float,
+        default=0.0,
+        metavar="FRACTION",
+        help="documents set aside for validation (%(default)s)",
+    )
+    sub.add_argument("--threads", type=int, default=0, help="tokenization threads; 0: all cores (%(default)s)")
 
-    sub = command("inspect", _inspect, "what is in a corpus, and a packed, masked row of it as text")
+    sub = command("inspect", _inspect, "what is in a corpus, and one packed, masked row of it as text")
     sub.add_argument("directory", type=Path)
-    sub.add_argument("--sequence-length", type=int, default=128, help="tokens a row (%(default)s)")
+    sub.add_argument("--sequence-length", type=int, default=128, help="tokens per row (%(default)s)")
     sub.add_argument("--masking", default="google", help="paper, google or bert (%(default)s)")
     sub.add_argument("--packing", default="best-fit", help="of the row shown: best-fit or google (%(default)s)")
     sub.add_argument("--seed", type=int, default=0, help="which row to show (%(default)s)")
@@ -169,11 +174,16 @@ def _parser() -> argparse.ArgumentParser:
         f"  --{name:<30} {describe_key(name)}" for name in key_names()
     )
 
-    sub = command("evaluate", _evaluate, "held-out losses, accuracies and AUC of a run or an exported folder")
+    sub = command("evaluate", _evaluate, "validation losses, accuracies and AUC of a run or an exported folder")
     sub.add_argument("source", type=Path, metavar="RUN", help="run, checkpoint or Hugging Face folder")
-    sub.add_argument("--data", type=Path, required=True, help="corpus; its held-out part where it has one")
-    sub.add_argument("--sequence-length", type=int, help="tokens a row (the run's own)")
-    sub.add_argument("--batch-size", type=int, help="rows a batch (the run's own)")
+    sub.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        help="corpus; its validation part (prepare --holdout) where it has one, else all of it",
+    )
+    sub.add_argument("--sequence-length", type=int, help="tokens per row (the run's own)")
+    sub.add_argument("--batch-size", type=int, help="rows per batch (the run's own)")
     sub.add_argument("--batches", type=int, default=0, help="stop after so many; 0: all (%(default)s)")
     sub.add_argument("--json", action="store_true", help="one object on standard output")
 
@@ -181,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("source", type=Path, metavar="RUN", help="run or checkpoint")
     sub.add_argument("--out", type=Path, required=True)
 
-    sub = command("import", _import, "make a run of exported folders, to go on training")
+    sub = command("import", _import, "make a run from exported folders, to continue training")
     sub.add_argument("directory", type=Path, help="folder with discriminator/ and generator/")
     sub.add_argument("--out", type=Path, required=True, help="the run's folder")
 
@@ -234,7 +244,7 @@ def _config(options: argparse.Namespace) -> Config:
         options.config = _own_config(options.out) if options.out else None
     if options.config is not None:
         if options.preset or options.recipe:
-            raise ValueError("give CONFIG.toml or --preset, not both (a file may name `preset` and `recipe` itself)")
+            raise InputError("give CONFIG.toml or --preset, not both (a file may name `preset` and `recipe` itself)")
         return Config.load(options.config, options.overrides)
     return Config.preset(options.preset or "small", options.recipe or "google").override(options.overrides)
 
@@ -277,7 +287,7 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _vocab(options: argparse.Namespace) -> None:
-    from electra_fast.prepare import train_vocab
+    from electra_fast.data.prepare import train_vocab
 
     size = train_vocab(
         options.inputs,
@@ -294,7 +304,7 @@ def _vocab(options: argparse.Namespace) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    from electra_fast.prepare import prepare
+    from electra_fast.data.prepare import prepare
 
     prepare(
         options.inputs,
@@ -310,9 +320,9 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from electra_fast.inspect import inspect, show_row
+    from electra_fast.data.inspect import inspect, show_row
 
-    _print_figures(inspect(options.directory, sequence_length=options.sequence_length), options.json)
+    _print_report(inspect(options.directory, sequence_length=options.sequence_length), options.json)
     if not options.json:
         show_row(
             options.directory,
@@ -324,13 +334,13 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _verify(options: argparse.Namespace) -> None:
-    from electra_fast.corpus import verify
+    from electra_fast.data.corpus import verify
 
-    _print_figures(verify(options.directory), options.json)
+    _print_report(verify(options.directory), options.json)
 
 
 def _pretrain(options: argparse.Namespace) -> None:
-    from electra_fast.pretrain import pretrain
+    from electra_fast.training.pretrain import pretrain
 
     config = _config(options)
     _require_corpus(options, config)
@@ -338,27 +348,27 @@ def _pretrain(options: argparse.Namespace) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from electra_fast.evaluate import evaluate
+    from electra_fast.training.evaluate import evaluate
 
-    figures = evaluate(
+    report = evaluate(
         options.source,
         options.data,
         sequence_length=options.sequence_length,
         batch_size=options.batch_size,
         max_batches=options.batches,
     )
-    _print_figures(figures, options.json)
+    _print_report(report, options.json)
 
 
 def _export(options: argparse.Namespace) -> None:
-    from electra_fast.export import export
+    from electra_fast.huggingface.export import export
 
     export(options.source, options.out)
     _say(f"{options.out}: loads with transformers' from_pretrained")
 
 
 def _import(options: argparse.Namespace) -> None:
-    from electra_fast.export import import_folder
+    from electra_fast.huggingface.export import import_folder
 
     import_folder(options.directory, options.out)
     _say(
@@ -368,6 +378,6 @@ def _import(options: argparse.Namespace) -> None:
 
 
 def _flops(options: argparse.Namespace) -> None:
-    from electra_fast.flops import report
+    from electra_fast.training.flops import report
 
-    _print_figures(report(_config(options)), options.json)
+    _print_report(report(_config(options)), options.json)

@@ -8,17 +8,18 @@ alone tells what was trained.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
+from electra_fast.config_file import TYPE_NAMES, Scalar, did_you_mean, format_value, parse_value, read_toml
+from electra_fast.errors import InputError
+from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.presets import RECIPES, SIZE_RECIPES, SIZES
 
-Scalar = bool | int | float | str
+Architecture = Literal["bert", "modern"]
 
 
 def _key(
@@ -30,7 +31,10 @@ def _key(
     high: float = math.inf,
     open_low: bool = False,
 ) -> Any:
-    """One configuration key: its default, meaning and allowed range (`open_low`: low itself excluded)."""
+    """One configuration key: its default, meaning and allowed range (`open_low`: low itself excluded).
+
+    `choices` is for names that a table holds; others are the key's Literal type.
+    """
     metadata = {"doc": doc, "choices": choices, "low": low, "high": high, "open_low": open_low}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -46,12 +50,10 @@ class _Section:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(_Section):
-    """`[model]`: the discriminator (or, for the objective `mlm`, the one encoder)."""
+    """`[model]`: the encoder that is the result; for replaced-token detection the discriminator."""
 
-    architecture: str = _key(
-        "bert",
-        "post-norm encoder with learned positions, or pre-norm with rotary positions and GeGLU",
-        choices=("bert", "modern"),
+    architecture: Architecture = _key(
+        "bert", "post-norm encoder with learned positions, or pre-norm with rotary positions and GeGLU"
     )
     vocab_size: int = _key(0, "entries of the vocabulary; 0: taken from the corpus", low=0)
     max_positions: int = _key(512, "longest sequence the model can read, in tokens", low=8, high=32768)
@@ -62,11 +64,9 @@ class ModelConfig(_Section):
     embedding_size: int = _key(128, "width of the embedding table", low=1)
     dropout: float = _key(0.1, "dropout on embeddings and sublayer outputs", low=0, high=0.99)
     attention_dropout: float = _key(0.1, "dropout on attention probabilities", low=0, high=0.99)
-    tying: str = _key("embeddings", "what generator and discriminator share", choices=("none", "embeddings", "all"))
-    attention: str = _key(
-        "auto",
-        "attention backend; auto: varlen on CUDA in 16 bits, else sdpa",
-        choices=("auto", "sdpa", "varlen", "flex", "xformers"),
+    tying: Literal["none", "embeddings", "all"] = _key("embeddings", "what generator and discriminator share")
+    attention: Literal["auto", "sdpa", "varlen", "flex", "xformers"] = _key(
+        "auto", "attention backend; auto: varlen on CUDA in 16 bits, else sdpa"
     )
 
 
@@ -74,7 +74,7 @@ class ModelConfig(_Section):
 class GeneratorConfig(_Section):
     """`[generator]`: the network whose samples replace masked tokens."""
 
-    kind: str = _key("model", "what proposes replacements", choices=("model",))
+    kind: Literal["model"] = _key("model", "what proposes replacements")
     fraction: float = _key(0.25, "width, feed-forward and heads relative to the model's", low=0, high=1, open_low=True)
     num_layers: int = _key(0, "transformer layers; 0: as many as the model", low=0)
 
@@ -83,7 +83,7 @@ class GeneratorConfig(_Section):
 class ObjectiveConfig(_Section):
     """`[objective]`: the loss."""
 
-    name: str = _key("electra", "replaced-token detection, or masked language modelling", choices=("electra", "mlm"))
+    name: str = _key("electra", "replaced-token detection, or masked language modelling", choices=tuple(OBJECTIVES))
     gen_weight: float = _key(1.0, "weight of the generator's loss", low=0)
     disc_weight: float = _key(50.0, "weight of the discriminator's loss", low=0)
     temperature: float = _key(1.0, "temperature of the generator's samples", low=0, open_low=True)
@@ -95,27 +95,25 @@ class DataConfig(_Section):
     """`[data]`: the corpus and how its rows are cut, packed and masked."""
 
     corpus: str = _key("", "folder written by `electra-fast prepare` (--data)")
-    sequence_length: int = _key(128, "tokens a row, [CLS] and [SEP] included", low=8, high=32768)
-    masking: str = _key("google", "how positions are drawn and masked", choices=("paper", "google", "bert"))
+    sequence_length: int = _key(128, "tokens per row, [CLS] and [SEP] included", low=8, high=32768)
+    masking: Literal["paper", "google", "bert"] = _key("google", "how positions are drawn and masked")
     mask_prob: float = _key(0.15, "share of a row's tokens to mask", low=0, high=0.9, open_low=True)
-    packing: str = _key(
-        "best-fit",
-        "how documents become rows: every token kept, or as the published code builds examples",
-        choices=("best-fit", "google"),
+    packing: Literal["best-fit", "google"] = _key(
+        "best-fit", "how documents become rows: every token kept, or as the published code builds examples"
     )
+    num_threads: int = _key(1, "threads that fill batches, beside one that plans", low=1, high=1024)
+    prefetch: int = _key(4, "batches prepared ahead", low=1, high=1024)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(_Section):
     """`[optimizer]`: the update rule and its schedule."""
 
-    name: str = _key("adamw", "update rule", choices=("adamw", "lamb", "muon"))
+    name: Literal["adamw", "lamb", "muon"] = _key("adamw", "update rule")
     learning_rate: float = _key(5e-4, "peak learning rate", low=0, open_low=True)
     warmup_steps: int = _key(-1, "steps of linear warmup; -1: a twentieth of train.steps, at most 10,000", low=-1)
-    schedule: str = _key(
-        "product",
-        "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0",
-        choices=("linear", "product"),
+    schedule: Literal["linear", "product"] = _key(
+        "product", "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0"
     )
     weight_decay: float = _key(0.01, "decoupled decay of all but norms and biases", low=0)
     clip_norm: float = _key(1.0, "largest global gradient norm; 0: no clipping", low=0)
@@ -137,18 +135,16 @@ class TrainConfig(_Section):
 
     out: str = _key("", "the run's folder (--out)")
     steps: int = _key(1_000_000, "optimizer steps", low=1)
-    batch_size: int = _key(128, "rows of sequence_length a step, over all ranks", low=1)
-    accumulate: int = _key(1, "micro-batches a step and rank", low=1)
+    batch_size: int = _key(128, "rows of sequence_length per step, over all ranks", low=1)
+    accumulate: int = _key(1, "micro-batches per step and rank", low=1)
     seed: int = _key(0, "the one seed of everything random", low=0, high=2**63 - 1)
-    precision: str = _key("auto", "bf16 where the hardware has it, else fp32", choices=("auto", "fp32", "bf16"))
-    execution: str = _key(
-        "auto",
-        "how a step runs: eager, compile, or graph (captured once and replayed, CUDA only); auto: graph on CUDA",
-        choices=("auto", "eager", "compile", "graph"),
+    precision: Literal["auto", "fp32", "bf16"] = _key("auto", "bf16 where the hardware has it, else fp32")
+    execution: Literal["auto", "eager", "compile", "graph"] = _key(
+        "auto", "how a step runs: eager, compile, or graph (captured once and replayed, CUDA only); auto: graph on CUDA"
     )
     log_every: int = _key(100, "steps between lines of metrics.jsonl", low=1)
-    eval_every: int = _key(5_000, "steps between held-out evaluations; 0: none", low=0)
-    eval_batches: int = _key(50, "batches of a held-out evaluation while training; 0: all", low=0)
+    eval_every: int = _key(5_000, "steps between evaluations of the validation data; 0: none", low=0)
+    eval_batches: int = _key(50, "batches of an evaluation while training; 0: all", low=0)
     checkpoint_every: int = _key(5_000, "steps between checkpoints", low=1)
     keep_checkpoints: int = _key(2, "newest checkpoints to keep", low=1)
 
@@ -167,41 +163,31 @@ class Config:
     def __post_init__(self) -> None:
         model, train = self.model, self.train
         if model.hidden_size % model.num_heads:
-            raise ValueError(
+            raise InputError(
                 f"model.num_heads = {model.num_heads} does not divide model.hidden_size = {model.hidden_size}"
             )
         if model.architecture == "modern" and model.hidden_size // model.num_heads % 2:
-            raise ValueError(
+            raise InputError(
                 f"model.hidden_size / model.num_heads = {model.hidden_size // model.num_heads} is odd; "
                 "rotary positions need an even head width"
             )
         if self.data.sequence_length > model.max_positions:
-            raise ValueError(
+            raise InputError(
                 f"data.sequence_length = {self.data.sequence_length} is longer than "
                 f"model.max_positions = {model.max_positions}; raise the latter"
             )
         if train.batch_size % train.accumulate:
-            raise ValueError(
+            raise InputError(
                 f"train.accumulate = {train.accumulate} does not divide train.batch_size = {train.batch_size}"
             )
-        if self.objective.name == "electra":
-            self._check_generator()
-
-    def _check_generator(self) -> None:
-        generator, model = self.generator_shape(), self.model
-        same = (generator.hidden_size, generator.num_layers) == (model.hidden_size, model.num_layers)
-        if model.tying == "all" and not same:
-            raise ValueError(
-                'model.tying = "all" needs a generator of the same size: set generator.fraction = 1.0 '
-                "and generator.num_layers = 0"
-            )
+        objective_of(self).check()
 
     def generator_shape(self) -> ModelConfig:
-        """The generator's sizes: `fraction` of width, feed-forward and heads; the head width is kept."""
+        """The generator's sizes: `generator.fraction` of width, feed-forward and heads; head_dim is kept."""
         model, fraction = self.model, self.generator.fraction
         num_heads = round(model.num_heads * fraction)
         if num_heads < 1 or abs(model.num_heads * fraction - num_heads) > 1e-3:
-            raise ValueError(
+            raise InputError(
                 f"generator.fraction = {fraction:g} of model.num_heads = {model.num_heads} is not a whole "
                 f"number of heads; use a multiple of 1/{model.num_heads}"
             )
@@ -219,23 +205,23 @@ class Config:
 
         Raises FileNotFoundError, or ValueError naming the file, key, value and what is allowed.
         """
-        table = _read_toml(Path(path))
+        table = read_toml(Path(path))
         preset, recipe = table.pop("preset", None), table.pop("recipe", None)
         if recipe is not None and preset is None:
-            raise ValueError(f"{path}: recipe = {recipe!r} needs a preset beside it")
+            raise InputError(f"{path}: recipe = {recipe!r} needs a preset beside it")
         try:
             base = cls() if preset is None else cls.preset(str(preset), str(recipe or "google"))
             return base.replace(table).override(overrides or {})
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
 
     @classmethod
     def preset(cls, name: str, recipe: str = "google") -> Config:
         """A preset size (`tiny`, `small`, `base`, `large`) in a recipe (`paper`, `google`, `modern`)."""
         if name not in SIZES:
-            raise ValueError(f"unknown preset {name!r}{_did_you_mean(name, SIZES)}")
+            raise InputError(f"unknown preset {name!r}{did_you_mean(name, SIZES)}")
         if recipe not in RECIPES:
-            raise ValueError(f"unknown recipe {recipe!r}{_did_you_mean(recipe, RECIPES)}")
+            raise InputError(f"unknown recipe {recipe!r}{did_you_mean(recipe, RECIPES)}")
         tables = (SIZES[name], RECIPES[recipe], SIZE_RECIPES.get((name, recipe), {}))
         merged: dict[str, dict[str, Scalar]] = {}
         for key, value in (item for table in tables for item in table.items()):
@@ -248,13 +234,13 @@ class Config:
         sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name, values in table.items():
             if name not in sections:
-                raise ValueError(f"unknown section [{name}]{_did_you_mean(name, sections)}")
+                raise InputError(f"unknown section [{name}]{did_you_mean(name, sections)}")
             if not isinstance(values, Mapping):
-                raise ValueError(f"[{name}] is not a table")
+                raise InputError(f"[{name}] is not a table")
             keys = [field.name for field in dataclasses.fields(sections[name])]
             for key in values:
                 if key not in keys:
-                    raise ValueError(f"unknown key {name}.{key}{_did_you_mean(key, keys)}")
+                    raise InputError(f"unknown key {name}.{key}{did_you_mean(key, keys)}")
             sections[name] = dataclasses.replace(sections[name], **_integers_as_floats(sections[name], values))
         return Config(**sections)
 
@@ -265,9 +251,9 @@ class Config:
             section, dot, key = name.partition(".")
             known = key_names()
             if not dot or name not in known:
-                raise ValueError(f"unknown key {name}{_did_you_mean(name, known)}")
+                raise InputError(f"unknown key {name}{did_you_mean(name, known)}")
             current = getattr(getattr(self, section), key)
-            table.setdefault(section, {})[key] = _parse(name, text, type(current))
+            table.setdefault(section, {})[key] = parse_value(name, text, type(current))
         return self.replace(table)
 
     def to_toml(self) -> str:
@@ -277,7 +263,7 @@ class Config:
             lines.append(f"[{section.name}]")
             values = getattr(self, section.name)
             for field in dataclasses.fields(values):
-                value = f"{field.name} = {_toml(getattr(values, field.name))}"
+                value = f"{field.name} = {format_value(getattr(values, field.name))}"
                 lines.append(f"{value:<32} # {field.metadata['doc']}")
             lines.append("")
         return "\n".join(lines)
@@ -289,30 +275,27 @@ class Config:
 
 
 _SECTIONS: dict[str, type[_Section]] = {
-    "model": ModelConfig,
-    "generator": GeneratorConfig,
-    "objective": ObjectiveConfig,
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "train": TrainConfig,
+    name: hint for name, hint in get_type_hints(Config).items() if isinstance(hint, type) and issubclass(hint, _Section)
+}
+# The values that a key may have, of those that are names: its Literal type, or the keys of the table that it names.
+_CHOICES: dict[str, tuple[str, ...]] = {
+    f"{name}.{field.name}": field.metadata["choices"] or get_args(get_type_hints(section)[field.name])
+    for name, section in _SECTIONS.items()
+    for field in dataclasses.fields(section)
+    if field.metadata["choices"] or get_args(get_type_hints(section)[field.name])
 }
 
 
 def key_names() -> list[str]:
     """Every key as `section.key`, in order."""
-    return [
-        f"{section.name}.{field.name}"
-        for section in dataclasses.fields(Config)
-        for field in dataclasses.fields(_SECTIONS[section.name])
-    ]
+    return [f"{name}.{field.name}" for name, section in _SECTIONS.items() for field in dataclasses.fields(section)]
 
 
 def describe_key(name: str) -> str:
     """A key's meaning and, where there are any, its choices: for help texts."""
     section, _, key = name.partition(".")
     (field,) = (f for f in dataclasses.fields(_SECTIONS[section]) if f.name == key)
-    choices = field.metadata["choices"]
-    return str(field.metadata["doc"]) + (f" ({', '.join(choices)})" if choices else "")
+    return str(field.metadata["doc"]) + (f" ({', '.join(_CHOICES[name])})" if name in _CHOICES else "")
 
 
 def _get(config: Config, name: str) -> Scalar:
@@ -328,24 +311,20 @@ def _section_name(section: type) -> str:
 def _check(name: str, value: object, field: dataclasses.Field[Any]) -> None:
     expected = type(field.default)
     if type(value) is not expected:
-        raise ValueError(f"{name} = {value!r} must be {_TYPE_NAMES[expected]}, not {_type_name(value)}")
-    choices = field.metadata["choices"]
-    if choices and value not in choices:
-        raise ValueError(f"{name} = {value!r} must be one of {', '.join(choices)}")
+        raise InputError(f"{name} = {value!r} must be {TYPE_NAMES[expected]}, not {_type_name(value)}")
+    if name in _CHOICES and value not in _CHOICES[name]:
+        raise InputError(f"{name} = {value!r} must be one of {', '.join(_CHOICES[name])}")
     low, high = field.metadata["low"], field.metadata["high"]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         below = value <= low if field.metadata["open_low"] else value < low
         if below or value > high or math.isnan(value) or math.isinf(value):
             bound = f"above {low:g}" if field.metadata["open_low"] else f"at least {low:g}"
             upper = f" and at most {high:g}" if high < math.inf else ""
-            raise ValueError(f"{name} = {value!r} must be {bound}{upper}")
-
-
-_TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+            raise InputError(f"{name} = {value!r} must be {bound}{upper}")
 
 
 def _type_name(value: object) -> str:
-    return _TYPE_NAMES.get(type(value), type(value).__name__)
+    return TYPE_NAMES.get(type(value), type(value).__name__)
 
 
 def _integers_as_floats(section: object, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,44 +333,3 @@ def _integers_as_floats(section: object, values: Mapping[str, Any]) -> dict[str,
         key: float(value) if type(value) is int and type(getattr(section, key)) is float else value
         for key, value in values.items()
     }
-
-
-def _parse(name: str, text: str, kind: type) -> Scalar:
-    if kind is str:
-        return text
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"{name} = {text!r} must be true or false")
-        return text.lower() == "true"
-    try:
-        if kind is int:
-            return int(text.replace("_", ""))
-        numerator, slash, denominator = text.partition("/")
-        return float(numerator) / float(denominator) if slash else float(text)
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(f"{name} = {text!r} must be {_TYPE_NAMES[kind]}") from None
-
-
-def _toml(value: Scalar) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such configuration file") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _did_you_mean(name: str, known: Any) -> str:
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]}?"
-    return f"; there are {', '.join(names)}" if len(names) < 12 else "; `electra-fast pretrain --help` lists them"

@@ -17,16 +17,17 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from electra_fast import electra
+from electra_fast.atomic_files import replace_file
+from electra_fast.compute import ComputeConfig, RngKey
 from electra_fast.config import Config
-from electra_fast.corpus import Tokenizer
-from electra_fast.curves import draw_curves
-from electra_fast.data import BatchLoader, to_torch
-from electra_fast.electra import Backend, RngKey
-from electra_fast.evaluate import SEED, evaluate, held_out_folder
-from electra_fast.export import export, load
-from electra_fast.prepare import prepare, train_vocab
-from electra_fast.pretrain import pretrain
+from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.huggingface.export import export, load
+from electra_fast.objectives import objective_of
+from electra_fast.training.evaluate import SEED, evaluate
+from electra_fast.training.plots import plot_metrics
+from electra_fast.training.pretrain import pretrain
 
 VOCAB_SIZE = 1024
 NUM_SENTENCES = 6
@@ -38,7 +39,7 @@ def demo(out: Path) -> None:
     """Corpus → vocabulary → shards → training → evaluation → export → a look at what it learnt.
 
     Leaves `corpus.jsonl, vocab.txt, tokenizer.json, shards/, run/, export/, curves.png` in `out`. Run
-    again, it goes on where it was stopped.
+    again, it resumes where it was stopped.
     """
     console = Console(file=sys.stderr)
     out.mkdir(parents=True, exist_ok=True)
@@ -50,15 +51,15 @@ def demo(out: Path) -> None:
     # `lowercase` explicitly: a demo that was killed may have left vocab.txt without its tokenizer.json.
     prepare([str(corpus)], vocab=vocab, out=shards, holdout=0.05, lowercase=True)
     pretrain(demo_config(), data=shards, out=run)
-    figures = evaluate(run, shards)
+    found = evaluate(run, shards)
     export(run, out / "export")
-    draw_curves(run, out / "curves.png")
+    plot_metrics(run, out / "curves.png")
     show_verdicts(console, run, shards, Tokenizer(vocab))
-    replaced = float(figures["replaced_fraction"] or 0)
+    replaced = float(found["replaced_fraction"] or 0)
     console.print(
-        f"\nOn {figures['tokens']:,} held-out tokens, of which the generator replaced {replaced:.1%}: "
-        f"AUC [bold]{figures['discriminator_auc']:.3f}[/bold] (0.5 is chance), "
-        f'accuracy {figures["discriminator_accuracy"]:.1%} (always "original": {1 - replaced:.1%}).\n'
+        f"\nOn {found['tokens']:,} held-out tokens, of which the generator replaced {replaced:.1%}: "
+        f"AUC [bold]{found['discriminator_auc']:.3f}[/bold] (0.5 is chance), "
+        f'accuracy {found["discriminator_accuracy"]:.1%} (always "original": {1 - replaced:.1%}).\n'
         f"The model: {out / 'export'} (AutoModel.from_pretrained). The curves: {out / 'curves.png'}.",
         highlight=False,
     )
@@ -95,37 +96,27 @@ def _docstrings(path: Path) -> Iterator[str]:
 
 
 def _write_corpus(path: Path) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        for document in documentation():
-            # Docstrings may hold lone surrogates, which no UTF-8 file can.
-            file.write(json.dumps({"text": document.encode("utf-8", "replace").decode()}) + "\n")
-    temporary.replace(path)
+    # Docstrings may hold lone surrogates, which no UTF-8 file can.
+    documents = (document.encode("utf-8", "replace").decode() for document in documentation())
+    replace_file(path, "".join(json.dumps({"text": document}) + "\n" for document in documents))
 
 
 @torch.no_grad()
 def show_verdicts(console: Console, run: Path, shards: Path, tokenizer: Tokenizer) -> None:
-    """Prints held-out rows as the generator left them, each word coloured by the discriminator's verdict."""
+    """Prints held-out rows as the generator left them, each word colored by the discriminator's verdict."""
     model = load(run)
     config = model.config
-    loader = BatchLoader(
-        str(held_out_folder(shards)),
-        sequence_length=config.data.sequence_length,
-        batch_size=NUM_SENTENCES,
-        seed=SEED,
-        masking=config.data.masking,
-        mask_prob=config.data.mask_prob,
-        packing=config.data.packing,
-        epochs=1,
-    )
-    batch = to_torch(next(loader))
-    rng_key = RngKey(torch.tensor([SEED, 0]))
-    output = electra.forward(model, batch, Backend("sdpa", torch.float32), rng_key, electra.count(batch))
-    assert output.corrupted_ids_T is not None and output.replaced_T is not None and output.logits_T is not None
+    validation = Corpus(shards).holdout
+    loader = BatchLoader.from_config(config, corpus=validation, batch_size=NUM_SENTENCES, seed=SEED, epochs=1)
+    batch, objective = to_torch(next(loader)), objective_of(config)
+    key, denominators = RngKey(torch.tensor([SEED, 0])), objective.loss_denominators(batch)
+    output = objective.forward(model, batch, ComputeConfig("sdpa", torch.float32), key, denominators)
+    found = output.predictions
+    assert found is not None
     shape = batch["input_ids"].shape
     original = batch["input_ids"].long().scatter(1, batch["masked_positions"].long(), batch["masked_ids"].long())
     console.print("\nHeld-out text as the generator corrupted it, and what the discriminator thinks of each word:")
-    columns = (original, output.corrupted_ids_T, output.replaced_T, output.logits_T.sigmoid(), batch["segment_ids"])
+    columns = (original, found.corrupted_ids_T, found.replaced_T, found.logits_T.sigmoid(), batch["segment_ids"])
     for row in zip(*(column.view(shape).tolist() for column in columns), strict=True):
         console.print(_verdict_line(tokenizer, *row))
     console.print(
@@ -164,7 +155,7 @@ def _verdict_line(
     line = Text("  ")
     for word in words:
         suspicion = float(word["probability"])
-        colour = "bold red" if suspicion > 0.5 else "yellow" if suspicion > 0.25 else "green"
-        line.append(str(word["text"]), style=f"{colour} underline" if word["replaced"] else colour)
+        color = "bold red" if suspicion > 0.5 else "yellow" if suspicion > 0.25 else "green"
+        line.append(str(word["text"]), style=f"{color} underline" if word["replaced"] else color)
         line.append(f" [{word['was']}] " if word["replaced"] else " ", style="dim")
     return line

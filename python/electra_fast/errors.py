@@ -1,6 +1,21 @@
-"""Exceptions that tell more than what was wrong with the input (which is `ValueError` and `OSError` here)."""
+"""The package's own exceptions. The command line shows them in one line; any other exception is a bug of ours.
+
+What the operating system refuses stays an `OSError`, a missing file a `FileNotFoundError`.
+"""
 
 from __future__ import annotations
+
+
+class ElectraFastError(Exception):
+    """Base of the errors whose message tells what is wrong, where, and what to do."""
+
+
+class InputError(ElectraFastError, ValueError):
+    """A configuration, an argument or a file cannot be used."""
+
+
+class TrainingFailed(ElectraFastError, ArithmeticError):
+    """Training cannot continue: the loss or the gradient is not a number."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -14,7 +29,3 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signal: int, message: str = "") -> None:
         super().__init__(message)
         self.signal = signal
-
-
-class TrainingFailed(ArithmeticError):
-    """Training cannot continue: the loss or the gradient is not a number."""

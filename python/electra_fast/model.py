@@ -2,7 +2,7 @@
 
 Two architectures share one shape of code: `bert`, the paper's post-norm encoder (exports to
 `transformers`' Electra), and `modern`, pre-norm with rotary positions, GeGLU and no biases (exports
-to ModernBERT). `electra.py` puts two of them together.
+to ModernBERT). Which of them a model has is the objective's choice.
 
 Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden, N heads, H head dimension.
 """
@@ -10,6 +10,8 @@ Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden, N 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from electra_fast import ops
 from electra_fast.attention import AttentionMask, attention
 from electra_fast.config import Config, ModelConfig
+from electra_fast.errors import InputError
+from electra_fast.objectives import objective_of
 from electra_fast.ops import Dropout
 
 BERT_EPS = 1e-12
@@ -48,7 +52,7 @@ class Linear(nn.Linear):
     """A linear layer whose fp32 weights are cast to the activations' dtype where they are used."""
 
     def reset_parameters(self) -> None:
-        """Leaves the weights to `initialise`, and the global random state alone."""
+        """Leaves the weights to `initialize`, and the global random state alone."""
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
@@ -213,30 +217,50 @@ class DiscriminatorHead(nn.Module):
         return ops.token_logits(x_TD, classifier.weight, classifier.bias)
 
 
-class Electra(nn.Module):
-    """Generator and discriminator, their heads, and what they share by `model.tying`.
+HEADS: dict[str, Any] = {"masked_lm": GeneratorHead, "replaced_token": DiscriminatorHead}
 
-    Under the objective `mlm` there is one encoder of the model's own size, the generator, and no
-    discriminator: the BERT baseline.
+
+class Electra(nn.Module):
+    """The networks of an objective by role, their heads, and what they share by `model.tying`.
+
+    The generator's parts are `generator_embeddings`, `generator` and `generator_head`, the discriminator's
+    `embeddings`, `discriminator` and `discriminator_head`. `networks` says which of the two there are.
+
+    Args:
+        config: Sizes, objective and tying; `model.vocab_size` must be set.
+        roles: Which of the objective's networks to build; all by default.
     """
 
-    def __init__(self, config: Config) -> None:
+    generator_head: GeneratorHead
+    discriminator_head: DiscriminatorHead
+
+    def __init__(self, config: Config, roles: Collection[str] | None = None) -> None:
         super().__init__()
         if config.model.vocab_size < 1:
-            raise ValueError("model.vocab_size is 0: set it, or take it from a corpus")
+            raise InputError("model.vocab_size is 0: set it, or take it from a corpus")
         self.config = config
-        self.has_discriminator = config.objective.name != "mlm"
-        self.has_generator = True  # `huggingface.read_models` says otherwise of a discriminator alone
-        shape = config.generator_shape() if self.has_discriminator else config.model
-        self.generator_embeddings = Embeddings(shape)
-        self.generator = Encoder(shape)
-        self.generator_head = GeneratorHead(shape)
-        if self.has_discriminator:
-            tied = config.model.tying
-            self.embeddings = self.generator_embeddings if tied != "none" else Embeddings(config.model)
-            self.discriminator = self.generator if tied == "all" else Encoder(config.model)
-            self.discriminator_head = DiscriminatorHead(config.model)
-        initialise(self, config)
+        networks = objective_of(config).networks()
+        self.networks = {role: network for role, network in networks.items() if roles is None or role in roles}
+        tying = config.model.tying if len(self.networks) > 1 else "none"
+        if "generator" in self.networks:
+            network = self.networks["generator"]
+            self.generator_embeddings = Embeddings(network.shape)
+            self.generator = Encoder(network.shape)
+            self.generator_head = HEADS[network.head](network.shape)
+        if "discriminator" in self.networks:
+            network = self.networks["discriminator"]
+            self.embeddings = self.generator_embeddings if tying != "none" else Embeddings(network.shape)
+            self.discriminator = self.generator if tying == "all" else Encoder(network.shape)
+            self.discriminator_head = HEADS[network.head](network.shape)
+        initialize(self, config)
+
+    def _require(self, role: str) -> None:
+        if role not in self.networks:
+            (present,) = self.networks
+            if role in objective_of(self.config).roles:
+                raise InputError(f"this model was read from a {present} alone and has no {role}")
+            name = self.config.objective.name
+            raise InputError(f'this model has a {present} only (objective.name = "{name}") and no {role}')
 
     def generator_hidden(
         self,
@@ -248,8 +272,7 @@ class Electra(nn.Module):
         dropout_key: Tensor | None = None,
     ) -> Tensor:
         """The generator's last hidden states; [T] → [T, D of the generator]."""
-        if not self.has_generator:
-            raise ValueError("this model was read from a discriminator alone and has no generator")
+        self._require("generator")
         dropout = self._dropout(dropout_key, 0)
         x_TE = self.generator_embeddings(ids_T, positions_T, types_T, dtype, dropout)
         hidden: Tensor = self.generator(x_TE, positions_T, mask, dropout)
@@ -270,8 +293,7 @@ class Electra(nn.Module):
         dropout_key: Tensor | None = None,
     ) -> Tensor:
         """The discriminator's logits, positive = "replaced"; [T] → [T]."""
-        if not self.has_discriminator:
-            raise ValueError('this model has a generator only (objective.name = "mlm") and no discriminator')
+        self._require("discriminator")
         dropout = self._dropout(dropout_key, FIRST_DISCRIMINATOR_CALL)
         x_TE = self.embeddings(ids_T, positions_T, types_T, dtype, dropout)
         logits: Tensor = self.discriminator_head(self.discriminator(x_TE, positions_T, mask, dropout))
@@ -299,14 +321,14 @@ class Electra(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, AttentionMask]:
         num_rows, length = input_ids.shape
         if length > self.config.model.max_positions and self.config.model.architecture == "bert":
-            raise ValueError(f"rows of {length} tokens; this model reads {self.config.model.max_positions}")
+            raise InputError(f"rows of {length} tokens; this model reads {self.config.model.max_positions}")
         types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         positions_T = torch.arange(length, device=input_ids.device).repeat(num_rows)
         mask = AttentionMask.padded(num_rows, length, attention_mask)
         return input_ids.reshape(-1), positions_T, types.reshape(-1), mask
 
 
-def initialise(model: Electra, config: Config) -> None:
+def initialize(model: Electra, config: Config) -> None:
     """Sets every parameter from `train.seed`: biases 0, norms 1, matrices by the architecture's rule.
 
     `bert`, as the published code: normal of standard deviation 0.02 truncated at two of them; Glorot

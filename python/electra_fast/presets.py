@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-Scalar = bool | int | float | str
+from electra_fast.config_file import Scalar
 
 # Table 6 of the paper and `configure_pretraining.py` of the published code.
 SIZES: dict[str, dict[str, Scalar]] = {
@@ -76,6 +76,6 @@ RECIPES: dict[str, dict[str, Scalar]] = {
 SIZE_RECIPES: dict[tuple[str, str], dict[str, Scalar]] = {
     ("large", "google"): {"data.mask_prob": 0.25},
     # Measured on the demo: at 5e-4 the generator stays near the unigram distribution, at 1e-2 the
-    # discriminator falls behind it.
+    # discriminator cannot keep up with it.
     ("tiny", "modern"): {"optimizer.learning_rate": 3e-3},
 }

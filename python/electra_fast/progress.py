@@ -1,4 +1,7 @@
-"""The live line of a long training run, and plain lines where standard error is no terminal."""
+"""How far long work has come, on standard error: a live line in a terminal, plain lines elsewhere.
+
+`ReadingProgress` counts the bytes of `prepare` and `vocab`, `TrainingProgress` the steps of `pretrain`.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,31 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TextIO, cast
+from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+from rich.text import Text
 
-from electra_fast.metrics import Number
-from electra_fast.progress_columns import progress_columns
+LINE_SECONDS = 10.0
 
 
 class LastingStream:
     """A text stream that outlives its terminal: once nobody can read it, what is written is dropped.
 
-    A run that is told to stop because its terminal closed (SIGHUP) must come to its checkpoint.
+    A run that is told to stop because its terminal closed (SIGHUP) must still write its checkpoint.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -41,18 +56,38 @@ class LastingStream:
         return getattr(self._stream, name)
 
 
-class TrainingProgress:
-    """Steps done, losses, tokens/s, MFU and ETA on standard error."""
+class _StatusColumn(ProgressColumn):
+    """The task's field `status` on one line, cut where there is no room."""
 
-    def __init__(self, first_step: int, num_steps: int) -> None:
-        self.console = Console(file=cast(TextIO, LastingStream(sys.stderr)))
-        self.num_steps = num_steps
-        self._first_step, self._start = first_step, time.monotonic()
-        columns = progress_columns("pretrain", MofNCompleteColumn)
-        self._progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self._task = self._progress.add_task("", total=num_steps, completed=first_step, figures="")
+    def render(self, task: Task) -> Text:
+        """The text, which never wraps."""
+        return Text(task.fields["status"], no_wrap=True, overflow="ellipsis")
 
-    def __enter__(self) -> TrainingProgress:
+
+class _WorkProgress:
+    """A context with a live line: name, bar, count, status, time taken, ETA; if it is narrow the status gives way."""
+
+    def __init__(self, name: str, count: type[ProgressColumn], total: int | None, done: int, *, shown: bool) -> None:
+        self.name = name
+        self.console = Console(file=cast(TextIO, LastingStream(sys.stderr)), quiet=not shown)
+        self.is_live = shown and self.console.is_terminal
+        self.start = time.monotonic()
+        stays = Column(no_wrap=True)  # a table shrinks the columns that may wrap before the others
+        self._progress = Progress(
+            TextColumn(name),
+            BarColumn(bar_width=20),
+            count(table_column=stays),
+            _StatusColumn(),
+            TimeElapsedColumn(table_column=stays),
+            TextColumn("eta"),
+            TimeRemainingColumn(table_column=stays),
+            console=self.console,
+            transient=total is None,
+            disable=not self.is_live,
+        )
+        self._task = self._progress.add_task("", total=total, completed=done, status="")
+
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
@@ -61,31 +96,76 @@ class TrainingProgress:
     ) -> None:
         self._progress.stop()
 
+    def say(self, message: str, style: str | None = None) -> None:
+        """A line that stays."""
+        self.console.print(message, highlight=False, soft_wrap=True, markup=False, style=style)
+
+    def warn(self, message: str | None) -> None:
+        """A line that stays, in yellow; nothing if there is nothing to warn of."""
+        if message is not None:
+            self.say(message, style="yellow")
+
+    def _move(self, **changes: Any) -> None:
+        self._progress.update(self._task, **changes)
+
+
+class ReadingProgress(_WorkProgress):
+    """Bytes read, documents, tokens/s and ETA; a plain line every ten seconds."""
+
+    def __init__(self, name: str, *, shown: bool) -> None:
+        super().__init__(name, DownloadColumn, None, 0, shown=shown)
+        self._is_plain = shown and not self.is_live
+        self._said = self.start
+
+    def update(self, bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
+        """Moves the bar or says a line; `bytes_total` is 0 where it cannot be known."""
+        now = time.monotonic()
+        seconds = max(now - self.start, 1e-9)
+        status = f"{documents:,} documents  {tokens / seconds / 1e6:.2f} Mtok/s" if tokens else ""
+        if not self._is_plain:
+            self._move(completed=bytes_done, total=bytes_total or None, status=status)
+        elif now - self._said >= LINE_SECONDS:
+            self._said = now
+            self.say("  ".join(filter(None, (f"{self.name}: {_share(bytes_done, bytes_total, seconds)}", status))))
+
+
+class TrainingProgress(_WorkProgress):
+    """Steps done, losses, tokens/s, MFU and ETA; a plain line per line of metrics.jsonl."""
+
+    def __init__(self, first_step: int, num_steps: int) -> None:
+        super().__init__("pretrain", MofNCompleteColumn, num_steps, first_step, shown=True)
+        self._first_step, self._num_steps = first_step, num_steps
+
     def advance(self, step: int) -> None:
-        """Moves the bar; called every step, so it does nothing else."""
-        self._progress.update(self._task, completed=step)
+        """Moves the bar; called at every step, so it does nothing else."""
+        self._move(completed=step)
 
-    def report(self, record: Mapping[str, Number]) -> None:
+    def report(self, record: Mapping[str, Any]) -> None:
         """Shows a line of metrics.jsonl."""
-        self._progress.update(self._task, figures=figures(record))
-        if not self.console.is_terminal:
-            self.say(f"step {record['step']}/{self.num_steps}  {figures(record)}  eta {self._remaining(record)}")
+        self._move(status=metrics_text(record))
+        if not self.is_live:
+            self.say(f"step {record['step']}/{self._num_steps}  {metrics_text(record)}  eta {self._remaining(record)}")
 
-    def say(self, message: str) -> None:
-        """One line that stays."""
-        self.console.print(message, highlight=False, soft_wrap=True, markup=False)
-
-    def _remaining(self, record: Mapping[str, Number]) -> str:
+    def _remaining(self, record: Mapping[str, Any]) -> str:
         step = int(record["step"] or 0)
-        seconds_a_step = (time.monotonic() - self._start) / max(1, step - self._first_step)
-        return str(timedelta(seconds=round(seconds_a_step * (self.num_steps - step))))
+        seconds_per_step = (time.monotonic() - self.start) / max(1, step - self._first_step)
+        return str(timedelta(seconds=round(seconds_per_step * (self._num_steps - step))))
 
 
-def figures(record: Mapping[str, Number]) -> str:
-    """Loss, the discriminator's accuracy and recall, tokens/s and MFU in one short text."""
+def metrics_text(record: Mapping[str, Any]) -> str:
+    """Loss, the discriminator's loss and recall, tokens/s and MFU in one short text."""
     parts = [f"loss {record['loss']:.3f}", f"gen {record['generator_loss']:.3f}"]
     if record["discriminator_loss"] is not None:
         parts += [f"disc {record['discriminator_loss']:.4f}", f"recall {record['discriminator_recall']:.1%}"]
     parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
     parts.append(f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "MFU n/a")
     return "  ".join(parts)
+
+
+def _share(done: int, total: int, seconds: float) -> str:
+    """Bytes read, their share, the rate and the time that the rest will take."""
+    rate = f"{decimal(round(done / seconds))}/s"
+    if not total:
+        return f"{decimal(done)}, {rate}"
+    remaining = timedelta(seconds=round(seconds * (total - done) / max(1, done)))
+    return f"{done / total:.1%} of {decimal(total)}, {rate}, eta {remaining}"

@@ -7,9 +7,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
 import electra_fast as ef
-from electra_fast import electra
-from electra_fast.electra import Backend, RngKey
+from electra_fast.compute import ComputeConfig, RngKey
 from electra_fast.kernels.gather_rows import add_rows, gather_rows
+from electra_fast.objectives import objective_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -54,8 +54,10 @@ def test_a_compiled_step_has_no_atomic_float_adds(tiny_corpus, recipe):
     config = ef.Config.preset("tiny", recipe).replace({"model": {"vocab_size": ef.Corpus(tiny_corpus).vocab_size}})
     batch = ef.to_torch(next(ef.BatchLoader(tiny_corpus, sequence_length=32, batch_size=4)))
     model, rng_key = ef.Electra(config).train(), RngKey(torch.tensor([1, 2]))
-    step = torch.compile(electra.forward, backend=backend, fullgraph=True)
-    output = step(model, batch, Backend("sdpa", torch.float32), rng_key, electra.count(batch))
+    objective = objective_of(config)
+    step = torch.compile(objective.forward, backend=backend, fullgraph=True)
+    denominators = objective.loss_denominators(batch)
+    output = step(model, batch, ComputeConfig("sdpa", torch.float32), rng_key, denominators)
     output.loss.backward()
     assert len(graphs) == 2
     for node in (node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"):

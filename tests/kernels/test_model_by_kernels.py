@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from electra_fast import electra, ops
+from electra_fast import ops
 from electra_fast.attention import AttentionMask
+from electra_fast.compute import ComputeConfig, RngKey
 from electra_fast.config import Config
-from electra_fast.electra import Backend, RngKey
 from electra_fast.model import Electra
+from electra_fast.objectives import objective_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
@@ -112,13 +113,15 @@ def test_objective_passes_the_key_down(monkeypatch, first_row):
     batch = integers | slots | {"masked_weights": torch.ones(NUM_ROWS, 2), "segment_ids": torch.ones(shape)}
     batch["cu_seqlens"] = torch.arange(0, NUM_ROWS * LENGTH + 1, LENGTH, dtype=torch.int32)
     batch = {name: x.to(DEVICE) for name, x in batch.items()}
-    model, backend = tiny_model("bert"), Backend("sdpa", torch.float32)
+    model, compute = tiny_model("bert"), ComputeConfig("sdpa", torch.float32)
+    objective = objective_of(model.config)
+    denominators = objective.loss_denominators(batch)
     seen = spy_on_dropout(monkeypatch, "embedding_norm", "residual_norm")
     with ops.use_impl("kernel"):
         assert rng_key.dropout_key(LENGTH).tolist() == [5, 11, LENGTH * int(first_row)]
-        electra.forward(model, batch, backend, rng_key, electra.count(batch))
+        objective.forward(model, batch, compute, rng_key, denominators)
         assert {tuple(dropout.key.tolist()) for dropout in seen} == {(5, 11, LENGTH * int(first_row))}
         assert all(dropout.probability == 0.2 for dropout in seen)
         del seen[:]
-        electra.forward(model.eval(), batch, backend, rng_key, electra.count(batch))
+        objective.forward(model.eval(), batch, compute, rng_key, denominators)
     assert seen and all(dropout.probability == 0 for dropout in seen)

@@ -9,9 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import electra_fast as ef
-from electra_fast import electra
-from electra_fast.electra import Backend, RngKey
-from electra_fast.optim import Optimizer
+from electra_fast.compute import ComputeConfig, RngKey
+from electra_fast.objectives import objective_of
+from electra_fast.training.optim import Optimizer
 
 
 def on_cuda(x):
@@ -37,11 +37,13 @@ def test_a_step_stays_on_the_device(tiny_corpus, recipe, attention, dropout, opt
                     module._parameters[name] = torch.nn.Parameter(on_cuda(parameter))
         batch = {name: on_cuda(tensor) for name, tensor in batch.items()}
         seed_and_step, first_row = (torch.zeros(shape, dtype=torch.int64, device="cuda:0") for shape in (2, ()))
-        backend, counts = Backend(attention, torch.bfloat16), electra.count(batch)
-        output = electra.forward(network, batch, backend, RngKey(seed_and_step, first_row), counts)
-        assert output.loss.dtype == torch.float32 and output.sums.dtype == torch.float64
-        assert output.logits_T.shape == output.replaced_T.shape == (4 * 32,)
-        for tensor in (output.loss, output.sums, output.corrupted_ids_T, output.replaced_T, output.logits_T):
+        objective, compute = objective_of(config), ComputeConfig(attention, torch.bfloat16)
+        denominators = objective.loss_denominators(batch)
+        output = objective.forward(network, batch, compute, RngKey(seed_and_step, first_row), denominators)
+        found = output.predictions
+        assert output.loss.dtype == torch.float32 and denominators["tokens"].dtype == torch.float64
+        assert found.logits_T.shape == found.replaced_T.shape == (4 * 32,)
+        for tensor in (output.loss, *output.totals.values(), *vars(found).values(), *denominators.values()):
             assert tensor.is_cuda
         for parameter in network.parameters():
             parameter.grad = torch.empty_like(parameter)

@@ -1,0 +1,59 @@
+"""How a step computes, and from which keys it draws: device, attention backend, activation dtype, RNG keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from electra_fast import ops
+from electra_fast.attention import choose_attention
+from electra_fast.config import Config
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """Attention backend and dtype of activations."""
+
+    attention: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class RngKey:
+    """What a micro-batch's samples and dropout masks are functions of: int64 [2] of (seed, step), and its first row.
+
+    A tensor (int64 scalar) as first row lets one compiled function serve all micro-batches of a step.
+    """
+
+    seed_and_step: Tensor
+    first_row: int | Tensor = 0
+
+    def dropout_key(self, length: int) -> Tensor | None:
+        """`ops.Dropout.key` for rows of this length; None on the CPU, where torch's generator draws the masks."""
+        if not (self.seed_and_step.is_cuda or ops.uses_kernels(self.seed_and_step)):
+            return None
+        first_token = self.seed_and_step[:1] * 0 + self.first_row * length
+        return torch.cat((self.seed_and_step, first_token))
+
+
+def choose_device() -> torch.device:
+    """CUDA where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def choose_compute(config: Config, device: torch.device) -> ComputeConfig:
+    """Activation dtype and attention backend of `train.precision` and `model.attention`."""
+    precision = config.train.precision
+    if precision == "auto":
+        precision = "bf16" if _has_bf16(device) else "fp32"
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return ComputeConfig(choose_attention(config.model.attention, device, dtype, config.model.attention_dropout), dtype)
+
+
+def _has_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -1,0 +1,230 @@
+"""A corpus and its tokenizer as `prepare` left them: `Corpus`, `Tokenizer`, and `verify`, which checks every byte."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+
+from electra_fast import _data
+from electra_fast.data.coverage import Coverage, corpus_coverage
+from electra_fast.data.reading import StrPath
+from electra_fast.errors import InputError
+
+Ids = NDArray[np.int32]
+
+SPECIAL = ("pad", "unk", "cls", "sep", "mask")
+
+
+class Tokenizer:
+    """Text to ids by a BERT `vocab.txt` or a `tokenizer.json`, without adding special tokens.
+
+    Args:
+        path: The file; its extension tells which of the two it is. Or a folder that holds one: a run, an
+            export, a Hugging Face model.
+        lowercase: For `vocab.txt`: lower the text's case. By default what a file beside it says: a
+            `tokenizer.json` with the same entries, a `tokenizer_config.json`, the manifest of its corpus. Without
+            one, a vocabulary counts as cased if lowercasing or dropping accents would change an ordinary entry.
+        strip_accents: For `vocab.txt`: drop accents. By default what that file says, or as `lowercase`.
+
+    Raises:
+        FileNotFoundError: There is no such file, or none in the folder.
+        ValueError: It is no tokenizer, or lacks a special token (named).
+    """
+
+    def __init__(self, path: StrPath, *, lowercase: bool | None = None, strip_accents: bool | None = None) -> None:
+        self._inner = _data.Tokenizer(os.fspath(path), lowercase, strip_accents)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return (os.fspath(self._inner.path), self._inner.file[1], *self._inner.settings)
+
+    def __setstate__(self, pickled: tuple[Any, ...]) -> None:
+        self._inner = _data.Tokenizer.of_file(*pickled)
+
+    @classmethod
+    def of(cls, corpus: Corpus) -> Tokenizer:
+        """The tokenizer that a corpus was prepared with, from the corpus' own copy."""
+        return cls(corpus.tokenizer_path, **corpus.tokenizer_options)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text: int32 arrays of shape [tokens]. Runs on all cores without the GIL."""
+        return [_to_numpy(ids) for ids in self._inner.encode_batch(list(texts))]
+
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        """Text that reads like what the ids came from."""
+        return self._inner.decode([operator.index(token) for token in ids])
+
+    def id_to_token(self, token_id: SupportsIndex) -> str:
+        """The vocabulary's entry with this id; `IndexError` if there is none."""
+        token = self._inner.id_to_token(operator.index(token_id))
+        if token is None:
+            raise IndexError(f"id {token_id} is not in a vocabulary of {self.vocab_size} entries")
+        return token
+
+    @property
+    def fast(self) -> bool:
+        """Whether ids come from the package's own fast path rather than the `tokenizers` crate."""
+        return self._inner.fast
+
+    @property
+    def why_not_fast(self) -> str | None:
+        """Why the crate has to serve, as a clause like "its model is not WordPiece"; `None` if it does not."""
+        return self._inner.why_not_fast
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below this."""
+        return self._inner.vocab_size
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of `pad`, `unk`, `cls`, `sep` and `mask`."""
+        return dict(zip(SPECIAL, self._inner.special_tokens, strict=True))
+
+    @property
+    def path(self) -> Path:
+        """The file that was opened."""
+        return self._inner.path
+
+    @property
+    def file(self) -> tuple[str, bytes]:
+        """Name and content of the copy that a corpus or a run keeps."""
+        return self._inner.file
+
+    @property
+    def content_hash(self) -> str:
+        """Identifies entries, ids and rules, case included, whichever file says them: 32 hexadecimal digits."""
+        return self._inner.content_hash()
+
+    def to_json(self) -> str:
+        """The text of a complete `tokenizer.json`."""
+        return self._inner.to_json()
+
+    @property
+    def case_is_guessed(self) -> bool:
+        """Whether nothing told the settings of a `vocab.txt`, so that they follow from its entries."""
+        return self._inner.case_is_guessed
+
+    @property
+    def options(self) -> dict[str, bool | None]:
+        """Settings in force, `lowercase` and `strip_accents`; both `None` for a `tokenizer.json`."""
+        return dict(zip(("lowercase", "strip_accents"), self._inner.settings, strict=True))
+
+
+class Corpus(Sequence[Ids]):
+    """A folder that `prepare` finished: `len` is its documents, `corpus[i]` the ids of one.
+
+    Opening reads the manifest alone; a file's blocks are compared with their checksums when they are
+    first touched.
+
+    Raises:
+        FileNotFoundError: The folder, or a manifest in it, does not exist.
+        ValueError: A file is damaged or cut off (named, with the block).
+    """
+
+    def __init__(self, path: StrPath) -> None:
+        self.path = Path(path)
+        self._inner = _data.Corpus(os.fspath(path))
+
+    def __getstate__(self) -> tuple[Path, str]:
+        return self._inner.path, self.content_hash
+
+    def __setstate__(self, pickled: tuple[Path, str]) -> None:
+        self.path, content_hash = pickled
+        self._inner = _data.Corpus(os.fspath(self.path), content_hash)
+
+    def __repr__(self) -> str:
+        return f"Corpus({str(self.path)!r}): {len(self):,} documents, {self.num_tokens:,} tokens"
+
+    def __len__(self) -> int:
+        return self._inner.num_documents
+
+    def __getitem__(self, index: Any) -> Any:
+        """Ids of a document: int32, shape [tokens]; a list of such arrays for a slice."""
+        if isinstance(index, slice):
+            return [self._document(number) for number in range(*index.indices(len(self)))]
+        number = operator.index(index)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"document {number} of a corpus that has {len(self)}")
+        return self._document(number % len(self))
+
+    def __iter__(self) -> Iterator[Ids]:
+        return (self._document(number) for number in range(len(self)))
+
+    def _document(self, number: int) -> Ids:
+        return _to_numpy(self._inner.document(number))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all documents, special tokens not counted (there are none on disk)."""
+        return self._inner.num_tokens
+
+    @property
+    def empty_documents(self) -> int:
+        """Documents that had no token and were left out."""
+        return self._inner.empty_documents
+
+    def coverage(self) -> Coverage:
+        """How well the vocabulary covers the corpus: [UNK] per token, tokens per word."""
+        return corpus_coverage(self._inner, Tokenizer.of(self)._inner)
+
+    @property
+    def content_hash(self) -> str:
+        """Identifies tokens, order and tokenizer: 32 hexadecimal digits."""
+        return self._inner.content_hash
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below this."""
+        return self._inner.vocab_size
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of `pad`, `unk`, `cls`, `sep` and `mask`."""
+        return dict(zip(SPECIAL, self._inner.special_tokens, strict=True))
+
+    @property
+    def shards(self) -> list[tuple[int, int]]:
+        """Documents and tokens of each shard."""
+        return self._inner.shards
+
+    @property
+    def holdout(self) -> Path | None:
+        """The folder of the validation corpus (`prepare --holdout`), if there is one."""
+        return self._inner.holdout
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The corpus' own copy of the tokenizer that made it."""
+        return self._inner.tokenizer_path
+
+    @property
+    def tokenizer_options(self) -> dict[str, bool | None]:
+        """Settings to open `tokenizer_path` with: `lowercase` and `strip_accents`."""
+        return dict(zip(("lowercase", "strip_accents"), self._inner.tokenizer_settings, strict=True))
+
+
+def verify(path: StrPath) -> dict[str, Any]:
+    """Checks every checksum, length and table of a corpus and its validation part.
+
+    Returns:
+        `files` and `bytes` read, and the `content_hash`.
+
+    Raises:
+        FileNotFoundError: There is no corpus.
+        ValueError: Something is damaged: every damaged file and block, separated by "; also ".
+    """
+    num_files, num_bytes, damaged = _data.verify(os.fspath(path))
+    if damaged:
+        more = "" if len(damaged) == 1 else f" ({len(damaged)} damaged places in all)"
+        raise InputError("; also ".join(damaged) + more)
+    return {"files": num_files, "bytes": num_bytes, "content_hash": Corpus(path).content_hash}
+
+
+def _to_numpy(ids: bytes) -> Ids:
+    return np.frombuffer(ids, dtype="<u4").astype(np.int32)

@@ -1,0 +1,84 @@
+"""What is in a corpus: counts and rates, and one packed and masked row of it as text."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.data.prepare_report import PACKINGS, contents
+
+
+def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, Any]:
+    """Counts of a corpus and its validation part: documents, tokens, bytes per token, rows at a row length.
+
+    `unknown_share` is [UNK] per token; `tokens_per_word` is `None` for a tokenizer that does not mark tokens
+    which continue a word. Both are counted over at most 2^24 tokens, spread evenly.
+
+    `rows` and `tokens_per_row` are those of the default packing; below them stands for each packing
+    (`best_fit_`, `google_`) how many rows it makes, what it keeps and drops, and how full rows are.
+    """
+    corpus = Corpus(directory)
+    packings = _packings(directory, sequence_length, corpus.num_tokens)
+    stored = sum(path.stat().st_size for path in Path(directory).glob("*.tokens"))
+    validation = Corpus(corpus.holdout) if corpus.holdout else None
+    coverage = corpus.coverage()
+    return {
+        "content_hash": corpus.content_hash,
+        "documents": len(corpus),
+        "tokens": corpus.num_tokens,
+        "tokens_per_document": corpus.num_tokens / max(1, len(corpus)),
+        "bytes_per_token": stored / max(1, corpus.num_tokens),
+        "vocab_size": corpus.vocab_size,
+        "unknown_share": coverage.unknown_share,
+        "tokens_per_word": coverage.tokens_per_word,
+        "held_out_documents": len(validation) if validation else 0,
+        "held_out_tokens": validation.num_tokens if validation else 0,
+        "sequence_length": sequence_length,
+        "rows": packings["best_fit_rows"],
+        "tokens_per_row": corpus.num_tokens / max(1, packings["best_fit_rows"]),
+        **packings,
+    }
+
+
+def _packings(directory: str | Path, sequence_length: int, num_tokens: int) -> dict[str, Any]:
+    report: dict[str, Any] = {}
+    for packing in PACKINGS:
+        kept, name = contents(directory, packing, sequence_length), packing.replace("-", "_")
+        report |= {
+            f"{name}_rows": kept.rows,
+            f"{name}_tokens_kept": kept.tokens,
+            f"{name}_tokens_dropped": num_tokens - kept.tokens,
+            f"{name}_fill": kept.fill,
+        }
+    return report
+
+
+def show_row(
+    directory: str | Path, *, sequence_length: int, masking: str, seed: int, packing: str = "best-fit"
+) -> None:
+    """Prints a row on standard error: segments apart, drawn tokens in color, masked ones with their originals."""
+    corpus = Corpus(directory)
+    tokenizer = Tokenizer.of(corpus)
+    options: dict[str, Any] = {"seed": seed, "masking": masking, "packing": packing, "epochs": 1}
+    loader = BatchLoader(directory, sequence_length=sequence_length, batch_size=1, **options)
+    row = {name: tensor.flatten().tolist() for name, tensor in to_torch(next(loader)).items()}
+    slots = zip(row["masked_positions"], row["masked_ids"], row["masked_weights"], strict=True)
+    originals = {position: token_id for position, token_id, weight in slots if weight}
+    text = Text()
+    for position, token_id in enumerate(row["input_ids"]):
+        if not row["segment_ids"][position]:
+            break
+        piece = tokenizer.id_to_token(token_id)
+        if position in originals:
+            text.append(piece, style="bold red")
+            text.append(f"({tokenizer.id_to_token(originals[position])})", style="red")
+        else:
+            text.append(piece, style="dim" if piece in ("[CLS]", "[SEP]") else "")
+        text.append(" " if piece != "[SEP]" else "\n")
+    Console(file=sys.stderr).print(text)

@@ -1,0 +1,198 @@
+"""Their config.json ↔ our configuration, for Electra and ModernBERT.
+
+What both sides can choose is translated, what our encoders fix is written and, when read, checked,
+so that a folder that we would compute otherwise than `transformers` is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from electra_fast.config import Architecture, Config, ModelConfig
+from electra_fast.config_file import Scalar
+from electra_fast.errors import InputError
+from electra_fast.huggingface import weights
+from electra_fast.json_files import read_object
+from electra_fast.model import BERT_EPS, MODERN_EPS, ROPE_THETA
+from electra_fast.objectives import objective_of
+from electra_fast.presets import SIZES
+
+OWN_KEY = "electra_fast"
+"""Our key of config.json: the run's whole configuration, for `import`."""
+TOKEN_TYPE_KEY = "electra_fast_token_type_1_trained"
+"""Our key of config.json: whether token type 1 has occurred in training; `export` copies type 0's row where not."""
+
+MODEL_TYPES: dict[str, Architecture] = {"electra": "bert", "modernbert": "modern"}
+CLASSES = {
+    ("bert", "discriminator"): "ElectraForPreTraining",
+    ("bert", "generator"): "ElectraForMaskedLM",
+    ("modern", "discriminator"): "ModernBertForTokenClassification",
+    ("modern", "generator"): "ModernBertForMaskedLM",
+}
+
+# Their key: (our key of [model], the value that transformers takes where the key is absent).
+SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
+    "bert": {
+        "vocab_size": ("vocab_size", 30522),
+        "embedding_size": ("embedding_size", 128),
+        "hidden_size": ("hidden_size", 256),
+        "num_hidden_layers": ("num_layers", 12),
+        "num_attention_heads": ("num_heads", 4),
+        "intermediate_size": ("intermediate_size", 1024),
+        "max_position_embeddings": ("max_positions", 512),
+        "hidden_dropout_prob": ("dropout", 0.1),
+        "attention_probs_dropout_prob": ("attention_dropout", 0.1),
+    },
+    "modern": {
+        "vocab_size": ("vocab_size", 50368),
+        "hidden_size": ("hidden_size", 768),
+        "num_hidden_layers": ("num_layers", 22),
+        "num_attention_heads": ("num_heads", 12),
+        "intermediate_size": ("intermediate_size", 1152),
+        "max_position_embeddings": ("max_positions", 8192),
+        "mlp_dropout": ("dropout", 0.0),
+        "attention_dropout": ("attention_dropout", 0.0),
+    },
+}
+# What our encoders compute whatever the configuration; the same as transformers' defaults.
+_FIXED: dict[str, dict[str, Any]] = {
+    "bert": {
+        "hidden_act": "gelu",
+        "layer_norm_eps": BERT_EPS,
+        "type_vocab_size": 2,
+        "is_decoder": False,
+        "position_embedding_type": "absolute",
+    },
+    "modern": {
+        "hidden_activation": "gelu",
+        "classifier_activation": "gelu",
+        "norm_eps": MODERN_EPS,
+        "norm_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "classifier_bias": False,
+        "decoder_bias": True,
+    },
+}
+
+
+def describe(config: Config, role: str, special_ids: Mapping[str, int]) -> dict[str, Any]:
+    """The content of config.json for the `role` ("discriminator" or "generator") of a model.
+
+    `special_ids` are the ids of `pad`, `cls`, `sep` as `huggingface_tokenizer.special_ids` gives them.
+    """
+    shape = role_shape(config, role)
+    architecture = shape.architecture
+    (model_type,) = (name for name, ours in MODEL_TYPES.items() if ours == architecture)
+    table: dict[str, Any] = {"architectures": [CLASSES[architecture, role]], "model_type": model_type}
+    table |= {theirs: getattr(shape, ours) for theirs, (ours, _) in SIZE_KEYS[architecture].items()}
+    table |= _FIXED[architecture] | {"initializer_range": 0.02, "dtype": "float32", "torch_dtype": "float32"}
+    table |= {"pad_token_id": special_ids["pad"], "tie_word_embeddings": not weights.is_multiplied(shape)}
+    if architecture == "modern":
+        table |= _modern_extras(shape, special_ids)
+        if role == "discriminator":
+            table |= {"id2label": {"0": "replaced"}, "label2id": {"replaced": 0}}
+    # A published folder tells nothing of the machine that it was made on.
+    own = config.replace({"data": {"corpus": ""}, "train": {"out": ""}})
+    return table | {OWN_KEY: dataclasses.asdict(own)}
+
+
+def _modern_extras(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:
+    """Global attention and one rotary base in every layer, in the keys of transformers 5 and of 4.48+."""
+    rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
+    return {
+        "layer_types": ["full_attention"] * shape.num_layers,
+        "rope_parameters": {"full_attention": rope, "sliding_attention": rope},
+        "global_attn_every_n_layers": 1,
+        "global_rope_theta": ROPE_THETA,
+        "local_rope_theta": ROPE_THETA,
+        "embedding_dropout": 0.0,
+        "classifier_dropout": 0.0,
+        "cls_token_id": special_ids["cls"],
+        "bos_token_id": special_ids["cls"],
+        "sep_token_id": special_ids["sep"],
+        "eos_token_id": special_ids["sep"],
+    }
+
+
+def role_shape(config: Config, role: str) -> ModelConfig:
+    """The sizes of the encoder in a role."""
+    return objective_of(config).networks()[role].shape
+
+
+def read_table(folder: Path) -> dict[str, Any]:
+    """A folder's config.json, of a model type that we know."""
+    path = folder / "config.json"
+    try:
+        table = read_object(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}; a Hugging Face model folder has one") from None
+    if table.get("model_type") not in MODEL_TYPES:
+        found = table.get("model_type")
+        raise InputError(f"{path}: model_type = {found!r} must be one of {', '.join(MODEL_TYPES)}")
+    return table
+
+
+def read_shape(folder: Path, role: str, table: Mapping[str, Any]) -> ModelConfig:
+    """The sizes that config.json states, checked for everything that our encoders can't do."""
+    path, architecture = folder / "config.json", MODEL_TYPES[table["model_type"]]
+    for name, value in _FIXED[architecture].items():
+        if table.get(name, value) != value:
+            raise InputError(f"{path}: {name} = {table[name]!r} is not supported; it must be {value!r}")
+    classes = table.get("architectures") or [CLASSES[architecture, role]]
+    if CLASSES[architecture, role] not in classes:
+        raise InputError(f"{path}: architectures = {classes!r}; a {role} is {CLASSES[architecture, role]}")
+    values = {ours: table.get(theirs, default) for theirs, (ours, default) in SIZE_KEYS[architecture].items()}
+    for name in ("dropout", "attention_dropout"):
+        values[name] = float(values[name])
+    if architecture == "modern":
+        _check_modern(path, table, values["num_layers"])
+        own = own_config(path, table)
+        values["embedding_size"] = values["hidden_size"] if own is None else own.model.embedding_size
+    try:
+        return ModelConfig(architecture=architecture, **values)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _check_modern(path: Path, table: Mapping[str, Any], num_layers: int) -> None:
+    every = table.get("global_attn_every_n_layers", 3)
+    default = ["sliding_attention" if i % every else "full_attention" for i in range(num_layers)]
+    types = table.get("layer_types") or default
+    if set(types) != {"full_attention"}:
+        raise InputError(f"{path}: layer_types has {', '.join(sorted(set(types)))}; only full_attention is supported")
+    rope = (table.get("rope_parameters") or {}).get("full_attention") or {}
+    theta = rope.get("rope_theta", table.get("global_rope_theta", 160_000.0))
+    if theta != ROPE_THETA or rope.get("rope_type", "default") != "default":
+        raise InputError(f"{path}: rope_theta = {theta!r} is not supported; it must be {ROPE_THETA!r} of type default")
+
+
+def own_config(path: Path, table: Mapping[str, Any]) -> Config | None:
+    """The run's configuration, where an export of ours left it."""
+    if OWN_KEY not in table:
+        return None
+    try:
+        return Config().replace(table[OWN_KEY])
+    except (InputError, AttributeError) as error:
+        raise InputError(f"{path}: {OWN_KEY}: {error}") from None
+
+
+def token_type_1_trained(folder: Path) -> bool:
+    """Whether token type 1 of a folder's model has occurred in training, as `export` recorded it; true of others'."""
+    table = read_table(folder)
+    trained = table.get(TOKEN_TYPE_KEY, OWN_KEY not in table)
+    if not isinstance(trained, bool):
+        raise InputError(f"{folder / 'config.json'}: {TOKEN_TYPE_KEY} = {trained!r} must be true or false")
+    return trained
+
+
+def preset_of_size(shape: ModelConfig) -> Config:
+    """The defaults of a model of others: its preset, or the plain ones for unknown sizes."""
+    recipe = "modern" if shape.architecture == "modern" else "google"
+    for config in (Config.preset(name, recipe) for name in SIZES):
+        if (config.model.num_layers, config.model.hidden_size) == (shape.num_layers, shape.hidden_size):
+            return config
+    return Config()

@@ -1,0 +1,265 @@
+"""Hugging Face folders: an encoder as config.json and model.safetensors that `transformers` loads.
+
+`bert` encoders become Electra, `modern` ones ModernBERT; neither needs code of ours, and we need
+nothing of `transformers`. `export` puts two such folders and a tokenizer together; config.json is
+translated in `huggingface_config`, the tensors in `huggingface_weights`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import load_file
+
+from electra_fast.checkpoint import write_tensors
+from electra_fast.config import Config, ModelConfig
+from electra_fast.config_file import Scalar
+from electra_fast.errors import InputError
+from electra_fast.huggingface import weights
+from electra_fast.huggingface.config import (
+    OWN_KEY,
+    SIZE_KEYS,
+    TOKEN_TYPE_KEY,
+    describe,
+    own_config,
+    preset_of_size,
+    read_shape,
+    read_table,
+    role_shape,
+)
+from electra_fast.huggingface.weights import INPUT_TABLE, OUTPUT_TABLE, State
+from electra_fast.json_files import write_object
+from electra_fast.model import Electra
+from electra_fast.objectives import OBJECTIVES
+
+
+def write_model(
+    directory: Path, model: Electra, role: str, special_ids: Mapping[str, int], token_type_1_trained: bool = True
+) -> None:
+    """Writes config.json and model.safetensors of one role into an existing folder."""
+    tensors = weights.to_hf(model.state_dict(), role, role_shape(model.config, role))
+    table = describe(model.config, role, special_ids)
+    if model.config.model.architecture == "bert":
+        table[TOKEN_TYPE_KEY] = token_type_1_trained
+    write_object(directory / "config.json", table)
+    write_tensors(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """One role's Hugging Face folder as read: config.json, the sizes that it states, the tensors."""
+
+    path: Path
+    role: str
+    table: Mapping[str, Any]
+    shape: ModelConfig
+    tensors: State
+
+    @property
+    def config_file(self) -> Path:
+        """For messages."""
+        return self.path / "config.json"
+
+    @property
+    def weights_file(self) -> Path:
+        """For messages."""
+        return self.path / "model.safetensors"
+
+
+def read_models(paths: Mapping[str, Path]) -> Electra:
+    """The model of a folder each for "discriminator" and "generator", or for one of them.
+
+    Tying is what the tensors say: embeddings equal to the bit are shared. A generator alone is a model of
+    objective `mlm`.
+    Raises FileNotFoundError, or ValueError naming the file, field, value and what to do.
+    """
+    folders = {role: _read_folder(paths[role], role) for role in weights.PARTS if role in paths}
+    tying, state = _tying(folders)
+    config = _joint_config(folders, tying)
+    model = Electra(config, roles=folders)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    expected = {name: parameter.shape for name, parameter in parameters.items()}
+    for role, folder in folders.items():
+        try:
+            # A table factored out of both folders goes before what one folder alone says.
+            state = weights.from_hf(folder.tensors, role, role_shape(config, role), expected) | state
+        except InputError as error:
+            raise InputError(f"{folder.weights_file}: {error}") from None
+    with torch.no_grad():
+        for name, tensor in state.items():
+            parameters[name].copy_(tensor)
+    return model
+
+
+def _read_folder(path: Path, role: str) -> _Folder:
+    table = read_table(path)
+    folder = _Folder(path, role, table, read_shape(path, role, table), _read_tensors(path))
+    _check_tables(folder)
+    return folder
+
+
+def _read_tensors(folder: Path) -> State:
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        others = [name for name in ("pytorch_model.bin", "tf_model.h5") if (folder / name).is_file()]
+        if others:
+            raise InputError(
+                f"{folder}: weights only as {others[0]}, which can run code when read; load it in transformers "
+                "and save_pretrained it as model.safetensors"
+            )
+        raise FileNotFoundError(f"{path}: no such file; a Hugging Face model folder keeps its weights there")
+    try:
+        return dict(load_file(path))
+    except safetensors.SafetensorError as error:
+        raise InputError(f"{path}: not a whole safetensors file: {error}") from None
+
+
+def _check_tables(folder: _Folder) -> None:
+    """The input table's shape, and that the output table is where our networks have it."""
+    shape, tensors, architecture = folder.shape, folder.tensors, folder.shape.architecture
+    table, output = INPUT_TABLE[architecture], OUTPUT_TABLE[architecture]
+    width = shape.hidden_size if architecture == "modern" else shape.embedding_size
+    multiplied = folder.role == "generator" and weights.is_multiplied(shape)
+    try:
+        for name in (table, output) if multiplied else (table,):
+            weights.check_shape(tensors, name, (shape.vocab_size, width))
+    except InputError as error:
+        raise InputError(f"{folder.weights_file}: {error}") from None
+    if not multiplied and output in tensors and not torch.equal(tensors[output], tensors[table]):
+        raise InputError(
+            f"{folder.weights_file}: {output} differs from {table}; a generator's output table must be its input table"
+        )
+
+
+def _tying(folders: Mapping[str, _Folder]) -> tuple[str, State]:
+    """What the two networks share, and the tables and projections that had to be factored."""
+    if len(folders) == 2:
+        _check_agreement(folders["discriminator"], folders["generator"])
+    multiplied = any(weights.is_multiplied(folder.shape) for folder in folders.values())
+    state: State = {}
+    if multiplied:
+        own = [own_config(folder.config_file, folder.table) for folder in folders.values()]
+        together = None
+        if all(config is not None and config.model.tying != "none" for config in own):
+            together = weights.factored(_products(*folders.values()), _shapes(*folders.values()))
+        shared = together is not None
+        state = _factored_apart(folders) if together is None else together
+    if len(folders) == 1:
+        return "all", state
+    discriminator, generator = folders["discriminator"], folders["generator"]
+    if not multiplied:
+        shared = _have_equal(discriminator, generator, _embedding_names(discriminator))
+    if not shared:
+        return "none", state
+    names = [name for name in discriminator.tensors if name.startswith(("electra.", "model."))]
+    same_size = _sizes(discriminator) == _sizes(generator)
+    return "all" if same_size and _have_equal(discriminator, generator, names) else "embeddings", state
+
+
+def _check_agreement(discriminator: _Folder, generator: _Folder) -> None:
+    for name in ("architecture", "vocab_size", "embedding_size", "max_positions"):
+        found, expected = getattr(generator.shape, name), getattr(discriminator.shape, name)
+        if found != expected:
+            raise InputError(
+                f"{generator.config_file}: {name} = {found!r}, and the discriminator's is {expected!r}; "
+                "the two must agree"
+            )
+
+
+def _products(*folders: _Folder) -> State:
+    """The tables of some roles as `weights.factored` takes them."""
+    tables = {}
+    for folder in folders:
+        names = (INPUT_TABLE["modern"], OUTPUT_TABLE["modern"])
+        for name in names if weights.is_multiplied(folder.shape) else names[:1]:
+            if name in folder.tensors:
+                tables[f"{folder.role}.{name}"] = folder.tensors[name]
+    return tables
+
+
+def _shapes(*folders: _Folder) -> dict[str, ModelConfig]:
+    return {folder.role: folder.shape for folder in folders}
+
+
+def _factored_apart(folders: Mapping[str, _Folder]) -> State:
+    """A table of its own for each role whose projection was multiplied in."""
+    state: State = {}
+    for folder in folders.values():
+        if not weights.is_multiplied(folder.shape):
+            continue
+        factors = weights.factored(_products(folder), _shapes(folder))
+        if factors is None:
+            raise InputError(
+                f"{folder.weights_file}: the embedding table is no longer the product of one of width "
+                f"{folder.shape.embedding_size} ({OWN_KEY}.model.embedding_size in config.json) and a projection; "
+                "import an export that was not fine-tuned"
+            )
+        state |= factors
+    return state
+
+
+def _embedding_names(folder: _Folder) -> list[str]:
+    prefix = f"{weights.PARTS[folder.role][0]}."
+    return [theirs[0] for ours, theirs in weights.pairs(folder.role, folder.shape) if ours.startswith(prefix)]
+
+
+def _have_equal(one: _Folder, other: _Folder, names: list[str]) -> bool:
+    """Equal to the bit; a tensor that neither has is reported elsewhere."""
+    return all(
+        name in one.tensors and name in other.tensors and torch.equal(one.tensors[name], other.tensors[name])
+        for name in names
+    )
+
+
+def _sizes(folder: _Folder) -> ModelConfig:
+    return dataclasses.replace(folder.shape, dropout=0.0, attention_dropout=0.0)
+
+
+def _joint_config(folders: Mapping[str, _Folder], tying: str) -> Config:
+    """The run's own configuration where the folder has it, else a preset of that size, with the folders' sizes."""
+    main = next(iter(folders.values()))
+    shape, small = main.shape, folders.get("generator", main).shape
+    base = own_config(main.config_file, main.table) or preset_of_size(shape)
+    # The run's own objective, unless it trains other networks than there are.
+    objective = next(
+        name
+        for name in (base.objective.name, *OBJECTIVES)
+        if ("discriminator" in OBJECTIVES[name].roles) == ("discriminator" in folders)
+    )
+    generator: dict[str, Scalar] = {
+        "kind": "model",
+        "fraction": small.num_heads / shape.num_heads,
+        "num_layers": 0 if small.num_layers == shape.num_layers else small.num_layers,
+    }
+    try:
+        config = base.replace(
+            {
+                "model": dataclasses.asdict(shape) | {"tying": tying, "attention": base.model.attention},
+                "generator": generator,
+                "objective": {"name": objective},
+                "data": {"sequence_length": min(base.data.sequence_length, shape.max_positions)},
+            }
+        )
+    except InputError as error:
+        raise InputError(f"{main.config_file}: {error}") from None
+    if len(folders) == 2:
+        _check_generator(folders["generator"], config)
+    return config
+
+
+def _check_generator(folder: _Folder, config: Config) -> None:
+    """Our generators are a fraction of the discriminator in width, feed-forward and heads."""
+    small, expected = folder.shape, config.generator_shape()
+    for theirs, (ours, _) in SIZE_KEYS[small.architecture].items():
+        if "dropout" not in ours and getattr(small, ours) != getattr(expected, ours):
+            raise InputError(
+                f"{folder.config_file}: {theirs} = {getattr(small, ours)}, and generator.fraction = "
+                f"{config.generator.fraction:g} (its share of the discriminator's heads) makes it "
+                f"{getattr(expected, ours)}"
+            )

@@ -1,0 +1,95 @@
+"""Tokenizer folders that `transformers.AutoTokenizer` loads, written from what the data engine reads.
+
+A run keeps such a folder as RUN/tokenizer/, `export` copies it beside each model, and a run or an
+export meets only corpora of the same vocabulary: `check_vocabulary`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.errors import InputError
+from electra_fast.json_files import read_object, write_object
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "added_tokens.json")
+
+
+def write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> None:
+    """Writes a tokenizer folder; `max_length` is the longest input of the model, in tokens.
+
+    A `vocab.txt` becomes a BertTokenizer; a `tokenizer.json` keeps its own rules, and gets the
+    template [CLS] text [SEP] if it has none.
+    """
+    name, content = tokenizer.file
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if name == "vocab.txt":
+        config = {
+            "tokenizer_class": "BertTokenizer",
+            "do_lower_case": tokenizer.options["lowercase"],
+            "strip_accents": tokenizer.options["strip_accents"],
+            "tokenize_chinese_chars": True,
+        }
+    special = {f"{role}_token": tokenizer.id_to_token(i) for role, i in tokenizer.special_tokens.items()}
+    config |= special | {"model_max_length": max_length, "clean_up_tokenization_spaces": False}
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    write_object(directory / "tokenizer_config.json", config)
+    write_object(directory / "special_tokens_map.json", special)
+    if name == "vocab.txt":
+        (directory / name).write_bytes(content)
+
+
+def copy_tokenizer(source: Path, directory: Path, input_names: list[str]) -> None:
+    """Copies a tokenizer folder's files beside a model that reads `input_names`.
+
+    A folder with a vocab.txt only, as the released ones have it, gets the other files too.
+    Raises FileNotFoundError where there is no tokenizer.
+    """
+    if (source / "tokenizer.json").is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, directory / name)
+    else:
+        config = _read_config(source / "tokenizer_config.json")
+        length = int(min(config.get("model_max_length", 512), 1 << 30))
+        write_tokenizer(directory, Tokenizer(source), length)
+    path = directory / "tokenizer_config.json"
+    config = _read_config(path) or {"tokenizer_class": "PreTrainedTokenizerFast"}
+    write_object(path, config | {"model_input_names": input_names})
+
+
+def special_ids(directory: Path) -> dict[str, int]:
+    """The ids of `pad`, `unk`, `cls`, `sep`, `mask` in a tokenizer folder."""
+    return Tokenizer(directory).special_tokens
+
+
+def run_tokenizer(run: Path) -> Path:
+    """The tokenizer folder of a run; FileNotFoundError where it is missing."""
+    folder = run / "tokenizer"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: missing; a run keeps its tokenizer there, copy it back")
+    return folder
+
+
+def check_vocabulary(folder: Path, corpus: Corpus) -> None:
+    """ValueError unless the tokenizer in `folder` gives the ids that a corpus was prepared with."""
+    ours, theirs = Tokenizer(folder), Tokenizer.of(corpus)
+    if ours.content_hash != theirs.content_hash:
+        raise InputError(
+            f"{_described(ours)} is not the vocabulary of the corpus, {_described(theirs)}: the ids would mean other "
+            f"words; prepare the text with --vocab {folder}, or choose a corpus that was"
+        )
+
+
+def _described(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.path} ({tokenizer.vocab_size:,} entries, hash {tokenizer.content_hash})"
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """The object in a file; an empty one where there is no file."""
+    return read_object(path) if path.is_file() else {}

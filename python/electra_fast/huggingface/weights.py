@@ -1,0 +1,201 @@
+"""Our parameters ↔ the tensors of `transformers`' Electra and ModernBERT classes, name by name.
+
+`huggingface` reads and writes the folders; here are only the names and the one case where a tensor
+is not ours under another name: ModernBERT has no projection between embedding and hidden width, so
+that the projection is multiplied into its tables, and factored out again on the way back.
+
+Shapes: V vocabulary, E embedding, D hidden, K widths of several tables side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from electra_fast.config import ModelConfig
+from electra_fast.errors import InputError
+
+State = dict[str, Tensor]
+Pair = tuple[str, tuple[str, ...]]
+
+# Of our module names: embeddings, encoder, head.
+PARTS = {
+    "discriminator": ("embeddings", "discriminator", "discriminator_head"),
+    "generator": ("generator_embeddings", "generator", "generator_head"),
+}
+INPUT_TABLE = {"bert": "electra.embeddings.word_embeddings.weight", "modern": "model.embeddings.tok_embeddings.weight"}
+OUTPUT_TABLE = {"bert": "generator_lm_head.weight", "modern": "decoder.weight"}
+
+_BERT_LAYER = {
+    "attention_out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "feed_forward_in": "intermediate.dense",
+    "feed_forward_out": "output.dense",
+    "feed_forward_norm": "output.LayerNorm",
+}
+_BERT_HEAD = {
+    "discriminator": {
+        "dense": "discriminator_predictions.dense",
+        "classifier": "discriminator_predictions.dense_prediction",
+    },
+    "generator": {"dense": "generator_predictions.dense", "norm": "generator_predictions.LayerNorm"},
+}
+_MODERN_LAYER = {
+    "attention_norm": "attn_norm",
+    "qkv": "attn.Wqkv",
+    "attention_out": "attn.Wo",
+    "feed_forward_norm": "mlp_norm",
+    "geglu_in": "mlp.Wi",
+    "feed_forward_out": "mlp.Wo",
+}
+
+
+def pairs(role: str, shape: ModelConfig) -> list[Pair]:
+    """(our name, their names) of one folder's tensors; several of theirs are ours cut along its first axis.
+
+    Tables with a projection multiplied in are not among them: see `multiplied` and `factored`.
+    """
+    return list((_bert_pairs if shape.architecture == "bert" else _modern_pairs)(role, shape))
+
+
+def _bert_pairs(role: str, shape: ModelConfig) -> Iterator[Pair]:
+    embeddings, encoder, head = PARTS[role]
+    yield f"{embeddings}.token", (INPUT_TABLE["bert"],)
+    yield f"{embeddings}.position", ("electra.embeddings.position_embeddings.weight",)
+    yield f"{embeddings}.token_type", ("electra.embeddings.token_type_embeddings.weight",)
+    if role == "generator":
+        yield f"{head}.bias", ("generator_lm_head.bias",)
+    for kind in ("weight", "bias"):
+        yield f"{embeddings}.norm.{kind}", (f"electra.embeddings.LayerNorm.{kind}",)
+        if shape.embedding_size != shape.hidden_size:
+            yield f"{encoder}.projection.{kind}", (f"electra.embeddings_project.{kind}",)
+        for i in range(shape.num_layers):
+            ours, theirs = f"{encoder}.layers.{i}", f"electra.encoder.layer.{i}"
+            yield f"{ours}.qkv.{kind}", tuple(f"{theirs}.attention.self.{x}.{kind}" for x in ("query", "key", "value"))
+            for our_part, their_part in _BERT_LAYER.items():
+                yield f"{ours}.{our_part}.{kind}", (f"{theirs}.{their_part}.{kind}",)
+        for our_part, their_part in _BERT_HEAD[role].items():
+            yield f"{head}.{our_part}.{kind}", (f"{their_part}.{kind}",)
+
+
+def _modern_pairs(role: str, shape: ModelConfig) -> Iterator[Pair]:
+    embeddings, encoder, head = PARTS[role]
+    if shape.embedding_size == shape.hidden_size:
+        yield f"{embeddings}.token", (INPUT_TABLE["modern"],)
+    yield f"{encoder}.input_norm.weight", ("model.embeddings.norm.weight",)
+    for i in range(shape.num_layers):
+        for our_part, their_part in _MODERN_LAYER.items():
+            if i or our_part != "attention_norm":
+                yield f"{encoder}.layers.{i}.{our_part}.weight", (f"model.layers.{i}.{their_part}.weight",)
+    yield f"{encoder}.output_norm.weight", ("model.final_norm.weight",)
+    yield f"{head}.dense.weight", ("head.dense.weight",)
+    yield f"{head}.norm.weight", ("head.norm.weight",)
+    if role == "generator":
+        yield f"{head}.bias", ("decoder.bias",)
+    else:
+        yield f"{head}.classifier.weight", ("classifier.weight",)
+        yield f"{head}.classifier.bias", ("classifier.bias",)
+
+
+def is_multiplied(shape: ModelConfig) -> bool:
+    """Whether the folder's tables have a projection multiplied in."""
+    return shape.architecture == "modern" and shape.embedding_size != shape.hidden_size
+
+
+def to_hf(state: Mapping[str, Tensor], role: str, shape: ModelConfig) -> State:
+    """One folder's tensors, fp32 and contiguous; the output table is left out where it is the input table."""
+    theirs: State = {}
+    for our_name, names in pairs(role, shape):
+        for name, part in zip(names, state[our_name].chunk(len(names)), strict=True):
+            theirs[name] = part.detach().float().contiguous()
+    if is_multiplied(shape):
+        embeddings, encoder, head = PARTS[role]
+        table_VE = state[f"{embeddings}.token"].detach().double()
+        product_VD = table_VE @ state[f"{encoder}.projection.weight"].detach().double().T
+        theirs[INPUT_TABLE["modern"]] = product_VD.float()
+        if role == "generator":
+            product_VD = table_VE @ state[f"{head}.projection.weight"].detach().double()
+            theirs[OUTPUT_TABLE["modern"]] = product_VD.float()
+    return theirs
+
+
+def from_hf(theirs: Mapping[str, Tensor], role: str, shape: ModelConfig, expected: Mapping[str, torch.Size]) -> State:
+    """Our parameters of one folder, multiplied tables left out (`factored` gives those).
+
+    `expected` holds the shapes of our parameters. Raises ValueError naming the first tensor of
+    theirs that is missing or of another shape.
+    """
+    ours: State = {}
+    for our_name, names in pairs(role, shape):
+        rows, *rest = expected[our_name]
+        for name in names:
+            check_shape(theirs, name, (rows // len(names), *rest))
+        ours[our_name] = torch.cat([theirs[name] for name in names]).float()
+    return ours
+
+
+def check_shape(theirs: Mapping[str, Tensor], name: str, expected: tuple[int, ...]) -> None:
+    """Raises ValueError if a tensor is missing or of another shape than config.json says."""
+    if name not in theirs:
+        raise InputError(f"tensor {name} is missing")
+    found = tuple(theirs[name].shape)
+    if found != expected:
+        raise InputError(f"tensor {name} has shape {list(found)}, and config.json says {list(expected)}")
+
+
+def factored(tables: Mapping[str, Tensor], shapes: Mapping[str, ModelConfig]) -> State | None:
+    """One shared table [V, E] and the projections of folders whose tables were multiplied.
+
+    `tables` holds their tensors under `role.name` for one or both roles, `shapes` each role's
+    sizes. The table is known up to an invertible map only; where a role has no projection, that
+    role's table is it, else the map is chosen so that the projections lie as at initialization.
+    None where no table of width E gives them all (to 1e-5 of their size).
+    """
+    width = next(iter(shapes.values())).embedding_size
+    targets = {name: table.double() for name, table in tables.items()}
+    exact = [name for name in targets if not is_multiplied(shapes[name.partition(".")[0]])]
+    product_VK = torch.cat(list(targets.values()), dim=1)
+    if exact:
+        table_VE = targets[exact[0]]
+        factor_EK = torch.linalg.pinv(table_VE.T @ table_VE, hermitian=True) @ (table_VE.T @ product_VK)
+    else:
+        table_VE, factor_EK = _low_rank(product_VK, width)
+    if any(not torch.equal(targets[name], table_VE) for name in exact):
+        return None
+    if (product_VK - table_VE @ factor_EK).norm() > 1e-5 * product_VK.norm():
+        return None
+
+    state: State = {f"{PARTS[role][0]}.token": table_VE.float() for role in shapes}
+    for name, factor_ED in zip(targets, factor_EK.split([t.shape[1] for t in targets.values()], dim=1), strict=True):
+        role, _, their_name = name.partition(".")
+        if name in exact:
+            continue
+        _, encoder, head = PARTS[role]
+        if their_name == INPUT_TABLE["modern"]:
+            state[f"{encoder}.projection.weight"] = factor_ED.T.float().contiguous()
+        else:
+            state[f"{head}.projection.weight"] = factor_ED.float().contiguous()
+    return state
+
+
+def _low_rank(product_VK: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """[V, E] and [E, K] whose product is the best approximation of rank E, in fp64.
+
+    The right singular vectors come from the Gram matrix, which is small; in fp64 that squares away
+    only directions a million times weaker than the strongest.
+    """
+    num_columns = product_VK.shape[1]
+    _, vectors_KK = torch.linalg.eigh(product_VK.T @ product_VK)
+    factor_EK = vectors_KK.flip(1)[:, :width].T
+    # Projections start with entries of variance 1 / (3 E), singular vectors have 1 / K.
+    scale = (num_columns / (3 * width)) ** 0.5
+    table_VE, factor_EK = product_VK @ factor_EK.T / scale, factor_EK * scale
+    missing = width - factor_EK.shape[0]
+    if missing > 0:  # E > K: entries of the table that nothing reads yet
+        random = torch.Generator().manual_seed(0)
+        rest = torch.randn(missing, num_columns, generator=random, dtype=torch.float64) * (3 * width) ** -0.5
+        table_VE = torch.nn.functional.pad(table_VE, (0, missing))
+        factor_EK = torch.cat([factor_EK, rest])
+    return table_VE, factor_EK

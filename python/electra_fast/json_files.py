@@ -1,0 +1,80 @@
+"""JSON on disk: one object in a file, and logs of one record per line that a resumed run cuts back to its step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from electra_fast.atomic_files import replace_file
+from electra_fast.errors import InputError
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; FileNotFoundError, or ValueError that names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file") from None
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise InputError(f"{path}: not a JSON object: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return content
+
+
+def write_object(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes an object, indented, with a line end."""
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+class JsonLines:
+    """A file of one JSON object per line, each with its `step`, flushed as written and cut back on resume."""
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        """Opens for appending after dropping every line past `last_step` and any half-written line.
+
+        ValueError names the first other line that is no record, and nothing is dropped.
+        """
+        kept = [line for line, record in _complete_lines(path) if record["step"] <= last_step]
+        replace_file(path, b"".join(kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends one object."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file that `JsonLines` wrote; none where it is missing. ValueError names a damaged line."""
+    return [record for _, record in _complete_lines(path)]
+
+
+def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines that a kill did not cut in half, each with its object."""
+    if not path.exists():
+        return
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if line.endswith(b"\n") and line.strip():
+            yield line, _record(path, number, line)
+
+
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{path}: line {number}: not JSON ({error}); repair or remove this line") from None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        raise InputError(f"{path}: line {number}: not an object with an integer step; repair or remove this line")
+    return record

@@ -1,0 +1,145 @@
+"""The pieces that objectives share: what the networks read, the generator's samples, the corrupted text, both losses.
+
+All shapes are static (unused mask slots write to a spare position after the flat buffer), and nothing is read back
+to the host. Losses are sums; an objective divides them by the denominators of the whole step.
+
+Shapes: B rows, L row length, T = B*L flat tokens, M = B*N masked slots, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from electra_fast import ops
+from electra_fast.attention import AttentionMask
+
+if TYPE_CHECKING:
+    from electra_fast.compute import ComputeConfig, RngKey
+    from electra_fast.model import Electra
+
+Totals = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The masked slots of a batch, flat [M]; unused ones have weight 0 and the position T after the buffer.
+
+    `number_M` counts slots from the step's first row on, so that samples do not depend on micro-batches.
+    """
+
+    number_M: Tensor
+    position_M: Tensor
+    target_M: Tensor
+    weight_M: Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A micro-batch as the networks read it: the masked ids, what stands beside them, and the masked slots.
+
+    `context` is what `Electra.generator_hidden` and `Electra.replaced_logits` take after the ids.
+    """
+
+    masked_ids_BL: Tensor
+    valid_T: Tensor
+    slots: Slots
+    context: tuple[Tensor, Tensor, AttentionMask, torch.dtype, Tensor | None]
+
+
+def read_inputs(model: Electra, batch: Mapping[str, Tensor], compute: ComputeConfig, rng_key: RngKey) -> Inputs:
+    """The inputs of a packed micro-batch."""
+    mask = AttentionMask.packed(batch["segment_ids"], batch["cu_seqlens"], compute.attention)
+    dropout_key = rng_key.dropout_key(mask.length) if model.training and model.config.model.dropout else None
+    positions_T, types_T = batch["position_ids"].flatten(), batch["token_type_ids"].flatten()
+    return Inputs(
+        masked_ids_BL=batch["input_ids"],
+        valid_T=batch["segment_ids"].flatten() > 0,
+        slots=_slots(batch, rng_key.first_row),
+        context=(positions_T, types_T, mask, compute.dtype, dropout_key),
+    )
+
+
+def _slots(batch: Mapping[str, Tensor], first_row: int | Tensor) -> Slots:
+    num_rows, length = batch["input_ids"].shape
+    slots_per_row = batch["masked_weights"].shape[1]
+    weight_M = batch["masked_weights"].flatten()
+    first_B1 = torch.arange(num_rows, device=weight_M.device)[:, None] * length
+    position_M = (batch["masked_positions"] + first_B1).flatten()
+    return Slots(
+        number_M=torch.arange(weight_M.shape[0], device=weight_M.device) + first_row * slots_per_row,
+        position_M=torch.where(weight_M > 0, position_M, num_rows * length),
+        target_M=batch["masked_ids"].flatten().long(),
+        weight_M=weight_M,
+    )
+
+
+def loss_denominators(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weight of the masked slots and number of the tokens of a batch, fp64."""
+    return {
+        "masked_weight": batch["masked_weights"].sum(dtype=torch.float64),
+        "tokens": (batch["segment_ids"] > 0).sum().double(),
+    }
+
+
+def divide(loss: Tensor, denominators: Mapping[str, Tensor], name: str) -> Tensor:
+    """A sum of losses by one of the step's denominators, in fp32; a step without such tokens divides by 1."""
+    return loss / denominators[name].clamp(min=1).float()
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The generator's answer at the masked slots: -log p(target), a sample if wanted, whether the argmax is right."""
+
+    nll_M: Tensor
+    sample_M: Tensor | None
+    correct_M: Tensor
+
+
+def generate(model: Electra, inputs: Inputs, rng_key: RngKey | None) -> Generated:
+    """Runs the generator over the masked text; without a key nothing is sampled."""
+    hidden_TD = model.generator_hidden(inputs.masked_ids_BL.flatten(), *inputs.context)
+    # Unused slots read any row: their weight is 0.
+    hidden_MD = ops.gather_rows(hidden_TD, inputs.slots.position_M.clamp(max=hidden_TD.shape[0] - 1))
+    objective, head = model.config.objective, model.generator_head
+    return Generated(
+        *ops.generator_head(
+            head.transform(hidden_MD),
+            model.generator_embeddings.token,
+            head.bias,
+            inputs.slots.target_M,
+            inputs.slots.number_M,
+            None if rng_key is None else rng_key.seed_and_step,
+            objective.temperature,
+            objective.disallow_correct,
+        )
+    )
+
+
+def mlm_loss(generated: Generated, slots: Slots) -> tuple[Tensor, Totals]:
+    """The generator's cross-entropy summed over the masked slots, and its totals."""
+    loss = (generated.nll_M * slots.weight_M).sum()
+    return loss, {
+        "generator_loss": loss.detach(),
+        "masked_weight": slots.weight_M.sum(),
+        "generator_correct": (generated.correct_M * slots.weight_M).sum(),
+    }
+
+
+def corrupt(inputs: Inputs, sample_M: Tensor) -> tuple[Tensor, Tensor]:
+    """The text with the samples in place of the masks, and which of its tokens differ from the original; [T] each."""
+    slots = inputs.slots
+    return ops.corrupt(inputs.masked_ids_BL, slots.position_M, slots.target_M, sample_M)
+
+
+def rtd_loss(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Totals]:
+    """The discriminator's binary cross-entropy summed over the valid tokens, and its totals."""
+    loss, totals_5 = ops.discriminator_loss(logits_T, replaced_T, valid_T)
+    return loss, {
+        "discriminator_loss": loss.detach(),
+        **dict(zip(ops.DISCRIMINATOR_TOTALS, totals_5.unbind(), strict=True)),
+    }

@@ -1,0 +1,67 @@
+"""`mlm`: masked language modelling of one full-size encoder, the BERT baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from electra_fast.objectives.objective import Network, Number, Objective, Output, ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from electra_fast.compute import ComputeConfig, RngKey
+    from electra_fast.model import Electra
+
+
+@dataclass(frozen=True)
+class MaskedLMObjective(Objective):
+    """gen_weight * cross-entropy of the masked tokens; the one encoder has the role of the generator."""
+
+    roles = ("generator",)
+    metric_totals = ("generator_loss", "masked_weight", "generator_correct", "tokens")
+
+    def networks(self) -> dict[str, Network]:
+        """The model itself."""
+        return {"generator": Network(self.config.model, "masked_lm", head_share=self.config.data.mask_prob)}
+
+    def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weight of the masked slots."""
+        from electra_fast.objectives import losses
+
+        return losses.loss_denominators(batch)
+
+    def forward(
+        self,
+        model: Electra,
+        batch: Mapping[str, Tensor],
+        compute: ComputeConfig,
+        rng_key: RngKey,
+        denominators: Mapping[str, Tensor],
+    ) -> Output:
+        """Encoder → loss."""
+        from electra_fast.objectives import losses
+
+        inputs = losses.read_inputs(model, batch, compute, rng_key)
+        generator_loss, totals = losses.mlm_loss(losses.generate(model, inputs, None), inputs.slots)
+        loss = losses.divide(self.config.objective.gen_weight * generator_loss, denominators, "masked_weight")
+        return Output(loss, totals | {"tokens": inputs.valid_T.sum()})
+
+    def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
+        """Loss in nats per masked token, and accuracy; the discriminator's metrics are None."""
+        generator_loss = ratio(totals, "generator_loss", "masked_weight")
+        return {
+            "loss": self.config.objective.gen_weight * generator_loss,
+            "generator_loss": generator_loss,
+            "discriminator_loss": None,
+            "generator_accuracy": ratio(totals, "generator_correct", "masked_weight"),
+            "discriminator_accuracy": None,
+            "discriminator_precision": None,
+            "discriminator_recall": None,
+            "replaced_fraction": None,
+        }
+
+    def describe(self, role: str) -> tuple[str, str]:
+        """Of the one encoder."""
+        return "Masked language model", "A text encoder pre-trained by masked language modelling."

@@ -1,0 +1,48 @@
+"""What a run says that it computed with: versions, device, backends."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from electra_fast import _data
+from electra_fast.attention import is_deterministic
+from electra_fast.compute import ComputeConfig
+
+
+def environment(device: torch.device, compute: ComputeConfig, execution: str) -> dict[str, str]:
+    """Versions, device, backends: what a run says it used."""
+    cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    repeatable = "to the bit" if is_deterministic(compute.attention) else f"but for {compute.attention}'s gradient"
+    return {
+        "electra-fast": _data.VERSION,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version_or_none("triton"),
+        "device": cuda or f"cpu, {torch.get_num_threads()} threads",
+        "attention": compute.attention,
+        "activations": str(compute.dtype).removeprefix("torch."),
+        "execution": execution,
+        "kernels": "triton" if device.type == "cuda" else "references",
+        "repeatable": repeatable,
+    }
+
+
+def record_environment(folder: Path, facts: dict[str, str]) -> None:
+    """Appends what this session of a run used to `environment.jsonl`, and says it on standard error."""
+    with (folder / "environment.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**facts, "process": os.getpid()}) + "\n")
+    print(", ".join(f"{name} {value}" for name, value in facts.items()), file=sys.stderr)
+
+
+def _version_or_none(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"

@@ -1,0 +1,42 @@
+"""Rank metrics of a model, and warnings in plain words about what a log window says of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from electra_fast.objectives.objective import Number
+
+
+def area_under_curve(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.bool_]) -> float | None:
+    """Area under the ROC curve of the discriminator's logits; None where only one class occurs."""
+    from sklearn.metrics import roc_auc_score  # imported here: a second that only evaluation needs
+
+    if labels.all() or not labels.any():
+        return None
+    return float(roc_auc_score(labels, logits))
+
+
+def warning(metrics: Mapping[str, Number]) -> str | None:
+    """What a person should know about a log window, in one line, or None. Not called before warmup is over."""
+    replaced, recall = metrics["replaced_fraction"], metrics["discriminator_recall"]
+    loss = metrics["discriminator_loss"]
+    if replaced is None or recall is None or loss is None:
+        return None
+    if replaced < 0.01:
+        return (
+            f"the generator is nearly always right: only {replaced:.1%} of the tokens are replaced, which teaches the "
+            "discriminator little; use a smaller generator.fraction or a higher objective.temperature"
+        )
+    majority = -(replaced * math.log(replaced) + (1 - replaced) * math.log1p(-replaced))
+    if loss > 1.02 * majority:
+        return (
+            f"the discriminator has collapsed: loss {loss:.4f} is worse than always answering the class shares "
+            f"({majority:.4f}); lower optimizer.learning_rate or use a smaller generator.fraction"
+        )
+    if recall == 0:
+        return f"the discriminator calls every token original (loss {loss:.4f}, class shares alone {majority:.4f})"
+    return None

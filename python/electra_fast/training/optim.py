@@ -1,0 +1,223 @@
+"""Update rules and learning-rate schedules: AdamW (with and without bias correction), LAMB, Muon.
+
+One optimizer holds fp32 moments by parameter name, so that its state is a flat dictionary of tensors
+that a checkpoint can store. Each rule follows its source exactly: AdamW without bias correction as in
+BERT's and ELECTRA's published code, LAMB as in You et al. (2020), Muon as in Jordan et al. (2024) with
+five Newton-Schulz iterations.
+
+Shapes: K matrices in one batch, X elements of one matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from electra_fast.config import OptimizerConfig
+from electra_fast.errors import InputError
+
+# 2-D parameters that Muon leaves to AdamW: tables and the classifier.
+_NOT_FOR_MUON = (".token", ".position", ".token_type", "classifier.weight")
+
+
+def lr_scale(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """The learning rate at a step (0-based) of `num_steps`, as a fraction of its peak.
+
+    With t the step, T the number of steps and W the warmup steps: `product`, of the published code, is
+    (1 - t/T) * min(1, t/W). `linear` rises linearly over W steps and then falls to 0.
+    """
+    warmup = config.num_warmup_steps(num_steps)
+    if config.schedule == "product":
+        return (1 - step / num_steps) * (min(1.0, step / warmup) if warmup else 1.0)
+    rising = (step + 1) / warmup if warmup else 1.0
+    falling = (num_steps - step) / max(1, num_steps - warmup)
+    return min(1.0, rising, falling)
+
+
+def global_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm of all tensors concatenated; fp32 scalar."""
+    norm: Tensor = torch.stack(torch._foreach_norm(list(tensors))).norm()
+    return norm
+
+
+def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Approximately the nearest (semi-)orthogonal matrices; [K, rows, columns] → the same, in the same dtype.
+
+    Five Newton-Schulz iterations, computed in `dtype`; bf16 suffices (Jordan et al., 2024).
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
+    for _ in range(5):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    result: Tensor = (x.mT if tall else x).to(matrices.dtype)
+    return result
+
+
+class Optimizer:
+    """Updates named parameters in place from their `.grad`; frozen ones (`requires_grad=False`) are left out.
+
+    Which ones are frozen is read once: call `reset` after freezing or unfreezing parameters.
+    `exp_avg` and `exp_avg_sq` are the moments by parameter name; Muon's momentum is an `exp_avg` too.
+    ValueError if no parameter requires a gradient.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
+        self.config = config
+        self._all_parameters = dict(named_parameters)
+        # On the device, set for each step: -learning rate, -Muon's learning rate, Adam's two bias corrections.
+        self.scalars = torch.zeros(4, device=next(iter(self._all_parameters.values())).device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts again, with the parameters that require a gradient now: zero moments, no update counted."""
+        self.parameters = {name: p for name, p in self._all_parameters.items() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("no parameter requires a gradient: there is nothing to optimize")
+        self.muon_names = self._choose_muon_names()
+        self.adam_names = [name for name in self.parameters if name not in self.muon_names]
+        self.num_updates = 0
+        self.exp_avg = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
+        self.exp_avg_sq = {name: torch.zeros_like(self.exp_avg[name]) for name in self.adam_names}
+
+    def _choose_muon_names(self) -> set[str]:
+        if self.config.name != "muon":
+            return set()
+        matrices = (name for name, p in self.parameters.items() if p.dim() == 2)
+        return {name for name in matrices if not name.endswith(_NOT_FOR_MUON)}
+
+    def zero_grad(self) -> None:
+        """Sets all gradients to None."""
+        for parameter in self._all_parameters.values():
+            parameter.grad = None
+
+    def set_step_scalars(self, lr_scale: float) -> None:
+        """Prepares the next `step`, at `lr_scale` times the peak learning rate: counts it and copies its scalars.
+
+        This is the part of an update that a CUDA graph cannot contain.
+        """
+        config = self.config
+        self.num_updates += 1
+        scalars = [-lr_scale * config.learning_rate, -lr_scale * config.muon_learning_rate, 1.0, 1.0]
+        if config.bias_correction:
+            scalars[2] = 1 / (1 - config.beta1**self.num_updates)
+            scalars[3] = 1 / math.sqrt(1 - config.beta2**self.num_updates)
+        host = torch.tensor(scalars, pin_memory=self.scalars.is_cuda)
+        self.scalars.copy_(host, non_blocking=True)
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """One update with the scalars of `set_step_scalars`; never synchronizes with the host.
+
+        Returns the gradients' norm before clipping, an fp32 scalar. RuntimeError names a parameter without a gradient.
+        """
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                raise RuntimeError(f"parameter {name} has no gradient")
+        gradients = {name: _gradient(p) for name, p in self.parameters.items()}
+        norm = global_norm(gradients.values())
+        if self.config.clip_norm:
+            # clip / max(norm, clip), as in tf.clip_by_global_norm: exactly 1 below the bound.
+            torch._foreach_mul_(list(gradients.values()), self.config.clip_norm / norm.clamp(min=self.config.clip_norm))
+        if self.adam_names:
+            self._step_adam(gradients)
+        if self.muon_names:
+            self._step_muon(gradients)
+        return norm
+
+    def _step_adam(self, gradients: Mapping[str, Tensor]) -> None:
+        config = self.config
+        negative_lr, _, inv_correction1, inv_sqrt_correction2 = self.scalars.unbind()
+        parameters: list[Tensor] = [self.parameters[name] for name in self.adam_names]
+        grads = [gradients[name] for name in self.adam_names]
+        exp_avgs = [self.exp_avg[name] for name in self.adam_names]
+        exp_avg_sqs = [self.exp_avg_sq[name] for name in self.adam_names]
+        torch._foreach_lerp_(exp_avgs, grads, 1 - config.beta1)
+        torch._foreach_mul_(exp_avg_sqs, config.beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - config.beta2)
+
+        denominators = torch._foreach_sqrt(exp_avg_sqs)
+        if config.bias_correction:
+            torch._foreach_mul_(denominators, inv_sqrt_correction2)
+        torch._foreach_add_(denominators, config.epsilon)
+        updates = torch._foreach_div(exp_avgs, denominators)
+        if config.bias_correction:
+            torch._foreach_mul_(updates, inv_correction1)
+        # Weight decay and LAMB's trust ratio apply to matrices and embeddings, not to norms and biases.
+        decayed = [i for i, parameter in enumerate(parameters) if parameter.dim() > 1]
+        if decayed:
+            weights = [parameters[i] for i in decayed]
+            torch._foreach_add_([updates[i] for i in decayed], weights, alpha=config.weight_decay)
+        if config.name == "lamb":
+            for i in decayed:
+                blocks_KX = updates[i].view(_num_blocks(self.adam_names[i]), -1)
+                blocks_KX.mul_(_trust_ratios(parameters[i].view(blocks_KX.shape), blocks_KX))
+        torch._foreach_mul_(updates, negative_lr)
+        torch._foreach_add_(parameters, updates)
+
+    def _step_muon(self, gradients: Mapping[str, Tensor]) -> None:
+        momentum, negative_lr = self.config.muon_momentum, self.scalars[1]
+        # bf16 as published; without tensor cores it gains nothing.
+        dtype = torch.bfloat16 if negative_lr.is_cuda else torch.float32
+        for stack in self._stacks():
+            parameters: list[Tensor] = [self.parameters[name] for name in stack]
+            exp_avgs, grads = [self.exp_avg[name] for name in stack], [gradients[name] for name in stack]
+            torch._foreach_lerp_(exp_avgs, grads, 1 - momentum)
+            nesterov = torch._foreach_lerp(grads, exp_avgs, momentum)
+            num_blocks = [_num_blocks(name) for name in stack]
+            blocks = [x.view(k, -1, x.shape[1]) for k, x in zip(num_blocks, nesterov, strict=True)]
+            orthogonal = orthogonalize(torch.cat(blocks), dtype)
+            # Makes an update's size independent of the matrix's shape (Jordan et al.).
+            aspect = math.sqrt(max(1.0, orthogonal.shape[1] / orthogonal.shape[2]))
+            split = torch.split(orthogonal * (negative_lr * aspect), num_blocks)
+            updates = [x.reshape(p.shape) for x, p in zip(split, parameters, strict=True)]
+            torch._foreach_mul_(parameters, 1 + negative_lr * self.config.weight_decay)
+            torch._foreach_add_(parameters, updates)
+
+    def _stacks(self) -> list[list[str]]:
+        """Names of Muon's matrices, grouped by the shape of their blocks: each group is orthogonalized in one batch."""
+        stacks: dict[tuple[int, int], list[str]] = {}
+        for name, parameter in self.parameters.items():
+            if name in self.muon_names:
+                shape = (parameter.shape[0] // _num_blocks(name), parameter.shape[1])
+                stacks.setdefault(shape, []).append(name)
+        return list(stacks.values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`exp_avg.NAME` and `exp_avg_sq.NAME` of every trained parameter, and `num_updates`; not copied."""
+        state = {f"exp_avg.{name}": tensor for name, tensor in self.exp_avg.items()}
+        state |= {f"exp_avg_sq.{name}": tensor for name, tensor in self.exp_avg_sq.items()}
+        return state | {"num_updates": torch.tensor(self.num_updates)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what `state_dict` returned. ValueError if it is of other trained parameters or another rule."""
+        own = self.state_dict()
+        if own.keys() != state.keys():
+            odd = sorted(own.keys() ^ state.keys())[0]
+            raise InputError(f"optimizer state of another model or rule: only one of the two has {odd}")
+        for name, tensor in own.items():
+            if name != "num_updates":
+                tensor.copy_(state[name])
+        self.num_updates = int(state["num_updates"])
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _num_blocks(name: str) -> int:
+    """How many matrices of the published layout a parameter fuses: query, key and value, or GeGLU's two halves."""
+    return {"qkv": 3, "geglu_in": 2}.get(name.split(".")[-2], 1)
+
+
+def _trust_ratios(blocks_KX: Tensor, updates_KX: Tensor) -> Tensor:
+    """LAMB's |parameter| / |update| of each block, 1 where either is 0; [K, X], [K, X] → [K, 1]."""
+    sizes, lengths = blocks_KX.norm(dim=1, keepdim=True), updates_KX.norm(dim=1, keepdim=True)
+    return torch.where((sizes > 0) & (lengths > 0), sizes / lengths, torch.ones_like(sizes))

@@ -1,0 +1,196 @@
+"""A run's folder: made new, or reopened where the same run left off; anything else is refused.
+
+Everything that can be wrong with a command is found here, before torch is imported.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from electra_fast import _data, checkpoint_folder
+from electra_fast.atomic_files import replace_file
+from electra_fast.checkpoint_folder import TrainState
+from electra_fast.config import Config
+from electra_fast.config_file import Scalar
+from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.errors import InputError
+from electra_fast.huggingface.tokenizer import check_vocabulary, run_tokenizer, write_tokenizer
+
+Changes = dict[str, tuple[Scalar, Scalar]]
+
+# Keys that may change between a run's sessions: where things lie, how steps run, how often something is written.
+FREE_KEYS = {
+    "data.corpus",
+    "data.num_threads",
+    "data.prefetch",
+    "train.out",
+    "train.execution",
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_batches",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+}
+# What decides which parameters and moments there are: no run can change it.
+FIXED_KEYS = {"objective.name", "optimizer.name"}
+FIXED_SECTIONS = ("model.", "generator.")
+NOT_FIXED = {"model.dropout", "model.attention_dropout", "model.attention"}
+# Stands among the changed keys for the corpus, which is known by its content hash.
+CORPUS = "corpus"
+CHANGES_FILE = "changes.jsonl"
+
+
+@dataclass(frozen=True)
+class Run:
+    """An open run: its folder, resolved configuration, and the checkpoint to resume from, if any."""
+
+    folder: Path
+    config: Config
+    checkpoint: Path | None = None
+    state: TrainState | None = None
+    changes: Changes = field(default_factory=dict)
+    """What differs from the run that wrote the checkpoint, free keys left out: key → (was, is)."""
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Holds a folder's lock; ValueError when another process trains there."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is a file; --out (train.out) needs a folder for the run")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{folder}: another process is training in this folder") from None
+        yield
+
+
+def open_run(config: Config, corpus: Corpus, *, allow_changes: bool = False) -> Run:
+    """Makes the folder `train.out`, or reopens it at its newest intact checkpoint.
+
+    Of an existing run, free keys and `train.steps` may change, others only with `allow_changes`;
+    what changed is kept in RUN/changes.jsonl. Raises ValueError where the folder holds something
+    else, or a run that cannot be resumed with this configuration or corpus.
+    """
+    folder = Path(config.train.out)
+    if not (folder / "config.toml").exists():
+        checkpoint_folder.require_config(folder)
+        foreign = sorted(entry.name for entry in folder.iterdir() if entry.name != ".lock")
+        if foreign:
+            raise InputError(f"{folder}: holds {foreign[0]} but no run (config.toml); choose an empty folder for --out")
+        return _new_run(folder, config, corpus)
+    checkpoint_folder.remove_unfinished(folder)
+    if not checkpoint_folder.steps(folder):
+        # Stopped before its first checkpoint: nothing to keep, so begin again.
+        return _new_run(folder, config, corpus)
+    check_vocabulary(run_tokenizer(folder), corpus)
+    directory, warnings = checkpoint_folder.recover_run(folder)
+    for warning in warnings:  # at once: whatever is refused below, the checkpoints have been renamed
+        print(f"warning: {warning}", file=sys.stderr)
+    return _resumed_run(folder, directory, config, corpus, allow_changes)
+
+
+def _new_run(folder: Path, config: Config, corpus: Corpus) -> Run:
+    config = _resolved(config, corpus)
+    write_tokenizer(folder / "tokenizer", Tokenizer.of(corpus), max_length=config.model.max_positions)
+    replace_file(folder / "config.toml", config.to_toml())
+    return Run(folder, config)
+
+
+def _resumed_run(folder: Path, directory: Path, config: Config, corpus: Corpus, allow_changes: bool) -> Run:
+    state, saved = checkpoint_folder.read_state(directory), Config.load(directory / "config.toml")
+    is_import = state.loader is None
+    if config.optimizer.warmup_steps < 0 and not is_import:  # it follows the steps that the run was started with
+        config = _with(config, "optimizer", warmup_steps=saved.optimizer.warmup_steps)
+    config = _resolved(config, corpus)
+    changes: Changes = {
+        name: pair
+        for name, pair in saved.differences(config).items()
+        # What an import does not fix is chosen when its training starts.
+        if name not in FREE_KEYS and (not is_import or name.startswith(FIXED_SECTIONS))
+    }
+    if state.corpus not in (None, corpus.content_hash):
+        changes[CORPUS] = (state.corpus, corpus.content_hash)
+    if config.train.steps < state.step:
+        raise InputError(
+            f"{folder}: train.steps = {config.train.steps}, but this run is at step {state.step} already; "
+            "give at least that many, or another --out"
+        )
+    news = _since(_recorded(folder, state.step), changes)
+    _refuse(folder, directory, news, config, allow_changes)
+    if news:
+        _record(folder, state.step, news)
+    replace_file(folder / "config.toml", config.to_toml())
+    return Run(folder, config, directory, state, changes)
+
+
+def _resolved(config: Config, corpus: Corpus) -> Config:
+    """With the corpus' vocabulary size and a definite length of warmup in place of what stands for them."""
+    if config.model.vocab_size not in (0, corpus.vocab_size):
+        raise InputError(
+            f"model.vocab_size = {config.model.vocab_size}, but the corpus was prepared with {corpus.vocab_size} "
+            "entries; leave the key out, or prepare with the model's vocabulary"
+        )
+    config = _with(config, "optimizer", warmup_steps=config.optimizer.num_warmup_steps(config.train.steps))
+    return _with(config, "model", vocab_size=corpus.vocab_size)
+
+
+def _with(config: Config, section: str, **values: Scalar) -> Config:
+    return config.replace({section: values})
+
+
+def _refuse(folder: Path, directory: Path, changes: Changes, config: Config, allow_changes: bool) -> None:
+    """Raises ValueError for the first change that is impossible, or was not allowed."""
+    for name, (was, now) in changes.items():
+        if name in FIXED_KEYS or (name.startswith(FIXED_SECTIONS) and name not in NOT_FIXED):
+            raise InputError(
+                f"{folder}: this run was started with {name} = {was!r}, now it is {now!r}, which would be another "
+                "model or optimizer state; leave it as it was to resume, or give another --out"
+            )
+        if allow_changes or name == "train.steps":
+            continue
+        remedy = "leave it as it was to resume, pass --allow-changes (allow_changes=True), or give another --out"
+        if name == CORPUS:
+            raise InputError(
+                f"{directory}: trained on the corpus with content hash {was}, and {config.data.corpus} has {now}; "
+                + remedy
+            )
+        raise InputError(f"{folder}: this run was started with {name} = {was!r}, now it is {now!r}; {remedy}")
+
+
+def _since(recorded: Changes, changes: Changes) -> Changes:
+    """What `changes` says beyond the changes that earlier sessions recorded, a value changed back included."""
+    news = {name: (recorded.get(name, (was, was))[1], now) for name, (was, now) in changes.items()}
+    news |= {name: (now, was) for name, (was, now) in recorded.items() if name not in changes}
+    return {name: (before, now) for name, (before, now) in news.items() if before != now}
+
+
+def _recorded(folder: Path, step: int) -> Changes:
+    """Changes made at this step or later, by sessions that left no newer checkpoint: key → (first was, last is)."""
+    found: Changes = {}
+    path = folder / CHANGES_FILE
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), start=1):
+        try:
+            record = json.loads(line)
+            for name, (was, now) in record["changes"].items() if record["step"] >= step else ():
+                found[name] = (found.get(name, (was, now))[0], now)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise InputError(f"{path}: line {number} is not a record of changes ({error}); remove it") from None
+    return found
+
+
+def _record(folder: Path, step: int, changes: Changes) -> None:
+    """Appends what this session changes to RUN/changes.jsonl."""
+    path = folder / CHANGES_FILE
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    record = {"step": step, "time": now, "version": _data.VERSION, "changes": changes}
+    replace_file(path, before + json.dumps(record) + "\n")
