@@ -18,6 +18,8 @@ TREE   := $(notdir $(CURDIR))-$(shell pwd | cksum | cut -d' ' -f1)
 TOOLS  := $(CACHE)/tools-$(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:3], sep=".")')
 ENV    := $(CACHE)/$(TREE)/test
 DEMO   := $(CACHE)/$(TREE)/demo
+# Crates from the registry are compiled once per machine, not once per checkout.
+export CARGO_TARGET_DIR ?= $(CACHE)/target
 
 # A worker per core, but not more than memory has room for: each takes a gigabyte or two.
 WORKERS := -n auto --maxprocesses 8
@@ -65,7 +67,7 @@ bench: env
 	for script in bench/*.py; do echo "== $$script"; $(ENV)/bin/python "$$script" || exit 1; done
 
 clean:
-	cargo clean
+	cargo clean --release --package electra-data --package electra-data-py
 	rm -rf dist demo .mypy_cache .ruff_cache .pytest_cache $(CACHE)/$(TREE)
 
 env: wheel

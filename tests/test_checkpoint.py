@@ -1,6 +1,7 @@
 """Checkpoints are whole or absent, and what doesn't fit is named."""
 
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from electra_fast import checkpoint, checkpoint_folder
-from electra_fast.checkpoint_folder import TrainState
+from electra_fast.checkpoint_folder import LogWindow, TrainState
 from electra_fast.config import Config
 from electra_fast.huggingface.export import load
 from electra_fast.model import Electra
@@ -36,6 +37,15 @@ def test_round_trip(tmp_path):
     assert again.config == model.config
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert checkpoint_folder.read_state(directory) == TrainState(step=12)
+
+
+def test_the_state_survives(tmp_path):
+    window = LogWindow({"generator_loss": 0.1 + 0.2, "tokens": 7.0}, steps=3, seconds=1.25)
+    state = TrainState(5, 99, 2.5, window, corpus="ab", loader={"epoch": 1}, imported=True, token_type_1_trained=True)
+    checkpoint_folder.seal(tmp_path, state)
+    assert checkpoint_folder.read_state(tmp_path) == state
+    content = json.loads((tmp_path / "state.json").read_text())
+    assert content["log_window"]["totals"] == window.totals
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])

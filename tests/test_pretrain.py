@@ -143,7 +143,8 @@ def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(recipe, h
         model.discriminator_head.classifier.weight.mul_(1e-3)
         model.discriminator_head.classifier.bias.fill_(-2.0)
     checkpoint.save(tmp_path / "run", model, None, TrainState(step=8), keep=1)
-    figures = evaluate_model(model, held_out_corpus, model.config, ComputeConfig("sdpa", torch.bfloat16))
+    validation = Corpus(held_out_corpus).holdout
+    figures = evaluate_model(model, validation, model.config, ComputeConfig("sdpa", torch.bfloat16))
     expected = evaluate(tmp_path / "run", held_out_corpus)
     assert expected["discriminator_auc"] > 0.55
     assert figures["discriminator_auc"] == pytest.approx(expected["discriminator_auc"], abs=0.01)

@@ -135,8 +135,27 @@ class TestAllowedChanges:
         with pytest.raises(ValueError, match=r"changes.jsonl: line 2 is not a record of changes"):
             pretrain(tiny_config(), data=held_out_corpus, out=run)
 
+    def test_threads_and_prefetching_may_change(self, whole_run, run, held_out_corpus):
+        shutil.rmtree(checkpoint_folder.latest(run))
+        changed = tiny_config(**{"data.num_threads": "3", "data.prefetch": "1"})
+        pretrain(changed, data=held_out_corpus, out=run)
+        assert_same_run(run, whole_run)
+        assert not (run / "changes.jsonl").exists()
+
 
 class TestDamage:
+    def test_a_checkpoint_of_another_format_is_refused(self, run, held_out_corpus, monkeypatch):
+        newest = checkpoint_folder.latest(run)
+        state = checkpoint_folder.read_state(newest)
+        (newest / "state.json").unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_folder, "STATE_VERSION", 1)
+            checkpoint_folder.seal(newest, state)
+        with pytest.raises(
+            ValueError, match=r"state.json: format 1, and this version of electra-fast reads format 2; "
+        ):
+            pretrain(tiny_config(), data=held_out_corpus, out=run)
+
     def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
         self, whole_run, run, held_out_corpus, capsys
     ):
