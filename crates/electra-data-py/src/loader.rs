@@ -4,8 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
-use electra_data::loader::{Loader, Step};
-use electra_data::options::{Options, State};
+use electra_data::loader::{Loader, Options, State, Step};
 use electra_data::{Corpus, Error};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;

@@ -8,10 +8,9 @@ use std::error::Error;
 use std::path::Path;
 use std::sync::Arc;
 
-use electra_data::loader::Loader;
-use electra_data::options::Options;
+use electra_data::loader::{Loader, Options};
 use electra_data::philox::{Purpose, Stream};
-use electra_data::{Corpus, Tokenizer, synthetic};
+use electra_data::{Corpus, Tokenizer, write_sparse};
 
 const WORDS: usize = 8000;
 
@@ -70,7 +69,7 @@ fn spell(number: usize) -> String {
 
 /// A whole number of epochs, so that threads working ahead do the same work in every run.
 fn load(dir: &Path, epochs: u32) -> Result<usize, Box<dyn Error>> {
-    synthetic::write_sparse(dir, 1 << 20, 400)?;
+    write_sparse(dir, 1 << 20, 400)?;
     let options = Options { batch_size: 512, epochs: Some(i64::from(epochs)), ..Options::default() };
     let mut rows = 0;
     for batch in Loader::new(Arc::new(Corpus::open(dir)?), &options)? {

@@ -2,7 +2,7 @@
 
 use std::iter::Sum;
 
-use crate::pack::{Piece, Rows};
+use super::pack::{Piece, Rows};
 
 /// What the rows of an epoch hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
