@@ -113,8 +113,8 @@ def crate_files() -> list[Path]:
 
 
 def crate_uses(path: Path) -> set[str]:
-    """What a Rust file names after `crate::`; in braces, all of them as one name that no table holds."""
-    return set(re.findall(r"\bcrate::(\w+|\{.*)", path.read_text(encoding="utf-8")))
+    """What a Rust file names after `crate::`; braces there and longer ways up are names that no table holds."""
+    return set(re.findall(r"(?<=\bcrate::)\w+|\bcrate::\{|\bsuper::super::", path.read_text(encoding="utf-8")))
 
 
 def source_files() -> list[Path]:

@@ -6,7 +6,7 @@
 mod error;
 mod format;
 mod input;
-pub mod loader;
+mod loader;
 pub mod philox;
 mod prepare;
 mod threads;
@@ -14,8 +14,9 @@ mod tokenizer;
 
 pub use error::{Error, Result};
 pub use format::{Corpus, Shard, SpecialTokens, Verified, verify, write_sparse};
-pub use input::{Documents, Format, InvalidUtf8, Reading, SkippedRecord};
+pub use input::{DocumentSeparator, InputFormat, InvalidUtf8, ReadOptions, SkippedRecord, TextSource};
+pub use loader::{Contents, Loader, LoaderOptions, LoaderState, Poll};
 pub use prepare::{
-    Coverage, Options, Progress, Report, Source, VocabOptions, VocabReport, prepare, train_vocab,
+    Coverage, PrepareOptions, PrepareReport, Progress, VocabOptions, VocabReport, prepare, train_vocab,
 };
 pub use tokenizer::{Encoder, Tokenizer};

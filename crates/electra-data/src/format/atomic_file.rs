@@ -1,4 +1,4 @@
-//! Files that are either whole or not there: temporary name → fsync → rename → fsync of the folder.
+//! Files that appear complete or not at all: write to a temporary name, fsync, rename, fsync the folder.
 
 use std::fs::File;
 use std::io::Write;
@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
-/// What temporary names begin with; the run's tag follows, so that a run only clears up after itself.
+/// Prefix of temporary names. The run's tag follows, so that a run removes only its own leftovers.
 const TEMP: &str = ".tmp-";
 
-/// A file being written under a temporary name, gone again unless it is committed.
+/// A file being written under a temporary name, which is removed unless it is committed.
 #[derive(Debug)]
 pub(super) struct AtomicFile {
     pub file: File,
@@ -19,19 +19,19 @@ pub(super) struct AtomicFile {
 }
 
 impl AtomicFile {
-    /// Begins `dir/name`; `tag` names the run.
+    /// Creates the temporary file for `dir/name`; `tag` identifies the run.
     pub fn create(dir: &Path, name: &str, tag: &str) -> Result<Self> {
         let temp = dir.join(format!("{TEMP}{tag}-{name}"));
         let file = File::create(&temp).map_err(|e| write_error(&temp, e))?;
         Ok(Self { file, temp, target: dir.join(name), committed: false })
     }
 
-    /// The name that the file will have.
+    /// The path that the file will have.
     pub fn target(&self) -> &Path {
         &self.target
     }
 
-    /// Makes the file durable and visible under its name.
+    /// Makes the file durable and renames it to its final name.
     pub fn commit(mut self) -> Result<()> {
         self.file.sync_all().map_err(|e| write_error(&self.target, e))?;
         std::fs::rename(&self.temp, &self.target).map_err(|e| write_error(&self.target, e))?;
@@ -48,25 +48,25 @@ impl Drop for AtomicFile {
     }
 }
 
-/// Writes a small file whole.
-pub(crate) fn write_whole(dir: &Path, name: &str, tag: &str, bytes: &[u8]) -> Result<()> {
+/// Writes a small file atomically.
+pub(crate) fn write_atomically(dir: &Path, name: &str, tag: &str, bytes: &[u8]) -> Result<()> {
     let mut output = AtomicFile::create(dir, name, tag)?;
     output.file.write_all(bytes).map_err(|e| write_error(&output.target, e))?;
     output.commit()
 }
 
-/// Creates a folder (and those above it) and makes its name durable.
+/// Creates a folder with its parents and makes its entry durable.
 pub(crate) fn create_folder(dir: &Path) -> Result<()> {
     std::fs::create_dir_all(dir).map_err(|e| write_error(dir, e))?;
     sync_folder_of(dir)
 }
 
-/// Whether this is the name of an unfinished file, of whichever run.
+/// Whether this is the temporary name of an unfinished file, of any run.
 pub(crate) fn is_temp(name: &str) -> bool {
     name.starts_with(TEMP)
 }
 
-/// Removes what an interrupted run with this tag (or any run, without a tag) left unfinished.
+/// Removes unfinished files of the run with this tag, or of all runs without one.
 pub(crate) fn remove_temps(dir: &Path, tag: Option<&str>) -> Result<()> {
     let prefix = tag.map_or(TEMP.to_owned(), |tag| format!("{TEMP}{tag}-"));
     let Ok(entries) = std::fs::read_dir(dir) else { return Ok(()) };
@@ -79,7 +79,7 @@ pub(crate) fn remove_temps(dir: &Path, tag: Option<&str>) -> Result<()> {
     Ok(())
 }
 
-/// An error while writing, with the remedy where the system's word alone leaves one guessing.
+/// An error while writing, with a remedy where the system's message suggests none.
 pub(crate) fn write_error(path: &Path, error: std::io::Error) -> Error {
     use std::io::ErrorKind::{
         FileTooLarge, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull,
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_own_runs_leftovers_are_removed() {
+    fn only_leftovers_of_the_same_run_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         for name in [".tmp-1-of-2-a", ".tmp-2-of-2-b", "c"] {
             std::fs::write(dir.path().join(name), "x").unwrap();

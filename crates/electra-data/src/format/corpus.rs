@@ -1,27 +1,28 @@
-//! A finished corpus, opened for reading: a manifest and its shards.
+//! A finished corpus, opened for reading: its manifest and its shards.
 
 use std::path::{Path, PathBuf};
 
 use super::manifest::{Manifest, SpecialTokens};
-use super::mmap::damaged;
+use super::mmap::{access_error, damaged};
 use super::shard::Shard;
 use crate::error::{Error, Result};
 
-/// The name of the held-out corpus inside a corpus.
-pub(crate) const HOLDOUT: &str = "holdout";
+/// The folder of the validation split inside a corpus.
+pub(crate) const VALIDATION: &str = "holdout";
 
-/// A corpus on disk. Opening it reads the manifest and looks at the files' lengths, no more.
+/// A corpus on disk. Opening it reads the manifest and checks the lengths of the files, nothing else.
 #[derive(Debug)]
 pub struct Corpus {
     dir: PathBuf,
     manifest: Manifest,
     shards: Vec<Shard>,
-    /// Documents before each shard, and all of them at the end.
+    /// The number of documents before each shard, and the total at the end.
     starts: Vec<u64>,
 }
 
 impl Corpus {
-    /// Opens the corpus in a folder that `prepare` finished.
+    /// Opens the corpus in `dir`. A folder without a manifest is [`Error::NotFound`]; a manifest or a file
+    /// length that is not what was written is [`Error::Damaged`].
     pub fn open(dir: &Path) -> Result<Self> {
         let manifest = Manifest::read(dir)?;
         for entry in &manifest.shards {
@@ -36,22 +37,22 @@ impl Corpus {
         Ok(Self { dir: dir.to_owned(), manifest, shards, starts })
     }
 
-    /// The shards in the order in which documents are numbered.
+    /// The shards, in the order in which documents are numbered.
     pub fn shards(&self) -> &[Shard] {
         &self.shards
     }
 
-    /// Tokens of all documents, without any special tokens.
+    /// Tokens in all documents, without any special tokens.
     pub fn num_tokens(&self) -> u64 {
         self.manifest.num_tokens
     }
 
-    /// Documents of all shards.
+    /// Documents in all shards.
     pub fn num_documents(&self) -> u64 {
         self.manifest.num_documents
     }
 
-    /// Documents that had no token and were left out when the corpus was made.
+    /// Documents without any token, which were left out when the corpus was made.
     pub fn empty_documents(&self) -> u64 {
         self.manifest.empty_documents
     }
@@ -66,17 +67,17 @@ impl Corpus {
         self.manifest.tokenizer.special_tokens
     }
 
-    /// Entries of the vocabulary: every id is below this.
+    /// Size of the vocabulary: every id is below this.
     pub fn vocab_size(&self) -> u32 {
         self.manifest.tokenizer.vocab_size
     }
 
-    /// The folder.
+    /// The folder of the corpus.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The corpus's own copy of the tokenizer that made it.
+    /// The corpus's copy of the tokenizer's file.
     pub fn tokenizer_path(&self) -> PathBuf {
         self.dir.join(&self.manifest.tokenizer.file)
     }
@@ -86,21 +87,23 @@ impl Corpus {
         (self.manifest.tokenizer.lowercase, self.manifest.tokenizer.strip_accents)
     }
 
-    /// The options that the corpus was prepared with, as JSON.
+    /// The options that the corpus was prepared with, as a JSON object.
     pub fn options(&self) -> String {
         self.manifest.options.to_string()
     }
 
-    /// The folder of the held-out corpus, if there is one.
-    pub fn holdout(&self) -> Option<PathBuf> {
-        self.manifest.holdout.then(|| self.dir.join(HOLDOUT))
+    /// The folder of the validation split, itself a corpus, if there is one.
+    pub fn validation(&self) -> Option<PathBuf> {
+        self.manifest.has_validation.then(|| self.dir.join(VALIDATION))
     }
 
-    /// The ids of one document, counted over all shards.
+    /// The token ids of a document, numbered over all shards.
     pub fn document(&self, index: u64) -> Result<Vec<u32>> {
         let count = self.num_documents();
         if index >= count {
-            return Err(Error::Input(format!("document {index} of a corpus that has {count}")));
+            return Err(Error::Input(format!(
+                "document {index} is out of range: the corpus has {count} documents"
+            )));
         }
         let number = self.starts.partition_point(|&start| start <= index) - 1;
         let (shard, local) = (&self.shards[number], (index - self.starts[number]) as usize);
@@ -112,19 +115,16 @@ impl Corpus {
     }
 }
 
-/// A file that is shorter than what was written must not be mapped: reading past its end kills.
+/// A file shorter than what was written must not be mapped: reading past its end would kill the process.
 fn check_length(path: &Path, expected: u64) -> Result<()> {
     match std::fs::metadata(path) {
         Ok(found) if found.len() == expected => Ok(()),
         Ok(found) => {
             let length = found.len();
-            let last = length.min(expected) / super::header::BLOCK as u64;
+            let last = length.min(expected) / super::header::BLOCK_BYTES as u64;
             Err(damaged(path, format!("{length} bytes instead of {expected}: truncated in block {last}")))
         }
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            Err(damaged(path, "missing, though the manifest names it".into()))
-        }
-        Err(error) => Err(Error::io(path, error)),
+        Err(error) => Err(access_error(path, error)),
     }
 }
 
@@ -132,11 +132,11 @@ fn check_length(path: &Path, expected: u64) -> Result<()> {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::testing::write_corpus;
     use super::*;
+    use crate::format::testing::write_corpus;
 
     #[test]
-    fn the_library_can_be_shared_between_threads() {
+    fn a_corpus_can_be_shared_between_threads() {
         fn shared<T: Send + Sync>() {}
         shared::<Corpus>();
     }

@@ -1,40 +1,40 @@
-//! The byte layout that `writer` writes and `shard` reads: one header form, one block table.
+//! The byte layout of a shard's two files, written by `writer` and read by `shard`.
 //!
 //! ```text
-//! .tokens  header 64 | token ids (u16 or u32) | 0s to 8 | document ends (u32)    | 0s to 8 | table
-//! .lines   header 64 | LEB128 line lengths    | 0s to 8 | document offsets (u64) | 0s to 8 | table
+//! .tokens  header 64 | token ids (u16 or u32) | padding | document ends (u32)    | padding | table
+//! .lines   header 64 | LEB128 line lengths    | padding | document offsets (u64) | padding | table
 //! table    xxh3-64 of each 64 KiB block of everything before the table | xxh3-64 of those hashes
 //! ```
-//! Everything is little-endian, and every byte of a file is under one of its checksums.
+//! Everything is little-endian; padding is zeros up to a multiple of 8 bytes; every byte is covered by a checksum.
 
 use xxhash_rust::xxh3::xxh3_64;
 
 #[cfg(target_endian = "big")]
-compile_error!("shards are mapped as they lie on disk, which is little-endian");
+compile_error!("shards are memory-mapped, and their byte order is little-endian");
 
-/// Bytes under one checksum.
-pub(super) const BLOCK: usize = 64 * 1024;
-/// Bytes of the header.
-pub(crate) const HEADER: usize = 64;
-/// The layout's version; readers refuse any other.
+/// Bytes covered by one checksum.
+pub(super) const BLOCK_BYTES: usize = 64 * 1024;
+/// Length of the header.
+pub(crate) const HEADER_BYTES: usize = 64;
+/// Version of the layout; readers reject any other.
 pub(crate) const FORMAT_VERSION: u32 = 1;
 
 const MAGIC: [u8; 8] = *b"ELEFAST\0";
 
-/// What a file of the corpus holds.
+/// Which of a shard's two files this is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// Token ids of this many bytes each, and where documents end.
+pub(super) enum FileKind {
+    /// Token ids, and where documents end.
     Tokens {
-        /// 2 or 4.
+        /// Bytes per token id: 2 or 4.
         width: u16,
     },
-    /// Token counts of the lines of the same documents.
+    /// The number of tokens in each line of the same documents.
     Lines,
 }
 
-impl Kind {
-    /// Bytes of one entry of the per-document table.
+impl FileKind {
+    /// Bytes per entry of the per-document table.
     fn index_width(self) -> u64 {
         match self {
             Self::Tokens { .. } => 4,
@@ -61,15 +61,15 @@ impl Kind {
 /// The first 64 bytes of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
-    pub kind: Kind,
+    pub kind: FileKind,
     pub num_tokens: u64,
     pub num_documents: u64,
     pub tokenizer_hash: u64,
-    /// Bytes of the token ids or of the LEB128 stream.
+    /// Bytes of the token ids, or of the LEB128 line lengths.
     pub body_length: u64,
 }
 
-/// Where the parts of a file lie, in bytes from its start.
+/// Offsets of the parts of a file, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     pub index: usize,
@@ -79,13 +79,13 @@ pub(super) struct Layout {
 }
 
 impl Header {
-    /// Where everything lies, or `None` when the counts cannot be those of a file.
+    /// The offsets of all parts; `None` if they overflow.
     pub fn layout(&self) -> Option<Layout> {
         let align = |n: u64| n.checked_next_multiple_of(8);
-        let index = align(self.body_length.checked_add(HEADER as u64)?)?;
+        let index = align(self.body_length.checked_add(HEADER_BYTES as u64)?)?;
         let index_length = self.num_documents.checked_mul(self.kind.index_width())?;
         let table = align(index.checked_add(index_length)?)?;
-        let num_blocks = table.div_ceil(BLOCK as u64);
+        let num_blocks = table.div_ceil(BLOCK_BYTES as u64);
         let file_length = table.checked_add(num_blocks.checked_mul(8)?)?.checked_add(8)?;
         Some(Layout {
             index: usize::try_from(index).ok()?,
@@ -95,11 +95,11 @@ impl Header {
         })
     }
 
-    /// The header as it lies on disk.
-    pub fn to_bytes(self) -> [u8; HEADER] {
+    /// The header as it is stored on disk.
+    pub fn to_bytes(self) -> [u8; HEADER_BYTES] {
         let (kind, width) = self.kind.code();
-        let length = self.layout().map_or(0, |layout| layout.file_length as u64);
-        let mut bytes = [0; HEADER];
+        let length = self.layout().expect("a shard in memory fits its layout").file_length as u64;
+        let mut bytes = [0; HEADER_BYTES];
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..12].copy_from_slice(&FORMAT_VERSION.to_le_bytes());
         bytes[12..14].copy_from_slice(&kind.to_le_bytes());
@@ -111,10 +111,10 @@ impl Header {
         bytes
     }
 
-    /// Reads a header; the error says in a few words what is wrong with it.
-    pub fn parse(bytes: &[u8; HEADER]) -> Result<Self, String> {
+    /// Parses a header. The error is a short description of what is wrong.
+    pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<Self, String> {
         if bytes[..8] != MAGIC {
-            return Err("not a shard (wrong first bytes)".into());
+            return Err("not a shard (wrong magic bytes)".into());
         }
         let version = u32::from_le_bytes([bytes[8], bytes[9], bytes[10], bytes[11]]);
         if version != FORMAT_VERSION {
@@ -122,7 +122,7 @@ impl Header {
         }
         let short = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let long = |at: usize| read_u64(&bytes[at..]);
-        let kind = Kind::from_code(short(12), short(14)).ok_or("unknown kind of shard in the header")?;
+        let kind = FileKind::from_code(short(12), short(14)).ok_or("unknown kind of shard in the header")?;
         let header = Self {
             kind,
             num_tokens: long(16),
@@ -131,24 +131,24 @@ impl Header {
             body_length: long(48),
         };
         match header.layout() {
-            Some(layout) if layout.file_length as u64 == long(40) && header.is_possible() => Ok(header),
+            Some(layout) if layout.file_length as u64 == long(40) && header.is_consistent() => Ok(header),
             _ => Err("the header's lengths contradict each other".into()),
         }
     }
 
-    /// Whether the counts can be those of the bytes: readers index by the counts.
-    fn is_possible(&self) -> bool {
+    /// Whether the counts agree with the lengths. Readers index by the counts.
+    fn is_consistent(&self) -> bool {
         let body = match self.kind {
-            Kind::Tokens { width } => self.num_tokens.checked_mul(width.into()) == Some(self.body_length),
-            Kind::Lines => self.num_documents <= self.body_length,
+            FileKind::Tokens { width } => self.num_tokens.checked_mul(width.into()) == Some(self.body_length),
+            FileKind::Lines => self.num_documents <= self.body_length,
         };
         body && self.num_documents <= self.num_tokens && self.num_tokens <= u64::from(u32::MAX)
     }
 }
 
-/// The first eight bytes as a little-endian number.
+/// The first eight bytes as a little-endian number. Panics if there are fewer.
 pub(super) fn read_u64(bytes: &[u8]) -> u64 {
-    bytes.first_chunk::<8>().map_or(0, |b| u64::from_le_bytes(*b))
+    u64::from_le_bytes(*bytes.first_chunk().expect("eight bytes"))
 }
 
 /// The checksum of one block.
@@ -162,7 +162,7 @@ mod tests {
 
     fn header() -> Header {
         Header {
-            kind: Kind::Tokens { width: 2 },
+            kind: FileKind::Tokens { width: 2 },
             num_tokens: 5,
             num_documents: 3,
             tokenizer_hash: 9,
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn a_header_survives_the_round_trip() {
         assert_eq!(Header::parse(&header().to_bytes()), Ok(header()));
-        let lines = Header { kind: Kind::Lines, ..header() };
+        let lines = Header { kind: FileKind::Lines, ..header() };
         assert_eq!(Header::parse(&lines.to_bytes()), Ok(lines));
     }
 
@@ -185,14 +185,16 @@ mod tests {
     }
 
     #[test]
-    fn impossible_counts_are_refused() {
+    fn inconsistent_counts_are_rejected() {
         let huge = Header { num_documents: u64::MAX / 2, ..header() };
         assert!(huge.layout().is_none());
-        assert!(Header::parse(&huge.to_bytes()).is_err());
+        let mut bytes = header().to_bytes();
+        bytes[24..32].copy_from_slice(&huge.num_documents.to_le_bytes());
+        assert!(Header::parse(&bytes).is_err());
         for wrong in [
             Header { num_tokens: 6, ..header() },
             Header { num_documents: 6, ..header() },
-            Header { kind: Kind::Lines, body_length: 2, ..header() },
+            Header { kind: FileKind::Lines, body_length: 2, ..header() },
         ] {
             assert!(Header::parse(&wrong.to_bytes()).unwrap_err().contains("contradict"), "{wrong:?}");
         }

@@ -1,4 +1,4 @@
-//! One mapped file of a corpus whose blocks are checked the first time they are touched.
+//! A memory-mapped file of a corpus. Each block is checked the first time it is read.
 
 use std::fs::File;
 use std::ops::Range;
@@ -7,37 +7,37 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use memmap2::Mmap;
 
-use super::header::{BLOCK, HEADER, Header, Kind, Layout, block_hash, read_u64};
+use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header, Layout, block_hash, read_u64};
 use crate::error::{Error, Result};
 
-/// Bytes that a processor fetches at once.
+/// Bytes per cache line.
 #[cfg(target_arch = "x86_64")]
 const CACHE_LINE: usize = 64;
 const REMEDY: &str = "restore the file from a copy or prepare the corpus again";
 
-/// A read-only file with its header parsed, its length checked and its checksums at hand.
+/// A read-only mapping with a parsed header and a checked length.
 #[derive(Debug)]
-pub(super) struct Mapped {
+pub(super) struct MappedFile {
     path: PathBuf,
     map: Mmap,
     pub header: Header,
     pub layout: Layout,
-    /// One bit a block: its checksum was compared and is right.
+    /// One bit per block: set once its checksum has been verified.
     verified: Box<[AtomicU64]>,
 }
 
-impl Mapped {
-    /// Maps a file after comparing its length with what its header promises.
+impl MappedFile {
+    /// Maps a file and checks its header, its length and its table of checksums.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = open_existing(path)?;
+        let file = File::open(path).map_err(|e| access_error(path, e))?;
         let length = file.metadata().map_err(|e| Error::io(path, e))?.len();
-        if length < (HEADER + 8) as u64 {
+        if length < (HEADER_BYTES + 8) as u64 {
             return Err(damaged(path, format!("{length} bytes are too few for a shard: it was cut off")));
         }
-        // SAFETY: the map is read-only and private to this struct; finished shards are never written
-        // to in place (they are replaced by rename), so the mapped bytes do not change under us.
+        // SAFETY: the map is read-only and private to this struct; finished shards are never modified in
+        // place (they are replaced by rename), so the mapped bytes do not change.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, e))?;
-        let start: &[u8; HEADER] =
+        let start: &[u8; HEADER_BYTES] =
             map.first_chunk().ok_or_else(|| damaged(path, "it was cut off while being opened".into()))?;
         let header = Header::parse(start).map_err(|reason| damaged(path, format!("block 0: {reason}")))?;
         let layout = header.layout().ok_or_else(|| damaged(path, "impossible lengths".into()))?;
@@ -52,8 +52,8 @@ impl Mapped {
         Ok(mapped)
     }
 
-    /// Refuses a file that is sound but not the one that the manifest means.
-    pub fn expect(self, kind: Kind, num_tokens: u64, num_documents: u64, tokenizer: u64) -> Result<Self> {
+    /// Rejects a sound file that is not the one named by the manifest.
+    pub fn expect(self, kind: FileKind, num_tokens: u64, num_documents: u64, tokenizer: u64) -> Result<Self> {
         let header = &self.header;
         let found = (header.kind, header.num_tokens, header.num_documents, header.tokenizer_hash);
         if found == (kind, num_tokens, num_documents, tokenizer) {
@@ -62,8 +62,8 @@ impl Mapped {
         Err(damaged(&self.path, "block 0: it belongs to another corpus than the manifest".into()))
     }
 
-    /// Refuses a file that something has cut since it was mapped: touching a page that is gone would end
-    /// the process. What happens between this look and the touch nobody can prevent.
+    /// Rejects a file that was truncated after it was mapped: reading a page that is gone would kill the
+    /// process. A truncation between this check and the read cannot be caught.
     pub fn expect_whole(&self) -> Result<()> {
         match std::fs::metadata(&self.path) {
             Ok(now) if now.len() < self.map.len() as u64 => {
@@ -73,15 +73,15 @@ impl Mapped {
                     format!("{now} bytes instead of {then}: cut off while it was in use"),
                 ))
             }
-            _ => Ok(()), // a file that grew is sound where it was, one that was removed stays readable through its map
+            _ => Ok(()), // growth and removal do not change the mapped bytes
         }
     }
 
-    /// The bytes of a range, every block of which is known to be sound on return.
+    /// The bytes of a range, after verifying every block that it touches.
     #[inline]
     pub fn bytes(&self, range: Range<usize>) -> Result<&[u8]> {
         if !range.is_empty() {
-            for block in range.start / BLOCK..=(range.end - 1) / BLOCK {
+            for block in range.start / BLOCK_BYTES..=(range.end - 1) / BLOCK_BYTES {
                 let bit = 1 << (block % 64);
                 if self.verified[block / 64].load(Ordering::Relaxed) & bit == 0 {
                     self.check_block(block)?;
@@ -91,15 +91,15 @@ impl Mapped {
         Ok(&self.map[range])
     }
 
-    /// Asks the processor for a range's bytes ahead of their use, without waiting or checking.
+    /// Prefetches a range into the processor's cache, without waiting and without verifying it.
     #[inline]
     pub fn prefetch(&self, range: Range<usize>) {
         #[cfg(target_arch = "x86_64")]
         if let Some(bytes) = self.map.get(range) {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
             for line in bytes.chunks(CACHE_LINE) {
-                // SAFETY: a prefetch is a hint that never faults, whatever the address; SSE, which
-                // it belongs to, is part of every x86-64.
+                // SAFETY: a prefetch is a hint that never faults, whatever the address, and every x86-64
+                // has SSE.
                 unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
             }
         }
@@ -107,17 +107,17 @@ impl Mapped {
         let _ = range;
     }
 
-    /// The hash of the block table, by which the manifest knows this file's whole content.
+    /// The checksums of all blocks. The manifest stores their hash, which covers the whole content.
     pub fn table(&self) -> &[u8] {
         &self.map[self.layout.table..self.layout.file_length - 8]
     }
 
-    /// Every block that is not what was written.
+    /// The numbers of all blocks whose checksum is wrong.
     pub fn damaged_blocks(&self) -> Vec<usize> {
         (0..self.layout.num_blocks).filter(|&block| self.check_block(block).is_err()).collect()
     }
 
-    /// The file this is.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -133,9 +133,9 @@ impl Mapped {
     #[cold]
     fn check_block(&self, block: usize) -> Result<()> {
         self.expect_whole()?;
-        let end = ((block + 1) * BLOCK).min(self.layout.table);
+        let end = ((block + 1) * BLOCK_BYTES).min(self.layout.table);
         let stored = read_u64(&self.table()[block * 8..]);
-        if block_hash(&self.map[block * BLOCK..end]) != stored {
+        if block_hash(&self.map[block * BLOCK_BYTES..end]) != stored {
             let count = self.layout.num_blocks;
             return Err(damaged(&self.path, format!("block {block} of {count} is damaged")));
         }
@@ -144,15 +144,15 @@ impl Mapped {
     }
 }
 
-/// An error about this file with the remedy that all of them share.
+/// An error about a damaged file, with the remedy that all of these share.
 pub(super) fn damaged(path: &Path, reason: String) -> Error {
     Error::Damaged { path: path.to_owned(), reason: format!("{reason}; {REMEDY}") }
 }
 
-/// Opens a file that the manifest names; one that is gone counts as damage.
-fn open_existing(path: &Path) -> Result<File> {
-    File::open(path).map_err(|error| match error.kind() {
+/// An error about accessing a file that the manifest names; a missing one counts as damage.
+pub(super) fn access_error(path: &Path, error: std::io::Error) -> Error {
+    match error.kind() {
         std::io::ErrorKind::NotFound => damaged(path, "missing, though the manifest names it".into()),
         _ => Error::io(path, error),
-    })
+    }
 }

@@ -20,8 +20,8 @@ pub use shard::Shard;
 pub use synthetic::write_sparse;
 pub use verify::{Verified, verify};
 
-pub(crate) use atomic_file::{create_folder, is_temp, remove_temps, write_error, write_whole};
-pub(crate) use corpus::HOLDOUT;
+pub(crate) use atomic_file::{create_folder, is_temp, remove_temps, write_atomically, write_error};
+pub(crate) use corpus::VALIDATION;
 pub(crate) use header::FORMAT_VERSION;
-pub(crate) use manifest::{MANIFEST, Manifest, PARTS, ShardEntry, TokenizerEntry, hex128, sum};
-pub(crate) use writer::{ShardSpec, UnitWriter};
+pub(crate) use manifest::{MANIFEST, Manifest, PARTS, ShardEntry, TokenizerEntry, hex128, saturating_sum};
+pub(crate) use writer::{DocumentWriter, ShardSpec};

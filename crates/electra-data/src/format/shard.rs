@@ -1,16 +1,16 @@
-//! Reading one shard: tokens, where documents end, and how long their lines are.
+//! Reading one shard: its tokens, where documents end, and how long their lines are.
 //!
-//! A shard is two files (see `format`), mapped when first touched. `store` opens whole corpora.
+//! A shard is two files (see `header`), mapped on first use. `corpus` opens all shards of a corpus.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use super::header::{HEADER, Kind, read_u64};
+use super::header::{FileKind, HEADER_BYTES, read_u64};
 use super::manifest::{Manifest, ShardEntry};
-use super::mmap::{Mapped, damaged};
+use super::mmap::{MappedFile, damaged};
 use crate::error::{Error, Result};
 
-/// A run of documents on disk. Cheap to hold: nothing is read before it is needed.
+/// A sequence of documents on disk. Opened lazily: nothing is read before it is needed.
 #[derive(Debug)]
 pub struct Shard {
     tokens_path: PathBuf,
@@ -19,13 +19,13 @@ pub struct Shard {
     num_documents: u64,
     width: u16,
     tokenizer_hash: u64,
-    tokens: OnceLock<Mapped>,
-    lines: OnceLock<Mapped>,
+    tokens: OnceLock<MappedFile>,
+    lines: OnceLock<MappedFile>,
     ends_checked: OnceLock<()>,
 }
 
 impl Shard {
-    /// A shard as the manifest in `dir` describes it.
+    /// The shard that a manifest entry describes.
     pub(crate) fn new(dir: &Path, manifest: &Manifest, entry: &ShardEntry) -> Self {
         Self {
             tokens_path: dir.join(&entry.tokens.file),
@@ -50,15 +50,15 @@ impl Shard {
         self.num_documents
     }
 
-    /// Where each document ends, in tokens from the shard's start: ascending, the last one
-    /// [`Shard::num_tokens`].
+    /// The end of each document in tokens from the shard's start: strictly ascending, the last one equal to
+    /// [`Shard::num_tokens`]. Checked on first use.
     pub fn document_ends(&self) -> Result<&[u32]> {
         let file = self.tokens()?;
         file.expect_whole()?;
         let start = file.layout.index;
         let bytes = file.bytes(start..start + self.num_documents as usize * 4)?;
-        // SAFETY: any four bytes are a u32; the prefix is empty because maps are page-aligned and
-        // the index begins at a multiple of 8 (checked below all the same).
+        // SAFETY: any four bytes are a valid u32. The prefix is empty because maps are page-aligned and
+        // the index begins at a multiple of 8; this is checked below.
         let (prefix, ends, suffix) = unsafe { bytes.align_to::<u32>() };
         if !prefix.is_empty() || !suffix.is_empty() {
             return Err(damaged(file.path(), "the document table is not aligned".into()));
@@ -70,16 +70,15 @@ impl Shard {
         Ok(ends)
     }
 
-    /// Copies `out.len()` tokens beginning with the `start`-th, widened to i32.
-    ///
-    /// Blocks touched for the first time are compared with their checksums.
+    /// Copies `out.len()` token ids from `start` on, widened to i32. Blocks read for the first time are
+    /// verified. A range outside the shard is an error.
     #[inline]
     pub fn copy_tokens(&self, start: u64, out: &mut [i32]) -> Result<()> {
         let file = self.tokens()?;
         let end = start.checked_add(out.len() as u64).filter(|&end| end <= self.num_tokens);
         let Some(end) = end else { return Err(self.out_of_range(start, out.len())) };
         let width = usize::from(self.width);
-        let bytes = file.bytes(HEADER + start as usize * width..HEADER + end as usize * width)?;
+        let bytes = file.bytes(HEADER_BYTES + start as usize * width..HEADER_BYTES + end as usize * width)?;
         if width == 2 {
             for (slot, id) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
                 *slot = i32::from(u16::from_le_bytes(*id));
@@ -92,24 +91,24 @@ impl Shard {
         Ok(())
     }
 
-    /// Begins to fetch tokens that will be copied soon: reading rows in random order is mostly waiting
-    /// for memory. Does nothing where the range is wrong or the file not open yet.
+    /// Prefetches tokens that will be copied soon: reading rows in random order is mostly waiting for
+    /// memory. Does nothing if the range is invalid or the file is not open yet.
     #[inline]
     pub fn prefetch_tokens(&self, start: u64, count: u32) {
         if let Some(file) = self.tokens.get() {
             let (start, width) = (start as usize, usize::from(self.width));
-            file.prefetch(HEADER + start * width..HEADER + (start + count as usize) * width);
+            file.prefetch(HEADER_BYTES + start * width..HEADER_BYTES + (start + count as usize) * width);
         }
     }
 
-    /// Token counts of the lines of one document (0 for a blank line), adding up to its length.
+    /// The number of tokens in each line of a document (0 for a blank line).
     pub fn line_lengths(&self, document: u64) -> Result<Vec<u32>> {
         let mut lengths = Vec::new();
         self.read_line_lengths(document, &mut lengths)?;
         Ok(lengths)
     }
 
-    /// The same into memory that is used again from document to document.
+    /// As [`Shard::line_lengths`], into a buffer that the caller reuses.
     pub fn read_line_lengths(&self, document: u64, lengths: &mut Vec<u32>) -> Result<()> {
         let file = self.lines()?;
         if document >= self.num_documents {
@@ -126,38 +125,43 @@ impl Shard {
             return Err(damaged(file.path(), format!("document {document}: offsets out of order")));
         }
         lengths.clear();
-        decode_lengths(file.bytes(HEADER + start..HEADER + end)?, lengths)
+        decode_lengths(file.bytes(HEADER_BYTES + start..HEADER_BYTES + end)?, lengths)
             .ok_or_else(|| damaged(file.path(), format!("document {document}: unreadable line lengths")))
     }
 
-    /// What to say when the lines of a document do not add up to it.
-    pub(crate) fn contradicted(&self, document: usize) -> Error {
+    /// The error for a document whose line lengths do not add up to its length.
+    pub(crate) fn lines_mismatch(&self, document: usize) -> Error {
         let reason = format!("document {document}: its lines do not add up to its tokens");
         damaged(&self.lines_path, reason)
     }
 
-    /// The token file, opened and checked on first use.
-    pub(super) fn tokens(&self) -> Result<&Mapped> {
-        let kind = Kind::Tokens { width: self.width };
+    /// The token file, opened on first use.
+    pub(super) fn tokens(&self) -> Result<&MappedFile> {
+        let kind = FileKind::Tokens { width: self.width };
         self.open(&self.tokens, &self.tokens_path, kind)
     }
 
-    /// The line file, opened and checked on first use.
-    pub(super) fn lines(&self) -> Result<&Mapped> {
-        self.open(&self.lines, &self.lines_path, Kind::Lines)
+    /// The line file, opened on first use.
+    pub(super) fn lines(&self) -> Result<&MappedFile> {
+        self.open(&self.lines, &self.lines_path, FileKind::Lines)
     }
 
     #[inline]
-    fn open<'a>(&self, cell: &'a OnceLock<Mapped>, path: &Path, kind: Kind) -> Result<&'a Mapped> {
+    fn open<'a>(
+        &self,
+        cell: &'a OnceLock<MappedFile>,
+        path: &Path,
+        kind: FileKind,
+    ) -> Result<&'a MappedFile> {
         if let Some(file) = cell.get() {
             return Ok(file);
         }
         let (tokens, documents) = (self.num_tokens, self.num_documents);
-        let file = Mapped::open(path)?.expect(kind, tokens, documents, self.tokenizer_hash)?;
+        let file = MappedFile::open(path)?.expect(kind, tokens, documents, self.tokenizer_hash)?;
         Ok(cell.get_or_init(|| file))
     }
 
-    fn check_ends(&self, file: &Mapped, ends: &[u32]) -> Result<()> {
+    fn check_ends(&self, file: &MappedFile, ends: &[u32]) -> Result<()> {
         let ascending = ends.first().is_none_or(|&first| first > 0) && ends.is_sorted_by(|a, b| a < b);
         if ascending && ends.last().map_or(0, |&end| u64::from(end)) == self.num_tokens {
             return Ok(());
@@ -174,7 +178,7 @@ impl Shard {
     }
 }
 
-/// Appends unsigned LEB128 numbers until the bytes end; `None` if they end inside a number.
+/// Appends all unsigned LEB128 numbers in `bytes`; `None` if one is too large or cut off.
 fn decode_lengths(bytes: &[u8], lengths: &mut Vec<u32>) -> Option<()> {
     let (mut value, mut shift) = (0_u32, 0);
     for &byte in bytes {

@@ -1,40 +1,40 @@
-//! Checking a corpus from the first byte to the last.
+//! Verifying every byte of a corpus.
 
 use std::path::Path;
 
 use rayon::prelude::*;
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::corpus::HOLDOUT;
-use super::manifest::{FileEntry, Manifest, ShardEntry, hex128, sum};
-use super::mmap::{Mapped, damaged};
+use super::corpus::VALIDATION;
+use super::manifest::{FileEntry, Manifest, ShardEntry, hex128, saturating_sum};
+use super::mmap::{MappedFile, damaged};
 use super::shard::Shard;
 use crate::error::{Error, Result};
 use crate::threads::on_all_cores;
 
-/// Tokens looked at together.
-const SOME_TOKENS: usize = 1 << 15;
+/// Tokens checked at a time.
+const CHUNK_TOKENS: usize = 1 << 15;
 
-/// What was looked at and what is wrong with it.
+/// What was verified and what is damaged.
 #[derive(Clone, Debug, Default)]
 pub struct Verified {
     /// Files that were read.
     pub num_files: u64,
     /// Bytes in them.
     pub num_bytes: u64,
-    /// One line for each piece of damage: file, block, remedy.
+    /// One line per damaged block, table or file: path, what is wrong, remedy.
     pub damaged: Vec<String>,
 }
 
-/// Checks every checksum, length and table of a corpus and of its held-out part.
+/// Verifies every checksum, length and table of a corpus and of its validation split.
 ///
-/// Damage to shards is collected; a manifest that cannot be trusted is an error.
+/// Damage to files is collected; a manifest that is missing or damaged is an error.
 pub fn verify(dir: &Path) -> Result<Verified> {
     let manifest = Manifest::read(dir)?;
     let mut verified = verify_one(dir, &manifest)?;
-    if manifest.holdout {
-        match Manifest::read(&dir.join(HOLDOUT)) {
-            Ok(holdout) => verified.add(verify_one(&dir.join(HOLDOUT), &holdout)?),
+    if manifest.has_validation {
+        match Manifest::read(&dir.join(VALIDATION)) {
+            Ok(validation) => verified.add(verify_one(&dir.join(VALIDATION), &validation)?),
             Err(error) => verified.damaged.push(error.to_string()),
         }
     }
@@ -56,7 +56,8 @@ fn verify_one(dir: &Path, manifest: &Manifest) -> Result<Verified> {
     verified.damaged = errors.into_iter().flatten().map(|error| error.to_string()).collect();
     for shard in &manifest.shards {
         verified.num_files += 2;
-        verified.num_bytes = sum([verified.num_bytes, shard.tokens.bytes, shard.lines.bytes].into_iter());
+        verified.num_bytes =
+            saturating_sum([verified.num_bytes, shard.tokens.bytes, shard.lines.bytes].into_iter());
     }
     let tokenizer = dir.join(&manifest.tokenizer.file);
     match std::fs::read(&tokenizer) {
@@ -78,7 +79,7 @@ fn check_shard(dir: &Path, manifest: &Manifest, entry: &ShardEntry) -> Vec<Error
     errors
 }
 
-fn check_file(file: Result<&Mapped>, entry: &FileEntry) -> Vec<Error> {
+fn check_file(file: Result<&MappedFile>, entry: &FileEntry) -> Vec<Error> {
     let file = match file {
         Ok(file) => file,
         Err(error) => return vec![error],
@@ -94,30 +95,29 @@ fn check_file(file: Result<&Mapped>, entry: &FileEntry) -> Vec<Error> {
     errors
 }
 
-/// Every document's lines must add up to its length.
+/// The lines of every document must add up to its length.
 fn check_tables(shard: &Shard) -> Result<()> {
     let mut start = 0;
     for (document, &end) in shard.document_ends()?.iter().enumerate() {
         let lines: u64 = shard.line_lengths(document as u64)?.into_iter().map(u64::from).sum();
         if lines != u64::from(end - start) {
-            let reason = format!("document {document}: its lines do not add up to its length");
-            return Err(damaged(shard.lines()?.path(), reason));
+            return Err(shard.lines_mismatch(document));
         }
         start = end;
     }
     Ok(())
 }
 
-/// Every id must be one of the vocabulary: an embedding is looked up by it.
+/// Every id must be in the vocabulary: it indexes an embedding.
 fn check_ids(shard: &Shard, vocab_size: u32) -> Result<()> {
-    let mut ids = vec![0; SOME_TOKENS];
+    let mut ids = vec![0; CHUNK_TOKENS];
     let mut start = 0;
     while start < shard.num_tokens() {
-        let count = (shard.num_tokens() - start).min(SOME_TOKENS as u64);
+        let count = (shard.num_tokens() - start).min(CHUNK_TOKENS as u64);
         let ids = &mut ids[..count as usize];
         shard.copy_tokens(start, ids)?;
-        if let Some(place) = ids.iter().position(|&id| id as u32 >= vocab_size) {
-            let (at, id) = (start + place as u64, ids[place] as u32);
+        if let Some(index) = ids.iter().position(|&id| id as u32 >= vocab_size) {
+            let (at, id) = (start + index as u64, ids[index] as u32);
             let reason = format!("token {at}: id {id} is not in the vocabulary of {vocab_size}");
             return Err(damaged(shard.tokens()?.path(), reason));
         }

@@ -1,4 +1,4 @@
-//! Writing shards: documents stream in, two checksummed files come out (layout: `format`).
+//! Writing shards: documents stream in, pairs of checksummed files come out (layout: `header`).
 
 use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -6,43 +6,43 @@ use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::atomic_file::{AtomicFile, write_error};
-use super::header::{BLOCK, HEADER, Header, Kind, block_hash};
+use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header, block_hash};
 use super::manifest::{FileEntry, ShardEntry, hex128};
 use crate::error::{Error, Result};
 
-/// What all shards of a corpus have in common.
+/// Settings shared by all shards of a corpus.
 #[derive(Clone, Debug)]
 pub(crate) struct ShardSpec {
-    /// Bytes of a token id: 2 or 4.
+    /// Bytes per token id: 2 or 4.
     pub width: u16,
     pub tokenizer_hash: u64,
-    /// The run's tag for temporary names.
+    /// The run's tag in temporary file names.
     pub tag: String,
     /// A shard ends at the first document boundary after this many tokens …
     pub max_tokens: u64,
-    /// … or this many documents, which bounds the tables held in memory while writing.
+    /// … or this many documents, which bounds the tables kept in memory while writing.
     pub max_documents: usize,
 }
 
-/// Writes the documents of one unit into as many shards as they need.
-pub(crate) struct UnitWriter {
+/// Writes the documents of one input group into as many shards as they need.
+pub(crate) struct DocumentWriter {
     dir: PathBuf,
-    unit: usize,
+    input_group: usize,
     first: usize,
     spec: ShardSpec,
     current: Option<ShardWriter>,
     shards: Vec<ShardEntry>,
 }
 
-impl UnitWriter {
-    /// Nothing is created on disk before the first token.
-    pub fn new(dir: &Path, unit: usize, spec: ShardSpec) -> Self {
-        Self::beginning_at(dir, unit, 0, spec)
+impl DocumentWriter {
+    /// A writer that creates nothing on disk before the first token.
+    pub fn new(dir: &Path, input_group: usize, spec: ShardSpec) -> Self {
+        Self::starting_at(dir, input_group, 0, spec)
     }
 
-    /// A writer whose first shard has this number.
-    pub fn beginning_at(dir: &Path, unit: usize, first: usize, spec: ShardSpec) -> Self {
-        Self { dir: dir.to_owned(), unit, first, spec, current: None, shards: Vec::new() }
+    /// A writer whose first shard has the number `first` within the input group.
+    pub fn starting_at(dir: &Path, input_group: usize, first: usize, spec: ShardSpec) -> Self {
+        Self { dir: dir.to_owned(), input_group, first, spec, current: None, shards: Vec::new() }
     }
 
     /// Appends tokens to the current line of the current document.
@@ -53,7 +53,7 @@ impl UnitWriter {
         let shard = match &mut self.current {
             Some(shard) => shard,
             empty => {
-                let stem = format!("shard-{:06}-{:03}", self.unit, self.first + self.shards.len());
+                let stem = format!("shard-{:06}-{:03}", self.input_group, self.first + self.shards.len());
                 empty.insert(ShardWriter::create(&self.dir, stem, &self.spec)?)
             }
         };
@@ -65,17 +65,17 @@ impl UnitWriter {
         self.current.as_mut().map_or(Ok(()), ShardWriter::end_line)
     }
 
-    /// Ends the current document; `false` if it had no token and so does not exist.
+    /// Ends the current document; `false` if it had no tokens and is dropped.
     pub fn end_document(&mut self) -> Result<bool> {
         let Some(shard) = &mut self.current else { return Ok(false) };
-        let any = shard.end_document()?;
+        let has_tokens = shard.end_document()?;
         if shard.num_tokens >= self.spec.max_tokens || shard.ends.len() >= self.spec.max_documents {
             self.finish_shard()?;
         }
-        Ok(any)
+        Ok(has_tokens)
     }
 
-    /// Makes the last shard durable and tells what was written.
+    /// Finishes the last shard; returns the entries of all shards, which are durable now.
     pub fn finish(mut self) -> Result<Vec<ShardEntry>> {
         self.finish_shard()?;
         Ok(self.shards)
@@ -99,7 +99,7 @@ struct ShardWriter {
     offsets: Vec<u64>,
     /// Tokens of the line being written.
     line: u32,
-    /// Blank lines that count only if another line follows in the same document.
+    /// Blank lines that are written only if another line follows in the same document.
     blank_lines: u64,
     document_start: u64,
     document_offset: u64,
@@ -126,9 +126,7 @@ impl ShardWriter {
         self.num_tokens += ids.len() as u64;
         if self.num_tokens > u64::from(u32::MAX) {
             let limit = u64::from(u32::MAX) - self.spec.max_tokens;
-            return Err(Error::Input(format!(
-                "a document has more than {limit} tokens: cut it into several"
-            )));
+            return Err(Error::Input(format!("a document has more than {limit} tokens; split it")));
         }
         self.line += ids.len() as u32;
         match self.spec.width {
@@ -137,7 +135,7 @@ impl ShardWriter {
         }
     }
 
-    /// Blank lines at a document's start and end are dropped, so that formats agree on its lines.
+    /// Drops blank lines at a document's start and end, so that its lines do not depend on the input format.
     fn end_line(&mut self) -> Result<()> {
         if self.line == 0 {
             self.blank_lines += u64::from(self.num_tokens > self.document_start);
@@ -147,12 +145,7 @@ impl ShardWriter {
             self.lines.write(&[0])?;
         }
         self.blank_lines = 0;
-        let mut rest = std::mem::take(&mut self.line);
-        while rest >= 0x80 {
-            self.lines.write(&[rest as u8 | 0x80])?;
-            rest >>= 7;
-        }
-        self.lines.write(&[rest as u8])
+        leb128(std::mem::take(&mut self.line)).try_for_each(|byte| self.lines.write(&[byte]))
     }
 
     fn end_document(&mut self) -> Result<bool> {
@@ -166,7 +159,7 @@ impl ShardWriter {
         self.ends.push(self.num_tokens as u32);
         self.offsets.push(self.document_offset);
         self.document_start = self.num_tokens;
-        self.document_offset = self.lines.position - HEADER as u64;
+        self.document_offset = self.lines.position - HEADER_BYTES as u64;
         Ok(true)
     }
 
@@ -176,10 +169,10 @@ impl ShardWriter {
             num_tokens: self.num_tokens,
             num_documents: self.ends.len() as u64,
             tokenizer_hash: self.spec.tokenizer_hash,
-            body_length: body.position - HEADER as u64,
+            body_length: body.position - HEADER_BYTES as u64,
         };
-        let tokens_header = header(Kind::Tokens { width: self.spec.width }, &self.tokens);
-        let lines_header = header(Kind::Lines, &self.lines);
+        let tokens_header = header(FileKind::Tokens { width: self.spec.width }, &self.tokens);
+        let lines_header = header(FileKind::Lines, &self.lines);
         let ends = self.ends.iter().map(|end| end.to_le_bytes());
         let offsets = self.offsets.iter().map(|offset| offset.to_le_bytes());
         Ok(ShardEntry {
@@ -191,11 +184,21 @@ impl ShardWriter {
     }
 }
 
-/// A file that is hashed block by block on its way to disk.
+/// The bytes of an unsigned LEB128 number.
+pub(super) fn leb128(value: u32) -> impl Iterator<Item = u8> {
+    let mut rest = Some(value);
+    std::iter::from_fn(move || {
+        let value = rest?;
+        rest = (value >= 0x80).then_some(value >> 7);
+        Some(if rest.is_some() { value as u8 | 0x80 } else { value as u8 })
+    })
+}
+
+/// A file that is checksummed block by block while it is written.
 struct BlockWriter {
     output: AtomicFile,
     block: Vec<u8>,
-    /// Block 0 is kept because the header is known only at the end.
+    /// Block 0, kept because the header is known only at the end.
     first: Vec<u8>,
     hashes: Vec<u64>,
     position: u64,
@@ -204,23 +207,23 @@ struct BlockWriter {
 impl BlockWriter {
     fn create(dir: &Path, name: &str, tag: &str) -> Result<Self> {
         let output = AtomicFile::create(dir, name, tag)?;
-        let mut block = Vec::with_capacity(BLOCK);
-        block.resize(HEADER, 0);
-        Ok(Self { output, block, first: Vec::new(), hashes: Vec::new(), position: HEADER as u64 })
+        let mut block = Vec::with_capacity(BLOCK_BYTES);
+        block.resize(HEADER_BYTES, 0);
+        Ok(Self { output, block, first: Vec::new(), hashes: Vec::new(), position: HEADER_BYTES as u64 })
     }
 
-    /// Writes ids of N bytes each, as many at once as there is room for: N divides a block.
+    /// Writes ids of N bytes each, as many at a time as fit into the block. N divides the block size.
     fn write_all<const N: usize>(&mut self, ids: &[u32], to_bytes: impl Fn(u32) -> [u8; N]) -> Result<()> {
         self.position += (N * ids.len()) as u64;
         let mut rest = ids;
         while !rest.is_empty() {
-            let (now, later) = rest.split_at(rest.len().min((BLOCK - self.block.len()) / N));
+            let (now, later) = rest.split_at(rest.len().min((BLOCK_BYTES - self.block.len()) / N));
             let end = self.block.len();
             self.block.resize(end + N * now.len(), 0);
-            for (place, &id) in self.block[end..].chunks_exact_mut(N).zip(now) {
-                place.copy_from_slice(&to_bytes(id));
+            for (slot, &id) in self.block[end..].chunks_exact_mut(N).zip(now) {
+                slot.copy_from_slice(&to_bytes(id));
             }
-            if self.block.len() == BLOCK {
+            if self.block.len() == BLOCK_BYTES {
                 self.flush_block()?;
             }
             rest = later;
@@ -231,7 +234,7 @@ impl BlockWriter {
     #[inline]
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.position += bytes.len() as u64;
-        let room = BLOCK - self.block.len();
+        let room = BLOCK_BYTES - self.block.len();
         if bytes.len() < room {
             self.block.extend_from_slice(bytes);
             return Ok(());
@@ -275,7 +278,7 @@ impl BlockWriter {
         if !self.block.is_empty() {
             self.flush_block()?;
         }
-        self.first[..HEADER].copy_from_slice(&header.to_bytes());
+        self.first[..HEADER_BYTES].copy_from_slice(&header.to_bytes());
         self.hashes[0] = block_hash(&self.first);
         let table: Vec<u8> = self.hashes.iter().flat_map(|hash| hash.to_le_bytes()).collect();
         self.block.extend_from_slice(&table);

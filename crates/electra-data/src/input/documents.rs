@@ -1,4 +1,4 @@
-//! Files to documents: plain text and JSON lines here, tables in `columns`.
+//! Files to documents: plain text and JSON lines here, Parquet and Arrow in `tables`.
 
 use std::path::Path;
 use std::sync::atomic::AtomicU64;
@@ -7,56 +7,56 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use super::files::InputFile;
 use super::pipeline::{Batcher, Mark};
-use super::read_options::{Documents, Format, Reading, missing_field};
+use super::read_options::{DocumentSeparator, InputFormat, ReadOptions, missing_field};
 use super::skipped::SkippedRecord;
-use super::text::{Cut, InvalidBytes, LineEnds, Lines};
+use super::text::{Cut, InvalidBytes, LineEndings, Lines};
 use crate::error::{Error, Result};
 
-/// Sends every document of a file on its way; `bytes` counts what is read from disk.
+/// Sends every document of a file to the batcher; `bytes` counts the bytes read from disk.
 pub(crate) fn read_file(
     file: &InputFile,
-    reading: &Reading,
+    reading: &ReadOptions,
     bytes: &AtomicU64,
     to: &mut Batcher,
 ) -> Result<()> {
     let result = match file.format {
-        Format::Text => read_text(file, reading, bytes, to),
-        Format::JsonLines => read_json_lines(file, reading, bytes, to),
-        Format::Parquet => guarded(file, || super::tables::read_parquet(file, reading, bytes, to)),
-        Format::Arrow => guarded(file, || super::tables::read_arrow(file, reading, bytes, to)),
+        InputFormat::Text => read_text(file, reading, bytes, to),
+        InputFormat::JsonLines => read_json_lines(file, reading, bytes, to),
+        InputFormat::Parquet => guarded(file, || super::tables::read_parquet(file, reading, bytes, to)),
+        InputFormat::Arrow => guarded(file, || super::tables::read_arrow(file, reading, bytes, to)),
     };
-    // First: a change explains whatever else went wrong.
+    // Checked first: a change explains whatever else went wrong.
     file.check_unchanged()?;
     result
 }
 
-/// Some damage makes the libraries that read tables panic; to the user it is damage like any other.
-/// Nothing half-changed is used afterwards: the run ends with this error.
+/// Turns a panic into an error: the libraries that read tables panic on some damaged files. Nothing that the
+/// panic left half-changed is used afterwards, because the run ends with this error.
 fn guarded(file: &InputFile, read: impl FnOnce() -> Result<()>) -> Result<()> {
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(read)).unwrap_or_else(|_| {
         let path = file.path.display();
-        Err(Error::Input(format!("{path}: damaged so badly that reading it broke off; get the file again")))
+        Err(Error::Input(format!("{path}: too damaged to be read; get the file again")))
     })
 }
 
-fn read_text(file: &InputFile, reading: &Reading, bytes: &AtomicU64, to: &mut Batcher) -> Result<()> {
+fn read_text(file: &InputFile, reading: &ReadOptions, bytes: &AtomicU64, to: &mut Batcher) -> Result<()> {
     let mut lines =
-        Lines::new(file.open(bytes)?, &file.path, reading.invalid_utf8, LineEnds::Detect, to.cut());
-    // Whether the current line, and the current document, have shown anything yet.
-    let (mut line_begun, mut document_begun) = (false, reading.documents == Documents::File);
+        Lines::new(file.open(bytes)?, &file.path, reading.invalid_utf8, LineEndings::Detect, to.cut());
+    // Whether the current line and the current document have any text yet.
+    let (mut line_begun, mut document_begun) = (false, reading.separator == DocumentSeparator::File);
     while let Some(fragment) = lines.next(|e| file.unreadable(e))? {
         let text = fragment.text.map_err(|bad| bad.in_file(&file.path))?;
         let blank = !line_begun && text.trim().is_empty() && fragment.ends_line;
         line_begun = !fragment.ends_line;
-        if blank && reading.documents != Documents::File {
+        if blank && reading.separator != DocumentSeparator::File {
             if std::mem::take(&mut document_begun) {
                 to.push("", Mark::Document)?;
             }
             continue;
         }
         document_begun = true;
-        to.push(&text, if fragment.ends_line { Mark::Line } else { Mark::Part })?;
-        if fragment.ends_line && reading.documents == Documents::Line {
+        to.push(&text, if fragment.ends_line { Mark::Line } else { Mark::Partial })?;
+        if fragment.ends_line && reading.separator == DocumentSeparator::Line {
             to.push("", Mark::Document)?;
             document_begun = false;
         }
@@ -64,10 +64,15 @@ fn read_text(file: &InputFile, reading: &Reading, bytes: &AtomicU64, to: &mut Ba
     if document_begun { to.push("", Mark::Document) } else { Ok(()) }
 }
 
-fn read_json_lines(file: &InputFile, reading: &Reading, bytes: &AtomicU64, to: &mut Batcher) -> Result<()> {
-    // A record is one JSON text, so its line is never cut.
+fn read_json_lines(
+    file: &InputFile,
+    reading: &ReadOptions,
+    bytes: &AtomicU64,
+    to: &mut Batcher,
+) -> Result<()> {
+    // A record must be parsed as a whole, so its line is never cut.
     let mut lines =
-        Lines::new(file.open(bytes)?, &file.path, reading.invalid_utf8, LineEnds::Newline, Cut::Nowhere);
+        Lines::new(file.open(bytes)?, &file.path, reading.invalid_utf8, LineEndings::Newline, Cut::Nowhere);
     let mut number = 0;
     while let Some(fragment) = lines.next(|e| file.unreadable(e))? {
         number += 1;
@@ -84,7 +89,7 @@ fn read_json_lines(file: &InputFile, reading: &Reading, bytes: &AtomicU64, to: &
     Ok(())
 }
 
-/// What is wrong with a record, and what can be done about it.
+/// What is wrong with a record, and the remedy.
 #[derive(Debug)]
 struct BadRecord {
     column: Option<usize>,
@@ -108,7 +113,7 @@ impl BadRecord {
     }
 }
 
-/// The text of one JSON record.
+/// The text of one JSON record: the wanted fields, joined by line ends.
 fn parse_record(line: &str, fields: &[String]) -> std::result::Result<String, BadRecord> {
     let bad = |reason, remedy| BadRecord { column: None, reason, remedy };
     let mut parser = serde_json::Deserializer::from_str(line);
@@ -142,14 +147,14 @@ fn keys_of(line: &str) -> Vec<String> {
         .unwrap_or_default()
 }
 
-/// A field's value as far as it matters.
+/// A field's value; of values that are not text, only the kind.
 enum Field {
     Text(String),
     Null,
     Other(&'static str),
 }
 
-/// Picks the wanted fields out of a JSON object and skips the others without building them.
+/// Extracts the wanted fields of a JSON object and skips the others without allocating them.
 struct TextFields<'a>(&'a [String]);
 
 impl<'de> DeserializeSeed<'de> for TextFields<'_> {

@@ -1,7 +1,7 @@
-//! From what the user names (files, folders, globs) to an ordered list of files, and opening them.
+//! Finding the files that the user names (files, folders, globs), in a fixed order, and opening them.
 //!
-//! The list is cut into units, the grain of resuming and of partitions: which files form a unit
-//! follows from their names and sizes alone.
+//! The list is divided into input groups, the unit of resuming and of partitions. Which files form a group
+//! depends on their names and sizes alone.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs::File;
@@ -12,18 +12,18 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
-use super::read_options::Format;
-use super::saved_dataset::{INFO, STATE, Saved};
+use super::read_options::InputFormat;
+use super::saved_dataset::{INFO, STATE, SavedDataset};
 use crate::error::{Error, Result};
 use crate::format::write_error;
 
-/// Consecutive files are one unit until they hold this many bytes.
-const UNIT_BYTES: u64 = 4 << 20;
+/// Consecutive files form one input group until they hold this many bytes.
+const GROUP_BYTES: u64 = 4 << 20;
 
 const KNOWN: &str = ".txt, .jsonl, .parquet and .arrow, each also with .gz, .zst or .xz";
 const REMEDY: &str = "--format text reads any file as text (others: jsonl, parquet, arrow)";
 
-/// How a file's bytes are packed.
+/// How a file is compressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Compression {
     None,
@@ -42,13 +42,13 @@ impl Compression {
         }
     }
 
-    /// Whether compressed data can begin like this: with the format's magic bytes, or some of them.
+    /// Whether compressed data can begin like this: `head` may be shorter than the magic bytes.
     fn may_begin_with(self, head: &[u8]) -> bool {
         let begins = |magic: &[u8]| head.iter().zip(magic).all(|(found, expected)| found == expected);
         match self {
             Self::None => true,
             Self::Gzip => begins(&[0x1f, 0x8b]),
-            // A frame of data, or one to be skipped, as parallel compressors put before it.
+            // A data frame, or a skippable frame, which parallel compressors write first.
             Self::Zstd => {
                 begins(&[0x28, 0xb5, 0x2f, 0xfd])
                     || (0x50..=0x5f).any(|kind| begins(&[kind, 0x2a, 0x4d, 0x18]))
@@ -62,32 +62,33 @@ impl Compression {
 #[derive(Clone, Debug)]
 pub(crate) struct InputFile {
     pub path: PathBuf,
-    /// The path below the folder that all inputs share: the same on every machine.
+    /// The path relative to the common parent of all inputs: the same on every machine.
     pub name: String,
     pub size: u64,
-    /// Whether it can be read more than once: it is no pipe.
+    /// Whether it is a regular file, which can be read more than once, unlike a pipe.
     pub regular: bool,
-    /// When it was last written, as it was listed.
+    /// Modification time when the file was listed.
     modified: Option<SystemTime>,
-    pub format: Format,
+    pub format: InputFormat,
     pub compression: Compression,
 }
 
-/// All files to read, sorted by path, none twice.
+/// All files to read, sorted by path, without duplicates.
 #[derive(Clone, Debug)]
 pub(crate) struct Inputs {
     pub files: Vec<InputFile>,
-    /// Files in folders or matched by globs whose extension is not known.
+    /// Number of files in folders, or matched by globs, whose extension is unknown.
     pub skipped: usize,
-    /// Splits of saved datasets that were passed over because another one is read.
+    /// Splits of saved datasets that are not read because another one is.
     pub skipped_splits: Vec<String>,
 }
 
 impl Inputs {
-    /// Finds every file that the user means. What is being made (`except`) is no input of itself.
+    /// Finds all files that `inputs` name, except those in the output folder `except`.
     ///
-    /// With a format every file that is not hidden is taken, without one those with a known ending.
-    pub fn expand(inputs: &[PathBuf], except: Option<&Path>, format: Option<Format>) -> Result<Self> {
+    /// With a format, every file that is not hidden is taken; without one, those with a known extension.
+    /// An error if there are none.
+    pub fn expand(inputs: &[PathBuf], except: Option<&Path>, format: Option<InputFormat>) -> Result<Self> {
         let except = except.and_then(|path| path.canonicalize().ok());
         let mut search = Search { except, format, ..Search::default() };
         for input in inputs {
@@ -110,12 +111,12 @@ impl Inputs {
         Ok(Self { files, skipped: search.skipped.len(), skipped_splits })
     }
 
-    /// Whether an existing file is among them, by whichever path.
+    /// Whether an existing file is among them, under any path.
     pub fn contains(&self, path: &Path) -> Result<bool> {
         let failed = |path: &Path, error| Error::io(path, error);
         let full = path.canonicalize().map_err(|e| failed(path, e))?;
         let size = full.metadata().map_err(|e| failed(path, e))?.len();
-        // Only a file of its size can be the file: the others need not be asked for their real paths.
+        // Only a file of the same size can be it: the real paths of the others need not be looked up.
         for file in self.files.iter().filter(|file| file.size == size) {
             if file.path.canonicalize().map_err(|e| failed(&file.path, e))? == full {
                 return Ok(true);
@@ -124,17 +125,17 @@ impl Inputs {
         Ok(false)
     }
 
-    /// Consecutive files grouped into units of at least 4 MiB.
-    pub fn units(&self) -> Vec<Range<usize>> {
-        let (mut units, mut start, mut bytes) = (Vec::new(), 0, 0);
+    /// Consecutive files in groups of at least 4 MiB, as ranges of `files`.
+    pub fn input_groups(&self) -> Vec<Range<usize>> {
+        let (mut groups, mut start, mut bytes) = (Vec::new(), 0, 0);
         for (index, file) in self.files.iter().enumerate() {
             bytes += file.size;
-            if bytes >= UNIT_BYTES || index + 1 == self.files.len() {
-                units.push(start..index + 1);
+            if bytes >= GROUP_BYTES || index + 1 == self.files.len() {
+                groups.push(start..index + 1);
                 (start, bytes) = (index + 1, 0);
             }
         }
-        units
+        groups
     }
 }
 
@@ -145,7 +146,7 @@ struct Search {
     skipped_splits: BTreeSet<String>,
     folders: HashSet<PathBuf>,
     except: Option<PathBuf>,
-    format: Option<Format>,
+    format: Option<InputFormat>,
 }
 
 impl Search {
@@ -168,7 +169,7 @@ impl Search {
             return Err(Error::NotFound { path: input.to_owned(), hint });
         }
         let bad = |error: &dyn std::fmt::Display| Error::Input(format!("{pattern}: {error}"));
-        // A pattern for all files does not mean a repository's .git.
+        // With a format, `*` must not match hidden files such as a repository's .git.
         let require_literal_leading_dot = self.format.is_some();
         let options = glob::MatchOptions { require_literal_leading_dot, ..glob::MatchOptions::new() };
         for path in glob::glob_with(&pattern, options).map_err(|e| bad(&e))? {
@@ -182,20 +183,21 @@ impl Search {
         Ok(())
     }
 
-    /// Everything below a folder but hidden files; each folder once, so that links cannot loop.
+    /// Adds everything below a folder except hidden files. Visits each folder once, so that links cannot
+    /// loop.
     fn add_folder(&mut self, folder: &Path) -> Result<()> {
         let failed = |e| Error::io(folder, e);
         if !self.folders.insert(folder.canonicalize().map_err(failed)?) {
             return Ok(());
         }
-        // Read as something else, it is a folder like any other.
-        let is_table = matches!(self.format, None | Some(Format::Arrow));
-        let rows = match if is_table { Saved::find(folder)? } else { None } {
-            Some(Saved::Splits { folder, others }) => {
+        // A saved dataset read in another format is an ordinary folder.
+        let is_table = matches!(self.format, None | Some(InputFormat::Arrow));
+        let rows = match if is_table { SavedDataset::find(folder)? } else { None } {
+            Some(SavedDataset::Splits { folder, others }) => {
                 self.skipped_splits.extend(others);
                 return self.add_folder(&folder);
             }
-            Some(Saved::Rows(files)) => {
+            Some(SavedDataset::Rows(files)) => {
                 files.iter().try_for_each(|file| self.add_file(file).map(drop))?;
                 true
             }
@@ -208,7 +210,7 @@ impl Search {
                 continue;
             }
             if rows {
-                self.pass_over(&entry.path())?;
+                self.count_skipped(&entry.path())?;
             } else if entry.path().is_dir() {
                 self.add_folder(&entry.path())?;
             } else {
@@ -218,8 +220,8 @@ impl Search {
         Ok(())
     }
 
-    /// Counts a file that is not read, unless it is read after all.
-    fn pass_over(&mut self, path: &Path) -> Result<()> {
+    /// Counts a file as skipped, unless it is read under another path.
+    fn count_skipped(&mut self, path: &Path) -> Result<()> {
         let full = path.canonicalize().map_err(|e| Error::io(path, e))?;
         if !self.files.contains_key(&full) {
             self.skipped.insert(full);
@@ -227,7 +229,7 @@ impl Search {
         Ok(())
     }
 
-    /// Takes a file; `false` if its extension is not known.
+    /// Adds a file; `false` if its extension is unknown.
     fn add_file(&mut self, path: &Path) -> Result<bool> {
         let full = path.canonicalize().map_err(|e| Error::io(path, e))?;
         if self.except.as_ref().is_some_and(|folder| full.starts_with(folder)) {
@@ -245,8 +247,8 @@ impl Search {
     }
 }
 
-/// Format and compression by the name's ending; the format may be given.
-fn kind_of(path: &Path, format: Option<Format>) -> Option<(Format, Compression)> {
+/// Format and compression by the file's extension; `format` overrides the former.
+fn kind_of(path: &Path, format: Option<InputFormat>) -> Option<(InputFormat, Compression)> {
     let name = path.file_name()?.to_string_lossy().to_lowercase();
     let (stem, compression) =
         [(".gz", Compression::Gzip), (".zst", Compression::Zstd), (".xz", Compression::Xz)]
@@ -254,10 +256,10 @@ fn kind_of(path: &Path, format: Option<Format>) -> Option<(Format, Compression)>
             .find_map(|(ending, kind)| Some((name.strip_suffix(ending)?, kind)))
             .unwrap_or((&name, Compression::None));
     let formats = [
-        (".txt", Format::Text),
-        (".jsonl", Format::JsonLines),
-        (".parquet", Format::Parquet),
-        (".arrow", Format::Arrow),
+        (".txt", InputFormat::Text),
+        (".jsonl", InputFormat::JsonLines),
+        (".parquet", InputFormat::Parquet),
+        (".arrow", InputFormat::Arrow),
     ];
     let by_name = || formats.into_iter().find(|(ending, _)| stem.ends_with(ending)).map(|(_, known)| known);
     Some((format.or_else(by_name)?, compression))
@@ -279,13 +281,13 @@ fn strip_common_folder(files: &mut [InputFile]) {
     }
 }
 
-/// A file that adds what is read from it to a counter.
-struct Counted<'a> {
+/// A file that counts the bytes read from it.
+struct CountingReader<'a> {
     file: File,
     bytes: &'a AtomicU64,
 }
 
-impl Read for Counted<'_> {
+impl Read for CountingReader<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
         let count = self.file.read(buffer)?;
         self.bytes.fetch_add(count as u64, Ordering::Relaxed);
@@ -294,18 +296,18 @@ impl Read for Counted<'_> {
 }
 
 impl InputFile {
-    /// The file's text stream, decompressed; `bytes` counts what is read from disk.
+    /// The decompressed contents; `bytes` counts the bytes read from disk.
     pub fn open<'a>(&self, bytes: &'a AtomicU64) -> Result<Box<dyn BufRead + 'a>> {
         let file = File::open(&self.path).map_err(|e| Error::io(&self.path, e))?;
         if self.size == 0 && self.compression != Compression::None {
             return Err(self.unreadable(&std::io::ErrorKind::UnexpectedEof.into()));
         }
-        let mut raw = BufReader::with_capacity(1 << 18, Counted { file, bytes });
+        let mut raw = BufReader::with_capacity(1 << 18, CountingReader { file, bytes });
         let head = raw.fill_buf().map_err(|e| Error::io(&self.path, e))?;
         if !self.compression.may_begin_with(head) {
             let (path, kind) = (self.path.display(), self.compression.name());
             return Err(Error::Input(format!(
-                "{path}: is not {kind} data, whatever its name says; if it is plain text, rename it"
+                "{path}: is not {kind} data, despite its name; if it is plain text, rename it"
             )));
         }
         Ok(match self.compression {
@@ -318,7 +320,7 @@ impl InputFile {
         })
     }
 
-    /// The file itself where it can be sought in; a compressed one is unpacked to a temporary file.
+    /// The file itself, or an unpacked temporary copy of a compressed one, because seeking is needed.
     pub fn open_seekable(&self) -> Result<File> {
         if self.compression == Compression::None {
             return File::open(&self.path).map_err(|e| Error::io(&self.path, e));
@@ -333,7 +335,7 @@ impl InputFile {
         Ok(unpacked)
     }
 
-    /// Refuses what was read if the file is no longer the one that was listed: half of it may be old.
+    /// An error if the file changed since it was listed: what was read may be a mix of old and new.
     pub fn check_unchanged(&self) -> Result<()> {
         let what = match std::fs::metadata(&self.path) {
             Ok(now) if now.len() == self.size && now.modified().ok() == self.modified => return Ok(()),
@@ -346,7 +348,7 @@ impl InputFile {
         Err(Error::Input(format!("{path}: {what} while it was in use; run again when nothing changes it")))
     }
 
-    /// An error while reading the stream: the system's, or damage in the compressed data.
+    /// The error for a failed read: the system's, or damaged compressed data.
     pub fn unreadable(&self, error: &std::io::Error) -> Error {
         if error.raw_os_error().is_some() || self.compression == Compression::None {
             return Error::io(&self.path, std::io::Error::new(error.kind(), error.to_string()));

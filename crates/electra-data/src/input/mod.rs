@@ -10,13 +10,13 @@ mod skipped;
 mod tables;
 mod text;
 
-pub use read_options::{Documents, Format, Reading};
+pub use read_options::{DocumentSeparator, InputFormat, ReadOptions, TextSource};
 pub use skipped::SkippedRecord;
 pub use text::InvalidUtf8;
 
 pub(crate) use documents::read_file;
 pub(crate) use files::{Compression, Inputs};
-pub(crate) use pipeline::{Batch, Batcher, Intake, Mark, beginning, default_threads, run};
-pub(crate) use sampler::{Draw, Drawn};
-pub(crate) use skipped::{SKIPPED, SkipLog, read_first, to_lines};
+pub(crate) use pipeline::{Batcher, Intake, Mark, TextBatch, default_threads, read_beginning, run};
+pub(crate) use sampler::{Sampled, Sampler};
+pub(crate) use skipped::{SKIPPED, SkipLog, read_first_skipped, skipped_to_jsonl};
 pub(crate) use text::{Cut, character_boundary};

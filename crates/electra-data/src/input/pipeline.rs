@@ -1,59 +1,59 @@
-//! One reader, many workers, one consumer, in order and in bounded memory.
+//! One reader, many workers and one consumer, in order and in bounded memory.
 //!
-//! The reader fills batches of about 1 MiB of text; each batch travels with a slot for its result,
-//! and the consumer takes the slots in the order in which the reader made them.
+//! The reader fills batches of about 1 MiB of text. Each batch has a channel for its result, and the consumer
+//! receives from these channels in the order in which the reader made them.
 
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
-use super::sampler::{Draw, Drawn};
+use super::sampler::{Sampled, Sampler};
 use super::skipped::{SkipLog, SkippedRecord};
-use super::text::{Cut, FRAGMENT, character_boundary};
+use super::text::{Cut, FRAGMENT_BYTES, character_boundary};
 use crate::error::{Error, Result};
 
 const BATCH_BYTES: usize = 1 << 20;
-const BATCH_PIECES: usize = 1 << 16;
-/// How long the consumer waits before it looks after progress and signals.
-const PATIENCE: Duration = Duration::from_millis(50);
+const BATCH_TEXTS: usize = 1 << 16;
+/// How long the consumer waits before it reports progress and checks for signals.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What ends where a piece of text ends.
+/// What ends where a text ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Mark {
-    /// Nothing: the line goes on.
-    Part,
+    /// Nothing: the line continues.
+    Partial,
     Line,
     Document,
-    /// With the records of the unit that were left out.
-    Unit(Vec<SkippedRecord>),
+    /// An input group, with its skipped records.
+    InputGroup(Vec<SkippedRecord>),
 }
 
-/// A piece of text in a batch; one that ends a document or unit is empty.
+/// A text of a batch with the mark at its end. One that ends a document or an input group is empty.
 #[derive(Debug)]
-pub(crate) struct Piece<'a> {
+pub(crate) struct MarkedText<'a> {
     pub text: &'a str,
     pub mark: &'a Mark,
-    /// Of the part that it belongs to (see `draw`).
+    /// The sampling level of its part of the document (see `sampler`).
     pub level: u8,
 }
 
-/// Text in pieces, each ended by a mark.
+/// About 1 MiB of text, divided by marks.
 #[derive(Debug, Default)]
-pub(crate) struct Batch {
+pub(crate) struct TextBatch {
     text: String,
-    pieces: Vec<(usize, Mark, u8)>,
-    /// What was drawn of the text up to here.
-    pub drawn: Drawn,
+    texts: Vec<(usize, Mark, u8)>,
+    /// What was sampled of all text up to the end of this batch.
+    pub sampled: Sampled,
 }
 
-impl Batch {
-    /// The pieces in order.
-    pub fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
+impl TextBatch {
+    /// The texts in order.
+    pub fn texts(&self) -> impl Iterator<Item = MarkedText<'_>> {
         let mut start = 0;
-        self.pieces.iter().map(move |&(end, ref mark, level)| {
+        self.texts.iter().map(move |&(end, ref mark, level)| {
             let text = &self.text[start..end];
             start = end;
-            Piece { text, mark, level }
+            MarkedText { text, mark, level }
         })
     }
 
@@ -63,36 +63,36 @@ impl Batch {
     }
 }
 
-/// How a reader's text is cut, left out and drawn.
+/// What happens to text between reader and batch: cutting, skipping, sampling.
 pub(crate) struct Intake<'a> {
-    /// Where a line may be cut without changing what comes of it.
+    /// Where a line may be cut without changing its tokens.
     pub cut: Cut<'a>,
     pub skips: SkipLog,
-    pub draw: Draw,
+    pub sampler: Sampler,
 }
 
 impl<'a> Intake<'a> {
-    /// Takes all text and leaves no record out.
-    pub fn of_all(cut: Cut<'a>) -> Self {
-        Self { cut, skips: SkipLog::default(), draw: Draw::all() }
+    /// Samples all text and skips no record.
+    pub fn everything(cut: Cut<'a>) -> Self {
+        Self { cut, skips: SkipLog::default(), sampler: Sampler::everything() }
     }
 }
 
-/// Collects what the reader finds and sends it off in batches.
+/// Collects the text that the reader finds and sends it in batches.
 pub(crate) struct Batcher<'a> {
-    batch: Batch,
-    /// A batch is sent when it has so many bytes of text.
+    batch: TextBatch,
+    /// A batch is sent once it has this many bytes of text.
     batch_bytes: usize,
     intake: Intake<'a>,
-    send: &'a mut dyn FnMut(Batch) -> Result<()>,
+    send: &'a mut dyn FnMut(TextBatch) -> Result<()>,
 }
 
 impl<'a> Batcher<'a> {
-    fn new(batch_bytes: usize, intake: Intake<'a>, send: &'a mut dyn FnMut(Batch) -> Result<()>) -> Self {
-        Self { batch: Batch::default(), batch_bytes, intake, send }
+    fn new(batch_bytes: usize, intake: Intake<'a>, send: &'a mut dyn FnMut(TextBatch) -> Result<()>) -> Self {
+        Self { batch: TextBatch::default(), batch_bytes, intake, send }
     }
 
-    /// Whether only a little text is wanted.
+    /// Whether only the beginning of the input is wanted.
     pub fn is_brief(&self) -> bool {
         self.batch_bytes < BATCH_BYTES
     }
@@ -102,31 +102,31 @@ impl<'a> Batcher<'a> {
         self.intake.cut
     }
 
-    /// Appends a piece of text with what ends there. Long lines are cut, where they may be.
+    /// Appends text with the mark at its end. Long lines are cut where that is allowed.
     pub fn push(&mut self, mut text: &str, mark: Mark) -> Result<()> {
-        while text.len() > 2 * FRAGMENT {
+        while text.len() > 2 * FRAGMENT_BYTES {
             let at = match (cut_near(text, self.intake.cut), self.intake.cut) {
                 (Some(at), _) => at,
                 (None, Cut::Words(_)) => text.len(),
                 (None, _) => break,
             };
-            // A word that long is no word, and splitting it would take many times its memory.
-            let is_word = matches!(self.intake.cut, Cut::Words(_)) && at > 2 * FRAGMENT;
-            self.append(if is_word { "" } else { &text[..at] }, Mark::Part)?;
+            // No vocabulary has a word of this length, and splitting it would take many times its memory.
+            let is_word = matches!(self.intake.cut, Cut::Words(_)) && at > 2 * FRAGMENT_BYTES;
+            self.append(if is_word { "" } else { &text[..at] }, Mark::Partial)?;
             text = &text[at..];
         }
         self.append(text, mark)
     }
 
-    /// Leaves a record out, if it may be; `error` says what is wrong with it.
+    /// Skips a bad record, or fails with `error` if too many have been skipped.
     pub fn skip(&mut self, record: SkippedRecord, error: &Error) -> Result<()> {
         self.intake.skips.add(record, error)
     }
 
-    /// Ends a unit.
-    pub fn end_unit(&mut self) -> Result<()> {
+    /// Ends an input group.
+    pub fn end_input_group(&mut self) -> Result<()> {
         let skipped = self.intake.skips.take();
-        self.append("", Mark::Unit(skipped))
+        self.append("", Mark::InputGroup(skipped))
     }
 
     /// Appends a whole document.
@@ -138,36 +138,35 @@ impl<'a> Batcher<'a> {
     }
 
     fn append(&mut self, text: &str, mark: Mark) -> Result<()> {
-        let level = self.intake.draw.level_of(text, mark == Mark::Document);
+        let level = self.intake.sampler.level_of(text, mark == Mark::Document);
         if level.is_some() {
             self.batch.text.push_str(text);
         }
-        self.batch.pieces.push((self.batch.text.len(), mark, level.unwrap_or(0)));
-        if self.batch.text.len() >= self.batch_bytes || self.batch.pieces.len() >= BATCH_PIECES {
+        self.batch.texts.push((self.batch.text.len(), mark, level.unwrap_or(0)));
+        if self.batch.text.len() >= self.batch_bytes || self.batch.texts.len() >= BATCH_TEXTS {
             return self.flush();
         }
         Ok(())
     }
 
     fn flush(&mut self) -> Result<()> {
-        if self.batch.pieces.is_empty() {
+        if self.batch.texts.is_empty() {
             return Ok(());
         }
-        self.batch.drawn = self.intake.draw.drawn();
+        self.batch.sampled = self.intake.sampler.sampled();
         (self.send)(std::mem::take(&mut self.batch))
     }
 }
 
-/// The last place to cut before a fragment's length, or else the first one after it.
+/// The last position to cut before a fragment's length, or else the first one after it.
 fn cut_near(text: &str, cut: Cut) -> Option<usize> {
-    let end = character_boundary(text, FRAGMENT);
-    cut.last_place(&text.as_bytes()[..end]).or_else(|| Some(end + cut.first_place(&text[end..])?))
+    let end = character_boundary(text, FRAGMENT_BYTES);
+    cut.last_position(&text.as_bytes()[..end]).or_else(|| Some(end + cut.first_position(&text[end..])?))
 }
 
-/// Runs `read` and workers on threads and `consume` here; `None` means that a moment has passed.
-///
-/// Each thread makes a worker of its own, which may remember what it has seen.
-pub(crate) fn run<T: Send, W: FnMut(Batch) -> Result<T>>(
+/// Runs `read` and the workers on threads and `consume` on this one. `consume(None)` is called every 50 ms
+/// while there is no result. Each thread has a worker of its own, which may keep state between batches.
+pub(crate) fn run<T: Send, W: FnMut(TextBatch) -> Result<T>>(
     threads: usize,
     intake: Intake,
     read: impl FnOnce(&mut Batcher) -> Result<()> + Send,
@@ -175,24 +174,24 @@ pub(crate) fn run<T: Send, W: FnMut(Batch) -> Result<T>>(
     mut consume: impl FnMut(Option<T>) -> Result<()>,
 ) -> Result<()> {
     std::thread::scope(|scope| {
-        let (job_sender, jobs) = bounded::<(Batch, Sender<Result<T>>)>(threads);
+        let (batch_sender, batches) = bounded::<(TextBatch, Sender<Result<T>>)>(threads);
         let (slot_sender, slots) = bounded::<Receiver<Result<T>>>(2 * threads);
         for _ in 0..threads {
-            let (jobs, worker) = (jobs.clone(), &worker);
+            let (batches, worker) = (batches.clone(), &worker);
             scope.spawn(move || {
                 let mut work = worker();
-                jobs.iter().for_each(|(batch, slot)| drop(slot.send(work(batch))));
+                batches.iter().for_each(|(batch, slot)| drop(slot.send(work(batch))));
             });
         }
-        drop(jobs);
+        drop(batches);
         scope.spawn(move || {
             let mut send = |batch| {
                 let (result, slot) = bounded(1);
                 slot_sender.send(slot).map_err(|_| Error::Interrupted)?;
-                job_sender.send((batch, result)).map_err(|_| Error::Interrupted)
+                batch_sender.send((batch, result)).map_err(|_| Error::Interrupted)
             };
             let mut batcher = Batcher::new(BATCH_BYTES, intake, &mut send);
-            // What came before an error may be whole units, which are kept.
+            // The text before an error may complete input groups, which are kept.
             let (read, sent) = (read(&mut batcher), batcher.flush());
             if let Err(error) = read.and(sent) {
                 let (result, slot) = bounded(1);
@@ -201,32 +200,40 @@ pub(crate) fn run<T: Send, W: FnMut(Batch) -> Result<T>>(
             }
         });
         while let Some(slot) = wait(&slots, &mut consume)? {
-            if let Some(result) = wait(&slot, &mut consume)? {
-                consume(Some(result?))?;
-            }
+            // Without this error, an input group could be finished without the text of the lost batch.
+            let result = wait(&slot, &mut consume)?.ok_or_else(worker_stopped)?;
+            consume(Some(result?))?;
         }
         Ok(())
     })
 }
 
-/// About the first `bytes` of text that `read` finds, one piece per line; an error ends it early.
-pub(crate) fn beginning(bytes: usize, cut: Cut, read: impl FnOnce(&mut Batcher) -> Result<()>) -> String {
+/// About the first `bytes` of text that `read` finds, one text per line; an error ends it early.
+pub(crate) fn read_beginning(
+    bytes: usize,
+    cut: Cut,
+    read: impl FnOnce(&mut Batcher) -> Result<()>,
+) -> String {
     let mut text = String::new();
-    let mut send = |batch: Batch| {
-        batch.pieces().for_each(|piece| text.extend([piece.text, "\n"]));
-        Err(Error::Interrupted) // that is enough
+    let mut send = |batch: TextBatch| {
+        batch.texts().for_each(|marked| text.extend([marked.text, "\n"]));
+        Err(Error::Interrupted) // stop reading after one batch
     };
-    let mut batcher = Batcher::new(bytes, Intake::of_all(cut), &mut send);
-    // What broke off, if it was not the sending, broke off after what is in the batch.
+    let mut batcher = Batcher::new(bytes, Intake::everything(cut), &mut send);
+    // Errors are ignored: the text before them counts, and the run that reads everything reports them.
     let _ = read(&mut batcher);
     let _ = batcher.flush();
     text
 }
 
-/// The next message, or `None` when there will be none.
+fn worker_stopped() -> Error {
+    Error::Input("a worker thread stopped unexpectedly; please report this with the message above".to_owned())
+}
+
+/// The next message, or `None` once the channel is closed.
 fn wait<M, T>(from: &Receiver<M>, consume: &mut impl FnMut(Option<T>) -> Result<()>) -> Result<Option<M>> {
     loop {
-        match from.recv_timeout(PATIENCE) {
+        match from.recv_timeout(POLL_INTERVAL) {
             Ok(message) => return Ok(Some(message)),
             Err(RecvTimeoutError::Timeout) => consume(None)?,
             Err(RecvTimeoutError::Disconnected) => return Ok(None),
@@ -234,7 +241,7 @@ fn wait<M, T>(from: &Receiver<M>, consume: &mut impl FnMut(Option<T>) -> Result<
     }
 }
 
-/// How many workers to use when nobody says.
+/// The default number of workers.
 pub(crate) fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
@@ -250,10 +257,10 @@ mod tests {
             let read = |batcher: &mut Batcher| {
                 (0..300_000).try_for_each(|i| batcher.push(&i.to_string(), Mark::Line))
             };
-            let work = |batch: Batch| Ok(batch.pieces().map(|p| p.text.to_owned()).collect::<Vec<_>>());
+            let work = |batch: TextBatch| Ok(batch.texts().map(|p| p.text.to_owned()).collect::<Vec<_>>());
             run(
                 threads,
-                Intake::of_all(Cut::Blanks),
+                Intake::everything(Cut::Blanks),
                 read,
                 || work,
                 |texts| {
@@ -268,16 +275,41 @@ mod tests {
     }
 
     #[test]
+    fn nothing_is_consumed_after_a_worker_panicked() {
+        let mut consumed = Vec::new();
+        let read = |batcher: &mut Batcher| {
+            for text in ["first", "bad", "last"] {
+                batcher.push(text, Mark::Line)?;
+                batcher.flush()?;
+            }
+            Ok(())
+        };
+        let work = |batch: TextBatch| {
+            assert_ne!(batch.text, "bad");
+            Ok(batch.text)
+        };
+        let consume = |text: Option<String>| {
+            consumed.extend(text);
+            Ok(())
+        };
+        let intake = Intake::everything(Cut::Blanks);
+        let outcome =
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(2, intake, read, || work, consume)));
+        assert!(outcome.is_err());
+        assert_eq!(consumed, ["first"]);
+    }
+
+    #[test]
     fn the_first_error_ends_everything() {
         let endless = |batcher: &mut Batcher| loop {
             batcher.push(&"x".repeat(1000), Mark::Line)?;
         };
         let stopped =
-            run(2, Intake::of_all(Cut::Blanks), endless, || |_| Ok(()), |_| Err(Error::Interrupted));
+            run(2, Intake::everything(Cut::Blanks), endless, || |_| Ok(()), |_| Err(Error::Interrupted));
         assert!(matches!(stopped, Err(Error::Interrupted)));
         let broken = run(
             2,
-            Intake::of_all(Cut::Blanks),
+            Intake::everything(Cut::Blanks),
             |_| Err(Error::Input("no".into())),
             || |_| Ok(()),
             |_| Ok(()),

@@ -1,23 +1,34 @@
-//! How text is found in files: the options of `input`, `corpus` and `columns`, and words they share.
+//! Where text comes from and how it is read: the options of this folder.
+
+use std::path::PathBuf;
 
 use super::text::InvalidUtf8;
+use crate::error::Result;
 
-/// What separates documents in `.txt` files.
+/// Where text comes from.
+pub enum TextSource<'a> {
+    /// Files, folders and globs.
+    Files(Vec<PathBuf>),
+    /// A stream of documents. Such a run cannot be resumed; it starts from the beginning.
+    Documents(Box<dyn Iterator<Item = Result<String>> + Send + 'a>),
+}
+
+/// What separates documents in text files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Documents {
+pub enum DocumentSeparator {
     /// One or more blank lines (and the end of a file).
     #[default]
     BlankLine,
-    /// Each file is one document.
+    /// Nothing: each file is one document.
     File,
-    /// Each line that is not blank is one document.
+    /// Every line; blank lines are ignored.
     Line,
 }
 
-/// How a file's bytes become documents.
+/// The format of an input file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
-    /// Lines of plain text, whatever language or markup they are in.
+pub enum InputFormat {
+    /// Plain text, in any language or markup.
     Text,
     /// One JSON object per line.
     JsonLines,
@@ -27,13 +38,13 @@ pub enum Format {
     Arrow,
 }
 
-impl Format {
-    /// The format of this name.
+impl InputFormat {
+    /// The format with this name, as [`InputFormat::name`] gives it.
     pub fn from_name(name: &str) -> Option<Self> {
         [Self::Text, Self::JsonLines, Self::Parquet, Self::Arrow].into_iter().find(|f| f.name() == name)
     }
 
-    /// Its name as an option.
+    /// Its name as an option: `text`, `jsonl`, `parquet` or `arrow`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Text => "text",
@@ -44,26 +55,26 @@ impl Format {
     }
 }
 
-/// How text is found in files.
+/// How files are read.
 #[derive(Clone, Debug)]
-pub struct Reading {
-    /// What every file is read as; by default each name's ending tells, and others are passed over.
-    pub format: Option<Format>,
-    /// What separates documents in `.txt` files.
-    pub documents: Documents,
-    /// Fields (columns) that hold the text; several are joined by a line end.
+pub struct ReadOptions {
+    /// The format of every file. By default the extension decides, and files with unknown ones are skipped.
+    pub format: Option<InputFormat>,
+    /// What separates documents in text files.
+    pub separator: DocumentSeparator,
+    /// Fields (columns) that hold the text; several are joined by line ends.
     pub text_fields: Vec<String>,
-    /// What to do with bytes that are not UTF-8.
+    /// What to do with invalid UTF-8.
     pub invalid_utf8: InvalidUtf8,
-    /// Records of JSON lines that may be left out because they cannot be read, over all the input.
+    /// The number of unreadable JSON lines that may be skipped, over all files.
     pub skip_bad_records: u64,
 }
 
-impl Default for Reading {
+impl Default for ReadOptions {
     fn default() -> Self {
         Self {
             format: None,
-            documents: Documents::default(),
+            separator: DocumentSeparator::default(),
             text_fields: vec!["text".to_owned()],
             invalid_utf8: InvalidUtf8::default(),
             skip_bad_records: 0,
@@ -71,8 +82,8 @@ impl Default for Reading {
     }
 }
 
-/// Says which fields there are when the wanted one is not among them.
-pub(super) fn missing_field(field: &str, there: &[String]) -> String {
-    let there = if there.is_empty() { "none".to_owned() } else { there.join(", ") };
-    format!("no text field \"{field}\"; there are: {there}")
+/// The error text for a missing field, listing those that exist.
+pub(super) fn missing_field(field: &str, existing: &[String]) -> String {
+    let existing = if existing.is_empty() { "none".to_owned() } else { existing.join(", ") };
+    format!("no text field \"{field}\"; there are: {existing}")
 }

@@ -1,4 +1,4 @@
-//! Folders that Hugging Face's `datasets` writes with `save_to_disk`: which files hold their rows.
+//! Folders written by `save_to_disk` of Hugging Face's `datasets`: which files hold the rows.
 //!
 //! A saved dataset has a `state.json` that names its `data-*.arrow`; other Arrow files beside them
 //! are caches. A saved `DatasetDict` has a `dataset_dict.json` and a saved dataset for each split.
@@ -9,27 +9,27 @@ use serde::Deserialize;
 
 use crate::error::{Error, Result};
 
-/// What a saved dataset's state is called; `input` knows the files beside it by these names too.
+/// Metadata files of a saved dataset, which `files` must not count as skipped.
 pub(super) const STATE: &str = "state.json";
 pub(super) const INFO: &str = "dataset_info.json";
 const SPLITS: &str = "dataset_dict.json";
-/// The split that is read where there are several.
+/// The split that is read if there are several.
 const TRAIN: &str = "train";
 
-/// What a folder of saved rows consists of.
+/// What a saved folder holds.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Saved {
+pub(super) enum SavedDataset {
     /// The files of one dataset.
     Rows(Vec<PathBuf>),
-    /// A dataset a split; the one to read and the names of the others.
+    /// A dataset per split: the one to read and the names of the others.
     Splits { folder: PathBuf, others: Vec<String> },
 }
 
 #[derive(Deserialize)]
-struct State {
+struct SavedState {
     #[serde(rename = "_data_files")]
     data_files: Vec<DataFile>,
-    /// Older releases could save a selection of the rows beside them.
+    /// Older releases could save a selection of rows by index.
     #[serde(rename = "_indices_data_files", default)]
     indices: Option<Vec<DataFile>>,
 }
@@ -44,13 +44,13 @@ struct Splits {
     splits: Vec<String>,
 }
 
-impl Saved {
-    /// Looks whether a folder is one that `save_to_disk` made.
+impl SavedDataset {
+    /// The dataset saved in a folder; `None` if `save_to_disk` did not write it.
     pub fn find(folder: &Path) -> Result<Option<Self>> {
         if folder.join(SPLITS).is_file() {
             return splits(folder).map(Some);
         }
-        // A state.json alone may be anybody's.
+        // Other programs write a state.json too.
         if folder.join(STATE).is_file() && folder.join(INFO).is_file() {
             return rows(folder).map(Some);
         }
@@ -58,9 +58,9 @@ impl Saved {
     }
 }
 
-fn rows(folder: &Path) -> Result<Saved> {
+fn rows(folder: &Path) -> Result<SavedDataset> {
     let path = folder.join(STATE);
-    let state: State = read(&path)?;
+    let state: SavedState = read(&path)?;
     if state.indices.is_some_and(|files| !files.is_empty()) {
         let path = path.display();
         return Err(Error::Input(format!(
@@ -75,11 +75,11 @@ fn rows(folder: &Path) -> Result<Saved> {
                 "{path}: names {missing}, which is missing; get the whole folder again"
             )))
         }
-        None => Ok(Saved::Rows(files)),
+        None => Ok(SavedDataset::Rows(files)),
     }
 }
 
-fn splits(folder: &Path) -> Result<Saved> {
+fn splits(folder: &Path) -> Result<SavedDataset> {
     let path = folder.join(SPLITS);
     let Splits { splits } = read(&path)?;
     let chosen = match &splits[..] {
@@ -90,7 +90,7 @@ fn splits(folder: &Path) -> Result<Saved> {
         })?,
     };
     let others = splits.iter().filter(|name| *name != chosen).cloned().collect();
-    Ok(Saved::Splits { folder: folder.join(chosen), others })
+    Ok(SavedDataset::Splits { folder: folder.join(chosen), others })
 }
 
 fn read<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T> {
@@ -105,27 +105,27 @@ fn read<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T> {
 mod tests {
     use super::*;
 
-    fn find(files: &[(&str, &str)]) -> std::result::Result<Option<Saved>, String> {
+    fn find(files: &[(&str, &str)]) -> std::result::Result<Option<SavedDataset>, String> {
         let dir = tempfile::tempdir().unwrap();
         for (name, text) in files {
             std::fs::write(dir.path().join(name), text).unwrap();
         }
-        let found = Saved::find(dir.path()).map_err(|e| e.to_string())?;
+        let found = SavedDataset::find(dir.path()).map_err(|e| e.to_string())?;
         Ok(found.map(|saved| match saved {
-            Saved::Rows(files) => {
-                Saved::Rows(files.iter().map(|f| f.strip_prefix(dir.path()).unwrap().to_owned()).collect())
-            }
-            Saved::Splits { folder, others } => {
-                Saved::Splits { folder: folder.strip_prefix(dir.path()).unwrap().to_owned(), others }
+            SavedDataset::Rows(files) => SavedDataset::Rows(
+                files.iter().map(|f| f.strip_prefix(dir.path()).unwrap().to_owned()).collect(),
+            ),
+            SavedDataset::Splits { folder, others } => {
+                SavedDataset::Splits { folder: folder.strip_prefix(dir.path()).unwrap().to_owned(), others }
             }
         }))
     }
 
     #[test]
-    fn the_files_of_a_saved_dataset_are_those_it_names() {
+    fn a_saved_dataset_has_the_files_that_its_state_names() {
         let state = r#"{"_data_files": [{"filename": "data-0.arrow"}], "_fingerprint": "x", "_split": null}"#;
         let files = [(STATE, state), (INFO, "{}"), ("data-0.arrow", ""), ("cache-1.arrow", "")];
-        assert_eq!(find(&files).unwrap(), Some(Saved::Rows(vec!["data-0.arrow".into()])));
+        assert_eq!(find(&files).unwrap(), Some(SavedDataset::Rows(vec!["data-0.arrow".into()])));
         assert_eq!(find(&files[..1]).unwrap(), None);
         let missing = find(&files[..2]).unwrap_err();
         assert!(missing.contains("data-0.arrow, which is missing"), "{missing}");
@@ -136,11 +136,11 @@ mod tests {
     }
 
     #[test]
-    fn of_several_splits_train_is_read() {
+    fn the_train_split_is_chosen() {
         let read = |text| find(&[(SPLITS, text)]);
         let chosen = |folder: &str, others: &[&str]| {
             let others = others.iter().map(|&name| name.to_owned()).collect();
-            Some(Saved::Splits { folder: folder.into(), others })
+            Some(SavedDataset::Splits { folder: folder.into(), others })
         };
         let found = read(r#"{"splits": ["test", "train", "validation"]}"#).unwrap();
         assert_eq!(found, chosen("train", &["test", "validation"]));

@@ -1,4 +1,4 @@
-//! Records that cannot be read and are left out: how many may be, which ones they are, and their list.
+//! Unreadable records that are skipped: their limit, and their list in the corpus.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -7,21 +7,21 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// The list's name inside a corpus.
+/// The name of the list inside a corpus.
 pub(crate) const SKIPPED: &str = "skipped.jsonl";
 
-/// One record that was left out.
+/// A record that was skipped.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SkippedRecord {
-    /// The file's path below the folder that all inputs share.
+    /// The file's path relative to the common parent of all inputs.
     pub file: String,
-    /// Its line there, counted from 1.
+    /// The line number, from 1.
     pub line: u64,
     /// What is wrong with it.
     pub reason: String,
 }
 
-/// The records left out since the last unit ended, and how many there may be in all.
+/// The records skipped in the current input group, and the limit for the whole run.
 #[derive(Debug, Default)]
 pub(crate) struct SkipLog {
     allowed: u64,
@@ -30,12 +30,12 @@ pub(crate) struct SkipLog {
 }
 
 impl SkipLog {
-    /// A log of a run before which `count` records have been left out.
+    /// A log that allows `allowed` records in total, of which `count` have been skipped before.
     pub fn new(allowed: u64, count: u64) -> Self {
         Self { allowed, count, records: Vec::new() }
     }
 
-    /// Notes a record, or fails with its error if there have been enough of them.
+    /// Adds a record, or fails with its error if the limit is reached.
     pub fn add(&mut self, record: SkippedRecord, error: &Error) -> Result<()> {
         let (allowed, count) = (self.allowed, self.count);
         if allowed == 0 {
@@ -53,14 +53,14 @@ impl SkipLog {
         Ok(())
     }
 
-    /// The records noted since the last call.
+    /// The records added since the last call.
     pub fn take(&mut self) -> Vec<SkippedRecord> {
         std::mem::take(&mut self.records)
     }
 }
 
-/// The list as a file: a JSON object per line.
-pub(crate) fn to_lines(records: &[SkippedRecord]) -> serde_json::Result<Vec<u8>> {
+/// The list as JSON lines.
+pub(crate) fn skipped_to_jsonl(records: &[SkippedRecord]) -> serde_json::Result<Vec<u8>> {
     let mut lines = Vec::new();
     for record in records {
         serde_json::to_writer(&mut lines, record)?;
@@ -69,8 +69,8 @@ pub(crate) fn to_lines(records: &[SkippedRecord]) -> serde_json::Result<Vec<u8>>
     Ok(lines)
 }
 
-/// The first records of a corpus's list; none if somebody has removed it, for no program needs it.
-pub(crate) fn read_first(dir: &Path, count: usize) -> Result<Vec<SkippedRecord>> {
+/// The first records of a corpus's list; none if it was removed, because nothing depends on it.
+pub(crate) fn read_first_skipped(dir: &Path, count: usize) -> Result<Vec<SkippedRecord>> {
     let path = dir.join(SKIPPED);
     let file = match std::fs::File::open(&path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),

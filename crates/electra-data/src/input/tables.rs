@@ -1,4 +1,4 @@
-//! Documents out of tables: Parquet, and Arrow IPC streams and files.
+//! Documents from tables: Parquet, and Arrow IPC streams and files.
 
 use std::fs::File;
 use std::io::Read;
@@ -15,23 +15,23 @@ use parquet::arrow::arrow_reader::{ArrowReaderOptions, ParquetRecordBatchReaderB
 
 use super::files::InputFile;
 use super::pipeline::Batcher;
-use super::read_options::{Reading, missing_field};
+use super::read_options::{ReadOptions, missing_field};
 use crate::error::{Error, Result};
 
-/// Rows decoded at a time: documents can be long.
+/// Rows decoded at a time; few, because documents can be long.
 const ROWS: usize = 256;
-/// The same where only a file's beginning is wanted.
+/// The same when only the beginning of a file is wanted.
 const FEW_ROWS: usize = 4;
 
 /// Sends each row of a Parquet file as a document.
 pub(super) fn read_parquet(
     file: &InputFile,
-    reading: &Reading,
+    reading: &ReadOptions,
     bytes: &AtomicU64,
     to: &mut Batcher,
 ) -> Result<()> {
     let damaged = |error: &dyn std::fmt::Display| unreadable(file, "Parquet", error);
-    // Physical types only: text is then always plain UTF-8, whatever wrote the file.
+    // Ignore the Arrow schema: with the physical types, text is plain UTF-8 whatever wrote the file.
     let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true);
     let builder =
         ParquetRecordBatchReaderBuilder::<File>::try_new_with_options(file.open_seekable()?, options)
@@ -56,10 +56,10 @@ pub(super) fn read_parquet(
     Ok(())
 }
 
-/// Sends each row of an Arrow IPC stream or file (the stream between two magic words).
+/// Sends each row of an Arrow IPC stream or file (a stream between two magic numbers).
 pub(super) fn read_arrow(
     file: &InputFile,
-    reading: &Reading,
+    reading: &ReadOptions,
     bytes: &AtomicU64,
     to: &mut Batcher,
 ) -> Result<()> {
@@ -76,17 +76,17 @@ pub(super) fn read_arrow(
     for batch in &mut stream {
         send_rows(file, &batch.map_err(|e| damaged(&e))?, &reading.text_fields, to)?;
     }
-    // Between two batches a cut leaves a stream that reads well, but without the end's mark.
+    // A stream truncated between two batches reads without error, but lacks the end-of-stream marker.
     match stream.get_ref().last {
         END | [_, _, _, _, 0, 0, 0, 0] => Ok(()),
         _ => Err(damaged(&"it is cut off: the mark of its end is missing")),
     }
 }
 
-/// What ends a stream: no further message.
+/// The end-of-stream marker: an empty message.
 const END: [u8; 8] = [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0];
 
-/// A reader that remembers the last bytes it gave.
+/// A reader that remembers its last eight bytes.
 struct Tail<R> {
     inner: R,
     last: [u8; 8],
@@ -103,7 +103,7 @@ impl<R: Read> Read for Tail<R> {
     }
 }
 
-/// Where the wanted columns are; an error names the columns that hold text.
+/// Indices of the wanted columns; an error lists the columns that hold text.
 fn text_columns(file: &InputFile, schema: &Schema, fields: &[String]) -> Result<Vec<usize>> {
     let texts: Vec<String> =
         schema.fields().iter().filter(|f| is_text(f.data_type())).map(|f| f.name().clone()).collect();
@@ -143,7 +143,7 @@ fn send_rows(file: &InputFile, batch: &RecordBatch, fields: &[String], to: &mut 
     let mut columns = Vec::with_capacity(fields.len());
     for field in fields {
         let column = batch.column_by_name(field).ok_or_else(|| damaged("a batch lacks a column"))?;
-        columns.push(Texts::of(column).ok_or_else(|| damaged("a batch has another type of column"))?);
+        columns.push(TextColumn::of(column).ok_or_else(|| damaged("a batch has another type of column"))?);
     }
     let mut texts = Vec::with_capacity(fields.len());
     for row in 0..batch.num_rows() {
@@ -159,8 +159,8 @@ fn send_rows(file: &InputFile, batch: &RecordBatch, fields: &[String], to: &mut 
     Ok(())
 }
 
-/// A column of text; of a dictionary, its values and which of them each row has.
-struct Texts<'a> {
+/// A column of text, possibly dictionary-encoded.
+struct TextColumn<'a> {
     column: &'a ArrayRef,
     values: Strings<'a>,
     keys: Option<Vec<usize>>,
@@ -173,19 +173,19 @@ enum Strings<'a> {
     Utf8View(&'a StringViewArray),
 }
 
-impl<'a> Texts<'a> {
+impl<'a> TextColumn<'a> {
     /// `None` if the column does not hold text.
     fn of(column: &'a ArrayRef) -> Option<Self> {
         let Some(dictionary) = column.as_any_dictionary_opt() else {
             return Some(Self { column, values: Strings::of(column)?, keys: None });
         };
-        // Without values every row is null, and there are no keys to speak of.
+        // Without values every row is null, and `normalized_keys` would panic.
         let has_values = !dictionary.values().is_empty();
         let keys = if has_values { dictionary.normalized_keys() } else { Vec::new() };
         Some(Self { column, values: Strings::of(dictionary.values())?, keys: Some(keys) })
     }
 
-    /// The text in a row (`None` for null), if the row's key is one of the dictionary's.
+    /// The text in a row (`Some(None)` for null); `None` if its key is outside the dictionary.
     fn at(&self, row: usize) -> Option<Option<&'a str>> {
         if self.column.is_null(row) {
             return Some(None);
@@ -204,7 +204,7 @@ impl<'a> Strings<'a> {
         array.as_string_opt::<i32>().map(Self::Utf8).or_else(large).or_else(view)
     }
 
-    /// The string at a place (`None` for null), if there is such a place.
+    /// The string at an index (`Some(None)` for null); `None` if the index is out of range.
     fn get(&self, at: usize) -> Option<Option<&'a str>> {
         fn one<'a>(array: impl ArrayAccessor<Item = &'a str>, at: usize) -> Option<Option<&'a str>> {
             (at < array.len()).then(|| array.is_valid(at).then(|| array.value(at)))
@@ -231,9 +231,9 @@ mod tests {
     #[test]
     fn only_text_counts_as_text() {
         let numbers: ArrayRef = Arc::new(arrow_array::Int32Array::from(vec![1]));
-        assert!(Texts::of(&numbers).is_none());
+        assert!(TextColumn::of(&numbers).is_none());
         let strings: ArrayRef = Arc::new(StringArray::from(vec![Some("a"), None]));
-        let texts = Texts::of(&strings).unwrap();
+        let texts = TextColumn::of(&strings).unwrap();
         assert_eq!((texts.at(0), texts.at(1)), (Some(Some("a")), Some(None)));
         assert_eq!(Strings::Utf8(&StringArray::from(vec!["a"])).get(1), None);
     }

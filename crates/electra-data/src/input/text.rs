@@ -1,4 +1,4 @@
-//! Bytes to lines: UTF-8 checked with offsets, BOM and CRLF handled, endless lines cut.
+//! Bytes to lines: checks UTF-8, strips BOM and CR, cuts very long lines.
 
 use std::borrow::Cow;
 use std::io::BufRead;
@@ -6,28 +6,28 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// Lines longer than this are handed on in fragments where the tokenizer allows it.
-pub(super) const FRAGMENT: usize = 64 << 10;
-/// What is kept of a word that is longer than a fragment: enough to be too long for any vocabulary.
+/// Longer lines are returned in fragments where the tokenizer allows it.
+pub(super) const FRAGMENT_BYTES: usize = 64 << 10;
+/// How much is kept of a word longer than a fragment: enough to be too long for any vocabulary.
 const WORD_HEAD: usize = 4 << 10;
-/// No line, word or JSON record may need more memory than this.
-const LONGEST: usize = 1 << 30;
+/// The largest line that is kept in memory.
+const MAX_LINE_BYTES: usize = 1 << 30;
 
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
-/// What to do with bytes that are not UTF-8.
+/// What to do with invalid UTF-8.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum InvalidUtf8 {
-    /// Stop and say where.
+    /// Fail, naming the offset.
     #[default]
     Error,
-    /// Read each bad sequence as U+FFFD.
+    /// Replace each invalid sequence by U+FFFD.
     Replace,
 }
 
-/// A line or, if lines may be cut, a piece of one.
+/// A line or, if lines may be cut, part of one.
 pub(super) struct Fragment<'a> {
-    /// The text, or where it is not UTF-8; the next fragment can be had all the same.
+    /// The text, or where it is invalid UTF-8; reading can continue after that.
     pub text: std::result::Result<Cow<'a, str>, InvalidBytes>,
     pub ends_line: bool,
 }
@@ -36,15 +36,15 @@ pub(super) struct Fragment<'a> {
 #[derive(Clone, Copy)]
 pub(crate) enum Cut<'a> {
     Nowhere,
-    /// After an ASCII blank or tab.
+    /// After a space or tab.
     Blanks,
-    /// After every character that ends a word or is one; what is too long without one is shortened.
+    /// After every character that ends a word or is a word; a very long word is shortened.
     Words(&'a (dyn Fn(char) -> bool + Sync)),
 }
 
 impl Cut<'_> {
-    /// The last place in `text` where it may be cut.
-    pub fn last_place(self, text: &[u8]) -> Option<usize> {
+    /// The last position in `text` where it may be cut.
+    pub fn last_position(self, text: &[u8]) -> Option<usize> {
         let blank = memchr::memrchr2(b' ', b'\t', text).map(|at| at + 1);
         match self {
             Cut::Nowhere => None,
@@ -53,8 +53,9 @@ impl Cut<'_> {
         }
     }
 
-    /// The first place in `text` where it may be cut; where words end, before what ends the first one.
-    pub fn first_place(self, text: &str) -> Option<usize> {
+    /// The first position in `text` where it may be cut; for `Words`, before the character that ends the
+    /// first.
+    pub fn first_position(self, text: &str) -> Option<usize> {
         match self {
             Cut::Nowhere => None,
             Cut::Blanks => memchr::memchr2(b' ', b'\t', text.as_bytes()).map(|at| at + 1),
@@ -63,7 +64,7 @@ impl Cut<'_> {
     }
 }
 
-/// The last place in `text`, not after byte `limit`, where a character begins.
+/// The last character boundary in `text` that is not after byte `limit`.
 pub(crate) fn character_boundary(text: &str, limit: usize) -> usize {
     (0..=limit.min(text.len())).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0)
 }
@@ -81,16 +82,15 @@ fn last_word_end(text: &[u8], ends_word: &dyn Fn(char) -> bool) -> Option<usize>
     last
 }
 
-/// What ends a line.
+/// Which characters end a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LineEnds {
+pub(super) enum LineEndings {
     /// "\n" or "\r\n".
     Newline,
-    /// "\r", too, if there is one but no "\n" in the first 64 KiB: files of old Macs, which are then
-    /// read as Python's `open` reads them. In all other files a stray "\r" is a blank within a line,
-    /// so that terminal output or a damaged line end does not cut lines up.
+    /// As `Universal` if the first 64 KiB have a "\r" but no "\n" (files of old Macs), else as `Newline`, so
+    /// that a stray "\r" in terminal output does not split a line.
     Detect,
-    /// "\r", "\n" or "\r\n".
+    /// "\r", "\n" or "\r\n", as for Python's `open`.
     Universal,
 }
 
@@ -99,14 +99,14 @@ pub(super) struct Lines<'a, R> {
     input: R,
     path: &'a Path,
     invalid: InvalidUtf8,
-    line_ends: LineEnds,
+    line_ends: LineEndings,
     cut: Cut<'a>,
     buffer: Vec<u8>,
-    /// Where in the buffer the next fragment begins.
+    /// Start of the next fragment in the buffer.
     start: usize,
-    /// Offset of that place in the stream.
+    /// Offset of `start` in the stream.
     offset: u64,
-    /// Bytes of the fragment there that are not in the buffer because its word was shortened.
+    /// Bytes of the next fragment that were removed from the buffer by shortening a word.
     left_out: u64,
     /// Number of the current line, from 1.
     pub number: u64,
@@ -114,26 +114,26 @@ pub(super) struct Lines<'a, R> {
 }
 
 impl<'a, R: BufRead> Lines<'a, R> {
-    /// Reads from the stream's start; long lines come in pieces where `cut` allows it.
-    pub fn new(input: R, path: &'a Path, invalid: InvalidUtf8, line_ends: LineEnds, cut: Cut<'a>) -> Self {
+    /// Reads a stream from its start; long lines come in fragments where `cut` allows it.
+    pub fn new(input: R, path: &'a Path, invalid: InvalidUtf8, line_ends: LineEndings, cut: Cut<'a>) -> Self {
         let (buffer, start, offset, left_out, number, ended_line) = (Vec::new(), 0, 0, 0, 0, true);
         Self { input, path, invalid, line_ends, cut, buffer, start, offset, left_out, number, ended_line }
     }
 
-    /// The next fragment; `unreadable` words the stream's errors.
+    /// The next fragment, `None` at the end; `unreadable` converts the stream's errors.
     pub fn next(&mut self, unreadable: impl Fn(&std::io::Error) -> Error) -> Result<Option<Fragment<'_>>> {
         self.number += u64::from(self.ended_line);
-        if self.line_ends == LineEnds::Detect {
+        if self.line_ends == LineEndings::Detect {
             self.detect_line_ends(&unreadable)?;
         }
-        let (mut searched, mut limit) = (0, FRAGMENT);
+        let (mut searched, mut limit) = (0, FRAGMENT_BYTES);
         loop {
             if let Some((at, length)) = self.line_end(searched, &unreadable)? {
                 return Ok(Some(self.fragment(at, length, true)));
             }
             searched = self.buffer.len() - self.start;
             if searched >= limit {
-                if let Some(at) = self.cut.last_place(&self.buffer[self.start..]) {
+                if let Some(at) = self.cut.last_position(&self.buffer[self.start..]) {
                     return Ok(Some(self.fragment(at, 0, false)));
                 }
                 if matches!(self.cut, Cut::Words(_)) {
@@ -143,9 +143,9 @@ impl<'a, R: BufRead> Lines<'a, R> {
                     limit = searched * 2;
                 }
             }
-            if searched > LONGEST {
+            if searched > MAX_LINE_BYTES {
                 let (path, number) = (self.path.display(), self.number);
-                return Err(Error::Input(format!("{path}: line {number} is longer than 1 GiB; cut it up")));
+                return Err(Error::Input(format!("{path}: line {number} is longer than 1 GiB; split it")));
             }
             let more = self.read_more(&unreadable)?;
             if !more && searched == 0 && self.ended_line {
@@ -157,7 +157,7 @@ impl<'a, R: BufRead> Lines<'a, R> {
         }
     }
 
-    /// Appends what the stream has next to the buffer; `false` at its end.
+    /// Appends the stream's next bytes to the buffer; `false` at its end.
     fn read_more(&mut self, unreadable: &impl Fn(&std::io::Error) -> Error) -> Result<bool> {
         let chunk = self.input.fill_buf().map_err(|e| unreadable(&e))?;
         let length = chunk.len();
@@ -167,7 +167,7 @@ impl<'a, R: BufRead> Lines<'a, R> {
         Ok(length > 0)
     }
 
-    /// Takes whole characters out of the middle of a word of which no vocabulary needs more than the head.
+    /// Removes whole characters from the middle of a word that is too long for any vocabulary.
     fn shorten_word(&mut self) -> Result<()> {
         let word = &self.buffer[self.start..];
         let character_before = |at: usize| (0..=at).rev().find(|&at| word[at] & 0xc0 != 0x80).unwrap_or(0);
@@ -182,21 +182,21 @@ impl<'a, R: BufRead> Lines<'a, R> {
     }
 
     fn detect_line_ends(&mut self, unreadable: &impl Fn(&std::io::Error) -> Error) -> Result<()> {
-        while self.buffer.len() < FRAGMENT && self.read_more(unreadable)? {}
-        let head = &self.buffer[..self.buffer.len().min(FRAGMENT)];
+        while self.buffer.len() < FRAGMENT_BYTES && self.read_more(unreadable)? {}
+        let head = &self.buffer[..self.buffer.len().min(FRAGMENT_BYTES)];
         let is_old = memchr::memchr(b'\n', head).is_none() && memchr::memchr(b'\r', head).is_some();
-        self.line_ends = if is_old { LineEnds::Universal } else { LineEnds::Newline };
+        self.line_ends = if is_old { LineEndings::Universal } else { LineEndings::Newline };
         Ok(())
     }
 
-    /// The next line end in the buffer from `searched` on, and how many bytes it has.
+    /// Position and length of the next line ending in the buffer, from `searched` on.
     fn line_end(
         &mut self,
         searched: usize,
         unreadable: &impl Fn(&std::io::Error) -> Error,
     ) -> Result<Option<(usize, usize)>> {
         let rest = &self.buffer[self.start + searched..];
-        if self.line_ends != LineEnds::Universal {
+        if self.line_ends != LineEndings::Universal {
             return Ok(memchr::memchr(b'\n', rest).map(|at| (searched + at, 1)));
         }
         let Some(at) = memchr::memchr2(b'\r', b'\n', rest).map(|at| searched + at) else { return Ok(None) };
@@ -231,7 +231,7 @@ impl<'a, R: BufRead> Lines<'a, R> {
     }
 }
 
-/// Bytes that are not UTF-8, from this one on.
+/// Invalid UTF-8 at this offset.
 #[derive(Debug)]
 pub(super) struct InvalidBytes {
     at: u64,
@@ -258,10 +258,15 @@ mod tests {
     use super::*;
 
     fn read(bytes: &[u8], invalid: InvalidUtf8, cut: Cut) -> Result<Vec<String>> {
-        read_with(bytes, invalid, LineEnds::Detect, cut)
+        read_with(bytes, invalid, LineEndings::Detect, cut)
     }
 
-    fn read_with(bytes: &[u8], invalid: InvalidUtf8, line_ends: LineEnds, cut: Cut) -> Result<Vec<String>> {
+    fn read_with(
+        bytes: &[u8],
+        invalid: InvalidUtf8,
+        line_ends: LineEndings,
+        cut: Cut,
+    ) -> Result<Vec<String>> {
         let input = std::io::BufReader::with_capacity(7, bytes);
         let mut lines = Lines::new(input, Path::new("x"), invalid, line_ends, cut);
         let (mut all, mut line) = (Vec::new(), String::new());
@@ -283,24 +288,24 @@ mod tests {
     }
 
     #[test]
-    fn files_of_old_macs_are_found_out() {
+    fn files_of_old_macs_are_detected() {
         let read = |text: &str| read(text.as_bytes(), InvalidUtf8::Error, Cut::Blanks).unwrap();
         assert_eq!(read("a b\r\rc\r"), ["a b", "", "c"]);
         assert_eq!(read("50 %\r100 %\nend\n"), ["50 %\r100 %", "end"]);
-        let late = "line\r".repeat(FRAGMENT / 5 + 1);
+        let late = "line\r".repeat(FRAGMENT_BYTES / 5 + 1);
         let lines = read(&(late.clone() + "a\nb\r\nc"));
-        assert_eq!(lines.len(), FRAGMENT / 5 + 4);
+        assert_eq!(lines.len(), FRAGMENT_BYTES / 5 + 4);
         assert_eq!(lines[lines.len() - 3..], ["a", "b", "c"]);
-        assert_eq!(read(&("x".repeat(FRAGMENT) + "\na\rb")).len(), 2);
+        assert_eq!(read(&("x".repeat(FRAGMENT_BYTES) + "\na\rb")).len(), 2);
     }
 
     #[test]
-    fn after_bad_bytes_reading_goes_on() {
+    fn reading_continues_after_bad_bytes() {
         let mut lines = Lines::new(
             &b"a\n\xff\nb"[..],
             Path::new("x"),
             InvalidUtf8::Error,
-            LineEnds::Newline,
+            LineEndings::Newline,
             Cut::Nowhere,
         );
         let mut next = || lines.next(|e| Error::Input(e.to_string())).unwrap().map(|f| f.text.is_ok());
@@ -308,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_bytes_are_placed() {
+    fn bad_bytes_are_located() {
         let error =
             read(b"\xef\xbb\xbfok\nab\xffc\n", InvalidUtf8::Error, Cut::Blanks).unwrap_err().to_string();
         assert!(error.contains("at byte 8 ") && error.contains("--invalid-utf8 replace"), "{error}");
@@ -317,9 +322,10 @@ mod tests {
 
     #[test]
     fn endless_lines_are_cut_only_at_whitespace() {
-        let text = "wörd ".repeat(3 * FRAGMENT / 6) + &"x".repeat(3 * FRAGMENT) + " end";
+        let text = "wörd ".repeat(3 * FRAGMENT_BYTES / 6) + &"x".repeat(3 * FRAGMENT_BYTES) + " end";
         let input = std::io::BufReader::new(text.as_bytes());
-        let mut lines = Lines::new(input, Path::new("x"), InvalidUtf8::Error, LineEnds::Detect, Cut::Blanks);
+        let mut lines =
+            Lines::new(input, Path::new("x"), InvalidUtf8::Error, LineEndings::Detect, Cut::Blanks);
         let (mut all, mut count) = (String::new(), 0);
         while let Some(fragment) = lines.next(|e| Error::Input(e.to_string())).unwrap() {
             let text = fragment.text.unwrap();
@@ -334,11 +340,11 @@ mod tests {
     #[test]
     fn text_without_blanks_is_cut_between_words_and_endless_words_are_shortened() {
         let cut = Cut::Words(&|c| "。 ".contains(c));
-        let sentence = "日本語です。".repeat(FRAGMENT / 4);
+        let sentence = "日本語です。".repeat(FRAGMENT_BYTES / 4);
         let word = "ß".repeat(3 << 20);
         let text = format!("{sentence}{word}。{sentence}");
         let input = std::io::BufReader::new(text.as_bytes());
-        let mut lines = Lines::new(input, Path::new("x"), InvalidUtf8::Error, LineEnds::Newline, cut);
+        let mut lines = Lines::new(input, Path::new("x"), InvalidUtf8::Error, LineEndings::Newline, cut);
         let mut all = String::new();
         while let Some(fragment) = lines.next(|e| Error::Input(e.to_string())).unwrap() {
             all.push_str(&fragment.text.unwrap());
@@ -346,18 +352,18 @@ mod tests {
         }
         let rest = all.strip_prefix(&sentence).and_then(|rest| rest.strip_suffix(&sentence)).unwrap();
         let short = rest.strip_suffix('。').unwrap();
-        assert!(short.chars().all(|c| c == 'ß') && (WORD_HEAD..4 * FRAGMENT).contains(&short.len()));
+        assert!(short.chars().all(|c| c == 'ß') && (WORD_HEAD..4 * FRAGMENT_BYTES).contains(&short.len()));
     }
 
     #[test]
-    fn bad_bytes_in_an_endless_word_are_placed() {
+    fn bad_bytes_in_an_endless_word_are_located() {
         for at in [10, 1 << 20, (3 << 20) - 5, (3 << 20) + 2] {
             let mut bytes = "x".repeat(3 << 20).into_bytes();
             bytes.extend_from_slice(b" abc");
             bytes[at] = 0xff;
             let cut = Cut::Words(&|c| c == ' ');
             let input = std::io::BufReader::new(&bytes[..]);
-            let mut lines = Lines::new(input, Path::new("x"), InvalidUtf8::Error, LineEnds::Newline, cut);
+            let mut lines = Lines::new(input, Path::new("x"), InvalidUtf8::Error, LineEndings::Newline, cut);
             let error = loop {
                 match lines.next(|e| Error::Input(e.to_string())) {
                     Err(error) => break error.to_string(),
@@ -376,7 +382,7 @@ mod tests {
         #[test]
         fn lines_agree_with_the_standard_library(text in "[a-z\r\n ß]{0,60}") {
             let expected: Vec<String> = text.lines().map(str::to_owned).collect();
-            let found = read_with(text.as_bytes(), InvalidUtf8::Error, LineEnds::Newline, Cut::Nowhere).unwrap();
+            let found = read_with(text.as_bytes(), InvalidUtf8::Error, LineEndings::Newline, Cut::Nowhere).unwrap();
             prop_assert_eq!(found, expected);
         }
 
@@ -384,7 +390,7 @@ mod tests {
         fn universal_line_ends_are_line_ends_of_any_kind(text in "[a-z\r\n ß]{0,60}") {
             let unix = text.replace("\r\n", "\n").replace('\r', "\n");
             let expected: Vec<String> = unix.lines().map(str::to_owned).collect();
-            let found = read_with(text.as_bytes(), InvalidUtf8::Error, LineEnds::Universal, Cut::Nowhere).unwrap();
+            let found = read_with(text.as_bytes(), InvalidUtf8::Error, LineEndings::Universal, Cut::Nowhere).unwrap();
             prop_assert_eq!(found, expected);
         }
     }

@@ -1,7 +1,7 @@
 //! Rows to Arrow record batches: the schema, and the writer that fills a batch in place.
 //!
-//! All fixed-size columns of a batch lie in one buffer, which is used again once the consumer has
-//! let go of it, so a running loader neither allocates nor faults pages in.
+//! All fixed-size columns of a batch share one buffer, which is reused once the consumer has dropped the
+//! batch. So a running loader neither allocates nor causes page faults.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,8 +12,8 @@ use arrow_buffer::{Buffer, MutableBuffer, OffsetBuffer, ScalarBuffer};
 use arrow_schema::{ArrowError, DataType, Field, FieldRef, Schema, SchemaRef};
 
 use super::mask::Masker;
-use super::pack::{Joint, Piece};
-use super::shuffle_window::{Group, Row};
+use super::pack::{Boundary, Span};
+use super::shuffle_window::{Row, ShuffleWindow};
 use crate::error::{Error, Result};
 use crate::format::{Corpus, Shard, SpecialTokens};
 use crate::philox::{Purpose, Stream};
@@ -22,16 +22,23 @@ use crate::philox::{Purpose, Stream};
 const ALIGNED_WORDS: usize = 32;
 /// Fixed-size columns: four of them per token, three per mask slot.
 const COLUMNS: usize = 7;
-/// Rows whose tokens are on their way from memory while one is written.
-const AHEAD: usize = 8;
+/// How many rows ahead of the one being written are prefetched.
+const PREFETCH_ROWS: usize = 8;
 
-/// Rows `rows` of a group's order.
+/// Consecutive rows of a window.
 #[derive(Clone, Debug)]
-pub(super) struct Span {
-    /// The group.
-    pub group: Arc<Group>,
-    /// Which of its rows.
+pub(super) struct RowRange {
+    /// The window.
+    pub window: Arc<ShuffleWindow>,
+    /// Indices in the window's order.
     pub rows: Range<u64>,
+}
+
+impl RowRange {
+    /// The number of rows.
+    pub fn len(&self) -> u64 {
+        self.rows.end - self.rows.start
+    }
 }
 
 /// The schema of a batch of rows of `length` tokens with `slots` mask slots each.
@@ -39,11 +46,11 @@ pub(super) struct Span {
 /// | column | per row | meaning |
 /// | --- | --- | --- |
 /// | `input_ids` | int32 x length | tokens, masked |
-/// | `token_type_ids` | int32 x length | 1 on the second text of an attention segment, else 0 |
-/// | `position_ids` | int32 x length | counted from each segment's `[CLS]`; 0 on padding |
-/// | `segment_ids` | int32 x length | attention segment, counted from 1; 0 on padding |
-/// | `masked_positions` | int32 x slots | places in the row |
-/// | `masked_ids` | int32 x slots | the tokens that stood there |
+/// | `token_type_ids` | int32 x length | 1 for the second text of an attention segment, else 0 |
+/// | `position_ids` | int32 x length | counted from each segment's `[CLS]`; 0 for padding |
+/// | `segment_ids` | int32 x length | attention segment, counted from 1; 0 for padding |
+/// | `masked_positions` | int32 x slots | positions in the row |
+/// | `masked_ids` | int32 x slots | the tokens replaced there |
 /// | `masked_weights` | float32 x slots | 1 for a slot in use, else 0 |
 /// | `segment_lengths` | list of int32 | tokens of each segment; they add up to the row without padding |
 pub(super) fn schema(length: usize, slots: usize, pad: u32) -> Schema {
@@ -72,15 +79,15 @@ fn item(data_type: DataType) -> FieldRef {
 
 /// Buffers of earlier batches, some of which consumers may still hold.
 #[derive(Debug, Default)]
-pub(super) struct Pool {
+pub(super) struct BufferPool {
     buffers: Mutex<Vec<Buffer>>,
 }
 
-impl Pool {
-    /// More buffers than this are not waited for: a consumer that keeps batches keeps them alone.
-    const KEPT: usize = 16;
+impl BufferPool {
+    /// Upper bound on the buffers remembered here, for consumers that keep all batches.
+    const MAX_BUFFERS: usize = 16;
 
-    /// A buffer of `words` words that nobody else holds; its content is arbitrary.
+    /// A buffer of `words` words without other owners; its content is arbitrary.
     fn take(&self, words: usize) -> MutableBuffer {
         let mut buffers = self.lock();
         for _ in 0..buffers.len() {
@@ -97,7 +104,7 @@ impl Pool {
 
     fn give(&self, buffer: &Buffer) {
         let mut buffers = self.lock();
-        if buffers.len() == Self::KEPT {
+        if buffers.len() == Self::MAX_BUFFERS {
             buffers.remove(0);
         }
         buffers.push(buffer.clone());
@@ -115,35 +122,35 @@ pub(super) struct BatchWriter {
     seed: u64,
     tokens: SpecialTokens,
     masker: Masker,
-    pool: Arc<Pool>,
+    pool: Arc<BufferPool>,
 }
 
 impl BatchWriter {
     /// A writer of rows of `length` tokens.
-    pub fn new(corpus: &Corpus, length: usize, seed: u64, masker: Masker, pool: Arc<Pool>) -> Self {
+    pub fn new(corpus: &Corpus, length: usize, seed: u64, masker: Masker, pool: Arc<BufferPool>) -> Self {
         let tokens = corpus.special_tokens();
         let schema = Arc::new(schema(length, masker.slots(), tokens.pad));
         Self { schema, length, seed, tokens, masker, pool }
     }
 
-    /// The batch that holds the rows of `spans` in order.
-    pub fn write(&mut self, spans: &[Span]) -> Result<RecordBatch> {
-        let rows = spans.iter().map(|span| (span.rows.end - span.rows.start) as usize).sum();
+    /// The batch of the rows of `ranges`, in order.
+    pub fn write(&mut self, ranges: &[RowRange]) -> Result<RecordBatch> {
+        let rows = ranges.iter().map(|range| range.len() as usize).sum();
         let (length, slots) = (self.length, self.masker.slots());
         let sizes = [length, length, length, length, slots, slots, slots].map(|size| size * rows);
         let mut buffer = self.pool.take(sizes.iter().map(|&size| padded(size)).sum());
         let mut columns = carve(buffer.typed_data_mut(), sizes);
-        columns[1].fill(0); // token_type_ids, most of which stay so
+        columns[1].fill(0); // token_type_ids, most of which are 0
         let mut segments = Vec::with_capacity(2 * rows);
         let mut ends = Vec::with_capacity(rows + 1);
         ends.push(0_i32);
-        // Looked up before anything is copied: rows lie all over the group, and a loop this short
-        // lets the processor wait for many of them at once.
-        let places = spans.iter().flat_map(|span| span.rows.clone().map(|row| span.group.row(row)));
-        let places: Vec<Row<'_>> = places.collect();
-        places.iter().take(AHEAD).for_each(Row::prefetch);
-        for (number, &row) in places.iter().enumerate() {
-            if let Some(later) = places.get(number + AHEAD) {
+        // All rows are looked up before any is copied: they are scattered over the window, and in a loop this
+        // short the processor waits for many of them at once.
+        let ordered = ranges.iter().flat_map(|range| range.rows.clone().map(|row| range.window.row(row)));
+        let ordered: Vec<Row<'_>> = ordered.collect();
+        ordered.iter().take(PREFETCH_ROWS).for_each(Row::prefetch);
+        for (number, &row) in ordered.iter().enumerate() {
+            if let Some(later) = ordered.get(number + PREFETCH_ROWS) {
                 later.prefetch();
             }
             let target = self.target(&mut columns, number);
@@ -175,7 +182,8 @@ impl BatchWriter {
     #[inline]
     fn write_row(&mut self, row: Row<'_>, mut target: Target<'_>, segments: &mut Vec<i32>) -> Result<()> {
         let mut used = 0;
-        for (segment, number) in row.pieces.chunk_by(|_, next| next.joint != Joint::Opens).zip(1..) {
+        for (segment, number) in row.spans.chunk_by(|_, next| next.boundary != Boundary::NewSegment).zip(1..)
+        {
             let end = self.write_segment(row.shard, segment, used, &mut target)?;
             for (slot, position) in target.positions[used..end].iter_mut().zip(0..) {
                 *slot = position;
@@ -187,7 +195,7 @@ impl BatchWriter {
         target.ids[used..].fill(self.tokens.pad as i32);
         target.positions[used..].fill(0);
         target.segment_ids[used..].fill(0);
-        let mut stream = Stream::new(self.seed, Purpose::Mask, row.place);
+        let mut stream = Stream::new(self.seed, Purpose::Mask, row.counter);
         let ids = &mut target.ids[..used];
         let masked = self.masker.apply(ids, &mut stream, target.masked_positions, target.masked_ids);
         target.weights[..masked].fill(1.0_f32.to_bits() as i32);
@@ -195,31 +203,31 @@ impl BatchWriter {
         Ok(())
     }
 
-    /// Writes the tokens of an attention segment from place `start` of the row on; says where it ends.
+    /// Writes the tokens of an attention segment at position `start` of the row; returns its end.
     #[inline]
     fn write_segment(
         &self,
         shard: &Shard,
-        pieces: &[Piece],
+        spans: &[Span],
         start: usize,
         target: &mut Target<'_>,
     ) -> Result<usize> {
         let (sep, mut used, mut second) = (self.tokens.sep as i32, start, None);
-        for piece in pieces {
-            match piece.joint {
-                Joint::Continues => {}
-                Joint::Opens => {
+        for span in spans {
+            match span.boundary {
+                Boundary::Continuation => {}
+                Boundary::NewSegment => {
                     target.ids[used] = self.tokens.cls as i32;
                     used += 1;
                 }
-                Joint::Second => {
+                Boundary::SecondText => {
                     target.ids[used] = sep;
                     used += 1;
                     second = Some(used);
                 }
             }
-            let end = used + usize::from(piece.len);
-            shard.copy_tokens(u64::from(piece.start), &mut target.ids[used..end])?;
+            let end = used + usize::from(span.len);
+            shard.copy_tokens(u64::from(span.start), &mut target.ids[used..end])?;
             used = end;
         }
         target.ids[used] = sep;
@@ -245,7 +253,7 @@ impl BatchWriter {
             start += padded(size);
             let DataType::FixedSizeList(item, width) = field.data_type() else {
                 let name = field.name();
-                return Err(ArrowError::SchemaError(format!("column {name} is no fixed-size list")));
+                return Err(ArrowError::SchemaError(format!("column {name} is not a fixed-size list")));
             };
             let values: ArrayRef = match item.data_type() {
                 DataType::Float32 => Arc::new(Float32Array::new(ScalarBuffer::from(slice), None)),
@@ -266,10 +274,10 @@ impl BatchWriter {
     }
 }
 
-/// Where one row goes.
+/// The slices of one row in the columns.
 struct Target<'a> {
     ids: &'a mut [i32],
-    /// All 0 so far.
+    /// Zeroed in advance.
     types: &'a mut [i32],
     positions: &'a mut [i32],
     segment_ids: &'a mut [i32],
@@ -285,8 +293,8 @@ fn padded(words: usize) -> usize {
 fn carve(words: &mut [i32], sizes: [usize; COLUMNS]) -> [&mut [i32]; COLUMNS] {
     let mut rest = words;
     sizes.map(|size| {
-        let (column, behind) = std::mem::take(&mut rest).split_at_mut(padded(size));
-        rest = behind;
+        let (column, others) = std::mem::take(&mut rest).split_at_mut(padded(size));
+        rest = others;
         &mut column[..size]
     })
 }

@@ -1,8 +1,4 @@
-//! The loader: batches in order, from threads that work ahead.
-//!
-//! One thread plans groups, one ahead; the caller's own thread cuts the stream of rows into global
-//! batches and hands each rank's share to worker threads; results are taken in the order in which
-//! they were asked for. Nothing that threads do changes what comes out.
+//! The loader: an iterator of batches whose order does not depend on threads, ranks or interruptions.
 
 use std::iter::Sum;
 use std::sync::Arc;
@@ -11,58 +7,46 @@ use std::time::{Duration, Instant};
 use arrow_array::RecordBatch;
 
 use super::contents::Contents;
-use super::options::{Options, Position, State};
-use super::pack::{Packer, Place};
+use super::options::{LoaderOptions, LoaderState, Position};
+use super::pack::{Packer, RngCounter};
 use super::shuffle_window::Blocks;
-use super::workers::{Outcome, Pipeline, Source, stopped};
+use super::workers::{Pipeline, Poll, Shared, stopped};
 use crate::error::{Error, Result};
 use crate::format::Corpus;
 
-/// What a loader has after waiting.
-#[derive(Debug)]
-pub enum Step {
-    /// This rank's part of the next batch (no rows where the batch is smaller than the world).
-    Batch(RecordBatch),
-    /// Nothing yet: ask again.
-    Waiting,
-    /// All epochs are done.
-    Finished,
-}
-
-/// Masked, packed batches of a corpus in an order that only corpus, options and seed decide.
+/// Masked, packed batches of a corpus. Corpus, options and seed alone decide their content and order.
 pub struct Loader {
-    source: Arc<Source>,
+    shared: Arc<Shared>,
     position: Position,
     pipeline: Option<Pipeline>,
 }
 
 impl Loader {
-    /// A loader at the beginning of its stream. Reads no token and starts no thread yet.
-    pub fn new(corpus: Arc<Corpus>, options: &Options) -> Result<Self> {
+    /// A loader at the start of its stream. Reads no token and starts no thread yet. A wrong option or an
+    /// empty corpus is [`Error::Input`].
+    pub fn new(corpus: Arc<Corpus>, options: &LoaderOptions) -> Result<Self> {
         let settings = options.check()?;
         if corpus.num_tokens() == 0 {
             return Err(Error::Input("the corpus has no tokens; prepare it from other input".into()));
         }
-        let blocks = Blocks::new(corpus)?;
-        let source = Arc::new(Source { blocks, settings, pool: Arc::default() });
-        Ok(Self { source, position: Position::default(), pipeline: None })
+        let blocks = Blocks::new(corpus, settings.seed)?;
+        let shared = Arc::new(Shared { blocks, settings, pool: Arc::default() });
+        Ok(Self { shared, position: Position::default(), pipeline: None })
     }
 
-    /// The next batch, or `Waiting` if it is not there when `patience` runs out. After an error the
-    /// loader stands where it stood before the batch that failed.
-    pub fn next_within(&mut self, patience: Duration) -> Result<Step> {
-        let (source, position) = (&self.source, self.position);
+    /// Waits for the next batch for at most `timeout`. After an error, the loader is at the position before
+    /// the batch that failed.
+    pub fn poll_next(&mut self, timeout: Duration) -> Result<Poll> {
+        let (shared, position) = (&self.shared, self.position);
         let pipeline = match &mut self.pipeline {
             Some(pipeline) => pipeline,
-            empty => empty.insert(Pipeline::start(source, position)?),
+            empty => empty.insert(Pipeline::start(shared, position)?),
         };
-        match pipeline.next(Instant::now() + patience) {
-            Ok(Outcome::Batch(batch, after)) => {
-                self.position = after;
-                Ok(Step::Batch(batch))
+        match pipeline.poll_next(Instant::now() + timeout) {
+            Ok(poll) => {
+                self.position = pipeline.position;
+                Ok(poll)
             }
-            Ok(Outcome::Waiting) => Ok(Step::Waiting),
-            Ok(Outcome::Finished) => Ok(Step::Finished),
             Err(error) => {
                 self.pipeline = None;
                 Err(error)
@@ -70,27 +54,26 @@ impl Loader {
         }
     }
 
-    /// The position after the last batch given out.
-    pub fn state(&self) -> State {
-        State::new(self.position, &self.source.settings, self.corpus().content_hash())
+    /// The position after the last batch that was returned.
+    pub fn state(&self) -> LoaderState {
+        LoaderState::new(self.position, &self.shared.settings, self.corpus().content_hash())
     }
 
-    /// Continues from a state of a loader of the same corpus, seed and row options; batch size,
-    /// ranks and threads may differ. An error leaves the loader as it was.
-    pub fn restore(&mut self, state: &State) -> Result<()> {
-        let Source { blocks, settings, .. } = &*self.source;
+    /// Resumes from the state of a loader with the same corpus, seed and row options; batch size, ranks and
+    /// threads may differ. An error leaves the loader as it was.
+    pub fn restore(&mut self, state: &LoaderState) -> Result<()> {
+        let Shared { blocks, settings, .. } = &*self.shared;
         let position = state.position(settings, self.corpus().content_hash())?;
-        let rows = if settings.epochs == Some(position.epoch) && position.group == 0 {
+        let rows = if settings.epochs == Some(position.epoch) && position.window == 0 {
             0 // the end of the last epoch
         } else {
             if settings.epochs.is_some_and(|epochs| position.epoch >= epochs) {
                 return Err(beyond("epoch", u64::from(position.epoch)));
             }
-            if position.group >= blocks.num_groups() {
-                return Err(beyond("group", u64::from(position.group)));
+            if position.window >= blocks.num_windows() {
+                return Err(beyond("group", u64::from(position.window))); // its name in the JSON
             }
-            let mut packer = Packer::new(settings.packing, settings.sequence_length);
-            blocks.count_group(&mut packer, settings.seed, position.epoch, position.group)?
+            blocks.count_window(&mut settings.packer(), position.epoch, position.window)?
         };
         if position.row > rows {
             return Err(beyond("row", position.row));
@@ -100,25 +83,28 @@ impl Loader {
         Ok(())
     }
 
-    /// Rows in an epoch: in the first one, where packing draws them (`google`), else in every one.
-    /// Reads where the corpus' documents end, for `google` all line lengths.
+    /// Rows per epoch; with `google` packing, in the first one. Reads where documents end, and for `google`
+    /// all line lengths.
     pub fn num_rows(&self) -> Result<u64> {
-        self.over_blocks(|packer, place| self.source.blocks.count_rows(packer, place))
+        self.sum_over_blocks(|packer, counter| self.shared.blocks.count_rows(packer, counter))
     }
 
-    /// What the first epoch's rows hold. Plans them all, which touches no token.
+    /// What the rows of the first epoch hold. Packs all blocks, which reads no token.
     pub fn contents(&self) -> Result<Contents> {
-        self.over_blocks(|packer, place| Ok(Contents::of(&self.source.blocks.rows(packer, place)?)))
+        self.sum_over_blocks(|packer, counter| Ok(Contents::of(&self.shared.blocks.rows(packer, counter)?)))
     }
 
-    /// The sum over the first epoch's blocks, computed on all cores.
-    fn over_blocks<T: Sum + Send>(&self, of: impl Fn(&mut Packer, Place) -> Result<T> + Sync) -> Result<T> {
-        let Source { blocks, settings, .. } = &*self.source;
+    /// A sum over the blocks of the first epoch, computed in parallel.
+    fn sum_over_blocks<T: Sum + Send>(
+        &self,
+        of: impl Fn(&mut Packer, RngCounter) -> Result<T> + Sync,
+    ) -> Result<T> {
+        let Shared { blocks, settings, .. } = &*self.shared;
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(16) as u32);
         let sum = |first: u32| {
-            let mut packer = Packer::new(settings.packing, settings.sequence_length);
+            let mut packer = settings.packer();
             let ours = (first..blocks.len()).step_by(threads as usize);
-            ours.map(|block| of(&mut packer, Place { seed: settings.seed, epoch: 0, block })).sum()
+            ours.map(|block| of(&mut packer, RngCounter { epoch: 0, block })).sum()
         };
         std::thread::scope(|scope| {
             let sum = &sum;
@@ -129,7 +115,7 @@ impl Loader {
 
     /// The corpus that is read.
     pub fn corpus(&self) -> &Arc<Corpus> {
-        self.source.blocks.corpus()
+        self.shared.blocks.corpus()
     }
 }
 
@@ -138,10 +124,10 @@ impl Iterator for Loader {
 
     fn next(&mut self) -> Option<Self::Item> {
         loop {
-            match self.next_within(Duration::from_secs(1)) {
-                Ok(Step::Batch(batch)) => return Some(Ok(batch)),
-                Ok(Step::Waiting) => {}
-                Ok(Step::Finished) => return None,
+            match self.poll_next(Duration::from_secs(1)) {
+                Ok(Poll::Batch(batch)) => return Some(Ok(batch)),
+                Ok(Poll::Pending) => {}
+                Ok(Poll::Finished) => return None,
                 Err(error) => return Some(Err(error)),
             }
         }

@@ -1,5 +1,5 @@
-//! What can happen to a corpus on disk: flipped bits, cut files, random bytes, and counts that were
-//! changed with every checksum put right. Each ends in an error of one line or in a sound result.
+//! Corrupted corpora: flipped bits, truncated files, random bytes, and forged counts with correct checksums.
+//! Each must give a one-line error or a sound result.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,8 +9,8 @@ use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::batch_loader::Loader;
-use super::options::{Options, State};
-use crate::format::testing::{HEADER, forge, rewrite_manifest, write_corpus};
+use super::options::{LoaderOptions, LoaderState};
+use crate::format::testing::{HEADER_BYTES, forge, rewrite_manifest, write_corpus};
 use crate::format::{Corpus, MANIFEST, Manifest, Shard, hex128, verify};
 
 /// Seven documents, one with a blank line and one with a long line, in two shards.
@@ -21,7 +21,7 @@ fn small_corpus() -> tempfile::TempDir {
     corpus_of(&documents)
 }
 
-/// Two documents, where every bit has its turn.
+/// Two documents: small enough to flip every bit.
 fn tiny_corpus() -> tempfile::TempDir {
     corpus_of(&[vec![vec![5, 6], vec![7]], vec![vec![8]]])
 }
@@ -40,11 +40,11 @@ fn files(dir: &Path) -> Vec<PathBuf> {
     files
 }
 
-fn options() -> Options {
-    Options { sequence_length: 16, batch_size: 4, epochs: Some(2), ..Options::default() }
+fn options() -> LoaderOptions {
+    LoaderOptions { sequence_length: 16, batch_size: 4, epochs: Some(2), ..LoaderOptions::default() }
 }
 
-/// The first errors of all that reads without `verify`: documents, lines, rows, batches.
+/// The first error of each way to read besides `verify`: documents, lines, rows and batches.
 fn read_all(dir: &Path) -> Vec<String> {
     let corpus = match Corpus::open(dir) {
         Ok(corpus) => Arc::new(corpus),
@@ -61,12 +61,12 @@ fn read_all(dir: &Path) -> Vec<String> {
     [documents, lines, batches].into_iter().flatten().map(|error| error.to_string()).collect()
 }
 
-/// All complaints of `verify`.
+/// All errors that `verify` reports.
 fn complaints(dir: &Path) -> Vec<String> {
     verify(dir).map_or_else(|error| vec![error.to_string()], |verified| verified.damaged)
 }
 
-/// Reads and verifies whatever is there now: what is said must be said well.
+/// The errors of reading and verifying. Each must be one line and name a file.
 fn all_errors(dir: &Path) -> Vec<String> {
     let errors: Vec<_> = read_all(dir).into_iter().chain(complaints(dir)).collect();
     for error in &errors {
@@ -87,7 +87,7 @@ fn the_small_corpus_is_sound() {
 fn every_flipped_bit_is_noticed() {
     let dir = tiny_corpus();
     for path in files(dir.path()) {
-        // Loading never reads the vocabulary, and of the line lengths it needs the files' sizes alone.
+        // Loading reads neither the vocabulary nor, with best-fit packing, the line lengths.
         let loaded = path.extension().is_some_and(|kind| kind == "tokens" || kind == "json");
         let sound = std::fs::read(&path).unwrap();
         for bit in 0..sound.len() * 8 {
@@ -102,7 +102,7 @@ fn every_flipped_bit_is_noticed() {
 }
 
 #[test]
-fn every_other_length_is_noticed() {
+fn every_wrong_length_is_noticed() {
     let dir = tiny_corpus();
     for path in files(dir.path()) {
         let sound = std::fs::read(&path).unwrap();
@@ -126,9 +126,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn a_forged_header_is_refused_or_right(
+    fn a_forged_header_is_rejected_or_consistent(
         shard in 0_usize..2, lines in any::<bool>(),
-        changes in prop::collection::vec((1_usize..HEADER / 8, odd_number()), 1..3),
+        changes in prop::collection::vec((1_usize..HEADER_BYTES / 8, odd_number()), 1..3),
     ) {
         let dir = small_corpus();
         forge(dir.path(), shard, lines, |bytes| for (word, value) in changes {
@@ -138,20 +138,20 @@ proptest! {
     }
 
     #[test]
-    fn forged_tables_and_ids_are_refused_or_right(
+    fn forged_tables_and_ids_are_rejected_or_consistent(
         shard in 0_usize..2, lines in any::<bool>(),
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
     ) {
         let dir = small_corpus();
         forge(dir.path(), shard, lines, |bytes| for (at, value) in changes {
-            let at = HEADER + at.index(bytes.len() - HEADER);
+            let at = HEADER_BYTES + at.index(bytes.len() - HEADER_BYTES);
             bytes[at] = value;
         });
         all_errors(dir.path());
     }
 
     #[test]
-    fn forged_numbers_in_the_manifest_are_refused_or_right(which in 0_usize..64, value in odd_number()) {
+    fn forged_numbers_in_the_manifest_are_rejected_or_consistent(which in 0_usize..64, value in odd_number()) {
         let dir = small_corpus();
         let path = dir.path().join(MANIFEST);
         let mut json: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
@@ -167,22 +167,22 @@ proptest! {
     }
 
     #[test]
-    fn random_bytes_are_refused(bytes in prop::collection::vec(any::<u8>(), 0..300), which in 0_usize..6) {
+    fn random_bytes_are_rejected(bytes in prop::collection::vec(any::<u8>(), 0..300), which in 0_usize..6) {
         let dir = small_corpus();
         std::fs::write(&files(dir.path())[which], &bytes).unwrap();
         prop_assert!(!all_errors(dir.path()).is_empty());
-        prop_assert!(State::from_json(&String::from_utf8_lossy(&bytes)).is_err());
+        prop_assert!(LoaderState::from_json(&String::from_utf8_lossy(&bytes)).is_err());
     }
 
     #[test]
-    fn a_forged_position_is_refused_or_right(
+    fn a_forged_position_is_rejected_or_consistent(
         field in prop::sample::select(vec!["epoch", "group", "row", "seed"]), value in odd_number(),
     ) {
         let dir = small_corpus();
         let mut loader = Loader::new(Arc::new(Corpus::open(dir.path()).unwrap()), &options()).unwrap();
         let mut json: Value = serde_json::from_str(&loader.state().to_json().unwrap()).unwrap();
         json[field] = value.into();
-        match State::from_json(&json.to_string()).and_then(|state| loader.restore(&state)) {
+        match LoaderState::from_json(&json.to_string()).and_then(|state| loader.restore(&state)) {
             Ok(()) => prop_assert!(loader.all(|batch| batch.is_ok())),
             Err(error) => prop_assert!(error.to_string().starts_with("state: "), "{}", error),
         }
@@ -201,13 +201,13 @@ fn numbers_of<'a>(value: &'a mut Value, found: &mut Vec<&'a mut Value>) {
 #[test]
 fn an_id_outside_the_vocabulary_is_found() {
     let dir = small_corpus();
-    forge(dir.path(), 0, false, |bytes| bytes[HEADER + 2] = 100);
+    forge(dir.path(), 0, false, |bytes| bytes[HEADER_BYTES + 2] = 100);
     let [complaint] = &complaints(dir.path())[..] else { panic!("{:?}", complaints(dir.path())) };
     assert!(complaint.contains("token 1: id 100 is not in the vocabulary of 100"), "{complaint}");
 }
 
 #[test]
-fn names_do_not_lead_out_of_the_folder() {
+fn file_names_cannot_lead_out_of_the_folder() {
     for name in ["../vocab.txt", "/etc/hostname", "a/b", "..", ""] {
         let dir = small_corpus();
         rewrite_manifest(dir.path(), |manifest| manifest.tokenizer.file = name.to_owned());

@@ -15,6 +15,7 @@ mod shuffle_window;
 mod tests;
 mod workers;
 
-pub use batch_loader::{Loader, Step};
+pub use batch_loader::Loader;
 pub use contents::Contents;
-pub use options::{Options, State};
+pub use options::{LoaderOptions, LoaderState};
+pub use workers::Poll;

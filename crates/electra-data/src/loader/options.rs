@@ -1,44 +1,44 @@
-//! What a loader is told, checked, and what it says of itself so that it can be continued.
+//! The options of a loader, checked, and its state, from which a loader resumes.
 
 use std::ops::RangeInclusive;
 
 use serde::{Deserialize, Serialize};
 
 use super::mask::Masking;
-use super::pack::Packing;
+use super::pack::{Packer, Packing};
 use crate::error::{Error, Result};
 
-/// Tokens that one rank's part of a batch may have (16 bytes each).
-const MOST_TOKENS: u64 = 1 << 28;
+/// Upper bound on the tokens of one rank's part of a batch (16 bytes each).
+const MAX_TOKENS: u64 = 1 << 28;
 
-/// Settings of a loader as a user gives them; `check` says which are wrong.
+/// Options of a loader, not yet checked.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct LoaderOptions {
     /// Tokens in a row, special tokens included (8 to 32,768).
     pub sequence_length: i64,
     /// Rows in a batch, over all ranks.
     pub batch_size: i64,
-    /// Decides order, cuts and masks.
+    /// Seed of order, cuts and masks.
     pub seed: i64,
     /// `paper`, `google` or `bert`.
     pub masking: String,
-    /// Share of a row's tokens that is masked.
+    /// Fraction of a row's tokens that are masked, between 0 and 1, both excluded.
     pub mask_prob: f64,
     /// How documents become rows: `best-fit` or `google`.
     pub packing: String,
-    /// Which of `world_size` parts of each batch is ours.
+    /// Which of the `world_size` parts of each batch to load, from 0.
     pub rank: i64,
-    /// Number of parts.
+    /// Number of ranks.
     pub world_size: i64,
-    /// Threads that fill batches.
+    /// Number of threads that write batches.
     pub num_threads: i64,
-    /// Batches prepared ahead.
+    /// Number of batches prepared in advance.
     pub prefetch: i64,
-    /// Stop after so many passes over the corpus; `None` never stops.
+    /// Number of passes over the corpus; `None` for no end.
     pub epochs: Option<i64>,
 }
 
-impl Default for Options {
+impl Default for LoaderOptions {
     fn default() -> Self {
         Self {
             sequence_length: 128,
@@ -59,28 +59,28 @@ impl Default for Options {
 /// Options that have been checked.
 #[derive(Clone, Debug)]
 pub(super) struct Settings {
-    pub(crate) sequence_length: usize,
-    pub(crate) batch_size: u64,
-    pub(crate) seed: u64,
-    pub(crate) masking: Masking,
-    pub(crate) mask_prob: f64,
-    pub(crate) packing: Packing,
-    pub(crate) rank: u64,
-    pub(crate) world_size: u64,
-    pub(crate) num_threads: usize,
-    pub(crate) prefetch: usize,
-    pub(crate) epochs: Option<u32>,
+    pub sequence_length: usize,
+    pub batch_size: u64,
+    pub seed: u64,
+    pub masking: Masking,
+    pub mask_prob: f64,
+    pub packing: Packing,
+    pub rank: u64,
+    pub world_size: u64,
+    pub num_threads: usize,
+    pub prefetch: usize,
+    pub epochs: Option<u32>,
 }
 
-impl Options {
-    /// The same, in range; the first option that is not is an error with its name, value and range.
+impl LoaderOptions {
+    /// The checked settings. The first option out of range is an error with its name, value and range.
     pub(super) fn check(&self) -> Result<Settings> {
         let world_size = in_range("world_size", self.world_size, 1..=1 << 20)?;
         if !(self.mask_prob > 0.0 && self.mask_prob < 1.0) {
             let prob = self.mask_prob;
             return Err(Error::Input(format!("mask_prob = {prob}: must lie between 0 and 1, both excluded")));
         }
-        let most = i64::from(u32::MAX);
+        let max_epochs = i64::from(u32::MAX);
         let settings = Settings {
             sequence_length: in_range("sequence_length", self.sequence_length, 8..=32_768)? as usize,
             batch_size: in_range("batch_size", self.batch_size, 1..=1 << 24)?,
@@ -92,7 +92,7 @@ impl Options {
             world_size,
             num_threads: in_range("num_threads", self.num_threads, 1..=256)? as usize,
             prefetch: in_range("prefetch", self.prefetch, 1..=1024)? as usize,
-            epochs: self.epochs.map(|n| in_range("epochs", n, 1..=most)).transpose()?.map(|n| n as u32),
+            epochs: self.epochs.map(|n| in_range("epochs", n, 1..=max_epochs)).transpose()?.map(|n| n as u32),
         };
         settings.check_size()?;
         Ok(settings)
@@ -103,25 +103,30 @@ fn in_range(name: &str, value: i64, range: RangeInclusive<i64>) -> Result<u64> {
     if range.contains(&value) {
         return Ok(value as u64);
     }
-    let (least, most) = range.into_inner();
-    Err(Error::Input(format!("{name} = {value}: must be from {least} to {most}")))
+    let (min, max) = range.into_inner();
+    Err(Error::Input(format!("{name} = {value}: must be from {min} to {max}")))
 }
 
 impl Settings {
-    /// Refuses a batch whose buffers nobody has the memory for.
+    /// A packer for these settings.
+    pub fn packer(&self) -> Packer {
+        Packer::new(self.packing, self.sequence_length, self.seed)
+    }
+
+    /// Rejects a batch too large for any memory.
     fn check_size(&self) -> Result<()> {
         let tokens = self.batch_size.div_ceil(self.world_size) * self.sequence_length as u64;
-        if tokens <= MOST_TOKENS {
+        if tokens <= MAX_TOKENS {
             return Ok(());
         }
         let rows = self.batch_size;
         Err(Error::Input(format!(
-            "batch_size = {rows}: {tokens} tokens a rank; at most {MOST_TOKENS} are possible"
+            "batch_size = {rows}: {tokens} tokens per rank; at most {MAX_TOKENS} are possible"
         )))
     }
 
-    /// What decides the content of the rows, beside corpus and seed. Batch size, ranks and threads
-    /// do not, so they may change when a run is continued.
+    /// The settings that decide the content of rows, besides corpus and seed. Batch size, ranks and threads
+    /// do not, so they may change when a run is resumed.
     fn content(&self) -> String {
         let (length, prob) = (self.sequence_length, self.mask_prob);
         let (masking, packing) = (self.masking.name(), self.packing.name());
@@ -129,35 +134,36 @@ impl Settings {
     }
 }
 
-/// A place between two rows of the stream.
+/// A position between two rows of the stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Position {
-    /// Passes over the corpus that are behind.
+    /// Number of finished epochs.
     pub epoch: u32,
-    /// Groups of this pass that are behind.
-    pub group: u32,
-    /// Rows of this group that are behind.
+    /// Number of finished windows of this epoch.
+    pub window: u32,
+    /// Number of finished rows of this window.
     pub row: u64,
 }
 
-/// A position with what it belongs to: all that a continued run needs, in under 256 bytes of JSON.
+/// A position and what it belongs to: all that a loader needs to resume, in less than 256 bytes of JSON.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct State {
+pub struct LoaderState {
     epoch: u32,
-    group: u32,
+    #[serde(rename = "group")]
+    window: u32,
     row: u64,
     seed: u64,
     corpus: String,
     options: String,
 }
 
-impl State {
+impl LoaderState {
     /// The state of a loader with these settings at a position.
     pub(super) fn new(position: Position, settings: &Settings, corpus: &str) -> Self {
         Self {
             epoch: position.epoch,
-            group: position.group,
+            window: position.window,
             row: position.row,
             seed: settings.seed,
             corpus: corpus.into(),
@@ -165,7 +171,7 @@ impl State {
         }
     }
 
-    /// Reads a state from JSON.
+    /// Parses a state from the JSON that [`LoaderState::to_json`] returned.
     pub fn from_json(json: &str) -> Result<Self> {
         serde_json::from_str(json)
             .map_err(|error| Error::Input(format!("state: {error}; give what state() returned, unchanged")))
@@ -176,22 +182,22 @@ impl State {
         serde_json::to_string(self).map_err(|error| Error::Input(format!("state: {error}")))
     }
 
-    /// The position, if the state belongs to such a loader.
+    /// The position, if the state belongs to a loader of this corpus with these settings.
     pub(super) fn position(&self, settings: &Settings, corpus: &str) -> Result<Position> {
         let ours = Self::new(Position::default(), settings, corpus);
-        differ("corpus", &self.corpus, &ours.corpus)?;
-        differ("seed", &self.seed.to_string(), &ours.seed.to_string())?;
-        differ("options", &self.options, &ours.options)?;
-        Ok(Position { epoch: self.epoch, group: self.group, row: self.row })
+        require_same("corpus", &self.corpus, &ours.corpus)?;
+        require_same("seed", &self.seed.to_string(), &ours.seed.to_string())?;
+        require_same("options", &self.options, &ours.options)?;
+        Ok(Position { epoch: self.epoch, window: self.window, row: self.row })
     }
 }
 
-fn differ(what: &str, saved: &str, ours: &str) -> Result<()> {
+fn require_same(what: &str, saved: &str, ours: &str) -> Result<()> {
     if saved == ours {
         return Ok(());
     }
     Err(Error::Input(format!(
-        "state: saved with {what} {saved:?} but this loader has {ours:?}; make the loader as it was"
+        "state: saved with {what} {saved:?} but this loader has {ours:?}; create the loader with the same settings"
     )))
 }
 
@@ -199,8 +205,8 @@ fn differ(what: &str, saved: &str, ours: &str) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn complaint(change: impl FnOnce(&mut Options)) -> String {
-        let mut options = Options::default();
+    fn complaint(change: impl FnOnce(&mut LoaderOptions)) -> String {
+        let mut options = LoaderOptions::default();
         change(&mut options);
         options.check().unwrap_err().to_string()
     }
@@ -225,20 +231,24 @@ mod tests {
 
     #[test]
     fn the_longest_state_is_short() {
-        let options =
-            Options { sequence_length: 32_768, mask_prob: 1.0 / 3.0, seed: i64::MAX, ..Options::default() };
-        let position = Position { epoch: u32::MAX, group: u32::MAX, row: u64::MAX };
-        let state = State::new(position, &options.check().unwrap(), &"f".repeat(32));
+        let options = LoaderOptions {
+            sequence_length: 32_768,
+            mask_prob: 1.0 / 3.0,
+            seed: i64::MAX,
+            ..LoaderOptions::default()
+        };
+        let position = Position { epoch: u32::MAX, window: u32::MAX, row: u64::MAX };
+        let state = LoaderState::new(position, &options.check().unwrap(), &"f".repeat(32));
         let json = state.to_json().unwrap();
         assert!(json.len() < 256, "{}", json.len());
-        assert_eq!(State::from_json(&json).unwrap(), state);
+        assert_eq!(LoaderState::from_json(&json).unwrap(), state);
     }
 
     #[test]
-    fn a_foreign_state_is_refused_by_name() {
-        let ours = Options::default().check().unwrap();
-        let state = State::new(Position::default(), &ours, "a");
-        let message = |state: &State, settings: &Settings, corpus: &str| {
+    fn a_state_of_another_loader_is_rejected() {
+        let ours = LoaderOptions::default().check().unwrap();
+        let state = LoaderState::new(Position::default(), &ours, "a");
+        let message = |state: &LoaderState, settings: &Settings, corpus: &str| {
             state.position(settings, corpus).unwrap_err().to_string()
         };
         assert!(message(&state, &ours, "b").contains("saved with corpus \"a\" but this loader has \"b\""));
@@ -252,7 +262,7 @@ mod tests {
         other.packing = Packing::Google;
         assert!(message(&state, &other, "a").contains("packing=best-fit"));
         for json in ["", "{}", "[]", "{\"epoch\": -1}", "null"] {
-            assert!(State::from_json(json).unwrap_err().to_string().starts_with("state: "));
+            assert!(LoaderState::from_json(json).unwrap_err().to_string().starts_with("state: "));
         }
     }
 }

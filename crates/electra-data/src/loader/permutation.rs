@@ -1,14 +1,14 @@
-//! Shuffled order without a table: a keyed permutation of `0..n` that is computed where it is needed.
+//! A keyed permutation of `0..n`, computed element by element instead of stored.
 //!
-//! The loader orders the blocks of an epoch and the rows of a group with it, so a corpus of any size
-//! is shuffled with no memory and any place of the order is reached in constant time.
+//! It orders the blocks of an epoch and the rows of a window, so shuffling a corpus of any size needs no
+//! memory, and any position of the order is reached in constant time.
 
 use crate::philox::{Purpose, Stream};
 
 const ROUNDS: usize = 8;
 
-/// A permutation of `0..len`: a Feistel network over the next power of two, walked until it falls
-/// back into the range (Black and Rogaway 2002), on average less than twice.
+/// A permutation of `0..len`: a Feistel network over the next power of two, applied repeatedly until the
+/// result is in range (cycle walking; Black and Rogaway 2002), on average less than twice.
 #[derive(Clone, Debug)]
 pub(super) struct Permutation {
     len: u64,
@@ -19,11 +19,11 @@ pub(super) struct Permutation {
 }
 
 impl Permutation {
-    /// The permutation of `0..len` that belongs to a seed, a purpose and a place.
-    pub fn new(len: u64, seed: u64, purpose: Purpose, place: [u32; 3]) -> Self {
+    /// The permutation of `0..len` for a seed, a purpose and a counter.
+    pub fn new(len: u64, seed: u64, purpose: Purpose, counter: [u32; 3]) -> Self {
         let bits = u64::BITS - len.saturating_sub(1).leading_zeros();
         let low_bits = bits / 2;
-        let mut stream = Stream::new(seed, purpose, place);
+        let mut stream = Stream::new(seed, purpose, counter);
         Self {
             len,
             low_bits,
@@ -33,24 +33,24 @@ impl Permutation {
         }
     }
 
-    /// How many things are ordered.
+    /// The number of elements.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// What stands at `place`, which must lie below `len`.
+    /// The element at `index`, which must be below `len`.
     #[inline]
-    pub fn at(&self, place: u64) -> u64 {
-        debug_assert!(place < self.len);
-        let mut value = self.scramble(place);
+    pub fn at(&self, index: u64) -> u64 {
+        debug_assert!(index < self.len);
+        let mut value = self.scramble(index);
         while value >= self.len {
             value = self.scramble(value);
         }
         value
     }
 
-    /// One pass of the network: each half in turn is changed by a function of the other, which is a
-    /// bijection whatever that function is and however unequal the halves are.
+    /// One pass of the network: each half in turn is XORed with a function of the other. That is a bijection
+    /// for any function and any sizes of the halves.
     #[inline]
     fn scramble(&self, value: u64) -> u64 {
         let (mut high, mut low) = (value >> self.low_bits, value & self.low_mask);
@@ -81,7 +81,7 @@ mod tests {
 
     fn whole(len: u64, seed: u64) -> Vec<u64> {
         let order = Permutation::new(len, seed, Purpose::RowOrder, [0, 1, 2]);
-        (0..len).map(|place| order.at(place)).collect()
+        (0..len).map(|index| order.at(index)).collect()
     }
 
     fn is_permutation(order: &[u64]) -> bool {
@@ -101,7 +101,7 @@ mod tests {
     fn a_huge_range_stays_inside_itself() {
         let len = 169_000_000_000;
         let order = Permutation::new(len, 5, Purpose::BlockOrder, [0; 3]);
-        let seen: std::collections::HashSet<_> = (0..10_000).map(|place| order.at(place)).collect();
+        let seen: std::collections::HashSet<_> = (0..10_000).map(|index| order.at(index)).collect();
         assert_eq!(seen.len(), 10_000);
         assert!(seen.iter().all(|&value| value < len));
     }
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn places_and_neighbours_are_uncorrelated() {
+    fn indices_and_neighbors_are_uncorrelated() {
         let n = 10_007;
         let order = whole(n, 3);
         let centre = (n - 1) as f64 / 2.0;
@@ -128,10 +128,10 @@ mod tests {
             pairs.map(|(&a, &b)| (a as f64 - centre) * (b as f64 - centre)).sum::<f64>()
                 / (n as f64 * variance)
         };
-        let with_place: f64 =
+        let with_index: f64 =
             (0..).zip(&order).map(|(i, &v)| (f64::from(i) - centre) * (v as f64 - centre)).sum::<f64>()
                 / (n as f64 * variance);
-        for value in [with_place, correlation(1), correlation(2)] {
+        for value in [with_index, correlation(1), correlation(2)] {
             assert!(value.abs() < 0.04, "{value}"); // 4 standard deviations
         }
     }

@@ -1,33 +1,34 @@
-//! The stream of rows: epochs of groups of blocks, each group's rows shuffled as a whole.
+//! The order of rows: an epoch is a sequence of shuffle windows, and rows are shuffled within a window.
 //!
-//! A shard is divided into blocks of about 262,144 tokens. An epoch goes through all blocks in a
-//! keyed order, 64 of them at a time: those are a group, and the rows of a group come in a keyed
-//! order of their own. So rows are shuffled over sixteen million tokens, groups over the corpus,
-//! and a position in the stream is three integers.
+//! A shard is divided into blocks of about 262,144 tokens. An epoch visits all blocks in a pseudorandom
+//! order; 64 consecutive blocks of it form a window, and the rows of a window are ordered pseudorandomly. So
+//! rows are shuffled over sixteen million tokens and blocks over the whole corpus, and a position in the
+//! stream is three integers: epoch, window, row.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::pack::{Packer, Piece, Place, Rows};
+use super::pack::{Packer, RngCounter, Rows, Span};
 use super::permutation::Permutation;
 use crate::error::{Error, Result};
 use crate::format::{Corpus, Shard};
 use crate::philox::Purpose;
 
 const BLOCK_TOKENS: u64 = 262_144;
-const BLOCKS_PER_GROUP: u64 = 64;
+const BLOCKS_PER_WINDOW: u64 = 64;
 
-/// A corpus seen as a list of blocks.
+/// A corpus divided into blocks, with the seed of their order.
 #[derive(Debug)]
 pub(super) struct Blocks {
     corpus: Arc<Corpus>,
-    /// Per shard: the first of its blocks; at the end the number of all.
+    seed: u64,
+    /// The first block of each shard, and the total at the end.
     first: Vec<u32>,
 }
 
 impl Blocks {
-    /// The blocks of a corpus, which reads nothing of its tokens.
-    pub fn new(corpus: Arc<Corpus>) -> Result<Self> {
+    /// Divides a corpus, without reading its tokens.
+    pub fn new(corpus: Arc<Corpus>, seed: u64) -> Result<Self> {
         let mut first = vec![0_u32];
         for shard in corpus.shards() {
             let blocks = ((shard.num_tokens() + BLOCK_TOKENS / 2) / BLOCK_TOKENS).max(1);
@@ -37,10 +38,10 @@ impl Blocks {
             })?;
             first.push(total);
         }
-        Ok(Self { corpus, first })
+        Ok(Self { corpus, seed, first })
     }
 
-    /// The corpus that is divided.
+    /// The corpus.
     pub fn corpus(&self) -> &Arc<Corpus> {
         &self.corpus
     }
@@ -50,12 +51,12 @@ impl Blocks {
         self.first[self.first.len() - 1]
     }
 
-    /// Number of groups in an epoch.
-    pub fn num_groups(&self) -> u32 {
-        u64::from(self.len()).div_ceil(BLOCKS_PER_GROUP) as u32
+    /// Windows per epoch.
+    pub fn num_windows(&self) -> u32 {
+        u64::from(self.len()).div_ceil(BLOCKS_PER_WINDOW) as u32
     }
 
-    /// The shard of a block and its range of that shard's tokens.
+    /// The shard of a block, and the block's range of that shard's tokens.
     fn locate(&self, block: u32) -> (usize, Range<u32>) {
         let shard = self.first.partition_point(|&first| first <= block) - 1;
         let tokens = self.corpus.shards()[shard].num_tokens();
@@ -65,45 +66,45 @@ impl Blocks {
         (shard, edge(index)..edge(index + 1))
     }
 
-    /// The blocks of a group in the order of its epoch.
-    fn of_group(&self, seed: u64, epoch: u32, group: u32) -> impl Iterator<Item = u32> {
+    /// The blocks of a window, in order.
+    fn blocks_of(&self, epoch: u32, window: u32) -> impl Iterator<Item = u32> {
         let total = u64::from(self.len());
-        let order = Permutation::new(total, seed, Purpose::BlockOrder, [epoch, 0, 0]);
-        let start = u64::from(group) * BLOCKS_PER_GROUP;
-        (start..total.min(start + BLOCKS_PER_GROUP)).map(move |place| order.at(place) as u32)
+        let order = Permutation::new(total, self.seed, Purpose::BlockOrder, [epoch, 0, 0]);
+        let start = u64::from(window) * BLOCKS_PER_WINDOW;
+        (start..total.min(start + BLOCKS_PER_WINDOW)).map(move |index| order.at(index) as u32)
     }
 
-    /// Rows of one block.
-    pub fn count_rows(&self, packer: &mut Packer, place: Place) -> Result<u64> {
-        let (shard, range) = self.locate(place.block);
-        Ok(packer.count(&self.corpus.shards()[shard], range, place)? as u64)
+    /// The number of rows of one block.
+    pub fn count_rows(&self, packer: &mut Packer, counter: RngCounter) -> Result<u64> {
+        let (shard, range) = self.locate(counter.block);
+        Ok(packer.count(&self.corpus.shards()[shard], range, counter)? as u64)
     }
 
     /// The rows of one block.
-    pub fn rows(&self, packer: &mut Packer, place: Place) -> Result<Rows> {
-        let (shard, range) = self.locate(place.block);
-        packer.pack(&self.corpus.shards()[shard], range, place)
+    pub fn rows(&self, packer: &mut Packer, counter: RngCounter) -> Result<Rows> {
+        let (shard, range) = self.locate(counter.block);
+        packer.pack(&self.corpus.shards()[shard], range, counter)
     }
 
-    /// Rows of one group.
-    pub fn count_group(&self, packer: &mut Packer, seed: u64, epoch: u32, group: u32) -> Result<u64> {
-        let places = self.of_group(seed, epoch, group).map(|block| Place { seed, epoch, block });
-        places.map(|place| self.count_rows(packer, place)).sum()
+    /// The number of rows of one window.
+    pub fn count_window(&self, packer: &mut Packer, epoch: u32, window: u32) -> Result<u64> {
+        let counters = self.blocks_of(epoch, window).map(|block| RngCounter { epoch, block });
+        counters.map(|counter| self.count_rows(packer, counter)).sum()
     }
 
-    /// Packs and orders the rows of one group.
-    pub fn plan(&self, packer: &mut Packer, seed: u64, epoch: u32, group: u32) -> Result<Group> {
+    /// Packs the blocks of one window and orders their rows.
+    pub fn plan(&self, packer: &mut Packer, epoch: u32, window: u32) -> Result<ShuffleWindow> {
         let mut blocks = Vec::new();
         let mut ends = Vec::new();
         let mut total = 0;
-        for block in self.of_group(seed, epoch, group) {
-            let rows = self.rows(packer, Place { seed, epoch, block })?;
+        for block in self.blocks_of(epoch, window) {
+            let rows = self.rows(packer, RngCounter { epoch, block })?;
             total += rows.len() as u64;
             ends.push(total);
             blocks.push(PackedBlock { block, shard: self.locate(block).0, rows });
         }
-        let order = Permutation::new(total, seed, Purpose::RowOrder, [epoch, group, 0]);
-        Ok(Group { corpus: self.corpus.clone(), epoch, blocks, ends, order })
+        let order = Permutation::new(total, self.seed, Purpose::RowOrder, [epoch, window, 0]);
+        Ok(ShuffleWindow { corpus: self.corpus.clone(), epoch, blocks, ends, order })
     }
 }
 
@@ -114,45 +115,45 @@ struct PackedBlock {
     rows: Rows,
 }
 
-/// The rows of one group in their order.
+/// The rows of one window, in order.
 #[derive(Debug)]
-pub(super) struct Group {
+pub(super) struct ShuffleWindow {
     corpus: Arc<Corpus>,
     epoch: u32,
     blocks: Vec<PackedBlock>,
-    /// Per block: rows up to and with it.
+    /// For each block, the number of rows in it and those before it.
     ends: Vec<u64>,
     order: Permutation,
 }
 
-/// One row: where its tokens are and what its randomness hangs on.
+/// One row: where its tokens are, and the counter of its random numbers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Row<'a> {
     /// The shard that holds the tokens.
     pub shard: &'a Shard,
-    /// What it is put together from, in order.
-    pub pieces: &'a [Piece],
-    /// Epoch, block and row within the block: the place of its mask.
-    pub place: [u32; 3],
+    /// The spans of the shard that it consists of, in order.
+    pub spans: &'a [Span],
+    /// Epoch, block and row within the block.
+    pub counter: [u32; 3],
 }
 
 impl Row<'_> {
-    /// Begins to fetch the row's tokens, which will be copied soon.
+    /// Prefetches the row's tokens, which will be copied soon.
     #[inline]
     pub fn prefetch(&self) {
-        for piece in self.pieces {
-            self.shard.prefetch_tokens(u64::from(piece.start), piece.len.into());
+        for span in self.spans {
+            self.shard.prefetch_tokens(u64::from(span.start), span.len.into());
         }
     }
 }
 
-impl Group {
+impl ShuffleWindow {
     /// Number of rows.
     pub fn len(&self) -> u64 {
         self.order.len()
     }
 
-    /// The `index`-th row of the group's order.
+    /// The row at `index` in the window's order.
     #[inline]
     pub fn row(&self, index: u64) -> Row<'_> {
         let at = self.order.at(index);
@@ -162,8 +163,8 @@ impl Group {
         let block = &self.blocks[number];
         Row {
             shard: &self.corpus.shards()[block.shard],
-            pieces: block.rows.row(row),
-            place: [self.epoch, block.block, row as u32],
+            spans: block.rows.row(row),
+            counter: RngCounter { epoch: self.epoch, block: block.block }.words(row as u32),
         }
     }
 }

@@ -1,55 +1,64 @@
-//! How well a vocabulary covers text: unknown tokens and words, in a sample of inputs or in a corpus.
+//! How well a vocabulary covers text: unknown tokens and words, in a sample of the input or in a corpus.
 //!
-//! A vocabulary of another language makes a sound corpus of nothing but [UNK], so `prepare` measures a
-//! sample before it works, and the corpus itself afterwards. `inspect` shows the same figures.
+//! With a vocabulary of another language, `prepare` would make a corpus of nothing but [UNK]. So coverage is
+//! measured on a sample of the input before, and on the corpus afterwards. `inspect` shows the same figures.
 
 use std::path::Path;
 
 use ahash::AHashMap;
 use rayon::prelude::*;
 
-use super::run::{Source, refuse_vocabulary};
+use super::input_group::line_cut;
+use super::run::refuse_vocabulary;
 use crate::error::Result;
 use crate::format::{Corpus, Shard};
-use crate::input::{Compression, Cut, Format, Inputs, Reading, beginning, character_boundary, read_file};
+use crate::input::{
+    Compression, InputFormat, Inputs, ReadOptions, TextSource, character_boundary, read_beginning, read_file,
+};
 use crate::threads::on_all_cores;
 use crate::tokenizer::Tokenizer;
 
-/// Text that is tokenised before the work begins, from at most so many files.
+/// Size of the sample of the input, and the number of files that it is taken from.
 const SAMPLE_BYTES: usize = 1 << 20;
 const SAMPLE_FILES: usize = 16;
-/// Of this, text that is searched for unknown words: the crate has to do it, which is slow.
+/// Text of the sample that is searched for unknown words; less, because the `tokenizers` crate does it
+/// slowly.
 const SEARCHED_BYTES: usize = 1 << 18;
-const MOST_WORDS: usize = 10;
-/// Tokens of a corpus that are counted, in stretches that lie evenly over it.
+const MAX_LISTED: usize = 10;
+/// Tokens of a corpus that are counted, in stretches spread evenly over it.
 const COUNTED_TOKENS: u64 = 1 << 24;
 const STRETCH: u64 = 1 << 15;
 
-/// Tokens, and how many of them the vocabulary could not spell.
+/// How many tokens of a text are unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Coverage {
-    /// Tokens that were counted.
+    /// Tokens counted.
     pub tokens: u64,
-    /// [UNK] among them.
+    /// Number of [UNK] among them.
     pub unknown: u64,
-    /// Tokens that begin a word; `None` where the vocabulary does not mark the others.
+    /// Number of tokens that begin a word; `None` if the vocabulary does not mark continuations.
     pub words: Option<u64>,
-    /// The most frequent unknown words of a sample, with their counts.
+    /// The most frequent unknown words of a sample, with counts.
     pub unknown_words: Vec<(String, u64)>,
 }
 
 impl Coverage {
-    /// Of a bounded sample: the beginnings of some of the files, or the given documents.
+    /// Coverage of a sample: the beginnings of at most 16 files, 1 MiB in total, or all given documents.
     ///
-    /// Whatever is wrong with a file is left to the run that reads it all: what comes before counts.
-    pub fn of_source(source: Source, tokenizer: &Tokenizer, out: &Path, reading: &Reading) -> Result<Self> {
+    /// Errors in a file end its part of the sample; the run that reads everything reports them.
+    pub fn of_source(
+        source: TextSource,
+        tokenizer: &Tokenizer,
+        out: &Path,
+        reading: &ReadOptions,
+    ) -> Result<Self> {
         let texts: Vec<String> = match source {
-            Source::Files(paths) => {
+            TextSource::Files(paths) => {
                 let inputs = Inputs::expand(&paths, Some(out), reading.format)?;
                 refuse_vocabulary(&inputs, tokenizer.path())?;
                 beginnings(&inputs, tokenizer, reading)
             }
-            Source::Documents(documents) => documents.collect::<Result<_>>()?,
+            TextSource::Documents(documents) => documents.collect::<Result<_>>()?,
         };
         Self::of_texts(texts.iter().flat_map(|text| text.lines()), tokenizer)
     }
@@ -70,7 +79,7 @@ impl Coverage {
         Ok(coverage)
     }
 
-    /// Of a corpus: of all its tokens, or of 2^24 of them that are spread evenly over it.
+    /// Coverage of a corpus: of all tokens, or of 2^24 of them spread evenly over it.
     pub fn of_corpus(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Self> {
         let stretches: Vec<(&Shard, u64)> = corpus
             .shards()
@@ -95,14 +104,14 @@ impl Coverage {
     fn add(&mut self, other: &Self) {
         self.tokens += other.tokens;
         self.unknown += other.unknown;
-        self.words = self.words.zip(other.words).map(|(ours, theirs)| ours + theirs);
+        self.words = self.words.zip(other.words).map(|(a, b)| a + b);
     }
 }
 
-/// What each id of a vocabulary counts for.
+/// Counts unknown and word-initial tokens.
 struct Counter {
     unknown: usize,
-    /// 1 where an id goes on with a word; `None` if the vocabulary does not tell.
+    /// For each id, 1 if it continues a word; `None` if the vocabulary does not mark continuations.
     continues: Option<Vec<u8>>,
 }
 
@@ -123,7 +132,7 @@ impl Counter {
         let tokens = ids.len() as u64;
         let unknown = ids.clone().filter(|&id| id == self.unknown).count() as u64;
         let words = self.continues.as_ref().map(|continues| {
-            // An id beyond the vocabulary is damage, which `verify` reports.
+            // An id outside the vocabulary is damage, which `verify` reports.
             let is_inner = |id: usize| continues.get(id).copied().unwrap_or(0);
             tokens - ids.map(|id| u64::from(is_inner(id))).sum::<u64>()
         });
@@ -131,25 +140,24 @@ impl Counter {
     }
 }
 
-/// The first text of files that lie evenly over all of them.
-fn beginnings(inputs: &Inputs, tokenizer: &Tokenizer, reading: &Reading) -> Vec<String> {
-    // A pipe can be read only once, and a compressed table only as a whole.
+/// The beginnings of files spread evenly over all of them.
+fn beginnings(inputs: &Inputs, tokenizer: &Tokenizer, reading: &ReadOptions) -> Vec<String> {
+    // A pipe can be read only once, and a compressed Parquet file must be unpacked as a whole.
     let files: Vec<_> = inputs
         .files
         .iter()
-        .filter(|f| f.regular && (f.format != Format::Parquet || f.compression == Compression::None))
+        .filter(|f| f.regular && (f.format != InputFormat::Parquet || f.compression == Compression::None))
         .collect();
     let count = files.len().min(SAMPLE_FILES);
     let read = |number: usize| {
         let file = files[number * files.len() / count];
         let bytes = std::sync::atomic::AtomicU64::new(0);
-        let cut = if tokenizer.splits_at_whitespace() { Cut::Blanks } else { Cut::Nowhere };
-        beginning(SAMPLE_BYTES / count, cut, |to| read_file(file, reading, &bytes, to))
+        read_beginning(SAMPLE_BYTES / count, line_cut(tokenizer), |to| read_file(file, reading, &bytes, to))
     };
     (0..count).map(read).collect()
 }
 
-/// The most frequent words that become [UNK], in as many of the lines as there is time for.
+/// The most frequent words that become [UNK], in a sample of the lines.
 fn unknown_words(lines: &[&str], tokenizer: &Tokenizer) -> Result<Vec<(String, u64)>> {
     let total: usize = lines.iter().map(|line| line.len()).sum();
     let mut counts: AHashMap<String, u64> = AHashMap::new();
@@ -161,7 +169,7 @@ fn unknown_words(lines: &[&str], tokenizer: &Tokenizer) -> Result<Vec<(String, u
     }
     let mut words: Vec<(String, u64)> = counts.into_iter().collect();
     words.sort_unstable_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
-    words.truncate(MOST_WORDS);
+    words.truncate(MAX_LISTED);
     Ok(words)
 }
 

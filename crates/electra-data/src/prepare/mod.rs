@@ -5,12 +5,13 @@ mod coverage;
 mod finalize;
 mod input_group;
 mod output_dir;
+mod progress;
 mod run;
 mod vocab;
 mod vocab_files;
 mod word_counts;
 
 pub use coverage::Coverage;
-pub use input_group::Progress;
-pub use run::{Options, Report, Source, prepare};
+pub use progress::Progress;
+pub use run::{PrepareOptions, PrepareReport, prepare};
 pub use vocab::{VocabOptions, VocabReport, train_vocab};

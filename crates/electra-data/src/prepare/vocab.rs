@@ -1,93 +1,92 @@
-//! Training a WordPiece vocabulary, the same one whenever the text is the same.
+//! Training a WordPiece vocabulary, deterministically.
 //!
-//! Words are counted in `word_counts`; the merges are the `tokenizers` crate's. Its trainer numbers the
-//! continuing letters in the order of a hash map, so alphabet and counts are handed to it sorted out.
+//! `word_counts` counts words; the `tokenizers` crate learns the merges. Its trainer would number continuing
+//! letters in the order of a hash map, so it is given the letters as entries in sorted order.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use ahash::{AHashMap, AHashSet};
+use ahash::AHashMap;
 use tokenizers::AddedToken;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::normalizers::BertNormalizer;
 
-use super::input_group::Progress;
-use super::run::Source;
+use super::progress::Progress;
 use super::vocab_files::VocabFiles;
-use super::word_counts::{Counted, Counting, Counts};
+use super::word_counts::{Counts, WordCounter, WordCounts};
 use crate::error::{Error, Result};
-use crate::input::{Reading, SkippedRecord, default_threads};
+use crate::input::{ReadOptions, SkippedRecord, TextSource, default_threads};
 use crate::threads::on_all_cores;
 
 const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
-/// Letters beyond these are left to [UNK].
-const LARGEST_ALPHABET: usize = 1_000;
-const SMALLEST: usize = 32;
+/// Rarer letters become [UNK].
+const MAX_ALPHABET: usize = 1_000;
+const MIN_SIZE: usize = 32;
 
 /// How to train a vocabulary.
 #[derive(Clone, Debug)]
 pub struct VocabOptions {
-    /// How text is found in files.
-    pub reading: Reading,
-    /// Entries, the five special tokens included.
+    /// How files are read.
+    pub reading: ReadOptions,
+    /// Number of entries, the five special tokens included; at least 32.
     pub size: usize,
     /// Whether text is lowercased.
     pub lowercase: bool,
-    /// Whether accents are stripped; as `lowercase` if not given.
+    /// Whether accents are stripped; as `lowercase` if `None`.
     pub strip_accents: Option<bool>,
-    /// A pair of pieces must occur this often to become one.
+    /// A pair of entries must occur this often to be merged.
     pub min_frequency: u64,
-    /// Threads that count words; all cores if not given.
+    /// Number of threads that count words; `None` for one per core.
     pub threads: Option<usize>,
-    /// Bytes of text to count words in at most, drawn from all of it; `None` for all.
+    /// Count words in a sample of at most this many bytes of text; `None` for all of it.
     pub sample: Option<u64>,
-    /// Decides what is drawn.
+    /// Seed of the sample.
     pub seed: u64,
 }
 
 /// What a vocabulary was made of.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VocabReport {
-    /// Entries of the vocabulary; 0 as long as it is not trained.
+    /// Entries of the vocabulary; 0 before it is trained.
     pub num_entries: usize,
     /// Distinct words that were counted.
     pub num_words: usize,
-    /// Bytes of text that they were counted in …
+    /// Bytes of text in the sample …
     pub counted_bytes: u64,
-    /// … out of so many.
+    /// … and in all of the input.
     pub text_bytes: u64,
-    /// Records that could not be read and were left out.
+    /// Unreadable records that were skipped.
     pub skipped: Vec<SkippedRecord>,
 }
 
-/// Trains a vocabulary and writes it as `vocab.txt`, with a `tokenizer.json` beside it that tells its
-/// case, or as a `tokenizer.json` alone (by the extension of `out`).
+/// Trains a vocabulary. Writes a `vocab.txt` and beside it a `tokenizer.json`, which stores its case, or only
+/// a `tokenizer.json` if `out` has that extension.
 ///
-/// `progress` works as for [`crate::prepare::prepare`], while the text is read; `counted` is
-/// told when all words are counted and the merges begin, and stops the run with `false`.
+/// `progress` works as for [`crate::prepare()`] while text is read. `counted` is called once, after all words
+/// are counted and before the merges are learned, and stops the run by returning `false`.
 pub fn train_vocab(
-    source: Source,
+    source: TextSource,
     out: &Path,
     options: &VocabOptions,
     progress: &mut dyn FnMut(Progress) -> bool,
     counted: &mut dyn FnMut(&VocabReport) -> bool,
 ) -> Result<VocabReport> {
-    if options.size < SMALLEST {
+    if options.size < MIN_SIZE {
         let size = options.size;
         return Err(Error::Input(format!(
-            "a vocabulary of {size} entries is too small; at least {SMALLEST}"
+            "a vocabulary of {size} entries is too small; at least {MIN_SIZE}"
         )));
     }
     let files = VocabFiles::claim(out, &source, options.reading.format)?;
-    let counting = Counting {
+    let counter = WordCounter {
         reading: &options.reading,
         normalizer: BertNormalizer::new(true, true, options.strip_accents, options.lowercase),
         threads: options.threads.unwrap_or_else(default_threads),
         sample: options.sample.unwrap_or(u64::MAX),
         seed: options.seed,
     };
-    let Counted { words: counts, drawn, skipped } = counting.count(source, progress)?;
-    let (num_words, counted_bytes, text_bytes) = (counts.len(), drawn.bytes, drawn.of_bytes);
+    let WordCounts { words: counts, sampled, skipped } = counter.count(source, progress)?;
+    let (num_words, counted_bytes, text_bytes) = (counts.len(), sampled.bytes, sampled.total_bytes);
     let report = VocabReport { num_entries: 0, num_words, counted_bytes, text_bytes, skipped };
     if !counted(&report) {
         return Err(Error::Interrupted);
@@ -100,7 +99,7 @@ pub fn train_vocab(
     Ok(VocabReport { num_entries: entries.len(), ..report })
 }
 
-/// Letters to spell with: the most frequent ones, sorted.
+/// The most frequent letters, sorted.
 fn alphabet_of(counts: &Counts, limit: usize) -> BTreeSet<char> {
     let mut letters: AHashMap<char, u64> = AHashMap::new();
     for (word, count) in counts {
@@ -114,7 +113,7 @@ fn alphabet_of(counts: &Counts, limit: usize) -> BTreeSet<char> {
 }
 
 fn train(mut counts: Counts, options: &VocabOptions) -> Result<Vec<String>> {
-    let alphabet = alphabet_of(&counts, LARGEST_ALPHABET.min((options.size - SPECIAL.len()) / 3));
+    let alphabet = alphabet_of(&counts, MAX_ALPHABET.min((options.size - SPECIAL.len()) / 3));
     counts.retain(|word, _| word.chars().all(|letter| alphabet.contains(&letter)));
     let inner: BTreeSet<char> = counts.keys().flat_map(|word| word.chars().skip(1)).collect();
     let letters = alphabet.iter().map(char::to_string).chain(inner.iter().map(|c| format!("##{c}")));
@@ -133,13 +132,10 @@ fn train(mut counts: Counts, options: &VocabOptions) -> Result<Vec<String>> {
         .map_err(|error| Error::Input(format!("the vocabulary cannot be trained: {error}")))?;
     let mut entries: Vec<(u32, String)> = model.get_vocab().into_iter().map(|(s, id)| (id, s)).collect();
     entries.sort_unstable();
-    let entries: Vec<String> = entries.into_iter().map(|(_, entry)| entry).collect();
-    let distinct: AHashSet<&String> = entries.iter().collect();
-    debug_assert_eq!(distinct.len(), entries.len());
-    Ok(entries)
+    Ok(entries.into_iter().map(|(_, entry)| entry).collect())
 }
 
-/// Scales counts down where a pair could occur more often than the trainer's i32 can count.
+/// Scales counts down if the count of a pair could overflow the trainer's i32.
 fn limit_counts(counts: &mut Counts) {
     let mut pairs: AHashMap<(char, char), u64> = AHashMap::new();
     for (word, count) in &*counts {
@@ -160,7 +156,7 @@ mod tests {
 
     fn options(size: usize) -> VocabOptions {
         VocabOptions {
-            reading: Reading::default(),
+            reading: ReadOptions::default(),
             size,
             lowercase: true,
             strip_accents: None,
@@ -179,7 +175,7 @@ mod tests {
     fn trained(size: usize) -> String {
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("vocab.txt");
-        let documents = Source::Documents(Box::new((0..9).map(|_| Ok(text()))));
+        let documents = TextSource::Documents(Box::new((0..9).map(|_| Ok(text()))));
         train_vocab(documents, &out, &options(size), &mut |_| true, &mut |_| true).unwrap();
         std::fs::read_to_string(out).unwrap()
     }
@@ -202,7 +198,7 @@ mod tests {
     #[test]
     fn nothing_to_learn_is_an_error() {
         let out = Path::new("never.txt");
-        let empty = || Source::Documents(Box::new(std::iter::once(Ok(" \n".to_owned()))));
+        let empty = || TextSource::Documents(Box::new(std::iter::once(Ok(" \n".to_owned()))));
         let error = train_vocab(empty(), out, &options(100), &mut |_| true, &mut |_| true).unwrap_err();
         assert!(error.to_string().contains("no words"));
         assert!(train_vocab(empty(), out, &options(10), &mut |_| true, &mut |_| true).is_err());

@@ -1,26 +1,26 @@
-//! What `vocab` leaves: `vocab.txt` with the `tokenizer.json` that tells its case, or the latter alone.
+//! The files that `vocab` writes: `vocab.txt` with a `tokenizer.json` that stores its case, or only the
+//! latter.
 //!
-//! Nothing that exists is overwritten, and that is settled before any text is read.
+//! Existing files are never overwritten; this is checked before any text is read.
 
 use std::path::{Path, PathBuf};
 
-use super::run::Source;
 use crate::error::{Error, Result};
-use crate::format::{create_folder, write_whole};
-use crate::input::{Format, Inputs};
+use crate::format::{create_folder, write_atomically};
+use crate::input::{InputFormat, Inputs, TextSource};
 use crate::tokenizer::Tokenizer;
 
-/// The files to write; none of them existed when they were claimed.
+/// The files to write; none of them existed when this was made.
 pub(super) struct VocabFiles {
     folder: PathBuf,
-    /// Of the `vocab.txt`, unless a `tokenizer.json` alone was asked for.
+    /// Name of the `vocab.txt`; `None` if only a `tokenizer.json` is written.
     txt: Option<String>,
     json: String,
 }
 
 impl VocabFiles {
-    /// Refuses an output that exists, and says so if it is among the inputs.
-    pub fn claim(out: &Path, source: &Source, format: Option<Format>) -> Result<Self> {
+    /// Refuses an output that exists; the error says if it is one of the inputs.
+    pub fn claim(out: &Path, source: &TextSource, format: Option<InputFormat>) -> Result<Self> {
         let shown = out.display();
         if out.is_dir() {
             return Err(Error::Input(format!("{shown}: is a folder; name a file in it: {shown}/vocab.txt")));
@@ -42,7 +42,7 @@ impl VocabFiles {
         Ok(files)
     }
 
-    /// Writes a vocabulary that was trained on text of this case.
+    /// Writes a vocabulary that was trained with these settings.
     pub fn write(&self, entries: &[String], lowercase: bool, strip_accents: Option<bool>) -> Result<()> {
         let mut text = entries.join("\n").into_bytes();
         text.push(b'\n');
@@ -51,19 +51,19 @@ impl VocabFiles {
         let tokenizer = Tokenizer::from_vocab(&path, text, Some(lowercase), Some(strip_accents))?;
         create_folder(&self.folder)?;
         if let Some(name) = &self.txt {
-            write_whole(&self.folder, name, "vocab", tokenizer.file().1)?;
+            write_atomically(&self.folder, name, "vocab", tokenizer.file().1)?;
         }
-        write_whole(&self.folder, &self.json, "vocab", tokenizer.to_json()?.as_bytes())
+        write_atomically(&self.folder, &self.json, "vocab", tokenizer.to_json()?.as_bytes())
     }
 }
 
-fn refuse_existing(path: &Path, source: &Source, format: Option<Format>) -> Result<()> {
+fn refuse_existing(path: &Path, source: &TextSource, format: Option<InputFormat>) -> Result<()> {
     if !path.exists() {
         return Ok(());
     }
     let is_input = match source {
-        Source::Files(inputs) => Inputs::expand(inputs, None, format)?.contains(path)?,
-        Source::Documents(_) => false,
+        TextSource::Files(inputs) => Inputs::expand(inputs, None, format)?.contains(path)?,
+        TextSource::Documents(_) => false,
     };
     let path = path.display();
     Err(Error::Input(if is_input {
@@ -80,7 +80,7 @@ mod tests {
     const ENTRIES: [&str; 7] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "が", "か"];
 
     fn write(out: &Path, lowercase: bool) -> Result<()> {
-        let documents = Source::Documents(Box::new(std::iter::empty()));
+        let documents = TextSource::Documents(Box::new(std::iter::empty()));
         VocabFiles::claim(out, &documents, None)?.write(&ENTRIES.map(str::to_owned), lowercase, None)
     }
 
@@ -114,7 +114,7 @@ mod tests {
             let inputs = [txt.clone(), dir.path().to_owned(), dir.path().join("*.txt")];
             for input in inputs.into_iter().filter(|_| txt.exists()) {
                 let error =
-                    VocabFiles::claim(&txt, &Source::Files(vec![input]), None).err().unwrap().to_string();
+                    VocabFiles::claim(&txt, &TextSource::Files(vec![input]), None).err().unwrap().to_string();
                 assert!(error.contains("vocab.txt: is one of the inputs"), "{error}");
             }
             assert_eq!(std::fs::read_to_string(existing).unwrap(), "mine");

@@ -1,76 +1,75 @@
 //! Counting the words of a text, or of a sample of it, in bounded memory: the first half of `vocab`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
 use ahash::AHashMap;
 use compact_str::CompactString;
 use tokenizers::normalizers::BertNormalizer;
-use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
-use tokenizers::{
-    NormalizedString, Normalizer, OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer,
-};
 
-use super::input_group::Progress;
-use super::run::Source;
-use crate::error::{Error, Result};
+use super::progress::{Progress, ProgressReporter};
+use crate::error::Result;
 use crate::input::{
-    Batch, Batcher, Cut, Draw, Drawn, Inputs, Intake, Mark, Reading, SkipLog, SkippedRecord, read_file, run,
+    Batcher, Cut, Inputs, Intake, Mark, ReadOptions, Sampled, Sampler, SkipLog, SkippedRecord, TextBatch,
+    TextSource, read_file, run,
 };
-use crate::tokenizer::{Characters, Meaning, Pieces};
+use crate::tokenizer::{Characters, Meaning, VocabTrie};
 
-/// BERT's tokenizer makes longer words unknown, so they teach nothing.
-const LONGEST_WORD: usize = 100;
-/// Distinct words held in memory; beyond it, words seen once are forgotten.
-const MOST_WORDS: usize = 1 << 24;
+/// BERT's tokenizer maps longer words to [UNK], so they are not counted.
+const MAX_WORD_CHARS: usize = 100;
+/// Distinct words kept in memory; beyond that, words seen once are dropped.
+const MAX_WORDS: usize = 1 << 24;
 
 type Read<'a> = Box<dyn FnOnce(&mut Batcher) -> Result<()> + Send + 'a>;
 pub(super) type Counts = AHashMap<CompactString, u64>;
 
-/// What to count words in.
-pub(super) struct Counting<'a> {
-    pub reading: &'a Reading,
+/// How words are counted.
+pub(super) struct WordCounter<'a> {
+    pub reading: &'a ReadOptions,
     pub normalizer: BertNormalizer,
     pub threads: usize,
-    /// Bytes of text that are counted at most.
+    /// Upper bound on the sample, in bytes of text.
     pub sample: u64,
     pub seed: u64,
 }
 
-/// What was counted.
-pub(super) struct Counted {
+/// The words of a text, and how it was read.
+pub(super) struct WordCounts {
     pub words: Counts,
-    pub drawn: Drawn,
+    pub sampled: Sampled,
     pub skipped: Vec<SkippedRecord>,
 }
 
-/// What one batch holds: words by the level of their text.
+/// The words of one batch, by the sampling level of their text.
 struct BatchCounts {
     levels: Vec<Counts>,
-    drawn: Drawn,
+    sampled: Sampled,
     skipped: Vec<SkippedRecord>,
 }
 
-impl Counting<'_> {
-    /// Counts the words of the drawn part of a source; the result does not depend on the threads.
-    pub fn count(&self, source: Source, progress: &mut dyn FnMut(Progress) -> bool) -> Result<Counted> {
-        let (characters, no_pieces) = (Characters::new(self.normalizer), Pieces::none());
-        let ends_word = |c| matches!(characters.meaning(c, &no_pieces), Meaning::Space | Meaning::Alone(_));
+impl WordCounter<'_> {
+    /// Counts the words in a sample of a source; the result does not depend on the number of threads.
+    pub fn count(
+        &self,
+        source: TextSource,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<WordCounts> {
+        let (characters, no_entries) = (Characters::new(self.normalizer), VocabTrie::empty());
+        let ends_word = |c| matches!(characters.meaning(c, &no_entries), Meaning::Space | Meaning::Alone(_));
         let intake = Intake {
             cut: Cut::Words(&ends_word),
             skips: SkipLog::new(self.reading.skip_bad_records, 0),
-            draw: Draw::new(self.seed, self.sample),
+            sampler: Sampler::new(self.seed, self.sample),
         };
         let done = AtomicU64::new(0);
         let mut total = 0;
         let read: Read = match source {
-            Source::Files(paths) => {
+            TextSource::Files(paths) => {
                 let inputs = Inputs::expand(&paths, None, self.reading.format)?;
                 total = inputs.files.iter().map(|file| file.size).sum();
                 let (done, reading) = (&done, self.reading);
                 Box::new(move |to| inputs.files.iter().try_for_each(|f| read_file(f, reading, done, to)))
             }
-            Source::Documents(mut documents) => {
+            TextSource::Documents(mut documents) => {
                 let done = &done;
                 Box::new(move |to| {
                     documents.try_for_each(|text| {
@@ -83,37 +82,33 @@ impl Counting<'_> {
         };
         let read = |to: &mut Batcher| {
             read(to)?;
-            to.end_unit()
+            to.end_input_group()
         };
         let mut levels = Levels::default();
-        let mut reported: Option<Instant> = None;
+        let mut reporter = ProgressReporter::new(progress);
         let consume = |found: Option<BatchCounts>| {
             found.into_iter().for_each(|found| levels.add(found));
-            if reported.is_none_or(|moment| moment.elapsed() > Duration::from_millis(100)) {
-                reported = Some(Instant::now());
+            reporter.report_if_due(|| {
                 let bytes_done = done.load(Ordering::Relaxed);
-                if !progress(Progress { bytes_done, bytes_total: total, ..Progress::default() }) {
-                    return Err(Error::Interrupted);
-                }
-            }
-            Ok(())
+                Progress { bytes_done, bytes_total: total, ..Progress::default() }
+            })
         };
-        run(self.threads, intake, read, || |batch| words_of(&batch, &self.normalizer), consume)?;
+        run(self.threads, intake, read, || |batch| words_of(&batch, &characters), consume)?;
         Ok(levels.counted())
     }
 }
 
-/// The words so far. Levels are counted apart, because any of them may yet fall out of the sample.
+/// The words so far. Each level is counted separately, because it may still be dropped from the sample.
 #[derive(Default)]
 struct Levels {
     levels: Vec<Counts>,
-    drawn: Drawn,
+    sampled: Sampled,
     skipped: Vec<SkippedRecord>,
 }
 
 impl Levels {
     fn add(&mut self, batch: BatchCounts) {
-        self.drawn = batch.drawn;
+        self.sampled = batch.sampled;
         self.skipped.extend(batch.skipped);
         if self.levels.len() < batch.levels.len() {
             self.levels.resize_with(batch.levels.len(), Counts::new);
@@ -122,22 +117,22 @@ impl Levels {
             merge(&mut self.levels[level], words);
         }
         self.drop_lowest();
-        if self.levels.iter().map(|words| words.len()).sum::<usize>() > MOST_WORDS {
+        if self.levels.iter().map(|words| words.len()).sum::<usize>() > MAX_WORDS {
             self.levels.iter_mut().for_each(|words| words.retain(|_, count| *count > 1));
         }
     }
 
     fn drop_lowest(&mut self) {
-        let lowest = usize::from(self.drawn.lowest_level).min(self.levels.len());
+        let lowest = usize::from(self.sampled.lowest_level).min(self.levels.len());
         self.levels[..lowest].iter_mut().for_each(|words| *words = Counts::new());
     }
 
-    fn counted(mut self) -> Counted {
+    fn counted(mut self) -> WordCounts {
         let mut words = Counts::new();
         for level in self.levels.drain(..) {
             if words.is_empty() { words = level } else { merge(&mut words, level) }
         }
-        Counted { words, drawn: self.drawn, skipped: self.skipped }
+        WordCounts { words, sampled: self.sampled, skipped: self.skipped }
     }
 }
 
@@ -147,29 +142,24 @@ fn merge(into: &mut Counts, words: Counts) {
     }
 }
 
-fn words_of(batch: &Batch, normalizer: &BertNormalizer) -> Result<BatchCounts> {
-    let failed = |error: tokenizers::Error| Error::Input(format!("cannot split text into words: {error}"));
-    let mut found = BatchCounts { levels: Vec::new(), drawn: batch.drawn, skipped: Vec::new() };
-    for piece in batch.pieces() {
-        if let Mark::Unit(skipped) = piece.mark {
+fn words_of(batch: &TextBatch, characters: &Characters) -> Result<BatchCounts> {
+    let mut found = BatchCounts { levels: Vec::new(), sampled: batch.sampled, skipped: Vec::new() };
+    for marked in batch.texts() {
+        if let Mark::InputGroup(skipped) = marked.mark {
             found.skipped.extend_from_slice(skipped);
         }
-        if piece.text.is_empty() {
+        if marked.text.is_empty() {
             continue;
         }
-        let level = usize::from(piece.level);
+        let level = usize::from(marked.level);
         if found.levels.len() <= level {
             found.levels.resize_with(level + 1, Counts::new);
         }
-        let mut normalized = NormalizedString::from(piece.text);
-        normalizer.normalize(&mut normalized).map_err(failed)?;
-        let mut words = PreTokenizedString::from(normalized);
-        BertPreTokenizer.pre_tokenize(&mut words).map_err(failed)?;
-        for (word, _, _) in words.get_splits(OffsetReferential::Normalized, OffsetType::None) {
-            if word.chars().nth(LONGEST_WORD).is_none() {
+        characters.words(marked.text, |word| {
+            if word.chars().nth(MAX_WORD_CHARS).is_none() {
                 *found.levels[level].entry(CompactString::from(word)).or_default() += 1;
             }
-        }
+        })?;
     }
     Ok(found)
 }
@@ -178,12 +168,12 @@ fn words_of(batch: &Batch, normalizer: &BertNormalizer) -> Result<BatchCounts> {
 mod tests {
     use super::*;
 
-    fn count(documents: &[String], sample: u64, threads: usize) -> Counted {
+    fn count(documents: &[String], sample: u64, threads: usize) -> WordCounts {
         let normalizer = BertNormalizer::new(true, true, None, true);
-        let reading = Reading::default();
-        let counting = Counting { reading: &reading, normalizer, threads, sample, seed: 5 };
+        let reading = ReadOptions::default();
+        let counter = WordCounter { reading: &reading, normalizer, threads, sample, seed: 5 };
         let documents = documents.iter().cloned().map(Ok);
-        counting.count(Source::Documents(Box::new(documents)), &mut |_| true).unwrap()
+        counter.count(TextSource::Documents(Box::new(documents)), &mut |_| true).unwrap()
     }
 
     #[test]
@@ -206,12 +196,12 @@ mod tests {
         let documents: Vec<String> =
             (0..20_000).map(|n| format!("word{} every and word{}", n % 977, n % 31)).collect();
         let first = count(&documents, 100_000, 1);
-        assert!((50_000..=100_000).contains(&first.drawn.bytes), "{:?}", first.drawn);
+        assert!((50_000..=100_000).contains(&first.sampled.bytes), "{:?}", first.sampled);
         let sampled = first.words["every"];
         assert!((2_000..6_000).contains(&sampled), "{sampled}");
         for threads in [2, 5] {
             let again = count(&documents, 100_000, threads);
-            assert_eq!((again.words, again.drawn), (first.words.clone(), first.drawn));
+            assert_eq!((again.words, again.sampled), (first.words.clone(), first.sampled));
         }
         assert_eq!(count(&documents, u64::MAX, 3).words["every"], 20_000);
     }

@@ -1,14 +1,14 @@
-//! Words of ASCII letters and digits, found eight bytes at a time: the ground of the fast tokenizer.
+//! Words of ASCII letters and digits, found eight bytes at a time.
 
-/// Bytes of the longest word that fits a key.
-pub(super) const LONGEST_KEY: usize = 15;
+/// Bytes of the longest word that fits into a key.
+pub(super) const MAX_KEY_BYTES: usize = 15;
 const LOW: u64 = 0x0101_0101_0101_0101;
 const HIGH: u64 = 0x8080_8080_8080_8080;
-/// The bit that tells a lowercase ASCII letter from its uppercase; every digit has it.
+/// The bit that distinguishes a lowercase ASCII letter from its uppercase; set in every digit.
 pub(super) const CASE: u64 = 0x2020_2020_2020_2020;
 
-/// A word of up to [`LONGEST_KEY`] bytes, padded with zeros, its length in the last byte: no two
-/// words share a key, and none has the key 0.
+/// A word of up to [`MAX_KEY_BYTES`] bytes, padded with zeros, with its length in the last byte. Different
+/// words have different keys, and none has the key 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Key {
     low: u64,
@@ -18,23 +18,23 @@ pub(super) struct Key {
 impl Key {
     /// The key of a word, unless it is empty or too long.
     pub fn of(word: &[u8]) -> Option<Self> {
-        (1..=LONGEST_KEY).contains(&word.len()).then(|| {
+        (1..=MAX_KEY_BYTES).contains(&word.len()).then(|| {
             let mut bytes = [0; 16];
             bytes[..word.len()].copy_from_slice(word);
-            bytes[LONGEST_KEY] = word.len() as u8;
+            bytes[MAX_KEY_BYTES] = word.len() as u8;
             Self::from_bytes(bytes)
         })
     }
 
-    /// The word's bytes, and how many of them count.
+    /// The word's bytes with their padding, and the word's length.
     pub fn bytes(self) -> ([u8; 16], usize) {
         let mut bytes = [0; 16];
         bytes[..8].copy_from_slice(&self.low.to_le_bytes());
         bytes[8..].copy_from_slice(&self.high.to_le_bytes());
-        (bytes, usize::from(bytes[LONGEST_KEY]))
+        (bytes, usize::from(bytes[MAX_KEY_BYTES]))
     }
 
-    /// A hash whose every bit depends on the whole word.
+    /// A hash, every bit of which depends on the whole word.
     #[inline]
     pub fn hash(self) -> u64 {
         let product =
@@ -56,7 +56,7 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// Reads from `at`, which is not beyond the text's end.
+    /// Reads from `at`, which must not be after the end of the text.
     #[inline]
     pub fn new(text: &[u8], at: usize) -> Self {
         let mut bytes = [0; 16];
@@ -68,7 +68,7 @@ impl Window {
         Self { low: value as u64, high: (value >> 64) as u64 }
     }
 
-    /// How many ASCII letters and digits the window begins with: 0 to 16.
+    /// The number of ASCII letters and digits at the start of the window: 0 to 16.
     #[inline]
     pub fn word_length(self) -> usize {
         let low = !alphanumeric(self.low) & HIGH;
@@ -78,7 +78,7 @@ impl Window {
         8 + (!alphanumeric(self.high) & HIGH).trailing_zeros() as usize / 8
     }
 
-    /// The key of the first `length` bytes, 1 to 15 of them, with the bits of `case` set.
+    /// The key of the first `length` bytes (1 to 15), with the bits of `case` set.
     #[inline]
     pub fn key(self, length: usize, case: u64) -> Key {
         let (low, high) = MASKS[length & 15];
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_is_told_apart() {
+    fn every_byte_is_classified() {
         for byte in 0..=255_u8 {
             let bits = alphanumeric(u64::from_le_bytes([byte; 8]));
             assert_eq!(bits, if byte.is_ascii_alphanumeric() { HIGH } else { 0 }, "{byte}");
@@ -134,7 +134,7 @@ mod tests {
             let window = Window::new(&text, at);
             let length = text[at..].iter().take(16).take_while(|b| b.is_ascii_alphanumeric()).count();
             prop_assert_eq!(window.word_length(), length);
-            if (1..=LONGEST_KEY).contains(&length) {
+            if (1..=MAX_KEY_BYTES).contains(&length) {
                 let word = text[at..at + length].to_ascii_lowercase();
                 let key = window.key(length, CASE);
                 prop_assert_eq!(Some(key), Key::of(&word));

@@ -12,4 +12,4 @@ mod wordpiece;
 pub use tokenize::{Encoder, Tokenizer};
 
 pub(crate) use normalize::{Characters, Meaning};
-pub(crate) use vocab_trie::Pieces;
+pub(crate) use vocab_trie::VocabTrie;

@@ -1,7 +1,8 @@
-//! Lines to ids. `vocab.txt` means BERT's tokenizer, `tokenizer.json` whatever it describes.
+//! Opening tokenizers and encoding text. A `vocab.txt` means BERT's tokenizer; a `tokenizer.json` describes
+//! any.
 //!
-//! Special tokens are never added, and their names in text are text like any other. BERT's rules are
-//! followed by this crate's own `wordpiece`, all others by the `tokenizers` crate.
+//! Encoding never adds special tokens, and their names in text are ordinary text. BERT's tokenizer is
+//! implemented by `wordpiece` in this crate, all others by the `tokenizers` crate.
 
 use std::path::{Path, PathBuf};
 
@@ -11,12 +12,12 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::tokenizer_json::{complete, content_hash};
 use super::vocab_txt::{self, BYTE_ORDER_MARK, Case, Vocabulary, unusable};
-use super::wordpiece::{self, FastWordPiece};
+use super::wordpiece::{FastWordPiece, WordPieceEncoder};
 use crate::error::{Error, Result};
 use crate::format::{SpecialTokens, hex128};
 use crate::threads::on_all_cores;
 
-/// Turns text into ids. The same file and settings give the same ids everywhere.
+/// Text to ids. The same file and settings give the same ids everywhere.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     /// The fast path, or why there is none.
@@ -24,7 +25,7 @@ pub struct Tokenizer {
     path: PathBuf,
     file_name: &'static str,
     file: Vec<u8>,
-    /// For a `vocab.txt`.
+    /// The settings of a `vocab.txt`.
     case: Option<Case>,
     case_is_guessed: bool,
     special_tokens: SpecialTokens,
@@ -33,12 +34,14 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Opens a `vocab.txt` or a `tokenizer.json` (by its extension), or the one that a folder holds.
+    /// Opens a `vocab.txt` or a `tokenizer.json` (by extension), or the one in a folder.
     ///
-    /// `lowercase` and `strip_accents` are for `vocab.txt` only. Left out, a file beside it tells: a
-    /// `tokenizer.json` with the same entries, a `tokenizer_config.json`, or the manifest of the
-    /// corpus that it belongs to. Where there is none, a vocabulary is cased if lowercasing or
-    /// stripping accents would change an ordinary entry, and accents are stripped if text is lowercased.
+    /// `lowercase` and `strip_accents` are for `vocab.txt` only. Without them, a file beside it decides: a
+    /// `tokenizer.json` with the same entries, a `tokenizer_config.json`, or the manifest of its corpus.
+    /// Without such a file, a vocabulary is cased if lowercasing or stripping accents would change an
+    /// ordinary entry, and accents are stripped if text is lowercased.
+    ///
+    /// A missing file is [`Error::NotFound`]; one that is no usable tokenizer is [`Error::Input`].
     pub fn from_file(path: &Path, lowercase: Option<bool>, strip_accents: Option<bool>) -> Result<Self> {
         let path = locate(path)?;
         let file = std::fs::read(&path).map_err(|error| match error.kind() {
@@ -51,7 +54,7 @@ impl Tokenizer {
         Self::from_bytes(&path, file, lowercase, strip_accents)
     }
 
-    /// As `from_file`, of a file that is already in memory; `path` tells its kind and names it in errors.
+    /// As [`Tokenizer::from_file`], for a file in memory; `path` determines its kind and names it in errors.
     pub fn from_bytes(
         path: &Path,
         file: Vec<u8>,
@@ -70,7 +73,7 @@ impl Tokenizer {
         Self::from_vocab(path, file, lowercase, strip_accents)
     }
 
-    /// Opens what a `vocab.txt` holds; the file itself need not be there.
+    /// A tokenizer from the bytes of a `vocab.txt`, which need not exist on disk.
     pub(crate) fn from_vocab(
         path: &Path,
         mut file: Vec<u8>,
@@ -86,11 +89,11 @@ impl Tokenizer {
         let special_tokens = find_special(path, |name| ids.get(name).copied())?;
         let unknown = entries[special_tokens.unk as usize];
         let vocabulary = Vocabulary { path, entries, ids, unknown };
-        let told = match lowercase {
+        let known = match lowercase {
             Some(lowercase) => Some(Case { lowercase, strip_accents: lowercase }),
-            None => vocabulary.case_beside()?,
+            None => vocabulary.case_from_folder()?,
         };
-        let mut case = told.map_or_else(|| vocabulary.guessed_case(), Ok)?;
+        let mut case = known.map_or_else(|| vocabulary.guessed_case(), Ok)?;
         case.strip_accents = strip_accents.unwrap_or(case.strip_accents);
         let inner = vocabulary.tokenizer(case)?;
         let mut hash = Xxh3::new();
@@ -105,7 +108,7 @@ impl Tokenizer {
             path: path.to_owned(),
             file_name: "vocab.txt",
             case: Some(case),
-            case_is_guessed: told.is_none(),
+            case_is_guessed: known.is_none(),
             special_tokens,
             vocab_size: vocabulary.entries.len() as u32,
             hash: hash.digest(),
@@ -115,7 +118,7 @@ impl Tokenizer {
 
     fn from_json(path: &Path, file: Vec<u8>) -> Result<Self> {
         let mut inner = tokenizers::Tokenizer::from_bytes(&file).map_err(|e| unusable(path, &e))?;
-        // Either of these would silently drop or invent tokens.
+        // Truncation would silently drop tokens, padding would add some.
         inner.with_truncation(None).map_err(|e| unusable(path, &e))?;
         inner.with_padding(None);
         inner.set_encode_special_tokens(true);
@@ -138,15 +141,15 @@ impl Tokenizer {
         })
     }
 
-    /// Something to encode many texts with on one thread.
+    /// An encoder of many texts on one thread.
     pub fn encoder(&self) -> Encoder<'_> {
         match &self.fast {
-            Ok(fast) => Encoder(Way::Fast(fast.encoder())),
-            Err(_) => Encoder(Way::Crate(self)),
+            Ok(fast) => Encoder(EncoderKind::Fast(fast.encoder())),
+            Err(_) => Encoder(EncoderKind::Reference(self)),
         }
     }
 
-    /// The ids of each text, over all cores.
+    /// The ids of each text, computed on all cores.
     pub fn encode_batch(&self, texts: &[impl AsRef<str> + Sync]) -> Result<Vec<Vec<u32>>> {
         let encode = |encoder: &mut Encoder<'_>, text: &_| {
             let mut ids = Vec::new();
@@ -156,18 +159,18 @@ impl Tokenizer {
         on_all_cores(|| texts.par_iter().map_init(|| self.encoder(), encode).collect())?
     }
 
-    /// The ids that the `tokenizers` crate gives a text, whichever way serves: for comparison.
+    /// The ids that the `tokenizers` crate gives a text, as the reference for [`Encoder`].
     pub fn encode_by_crate(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.inner.encode_fast(text, false).map_err(|error| failed_on(text, &error))?;
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Text that reads like what the ids came from.
+    /// Text for ids, approximately the original.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         self.inner.decode(ids, false).map_err(|error| Error::Input(format!("cannot decode: {error}")))
     }
 
-    /// The entry of the vocabulary with this id.
+    /// The vocabulary entry with this id.
     pub fn id_to_token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
@@ -182,18 +185,18 @@ impl Tokenizer {
         self.vocab_size
     }
 
-    /// Identifies the file and the settings: what a corpus was prepared with.
+    /// A hash of the file and the settings, stored in a corpus.
     pub fn hash(&self) -> u64 {
         self.hash
     }
 
-    /// Identifies all that decides the ids of a text, whichever file says it: entries, their ids, and
-    /// the rules, case included. 32 hexadecimal digits.
+    /// A hash of everything that decides the ids of a text, in whichever file: entries, their ids, and the
+    /// rules, case included. 32 hexadecimal digits.
     pub fn content_hash(&self) -> Result<String> {
         content_hash(&self.inner).map(hex128)
     }
 
-    /// The text of a complete `tokenizer.json`: special tokens marked, `[CLS] text [SEP]` added by default.
+    /// A complete `tokenizer.json`: with marked special tokens and the template `[CLS] text [SEP]`.
     pub fn to_json(&self) -> Result<String> {
         complete(&self.inner, self.special_tokens)
     }
@@ -203,17 +206,17 @@ impl Tokenizer {
         &self.path
     }
 
-    /// Whether ids come from this crate's own fast path rather than the `tokenizers` crate.
+    /// Whether the fast path is used rather than the `tokenizers` crate.
     pub fn is_fast(&self) -> bool {
         self.fast.is_ok()
     }
 
-    /// Why the `tokenizers` crate has to serve, if it does: a clause such as "its model is not WordPiece".
+    /// Why the `tokenizers` crate is used, if it is: a clause such as "its model is not WordPiece".
     pub fn why_not_fast(&self) -> Option<&'static str> {
         self.fast.as_ref().err().copied()
     }
 
-    /// What marks tokens that go on with a word, where the model has such a mark.
+    /// The prefix of tokens that continue a word, if the model has one.
     pub(crate) fn continuation_prefix(&self) -> Option<&str> {
         let prefix = match self.inner.get_model() {
             ModelWrapper::WordPiece(model) => Some(&model.continuing_subword_prefix),
@@ -231,12 +234,12 @@ impl Tokenizer {
         Ok(unknown.filter_map(|(_, &(start, end))| text.get(start..end)).map(str::to_owned).collect())
     }
 
-    /// Settings in force: lowercase and strip_accents (`None` for a `tokenizer.json`).
+    /// The settings in effect: lowercase and strip_accents (`None` for a `tokenizer.json`).
     pub fn settings(&self) -> (Option<bool>, Option<bool>) {
         (self.case.map(|case| case.lowercase), self.case.map(|case| case.strip_accents))
     }
 
-    /// Whether nothing told the settings of a `vocab.txt`, so that they follow from its entries.
+    /// Whether the settings of a `vocab.txt` were guessed from its entries.
     pub fn case_is_guessed(&self) -> bool {
         self.case_is_guessed
     }
@@ -246,8 +249,8 @@ impl Tokenizer {
         (self.file_name, &self.file)
     }
 
-    /// Whether text may be cut after whitespace without changing ids: so it is where BERT's rules
-    /// hold and no added token could span the cut.
+    /// Whether text may be cut after whitespace without changing ids: true for BERT's rules, if no added
+    /// token can span the cut.
     pub(crate) fn splits_at_whitespace(&self) -> bool {
         matches!(self.inner.get_normalizer(), Some(NormalizerWrapper::BertNormalizer(_)))
             && matches!(self.inner.get_pre_tokenizer(), Some(PreTokenizerWrapper::BertPreTokenizer(_)))
@@ -255,26 +258,26 @@ impl Tokenizer {
     }
 }
 
-/// Encodes text after text on one thread; see [`Tokenizer::encoder`].
-pub struct Encoder<'a>(Way<'a>);
+/// Encodes texts on one thread; see [`Tokenizer::encoder`].
+pub struct Encoder<'a>(EncoderKind<'a>);
 
-enum Way<'a> {
-    Fast(wordpiece::Encoder<'a>),
-    Crate(&'a Tokenizer),
+enum EncoderKind<'a> {
+    Fast(WordPieceEncoder<'a>),
+    Reference(&'a Tokenizer),
 }
 
 impl Encoder<'_> {
-    /// Appends the ids of a piece of text.
+    /// Appends the ids of a text.
     pub fn encode_into(&mut self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
         match &mut self.0 {
-            Way::Fast(encoder) => encoder.encode_into(text, ids)?,
-            Way::Crate(tokenizer) => ids.extend(tokenizer.encode_by_crate(text)?),
+            EncoderKind::Fast(encoder) => encoder.encode_into(text, ids)?,
+            EncoderKind::Reference(tokenizer) => ids.extend(tokenizer.encode_by_crate(text)?),
         }
         Ok(())
     }
 }
 
-/// The tokenizer's file: the path itself, or what a folder holds (a run and an export one level down).
+/// The tokenizer's file: the path itself, or the one in a folder (in a run or an export, one level down).
 fn locate(path: &Path) -> Result<PathBuf> {
     if !path.is_dir() {
         return Ok(path.to_owned());
@@ -332,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn case_is_found_out() {
+    fn case_is_detected() {
         assert_eq!(open(VOCAB).unwrap().settings(), (Some(true), Some(true)));
         assert_eq!(open(&VOCAB.replace("cafe", "Cafe")).unwrap().settings(), (Some(false), Some(false)));
     }
@@ -348,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_names_the_first_serves_and_stands_for_unknown_words() {
+    fn of_several_special_names_the_first_is_used() {
         let names = "<pad>\n<unk>\n<s>\n</s>\n<cls>\n<sep>\n<mask>\na\n";
         let tokenizer = open(names).unwrap();
         assert_eq!(tokenizer.special_tokens(), SpecialTokens { pad: 0, unk: 1, cls: 4, sep: 5, mask: 6 });
@@ -357,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_is_looked_through() {
+    fn a_folder_is_searched() {
         let dir = tempfile::tempdir().unwrap();
         let open = || Tokenizer::from_file(dir.path(), None, None);
         let error = open().err().unwrap().to_string();

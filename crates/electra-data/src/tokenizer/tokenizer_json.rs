@@ -1,6 +1,4 @@
-//! What a tokenizer is apart from its file: the complete `tokenizer.json`, and a hash of its rules.
-//!
-//! `tokenize` opens a file; `vocab`, runs and exports write what is made here.
+//! Writing a complete `tokenizer.json`, and hashing a tokenizer's rules.
 
 use ahash::AHashMap;
 use tokenizers::processors::template::TemplateProcessing;
@@ -10,8 +8,8 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::error::{Error, Result};
 use crate::format::SpecialTokens;
 
-/// The text of a `tokenizer.json` that any library loads: special tokens marked as such, and the
-/// template `[CLS] text [SEP]` unless the tokenizer has one of its own.
+/// A `tokenizer.json` that any library can load, with marked special tokens. Has the template `[CLS] text
+/// [SEP]` unless the tokenizer has one of its own.
 pub(super) fn complete(tokenizer: &Tokenizer, special: SpecialTokens) -> Result<String> {
     let mut tokenizer = tokenizer.clone();
     let known = tokenizer.get_added_tokens_decoder();
@@ -40,9 +38,9 @@ pub(super) fn complete(tokenizer: &Tokenizer, special: SpecialTokens) -> Result<
     Ok(text)
 }
 
-/// A hash of all that decides the ids of a text: entries, their ids, and the rules (case included).
+/// A hash of everything that decides the ids of a text: entries, their ids, and the rules, case included.
 ///
-/// A `vocab.txt` with its settings and every `tokenizer.json` made of it have the same one.
+/// A `vocab.txt` with its settings and every `tokenizer.json` made from it have the same hash.
 pub(super) fn content_hash(tokenizer: &Tokenizer) -> Result<u128> {
     let normalizer = match tokenizer.get_normalizer() {
         Some(&NormalizerWrapper::BertNormalizer(mut bert)) => {
@@ -71,8 +69,8 @@ fn failed(error: &dyn std::fmt::Display) -> Error {
 mod tests {
     use std::path::Path;
 
-    use super::super::vocab_txt::{Case, Vocabulary};
     use super::*;
+    use crate::tokenizer::vocab_txt::{Case, Vocabulary};
 
     fn tokenizer(words: &[&str], lowercase: bool, strip_accents: bool) -> Tokenizer {
         let entries = [&["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], words].concat();

@@ -1,35 +1,35 @@
-//! Words to ids by WordPiece's greedy rule: the longest entry that fits, from left to right.
+//! The vocabulary as a trie, and WordPiece's greedy longest-match split of words into entries.
 //!
-//! Two tries, of what words begin and go on with, share one double array: a state's child by a byte
-//! lies at the state's base plus that byte, and is real if it names the state as its parent.
+//! Two tries, of entries that begin and that continue words, share one double array: the child of a state by
+//! a byte is the cell at the state's base plus that byte, if that cell names the state as its parent.
 
 use tokenizers::Model as _;
 use tokenizers::models::wordpiece::WordPiece as Model;
 
 const START: usize = 0;
-const GO_ON: usize = 1;
+const CONTINUE: usize = 1;
 const NONE: u32 = u32::MAX;
-/// A cell's children lie among this many.
+/// A cell's children are within this many cells from its base.
 const REACH: usize = 256;
 
 #[derive(Clone, Copy)]
 struct Cell {
     base: u32,
     parent: u32,
-    /// Of the entry that ends here, or `NONE`.
+    /// The id of the entry that ends here, or `NONE`.
     id: u32,
 }
 
 const FREE: Cell = Cell { base: 0, parent: NONE, id: NONE };
 
 /// The vocabulary of a WordPiece model.
-pub(crate) struct Pieces {
+pub(crate) struct VocabTrie {
     cells: Vec<Cell>,
     unknown: u32,
-    longest: usize,
+    max_word_chars: usize,
 }
 
-impl Pieces {
+impl VocabTrie {
     /// The model's vocabulary; `None` if it has no entry for unknown words.
     pub fn new(model: &Model) -> Option<Self> {
         let vocab = model.get_vocab();
@@ -41,33 +41,28 @@ impl Pieces {
             starts.iter().filter_map(|&(entry, id)| Some((entry.strip_prefix(prefix)?, id))).collect();
         others.sort_unstable();
         let mut cells = vec![FREE; 2 + REACH];
-        // The roots are nobody's children; no state has their number as base plus byte.
-        (cells[START].parent, cells[GO_ON].parent) = (START as u32, GO_ON as u32);
+        // The roots are their own parents; no base plus byte is their index.
+        (cells[START].parent, cells[CONTINUE].parent) = (START as u32, CONTINUE as u32);
         let mut builder = Builder { cells, search_from: 2 };
         builder.build(START, &starts);
-        builder.build(GO_ON, &others);
-        Some(Self { cells: builder.cells, unknown, longest: model.max_input_chars_per_word })
+        builder.build(CONTINUE, &others);
+        Some(Self { cells: builder.cells, unknown, max_word_chars: model.max_input_chars_per_word })
     }
 
-    /// No vocabulary at all: every word is unknown.
-    pub fn none() -> Self {
-        Self { cells: vec![FREE; 2 + REACH], unknown: 0, longest: 0 }
+    /// An empty vocabulary, in which every word is unknown.
+    pub fn empty() -> Self {
+        Self { cells: vec![FREE; 2 + REACH], unknown: 0, max_word_chars: 0 }
     }
 
-    /// The id of words that cannot be spelled.
-    pub fn unknown(&self) -> u32 {
-        self.unknown
+    /// Longer words are unknown, whatever their characters.
+    pub fn max_word_chars(&self) -> usize {
+        self.max_word_chars
     }
 
-    /// Characters of the longest word that is not unknown by its length alone.
-    pub fn longest(&self) -> usize {
-        self.longest
-    }
-
-    /// Appends the ids of a word, which is not empty and is UTF-8.
+    /// Appends the ids of a non-empty word in UTF-8; at least one.
     pub fn split(&self, word: &[u8], ids: &mut Vec<u32>) {
         let before = ids.len();
-        if word.len() > self.longest && num_chars(word) > self.longest {
+        if word.len() > self.max_word_chars && num_chars(word) > self.max_word_chars {
             return ids.push(self.unknown);
         }
         let (mut rest, mut root) = (word, START);
@@ -77,7 +72,7 @@ impl Pieces {
                 return ids.push(self.unknown);
             };
             ids.push(id);
-            (rest, root) = (&rest[length..], GO_ON);
+            (rest, root) = (&rest[length..], CONTINUE);
         }
     }
 
@@ -86,7 +81,7 @@ impl Pieces {
         for (at, &byte) in word.iter().enumerate() {
             let child = self.cells[state].base as usize + usize::from(byte);
             let cell = self.cells[child];
-            if cell.parent as usize != state || child <= GO_ON {
+            if cell.parent as usize != state || child <= CONTINUE {
                 break;
             }
             if cell.id != NONE {
@@ -108,7 +103,7 @@ struct Builder {
 }
 
 impl Builder {
-    /// Adds a trie of sorted entries below `root`. Empty ones can never match.
+    /// Builds the trie of sorted entries below `root`. Skips empty ones, which can never match.
     fn build(&mut self, root: usize, entries: &[(&[u8], u32)]) {
         let empty = entries.iter().take_while(|(entry, _)| entry.is_empty()).count();
         let mut waiting = vec![(root, &entries[empty..], 0)];
@@ -124,7 +119,7 @@ impl Builder {
                 let child = base + usize::from(byte);
                 let (mut group, depth) = (group, depth + 1);
                 self.cells[child].parent = state as u32;
-                // Entries are distinct, so at most one ends here, and it comes first.
+                // Entries are distinct, so at most one ends here, and it is the first.
                 if group[0].0.len() == depth {
                     self.cells[child].id = group[0].1;
                     group = &group[1..];
@@ -134,7 +129,7 @@ impl Builder {
         }
     }
 
-    /// A base at which the cells of all `bytes`, which are sorted, are free.
+    /// A base at which the cells of all `bytes` (sorted) are free.
     fn base_for(&mut self, bytes: &[u8]) -> usize {
         let first = usize::from(bytes[0]);
         let (start, mut taken) = (self.search_from.max(first + 2), 0);
@@ -151,7 +146,7 @@ impl Builder {
                 self.cells.resize(base + REACH, FREE);
             }
             if bytes.iter().all(|&byte| self.cells[base + usize::from(byte)].parent == NONE) {
-                // Where nearly all is taken, searching again from the start is a waste.
+                // Nearly all cells before this one are taken: do not search them again.
                 if taken * 20 >= (at - start + 1) * 19 {
                     self.search_from = at;
                 }
@@ -168,23 +163,23 @@ mod tests {
 
     use super::*;
 
-    fn pieces_of(entries: &[String], longest: usize) -> (Pieces, Model) {
+    fn trie_of(entries: &[String], max_word_chars: usize) -> (VocabTrie, Model) {
         let vocab: ahash::AHashMap<String, u32> = entries.iter().cloned().zip(7..).collect();
-        let model = Model::builder().vocab(vocab).max_input_chars_per_word(longest).build().unwrap();
-        (Pieces::new(&model).unwrap(), model)
+        let model = Model::builder().vocab(vocab).max_input_chars_per_word(max_word_chars).build().unwrap();
+        (VocabTrie::new(&model).unwrap(), model)
     }
 
     proptest! {
         #[test]
-        fn words_split_as_the_crate_splits_them(
+        fn words_are_split_as_by_the_crate(
             entries in prop::collection::vec("(##)?[abcé日#]{0,5}", 0..60),
             words in prop::collection::vec("[abcdé日#]{1,14}", 1..20),
         ) {
             let entries: Vec<String> = entries.into_iter().chain(["[UNK]".to_owned()]).collect();
-            let (pieces, model) = pieces_of(&entries, 12);
+            let (trie, model) = trie_of(&entries, 12);
             for word in words {
                 let mut ids = Vec::new();
-                pieces.split(word.as_bytes(), &mut ids);
+                trie.split(word.as_bytes(), &mut ids);
                 let expected: Vec<u32> = model.tokenize(&word).unwrap().iter().map(|token| token.id).collect();
                 prop_assert_eq!(ids, expected, "{}", word);
             }
@@ -192,8 +187,8 @@ mod tests {
     }
 
     #[test]
-    fn the_unknown_word_must_have_an_entry() {
+    fn unknown_words_must_have_an_entry() {
         let vocab = ahash::AHashMap::from_iter([("a".to_owned(), 0)]);
-        assert!(Pieces::new(&Model::builder().vocab(vocab).build().unwrap()).is_none());
+        assert!(VocabTrie::new(&Model::builder().vocab(vocab).build().unwrap()).is_none());
     }
 }

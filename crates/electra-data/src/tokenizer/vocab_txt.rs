@@ -1,7 +1,7 @@
-//! `vocab.txt`: its entries, BERT's rules for them, and the case that the file itself does not tell.
+//! `vocab.txt`: its entries, BERT's rules, and the case, which the file itself does not store.
 //!
-//! The case is looked for beside the file, where `vocab`, Hugging Face and `prepare` leave it, and
-//! only guessed where there is nothing.
+//! The case is read from a file beside it, written by `vocab`, Hugging Face or `prepare`, and guessed from
+//! the entries only if there is none.
 
 use std::path::Path;
 
@@ -19,25 +19,25 @@ use crate::format::Manifest;
 
 pub(super) const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
-/// What BERT's normalizer may be told.
+/// The settings of BERT's normalizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Case {
     pub lowercase: bool,
     pub strip_accents: bool,
 }
 
-/// A vocabulary of WordPiece, an entry per line of its file.
+/// A WordPiece vocabulary, one entry per line.
 pub(super) struct Vocabulary<'a> {
     pub path: &'a Path,
-    /// In order of their ids.
+    /// In the order of their ids.
     pub entries: Vec<&'a str>,
-    /// Of equal entries the last one counts, as in BERT's own code.
+    /// The last of equal entries counts, as in BERT's own code.
     pub ids: AHashMap<String, u32>,
-    /// The entry that unknown words get.
+    /// The entry for unknown words.
     pub unknown: &'a str,
 }
 
-/// The lines of a vocab.txt without what ends them, the line's number being the id.
+/// The lines of a `vocab.txt` without trailing whitespace. The index of a line is its id.
 pub(super) fn entries<'a>(path: &Path, file: &'a [u8]) -> Result<Vec<&'a str>> {
     let text = std::str::from_utf8(file).map_err(|error| {
         let (path, at) = (path.display(), error.valid_up_to());
@@ -59,8 +59,8 @@ impl Vocabulary<'_> {
         Ok(tokenizer)
     }
 
-    /// The case that a file beside this one tells, if any does.
-    pub fn case_beside(&self) -> Result<Option<Case>> {
+    /// The case stored in another file of the same folder, if there is one.
+    pub fn case_from_folder(&self) -> Result<Option<Case>> {
         if let Some(case) = self.case_of_tokenizer_json()? {
             return Ok(Some(case));
         }
@@ -70,7 +70,7 @@ impl Vocabulary<'_> {
         Ok(self.case_of_corpus())
     }
 
-    /// That of a `tokenizer.json` with the same entries at the same ids.
+    /// The case of a `tokenizer.json` with the same entries at the same ids.
     fn case_of_tokenizer_json(&self) -> Result<Option<Case>> {
         let path = self.path.with_file_name("tokenizer.json");
         let Some(file) = read_if_there(&path)? else { return Ok(None) };
@@ -95,7 +95,7 @@ impl Vocabulary<'_> {
         )))
     }
 
-    /// That of the `tokenizer_config.json` of a Hugging Face folder.
+    /// The case of the `tokenizer_config.json` in a Hugging Face folder.
     fn case_of_tokenizer_config(&self) -> Result<Option<Case>> {
         let path = self.path.with_file_name("tokenizer_config.json");
         let Some(file) = read_if_there(&path)? else { return Ok(None) };
@@ -106,7 +106,8 @@ impl Vocabulary<'_> {
             .map(|lowercase| Case { lowercase, strip_accents: strip_accents.unwrap_or(lowercase) }))
     }
 
-    /// That of the corpus that keeps this file. Any other folder may hold a manifest.json too.
+    /// The case in the manifest of the corpus that this file belongs to. Errors are ignored: other programs
+    /// write a manifest.json too.
     fn case_of_corpus(&self) -> Option<Case> {
         let manifest = Manifest::read(self.path.parent()?).ok()?.tokenizer;
         let is_its_own = self.path.file_name()? == manifest.file.as_str();
@@ -138,7 +139,7 @@ fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
     }
 }
 
-/// The file cannot serve as what it should be.
+/// The error for a file that is not a usable tokenizer.
 pub(super) fn unusable(path: &Path, error: &dyn std::fmt::Display) -> Error {
     Error::Input(format!("{}: not a usable tokenizer ({error})", path.display()))
 }
@@ -158,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_read_as_the_crate_reads_them() {
+    fn lines_are_read_as_by_the_crate() {
         let file = "[UNK]\nthe \ncat\r\n\n\u{3000}\na\u{2028}b\nx\u{1c}\ndog\u{a0}".as_bytes();
         let lines = entries(Path::new("vocab.txt"), file).unwrap();
         assert_eq!(lines, ["[UNK]", "the", "cat", "", "", "a\u{2028}b", "x\u{1c}", "dog"]);
@@ -178,30 +179,30 @@ mod tests {
     }
 
     #[test]
-    fn a_file_beside_it_tells_the_case() {
+    fn another_file_of_the_folder_stores_the_case() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("vocab.txt");
         let here = vocabulary(&path, &["a"]);
         let leave = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
         let json_of = |words: &[&str], case| vocabulary(&path, words).tokenizer(case).unwrap();
-        assert_eq!(here.case_beside().unwrap(), None);
+        assert_eq!(here.case_from_folder().unwrap(), None);
         leave("manifest.json", "{}");
-        assert_eq!(here.case_beside().unwrap(), None);
+        assert_eq!(here.case_from_folder().unwrap(), None);
         leave("tokenizer_config.json", r#"{"do_lower_case": true, "strip_accents": false}"#);
         let half = Case { lowercase: true, strip_accents: false };
-        assert_eq!(here.case_beside().unwrap(), Some(half));
+        assert_eq!(here.case_from_folder().unwrap(), Some(half));
         leave("tokenizer.json", &json_of(&["b"], CASED).to_string(false).unwrap());
-        assert_eq!(here.case_beside().unwrap(), Some(half), "entries of another vocabulary");
+        assert_eq!(here.case_from_folder().unwrap(), Some(half), "entries of another vocabulary");
         for case in [CASED, UNCASED, half] {
             leave("tokenizer.json", &json_of(&["a"], case).to_string(false).unwrap());
-            assert_eq!(here.case_beside().unwrap(), Some(case));
+            assert_eq!(here.case_from_folder().unwrap(), Some(case));
         }
         let mut other = json_of(&["a"], CASED);
         other.with_pre_tokenizer(None::<BertPreTokenizer>);
         leave("tokenizer.json", &other.to_string(false).unwrap());
-        let error = here.case_beside().unwrap_err().to_string();
+        let error = here.case_from_folder().unwrap_err().to_string();
         assert!(error.contains("tokenizer.json: has the entries of"), "{error}");
         leave("tokenizer.json", "{");
-        assert!(here.case_beside().unwrap_err().to_string().contains("tokenizer.json: not a usable"));
+        assert!(here.case_from_folder().unwrap_err().to_string().contains("tokenizer.json: not a usable"));
     }
 }

@@ -1,20 +1,20 @@
-//! Short words and their ids, in memory that never grows: what one thread has seen lately.
+//! A cache of short words and their ids, of fixed size, one per thread.
 
 use super::ascii::Key;
 
-/// Ids that an entry holds; words of more pieces are split anew each time.
-pub(super) const MOST_PIECES: usize = 3;
-/// Two words each: 1 MiB in all.
+/// Ids per cache entry; words with more are split again each time.
+pub(super) const MAX_IDS: usize = 3;
+/// Sets of two words each: 1 MiB in total.
 const SETS: usize = 1 << 14;
 
-/// The ids of a word; those after the first `count` mean nothing.
+/// The ids of a word; only the first `count` are valid.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Ids {
-    pub ids: [u32; MOST_PIECES],
+    pub ids: [u32; MAX_IDS],
     pub count: u32,
 }
 
-/// One cache line: the word that was asked for again comes first, the other is the next to go.
+/// One cache line. The most recently found word comes first; the other is replaced next.
 #[derive(Clone, Copy, Default)]
 #[repr(align(64))]
 struct Set {
@@ -32,15 +32,15 @@ impl WordCache {
         Self { sets: vec![Set::default(); SETS].into_boxed_slice() }
     }
 
-    /// No cache, and no memory: nothing may be asked of it.
-    pub fn none() -> Self {
+    /// A placeholder without memory, which must not be used.
+    pub fn unallocated() -> Self {
         Self { sets: Box::default() }
     }
 
-    /// The ids of a word that is still here.
+    /// The ids of a word, if it is cached.
     #[inline]
     pub fn get(&mut self, key: Key) -> Option<Ids> {
-        let set = &mut self.sets[place(key)];
+        let set = &mut self.sets[set_index(key)];
         if set.keys[0] == key {
             return Some(set.ids[0]);
         }
@@ -52,21 +52,21 @@ impl WordCache {
         None
     }
 
-    /// Keeps a word's ids if there are few enough, in the place of one less in use.
+    /// Caches a word's ids unless there are too many, replacing the less recently found word of its set.
     pub fn insert(&mut self, key: Key, ids: &[u32]) {
-        if ids.len() > MOST_PIECES {
+        if ids.len() > MAX_IDS {
             return;
         }
         let mut kept = Ids { count: ids.len() as u32, ..Ids::default() };
         kept.ids[..ids.len()].copy_from_slice(ids);
-        let set = &mut self.sets[place(key)];
+        let set = &mut self.sets[set_index(key)];
         let way = usize::from(set.keys[0] != Key::default());
         (set.keys[way], set.ids[way]) = (key, kept);
     }
 }
 
 #[inline]
-fn place(key: Key) -> usize {
+fn set_index(key: Key) -> usize {
     key.hash() as usize & (SETS - 1)
 }
 
@@ -75,9 +75,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_found_was_put_there() {
+    fn what_is_found_was_inserted() {
         let mut cache = WordCache::new();
-        let ids = |n: u32| vec![n; 1 + n as usize % MOST_PIECES];
+        let ids = |n: u32| vec![n; 1 + n as usize % MAX_IDS];
         let key = |n: u32| Key::of(format!("word{n}").as_bytes()).unwrap();
         let mut found = 0;
         for n in 0..200_000 {
@@ -90,7 +90,7 @@ mod tests {
             }
         }
         assert!(found > 10_000, "{found}");
-        cache.insert(key(1_000_000), &[1; MOST_PIECES + 1]);
+        cache.insert(key(1_000_000), &[1; MAX_IDS + 1]);
         assert!(cache.get(key(1_000_000)).is_none());
     }
 }

@@ -1,8 +1,8 @@
-//! BERT's tokenizer, fast: the same ids as the `tokenizers` crate, or not at all.
+//! A fast implementation of BERT's tokenizer, with the same ids as the `tokenizers` crate.
 //!
-//! Text is a row of *chunks*, each ended by an ASCII blank or punctuation mark. A word of ASCII letters
-//! and digits is found, lowercased and looked up in registers; a chunk with anything else is read
-//! character by character; one with combining marks that could change places goes to the crate.
+//! Text is a sequence of *chunks*, each ended by an ASCII space or punctuation character. A word of ASCII
+//! letters and digits is found, lowercased and looked up in registers. A chunk with any other character is
+//! read character by character, and one with combining marks that could be reordered is left to the crate.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -13,35 +13,36 @@ use tokenizers::{NormalizerWrapper, PreTokenizerWrapper};
 
 use crate::error::Result;
 
-use super::ascii::{CASE, Key, LONGEST_KEY, Window};
+use super::ascii::{CASE, Key, MAX_KEY_BYTES, Window};
 use super::normalize::{Characters, Meaning};
-use super::vocab_trie::Pieces;
-use super::word_cache::{MOST_PIECES, WordCache};
+use super::vocab_trie::VocabTrie;
+use super::word_cache::{MAX_IDS, WordCache};
 
 const BUFFER: usize = 256;
 
-/// What an ASCII byte is; any other is `Other`.
+/// What a byte means after a word of ASCII letters and digits. Bytes that do not end a chunk are `Other`,
+/// letters and digits included, so the fast loop cannot skip any.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Class {
-    Word,
     Space,
     /// A word by itself.
-    Mark,
+    Punctuation,
     Other,
 }
 
-/// The fast tokenizer. Threads share it, each with an [`Encoder`] of its own.
+/// The fast tokenizer. Threads share it, each with a [`WordPieceEncoder`] of its own.
 pub(super) struct FastWordPiece {
-    pieces: Pieces,
+    trie: VocabTrie,
     characters: Characters,
     classes: [Class; 256],
-    marks: [u32; 256],
+    /// The ids of punctuation characters.
+    punctuation: [u32; 256],
     case: u64,
-    /// What encoders leave behind for the next ones.
+    /// Memory of dropped encoders, reused with its caches by new ones.
     scratches: Mutex<Vec<Scratch>>,
 }
 
-/// Memory of one thread.
+/// Working memory of one encoder.
 struct Scratch {
     cache: WordCache,
     buffer: Box<[u32; BUFFER]>,
@@ -50,7 +51,7 @@ struct Scratch {
 }
 
 impl FastWordPiece {
-    /// The fast twin of a tokenizer, or why there is none.
+    /// The fast equivalent of a tokenizer, or why there is none.
     pub fn new(tokenizer: &tokenizers::Tokenizer) -> std::result::Result<Self, &'static str> {
         let Some(NormalizerWrapper::BertNormalizer(normalizer)) = tokenizer.get_normalizer() else {
             return Err("its normalizer is not BertNormalizer");
@@ -61,7 +62,7 @@ impl FastWordPiece {
         let ModelWrapper::WordPiece(model) = tokenizer.get_model() else {
             return Err("its model is not WordPiece");
         };
-        // Names of special tokens are text only where the tokenizer was told so.
+        // Special tokens in text are encoded as text only with this setting.
         let as_text = tokenizer.get_added_vocabulary().get_encode_special_tokens();
         let mut added = tokenizer.get_added_tokens_decoder().into_values();
         if added.any(|token| !token.special || !as_text) {
@@ -70,37 +71,36 @@ impl FastWordPiece {
         if !leaves_text_alone(tokenizer.get_post_processor()) {
             return Err("its post-processor may change a text's tokens");
         }
-        let pieces = Pieces::new(model).ok_or("its vocabulary has no entry for unknown words")?;
-        Self::from_parts(pieces, *normalizer).ok_or("its rules for ASCII are unusual")
+        let trie = VocabTrie::new(model).ok_or("its vocabulary has no entry for unknown words")?;
+        Self::from_parts(trie, *normalizer).ok_or("its rules for ASCII are unusual")
     }
 
-    fn from_parts(pieces: Pieces, normalizer: BertNormalizer) -> Option<Self> {
+    fn from_parts(trie: VocabTrie, normalizer: BertNormalizer) -> Option<Self> {
         let characters = Characters::new(normalizer);
-        let (mut classes, mut marks) = ([Class::Other; 256], [0; 256]);
+        let (mut classes, mut punctuation) = ([Class::Other; 256], [0; 256]);
         for byte in 0..128_u8 {
-            let meaning = characters.meaning(char::from(byte), &pieces);
+            let meaning = characters.meaning(char::from(byte), &trie);
             classes[usize::from(byte)] = match meaning {
                 Meaning::Space => Class::Space,
-                Meaning::Alone(_) => Class::Mark,
-                Meaning::Letter(_) if byte.is_ascii_alphanumeric() => Class::Word,
+                Meaning::Alone(_) => Class::Punctuation,
                 _ => Class::Other,
             };
             if let Meaning::Alone(id) = meaning {
-                marks[usize::from(byte)] = id;
+                punctuation[usize::from(byte)] = id;
             }
-            // The fast loop takes letters and digits for words, and lowercases with a bit.
+            // The fast loop treats letters and digits as words, and lowercases by setting a bit.
             let lower = if normalizer.lowercase { byte.to_ascii_lowercase() } else { byte };
             if byte.is_ascii_alphanumeric() && meaning != Meaning::Letter(char::from(lower)) {
                 return None;
             }
         }
         let case = if normalizer.lowercase { CASE } else { 0 };
-        Some(Self { pieces, characters, classes, marks, case, scratches: Mutex::default() })
+        Some(Self { trie, characters, classes, punctuation, case, scratches: Mutex::default() })
     }
 
-    /// Something to encode with; it takes over what an earlier one has learnt.
-    pub fn encoder(&self) -> Encoder<'_> {
-        Encoder { of: self, scratch: self.scratches().pop().unwrap_or_else(Scratch::new) }
+    /// A new encoder, with the cache of a dropped one if there is any.
+    pub fn encoder(&self) -> WordPieceEncoder<'_> {
+        WordPieceEncoder { tokenizer: self, scratch: self.scratches().pop().unwrap_or_else(Scratch::new) }
     }
 
     fn scratches(&self) -> MutexGuard<'_, Vec<Scratch>> {
@@ -108,7 +108,7 @@ impl FastWordPiece {
     }
 }
 
-/// Whether one text's tokens pass a post-processor unchanged where no special tokens are added.
+/// Whether a post-processor leaves a text's tokens unchanged when no special tokens are added.
 fn leaves_text_alone(processor: Option<&PostProcessorWrapper>) -> bool {
     match processor {
         None | Some(PostProcessorWrapper::Bert(_)) => true,
@@ -126,84 +126,86 @@ impl Scratch {
         Self { cache: WordCache::new(), ..Self::without_cache() }
     }
 
-    /// What an encoder is left with when it hands its memory on.
+    /// What is left in an encoder that is being dropped.
     fn without_cache() -> Self {
         let (word, ids) = (Vec::new(), Vec::new());
-        Self { cache: WordCache::none(), buffer: Box::new([0; BUFFER]), word, ids }
+        Self { cache: WordCache::unallocated(), buffer: Box::new([0; BUFFER]), word, ids }
     }
 }
 
-/// Encodes text after text, on one thread.
-pub(crate) struct Encoder<'a> {
-    of: &'a FastWordPiece,
+/// Encodes texts on one thread.
+pub(crate) struct WordPieceEncoder<'a> {
+    tokenizer: &'a FastWordPiece,
     scratch: Scratch,
 }
 
-impl Encoder<'_> {
+impl WordPieceEncoder<'_> {
     /// Appends the ids of a text.
     pub fn encode_into(&mut self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
-        let mut run = Run { of: self.of, scratch: &mut self.scratch, text, held: 0, ids };
-        run.text()?;
-        run.flush();
+        let mut encoding =
+            TextEncoding { tokenizer: self.tokenizer, scratch: &mut self.scratch, text, held: 0, ids };
+        encoding.run()?;
+        encoding.flush();
         Ok(())
     }
 }
 
-impl Drop for Encoder<'_> {
+impl Drop for WordPieceEncoder<'_> {
     fn drop(&mut self) {
-        self.of.scratches().push(std::mem::replace(&mut self.scratch, Scratch::without_cache()));
+        self.tokenizer.scratches().push(std::mem::replace(&mut self.scratch, Scratch::without_cache()));
     }
 }
 
-/// One text on its way.
-struct Run<'a> {
-    of: &'a FastWordPiece,
+/// The encoding of one text.
+struct TextEncoding<'a> {
+    tokenizer: &'a FastWordPiece,
     scratch: &'a mut Scratch,
     text: &'a str,
-    /// Ids in the buffer that are not in `ids` yet.
+    /// Number of ids in the buffer, which are not in `ids` yet.
     held: usize,
     ids: &'a mut Vec<u32>,
 }
 
-impl Run<'_> {
-    fn text(&mut self) -> Result<()> {
-        let (of, bytes, mut at) = (self.of, self.text.as_bytes(), 0);
+impl TextEncoding<'_> {
+    fn run(&mut self) -> Result<()> {
+        let (tokenizer, bytes, mut at) = (self.tokenizer, self.text.as_bytes(), 0);
         while at < bytes.len() {
             let window = Window::new(bytes, at);
             let length = window.word_length();
-            // After the text's end comes a blank, as it were.
+            // The end of the text ends a word as a space does.
             let next = bytes.get(at + length).copied().unwrap_or(b' ');
-            let class = of.classes[usize::from(next)];
-            if length > LONGEST_KEY || class == Class::Other {
+            let class = tokenizer.classes[usize::from(next)];
+            if length > MAX_KEY_BYTES || class == Class::Other {
                 at = self.chunk(at)?;
                 continue;
             }
             if length > 0 {
-                self.short_word(window.key(length, of.case));
+                self.short_word(window.key(length, tokenizer.case));
             }
-            if class == Class::Mark {
-                self.push(of.marks[usize::from(next)]);
+            if class == Class::Punctuation {
+                self.push(tokenizer.punctuation[usize::from(next)]);
             }
             at += length + 1;
         }
         Ok(())
     }
 
-    /// Reads from a chunk's start, character by character; returns where the next chunk begins.
+    /// Reads a chunk from its start, character by character; returns the start of the next chunk.
     fn chunk(&mut self, start: usize) -> Result<usize> {
-        let (of, text) = (self.of, self.text);
+        let (tokenizer, text) = (self.tokenizer, self.text);
         let mut word = std::mem::take(&mut self.scratch.word);
         let mut end = text.len();
         for (offset, c) in text[start..].char_indices() {
             let at = start + offset;
-            match of.characters.meaning(c, &of.pieces) {
+            match tokenizer.characters.meaning(c, &tokenizer.trie) {
                 Meaning::Nothing => {}
-                // Enough is enough: the word is unknown by its length already.
-                Meaning::Letter(_) | Meaning::Letters(_) if word.len() > 4 * of.pieces.longest() => {}
+                // The word is too long for the vocabulary already: what follows cannot change its id.
+                Meaning::Letter(_) | Meaning::Letters(_)
+                    if word.len() > 4 * tokenizer.trie.max_word_chars() => {}
                 Meaning::Letter(letter) if letter.is_ascii() => word.push(letter as u8),
                 Meaning::Letter(letter) => word.extend_from_slice(letter.encode_utf8(&mut [0; 4]).as_bytes()),
                 Meaning::Letters(at) => {
-                    word.extend_from_slice(of.characters.letters(c, at, &of.pieces).as_bytes())
+                    word.extend_from_slice(tokenizer.characters.letters(c, at, &tokenizer.trie).as_bytes())
                 }
                 Meaning::Space => {
                     end = at + c.len_utf8();
@@ -229,12 +231,13 @@ impl Run<'_> {
         Ok(end)
     }
 
-    /// Leaves a chunk to the crate's own rules: marks cannot move past an ASCII blank or mark.
+    /// Leaves a chunk to the crate: combining marks are never moved past ASCII spaces or punctuation.
     fn unclear_chunk(&mut self, start: usize, at: usize) -> Result<usize> {
-        let (of, bytes) = (self.of, self.text.as_bytes());
-        let is_end = |byte: &u8| matches!(of.classes[usize::from(*byte)], Class::Space | Class::Mark);
+        let (tokenizer, bytes) = (self.tokenizer, self.text.as_bytes());
+        let is_end =
+            |byte: &u8| matches!(tokenizer.classes[usize::from(*byte)], Class::Space | Class::Punctuation);
         let end = bytes[at..].iter().position(is_end).map_or(bytes.len(), |length| at + length);
-        of.characters.words(&self.text[start..end], |word| self.word(word.as_bytes()))?;
+        tokenizer.characters.words(&self.text[start..end], |word| self.word(word.as_bytes()))?;
         Ok(end)
     }
 
@@ -249,7 +252,7 @@ impl Run<'_> {
     #[inline]
     fn short_word(&mut self, key: Key) {
         let Some(found) = self.scratch.cache.get(key) else { return self.new_word(key) };
-        self.scratch.buffer[self.held..self.held + MOST_PIECES].copy_from_slice(&found.ids);
+        self.scratch.buffer[self.held..self.held + MAX_IDS].copy_from_slice(&found.ids);
         self.held += found.count as usize;
         self.keep_room();
     }
@@ -258,7 +261,7 @@ impl Run<'_> {
     fn new_word(&mut self, key: Key) {
         let (bytes, length) = key.bytes();
         let mut ids = std::mem::take(&mut self.scratch.ids);
-        self.of.pieces.split(&bytes[..length], &mut ids);
+        self.tokenizer.trie.split(&bytes[..length], &mut ids);
         self.scratch.cache.insert(key, &ids);
         ids.iter().for_each(|&id| self.push(id));
         ids.clear();
@@ -267,7 +270,7 @@ impl Run<'_> {
 
     fn split(&mut self, word: &[u8]) {
         self.flush();
-        self.of.pieces.split(word, self.ids);
+        self.tokenizer.trie.split(word, self.ids);
     }
 
     #[inline]
@@ -279,7 +282,7 @@ impl Run<'_> {
 
     #[inline]
     fn keep_room(&mut self) {
-        if self.held > BUFFER - MOST_PIECES {
+        if self.held > BUFFER - MAX_IDS {
             self.flush();
         }
     }

@@ -1,36 +1,36 @@
-//! Which tokens of a row the generator has to guess: `paper`, `google` and `bert` masking.
+//! Which tokens of a row are masked: `paper`, `google` and `bert` masking.
 //!
-//! Runs on a finished row (special tokens and padding in place). The number of masked tokens is
-//! exact and positions come from a partial shuffle of the candidates, so the cost is one pass over
-//! the row plus a few random words per masked token.
+//! Works on a finished row, with special tokens and padding. The number of masked tokens is exact, and
+//! positions come from a partial shuffle of the candidates, so the cost is one pass over the row plus a few
+//! random words per masked token.
 
 use crate::error::{Error, Result};
 use crate::format::SpecialTokens;
 use crate::philox::{Stream, probability};
 
-/// The published code's share of drawn positions that become `[MASK]`.
+/// The published code's probability that a drawn position becomes `[MASK]`.
 const GOOGLE_MASKED: u32 = probability(0.85);
-/// BERT's shares: 80 % `[MASK]`, half of the rest a random token.
+/// BERT's: 80 % `[MASK]`, half of the rest a random token.
 const BERT_MASKED: u32 = probability(0.8);
 const BERT_MASKED_OR_RANDOM: u32 = probability(0.9);
 
-/// Tokens looked at together when candidates are listed.
+/// Tokens checked at a time when candidates are listed.
 const CHUNK: usize = 8;
 
-/// How positions are chosen and what is put there.
+/// How positions are chosen and what replaces their tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Masking {
-    /// As the paper says: `ceil(p n)` distinct positions, all `[MASK]`.
+    /// As in the paper: `ceil(p n)` distinct positions, all `[MASK]`.
     Paper,
-    /// As the published code does: `round(p n)` draws with replacement, each `[MASK]` with
-    /// probability 0.85 and otherwise left alone.
+    /// As in the published code: `round(p n)` draws with replacement, each replaced by `[MASK]` with
+    /// probability 0.85 and otherwise unchanged.
     Google,
-    /// `round(p n)` distinct positions: 80 % `[MASK]`, 10 % a random token, 10 % left alone.
+    /// `round(p n)` distinct positions: 80 % `[MASK]`, 10 % a random token, 10 % unchanged.
     Bert,
 }
 
 impl Masking {
-    /// The masking of that name.
+    /// The masking with this name.
     pub fn from_name(name: &str) -> Result<Self> {
         match name {
             "paper" => Ok(Self::Paper),
@@ -42,7 +42,7 @@ impl Masking {
         }
     }
 
-    /// The name it has in configurations.
+    /// Its name in configurations.
     pub fn name(self) -> &'static str {
         match self {
             Self::Paper => "paper",
@@ -51,18 +51,18 @@ impl Masking {
         }
     }
 
-    /// Mask slots of a row of `sequence_length` tokens: the most that can be masked in it.
+    /// Mask slots of a row of `sequence_length` tokens: the maximum number of masked tokens.
     pub fn slots(self, sequence_length: usize, mask_prob: f64) -> usize {
         let length = sequence_length as f64;
         match self {
             Self::Paper => (mask_prob * length).ceil() as usize,
-            // The published code's own arithmetic (19 at 128 tokens and 15 %), but never none.
+            // The arithmetic of the published code (19 at 128 tokens and 15 %), but at least one.
             Self::Google | Self::Bert => (((mask_prob + 0.005) * length) as usize).max(1),
         }
         .min(sequence_length)
     }
 
-    /// How many of a row's `used` tokens are to be masked.
+    /// How many of a row's `used` tokens to mask.
     fn wanted(self, used: usize, mask_prob: f64, slots: usize) -> usize {
         let expected = used as f64 * mask_prob;
         match self {
@@ -72,7 +72,7 @@ impl Masking {
     }
 }
 
-/// Masks rows of one shape; keeps the list of candidates from row to row.
+/// Masks rows of one length. Reuses the list of candidates from row to row.
 #[derive(Clone, Debug)]
 pub(super) struct Masker {
     masking: Masking,
@@ -109,8 +109,8 @@ impl Masker {
         self.slots
     }
 
-    /// Masks a row whose non-padding tokens are `row`. Fills the first slots of `positions` and
-    /// `originals` (the tokens that stood there), zeroes the others, and says how many are in use.
+    /// Masks a row whose tokens without padding are `row`. Fills the first slots of `positions` and
+    /// `originals` (the replaced tokens), zeroes the others, and returns the number of slots in use.
     pub fn apply(
         &mut self,
         row: &mut [i32],
@@ -137,15 +137,15 @@ impl Masker {
         masked
     }
 
-    /// Lists the positions that may be masked: all but `[CLS]`, `[SEP]` and `[MASK]`. Most groups of
-    /// eight tokens have none of these and are listed at once, in vector registers.
+    /// Lists the positions that may be masked: all but `[CLS]`, `[SEP]` and `[MASK]`. Most chunks of eight
+    /// tokens have none of these and are listed at once, in vector registers.
     fn find_candidates(&mut self, row: &[i32]) -> usize {
-        let (groups, rest) = row.as_chunks::<CHUNK>();
+        let (chunks, rest) = row.as_chunks::<CHUNK>();
         let mut found = 0;
-        for (number, group) in groups.iter().enumerate() {
+        for (number, chunk) in chunks.iter().enumerate() {
             let start = number * CHUNK;
-            if group.iter().fold(false, |any, &token| any | self.is_special(token)) {
-                found = self.list_one_by_one(group, start, found);
+            if chunk.iter().fold(false, |any, &token| any | self.is_special(token)) {
+                found = self.list_one_by_one(chunk, start, found);
             } else {
                 let list = &mut self.candidates[found..found + CHUNK];
                 for (slot, position) in list.iter_mut().zip(start as u16..) {
@@ -171,18 +171,18 @@ impl Masker {
         (token == cls) | (token == sep) | (token == mask)
     }
 
-    /// Draws as many of the first `candidates` candidates as there are `positions`.
+    /// Fills `positions` with draws from the first `candidates` candidates.
     fn draw(&mut self, candidates: usize, stream: &mut Stream, positions: &mut [i32]) {
         let list = &mut self.candidates[..candidates];
         for (drawn, position) in positions.iter_mut().enumerate() {
-            let place = if self.masking == Masking::Google {
+            let index = if self.masking == Masking::Google {
                 stream.below(candidates as u32) as usize
             } else {
-                let place = drawn + stream.below((candidates - drawn) as u32) as usize;
-                list.swap(drawn, place);
+                let index = drawn + stream.below((candidates - drawn) as u32) as usize;
+                list.swap(drawn, index);
                 drawn
             };
-            *position = i32::from(list[place]);
+            *position = i32::from(list[index]);
         }
     }
 

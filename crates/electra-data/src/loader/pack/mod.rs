@@ -1,8 +1,8 @@
-//! Documents to rows: what every packer produces, and which packers there are.
+//! Packing documents into rows: the packers, and what they produce.
 //!
-//! A packer works on one block (a range of a shard's tokens) at a time, and what it makes of it is a
-//! pure function of the corpus, the row length, the seed, the epoch and the block. `best_fit` loses
-//! nothing and fills rows; `google` builds examples as the published code does.
+//! A packer works on one block (a range of a shard's tokens) at a time. Its rows are a pure function of
+//! corpus, row length, seed, epoch and block. `best_fit` keeps every token and fills rows; `google` builds
+//! examples as the published code does.
 
 use std::ops::Range;
 
@@ -15,24 +15,24 @@ mod google;
 /// How documents become rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Packing {
-    /// Every token in a row, rows filled with as many documents as fit.
+    /// Keeps every token and fills rows with as many documents as fit.
     BestFit,
-    /// The published builder: one or two segments of one document's lines, the overflow thrown away.
+    /// As the published code: one or two texts from the lines of one document; truncates the overflow.
     Google,
 }
 
 impl Packing {
-    /// All of them.
+    /// All packings.
     pub const ALL: [Self; 2] = [Self::BestFit, Self::Google];
 
-    /// The packing of that name.
+    /// The packing with this name.
     pub fn from_name(name: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|packing| packing.name() == name).ok_or_else(|| {
             Error::Input(format!("packing = {name:?}: unknown; choose \"best-fit\" or \"google\""))
         })
     }
 
-    /// The name it has in configurations.
+    /// Its name in configurations.
     pub fn name(self) -> &'static str {
         match self {
             Self::BestFit => "best-fit",
@@ -41,118 +41,123 @@ impl Packing {
     }
 }
 
-/// What comes before a piece in its row.
+/// What lies between a span and the one before it in its row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Joint {
-    /// An attention segment begins: `[CLS]` before the piece, `[SEP]` at the segment's end.
-    Opens,
-    /// The segment's second text begins: `[SEP]` before the piece, token type 1 from it on.
-    Second,
-    /// Nothing: the piece goes on where the one before it ended.
-    Continues,
+pub(super) enum Boundary {
+    /// A new attention segment: `[CLS]` before the span, `[SEP]` at the end of the segment.
+    NewSegment,
+    /// The second text of the segment: `[SEP]` before the span, token type 1 from the span on.
+    SecondText,
+    /// Nothing: the span continues the text.
+    Continuation,
 }
 
-impl Joint {
-    /// Special tokens that such a piece adds to the row.
+impl Boundary {
+    /// Special tokens that the boundary adds to the row.
     pub fn num_specials(self) -> usize {
         match self {
-            Self::Opens => 2,
-            Self::Second => 1,
-            Self::Continues => 0,
+            Self::NewSegment => 2,
+            Self::SecondText => 1,
+            Self::Continuation => 0,
         }
     }
 }
 
-/// A run of a shard's tokens that stands in a row as it stands in the shard.
+/// A contiguous range of a shard's tokens that is copied into a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
-    /// First token, counted from the shard's beginning.
+pub(super) struct Span {
+    /// First token, counted from the start of the shard.
     pub start: u32,
-    /// Number of tokens. Rows are at most 32,768 long; eight bytes a piece keep plans small.
+    /// Number of tokens. At most 32,768, so that a span takes eight bytes.
     pub len: u16,
-    /// How it is joined to the piece before it.
-    pub joint: Joint,
+    /// What lies before it in the row.
+    pub boundary: Boundary,
 }
 
-impl Piece {
-    /// Places that the piece takes in its row, with the special tokens that it brings.
+impl Span {
+    /// Positions that the span takes in its row, with its special tokens.
     pub fn num_positions(&self) -> usize {
-        usize::from(self.len) + self.joint.num_specials()
+        usize::from(self.len) + self.boundary.num_specials()
     }
 }
 
-/// Where a plan's randomness comes from.
+/// What the random numbers of a block depend on besides the seed; part of a Philox counter.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
-    /// The loader's seed.
-    pub seed: u64,
+pub(super) struct RngCounter {
     /// The epoch, counted from 0.
     pub epoch: u32,
     /// The block, counted over the whole corpus.
     pub block: u32,
 }
 
-/// The rows of one block: what any packer produces and all that later steps know of packing.
+impl RngCounter {
+    /// The counter for a row of the block; 0 for random numbers about the block as a whole.
+    pub fn words(self, row: u32) -> [u32; 3] {
+        [self.epoch, self.block, row]
+    }
+}
+
+/// The rows of one block, as any packer produces them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Rows {
     ends: Vec<u32>,
-    pieces: Vec<Piece>,
+    spans: Vec<Span>,
 }
 
 impl Rows {
-    /// How many rows there are.
+    /// The number of rows.
     pub fn len(&self) -> usize {
         self.ends.len()
     }
 
-    /// The pieces of a row in order; the first one opens an attention segment.
+    /// The spans of a row, in order. The first one begins an attention segment.
     #[inline]
-    pub fn row(&self, row: usize) -> &[Piece] {
+    pub fn row(&self, row: usize) -> &[Span] {
         let start = if row == 0 { 0 } else { self.ends[row - 1] };
-        &self.pieces[start as usize..self.ends[row] as usize]
+        &self.spans[start as usize..self.ends[row] as usize]
     }
 
-    /// The pieces of all rows.
-    pub fn pieces(&self) -> &[Piece] {
-        &self.pieces
+    /// The spans of all rows.
+    pub fn spans(&self) -> &[Span] {
+        &self.spans
     }
 
-    /// Ends a row behind the pieces added so far.
+    /// Ends a row after the spans added so far.
     fn end_row(&mut self) {
-        self.ends.push(self.pieces.len() as u32);
+        self.ends.push(self.spans.len() as u32);
     }
 }
 
-/// Packs the blocks of a corpus for one row length; keeps its working memory from block to block.
-pub(super) struct Packer(Kind);
+/// Packs blocks for one row length and seed. Reuses its working memory from block to block.
+pub(super) struct Packer(PackerKind);
 
-enum Kind {
-    BestFit(best_fit::Packer),
-    Google(google::Packer),
+enum PackerKind {
+    BestFit(best_fit::BestFitPacker),
+    Google(google::GooglePacker),
 }
 
 impl Packer {
     /// A packer of rows of `sequence_length` tokens (8 to 32,768), special tokens included.
-    pub fn new(packing: Packing, sequence_length: usize) -> Self {
+    pub fn new(packing: Packing, sequence_length: usize, seed: u64) -> Self {
         Self(match packing {
-            Packing::BestFit => Kind::BestFit(best_fit::Packer::new(sequence_length)),
-            Packing::Google => Kind::Google(google::Packer::new(sequence_length)),
+            Packing::BestFit => PackerKind::BestFit(best_fit::BestFitPacker::new(sequence_length, seed)),
+            Packing::Google => PackerKind::Google(google::GooglePacker::new(sequence_length, seed)),
         })
     }
 
     /// The rows of `block`, a range of the shard's tokens.
-    pub fn pack(&mut self, shard: &Shard, block: Range<u32>, place: Place) -> Result<Rows> {
+    pub fn pack(&mut self, shard: &Shard, block: Range<u32>, counter: RngCounter) -> Result<Rows> {
         match &mut self.0 {
-            Kind::BestFit(packer) => Ok(packer.pack(shard.document_ends()?, block, place)),
-            Kind::Google(packer) => packer.pack(shard, block, place),
+            PackerKind::BestFit(packer) => Ok(packer.pack(shard.document_ends()?, block, counter)),
+            PackerKind::Google(packer) => packer.pack(shard, block, counter),
         }
     }
 
-    /// How many rows `pack` makes of the block: with best-fit the same in every epoch.
-    pub fn count(&mut self, shard: &Shard, block: Range<u32>, place: Place) -> Result<usize> {
+    /// The number of rows that `pack` returns; with best-fit packing the same in every epoch.
+    pub fn count(&mut self, shard: &Shard, block: Range<u32>, counter: RngCounter) -> Result<usize> {
         match &mut self.0 {
-            Kind::BestFit(packer) => Ok(packer.count(shard.document_ends()?, block)),
-            Kind::Google(packer) => packer.pack(shard, block, place).map(|rows| rows.len()),
+            PackerKind::BestFit(packer) => Ok(packer.count(shard.document_ends()?, block)),
+            PackerKind::Google(packer) => packer.pack(shard, block, counter).map(|rows| rows.len()),
         }
     }
 }
@@ -162,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_read_back_and_others_refused() {
+    fn known_names_are_parsed_and_others_rejected() {
         for packing in Packing::ALL {
             assert_eq!(Packing::from_name(packing.name()).unwrap(), packing);
         }
@@ -172,6 +177,6 @@ mod tests {
 
     #[test]
     fn plans_are_small() {
-        assert_eq!(size_of::<Piece>(), 8);
+        assert_eq!(size_of::<Span>(), 8);
     }
 }

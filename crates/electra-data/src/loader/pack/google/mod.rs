@@ -1,66 +1,67 @@
-//! The published example builder (`packing = "google"`): lossy, for results that compare.
+//! The published example builder (`packing = "google"`): lossy, for comparable results.
 //!
-//! Follows the rules of `build_pretraining_dataset.py` of the published code. Lines are gathered until
-//! they reach a target length (usually that of a row), or to a blank line or a document's end; the
-//! first about half of them become the row's first segment, the others its second, and what is too
-//! long for the row is thrown away. An example is one attention segment, `[CLS] 1 [SEP] (2 [SEP])`.
+//! Follows the rules of `build_pretraining_dataset.py` of the published code. Lines are collected up to a
+//! target length (usually that of a row), a blank line or the end of the document. About the first half of
+//! them become the example's first text, the others its second, and what does not fit into the row is
+//! truncated. An example is one attention segment, `[CLS] 1 [SEP] (2 [SEP])`.
 //!
-//! A line without any token (blank, or of nothing but control characters) counts as blank, and with the
-//! documents' ends these are all that separates examples, as with the published code's default.
+//! A line without tokens (blank, or only control characters) counts as blank. Blank lines and the ends of
+//! documents are all that separates examples, as with the published code's default.
 //!
-//! A block is what a file is to the published code: the first target is a whole row, and all draws of
-//! an epoch come from one stream. It takes the documents that *begin* in it, so block edges cut no
-//! line and every document is built in one go; of a document longer than a block the blocks that it
-//! runs through stay empty. How many rows there are depends on the draws, and so on the epoch.
+//! A block corresponds to a file of the published code: its first target is a whole row, and all its draws in
+//! an epoch come from one stream. It has the documents that *begin* in it, so no line is cut at the edge of a
+//! block; if a document spans several blocks, the later ones are empty. The number of rows depends on the
+//! draws, and so on the epoch.
 
 use std::ops::Range;
 
-use super::{Joint, Piece, Place, Rows};
+use super::{Boundary, RngCounter, Rows, Span};
 use crate::error::Result;
 use crate::format::Shard;
 use crate::philox::{Purpose, Stream, probability};
 
-/// How often an example has one segment only.
-const ONE_SEGMENT: u32 = probability(0.1);
-/// What its first segment is then told to aim at.
+/// Probability that an example has only one text.
+const ONE_TEXT: u32 = probability(0.1);
+/// The target length of its only text.
 const UNREACHABLE: u32 = 100_000;
-/// How often a line that is too long for the first segment is put there all the same.
+/// Probability that a line too long for the first text joins it nevertheless.
 const FAIR: u32 = probability(0.5);
-/// How often an example aims at a length drawn from `SHORTEST` to a whole row.
+/// Probability of a target length drawn from `MIN_TARGET` to a whole row.
 const SHORT: u32 = probability(0.05);
-const SHORTEST: u32 = 5;
-/// `[CLS]`, and a `[SEP]` behind each segment.
+const MIN_TARGET: u32 = 5;
+/// Special tokens of an example with one text and with two: `[CLS]`, and `[SEP]` after each text.
 const SPECIALS: [u32; 2] = [2, 3];
 
 /// Builds the examples of blocks for one row length.
-pub(super) struct Packer {
+pub(super) struct GooglePacker {
     sequence_length: u32,
+    seed: u64,
     lengths: Vec<u32>,
 }
 
-impl Packer {
+impl GooglePacker {
     /// A packer of rows of `sequence_length` tokens, special tokens included.
-    pub(super) fn new(sequence_length: usize) -> Self {
-        Self { sequence_length: sequence_length as u32, lengths: Vec::new() }
+    pub(super) fn new(sequence_length: usize, seed: u64) -> Self {
+        Self { sequence_length: sequence_length as u32, seed, lengths: Vec::new() }
     }
 
     /// The rows of the documents that begin in `block`, a range of the shard's tokens.
-    pub(super) fn pack(&mut self, shard: &Shard, block: Range<u32>, place: Place) -> Result<Rows> {
-        let draws = Stream::new(place.seed, Purpose::Example, [place.epoch, place.block, 0]);
+    pub(super) fn pack(&mut self, shard: &Shard, block: Range<u32>, counter: RngCounter) -> Result<Rows> {
+        let draws = Stream::new(self.seed, Purpose::Example, counter.words(0));
         let mut builder = Builder::new(self.sequence_length, draws);
         let ends = shard.document_ends()?;
         for document in beginning_in(ends, block) {
             let start = if document == 0 { 0 } else { ends[document - 1] };
             shard.read_line_lengths(document as u64, &mut self.lengths)?;
             if builder.add_document(start, &self.lengths) != Some(ends[document]) {
-                return Err(shard.contradicted(document));
+                return Err(shard.lines_mismatch(document));
             }
         }
         Ok(builder.rows)
     }
 }
 
-/// The documents whose first token lies in `block`. All blocks together have each once.
+/// The documents whose first token lies in `block`. Each belongs to exactly one block.
 fn beginning_in(ends: &[u32], block: Range<u32>) -> Range<usize> {
     let first_from = |edge: u32| match edge {
         0 => 0,
@@ -72,14 +73,14 @@ fn beginning_in(ends: &[u32], block: Range<u32>) -> Range<usize> {
 /// The state between two lines.
 struct Builder {
     sequence_length: u32,
-    /// Tokens at which the example is complete.
+    /// Number of tokens at which the example is complete.
     target: u32,
     draws: Stream,
-    /// Lines gathered for the next example, as ranges of the shard's tokens, and their tokens.
+    /// Lines collected for the next example, as ranges of the shard's tokens, and their total length.
     lines: Vec<Range<u32>>,
-    gathered: u32,
-    first: Segment,
-    second: Segment,
+    num_collected: u32,
+    first: Text,
+    second: Text,
     rows: Rows,
 }
 
@@ -90,15 +91,15 @@ impl Builder {
             target: sequence_length,
             draws,
             lines: Vec::new(),
-            gathered: 0,
-            first: Segment::default(),
-            second: Segment::default(),
+            num_collected: 0,
+            first: Text::default(),
+            second: Text::default(),
             rows: Rows::default(),
         }
     }
 
-    /// Reads a document's lines, the first of which begins at token `start`; an example ends where
-    /// the document does. Returns where that is, or `None` beyond what a shard can hold.
+    /// Adds the lines of a document that begins at token `start`; its end also ends an example. Returns the
+    /// document's end, or `None` if the lengths overflow.
     fn add_document(&mut self, mut start: u32, lengths: &[u32]) -> Option<u32> {
         for &len in lengths {
             let end = start.checked_add(len)?;
@@ -114,9 +115,9 @@ impl Builder {
     }
 
     fn add_line(&mut self, line: Range<u32>) {
-        self.gathered += line.end - line.start;
+        self.num_collected += line.end - line.start;
         self.lines.push(line);
-        if self.gathered >= self.target {
+        if self.num_collected >= self.target {
             self.finish_example();
         }
     }
@@ -127,20 +128,24 @@ impl Builder {
         }
         self.divide();
         let [one, two] = SPECIALS;
-        let used = self.first.write(&mut self.rows, Joint::Opens, self.sequence_length - one);
-        self.second.write(&mut self.rows, Joint::Second, self.sequence_length.saturating_sub(used + two));
+        let used = self.first.write(&mut self.rows, Boundary::NewSegment, self.sequence_length - one);
+        self.second.write(
+            &mut self.rows,
+            Boundary::SecondText,
+            self.sequence_length.saturating_sub(used + two),
+        );
         self.rows.end_row();
-        self.gathered = 0;
+        self.num_collected = 0;
         self.target = match self.draws.happens(SHORT) {
-            true => SHORTEST + self.draws.below(self.sequence_length - SHORTEST + 1),
+            true => MIN_TARGET + self.draws.below(self.sequence_length - MIN_TARGET + 1),
             false => self.sequence_length,
         };
     }
 
-    /// Deals the gathered lines out to the two segments. A later, shorter line can still join the
-    /// first segment when the second has begun.
+    /// Distributes the collected lines over the two texts. A shorter line can join the first text even after
+    /// the second has begun.
     fn divide(&mut self) {
-        let aim = match self.draws.happens(ONE_SEGMENT) {
+        let aim = match self.draws.happens(ONE_TEXT) {
             true => UNREACHABLE,
             false => (self.target - SPECIALS[1]) / 2,
         };
@@ -150,43 +155,43 @@ impl Builder {
             let joins_first = self.first.len == 0
                 || self.first.len + (line.end - line.start) < aim
                 || self.second.len == 0 && self.first.len < aim && self.draws.happens(FAIR);
-            let segment = if joins_first { &mut self.first } else { &mut self.second };
-            segment.add(line);
+            let text = if joins_first { &mut self.first } else { &mut self.second };
+            text.add(line);
         }
     }
 }
 
-/// Runs of tokens that are read one after the other.
+/// One of the two texts of an example: ranges of tokens, in order.
 #[derive(Default)]
-struct Segment {
-    runs: Vec<Range<u32>>,
+struct Text {
+    ranges: Vec<Range<u32>>,
     len: u32,
 }
 
-impl Segment {
+impl Text {
     fn clear(&mut self) {
-        self.runs.clear();
+        self.ranges.clear();
         self.len = 0;
     }
 
     fn add(&mut self, line: Range<u32>) {
         self.len += line.end - line.start;
-        match self.runs.last_mut() {
-            Some(run) if run.end == line.start => run.end = line.end,
-            _ => self.runs.push(line),
+        match self.ranges.last_mut() {
+            Some(last) if last.end == line.start => last.end = line.end,
+            _ => self.ranges.push(line),
         }
     }
 
-    /// Appends its first tokens to the row, at most `room`; says how many.
-    fn write(&self, rows: &mut Rows, joint: Joint, room: u32) -> u32 {
-        let (mut left, mut joint) = (room, joint);
-        for run in &self.runs {
-            let len = left.min(run.end - run.start);
+    /// Appends its first tokens, at most `room`, to the row; returns how many.
+    fn write(&self, rows: &mut Rows, boundary: Boundary, room: u32) -> u32 {
+        let (mut left, mut boundary) = (room, boundary);
+        for range in &self.ranges {
+            let len = left.min(range.end - range.start);
             if len == 0 {
                 break;
             }
-            rows.pieces.push(Piece { start: run.start, len: len as u16, joint });
-            joint = Joint::Continues;
+            rows.spans.push(Span { start: range.start, len: len as u16, boundary });
+            boundary = Boundary::Continuation;
             left -= len;
         }
         room - left

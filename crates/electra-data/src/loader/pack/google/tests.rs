@@ -9,12 +9,12 @@ fn builder(sequence_length: u32, seed: u64) -> Builder {
     Builder::new(sequence_length, Stream::new(seed, Purpose::Example, [0; 3]))
 }
 
-/// The two segments of a row, as runs.
-fn segments(row: &[Piece]) -> [Vec<Range<u32>>; 2] {
-    let second = row.iter().position(|piece| piece.joint == Joint::Second).unwrap_or(row.len());
-    assert_eq!(row[0].joint, Joint::Opens);
-    assert!(row.iter().skip(1).all(|piece| piece.joint != Joint::Opens));
-    let runs = |pieces: &[Piece]| pieces.iter().map(|p| p.start..p.start + u32::from(p.len)).collect();
+/// The two texts of a row, as ranges of tokens.
+fn texts(row: &[Span]) -> [Vec<Range<u32>>; 2] {
+    let second = row.iter().position(|span| span.boundary == Boundary::SecondText).unwrap_or(row.len());
+    assert_eq!(row[0].boundary, Boundary::NewSegment);
+    assert!(row.iter().skip(1).all(|span| span.boundary != Boundary::NewSegment));
+    let runs = |spans: &[Span]| spans.iter().map(|p| p.start..p.start + u32::from(p.len)).collect();
     [runs(&row[..second]), runs(&row[second..])]
 }
 
@@ -32,46 +32,46 @@ fn outcomes(sequence_length: u32, lengths: &[u32]) -> std::collections::HashMap<
     for seed in 0..2_000 {
         let mut builder = builder(sequence_length, seed);
         builder.add_document(0, lengths).unwrap();
-        *found.entry(segments(builder.rows.row(0))).or_default() += 1;
+        *found.entry(texts(builder.rows.row(0))).or_default() += 1;
     }
     found
 }
 
 #[test]
-fn a_line_that_fits_under_the_target_joins_the_first_segment() {
+fn a_line_that_fits_under_the_target_joins_the_first_text() {
     // Target (20 - 3) / 2 = 8: 4 + 3 stay below it, one more token would not.
     let found = outcomes(20, &[4, 3, 13]);
-    let one_segment = found[&[run(0, 18), vec![]]];
+    let one_text = found[&[run(0, 18), vec![]]];
     assert!(found.keys().all(|[first, _]| first[0].end >= 7), "{found:?}");
-    // The third line: 10 % one segment, else a fair coin.
+    // The third line: 10 % one text, else a fair coin.
     assert_eq!(found.len(), 2);
     let expected = 2_000.0 * 0.55;
-    assert!((f64::from(one_segment) - expected).abs() < 5.0 * (expected * 0.45_f64).sqrt(), "{one_segment}");
+    assert!((f64::from(one_text) - expected).abs() < 5.0 * (expected * 0.45_f64).sqrt(), "{one_text}");
     assert!(found.contains_key(&[run(0, 7), run(7, 17)]));
-    // 4 + 4 reach the target: the coin is already thrown for the second line.
+    // 4 + 4 reach the target: the coin is thrown for the second line.
     assert!(outcomes(20, &[4, 4, 12]).contains_key(&[run(0, 4), run(4, 17)]));
 }
 
 #[test]
-fn a_short_line_joins_the_first_segment_after_the_second_began() {
+fn a_short_line_joins_the_first_text_after_the_second_began() {
     let found = outcomes(20, &[4, 9, 2, 5]);
     assert!(found.contains_key(&[vec![0..4, 13..15], vec![4..13, 15..17]]), "{found:?}");
 }
 
 #[test]
-fn a_full_first_segment_takes_no_coin() {
-    // The first line alone is over the target: the second never joins it but as one segment.
+fn a_full_first_text_needs_no_coin() {
+    // The first line alone is over the target: the second joins it only as one text.
     let found = outcomes(20, &[9, 11]);
     assert_eq!(found.len(), 2);
-    let one_segment = f64::from(found[&[run(0, 18), vec![]]]);
-    assert!((one_segment - 200.0).abs() < 5.0 * 180_f64.sqrt(), "{one_segment}");
+    let one_text = f64::from(found[&[run(0, 18), vec![]]]);
+    assert!((one_text - 200.0).abs() < 5.0 * 180_f64.sqrt(), "{one_text}");
 }
 
 #[test]
-fn overflow_is_thrown_away() {
+fn overflow_is_truncated() {
     let found = outcomes(20, &[1_000]);
     assert_eq!(found.into_keys().collect::<Vec<_>>(), [[run(0, 18), vec![]]]);
-    // 16 tokens leave a second segment one place, 17 none.
+    // 16 tokens leave a second text one position, 17 none.
     assert!(outcomes(20, &[16, 9]).contains_key(&[run(0, 16), run(16, 17)]));
     assert!(outcomes(20, &[17, 9]).contains_key(&[run(0, 17), vec![]]));
 }
@@ -91,8 +91,8 @@ fn blank_lines_end_an_example_and_never_make_one() {
 fn one_example_in_twenty_aims_at_another_length() {
     let mut builder = builder(128, 3);
     builder.add_document(0, &vec![1; 4_000_000]).unwrap();
-    let pieces = |row: usize| builder.rows.row(row).iter().map(|p| u32::from(p.len)).sum::<u32>();
-    let targets: Vec<u32> = (0..builder.rows.len()).map(pieces).collect();
+    let spans = |row: usize| builder.rows.row(row).iter().map(|p| u32::from(p.len)).sum::<u32>();
+    let targets: Vec<u32> = (0..builder.rows.len()).map(spans).collect();
     // A whole row's target of 128 one-token lines loses 2 or 3 of them; targets above 124 look alike.
     let short: Vec<u32> = targets.iter().copied().filter(|&len| len <= 124).collect();
     let expected = targets.len() as f64 * 0.05 * 120.0 / 124.0;
@@ -119,9 +119,9 @@ proptest! {
     ) {
         let dir = tempfile::tempdir().unwrap();
         let lines = |document: &Vec<usize>| document.iter().map(|&len| vec![9; len]).collect();
-        let texts: Vec<Vec<Vec<u32>>> = documents.iter().map(lines).collect();
-        prop_assume!(!texts.concat().concat().is_empty());
-        write_corpus(dir.path(), 100, &texts, u64::MAX);
+        let corpus_texts: Vec<Vec<Vec<u32>>> = documents.iter().map(lines).collect();
+        prop_assume!(!corpus_texts.concat().concat().is_empty());
+        write_corpus(dir.path(), 100, &corpus_texts, u64::MAX);
         let corpus = Corpus::open(dir.path()).unwrap();
         let shard = &corpus.shards()[0];
         let ends = shard.document_ends().unwrap();
@@ -129,21 +129,21 @@ proptest! {
         let mut edges: Vec<u32> = edges.iter().map(|edge| (edge * f64::from(total)) as u32).collect();
         edges.extend([0, total]);
         edges.sort_unstable();
-        let mut packer = Packer::new(sequence_length);
+        let mut packer = GooglePacker::new(sequence_length, seed);
         let mut seen = 0;
         for (block, pair) in (0..).zip(edges.windows(2)) {
             prop_assert_eq!(beginning_in(ends, pair[0]..pair[1]).start, seen);
             seen = beginning_in(ends, pair[0]..pair[1]).end;
-            let rows = packer.pack(shard, pair[0]..pair[1], Place { seed, epoch, block }).unwrap();
-            let mut behind = 0;
+            let rows = packer.pack(shard, pair[0]..pair[1], RngCounter { epoch, block }).unwrap();
+            let mut end = 0;
             for row in 0..rows.len() {
-                let pieces = rows.row(row);
-                prop_assert!(pieces.iter().map(Piece::num_positions).sum::<usize>() <= sequence_length);
-                let [first, second] = segments(pieces);
-                prop_assert!(len(&first) > 0 && pieces.iter().all(|piece| piece.len > 0));
+                let spans = rows.row(row);
+                prop_assert!(spans.iter().map(Span::num_positions).sum::<usize>() <= sequence_length);
+                let [first, second] = texts(spans);
+                prop_assert!(len(&first) > 0 && spans.iter().all(|span| span.len > 0));
                 let (from, to) = (first[0].start, first.iter().chain(&second).map(|run| run.end).max().unwrap());
-                prop_assert!(from >= behind, "examples overlap");
-                behind = to;
+                prop_assert!(from >= end, "examples overlap");
+                end = to;
                 let document = ends.partition_point(|&end| end <= from);
                 prop_assert!(to <= ends[document], "an example spans documents");
                 let start = if document == 0 { 0 } else { ends[document - 1] };

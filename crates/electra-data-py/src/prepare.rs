@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use electra_data::{
-    Coverage, Documents, Error, Format, InvalidUtf8, Options, Progress, Reading, SkippedRecord, Source,
-    VocabOptions, VocabReport,
+    Coverage, DocumentSeparator, Error, InputFormat, InvalidUtf8, PrepareOptions, Progress, ReadOptions,
+    SkippedRecord, TextSource, VocabOptions, VocabReport,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -13,7 +13,7 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::errors::raise;
 use crate::tokenizer::Tokenizer;
 
-/// Makes a corpus; exactly one of `files` and `documents` is given.
+/// Makes a corpus from either `files` or `documents`.
 #[pyfunction]
 #[pyo3(signature = (tokenizer, out, *, files=None, documents=None, separator="blank-line", text_fields,
                     invalid_utf8="error", format="auto", skip_bad_records=0, holdout=0.0, partition=None, threads=None, progress=None))]
@@ -35,9 +35,9 @@ pub(crate) fn prepare<'py>(
     progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
-    let options = Options { reading, holdout, partition, threads };
+    let options = PrepareOptions { reading, validation_fraction: holdout, partition, threads };
     let tokenizer = tokenizer.get(py)?;
-    let report = Calls::new(progress).run(py, files, documents, |source, report| {
+    let report = PythonCallbacks::new(progress).run(py, files, documents, |source, report| {
         electra_data::prepare(source, &tokenizer, &out, &options, report)
     })?;
     let result = PyDict::new(py);
@@ -46,19 +46,19 @@ pub(crate) fn prepare<'py>(
     result.set_item("num_files", report.num_files)?;
     result.set_item("skipped_files", report.skipped_files)?;
     result.set_item("skipped_splits", PyTuple::new(py, report.skipped_splits)?)?;
-    result.set_item("num_units", report.num_units)?;
-    result.set_item("missing_units", report.missing_units)?;
+    result.set_item("num_units", report.num_input_groups)?;
+    result.set_item("missing_units", report.missing_input_groups)?;
     result.set_item("num_documents", report.num_documents)?;
     result.set_item("num_tokens", report.num_tokens)?;
     result.set_item("empty_documents", report.empty_documents)?;
-    result.set_item("holdout_documents", report.holdout_documents)?;
+    result.set_item("holdout_documents", report.validation_documents)?;
     result.set_item("skipped_records", report.skipped_records)?;
     result.set_item("first_skipped", tuples(py, report.first_skipped)?)?;
     result.set_item("content_hash", report.content_hash)?;
     Ok(result)
 }
 
-/// (tokens, unknown tokens, words or None, frequent unknown words with counts) of a sample of the inputs.
+/// (tokens, unknown tokens, words or None, frequent unknown words with counts) of a sample of the input.
 #[pyfunction]
 #[pyo3(signature = (tokenizer, out, *, files=None, documents=None, separator="blank-line", text_fields,
                     invalid_utf8="error", format="auto", skip_bad_records=0))]
@@ -77,8 +77,8 @@ pub(crate) fn sample_coverage(
 ) -> PyResult<CoverageTuple> {
     let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
     let source = match documents {
-        Some(documents) => Source::Documents(Box::new(documents.into_iter().map(Ok))),
-        None => Source::Files(files.unwrap_or_default()),
+        Some(documents) => TextSource::Documents(Box::new(documents.into_iter().map(Ok))),
+        None => TextSource::Files(files.unwrap_or_default()),
     };
     let tokenizer = tokenizer.get(py)?;
     py.detach(|| Coverage::of_source(source, &tokenizer, &out, &reading)).map(coverage_tuple).map_err(raise)
@@ -86,12 +86,12 @@ pub(crate) fn sample_coverage(
 
 pub(crate) type CoverageTuple = (u64, u64, Option<u64>, Vec<(String, u64)>);
 
-/// A coverage in the order that Python's dataclass has.
+/// A coverage in the order of Python's dataclass.
 pub(crate) fn coverage_tuple(found: Coverage) -> CoverageTuple {
     (found.tokens, found.unknown, found.words, found.unknown_words)
 }
 
-/// Trains a vocabulary; `counted` is told of the words before they are merged.
+/// Trains a vocabulary; `counted` is called after counting words and before learning merges.
 #[pyfunction]
 #[pyo3(signature = (out, *, files=None, documents=None, size, lowercase=true, strip_accents=None,
                     min_frequency=2, separator="blank-line", text_fields, invalid_utf8="error", format="auto",
@@ -121,14 +121,14 @@ pub(crate) fn train_vocab<'py>(
     let options =
         VocabOptions { reading, size, lowercase, strip_accents, min_frequency, threads, sample, seed };
     let mut raised = None;
-    let report = Calls::new(progress).run(py, files, documents, |source, progress| {
-        let mut tell = |report: &VocabReport| {
-            let told = (report.num_words, report.counted_bytes, report.text_bytes);
-            let call = |call: &Py<PyAny>| Python::attach(|py| call.call1(py, told)).err();
+    let report = PythonCallbacks::new(progress).run(py, files, documents, |source, progress| {
+        let mut call_counted = |report: &VocabReport| {
+            let arguments = (report.num_words, report.counted_bytes, report.text_bytes);
+            let call = |call: &Py<PyAny>| Python::attach(|py| call.call1(py, arguments)).err();
             raised = counted.as_ref().and_then(call);
             raised.is_none()
         };
-        electra_data::train_vocab(source, &out, &options, progress, &mut tell)
+        electra_data::train_vocab(source, &out, &options, progress, &mut call_counted)
     });
     if let Some(error) = raised {
         return Err(error);
@@ -153,14 +153,14 @@ fn reading(
     invalid_utf8: &str,
     format: &str,
     skip_bad_records: u64,
-) -> PyResult<Reading> {
+) -> PyResult<ReadOptions> {
     let unknown = |name, value, known| {
         Err(PyValueError::new_err(format!("{name} is {value:?}; it can be one of {known}")))
     };
-    let documents = match separator {
-        "blank-line" => Documents::BlankLine,
-        "file" => Documents::File,
-        "line" => Documents::Line,
+    let separator = match separator {
+        "blank-line" => DocumentSeparator::BlankLine,
+        "file" => DocumentSeparator::File,
+        "line" => DocumentSeparator::Line,
         other => return unknown("documents", other, "\"blank-line\", \"file\", \"line\""),
     };
     let invalid_utf8 = match invalid_utf8 {
@@ -168,37 +168,37 @@ fn reading(
         "replace" => InvalidUtf8::Replace,
         other => return unknown("invalid_utf8", other, "\"error\", \"replace\""),
     };
-    let format = match (format, Format::from_name(format)) {
+    let format = match (format, InputFormat::from_name(format)) {
         ("auto", _) => None,
         (_, Some(format)) => Some(format),
         _ => return unknown("format", format, "\"auto\", \"text\", \"jsonl\", \"parquet\", \"arrow\""),
     };
-    Ok(Reading { format, documents, text_fields, invalid_utf8, skip_bad_records })
+    Ok(ReadOptions { format, separator, text_fields, invalid_utf8, skip_bad_records })
 }
 
-/// Python's side of a long run: the progress callback, and the exception that it raised.
-struct Calls {
+/// The Python side of a long run: the progress callback, and the exception that it raised.
+struct PythonCallbacks {
     progress: Option<Py<PyAny>>,
     raised: Option<PyErr>,
 }
 
-impl Calls {
+impl PythonCallbacks {
     fn new(progress: Option<Py<PyAny>>) -> Self {
         Self { progress, raised: None }
     }
 
-    /// Runs `work` without the GIL; whatever Python raised meanwhile is what comes out.
+    /// Runs `work` without the GIL. An exception raised in Python meanwhile takes precedence over its error.
     fn run<T: Send>(
         &mut self,
         py: Python,
         files: Option<Vec<PathBuf>>,
         documents: Option<Py<PyAny>>,
-        work: impl FnOnce(Source, &mut dyn FnMut(Progress) -> bool) -> Result<T, Error> + Send,
+        work: impl FnOnce(TextSource, &mut dyn FnMut(Progress) -> bool) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
         let failure = std::sync::Mutex::new(None);
         let source = match documents {
-            Some(iterator) => Source::Documents(Box::new(PyDocuments { iterator, failure: &failure })),
-            None => Source::Files(files.unwrap_or_default()),
+            Some(iterator) => TextSource::Documents(Box::new(PyDocuments { iterator, failure: &failure })),
+            None => TextSource::Files(files.unwrap_or_default()),
         };
         let result = py.detach(|| work(source, &mut |progress| self.report(progress)));
         let from_iterator = failure.into_inner().unwrap_or(None);
@@ -208,22 +208,22 @@ impl Calls {
         }
     }
 
-    /// Looks for signals and tells Python how far the run is; `false` stops it.
+    /// Checks for signals and reports progress to Python; `false` stops the run.
     fn report(&mut self, progress: Progress) -> bool {
         let (done, total) = (progress.bytes_done, progress.bytes_total);
-        let told = Python::attach(|py| {
+        let result = Python::attach(|py| {
             py.check_signals()?;
             match &self.progress {
                 Some(call) => call.call1(py, (done, total, progress.documents, progress.tokens)).map(drop),
                 None => Ok(()),
             }
         });
-        self.raised = told.err();
+        self.raised = result.err();
         self.raised.is_none()
     }
 }
 
-/// A Python iterator of `str`, asked from the reading thread.
+/// A Python iterator of `str`, called on the reading thread.
 struct PyDocuments<'a> {
     iterator: Py<PyAny>,
     failure: &'a std::sync::Mutex<Option<PyErr>>,

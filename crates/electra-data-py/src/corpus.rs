@@ -1,4 +1,4 @@
-//! `Corpus` and `verify`: reading what `prepare` made.
+//! `Corpus` and `verify`: reading a finished corpus.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -7,8 +7,8 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::build::{CoverageTuple, coverage_tuple};
 use crate::errors::{absolute, raise};
+use crate::prepare::{CoverageTuple, coverage_tuple};
 use crate::process::PerProcess;
 use crate::tokenizer::{Tokenizer, ids_to_bytes, special_tuple};
 
@@ -21,7 +21,7 @@ pub(crate) struct Corpus {
 
 #[pymethods]
 impl Corpus {
-    /// `content_hash`, if given, is what the corpus must have.
+    /// Opens a corpus; with `content_hash`, only one that has this hash.
     #[new]
     #[pyo3(signature = (path, content_hash=None))]
     fn new(py: Python, path: PathBuf, content_hash: Option<&str>) -> PyResult<Self> {
@@ -29,14 +29,14 @@ impl Corpus {
         Ok(Self { path: absolute(&path)?, inner: PerProcess::new(inner) })
     }
 
-    /// Ids of a document as the bytes of little-endian u32.
+    /// The ids of a document, as the bytes of little-endian u32.
     fn document<'py>(&self, py: Python<'py>, index: u64) -> PyResult<Bound<'py, PyBytes>> {
         let inner = self.get(py)?;
         let ids = py.detach(|| inner.document(index)).map_err(raise)?;
         ids_to_bytes(py, &ids)
     }
 
-    /// (tokens, unknown tokens, words or None, []) of the corpus or an evenly spread sample of it.
+    /// (tokens, unknown tokens, words or None, []) of the corpus, or of an evenly spread sample of it.
     fn coverage(&self, py: Python, tokenizer: &Tokenizer) -> PyResult<CoverageTuple> {
         let (corpus, tokenizer) = (self.get(py)?, tokenizer.get(py)?);
         let found = py.detach(|| electra_data::Coverage::of_corpus(&corpus, &tokenizer));
@@ -97,7 +97,7 @@ impl Corpus {
         Ok(self.get(py)?.tokenizer_settings())
     }
 
-    /// Options that the corpus was prepared with, as JSON.
+    /// The options that the corpus was prepared with, as JSON.
     #[getter]
     fn options(&self, py: Python) -> PyResult<String> {
         Ok(self.get(py)?.options())
@@ -105,12 +105,12 @@ impl Corpus {
 
     #[getter]
     fn holdout(&self, py: Python) -> PyResult<Option<PathBuf>> {
-        Ok(self.get(py)?.holdout())
+        Ok(self.get(py)?.validation())
     }
 }
 
 impl Corpus {
-    /// This process' corpus; a forked child opens the same one for itself.
+    /// The corpus of this process. A forked child opens it again.
     fn get(&self, py: Python) -> PyResult<Arc<electra_data::Corpus>> {
         self.inner.get(py, |parent| open(&self.path, Some(parent.content_hash())))
     }
@@ -120,14 +120,14 @@ fn open(path: &Path, content_hash: Option<&str>) -> PyResult<electra_data::Corpu
     let corpus = electra_data::Corpus::open(path).map_err(raise)?;
     match (content_hash, corpus.content_hash()) {
         (Some(expected), found) if expected != found => Err(PyValueError::new_err(format!(
-            "{}: its content hash is {found}, not {expected} as when it was opened; open the changed corpus anew",
+            "{}: its content hash is {found}, not {expected} as when it was opened; open the changed corpus again",
             path.display()
         ))),
         _ => Ok(corpus),
     }
 }
 
-/// (files, bytes, one line for each piece of damage)
+/// (files, bytes, one line per damaged part)
 #[pyfunction]
 pub(crate) fn verify(py: Python, path: PathBuf) -> PyResult<(u64, u64, Vec<String>)> {
     let verified = py.detach(|| electra_data::verify(&path)).map_err(raise)?;
