@@ -25,7 +25,7 @@ fn documents(count: u32) -> Vec<Vec<Vec<u32>>> {
     (0..count).map(&mut document).collect()
 }
 
-/// A corpus of several shards with about 400 tokens a document.
+/// A corpus of several shards with about 400 tokens per document.
 fn corpus(dir: &Path, count: u32) -> Arc<Corpus> {
     write_corpus(dir, VOCAB, &documents(count), 20_000);
     Arc::new(Corpus::open(dir).unwrap())

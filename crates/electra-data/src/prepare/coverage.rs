@@ -197,7 +197,7 @@ mod tests {
     fn a_large_corpus_is_sampled_evenly() {
         let dir = tempfile::tempdir().unwrap();
         let tokenizer = tokenizer("##a\nb");
-        // The second half is unknown: 2^25 tokens, of which half are looked at.
+        // The second half is unknown: 2^25 tokens, half of which are counted.
         let line = |id| vec![vec![id; 1 << 16]];
         let documents: Vec<_> = (0..512).map(|n| line(if n < 256 { 5 } else { 1 })).collect();
         crate::format::testing::write_corpus(dir.path(), 7, &documents, 1 << 22);

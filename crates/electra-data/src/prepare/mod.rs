@@ -1,5 +1,5 @@
-//! What makes files: a corpus from text (`prepare`), a vocabulary from text (`train_vocab`), and how
-//! well a vocabulary covers a text.
+//! Preparing training data: making a corpus (`prepare`), training a vocabulary (`train_vocab`), and measuring
+//! how well a vocabulary covers a text.
 
 mod coverage;
 mod finalize;

@@ -26,7 +26,7 @@ fn len(runs: &[Range<u32>]) -> u32 {
     runs.iter().map(|run| run.end - run.start).sum()
 }
 
-/// What becomes of one document in the first rows of many seeds, as often as it does.
+/// How often each first row of one document occurs over many seeds.
 fn outcomes(sequence_length: u32, lengths: &[u32]) -> std::collections::HashMap<[Vec<Range<u32>>; 2], u32> {
     let mut found = std::collections::HashMap::new();
     for seed in 0..2_000 {
