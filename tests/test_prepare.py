@@ -203,7 +203,7 @@ def test_two_runs_do_not_share_a_folder(text, vocab, tmp_path):
 
     def documents():
         yield "w1"
-        with pytest.raises(ValueError, match="another prepare is at work in this folder"):
+        with pytest.raises(ValueError, match="another prepare is running in this folder"):
             prepare(iter(["w1"]), vocab=vocab, out=out, progress=False)
         yield "w2"
 

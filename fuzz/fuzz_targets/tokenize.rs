@@ -1,4 +1,5 @@
-//! Any bytes as text, under options that the first byte chooses: fast ids are the `tokenizers` crate's.
+//! Arbitrary bytes as text, with options chosen by the first byte: the fast tokenizer must give the ids of
+//! the `tokenizers` crate.
 #![no_main]
 
 use std::sync::LazyLock;

@@ -1,4 +1,4 @@
-//! The crate's errors as Python's.
+//! Rust errors as Python exceptions.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use electra_data::Error;
 use pyo3::exceptions::{PyFileNotFoundError, PyKeyboardInterrupt, PyOSError, PyValueError};
 use pyo3::prelude::*;
 
-/// The exception that keeps an error's meaning across the border.
+/// The Python exception for an error: a missing file becomes `FileNotFoundError`, bad input `ValueError`.
 pub(crate) fn raise(error: Error) -> PyErr {
     let message = error.to_string();
     match error {
@@ -20,7 +20,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
     }
 }
 
-/// A path that means the same file after a change of directory.
+/// An absolute path, which stays valid after a change of directory.
 pub(crate) fn absolute(path: &Path) -> PyResult<PathBuf> {
     std::path::absolute(path).map_err(|error| raise(Error::io(path, error)))
 }

@@ -1,14 +1,14 @@
-//! The Python module `electra_fast._data`: each function parses, detaches from the GIL and calls
+//! The Python module `electra_fast._data`. Each function converts its arguments, releases the GIL and calls
 //! `electra-data`.
 
 use pyo3::prelude::*;
 
-mod build;
+mod corpus;
 mod errors;
 mod loader;
+mod prepare;
 mod process;
 mod record_batch;
-mod store;
 mod tokenizer;
 
 #[pymodule]
@@ -17,13 +17,13 @@ mod _data {
     const VERSION: &str = env!("CARGO_PKG_VERSION");
 
     #[pymodule_export]
-    use crate::build::{prepare, sample_coverage, train_vocab};
+    use crate::corpus::{Corpus, verify};
     #[pymodule_export]
     use crate::loader::BatchLoader;
     #[pymodule_export]
-    use crate::record_batch::RecordBatch;
+    use crate::prepare::{prepare, sample_coverage, train_vocab};
     #[pymodule_export]
-    use crate::store::{Corpus, verify};
+    use crate::record_batch::RecordBatch;
     #[pymodule_export]
     use crate::tokenizer::Tokenizer;
 }

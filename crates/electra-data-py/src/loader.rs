@@ -4,9 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
-use electra_data::loader::{Loader, Step};
-use electra_data::options::{Options, State};
-use electra_data::{Corpus, Error};
+use electra_data::{Corpus, Error, Loader, LoaderOptions, LoaderState, Poll};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -14,8 +12,8 @@ use crate::errors::{absolute, raise};
 use crate::process::PerProcess;
 use crate::record_batch::RecordBatch;
 
-/// How long Ctrl-C may go unnoticed while a batch is awaited.
-const PATIENCE: Duration = Duration::from_millis(50);
+/// The longest that Ctrl-C goes unnoticed while a batch is awaited.
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 
 const IN_USE: &str = "a thread was taking a batch when this process was forked, so the loader's position is unknown \
                       here; open a BatchLoader in this process";
@@ -24,7 +22,7 @@ const IN_USE: &str = "a thread was taking a batch when this process was forked, 
 #[pyclass(frozen, module = "electra_fast._data")]
 pub struct BatchLoader {
     corpus: PathBuf,
-    options: Options,
+    options: LoaderOptions,
     loader: PerProcess<Mutex<Loader>>,
 }
 
@@ -51,7 +49,7 @@ impl BatchLoader {
         prefetch: i64,
         epochs: Option<i64>,
     ) -> PyResult<Self> {
-        let options = Options {
+        let options = LoaderOptions {
             sequence_length,
             batch_size,
             seed,
@@ -68,7 +66,7 @@ impl BatchLoader {
         Ok(Self { corpus: absolute(&corpus)?, options, loader: PerProcess::new(Mutex::new(loader)) })
     }
 
-    /// The corpus' folder, as an absolute path.
+    /// The folder of the corpus, as an absolute path.
     #[getter]
     fn corpus(&self) -> &Path {
         &self.corpus
@@ -81,34 +79,34 @@ impl BatchLoader {
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<RecordBatch>> {
         let loader = self.get(py)?;
         loop {
-            match py.detach(|| lock(&loader).next_within(PATIENCE)).map_err(raise)? {
-                Step::Batch(batch) => return Ok(Some(RecordBatch::new(batch))),
-                Step::Finished => return Ok(None),
-                Step::Waiting => py.check_signals()?,
+            match py.detach(|| lock(&loader).poll_next(SIGNAL_INTERVAL)).map_err(raise)? {
+                Poll::Batch(batch) => return Ok(Some(RecordBatch::new(batch))),
+                Poll::Finished => return Ok(None),
+                Poll::Pending => py.check_signals()?,
             }
         }
     }
 
-    /// The position after the last batch, as JSON.
+    /// The position after the last batch that was returned, as JSON.
     fn state(&self, py: Python<'_>) -> PyResult<String> {
         let loader = self.get(py)?;
         py.detach(|| lock(&loader).state().to_json()).map_err(raise)
     }
 
-    /// Continues from a state's JSON.
+    /// Resumes from a state in JSON.
     fn restore(&self, py: Python<'_>, state: &str) -> PyResult<()> {
         let loader = self.get(py)?;
-        py.detach(|| lock(&loader).restore(&State::from_json(state)?)).map_err(raise)
+        py.detach(|| lock(&loader).restore(&LoaderState::from_json(state)?)).map_err(raise)
     }
 
-    /// Rows in an epoch.
+    /// Rows per epoch.
     #[getter]
     fn num_rows(&self, py: Python<'_>) -> PyResult<u64> {
         let loader = self.get(py)?;
         py.detach(|| lock(&loader).num_rows()).map_err(raise)
     }
 
-    /// (rows, tokens of the corpus, places that are not padding) of the first epoch.
+    /// (rows, tokens of the corpus, positions that are not padding) of the first epoch.
     fn contents(&self, py: Python<'_>) -> PyResult<(u64, u64, u64)> {
         let loader = self.get(py)?;
         let contents = py.detach(|| lock(&loader).contents()).map_err(raise)?;
@@ -117,7 +115,7 @@ impl BatchLoader {
 }
 
 impl BatchLoader {
-    /// This process' loader; a forked child opens its own at the position of the parent's.
+    /// The loader of this process. A forked child opens one at the position of the parent's.
     fn get(&self, py: Python<'_>) -> PyResult<Arc<Mutex<Loader>>> {
         self.loader.get(py, |parent| {
             let state = match parent.try_lock() {
@@ -132,11 +130,11 @@ impl BatchLoader {
     }
 }
 
-fn open(corpus: &Path, options: &Options) -> Result<Loader, Error> {
+fn open(corpus: &Path, options: &LoaderOptions) -> Result<Loader, Error> {
     Loader::new(Arc::new(Corpus::open(corpus)?), options)
 }
 
-/// Called without the GIL only: whoever holds the lock may be waiting for a batch.
+/// Must be called without the GIL: the owner of the lock may be waiting for a batch.
 fn lock(loader: &Mutex<Loader>) -> MutexGuard<'_, Loader> {
     loader.lock().unwrap_or_else(PoisonError::into_inner)
 }

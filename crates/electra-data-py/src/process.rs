@@ -1,13 +1,13 @@
 //! Values that belong to the process that made them.
 //!
-//! A fork copies memory but no threads: in the child, locks that the parent's other threads held
-//! stay locked, what they were initialising stays half-made, and joining them never ends.
+//! A fork copies memory but not threads: in the child, locks held by other threads of the parent stay locked,
+//! values that they were initializing stay incomplete, and joining them never returns.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 
-/// A value that a forked child opens anew when it first asks for it.
+/// A value that a forked child opens again on first use.
 pub(crate) struct PerProcess<T> {
     current: Mutex<Owned<T>>,
 }
@@ -17,9 +17,9 @@ impl<T> PerProcess<T> {
         Self { current: Mutex::new(Owned::new(value)) }
     }
 
-    /// The value of this process; in a child, `reopen` makes it from the parent's.
+    /// The value of this process. In a forked child, `reopen` makes it from the parent's.
     ///
-    /// The lock is taken with the GIL only and Python forks with the GIL only, so no child finds it locked.
+    /// Holding the GIL is required to take the lock and to fork, so a child never finds it locked.
     pub fn get(&self, _py: Python<'_>, reopen: impl FnOnce(&T) -> PyResult<T>) -> PyResult<Arc<T>> {
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         if current.is_foreign() {
@@ -47,7 +47,7 @@ impl<T> Owned<T> {
 impl<T> Drop for Owned<T> {
     fn drop(&mut self) {
         if self.is_foreign() {
-            // One owner that never lets go: dropping the parent's value could wait for its threads.
+            // Leak one reference: dropping the parent's value could wait for its threads.
             std::mem::forget(self.value.clone());
         }
     }

@@ -1,4 +1,4 @@
-//! Record batches, handed over through the Arrow PyCapsule interface or, in one piece, as a buffer.
+//! Record batches, exported through the Arrow PyCapsule interface or as one buffer.
 
 use std::ffi::{c_int, c_void};
 
@@ -10,19 +10,19 @@ use pyo3::exceptions::{PyBufferError, PyRuntimeError};
 use pyo3::types::{PyByteArray, PyCapsule};
 use pyo3::{ffi, prelude::*};
 
-/// Bytes of every number of a batch.
+/// Bytes per element of all columns.
 const WORD: usize = 4;
 
-/// A record batch that any Arrow library can take over without copying.
+/// A record batch that any Arrow library can import without copying.
 #[pyclass(frozen, module = "electra_fast._data")]
 pub struct RecordBatch {
     batch: arrow_array::RecordBatch,
-    /// First word and words a row of each fixed-size column, in one buffer; empty if there is none.
+    /// First word and words per row of each fixed-size column in the shared buffer; empty if there is none.
     layout: Vec<(usize, usize)>,
 }
 
 impl RecordBatch {
-    /// A batch to hand over.
+    /// A batch to export.
     pub fn new(batch: arrow_array::RecordBatch) -> Self {
         let layout = layout(&batch).unwrap_or_default();
         Self { batch, layout }
@@ -41,12 +41,11 @@ impl RecordBatch {
     fn __arrow_c_schema__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyCapsule>> {
         let schema = FFI_ArrowSchema::try_from(self.batch.schema_ref().as_ref())
             .map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
-        // A capsule that nobody took over drops its struct, which calls the struct's release.
+        // A capsule that was not imported drops its struct, which calls the release callback.
         PyCapsule::new_with_value(py, schema, c"arrow_schema")
     }
 
-    /// Capsules with schema and data. Other schemas than our own are not offered, which the
-    /// protocol leaves to the producer.
+    /// Capsules with schema and data. A requested schema is ignored, as the protocol permits.
     #[pyo3(signature = (requested_schema = None))]
     fn __arrow_c_array__<'py>(
         &self,
@@ -59,8 +58,8 @@ impl RecordBatch {
         Ok((self.__arrow_c_schema__(py)?, array))
     }
 
-    /// Where the fixed-size columns lie in this object's buffer: the first word and the words a row
-    /// of each. Empty if they share no buffer, as in a batch without rows.
+    /// First word and words per row of each fixed-size column in this object's buffer. Empty if they share no
+    /// buffer, as in a batch without rows.
     #[getter]
     fn layout(&self) -> Vec<(usize, usize)> {
         self.layout.clone()
@@ -98,9 +97,9 @@ impl RecordBatch {
         let Some((start, bytes)) = slf.get().memory() else {
             return Err(PyBufferError::new_err("the columns of this batch share no buffer"));
         };
-        // SAFETY: CPython passes a view to fill. The memory is one allocation that lives as long as
-        // `slf`, to which the view holds on; it was made to be written to, and this crate neither
-        // reads nor reuses it before `slf` is gone and with it the last handle on the batch.
+        // SAFETY: CPython passes a view to fill. The memory is one allocation that lives as long as `slf`,
+        // which the view keeps alive. It is writable, and this crate neither reads nor reuses it before `slf`
+        // is dropped and with it the last reference to the batch.
         let status = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, bytes, 0, flags) };
         if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }
@@ -113,7 +112,7 @@ impl RecordBatch {
 }
 
 impl RecordBatch {
-    /// The allocation that holds all fixed-size columns: its start and how many bytes are in use.
+    /// Start and length in bytes of the allocation that holds all fixed-size columns.
     fn memory(&self) -> Option<(*mut c_void, isize)> {
         let rows = self.batch.num_rows();
         let words = self.layout.iter().map(|&(first, width)| first + width * rows).max()?;
@@ -123,7 +122,7 @@ impl RecordBatch {
     }
 }
 
-/// First word and words a row of each fixed-size column, if all of them share one allocation.
+/// First word and words per row of each fixed-size column, if all of them share one allocation.
 fn layout(batch: &arrow_array::RecordBatch) -> Option<Vec<(usize, usize)>> {
     let mut allocation = None;
     let lists = batch.columns().iter().filter_map(|column| column.as_fixed_size_list_opt());

@@ -9,7 +9,7 @@ use pyo3::types::PyBytes;
 use crate::errors::raise;
 use crate::process::PerProcess;
 
-/// A tokenizer of vocab.txt or tokenizer.json: the one reader of both.
+/// A tokenizer from a vocab.txt or tokenizer.json.
 #[pyclass(frozen, module = "electra_fast._data")]
 pub(crate) struct Tokenizer {
     inner: PerProcess<electra_data::Tokenizer>,
@@ -31,7 +31,7 @@ impl Tokenizer {
         Ok(Self { inner: PerProcess::new(inner) })
     }
 
-    /// A tokenizer of what `path`, `file` and `settings` gave.
+    /// A tokenizer from the values of `path`, `file` and `settings` of another one.
     #[staticmethod]
     fn of_file(
         path: PathBuf,
@@ -42,7 +42,7 @@ impl Tokenizer {
         Ok(Self { inner: PerProcess::new(open(&path, file, (lowercase, strip_accents))?) })
     }
 
-    /// (vocab.txt or tokenizer.json, the file's bytes): the copy that a corpus keeps
+    /// (vocab.txt or tokenizer.json, the file's bytes), as stored in a corpus
     #[getter]
     fn file<'py>(&self, py: Python<'py>) -> PyResult<(&'static str, Bound<'py, PyBytes>)> {
         let inner = self.get(py)?;
@@ -50,7 +50,7 @@ impl Tokenizer {
         Ok((name, PyBytes::new(py, file)))
     }
 
-    /// Ids of each text as the bytes of little-endian u32.
+    /// The ids of each text, as the bytes of little-endian u32.
     fn encode_batch<'py>(&self, py: Python<'py>, texts: Vec<String>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let inner = self.get(py)?;
         let ids = py.detach(|| inner.encode_batch(&texts)).map_err(raise)?;
@@ -75,7 +75,7 @@ impl Tokenizer {
         Ok(self.get(py)?.is_fast())
     }
 
-    /// A clause, or None if the fast path serves.
+    /// A clause, or None if the fast path is used.
     #[getter]
     fn why_not_fast(&self, py: Python) -> PyResult<Option<&'static str>> {
         Ok(self.get(py)?.why_not_fast())
@@ -87,7 +87,7 @@ impl Tokenizer {
         Ok(self.get(py)?.settings())
     }
 
-    /// Nothing told the settings: they follow from the entries.
+    /// Whether the settings were guessed from the entries.
     #[getter]
     fn case_is_guessed(&self, py: Python) -> PyResult<bool> {
         Ok(self.get(py)?.case_is_guessed())
@@ -116,7 +116,7 @@ impl Tokenizer {
 }
 
 impl Tokenizer {
-    /// This process' tokenizer; a forked child makes its own from the same bytes.
+    /// The tokenizer of this process. A forked child makes one from the same bytes.
     pub fn get(&self, py: Python) -> PyResult<Arc<electra_data::Tokenizer>> {
         self.inner.get(py, |parent| {
             let (_, file) = parent.file();
@@ -133,12 +133,12 @@ fn open(
     electra_data::Tokenizer::from_bytes(path, file, lowercase, strip_accents).map_err(raise)
 }
 
-/// Special tokens in the order that Python's named tuple has.
+/// Special tokens in the order of Python's named tuple.
 pub(crate) fn special_tuple(special: electra_data::SpecialTokens) -> (u32, u32, u32, u32, u32) {
     (special.pad, special.unk, special.cls, special.sep, special.mask)
 }
 
-/// Ids as bytes that numpy reads as `<u4`.
+/// Ids as bytes for numpy's `<u4`.
 pub(crate) fn ids_to_bytes<'py>(py: Python<'py>, ids: &[u32]) -> PyResult<Bound<'py, PyBytes>> {
     PyBytes::new_with(py, 4 * ids.len(), |bytes| {
         bytes.chunks_exact_mut(4).zip(ids).for_each(|(four, id)| four.copy_from_slice(&id.to_le_bytes()));

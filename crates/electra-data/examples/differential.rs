@@ -1,7 +1,7 @@
-//! Random strings for some seconds, through the fast tokenizer and the `tokenizers` crate; all threads.
+//! Compares the fast tokenizer with the `tokenizers` crate on random strings, on all cores.
 //!
-//! `cargo run --release --example differential -- SECONDS [SEED [VOCAB.TXT]]`: stops at the first
-//! difference with exit status 1.
+//! `cargo run --release --example differential -- SECONDS [SEED [VOCAB.TXT]]` exits with status 1 at the
+//! first difference.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};

@@ -1,17 +1,15 @@
-//! The two inner loops on their own, for counting instructions (see `bench/instructions.py`).
+//! The two inner loops by themselves, for counting instructions (see `bench/instructions.py`).
 //!
-//! `hot_paths tokenise N` makes a tokenizer and N thousand lines of text, and tokenises them;
-//! `hot_paths load N` goes N times through a small corpus, packed and masked. Both print how many
-//! tokens they saw. What does not grow with N is the same in every run and cancels in a difference.
+//! `hot_paths tokenise N` makes a tokenizer and N thousand lines of text, and tokenizes them; `hot_paths load
+//! N` loads N epochs of a small corpus, packed and masked. Both print the number of tokens. The cost that
+//! does not depend on N is the same in every run and cancels in a difference.
 
 use std::error::Error;
 use std::path::Path;
 use std::sync::Arc;
 
-use electra_data::loader::Loader;
-use electra_data::options::Options;
 use electra_data::philox::{Purpose, Stream};
-use electra_data::{Corpus, Tokenizer, synthetic};
+use electra_data::{Corpus, Loader, LoaderOptions, Tokenizer, write_sparse};
 
 const WORDS: usize = 8000;
 
@@ -28,7 +26,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Lines of words that are entries, capitalised entries, entries with a suffix, or unknown.
+/// Tokenizes lines of words that are entries, capitalized entries, entries with a suffix, or unknown.
 fn tokenise(dir: &Path, thousands: u32) -> Result<usize, Box<dyn Error>> {
     let words: Vec<String> = (0..WORDS).map(spell).collect();
     let special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "##s", "##ing", ".", ","];
@@ -42,7 +40,7 @@ fn tokenise(dir: &Path, thousands: u32) -> Result<usize, Box<dyn Error>> {
     for _ in 0..1000 * thousands {
         let mut line = String::new();
         for _ in 0..20 {
-            // The smaller of two draws: frequent words are met more often.
+            // The smaller of two draws, so that some words are frequent.
             let word = &words[draw.below(WORDS as u32).min(draw.below(WORDS as u32)) as usize];
             match draw.below(16) {
                 0 => line.extend(word[..1].to_uppercase().chars().chain(word[1..].chars())),
@@ -68,10 +66,11 @@ fn spell(number: usize) -> String {
         .collect()
 }
 
-/// A whole number of epochs, so that threads working ahead do the same work in every run.
+/// Loads whole epochs, so that threads that work ahead do the same work in every run.
 fn load(dir: &Path, epochs: u32) -> Result<usize, Box<dyn Error>> {
-    synthetic::write_sparse(dir, 1 << 20, 400)?;
-    let options = Options { batch_size: 512, epochs: Some(i64::from(epochs)), ..Options::default() };
+    write_sparse(dir, 1 << 20, 400)?;
+    let options =
+        LoaderOptions { batch_size: 512, epochs: Some(i64::from(epochs)), ..LoaderOptions::default() };
     let mut rows = 0;
     for batch in Loader::new(Arc::new(Corpus::open(dir)?), &options)? {
         rows += batch?.num_rows();

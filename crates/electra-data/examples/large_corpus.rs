@@ -6,5 +6,5 @@ use std::path::Path;
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [dir, tokens, mean] = &arguments[..] else { return Err("DIR TOKENS MEAN_DOCUMENT".into()) };
-    Ok(electra_data::synthetic::write_sparse(Path::new(dir), tokens.parse()?, mean.parse()?)?)
+    Ok(electra_data::write_sparse(Path::new(dir), tokens.parse()?, mean.parse()?)?)
 }

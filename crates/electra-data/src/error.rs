@@ -1,40 +1,40 @@
-//! The crate's one error type: what was wrong, where, and what to do about it.
+//! The crate's error type: what is wrong, where, and the remedy.
 
 use std::path::PathBuf;
 
-/// Everything that can go wrong between text and batch. Each message is one line that names the
-/// place and the remedy, because it reaches the user as it stands.
+/// Everything that can go wrong between text and batch. Each message is one line that names the file or
+/// option and the remedy, because users see it unchanged.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A file or folder that has to exist does not.
+    /// A required file or folder does not exist.
     #[error("{path}: not found{hint}", path = path.display())]
     NotFound {
-        /// What was looked for.
+        /// The missing file or folder.
         path: PathBuf,
-        /// What to do, beginning with "; " (or empty).
+        /// The remedy, beginning with "; ", or empty.
         hint: String,
     },
-    /// The operating system refused a read or a write.
+    /// A read or a write failed.
     #[error("{path}: {source}", path = path.display())]
     Io {
         /// The file concerned.
         path: PathBuf,
-        /// The system's own word.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The user's text, vocabulary or arguments cannot be used as they are.
     #[error("{0}")]
     Input(String),
-    /// A shard or manifest is not what was written: damaged, truncated or foreign.
+    /// A shard or manifest is not what was written: damaged, truncated or of another corpus.
     #[error("{path}: {reason}", path = path.display())]
     Damaged {
         /// The damaged file.
         path: PathBuf,
-        /// What does not hold, with block or field, and what to do.
+        /// What is wrong, with block or field, and the remedy.
         reason: String,
     },
-    /// The caller asked to stop (Ctrl-C, SIGTERM); everything finished so far is kept.
+    /// The caller asked to stop (Ctrl-C, SIGTERM). What is finished is kept.
     #[error("interrupted")]
     Interrupted,
 }

@@ -1,31 +1,31 @@
 //! Philox4x32-10, the counter-based generator behind everything random in the loader.
 //!
-//! Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). A number
-//! is a pure function of a key (the seed) and a counter (what the number is for), so no thread, rank
-//! or resumed run has to know how many numbers others have drawn.
+//! Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). A number is a pure
+//! function of a key (the seed) and a counter (what the number is for), so threads, ranks and resumed runs do
+//! not depend on how many numbers were drawn before.
 
 const MULTIPLIER_0: u32 = 0xD251_1F53;
 const MULTIPLIER_1: u32 = 0xCD9E_8D57;
 const WEYL_0: u32 = 0x9E37_79B9;
 const WEYL_1: u32 = 0xBB67_AE85;
 const ROUNDS: u32 = 10;
-/// Counters worked on side by side: independent chains of multiplications fill the pipeline.
+/// Counters computed together: independent chains of multiplications fill the pipeline.
 const LANES: usize = 4;
 
-/// What a stream of numbers is for. Streams of different purposes never share a counter.
+/// What a stream of numbers is for. Streams with different purposes never share a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// Which positions of a row are masked, and with what.
     Mask = 0,
     /// Where the documents of a block are cut.
     Cut = 1,
-    /// In which order equally long pieces are packed.
+    /// The order in which spans of equal length are packed.
     Tie = 2,
-    /// In which order the blocks of an epoch come.
+    /// The order of the blocks of an epoch.
     BlockOrder = 3,
-    /// In which order the rows of a group come.
+    /// The order of the rows of a window.
     RowOrder = 4,
-    /// How lines become the examples of the published builder.
+    /// How the published example builder divides lines.
     Example = 5,
 }
 
@@ -34,7 +34,7 @@ pub(crate) const fn probability(p: f64) -> u32 {
     (p * 4_294_967_296.0) as u32
 }
 
-/// The four words that belong to one counter and key.
+/// The four random words for a counter and a key.
 pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     let [mut x0, mut x1, mut x2, mut x3] = counter;
     let [mut k0, mut k1] = key;
@@ -54,23 +54,23 @@ fn high(product: u64) -> u32 {
     (product >> 32) as u32
 }
 
-/// An endless stream of random words for one purpose at one place.
+/// An endless stream of random words for one purpose and counter.
 #[derive(Clone, Debug)]
 pub struct Stream {
     key: [u32; 2],
-    place: [u32; 3],
-    /// Purpose in the top byte, number of the next counter below it.
+    counter: [u32; 3],
+    /// Fourth word of the next counter: the purpose in the top byte, a running number below it.
     next: u32,
     words: [u32; 4 * LANES],
     used: usize,
 }
 
 impl Stream {
-    /// The stream of `purpose` at `place` (for masks: epoch, block, row within the block).
-    pub fn new(seed: u64, purpose: Purpose, place: [u32; 3]) -> Self {
+    /// The stream for a purpose and a counter (for masks: epoch, block, row within the block).
+    pub fn new(seed: u64, purpose: Purpose, counter: [u32; 3]) -> Self {
         let key = [seed as u32, (seed >> 32) as u32];
         let next = (purpose as u32) << 24;
-        Self { key, place, next, words: [0; 4 * LANES], used: 4 * LANES }
+        Self { key, counter, next, words: [0; 4 * LANES], used: 4 * LANES }
     }
 
     /// The next word, uniform over all 32-bit values.
@@ -89,12 +89,12 @@ impl Stream {
         u64::from(self.word()) << 32 | u64::from(self.word())
     }
 
-    /// An integer uniform over `0..bound` without any bias (Lemire 2019); 0 when `bound` is 0.
+    /// An unbiased integer, uniform over `0..bound` (Lemire 2019); 0 if `bound` is 0.
     #[inline]
     pub fn below(&mut self, bound: u32) -> u32 {
         let mut product = product(self.word(), bound);
         if (product as u32) < bound {
-            // 2^32 modulo bound: so many low values would come once too often.
+            // 2^32 modulo bound: this many low values would occur once too often.
             let surplus = bound.wrapping_neg() % bound;
             while (product as u32) < surplus {
                 product = u64::from(self.word()) * u64::from(bound);
@@ -111,9 +111,9 @@ impl Stream {
 
     #[inline(never)]
     fn refill(&mut self) {
-        let [p0, p1, p2] = self.place;
+        let [c0, c1, c2] = self.counter;
         for lane in 0..LANES {
-            let counter = [p0, p1, p2, self.next.wrapping_add(lane as u32)];
+            let counter = [c0, c1, c2, self.next.wrapping_add(lane as u32)];
             let block = philox4x32(counter, self.key);
             self.words[4 * lane..4 * lane + 4].copy_from_slice(&block);
         }
@@ -166,8 +166,8 @@ mod tests {
     }
 
     #[test]
-    fn purposes_and_places_differ() {
-        let first = |purpose, place| Stream::new(3, purpose, place).word64();
+    fn purposes_and_counters_differ() {
+        let first = |purpose, counter| Stream::new(3, purpose, counter).word64();
         let words = [
             first(Purpose::Mask, [0, 0, 0]),
             first(Purpose::Cut, [0, 0, 0]),

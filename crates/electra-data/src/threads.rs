@@ -1,7 +1,7 @@
-//! The thread pool on which this crate's parallel iterators run, one per process.
+//! The thread pool of this crate's parallel iterators, one per process.
 //!
-//! rayon's global pool does not survive a fork: its threads stay in the parent, and a child that
-//! hands them work waits forever. So nothing here runs on the global pool.
+//! rayon's global pool does not survive a fork: its threads stay in the parent, and a child that gives it
+//! work waits forever. So nothing in this crate runs on the global pool.
 
 use std::sync::atomic::{AtomicPtr, Ordering};
 
@@ -9,11 +9,11 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error::{Error, Result};
 
-/// No lock guards the pool, because a fork could leave one locked in the child.
-static POOL: AtomicPtr<Pool> = AtomicPtr::new(std::ptr::null_mut());
+/// Not behind a lock, because a fork could leave the lock held in the child.
+static POOL: AtomicPtr<ProcessPool> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Never freed once it is in `POOL`.
-struct Pool {
+struct ProcessPool {
     process: u32,
     threads: ThreadPool,
 }
@@ -23,11 +23,11 @@ pub(crate) fn on_all_cores<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T
     Ok(pool()?.threads.install(work))
 }
 
-fn pool() -> Result<&'static Pool> {
+fn pool() -> Result<&'static ProcessPool> {
     let process = std::process::id();
     loop {
         let known = POOL.load(Ordering::Acquire);
-        // SAFETY: the pointer is null or that of a leaked box, which nobody changes or frees.
+        // SAFETY: the pointer is null or from a leaked box, which is never changed or freed.
         if let Some(pool) = unsafe { known.as_ref() }
             && pool.process == process
         {
@@ -35,10 +35,10 @@ fn pool() -> Result<&'static Pool> {
         }
         let threads = ThreadPoolBuilder::new().thread_name(|index| format!("electra-{index}")).build();
         let threads = threads.map_err(|error| Error::Input(format!("cannot start threads: {error}")))?;
-        let ours = Box::into_raw(Box::new(Pool { process, threads }));
-        // In a child this abandons the parent's pool: ending it would wait for threads that are not there.
+        let ours = Box::into_raw(Box::new(ProcessPool { process, threads }));
+        // In a child this leaks the parent's pool: dropping it would wait for threads that do not exist.
         if POOL.compare_exchange(known, ours, Ordering::AcqRel, Ordering::Acquire).is_err() {
-            // SAFETY: `ours` came from a box and was not published: another thread was faster.
+            // SAFETY: `ours` is from a box and was not published, because another thread was faster.
             drop(unsafe { Box::from_raw(ours) });
         }
     }

@@ -1,4 +1,4 @@
-//! The fast tokenizer against the `tokenizers` crate: the same ids for any text under any options.
+//! The fast tokenizer gives the ids of the `tokenizers` crate for any text and options.
 
 mod strings;
 
@@ -30,7 +30,7 @@ fn random_strings() {
     }
 }
 
-/// Every character there is, alone and within words; the less usual options see an eighth of them each.
+/// Every character, alone and within words; less usual options get an eighth of them each.
 #[test]
 fn all_characters() {
     let characters: Vec<char> = ('\0'..=char::MAX).collect();

@@ -1,27 +1,27 @@
-//! What a packing keeps of a corpus, counted on its plans.
+//! What a packing keeps of a corpus, counted on packed rows.
 
 use std::iter::Sum;
 
-use crate::pack::{Piece, Rows};
+use super::pack::{Rows, Span};
 
 /// What the rows of an epoch hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
-    /// How many rows there are.
+    /// Number of rows.
     pub rows: u64,
     /// Tokens of the corpus in them.
     pub tokens: u64,
-    /// Places that are not padding: those tokens and the special ones.
+    /// Positions that are not padding: these tokens and the special ones.
     pub positions: u64,
 }
 
 impl Contents {
     pub(super) fn of(rows: &Rows) -> Self {
-        let sum = |size: fn(&Piece) -> usize| rows.pieces().iter().map(|piece| size(piece) as u64).sum();
+        let sum = |size: fn(&Span) -> usize| rows.spans().iter().map(|span| size(span) as u64).sum();
         Self {
             rows: rows.len() as u64,
-            tokens: sum(|piece| usize::from(piece.len)),
-            positions: sum(Piece::num_positions),
+            tokens: sum(|span| usize::from(span.len)),
+            positions: sum(Span::num_positions),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Random strings that tokenizers get wrong, and vocabularies to split them with.
+//! Random strings that are hard to tokenize, and a vocabulary to split them with.
 
 use std::path::{Path, PathBuf};
 
@@ -22,7 +22,7 @@ impl Numbers {
     }
 }
 
-/// Ranges of code points with their own trouble: Latin, marks, Greek, Cyrillic, Hebrew, Arabic, Indic,
+/// Ranges of code points with special cases: Latin, marks, Greek, Cyrillic, Hebrew, Arabic, Indic,
 /// Tibetan, Jamo, Greek with accents, spaces and format characters, kana and tone marks, CJK, Hangul,
 /// private use and CJK compatibility, presentation forms, emoji, music, rarer CJK, tags and variants.
 const RANGES: [(u32, u32); 30] = [
@@ -57,7 +57,7 @@ const RANGES: [(u32, u32); 30] = [
     (0x2_a6d0, 0x2_fa20),
     (0xe_0000, 0xe_0200),
 ];
-/// Marks that survive stripping and have combining classes, and what may stand between them.
+/// Combining marks that are not stripped, and characters that may occur between them.
 const MARKS: [char; 16] = [
     '\u{302e}',
     '\u{302f}',
@@ -128,8 +128,8 @@ const WORDS: [&str; 20] = [
 /// A string of up to about 60 characters; one in fifty has a very long word.
 pub fn random_string(numbers: &mut Numbers) -> String {
     let mut text = String::new();
-    let (pieces, flavour) = (1 + numbers.below(24), numbers.below(8));
-    for _ in 0..pieces {
+    let (parts, flavour) = (1 + numbers.below(24), numbers.below(8));
+    for _ in 0..parts {
         match (flavour, numbers.below(16)) {
             (_, 0..3) => text.push(numbers.one_of(&[' ', ' ', '\t', '\n', '.', ',', '-', '\''])),
             (0, _) | (_, 3) => text.push(any_char(numbers, 0, 0x11_0000)),
@@ -155,11 +155,11 @@ pub fn random_string(numbers: &mut Numbers) -> String {
 }
 
 fn any_char(numbers: &mut Numbers, from: u32, to: u32) -> char {
-    // Surrogates are no characters; their neighbours are.
+    // Surrogates are not characters; use a neighbor instead.
     char::from_u32(from + numbers.below((to - from) as usize) as u32).unwrap_or('\u{d7ff}')
 }
 
-/// A vocabulary in which most strings come apart in many ways.
+/// A vocabulary with many ways to split most strings.
 fn vocabulary() -> Vec<String> {
     let mut entries: Vec<String> = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"].map(str::to_owned).into();
     let mut letters: Vec<char> =
@@ -182,7 +182,7 @@ fn vocabulary() -> Vec<String> {
     entries
 }
 
-/// Tokenizers in all combinations of BERT's options, named; with a vocabulary of its own or a given one.
+/// Named tokenizers with all combinations of BERT's options, for the given vocabulary or the built-in one.
 pub fn tokenizers(vocab: Option<&Path>, dir: &Path) -> Vec<(String, Tokenizer)> {
     let entries = match vocab {
         Some(path) => {
@@ -224,7 +224,7 @@ fn json(
     serde_json::json!({
         "version": "1.0", "truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0},
         "padding": null, "added_tokens": added,
-        // Left open where that means the same.
+        // `null` where that means the same.
         "normalizer": {"type": "BertNormalizer", "clean_text": clean, "handle_chinese_chars": chinese,
                        "strip_accents": if strip == lowercase { None } else { Some(strip) }, "lowercase": lowercase},
         "pre_tokenizer": {"type": "BertPreTokenizer"},

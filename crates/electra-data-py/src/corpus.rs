@@ -1,0 +1,135 @@
+//! `Corpus` and `verify`: reading a finished corpus.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::errors::{absolute, raise};
+use crate::prepare::{CoverageTuple, coverage_tuple};
+use crate::process::PerProcess;
+use crate::tokenizer::{Tokenizer, ids_to_bytes, special_tuple};
+
+/// A finished corpus.
+#[pyclass(frozen, module = "electra_fast._data")]
+pub(crate) struct Corpus {
+    path: PathBuf,
+    inner: PerProcess<electra_data::Corpus>,
+}
+
+#[pymethods]
+impl Corpus {
+    /// Opens a corpus; with `content_hash`, only one that has this hash.
+    #[new]
+    #[pyo3(signature = (path, content_hash=None))]
+    fn new(py: Python, path: PathBuf, content_hash: Option<&str>) -> PyResult<Self> {
+        let inner = py.detach(|| open(&path, content_hash))?;
+        Ok(Self { path: absolute(&path)?, inner: PerProcess::new(inner) })
+    }
+
+    /// The ids of a document, as the bytes of little-endian u32.
+    fn document<'py>(&self, py: Python<'py>, index: u64) -> PyResult<Bound<'py, PyBytes>> {
+        let inner = self.get(py)?;
+        let ids = py.detach(|| inner.document(index)).map_err(raise)?;
+        ids_to_bytes(py, &ids)
+    }
+
+    /// (tokens, unknown tokens, words or None, []) of the corpus, or of an evenly spread sample of it.
+    fn coverage(&self, py: Python, tokenizer: &Tokenizer) -> PyResult<CoverageTuple> {
+        let (corpus, tokenizer) = (self.get(py)?, tokenizer.get(py)?);
+        let found = py.detach(|| electra_data::Coverage::of_corpus(&corpus, &tokenizer));
+        found.map(coverage_tuple).map_err(raise)
+    }
+
+    #[getter]
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    #[getter]
+    fn num_documents(&self, py: Python) -> PyResult<u64> {
+        Ok(self.get(py)?.num_documents())
+    }
+
+    #[getter]
+    fn num_tokens(&self, py: Python) -> PyResult<u64> {
+        Ok(self.get(py)?.num_tokens())
+    }
+
+    #[getter]
+    fn empty_documents(&self, py: Python) -> PyResult<u64> {
+        Ok(self.get(py)?.empty_documents())
+    }
+
+    #[getter]
+    fn vocab_size(&self, py: Python) -> PyResult<u32> {
+        Ok(self.get(py)?.vocab_size())
+    }
+
+    #[getter]
+    fn content_hash(&self, py: Python) -> PyResult<String> {
+        Ok(self.get(py)?.content_hash().to_owned())
+    }
+
+    /// (pad, unk, cls, sep, mask)
+    #[getter]
+    fn special_tokens(&self, py: Python) -> PyResult<(u32, u32, u32, u32, u32)> {
+        Ok(special_tuple(self.get(py)?.special_tokens()))
+    }
+
+    /// (documents, tokens) of each shard
+    #[getter]
+    fn shards(&self, py: Python) -> PyResult<Vec<(u64, u64)>> {
+        let inner = self.get(py)?;
+        Ok(inner.shards().iter().map(|shard| (shard.num_documents(), shard.num_tokens())).collect())
+    }
+
+    #[getter]
+    fn tokenizer_path(&self, py: Python) -> PyResult<PathBuf> {
+        Ok(self.get(py)?.tokenizer_path())
+    }
+
+    /// (lowercase, strip_accents)
+    #[getter]
+    fn tokenizer_settings(&self, py: Python) -> PyResult<(Option<bool>, Option<bool>)> {
+        Ok(self.get(py)?.tokenizer_settings())
+    }
+
+    /// The options that the corpus was prepared with, as JSON.
+    #[getter]
+    fn options(&self, py: Python) -> PyResult<String> {
+        Ok(self.get(py)?.options())
+    }
+
+    #[getter]
+    fn holdout(&self, py: Python) -> PyResult<Option<PathBuf>> {
+        Ok(self.get(py)?.validation())
+    }
+}
+
+impl Corpus {
+    /// The corpus of this process. A forked child opens it again.
+    fn get(&self, py: Python) -> PyResult<Arc<electra_data::Corpus>> {
+        self.inner.get(py, |parent| open(&self.path, Some(parent.content_hash())))
+    }
+}
+
+fn open(path: &Path, content_hash: Option<&str>) -> PyResult<electra_data::Corpus> {
+    let corpus = electra_data::Corpus::open(path).map_err(raise)?;
+    match (content_hash, corpus.content_hash()) {
+        (Some(expected), found) if expected != found => Err(PyValueError::new_err(format!(
+            "{}: its content hash is {found}, not {expected} as when it was opened; open the changed corpus again",
+            path.display()
+        ))),
+        _ => Ok(corpus),
+    }
+}
+
+/// (files, bytes, one line per damaged part)
+#[pyfunction]
+pub(crate) fn verify(py: Python, path: PathBuf) -> PyResult<(u64, u64, Vec<String>)> {
+    let verified = py.detach(|| electra_data::verify(&path)).map_err(raise)?;
+    Ok((verified.num_files, verified.num_bytes, verified.damaged))
+}

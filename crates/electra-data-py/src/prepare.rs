@@ -1,0 +1,249 @@
+//! `prepare` and `train_vocab`: text to corpus, text to vocabulary.
+
+use std::path::PathBuf;
+
+use electra_data::{
+    Coverage, DocumentSeparator, Error, InputFormat, InvalidUtf8, PrepareOptions, Progress, ReadOptions,
+    SkippedRecord, TextSource, VocabOptions, VocabReport,
+};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::errors::raise;
+use crate::tokenizer::Tokenizer;
+
+/// Makes a corpus from either `files` or `documents`.
+#[pyfunction]
+#[pyo3(signature = (tokenizer, out, *, files=None, documents=None, separator="blank-line", text_fields,
+                    invalid_utf8="error", format="auto", skip_bad_records=0, holdout=0.0, partition=None, threads=None, progress=None))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
+pub(crate) fn prepare<'py>(
+    py: Python<'py>,
+    tokenizer: &Tokenizer,
+    out: PathBuf,
+    files: Option<Vec<PathBuf>>,
+    documents: Option<Py<PyAny>>,
+    separator: &str,
+    text_fields: Vec<String>,
+    invalid_utf8: &str,
+    format: &str,
+    skip_bad_records: u64,
+    holdout: f64,
+    partition: Option<(usize, usize)>,
+    threads: Option<usize>,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
+    let options = PrepareOptions { reading, validation_fraction: holdout, partition, threads };
+    let tokenizer = tokenizer.get(py)?;
+    let report = PythonCallbacks::new(progress).run(py, files, documents, |source, report| {
+        electra_data::prepare(source, &tokenizer, &out, &options, report)
+    })?;
+    let result = PyDict::new(py);
+    result.set_item("complete", report.complete)?;
+    result.set_item("already_complete", report.already_complete)?;
+    result.set_item("num_files", report.num_files)?;
+    result.set_item("skipped_files", report.skipped_files)?;
+    result.set_item("skipped_splits", PyTuple::new(py, report.skipped_splits)?)?;
+    result.set_item("num_units", report.num_input_groups)?;
+    result.set_item("missing_units", report.missing_input_groups)?;
+    result.set_item("num_documents", report.num_documents)?;
+    result.set_item("num_tokens", report.num_tokens)?;
+    result.set_item("empty_documents", report.empty_documents)?;
+    result.set_item("holdout_documents", report.validation_documents)?;
+    result.set_item("skipped_records", report.skipped_records)?;
+    result.set_item("first_skipped", tuples(py, report.first_skipped)?)?;
+    result.set_item("content_hash", report.content_hash)?;
+    Ok(result)
+}
+
+/// (tokens, unknown tokens, words or None, frequent unknown words with counts) of a sample of the input.
+#[pyfunction]
+#[pyo3(signature = (tokenizer, out, *, files=None, documents=None, separator="blank-line", text_fields,
+                    invalid_utf8="error", format="auto", skip_bad_records=0))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
+pub(crate) fn sample_coverage(
+    py: Python,
+    tokenizer: &Tokenizer,
+    out: PathBuf,
+    files: Option<Vec<PathBuf>>,
+    documents: Option<Vec<String>>,
+    separator: &str,
+    text_fields: Vec<String>,
+    invalid_utf8: &str,
+    format: &str,
+    skip_bad_records: u64,
+) -> PyResult<CoverageTuple> {
+    let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
+    let source = match documents {
+        Some(documents) => TextSource::Documents(Box::new(documents.into_iter().map(Ok))),
+        None => TextSource::Files(files.unwrap_or_default()),
+    };
+    let tokenizer = tokenizer.get(py)?;
+    py.detach(|| Coverage::of_source(source, &tokenizer, &out, &reading)).map(coverage_tuple).map_err(raise)
+}
+
+pub(crate) type CoverageTuple = (u64, u64, Option<u64>, Vec<(String, u64)>);
+
+/// A coverage in the order of Python's dataclass.
+pub(crate) fn coverage_tuple(found: Coverage) -> CoverageTuple {
+    (found.tokens, found.unknown, found.words, found.unknown_words)
+}
+
+/// Trains a vocabulary; `counted` is called after counting words and before learning merges.
+#[pyfunction]
+#[pyo3(signature = (out, *, files=None, documents=None, size, lowercase=true, strip_accents=None,
+                    min_frequency=2, separator="blank-line", text_fields, invalid_utf8="error", format="auto",
+                    skip_bad_records=0, threads=None, sample=None, seed=0, progress=None, counted=None))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
+pub(crate) fn train_vocab<'py>(
+    py: Python<'py>,
+    out: PathBuf,
+    files: Option<Vec<PathBuf>>,
+    documents: Option<Py<PyAny>>,
+    size: usize,
+    lowercase: bool,
+    strip_accents: Option<bool>,
+    min_frequency: u64,
+    separator: &str,
+    text_fields: Vec<String>,
+    invalid_utf8: &str,
+    format: &str,
+    skip_bad_records: u64,
+    threads: Option<usize>,
+    sample: Option<u64>,
+    seed: u64,
+    progress: Option<Py<PyAny>>,
+    counted: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
+    let options =
+        VocabOptions { reading, size, lowercase, strip_accents, min_frequency, threads, sample, seed };
+    let mut raised = None;
+    let report = PythonCallbacks::new(progress).run(py, files, documents, |source, progress| {
+        let mut call_counted = |report: &VocabReport| {
+            let arguments = (report.num_words, report.counted_bytes, report.text_bytes);
+            let call = |call: &Py<PyAny>| Python::attach(|py| call.call1(py, arguments)).err();
+            raised = counted.as_ref().and_then(call);
+            raised.is_none()
+        };
+        electra_data::train_vocab(source, &out, &options, progress, &mut call_counted)
+    });
+    if let Some(error) = raised {
+        return Err(error);
+    }
+    let report = report?;
+    let result = PyDict::new(py);
+    result.set_item("num_entries", report.num_entries)?;
+    result.set_item("skipped_records", report.skipped.len())?;
+    result.set_item("first_skipped", tuples(py, report.skipped.into_iter().take(10))?)?;
+    Ok(result)
+}
+
+/// (file, line, reason) of each record.
+fn tuples(py: Python<'_>, records: impl IntoIterator<Item = SkippedRecord>) -> PyResult<Bound<'_, PyTuple>> {
+    let records: Vec<_> = records.into_iter().map(|r| (r.file, r.line, r.reason)).collect();
+    PyTuple::new(py, records)
+}
+
+fn reading(
+    separator: &str,
+    text_fields: Vec<String>,
+    invalid_utf8: &str,
+    format: &str,
+    skip_bad_records: u64,
+) -> PyResult<ReadOptions> {
+    let unknown = |name, value, known| {
+        Err(PyValueError::new_err(format!("{name} is {value:?}; it can be one of {known}")))
+    };
+    let separator = match separator {
+        "blank-line" => DocumentSeparator::BlankLine,
+        "file" => DocumentSeparator::File,
+        "line" => DocumentSeparator::Line,
+        other => return unknown("documents", other, "\"blank-line\", \"file\", \"line\""),
+    };
+    let invalid_utf8 = match invalid_utf8 {
+        "error" => InvalidUtf8::Error,
+        "replace" => InvalidUtf8::Replace,
+        other => return unknown("invalid_utf8", other, "\"error\", \"replace\""),
+    };
+    let format = match (format, InputFormat::from_name(format)) {
+        ("auto", _) => None,
+        (_, Some(format)) => Some(format),
+        _ => return unknown("format", format, "\"auto\", \"text\", \"jsonl\", \"parquet\", \"arrow\""),
+    };
+    Ok(ReadOptions { format, separator, text_fields, invalid_utf8, skip_bad_records })
+}
+
+/// The Python side of a long run: the progress callback, and the exception that it raised.
+struct PythonCallbacks {
+    progress: Option<Py<PyAny>>,
+    raised: Option<PyErr>,
+}
+
+impl PythonCallbacks {
+    fn new(progress: Option<Py<PyAny>>) -> Self {
+        Self { progress, raised: None }
+    }
+
+    /// Runs `work` without the GIL. An exception raised in Python meanwhile takes precedence over its error.
+    fn run<T: Send>(
+        &mut self,
+        py: Python,
+        files: Option<Vec<PathBuf>>,
+        documents: Option<Py<PyAny>>,
+        work: impl FnOnce(TextSource, &mut dyn FnMut(Progress) -> bool) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        let failure = std::sync::Mutex::new(None);
+        let source = match documents {
+            Some(iterator) => TextSource::Documents(Box::new(PyDocuments { iterator, failure: &failure })),
+            None => TextSource::Files(files.unwrap_or_default()),
+        };
+        let result = py.detach(|| work(source, &mut |progress| self.report(progress)));
+        let from_iterator = failure.into_inner().unwrap_or(None);
+        match (result, self.raised.take().or(from_iterator)) {
+            (Err(_), Some(raised)) => Err(raised),
+            (result, _) => result.map_err(raise),
+        }
+    }
+
+    /// Checks for signals and reports progress to Python; `false` stops the run.
+    fn report(&mut self, progress: Progress) -> bool {
+        let (done, total) = (progress.bytes_done, progress.bytes_total);
+        let result = Python::attach(|py| {
+            py.check_signals()?;
+            match &self.progress {
+                Some(call) => call.call1(py, (done, total, progress.documents, progress.tokens)).map(drop),
+                None => Ok(()),
+            }
+        });
+        self.raised = result.err();
+        self.raised.is_none()
+    }
+}
+
+/// A Python iterator of `str`, called on the reading thread.
+struct PyDocuments<'a> {
+    iterator: Py<PyAny>,
+    failure: &'a std::sync::Mutex<Option<PyErr>>,
+}
+
+impl Iterator for PyDocuments<'_> {
+    type Item = Result<String, Error>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let item = Python::attach(|py| -> PyResult<Option<String>> {
+            self.iterator.bind(py).try_iter()?.next().transpose()?.map(|text| text.extract()).transpose()
+        });
+        match item {
+            Ok(text) => text.map(Ok),
+            Err(error) => {
+                if let Ok(mut failure) = self.failure.lock() {
+                    *failure = Some(error);
+                }
+                Some(Err(Error::Interrupted))
+            }
+        }
+    }
+}

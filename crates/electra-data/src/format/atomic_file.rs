@@ -1,0 +1,128 @@
+//! Files that appear complete or not at all: write to a temporary name, fsync, rename, fsync the folder.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+
+/// Prefix of temporary names. The run's tag follows, so that a run removes only its own leftovers.
+const TEMP: &str = ".tmp-";
+
+/// A file being written under a temporary name, which is removed unless it is committed.
+#[derive(Debug)]
+pub(super) struct AtomicFile {
+    pub file: File,
+    temp: PathBuf,
+    target: PathBuf,
+    committed: bool,
+}
+
+impl AtomicFile {
+    /// Creates the temporary file for `dir/name`; `tag` identifies the run.
+    pub fn create(dir: &Path, name: &str, tag: &str) -> Result<Self> {
+        let temp = dir.join(format!("{TEMP}{tag}-{name}"));
+        let file = File::create(&temp).map_err(|e| write_error(&temp, e))?;
+        Ok(Self { file, temp, target: dir.join(name), committed: false })
+    }
+
+    /// The path that the file will have.
+    pub fn target(&self) -> &Path {
+        &self.target
+    }
+
+    /// Makes the file durable and renames it to its final name.
+    pub fn commit(mut self) -> Result<()> {
+        self.file.sync_all().map_err(|e| write_error(&self.target, e))?;
+        std::fs::rename(&self.temp, &self.target).map_err(|e| write_error(&self.target, e))?;
+        self.committed = true;
+        sync_folder_of(&self.target)
+    }
+}
+
+impl Drop for AtomicFile {
+    fn drop(&mut self) {
+        if !self.committed {
+            let _ = std::fs::remove_file(&self.temp);
+        }
+    }
+}
+
+/// Writes a small file atomically.
+pub(crate) fn write_atomically(dir: &Path, name: &str, tag: &str, bytes: &[u8]) -> Result<()> {
+    let mut output = AtomicFile::create(dir, name, tag)?;
+    output.file.write_all(bytes).map_err(|e| write_error(&output.target, e))?;
+    output.commit()
+}
+
+/// Creates a folder with its parents and makes its entry durable.
+pub(crate) fn create_folder(dir: &Path) -> Result<()> {
+    std::fs::create_dir_all(dir).map_err(|e| write_error(dir, e))?;
+    sync_folder_of(dir)
+}
+
+/// Whether this is the temporary name of an unfinished file, of any run.
+pub(crate) fn is_temp(name: &str) -> bool {
+    name.starts_with(TEMP)
+}
+
+/// Removes unfinished files of the run with this tag, or of all runs without one.
+pub(crate) fn remove_temps(dir: &Path, tag: Option<&str>) -> Result<()> {
+    let prefix = tag.map_or(TEMP.to_owned(), |tag| format!("{TEMP}{tag}-"));
+    let Ok(entries) = std::fs::read_dir(dir) else { return Ok(()) };
+    for entry in entries {
+        let entry = entry.map_err(|e| Error::io(dir, e))?;
+        if entry.file_name().to_string_lossy().starts_with(&prefix) {
+            std::fs::remove_file(entry.path()).map_err(|e| Error::io(entry.path(), e))?;
+        }
+    }
+    Ok(())
+}
+
+/// An error while writing, with a remedy where the system's message suggests none.
+pub(crate) fn write_error(path: &Path, error: std::io::Error) -> Error {
+    use std::io::ErrorKind::{
+        FileTooLarge, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull,
+    };
+    let advice = match error.kind() {
+        StorageFull | QuotaExceeded | FileTooLarge => {
+            "free some space and run the same command again; what is finished is kept"
+        }
+        PermissionDenied | ReadOnlyFilesystem => "nothing can be written there; choose another --out",
+        _ => return Error::io(path, error),
+    };
+    Error::io(path, std::io::Error::new(error.kind(), format!("{error}: {advice}")))
+}
+
+fn sync_folder_of(path: &Path) -> Result<()> {
+    let parent = match path.parent() {
+        Some(parent) if parent.as_os_str().is_empty() => Path::new("."),
+        Some(parent) => parent,
+        None => return Ok(()),
+    };
+    File::open(parent).and_then(|folder| folder.sync_all()).map_err(|e| write_error(parent, e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_abandoned_file_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        drop(AtomicFile::create(dir.path(), "a", "t").unwrap());
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn only_leftovers_of_the_same_run_are_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in [".tmp-1-of-2-a", ".tmp-2-of-2-b", "c"] {
+            std::fs::write(dir.path().join(name), "x").unwrap();
+        }
+        remove_temps(dir.path(), Some("1-of-2")).unwrap();
+        assert!(!dir.path().join(".tmp-1-of-2-a").exists() && dir.path().join(".tmp-2-of-2-b").exists());
+        remove_temps(dir.path(), None).unwrap();
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+}

@@ -1,0 +1,202 @@
+//! The byte layout of a shard's two files, written by `writer` and read by `shard`.
+//!
+//! ```text
+//! .tokens  header 64 | token ids (u16 or u32) | padding | document ends (u32)    | padding | table
+//! .lines   header 64 | LEB128 line lengths    | padding | document offsets (u64) | padding | table
+//! table    xxh3-64 of each 64 KiB block of everything before the table | xxh3-64 of those hashes
+//! ```
+//! Everything is little-endian; padding is zeros up to a multiple of 8 bytes; every byte is covered by a checksum.
+
+use xxhash_rust::xxh3::xxh3_64;
+
+#[cfg(target_endian = "big")]
+compile_error!("shards are memory-mapped, and their byte order is little-endian");
+
+/// Bytes covered by one checksum.
+pub(super) const BLOCK_BYTES: usize = 64 * 1024;
+/// Length of the header.
+pub(crate) const HEADER_BYTES: usize = 64;
+/// Version of the layout; readers reject any other.
+pub(crate) const FORMAT_VERSION: u32 = 1;
+
+const MAGIC: [u8; 8] = *b"ELEFAST\0";
+
+/// Which of a shard's two files this is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FileKind {
+    /// Token ids, and where documents end.
+    Tokens {
+        /// Bytes per token id: 2 or 4.
+        width: u16,
+    },
+    /// The number of tokens in each line of the same documents.
+    Lines,
+}
+
+impl FileKind {
+    /// Bytes per entry of the per-document table.
+    fn index_width(self) -> u64 {
+        match self {
+            Self::Tokens { .. } => 4,
+            Self::Lines => 8,
+        }
+    }
+
+    fn code(self) -> (u16, u16) {
+        match self {
+            Self::Tokens { width } => (1, width),
+            Self::Lines => (2, 0),
+        }
+    }
+
+    fn from_code(kind: u16, width: u16) -> Option<Self> {
+        match (kind, width) {
+            (1, 2 | 4) => Some(Self::Tokens { width }),
+            (2, 0) => Some(Self::Lines),
+            _ => None,
+        }
+    }
+}
+
+/// The first 64 bytes of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Header {
+    pub kind: FileKind,
+    pub num_tokens: u64,
+    pub num_documents: u64,
+    pub tokenizer_hash: u64,
+    /// Bytes of the token ids, or of the LEB128 line lengths.
+    pub body_length: u64,
+}
+
+/// Offsets of the parts of a file, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Layout {
+    pub index: usize,
+    pub table: usize,
+    pub num_blocks: usize,
+    pub file_length: usize,
+}
+
+impl Header {
+    /// The offsets of all parts; `None` if they overflow.
+    pub fn layout(&self) -> Option<Layout> {
+        let align = |n: u64| n.checked_next_multiple_of(8);
+        let index = align(self.body_length.checked_add(HEADER_BYTES as u64)?)?;
+        let index_length = self.num_documents.checked_mul(self.kind.index_width())?;
+        let table = align(index.checked_add(index_length)?)?;
+        let num_blocks = table.div_ceil(BLOCK_BYTES as u64);
+        let file_length = table.checked_add(num_blocks.checked_mul(8)?)?.checked_add(8)?;
+        Some(Layout {
+            index: usize::try_from(index).ok()?,
+            table: usize::try_from(table).ok()?,
+            num_blocks: usize::try_from(num_blocks).ok()?,
+            file_length: usize::try_from(file_length).ok()?,
+        })
+    }
+
+    /// The header as it is stored on disk.
+    pub fn to_bytes(self) -> [u8; HEADER_BYTES] {
+        let (kind, width) = self.kind.code();
+        let length = self.layout().expect("a shard in memory fits its layout").file_length as u64;
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..12].copy_from_slice(&FORMAT_VERSION.to_le_bytes());
+        bytes[12..14].copy_from_slice(&kind.to_le_bytes());
+        bytes[14..16].copy_from_slice(&width.to_le_bytes());
+        let fields = [self.num_tokens, self.num_documents, self.tokenizer_hash, length, self.body_length];
+        for (slot, field) in bytes[16..56].chunks_exact_mut(8).zip(fields) {
+            slot.copy_from_slice(&field.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// Parses a header. The error is a short description of what is wrong.
+    pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<Self, String> {
+        if bytes[..8] != MAGIC {
+            return Err("not a shard (wrong magic bytes)".into());
+        }
+        let version = u32::from_le_bytes([bytes[8], bytes[9], bytes[10], bytes[11]]);
+        if version != FORMAT_VERSION {
+            return Err(format!("format version {version}; this release reads {FORMAT_VERSION}"));
+        }
+        let short = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        let long = |at: usize| read_u64(&bytes[at..]);
+        let kind = FileKind::from_code(short(12), short(14)).ok_or("unknown kind of shard in the header")?;
+        let header = Self {
+            kind,
+            num_tokens: long(16),
+            num_documents: long(24),
+            tokenizer_hash: long(32),
+            body_length: long(48),
+        };
+        match header.layout() {
+            Some(layout) if layout.file_length as u64 == long(40) && header.is_consistent() => Ok(header),
+            _ => Err("the header's lengths contradict each other".into()),
+        }
+    }
+
+    /// Whether the counts agree with the lengths. Readers index by the counts.
+    fn is_consistent(&self) -> bool {
+        let body = match self.kind {
+            FileKind::Tokens { width } => self.num_tokens.checked_mul(width.into()) == Some(self.body_length),
+            FileKind::Lines => self.num_documents <= self.body_length,
+        };
+        body && self.num_documents <= self.num_tokens && self.num_tokens <= u64::from(u32::MAX)
+    }
+}
+
+/// The first eight bytes as a little-endian number. Panics if there are fewer.
+pub(super) fn read_u64(bytes: &[u8]) -> u64 {
+    u64::from_le_bytes(*bytes.first_chunk().expect("eight bytes"))
+}
+
+/// The checksum of one block.
+pub(super) fn block_hash(block: &[u8]) -> u64 {
+    xxh3_64(block)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header() -> Header {
+        Header {
+            kind: FileKind::Tokens { width: 2 },
+            num_tokens: 5,
+            num_documents: 3,
+            tokenizer_hash: 9,
+            body_length: 10,
+        }
+    }
+
+    #[test]
+    fn a_header_survives_the_round_trip() {
+        assert_eq!(Header::parse(&header().to_bytes()), Ok(header()));
+        let lines = Header { kind: FileKind::Lines, ..header() };
+        assert_eq!(Header::parse(&lines.to_bytes()), Ok(lines));
+    }
+
+    #[test]
+    fn the_layout_is_aligned_and_complete() {
+        let layout = header().layout().unwrap();
+        assert_eq!((layout.index, layout.table, layout.num_blocks), (80, 96, 1));
+        assert_eq!(layout.file_length, 96 + 8 + 8);
+    }
+
+    #[test]
+    fn inconsistent_counts_are_rejected() {
+        let huge = Header { num_documents: u64::MAX / 2, ..header() };
+        assert!(huge.layout().is_none());
+        let mut bytes = header().to_bytes();
+        bytes[24..32].copy_from_slice(&huge.num_documents.to_le_bytes());
+        assert!(Header::parse(&bytes).is_err());
+        for wrong in [
+            Header { num_tokens: 6, ..header() },
+            Header { num_documents: 6, ..header() },
+            Header { kind: FileKind::Lines, body_length: 2, ..header() },
+        ] {
+            assert!(Header::parse(&wrong.to_bytes()).unwrap_err().contains("contradict"), "{wrong:?}");
+        }
+    }
+}

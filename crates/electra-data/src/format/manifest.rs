@@ -1,0 +1,284 @@
+//! `manifest.json`, which makes a folder a corpus. It is written last and rejected if any byte has changed.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+
+use super::header::{FORMAT_VERSION, FileKind, HEADER_BYTES, Header};
+use super::mmap::damaged;
+use crate::error::{Error, Result};
+
+/// The manifest's name inside a corpus.
+pub(crate) const MANIFEST: &str = "manifest.json";
+/// Upper bound on a manifest's length: it has a few hundred bytes per shard of 2^27 tokens.
+const MAX_BYTES: u64 = 1 << 30;
+/// The folder of records about finished input groups. Without a manifest, it means unfinished work.
+pub(crate) const PARTS: &str = "parts";
+
+/// Ids of the five special tokens that training needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpecialTokens {
+    /// Fills the end of a row.
+    pub pad: u32,
+    /// Stands for a word that the vocabulary cannot spell.
+    pub unk: u32,
+    /// Begins an attention segment.
+    pub cls: u32,
+    /// Ends a text within an attention segment.
+    pub sep: u32,
+    /// Replaces a masked token.
+    pub mask: u32,
+}
+
+/// The tokenizer that made the corpus. A copy of its file is stored beside the manifest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct TokenizerEntry {
+    /// `vocab.txt` or `tokenizer.json`.
+    pub file: String,
+    /// xxh3-128 of that file's bytes, hexadecimal.
+    pub file_hash: String,
+    /// Hash of vocabulary and settings, stored in each shard's header too, hexadecimal.
+    pub hash: String,
+    pub lowercase: Option<bool>,
+    pub strip_accents: Option<bool>,
+    pub vocab_size: u32,
+    pub special_tokens: SpecialTokens,
+}
+
+impl TokenizerEntry {
+    /// The hash as it is stored in shard headers.
+    pub fn hash_value(&self) -> u64 {
+        u64::from_str_radix(&self.hash, 16).expect("`Manifest::read` accepts 16 hexadecimal digits only")
+    }
+}
+
+/// One file of a shard.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FileEntry {
+    pub file: String,
+    pub bytes: u64,
+    /// xxh3-128 of the file's table of block checksums, hexadecimal. It covers the whole content.
+    pub hash: String,
+}
+
+/// One shard.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ShardEntry {
+    pub tokens: FileEntry,
+    pub lines: FileEntry,
+    pub num_tokens: u64,
+    pub num_documents: u64,
+}
+
+impl ShardEntry {
+    /// Whether names, counts and lengths agree, given `width` bytes per token id. Readers map and allocate
+    /// by these counts, so they must be bounded by the lengths of the files.
+    pub fn is_consistent(&self, width: u16) -> bool {
+        let &Self { num_tokens, num_documents, .. } = self;
+        let kind = FileKind::Tokens { width };
+        let body_length = num_tokens.saturating_mul(width.into());
+        let header = Header { kind, num_tokens, num_documents, tokenizer_hash: 0, body_length };
+        let min_lines_bytes = num_documents.saturating_mul(9).saturating_add(HEADER_BYTES as u64);
+        (1..=u64::from(u32::MAX)).contains(&num_tokens)
+            && (1..=num_tokens).contains(&num_documents)
+            && header.layout().is_some_and(|layout| layout.file_length as u64 == self.tokens.bytes)
+            && self.lines.bytes > min_lines_bytes
+            && is_plain(&self.tokens.file)
+            && is_plain(&self.lines.file)
+    }
+}
+
+/// Whether this is a plain file name, which cannot lead out of the folder.
+fn is_plain(name: &str) -> bool {
+    Path::new(name).file_name().is_some_and(|last| last == name)
+}
+
+/// The manifest. Fields are in the order in which they are stored.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Manifest {
+    pub format_version: u32,
+    /// The program that wrote it, with its version.
+    pub written_by: String,
+    pub content_hash: String,
+    pub num_tokens: u64,
+    pub num_documents: u64,
+    /// Documents without any token, which were left out.
+    pub empty_documents: u64,
+    /// Unreadable records of the input, which were left out.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub skipped_records: u64,
+    /// Bytes per token id: 2 or 4.
+    pub token_bytes: u16,
+    pub tokenizer: TokenizerEntry,
+    /// Hash of the inputs' names and sizes and of every option that decides the content. Tells whether a
+    /// finished corpus is the one that was asked for.
+    #[serde(rename = "job")]
+    pub fingerprint: String,
+    pub options: serde_json::Value,
+    /// Whether the corpus has a validation split in `holdout/`.
+    #[serde(rename = "holdout")]
+    pub has_validation: bool,
+    pub shards: Vec<ShardEntry>,
+    /// xxh3-128 of this file with the empty string here, hexadecimal.
+    pub checksum: String,
+}
+
+impl Manifest {
+    /// A manifest that names these shards; `seal` computes the totals and hashes.
+    pub fn new(token_bytes: u16, tokenizer: TokenizerEntry, shards: Vec<ShardEntry>) -> Self {
+        Self {
+            format_version: FORMAT_VERSION,
+            written_by: format!("electra-fast {}", env!("CARGO_PKG_VERSION")),
+            content_hash: String::new(),
+            num_tokens: 0,
+            num_documents: 0,
+            empty_documents: 0,
+            skipped_records: 0,
+            token_bytes,
+            tokenizer,
+            fingerprint: String::new(),
+            options: serde_json::json!({}),
+            has_validation: false,
+            shards,
+            checksum: String::new(),
+        }
+    }
+
+    /// Computes the totals and both hashes.
+    pub fn seal(mut self) -> Self {
+        self.num_tokens = saturating_sum(self.shards.iter().map(|shard| shard.num_tokens));
+        self.num_documents = saturating_sum(self.shards.iter().map(|shard| shard.num_documents));
+        self.content_hash = self.hash_content();
+        self.checksum = String::new();
+        self.checksum = hex128(xxh3_128(self.canonical().as_bytes()));
+        self
+    }
+
+    /// The bytes of `manifest.json`.
+    pub fn canonical(&self) -> String {
+        let mut text = serde_json::to_string_pretty(self).expect("a manifest is plain data");
+        text.push('\n');
+        text
+    }
+
+    /// Reads and checks `dir/manifest.json`.
+    pub fn read(dir: &Path) -> Result<Self> {
+        let path = dir.join(MANIFEST);
+        let length = std::fs::metadata(&path).map_err(|error| no_manifest(dir, error))?.len();
+        if length > MAX_BYTES {
+            return Err(damaged(&path, format!("not a manifest ({length} bytes long)")));
+        }
+        let bytes = std::fs::read(&path).map_err(|error| no_manifest(dir, error))?;
+        Self::parse(&path, &bytes)
+    }
+
+    fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
+        let value: serde_json::Value = serde_json::from_slice(bytes)
+            .map_err(|error| damaged(path, format!("not a manifest ({error})")))?;
+        if let Some(version) = value["format_version"].as_u64()
+            && version != u64::from(FORMAT_VERSION)
+        {
+            let reason = format!(
+                "format version {version}, but this release reads {FORMAT_VERSION}: prepare it again"
+            );
+            return Err(Error::Damaged { path: path.to_owned(), reason });
+        }
+        let manifest: Self = serde_json::from_slice(bytes)
+            .map_err(|error| damaged(path, format!("not a manifest ({error})")))?;
+        let sealed = manifest.clone().seal();
+        if sealed != manifest || manifest.canonical().as_bytes() != bytes {
+            return Err(damaged(path, "its checksum does not hold: it was edited or damaged".into()));
+        }
+        match manifest.inconsistency() {
+            Some(what) => Err(damaged(path, format!("{what}: no release wrote it like that"))),
+            None => Ok(manifest),
+        }
+    }
+
+    /// What contradicts itself in this manifest. A forged one may have the right checksum.
+    fn inconsistency(&self) -> Option<String> {
+        let TokenizerEntry { file, hash, vocab_size, special_tokens: s, .. } = &self.tokenizer;
+        if !matches!(self.token_bytes, 2 | 4) {
+            return Some(format!("token_bytes is {}", self.token_bytes));
+        }
+        if [s.pad, s.unk, s.cls, s.sep, s.mask].iter().any(|id| id >= vocab_size) || *vocab_size > 1 << 31 {
+            return Some(format!("special tokens and a vocabulary of {vocab_size} contradict each other"));
+        }
+        if !is_plain(file) || hash.len() != 16 || u64::from_str_radix(hash, 16).is_err() {
+            return Some("the tokenizer's entry is malformed".to_owned());
+        }
+        let wrong = self.shards.iter().position(|shard| !shard.is_consistent(self.token_bytes))?;
+        Some(format!("the names, counts or lengths of shard {wrong} (from 0) contradict each other"))
+    }
+
+    fn hash_content(&self) -> String {
+        let mut hash = Xxh3::new();
+        hash.update(&FORMAT_VERSION.to_le_bytes());
+        hash.update(&self.token_bytes.to_le_bytes());
+        hash.update(self.tokenizer.hash.as_bytes());
+        for shard in &self.shards {
+            hash.update(shard.tokens.hash.as_bytes());
+            hash.update(shard.lines.hash.as_bytes());
+        }
+        hex128(hash.digest128())
+    }
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
+}
+
+/// A sum of counts from a file, which may be forged and must not panic on overflow.
+pub(crate) fn saturating_sum(counts: impl Iterator<Item = u64>) -> u64 {
+    counts.fold(0, u64::saturating_add)
+}
+
+/// 128 bits as 32 hexadecimal digits.
+pub(crate) fn hex128(hash: u128) -> String {
+    format!("{hash:032x}")
+}
+
+fn no_manifest(dir: &Path, error: std::io::Error) -> Error {
+    if error.kind() != std::io::ErrorKind::NotFound {
+        return Error::io(dir.join(MANIFEST), error);
+    }
+    if !dir.exists() {
+        let hint = "; `electra-fast prepare` makes a corpus".to_owned();
+        return Error::NotFound { path: dir.to_owned(), hint };
+    }
+    let reason = if dir.join(PARTS).exists() {
+        "; it is an unfinished corpus: run the same `electra-fast prepare` again"
+    } else {
+        "; it is not a corpus: `electra-fast prepare` makes one"
+    };
+    Error::NotFound { path: dir.join(MANIFEST), hint: reason.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::testing::write_corpus;
+
+    #[test]
+    fn every_flipped_bit_is_noticed() {
+        let dir = tempfile::tempdir().unwrap();
+        write_corpus(dir.path(), 100, &[vec![vec![5, 6]]], 1);
+        let path = dir.path().join(MANIFEST);
+        let sound = std::fs::read(&path).unwrap();
+        assert!(Manifest::read(dir.path()).is_ok());
+        for bit in 0..sound.len() * 8 {
+            let mut flipped = sound.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            assert!(Manifest::parse(&path, &flipped).is_err(), "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn another_version_is_not_reported_as_damage() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(MANIFEST), "{\"format_version\": 9}").unwrap();
+        let error = Manifest::read(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("format version 9, but this release reads 1"), "{error}");
+    }
+}

@@ -1,0 +1,27 @@
+//! The files of a corpus: their byte layout, the manifest, how they are written, mapped and verified.
+//!
+//! The only folder that knows the on-disk format. `prepare` writes through it, `loader` reads through it.
+
+mod atomic_file;
+mod corpus;
+mod header;
+mod manifest;
+mod mmap;
+mod shard;
+mod synthetic;
+#[cfg(test)]
+pub(crate) mod testing;
+mod verify;
+mod writer;
+
+pub use corpus::Corpus;
+pub use manifest::SpecialTokens;
+pub use shard::Shard;
+pub use synthetic::write_sparse;
+pub use verify::{Verified, verify};
+
+pub(crate) use atomic_file::{create_folder, is_temp, remove_temps, write_atomically, write_error};
+pub(crate) use corpus::VALIDATION;
+pub(crate) use header::FORMAT_VERSION;
+pub(crate) use manifest::{MANIFEST, Manifest, PARTS, ShardEntry, TokenizerEntry, hex128, saturating_sum};
+pub(crate) use writer::{DocumentWriter, ShardSpec};

@@ -1,0 +1,213 @@
+//! Reading one shard: its tokens, where documents end, and how long their lines are.
+//!
+//! A shard is two files (see `header`), mapped on first use. `corpus` opens all shards of a corpus.
+
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use super::header::{FileKind, HEADER_BYTES, read_u64};
+use super::manifest::{Manifest, ShardEntry};
+use super::mmap::{MappedFile, damaged};
+use crate::error::{Error, Result};
+
+/// A sequence of documents on disk. Opened lazily: nothing is read before it is needed.
+#[derive(Debug)]
+pub struct Shard {
+    tokens_path: PathBuf,
+    lines_path: PathBuf,
+    num_tokens: u64,
+    num_documents: u64,
+    width: u16,
+    tokenizer_hash: u64,
+    tokens: OnceLock<MappedFile>,
+    lines: OnceLock<MappedFile>,
+    ends_checked: OnceLock<()>,
+}
+
+impl Shard {
+    /// The shard that a manifest entry describes.
+    pub(crate) fn new(dir: &Path, manifest: &Manifest, entry: &ShardEntry) -> Self {
+        Self {
+            tokens_path: dir.join(&entry.tokens.file),
+            lines_path: dir.join(&entry.lines.file),
+            num_tokens: entry.num_tokens,
+            num_documents: entry.num_documents,
+            width: manifest.token_bytes,
+            tokenizer_hash: manifest.tokenizer.hash_value(),
+            tokens: OnceLock::new(),
+            lines: OnceLock::new(),
+            ends_checked: OnceLock::new(),
+        }
+    }
+
+    /// Tokens in this shard, without any special tokens.
+    pub fn num_tokens(&self) -> u64 {
+        self.num_tokens
+    }
+
+    /// Documents in this shard; each has at least one token.
+    pub fn num_documents(&self) -> u64 {
+        self.num_documents
+    }
+
+    /// The end of each document in tokens from the shard's start: strictly ascending, the last one equal to
+    /// [`Shard::num_tokens`]. Checked on first use.
+    pub fn document_ends(&self) -> Result<&[u32]> {
+        let file = self.tokens()?;
+        file.expect_whole()?;
+        let start = file.layout.index;
+        let bytes = file.bytes(start..start + self.num_documents as usize * 4)?;
+        // SAFETY: any four bytes are a valid u32. The prefix is empty because maps are page-aligned and
+        // the index begins at a multiple of 8; this is checked below.
+        let (prefix, ends, suffix) = unsafe { bytes.align_to::<u32>() };
+        if !prefix.is_empty() || !suffix.is_empty() {
+            return Err(damaged(file.path(), "the document table is not aligned".into()));
+        }
+        if self.ends_checked.get().is_none() {
+            self.check_ends(file, ends)?;
+            let _ = self.ends_checked.set(());
+        }
+        Ok(ends)
+    }
+
+    /// Copies `out.len()` token ids from `start` on, widened to i32. Blocks read for the first time are
+    /// verified. A range outside the shard is an error.
+    #[inline]
+    pub fn copy_tokens(&self, start: u64, out: &mut [i32]) -> Result<()> {
+        let file = self.tokens()?;
+        let end = start.checked_add(out.len() as u64).filter(|&end| end <= self.num_tokens);
+        let Some(end) = end else { return Err(self.out_of_range(start, out.len())) };
+        let width = usize::from(self.width);
+        let bytes = file.bytes(HEADER_BYTES + start as usize * width..HEADER_BYTES + end as usize * width)?;
+        if width == 2 {
+            for (slot, id) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                *slot = i32::from(u16::from_le_bytes(*id));
+            }
+        } else {
+            for (slot, id) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                *slot = i32::from_le_bytes(*id);
+            }
+        }
+        Ok(())
+    }
+
+    /// Prefetches tokens that will be copied soon: reading rows in random order is mostly waiting for
+    /// memory. Does nothing if the range is invalid or the file is not open yet.
+    #[inline]
+    pub fn prefetch_tokens(&self, start: u64, count: u32) {
+        if let Some(file) = self.tokens.get() {
+            let (start, width) = (start as usize, usize::from(self.width));
+            file.prefetch(HEADER_BYTES + start * width..HEADER_BYTES + (start + count as usize) * width);
+        }
+    }
+
+    /// The number of tokens in each line of a document (0 for a blank line).
+    pub fn line_lengths(&self, document: u64) -> Result<Vec<u32>> {
+        let mut lengths = Vec::new();
+        self.read_line_lengths(document, &mut lengths)?;
+        Ok(lengths)
+    }
+
+    /// As [`Shard::line_lengths`], into a buffer that the caller reuses.
+    pub fn read_line_lengths(&self, document: u64, lengths: &mut Vec<u32>) -> Result<()> {
+        let file = self.lines()?;
+        if document >= self.num_documents {
+            return Err(self.out_of_range(document, 1));
+        }
+        let offset = |d: u64| {
+            let at = file.layout.index + d as usize * 8;
+            file.bytes(at..at + 8).map(|bytes| read_u64(bytes) as usize)
+        };
+        let body = file.header.body_length as usize;
+        let start = offset(document)?;
+        let end = if document + 1 < self.num_documents { offset(document + 1)? } else { body };
+        if start > end || end > body {
+            return Err(damaged(file.path(), format!("document {document}: offsets out of order")));
+        }
+        lengths.clear();
+        decode_lengths(file.bytes(HEADER_BYTES + start..HEADER_BYTES + end)?, lengths)
+            .ok_or_else(|| damaged(file.path(), format!("document {document}: unreadable line lengths")))
+    }
+
+    /// The error for a document whose line lengths do not add up to its length.
+    pub(crate) fn lines_mismatch(&self, document: usize) -> Error {
+        let reason = format!("document {document}: its lines do not add up to its tokens");
+        damaged(&self.lines_path, reason)
+    }
+
+    /// The token file, opened on first use.
+    pub(super) fn tokens(&self) -> Result<&MappedFile> {
+        let kind = FileKind::Tokens { width: self.width };
+        self.open(&self.tokens, &self.tokens_path, kind)
+    }
+
+    /// The line file, opened on first use.
+    pub(super) fn lines(&self) -> Result<&MappedFile> {
+        self.open(&self.lines, &self.lines_path, FileKind::Lines)
+    }
+
+    #[inline]
+    fn open<'a>(
+        &self,
+        cell: &'a OnceLock<MappedFile>,
+        path: &Path,
+        kind: FileKind,
+    ) -> Result<&'a MappedFile> {
+        if let Some(file) = cell.get() {
+            return Ok(file);
+        }
+        let (tokens, documents) = (self.num_tokens, self.num_documents);
+        let file = MappedFile::open(path)?.expect(kind, tokens, documents, self.tokenizer_hash)?;
+        Ok(cell.get_or_init(|| file))
+    }
+
+    fn check_ends(&self, file: &MappedFile, ends: &[u32]) -> Result<()> {
+        let ascending = ends.first().is_none_or(|&first| first > 0) && ends.is_sorted_by(|a, b| a < b);
+        if ascending && ends.last().map_or(0, |&end| u64::from(end)) == self.num_tokens {
+            return Ok(());
+        }
+        Err(damaged(file.path(), "the document table contradicts the number of tokens".into()))
+    }
+
+    fn out_of_range(&self, start: u64, count: usize) -> Error {
+        let (tokens, documents) = (self.num_tokens, self.num_documents);
+        let path = self.tokens_path.display();
+        Error::Input(format!(
+            "{path}: {count} from {start} is outside its {tokens} tokens in {documents} documents"
+        ))
+    }
+}
+
+/// Appends all unsigned LEB128 numbers in `bytes`; `None` if one is too large or cut off.
+fn decode_lengths(bytes: &[u8], lengths: &mut Vec<u32>) -> Option<()> {
+    let (mut value, mut shift) = (0_u32, 0);
+    for &byte in bytes {
+        let bits = u32::from(byte & 0x7f);
+        let shifted = bits.checked_shl(shift)?;
+        if shifted >> shift != bits {
+            return None;
+        }
+        value |= shifted;
+        shift += 7;
+        if byte & 0x80 == 0 {
+            lengths.push(value);
+            (value, shift) = (0, 0);
+        }
+    }
+    (shift == 0).then_some(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn line_lengths_decode() {
+        let mut lengths = vec![7];
+        decode_lengths(&[0, 5, 0x80, 1, 0xff, 0xff, 0xff, 0xff, 0x0f], &mut lengths).unwrap();
+        assert_eq!(lengths, [7, 0, 5, 128, u32::MAX]);
+        assert!(decode_lengths(&[0x80], &mut lengths).is_none());
+        assert!(decode_lengths(&[0x80; 9], &mut lengths).is_none());
+        assert!(decode_lengths(&[0xff, 0xff, 0xff, 0xff, 0x1f], &mut lengths).is_none());
+    }
+}

@@ -1,0 +1,127 @@
+//! Verifying every byte of a corpus.
+
+use std::path::Path;
+
+use rayon::prelude::*;
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::corpus::VALIDATION;
+use super::manifest::{FileEntry, Manifest, ShardEntry, hex128, saturating_sum};
+use super::mmap::{MappedFile, damaged};
+use super::shard::Shard;
+use crate::error::{Error, Result};
+use crate::threads::on_all_cores;
+
+/// Tokens checked at a time.
+const CHUNK_TOKENS: usize = 1 << 15;
+
+/// What was verified and what is damaged.
+#[derive(Clone, Debug, Default)]
+pub struct Verified {
+    /// Files that were read.
+    pub num_files: u64,
+    /// Bytes in them.
+    pub num_bytes: u64,
+    /// One line per damaged block, table or file: path, what is wrong, remedy.
+    pub damaged: Vec<String>,
+}
+
+/// Verifies every checksum, length and table of a corpus and of its validation split.
+///
+/// Damage to files is collected; a manifest that is missing or damaged is an error.
+pub fn verify(dir: &Path) -> Result<Verified> {
+    let manifest = Manifest::read(dir)?;
+    let mut verified = verify_one(dir, &manifest)?;
+    if manifest.has_validation {
+        match Manifest::read(&dir.join(VALIDATION)) {
+            Ok(validation) => verified.add(verify_one(&dir.join(VALIDATION), &validation)?),
+            Err(error) => verified.damaged.push(error.to_string()),
+        }
+    }
+    Ok(verified)
+}
+
+impl Verified {
+    fn add(&mut self, other: Self) {
+        self.num_files += other.num_files;
+        self.num_bytes += other.num_bytes;
+        self.damaged.extend(other.damaged);
+    }
+}
+
+fn verify_one(dir: &Path, manifest: &Manifest) -> Result<Verified> {
+    let mut verified = Verified { num_files: 2, ..Verified::default() };
+    let check = |shard| check_shard(dir, manifest, shard);
+    let errors: Vec<Vec<Error>> = on_all_cores(|| manifest.shards.par_iter().map(check).collect())?;
+    verified.damaged = errors.into_iter().flatten().map(|error| error.to_string()).collect();
+    for shard in &manifest.shards {
+        verified.num_files += 2;
+        verified.num_bytes =
+            saturating_sum([verified.num_bytes, shard.tokens.bytes, shard.lines.bytes].into_iter());
+    }
+    let tokenizer = dir.join(&manifest.tokenizer.file);
+    match std::fs::read(&tokenizer) {
+        Ok(bytes) if hex128(xxh3_128(&bytes)) == manifest.tokenizer.file_hash => {}
+        Ok(_) => verified.damaged.push(damaged(&tokenizer, "not the bytes written".into()).to_string()),
+        Err(error) => verified.damaged.push(damaged(&tokenizer, error.to_string()).to_string()),
+    }
+    Ok(verified)
+}
+
+fn check_shard(dir: &Path, manifest: &Manifest, entry: &ShardEntry) -> Vec<Error> {
+    let shard = Shard::new(dir, manifest, entry);
+    let mut errors = check_file(shard.tokens(), &entry.tokens);
+    errors.extend(check_file(shard.lines(), &entry.lines));
+    if errors.is_empty() {
+        errors.extend(check_tables(&shard).err());
+        errors.extend(check_ids(&shard, manifest.tokenizer.vocab_size).err());
+    }
+    errors
+}
+
+fn check_file(file: Result<&MappedFile>, entry: &FileEntry) -> Vec<Error> {
+    let file = match file {
+        Ok(file) => file,
+        Err(error) => return vec![error],
+    };
+    let (count, blocks) = (file.layout.num_blocks, file.damaged_blocks());
+    let mut errors: Vec<Error> = blocks
+        .into_iter()
+        .map(|block| damaged(file.path(), format!("block {block} of {count} is damaged")))
+        .collect();
+    if errors.is_empty() && hex128(xxh3_128(file.table())) != entry.hash {
+        errors.push(damaged(file.path(), "it is not the file that the manifest means".into()));
+    }
+    errors
+}
+
+/// The lines of every document must add up to its length.
+fn check_tables(shard: &Shard) -> Result<()> {
+    let mut start = 0;
+    for (document, &end) in shard.document_ends()?.iter().enumerate() {
+        let lines: u64 = shard.line_lengths(document as u64)?.into_iter().map(u64::from).sum();
+        if lines != u64::from(end - start) {
+            return Err(shard.lines_mismatch(document));
+        }
+        start = end;
+    }
+    Ok(())
+}
+
+/// Every id must be in the vocabulary: it indexes an embedding.
+fn check_ids(shard: &Shard, vocab_size: u32) -> Result<()> {
+    let mut ids = vec![0; CHUNK_TOKENS];
+    let mut start = 0;
+    while start < shard.num_tokens() {
+        let count = (shard.num_tokens() - start).min(CHUNK_TOKENS as u64);
+        let ids = &mut ids[..count as usize];
+        shard.copy_tokens(start, ids)?;
+        if let Some(index) = ids.iter().position(|&id| id as u32 >= vocab_size) {
+            let (at, id) = (start + index as u64, ids[index] as u32);
+            let reason = format!("token {at}: id {id} is not in the vocabulary of {vocab_size}");
+            return Err(damaged(shard.tokens()?.path(), reason));
+        }
+        start += count;
+    }
+    Ok(())
+}

@@ -1,0 +1,22 @@
+//! Reading text: from files, folders and globs of any supported format to a stream of documents.
+
+mod documents;
+mod files;
+mod pipeline;
+mod read_options;
+mod sampler;
+mod saved_dataset;
+mod skipped;
+mod tables;
+mod text;
+
+pub use read_options::{DocumentSeparator, InputFormat, ReadOptions, TextSource};
+pub use skipped::SkippedRecord;
+pub use text::InvalidUtf8;
+
+pub(crate) use documents::read_file;
+pub(crate) use files::{Compression, Inputs};
+pub(crate) use pipeline::{Batcher, Intake, Mark, TextBatch, default_threads, read_beginning, run};
+pub(crate) use sampler::{Sampled, Sampler};
+pub(crate) use skipped::{SKIPPED, SkipLog, read_first_skipped, skipped_to_jsonl};
+pub(crate) use text::{Cut, character_boundary};

@@ -1,0 +1,319 @@
+//! One reader, many workers and one consumer, in order and in bounded memory.
+//!
+//! The reader fills batches of about 1 MiB of text. Each batch has a channel for its result, and the consumer
+//! receives from these channels in the order in which the reader made them.
+
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+
+use super::sampler::{Sampled, Sampler};
+use super::skipped::{SkipLog, SkippedRecord};
+use super::text::{Cut, FRAGMENT_BYTES, character_boundary};
+use crate::error::{Error, Result};
+
+const BATCH_BYTES: usize = 1 << 20;
+const BATCH_TEXTS: usize = 1 << 16;
+/// How long the consumer waits before it reports progress and checks for signals.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// What ends where a text ends.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Mark {
+    /// Nothing: the line continues.
+    Partial,
+    Line,
+    Document,
+    /// An input group, with its skipped records.
+    InputGroup(Vec<SkippedRecord>),
+}
+
+/// A text of a batch with the mark at its end. One that ends a document or an input group is empty.
+#[derive(Debug)]
+pub(crate) struct MarkedText<'a> {
+    pub text: &'a str,
+    pub mark: &'a Mark,
+    /// The sampling level of its part of the document (see `sampler`).
+    pub level: u8,
+}
+
+/// About 1 MiB of text, divided by marks.
+#[derive(Debug, Default)]
+pub(crate) struct TextBatch {
+    text: String,
+    texts: Vec<(usize, Mark, u8)>,
+    /// What was sampled of all text up to the end of this batch.
+    pub sampled: Sampled,
+}
+
+impl TextBatch {
+    /// The texts in order.
+    pub fn texts(&self) -> impl Iterator<Item = MarkedText<'_>> {
+        let mut start = 0;
+        self.texts.iter().map(move |&(end, ref mark, level)| {
+            let text = &self.text[start..end];
+            start = end;
+            MarkedText { text, mark, level }
+        })
+    }
+
+    /// Bytes of text.
+    pub fn num_bytes(&self) -> usize {
+        self.text.len()
+    }
+}
+
+/// What happens to text between reader and batch: cutting, skipping, sampling.
+pub(crate) struct Intake<'a> {
+    /// Where a line may be cut without changing its tokens.
+    pub cut: Cut<'a>,
+    pub skips: SkipLog,
+    pub sampler: Sampler,
+}
+
+impl<'a> Intake<'a> {
+    /// Samples all text and skips no record.
+    pub fn everything(cut: Cut<'a>) -> Self {
+        Self { cut, skips: SkipLog::default(), sampler: Sampler::everything() }
+    }
+}
+
+/// Collects the text that the reader finds and sends it in batches.
+pub(crate) struct Batcher<'a> {
+    batch: TextBatch,
+    /// A batch is sent once it has this many bytes of text.
+    batch_bytes: usize,
+    intake: Intake<'a>,
+    send: &'a mut dyn FnMut(TextBatch) -> Result<()>,
+}
+
+impl<'a> Batcher<'a> {
+    fn new(batch_bytes: usize, intake: Intake<'a>, send: &'a mut dyn FnMut(TextBatch) -> Result<()>) -> Self {
+        Self { batch: TextBatch::default(), batch_bytes, intake, send }
+    }
+
+    /// Whether only the beginning of the input is wanted.
+    pub fn is_brief(&self) -> bool {
+        self.batch_bytes < BATCH_BYTES
+    }
+
+    /// Where a line may be cut.
+    pub fn cut(&self) -> Cut<'a> {
+        self.intake.cut
+    }
+
+    /// Appends text with the mark at its end. Long lines are cut where that is allowed.
+    pub fn push(&mut self, mut text: &str, mark: Mark) -> Result<()> {
+        while text.len() > 2 * FRAGMENT_BYTES {
+            let at = match (cut_near(text, self.intake.cut), self.intake.cut) {
+                (Some(at), _) => at,
+                (None, Cut::Words(_)) => text.len(),
+                (None, _) => break,
+            };
+            // No vocabulary has a word of this length, and splitting it would take many times its memory.
+            let is_word = matches!(self.intake.cut, Cut::Words(_)) && at > 2 * FRAGMENT_BYTES;
+            self.append(if is_word { "" } else { &text[..at] }, Mark::Partial)?;
+            text = &text[at..];
+        }
+        self.append(text, mark)
+    }
+
+    /// Skips a bad record, or fails with `error` if too many have been skipped.
+    pub fn skip(&mut self, record: SkippedRecord, error: &Error) -> Result<()> {
+        self.intake.skips.add(record, error)
+    }
+
+    /// Ends an input group.
+    pub fn end_input_group(&mut self) -> Result<()> {
+        let skipped = self.intake.skips.take();
+        self.append("", Mark::InputGroup(skipped))
+    }
+
+    /// Appends a whole document.
+    pub fn push_document(&mut self, text: &str) -> Result<()> {
+        for line in text.lines() {
+            self.push(line, Mark::Line)?;
+        }
+        self.push("", Mark::Document)
+    }
+
+    fn append(&mut self, text: &str, mark: Mark) -> Result<()> {
+        let level = self.intake.sampler.level_of(text, mark == Mark::Document);
+        if level.is_some() {
+            self.batch.text.push_str(text);
+        }
+        self.batch.texts.push((self.batch.text.len(), mark, level.unwrap_or(0)));
+        if self.batch.text.len() >= self.batch_bytes || self.batch.texts.len() >= BATCH_TEXTS {
+            return self.flush();
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        if self.batch.texts.is_empty() {
+            return Ok(());
+        }
+        self.batch.sampled = self.intake.sampler.sampled();
+        (self.send)(std::mem::take(&mut self.batch))
+    }
+}
+
+/// The last position to cut before a fragment's length, or else the first one after it.
+fn cut_near(text: &str, cut: Cut) -> Option<usize> {
+    let end = character_boundary(text, FRAGMENT_BYTES);
+    cut.last_position(&text.as_bytes()[..end]).or_else(|| Some(end + cut.first_position(&text[end..])?))
+}
+
+/// Runs `read` and the workers on threads and `consume` on this one. `consume(None)` is called every 50 ms
+/// while there is no result. Each thread has a worker of its own, which may keep state between batches.
+pub(crate) fn run<T: Send, W: FnMut(TextBatch) -> Result<T>>(
+    threads: usize,
+    intake: Intake,
+    read: impl FnOnce(&mut Batcher) -> Result<()> + Send,
+    worker: impl Fn() -> W + Sync,
+    mut consume: impl FnMut(Option<T>) -> Result<()>,
+) -> Result<()> {
+    std::thread::scope(|scope| {
+        let (batch_sender, batches) = bounded::<(TextBatch, Sender<Result<T>>)>(threads);
+        let (slot_sender, slots) = bounded::<Receiver<Result<T>>>(2 * threads);
+        for _ in 0..threads {
+            let (batches, worker) = (batches.clone(), &worker);
+            scope.spawn(move || {
+                let mut work = worker();
+                batches.iter().for_each(|(batch, slot)| drop(slot.send(work(batch))));
+            });
+        }
+        drop(batches);
+        scope.spawn(move || {
+            let mut send = |batch| {
+                let (result, slot) = bounded(1);
+                slot_sender.send(slot).map_err(|_| Error::Interrupted)?;
+                batch_sender.send((batch, result)).map_err(|_| Error::Interrupted)
+            };
+            let mut batcher = Batcher::new(BATCH_BYTES, intake, &mut send);
+            // The text before an error may complete input groups, which are kept.
+            let (read, sent) = (read(&mut batcher), batcher.flush());
+            if let Err(error) = read.and(sent) {
+                let (result, slot) = bounded(1);
+                let _ = result.send(Err(error));
+                let _ = slot_sender.send(slot);
+            }
+        });
+        while let Some(slot) = wait(&slots, &mut consume)? {
+            // Without this error, an input group could be finished without the text of the lost batch.
+            let result = wait(&slot, &mut consume)?.ok_or_else(worker_stopped)?;
+            consume(Some(result?))?;
+        }
+        Ok(())
+    })
+}
+
+/// About the first `bytes` of text that `read` finds, one text per line; an error ends it early.
+pub(crate) fn read_beginning(
+    bytes: usize,
+    cut: Cut,
+    read: impl FnOnce(&mut Batcher) -> Result<()>,
+) -> String {
+    let mut text = String::new();
+    let mut send = |batch: TextBatch| {
+        batch.texts().for_each(|marked| text.extend([marked.text, "\n"]));
+        Err(Error::Interrupted) // stop reading after one batch
+    };
+    let mut batcher = Batcher::new(bytes, Intake::everything(cut), &mut send);
+    // Errors are ignored: the text before them counts, and the run that reads everything reports them.
+    let _ = read(&mut batcher);
+    let _ = batcher.flush();
+    text
+}
+
+fn worker_stopped() -> Error {
+    Error::Input("a worker thread stopped unexpectedly; please report this with the message above".to_owned())
+}
+
+/// The next message, or `None` once the channel is closed.
+fn wait<M, T>(from: &Receiver<M>, consume: &mut impl FnMut(Option<T>) -> Result<()>) -> Result<Option<M>> {
+    loop {
+        match from.recv_timeout(POLL_INTERVAL) {
+            Ok(message) => return Ok(Some(message)),
+            Err(RecvTimeoutError::Timeout) => consume(None)?,
+            Err(RecvTimeoutError::Disconnected) => return Ok(None),
+        }
+    }
+}
+
+/// The default number of workers.
+pub(crate) fn default_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_come_in_order_whatever_the_threads() {
+        for threads in [1, 5] {
+            let mut found = Vec::new();
+            let read = |batcher: &mut Batcher| {
+                (0..300_000).try_for_each(|i| batcher.push(&i.to_string(), Mark::Line))
+            };
+            let work = |batch: TextBatch| Ok(batch.texts().map(|p| p.text.to_owned()).collect::<Vec<_>>());
+            run(
+                threads,
+                Intake::everything(Cut::Blanks),
+                read,
+                || work,
+                |texts| {
+                    found.extend(texts.into_iter().flatten());
+                    Ok(())
+                },
+            )
+            .unwrap();
+            assert!(found.iter().enumerate().all(|(i, text)| *text == i.to_string()));
+            assert_eq!(found.len(), 300_000);
+        }
+    }
+
+    #[test]
+    fn nothing_is_consumed_after_a_worker_panicked() {
+        let mut consumed = Vec::new();
+        let read = |batcher: &mut Batcher| {
+            for text in ["first", "bad", "last"] {
+                batcher.push(text, Mark::Line)?;
+                batcher.flush()?;
+            }
+            Ok(())
+        };
+        let work = |batch: TextBatch| {
+            assert_ne!(batch.text, "bad");
+            Ok(batch.text)
+        };
+        let consume = |text: Option<String>| {
+            consumed.extend(text);
+            Ok(())
+        };
+        let intake = Intake::everything(Cut::Blanks);
+        let outcome =
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(2, intake, read, || work, consume)));
+        assert!(outcome.is_err());
+        assert_eq!(consumed, ["first"]);
+    }
+
+    #[test]
+    fn the_first_error_ends_everything() {
+        let endless = |batcher: &mut Batcher| loop {
+            batcher.push(&"x".repeat(1000), Mark::Line)?;
+        };
+        let stopped =
+            run(2, Intake::everything(Cut::Blanks), endless, || |_| Ok(()), |_| Err(Error::Interrupted));
+        assert!(matches!(stopped, Err(Error::Interrupted)));
+        let broken = run(
+            2,
+            Intake::everything(Cut::Blanks),
+            |_| Err(Error::Input("no".into())),
+            || |_| Ok(()),
+            |_| Ok(()),
+        );
+        assert_eq!(broken.unwrap_err().to_string(), "no");
+    }
+}

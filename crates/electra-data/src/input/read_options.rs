@@ -1,0 +1,89 @@
+//! Where text comes from and how it is read: the options of this folder.
+
+use std::path::PathBuf;
+
+use super::text::InvalidUtf8;
+use crate::error::Result;
+
+/// Where text comes from.
+pub enum TextSource<'a> {
+    /// Files, folders and globs.
+    Files(Vec<PathBuf>),
+    /// A stream of documents. Such a run cannot be resumed; it starts from the beginning.
+    Documents(Box<dyn Iterator<Item = Result<String>> + Send + 'a>),
+}
+
+/// What separates documents in text files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DocumentSeparator {
+    /// One or more blank lines (and the end of a file).
+    #[default]
+    BlankLine,
+    /// Nothing: each file is one document.
+    File,
+    /// Every line; blank lines are ignored.
+    Line,
+}
+
+/// The format of an input file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InputFormat {
+    /// Plain text, in any language or markup.
+    Text,
+    /// One JSON object per line.
+    JsonLines,
+    /// Apache Parquet.
+    Parquet,
+    /// An Arrow IPC stream or file.
+    Arrow,
+}
+
+impl InputFormat {
+    /// The format with this name, as [`InputFormat::name`] gives it.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Text, Self::JsonLines, Self::Parquet, Self::Arrow].into_iter().find(|f| f.name() == name)
+    }
+
+    /// Its name as an option: `text`, `jsonl`, `parquet` or `arrow`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Text => "text",
+            Self::JsonLines => "jsonl",
+            Self::Parquet => "parquet",
+            Self::Arrow => "arrow",
+        }
+    }
+}
+
+/// How files are read.
+#[derive(Clone, Debug)]
+pub struct ReadOptions {
+    /// The format of every file. By default the extension decides, and files with unknown ones are skipped.
+    pub format: Option<InputFormat>,
+    /// What separates documents in text files.
+    pub separator: DocumentSeparator,
+    /// Fields (columns) that hold the text; several are joined by line ends.
+    pub text_fields: Vec<String>,
+    /// What to do with invalid UTF-8.
+    pub invalid_utf8: InvalidUtf8,
+    /// The number of unreadable JSON lines that may be skipped, over all files.
+    pub skip_bad_records: u64,
+}
+
+impl Default for ReadOptions {
+    fn default() -> Self {
+        Self {
+            format: None,
+            separator: DocumentSeparator::default(),
+            text_fields: vec!["text".to_owned()],
+            invalid_utf8: InvalidUtf8::default(),
+            skip_bad_records: 0,
+        }
+    }
+}
+
+/// The error text for a missing field, listing those that exist.
+pub(super) fn missing_field(field: &str, existing: &[String]) -> String {
+    let existing = if existing.is_empty() { "none".to_owned() } else { existing.join(", ") };
+    format!("no text field \"{field}\"; there are: {existing}")
+}

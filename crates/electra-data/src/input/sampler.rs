@@ -1,0 +1,122 @@
+//! Sampling an input of unknown size: the sample depends on the text and a seed alone.
+//!
+//! Each document (each part of 1 MiB of a long one) gets a level from a hash of the seed and its number: 0
+//! for half of them, 1 for a quarter, and so on. Whenever the text of all remaining levels exceeds the limit,
+//! the lowest of them is dropped. So the sample holds between about half the limit and the limit, and the
+//! size of the input need not be known in advance.
+
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+/// Minimum size of the parts of a document that are sampled separately.
+const PART: u64 = 1 << 20;
+
+/// What has been sampled so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Sampled {
+    /// Levels below this one have been dropped.
+    pub lowest_level: u8,
+    /// Bytes of text in the sample …
+    pub bytes: u64,
+    /// … and in all of the input so far.
+    pub total_bytes: u64,
+}
+
+/// Samples a stream of text.
+#[derive(Debug)]
+pub(crate) struct Sampler {
+    seed: u64,
+    limit: u64,
+    sampled: Sampled,
+    level_bytes: [u64; 65],
+    part: u64,
+    part_bytes: u64,
+    level: u8,
+}
+
+impl Sampler {
+    /// A sampler of at most `limit` bytes of text.
+    pub fn new(seed: u64, limit: u64) -> Self {
+        let (sampled, level) = (Sampled::default(), level(seed, 0));
+        Self { seed, limit, sampled, level_bytes: [0; 65], part: 0, part_bytes: 0, level }
+    }
+
+    /// A sampler that keeps everything.
+    pub fn everything() -> Self {
+        Self::new(0, u64::MAX)
+    }
+
+    /// The level of the next text of the stream; `None` if it is not in the sample.
+    pub fn level_of(&mut self, text: &str, ends_document: bool) -> Option<u8> {
+        let (level, bytes) = (self.level, text.len() as u64);
+        self.sampled.total_bytes += bytes;
+        self.level_bytes[usize::from(level)] += bytes;
+        if level >= self.sampled.lowest_level {
+            self.sampled.bytes += bytes;
+        }
+        while self.sampled.bytes > self.limit {
+            self.sampled.bytes -= self.level_bytes[usize::from(self.sampled.lowest_level)];
+            self.sampled.lowest_level += 1;
+        }
+        self.part_bytes += bytes;
+        if ends_document || self.part_bytes >= PART {
+            self.part += 1;
+            self.part_bytes = 0;
+            self.level = self::level(self.seed, self.part);
+        }
+        (level >= self.sampled.lowest_level).then_some(level)
+    }
+
+    /// What has been sampled so far.
+    pub fn sampled(&self) -> Sampled {
+        self.sampled
+    }
+}
+
+fn level(seed: u64, part: u64) -> u8 {
+    xxh3_64_with_seed(&part.to_le_bytes(), seed).leading_zeros() as u8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers of the documents that are in the final sample, and what was sampled.
+    fn sample(seed: u64, limit: u64, documents: usize) -> (Vec<usize>, Sampled) {
+        let mut sampler = Sampler::new(seed, limit);
+        let levels: Vec<_> = (0..documents).map(|_| sampler.level_of("0123456789", true)).collect();
+        let sampled = sampler.sampled();
+        let kept = |&n: &usize| levels[n].is_some_and(|level| level >= sampled.lowest_level);
+        ((0..documents).filter(kept).collect(), sampled)
+    }
+
+    #[test]
+    fn below_the_limit_everything_is_kept() {
+        let (kept, sampled) = sample(3, 1_000, 100);
+        assert_eq!(
+            (kept.len(), sampled),
+            (100, Sampled { lowest_level: 0, bytes: 1_000, total_bytes: 1_000 })
+        );
+    }
+
+    #[test]
+    fn above_the_limit_the_seed_decides_what_is_kept() {
+        let (kept, sampled) = sample(0, 5_000, 10_000);
+        assert_eq!((kept.len() as u64 * 10, sampled.total_bytes), (sampled.bytes, 100_000));
+        assert!((2_000..=5_000).contains(&sampled.bytes), "{sampled:?}");
+        assert_eq!(sample(0, 5_000, 10_000).0, kept);
+        assert_ne!(sample(1, 5_000, 10_000).0, kept);
+    }
+
+    #[test]
+    fn a_single_endless_document_is_sampled_in_parts() {
+        let (mut sampler, line) = (Sampler::new(0, 32 << 20), "x".repeat(1 << 16));
+        for _ in 0..16 << 10 {
+            sampler.level_of(&line, false);
+        }
+        let sampled = sampler.sampled();
+        assert!(
+            (8 << 20..=32 << 20).contains(&sampled.bytes) && sampled.total_bytes == 1 << 30,
+            "{sampled:?}"
+        );
+    }
+}

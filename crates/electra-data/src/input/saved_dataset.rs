@@ -1,0 +1,152 @@
+//! Folders written by `save_to_disk` of Hugging Face's `datasets`: which files hold the rows.
+//!
+//! A saved dataset has a `state.json` that names its `data-*.arrow`; other Arrow files beside them
+//! are caches. A saved `DatasetDict` has a `dataset_dict.json` and a saved dataset for each split.
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use crate::error::{Error, Result};
+
+/// Metadata files of a saved dataset, which `files` must not count as skipped.
+pub(super) const STATE: &str = "state.json";
+pub(super) const INFO: &str = "dataset_info.json";
+const SPLITS: &str = "dataset_dict.json";
+/// The split that is read if there are several.
+const TRAIN: &str = "train";
+
+/// What a saved folder holds.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum SavedDataset {
+    /// The files of one dataset.
+    Rows(Vec<PathBuf>),
+    /// A dataset per split: the one to read and the names of the others.
+    Splits { folder: PathBuf, others: Vec<String> },
+}
+
+#[derive(Deserialize)]
+struct SavedState {
+    #[serde(rename = "_data_files")]
+    data_files: Vec<DataFile>,
+    /// Older releases could save a selection of rows by index.
+    #[serde(rename = "_indices_data_files", default)]
+    indices: Option<Vec<DataFile>>,
+}
+
+#[derive(Deserialize)]
+struct DataFile {
+    filename: String,
+}
+
+#[derive(Deserialize)]
+struct Splits {
+    splits: Vec<String>,
+}
+
+impl SavedDataset {
+    /// The dataset saved in a folder; `None` if `save_to_disk` did not write it.
+    pub fn find(folder: &Path) -> Result<Option<Self>> {
+        if folder.join(SPLITS).is_file() {
+            return splits(folder).map(Some);
+        }
+        // Other programs write a state.json too.
+        if folder.join(STATE).is_file() && folder.join(INFO).is_file() {
+            return rows(folder).map(Some);
+        }
+        Ok(None)
+    }
+}
+
+fn rows(folder: &Path) -> Result<SavedDataset> {
+    let path = folder.join(STATE);
+    let state: SavedState = read(&path)?;
+    if state.indices.is_some_and(|files| !files.is_empty()) {
+        let path = path.display();
+        return Err(Error::Input(format!(
+            "{path}: the dataset selects rows by an index; save it again with `flatten_indices()` first"
+        )));
+    }
+    let files: Vec<PathBuf> = state.data_files.iter().map(|file| folder.join(&file.filename)).collect();
+    match files.iter().find(|file| !file.is_file()) {
+        Some(missing) => {
+            let (path, missing) = (path.display(), missing.display());
+            Err(Error::Input(format!(
+                "{path}: names {missing}, which is missing; get the whole folder again"
+            )))
+        }
+        None => Ok(SavedDataset::Rows(files)),
+    }
+}
+
+fn splits(folder: &Path) -> Result<SavedDataset> {
+    let path = folder.join(SPLITS);
+    let Splits { splits } = read(&path)?;
+    let chosen = match &splits[..] {
+        [only] => only,
+        several => several.iter().find(|name| *name == TRAIN).ok_or_else(|| {
+            let (path, names, folder) = (path.display(), several.join(", "), folder.display());
+            Error::Input(format!("{path}: no split is called {TRAIN}; name one ({names}) as {folder}/NAME"))
+        })?,
+    };
+    let others = splits.iter().filter(|name| *name != chosen).cloned().collect();
+    Ok(SavedDataset::Splits { folder: folder.join(chosen), others })
+}
+
+fn read<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T> {
+    let bytes = std::fs::read(path).map_err(|e| Error::io(path, e))?;
+    serde_json::from_slice(&bytes).map_err(|error| {
+        let path = path.display();
+        Error::Input(format!("{path}: not what `save_to_disk` writes ({error}); get the whole folder again"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn find(files: &[(&str, &str)]) -> std::result::Result<Option<SavedDataset>, String> {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            std::fs::write(dir.path().join(name), text).unwrap();
+        }
+        let found = SavedDataset::find(dir.path()).map_err(|e| e.to_string())?;
+        Ok(found.map(|saved| match saved {
+            SavedDataset::Rows(files) => SavedDataset::Rows(
+                files.iter().map(|f| f.strip_prefix(dir.path()).unwrap().to_owned()).collect(),
+            ),
+            SavedDataset::Splits { folder, others } => {
+                SavedDataset::Splits { folder: folder.strip_prefix(dir.path()).unwrap().to_owned(), others }
+            }
+        }))
+    }
+
+    #[test]
+    fn a_saved_dataset_has_the_files_that_its_state_names() {
+        let state = r#"{"_data_files": [{"filename": "data-0.arrow"}], "_fingerprint": "x", "_split": null}"#;
+        let files = [(STATE, state), (INFO, "{}"), ("data-0.arrow", ""), ("cache-1.arrow", "")];
+        assert_eq!(find(&files).unwrap(), Some(SavedDataset::Rows(vec!["data-0.arrow".into()])));
+        assert_eq!(find(&files[..1]).unwrap(), None);
+        let missing = find(&files[..2]).unwrap_err();
+        assert!(missing.contains("data-0.arrow, which is missing"), "{missing}");
+        let broken = find(&[(STATE, "{\"_data_files\": 3}"), (INFO, "{}")]).unwrap_err();
+        assert!(broken.contains("not what `save_to_disk` writes"), "{broken}");
+        let indexed = r#"{"_data_files": [], "_indices_data_files": [{"filename": "i.arrow"}]}"#;
+        assert!(find(&[(STATE, indexed), (INFO, "{}")]).unwrap_err().contains("flatten_indices"));
+    }
+
+    #[test]
+    fn the_train_split_is_chosen() {
+        let read = |text| find(&[(SPLITS, text)]);
+        let chosen = |folder: &str, others: &[&str]| {
+            let others = others.iter().map(|&name| name.to_owned()).collect();
+            Some(SavedDataset::Splits { folder: folder.into(), others })
+        };
+        let found = read(r#"{"splits": ["test", "train", "validation"]}"#).unwrap();
+        assert_eq!(found, chosen("train", &["test", "validation"]));
+        assert_eq!(read(r#"{"splits": ["all"]}"#).unwrap(), chosen("all", &[]));
+        let unclear = read(r#"{"splits": ["a", "b"]}"#).unwrap_err();
+        assert!(unclear.contains("no split is called train; name one (a, b)"), "{unclear}");
+        assert!(read("{}").unwrap_err().contains("not what `save_to_disk` writes"));
+    }
+}

@@ -1,0 +1,83 @@
+//! Unreadable records that are skipped: their limit, and their list in the corpus.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// The name of the list inside a corpus.
+pub(crate) const SKIPPED: &str = "skipped.jsonl";
+
+/// A record that was skipped.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SkippedRecord {
+    /// The file's path relative to the common parent of all inputs.
+    pub file: String,
+    /// The line number, from 1.
+    pub line: u64,
+    /// What is wrong with it.
+    pub reason: String,
+}
+
+/// The records skipped in the current input group, and the limit for the whole run.
+#[derive(Debug, Default)]
+pub(crate) struct SkipLog {
+    allowed: u64,
+    count: u64,
+    records: Vec<SkippedRecord>,
+}
+
+impl SkipLog {
+    /// A log that allows `allowed` records in total, of which `count` have been skipped before.
+    pub fn new(allowed: u64, count: u64) -> Self {
+        Self { allowed, count, records: Vec::new() }
+    }
+
+    /// Adds a record, or fails with its error if the limit is reached.
+    pub fn add(&mut self, record: SkippedRecord, error: &Error) -> Result<()> {
+        let (allowed, count) = (self.allowed, self.count);
+        if allowed == 0 {
+            let remedy = "--skip-bad-records N leaves up to N such records out";
+            return Err(Error::Input(format!("{error}; {remedy}")));
+        }
+        if count >= allowed {
+            let before = format!("{count} bad records were skipped before it");
+            return Err(Error::Input(format!(
+                "{error}; {before}: --skip-bad-records {allowed} allows no more"
+            )));
+        }
+        self.count += 1;
+        self.records.push(record);
+        Ok(())
+    }
+
+    /// The records added since the last call.
+    pub fn take(&mut self) -> Vec<SkippedRecord> {
+        std::mem::take(&mut self.records)
+    }
+}
+
+/// The list as JSON lines.
+pub(crate) fn skipped_to_jsonl(records: &[SkippedRecord]) -> serde_json::Result<Vec<u8>> {
+    let mut lines = Vec::new();
+    for record in records {
+        serde_json::to_writer(&mut lines, record)?;
+        lines.push(b'\n');
+    }
+    Ok(lines)
+}
+
+/// The first records of a corpus's list; none if it was removed, because nothing depends on it.
+pub(crate) fn read_first_skipped(dir: &Path, count: usize) -> Result<Vec<SkippedRecord>> {
+    let path = dir.join(SKIPPED);
+    let file = match std::fs::File::open(&path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        file => file.map_err(|e| Error::io(&path, e))?,
+    };
+    let parse = |line: std::io::Result<String>| {
+        serde_json::from_str(&line.map_err(|e| Error::io(&path, e))?).map_err(|e| Error::io(&path, e.into()))
+    };
+    BufReader::new(file).lines().take(count).map(parse).collect()
+}

@@ -1,0 +1,240 @@
+//! Documents from tables: Parquet, and Arrow IPC streams and files.
+
+use std::fs::File;
+use std::io::Read;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use arrow_array::cast::AsArray;
+use arrow_array::{
+    Array, ArrayAccessor, ArrayRef, LargeStringArray, RecordBatch, StringArray, StringViewArray,
+};
+use arrow_ipc::reader::StreamReader;
+use arrow_schema::{DataType, Schema};
+use parquet::arrow::ProjectionMask;
+use parquet::arrow::arrow_reader::{ArrowReaderOptions, ParquetRecordBatchReaderBuilder};
+
+use super::files::InputFile;
+use super::pipeline::Batcher;
+use super::read_options::{ReadOptions, missing_field};
+use crate::error::{Error, Result};
+
+/// Rows decoded at a time; few, because documents can be long.
+const ROWS: usize = 256;
+/// The same when only the beginning of a file is wanted.
+const FEW_ROWS: usize = 4;
+
+/// Sends each row of a Parquet file as a document.
+pub(super) fn read_parquet(
+    file: &InputFile,
+    reading: &ReadOptions,
+    bytes: &AtomicU64,
+    to: &mut Batcher,
+) -> Result<()> {
+    let damaged = |error: &dyn std::fmt::Display| unreadable(file, "Parquet", error);
+    // Ignore the Arrow schema: with the physical types, text is plain UTF-8 whatever wrote the file.
+    let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true);
+    let builder =
+        ParquetRecordBatchReaderBuilder::<File>::try_new_with_options(file.open_seekable()?, options)
+            .map_err(|e| damaged(&e))?;
+    let columns = text_columns(file, builder.schema(), &reading.text_fields)?;
+    let rows = builder.metadata().file_metadata().num_rows().max(1) as u64;
+    let mask = ProjectionMask::roots(builder.parquet_schema(), columns);
+    let reader = builder
+        .with_projection(mask)
+        .with_batch_size(if to.is_brief() { FEW_ROWS } else { ROWS })
+        .build()
+        .map_err(|e| damaged(&e))?;
+    let (before, mut done) = (bytes.load(Ordering::Relaxed), 0);
+    for batch in reader {
+        let batch = batch.map_err(|e| damaged(&e))?;
+        send_rows(file, &batch, &reading.text_fields, to)?;
+        done += batch.num_rows() as u64;
+        let share = u128::from(file.size) * u128::from(done) / u128::from(rows);
+        bytes.store(before + share as u64, Ordering::Relaxed);
+    }
+    bytes.store(before + file.size, Ordering::Relaxed);
+    Ok(())
+}
+
+/// Sends each row of an Arrow IPC stream or file (a stream between two magic numbers).
+pub(super) fn read_arrow(
+    file: &InputFile,
+    reading: &ReadOptions,
+    bytes: &AtomicU64,
+    to: &mut Batcher,
+) -> Result<()> {
+    let damaged = |error: &dyn std::fmt::Display| unreadable(file, "Arrow", error);
+    let mut input = file.open(bytes)?;
+    let mut start = Vec::with_capacity(8);
+    (&mut input).take(8).read_to_end(&mut start).map_err(|e| file.unreadable(&e))?;
+    if start == b"ARROW1\0\0" {
+        start.clear();
+    }
+    let whole = Tail { inner: std::io::Cursor::new(start).chain(input), last: [0; 8] };
+    let mut stream = StreamReader::try_new(whole, None).map_err(|e| damaged(&e))?;
+    text_columns(file, &stream.schema(), &reading.text_fields)?;
+    for batch in &mut stream {
+        send_rows(file, &batch.map_err(|e| damaged(&e))?, &reading.text_fields, to)?;
+    }
+    // A stream truncated between two batches reads without error, but lacks the end-of-stream marker.
+    match stream.get_ref().last {
+        END | [_, _, _, _, 0, 0, 0, 0] => Ok(()),
+        _ => Err(damaged(&"it is cut off: the mark of its end is missing")),
+    }
+}
+
+/// The end-of-stream marker: an empty message.
+const END: [u8; 8] = [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0];
+
+/// A reader that remembers its last eight bytes.
+struct Tail<R> {
+    inner: R,
+    last: [u8; 8],
+}
+
+impl<R: Read> Read for Tail<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let count = self.inner.read(buffer)?;
+        for &byte in &buffer[count.saturating_sub(8)..count] {
+            self.last.rotate_left(1);
+            self.last[7] = byte;
+        }
+        Ok(count)
+    }
+}
+
+/// Indices of the wanted columns; an error lists the columns that hold text.
+fn text_columns(file: &InputFile, schema: &Schema, fields: &[String]) -> Result<Vec<usize>> {
+    let texts: Vec<String> =
+        schema.fields().iter().filter(|f| is_text(f.data_type())).map(|f| f.name().clone()).collect();
+    let path = file.path.display().to_string();
+    let mut columns = Vec::with_capacity(fields.len());
+    for field in fields {
+        match schema.index_of(field) {
+            Ok(index) if is_text(schema.field(index).data_type()) => columns.push(index),
+            _ if texts.is_empty() => {
+                return Err(Error::Input(format!("{path}: no column holds strings; nothing to read")));
+            }
+            Ok(index) => {
+                let (kind, texts) = (schema.field(index).data_type(), texts.join(", "));
+                return Err(Error::Input(format!(
+                    "{path}: column \"{field}\" is {kind}, not a string; columns of strings are: {texts}"
+                )));
+            }
+            Err(_) => {
+                let missing = missing_field(field, &texts);
+                return Err(Error::Input(format!("{path}: {missing}; choose with --text-field")));
+            }
+        }
+    }
+    Ok(columns)
+}
+
+fn is_text(kind: &DataType) -> bool {
+    match kind {
+        DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => true,
+        DataType::Dictionary(_, values) => !matches!(**values, DataType::Dictionary(..)) && is_text(values),
+        _ => false,
+    }
+}
+
+fn send_rows(file: &InputFile, batch: &RecordBatch, fields: &[String], to: &mut Batcher) -> Result<()> {
+    let damaged = |what: &str| unreadable(file, "table", &what);
+    let mut columns = Vec::with_capacity(fields.len());
+    for field in fields {
+        let column = batch.column_by_name(field).ok_or_else(|| damaged("a batch lacks a column"))?;
+        columns.push(TextColumn::of(column).ok_or_else(|| damaged("a batch has another type of column"))?);
+    }
+    let mut texts = Vec::with_capacity(fields.len());
+    for row in 0..batch.num_rows() {
+        texts.clear();
+        for column in &columns {
+            texts.extend(column.at(row).ok_or_else(|| damaged("a key is beyond its dictionary"))?);
+        }
+        match texts[..] {
+            [one] => to.push_document(one)?,
+            _ => to.push_document(&texts.join("\n"))?,
+        }
+    }
+    Ok(())
+}
+
+/// A column of text, possibly dictionary-encoded.
+struct TextColumn<'a> {
+    column: &'a ArrayRef,
+    values: Strings<'a>,
+    keys: Option<Vec<usize>>,
+}
+
+/// An array of strings.
+enum Strings<'a> {
+    Utf8(&'a StringArray),
+    LargeUtf8(&'a LargeStringArray),
+    Utf8View(&'a StringViewArray),
+}
+
+impl<'a> TextColumn<'a> {
+    /// `None` if the column does not hold text.
+    fn of(column: &'a ArrayRef) -> Option<Self> {
+        let Some(dictionary) = column.as_any_dictionary_opt() else {
+            return Some(Self { column, values: Strings::of(column)?, keys: None });
+        };
+        // Without values every row is null, and `normalized_keys` would panic.
+        let has_values = !dictionary.values().is_empty();
+        let keys = if has_values { dictionary.normalized_keys() } else { Vec::new() };
+        Some(Self { column, values: Strings::of(dictionary.values())?, keys: Some(keys) })
+    }
+
+    /// The text in a row (`Some(None)` for null); `None` if its key is outside the dictionary.
+    fn at(&self, row: usize) -> Option<Option<&'a str>> {
+        if self.column.is_null(row) {
+            return Some(None);
+        }
+        match &self.keys {
+            Some(keys) => self.values.get(*keys.get(row)?),
+            None => self.values.get(row),
+        }
+    }
+}
+
+impl<'a> Strings<'a> {
+    fn of(array: &'a ArrayRef) -> Option<Self> {
+        let large = || array.as_string_opt::<i64>().map(Self::LargeUtf8);
+        let view = || array.as_string_view_opt().map(Self::Utf8View);
+        array.as_string_opt::<i32>().map(Self::Utf8).or_else(large).or_else(view)
+    }
+
+    /// The string at an index (`Some(None)` for null); `None` if the index is out of range.
+    fn get(&self, at: usize) -> Option<Option<&'a str>> {
+        fn one<'a>(array: impl ArrayAccessor<Item = &'a str>, at: usize) -> Option<Option<&'a str>> {
+            (at < array.len()).then(|| array.is_valid(at).then(|| array.value(at)))
+        }
+        match self {
+            Self::Utf8(array) => one(*array, at),
+            Self::LargeUtf8(array) => one(*array, at),
+            Self::Utf8View(array) => one(*array, at),
+        }
+    }
+}
+
+fn unreadable(file: &InputFile, kind: &str, error: &dyn std::fmt::Display) -> Error {
+    let path = file.path.display();
+    Error::Input(format!("{path}: cannot be read as {kind} ({error}); get the file again"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn only_text_counts_as_text() {
+        let numbers: ArrayRef = Arc::new(arrow_array::Int32Array::from(vec![1]));
+        assert!(TextColumn::of(&numbers).is_none());
+        let strings: ArrayRef = Arc::new(StringArray::from(vec![Some("a"), None]));
+        let texts = TextColumn::of(&strings).unwrap();
+        assert_eq!((texts.at(0), texts.at(1)), (Some(Some("a")), Some(None)));
+        assert_eq!(Strings::Utf8(&StringArray::from(vec!["a"])).get(1), None);
+    }
+}

@@ -1,0 +1,397 @@
+//! Bytes to lines: checks UTF-8, strips BOM and CR, cuts very long lines.
+
+use std::borrow::Cow;
+use std::io::BufRead;
+use std::path::Path;
+
+use crate::error::{Error, Result};
+
+/// Longer lines are returned in fragments where the tokenizer allows it.
+pub(super) const FRAGMENT_BYTES: usize = 64 << 10;
+/// How much is kept of a word longer than a fragment: enough to be too long for any vocabulary.
+const WORD_HEAD: usize = 4 << 10;
+/// The largest line that is kept in memory.
+const MAX_LINE_BYTES: usize = 1 << 30;
+
+const BOM: &[u8] = b"\xef\xbb\xbf";
+
+/// What to do with invalid UTF-8.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum InvalidUtf8 {
+    /// Fail, naming the offset.
+    #[default]
+    Error,
+    /// Replace each invalid sequence by U+FFFD.
+    Replace,
+}
+
+/// A line or, if lines may be cut, part of one.
+pub(super) struct Fragment<'a> {
+    /// The text, or where it is invalid UTF-8; reading can continue after that.
+    pub text: std::result::Result<Cow<'a, str>, InvalidBytes>,
+    pub ends_line: bool,
+}
+
+/// Where a long line may be cut.
+#[derive(Clone, Copy)]
+pub(crate) enum Cut<'a> {
+    Nowhere,
+    /// After a space or tab.
+    Blanks,
+    /// After every character that ends a word or is a word; a very long word is shortened.
+    Words(&'a (dyn Fn(char) -> bool + Sync)),
+}
+
+impl Cut<'_> {
+    /// The last position in `text` where it may be cut.
+    pub fn last_position(self, text: &[u8]) -> Option<usize> {
+        let blank = memchr::memrchr2(b' ', b'\t', text).map(|at| at + 1);
+        match self {
+            Cut::Nowhere => None,
+            Cut::Blanks => blank,
+            Cut::Words(ends_word) => blank.or_else(|| last_word_end(text, ends_word)),
+        }
+    }
+
+    /// The first position in `text` where it may be cut; for `Words`, before the character that ends the
+    /// first.
+    pub fn first_position(self, text: &str) -> Option<usize> {
+        match self {
+            Cut::Nowhere => None,
+            Cut::Blanks => memchr::memchr2(b' ', b'\t', text.as_bytes()).map(|at| at + 1),
+            Cut::Words(ends_word) => text.find(ends_word),
+        }
+    }
+}
+
+/// The last character boundary in `text` that is not after byte `limit`.
+pub(crate) fn character_boundary(text: &str, limit: usize) -> usize {
+    (0..=limit.min(text.len())).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0)
+}
+
+fn last_word_end(text: &[u8], ends_word: &dyn Fn(char) -> bool) -> Option<usize> {
+    let (mut last, mut at) = (None, 0);
+    for chunk in text.utf8_chunks() {
+        for (offset, c) in chunk.valid().char_indices() {
+            if ends_word(c) {
+                last = Some(at + offset + c.len_utf8());
+            }
+        }
+        at += chunk.valid().len() + chunk.invalid().len();
+    }
+    last
+}
+
+/// Which characters end a line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LineEndings {
+    /// "\n" or "\r\n".
+    Newline,
+    /// As `Universal` if the first 64 KiB have a "\r" but no "\n" (files of old Macs), else as `Newline`, so
+    /// that a stray "\r" in terminal output does not split a line.
+    Detect,
+    /// "\r", "\n" or "\r\n", as for Python's `open`.
+    Universal,
+}
+
+/// Reads lines from a decompressed stream.
+pub(super) struct Lines<'a, R> {
+    input: R,
+    path: &'a Path,
+    invalid: InvalidUtf8,
+    line_ends: LineEndings,
+    cut: Cut<'a>,
+    buffer: Vec<u8>,
+    /// Start of the next fragment in the buffer.
+    start: usize,
+    /// Offset of `start` in the stream.
+    offset: u64,
+    /// Bytes of the next fragment that were removed from the buffer by shortening a word.
+    left_out: u64,
+    /// Number of the current line, from 1.
+    pub number: u64,
+    ended_line: bool,
+}
+
+impl<'a, R: BufRead> Lines<'a, R> {
+    /// Reads a stream from its start; long lines come in fragments where `cut` allows it.
+    pub fn new(input: R, path: &'a Path, invalid: InvalidUtf8, line_ends: LineEndings, cut: Cut<'a>) -> Self {
+        let (buffer, start, offset, left_out, number, ended_line) = (Vec::new(), 0, 0, 0, 0, true);
+        Self { input, path, invalid, line_ends, cut, buffer, start, offset, left_out, number, ended_line }
+    }
+
+    /// The next fragment, `None` at the end; `unreadable` converts the stream's errors.
+    pub fn next(&mut self, unreadable: impl Fn(&std::io::Error) -> Error) -> Result<Option<Fragment<'_>>> {
+        self.number += u64::from(self.ended_line);
+        if self.line_ends == LineEndings::Detect {
+            self.detect_line_ends(&unreadable)?;
+        }
+        let (mut searched, mut limit) = (0, FRAGMENT_BYTES);
+        loop {
+            if let Some((at, length)) = self.line_end(searched, &unreadable)? {
+                return Ok(Some(self.fragment(at, length, true)));
+            }
+            searched = self.buffer.len() - self.start;
+            if searched >= limit {
+                if let Some(at) = self.cut.last_position(&self.buffer[self.start..]) {
+                    return Ok(Some(self.fragment(at, 0, false)));
+                }
+                if matches!(self.cut, Cut::Words(_)) {
+                    self.shorten_word()?;
+                    searched = self.buffer.len() - self.start;
+                } else {
+                    limit = searched * 2;
+                }
+            }
+            if searched > MAX_LINE_BYTES {
+                let (path, number) = (self.path.display(), self.number);
+                return Err(Error::Input(format!("{path}: line {number} is longer than 1 GiB; split it")));
+            }
+            let more = self.read_more(&unreadable)?;
+            if !more && searched == 0 && self.ended_line {
+                return Ok(None);
+            }
+            if !more {
+                return Ok(Some(self.fragment(searched, 0, true)));
+            }
+        }
+    }
+
+    /// Appends the stream's next bytes to the buffer; `false` at its end.
+    fn read_more(&mut self, unreadable: &impl Fn(&std::io::Error) -> Error) -> Result<bool> {
+        let chunk = self.input.fill_buf().map_err(|e| unreadable(&e))?;
+        let length = chunk.len();
+        self.buffer.drain(..std::mem::take(&mut self.start));
+        self.buffer.extend_from_slice(chunk);
+        self.input.consume(length);
+        Ok(length > 0)
+    }
+
+    /// Removes whole characters from the middle of a word that is too long for any vocabulary.
+    fn shorten_word(&mut self) -> Result<()> {
+        let word = &self.buffer[self.start..];
+        let character_before = |at: usize| (0..=at).rev().find(|&at| word[at] & 0xc0 != 0x80).unwrap_or(0);
+        let (head, tail) = (character_before(WORD_HEAD), character_before(word.len() - 1));
+        if let (Err(error), InvalidUtf8::Error) = (std::str::from_utf8(&word[..tail]), self.invalid) {
+            let at = self.offset + self.left_out + error.valid_up_to() as u64;
+            return Err(InvalidBytes { at }.in_file(self.path));
+        }
+        self.left_out += (tail - head) as u64;
+        self.buffer.drain(self.start + head..self.start + tail);
+        Ok(())
+    }
+
+    fn detect_line_ends(&mut self, unreadable: &impl Fn(&std::io::Error) -> Error) -> Result<()> {
+        while self.buffer.len() < FRAGMENT_BYTES && self.read_more(unreadable)? {}
+        let head = &self.buffer[..self.buffer.len().min(FRAGMENT_BYTES)];
+        let is_old = memchr::memchr(b'\n', head).is_none() && memchr::memchr(b'\r', head).is_some();
+        self.line_ends = if is_old { LineEndings::Universal } else { LineEndings::Newline };
+        Ok(())
+    }
+
+    /// Position and length of the next line ending in the buffer, from `searched` on.
+    fn line_end(
+        &mut self,
+        searched: usize,
+        unreadable: &impl Fn(&std::io::Error) -> Error,
+    ) -> Result<Option<(usize, usize)>> {
+        let rest = &self.buffer[self.start + searched..];
+        if self.line_ends != LineEndings::Universal {
+            return Ok(memchr::memchr(b'\n', rest).map(|at| (searched + at, 1)));
+        }
+        let Some(at) = memchr::memchr2(b'\r', b'\n', rest).map(|at| searched + at) else { return Ok(None) };
+        if self.buffer[self.start + at] == b'\n' {
+            return Ok(Some((at, 1)));
+        }
+        let followed = self.start + at + 1 < self.buffer.len() || self.read_more(unreadable)?;
+        let is_pair = followed && self.buffer[self.start + at + 1] == b'\n';
+        Ok(Some((at, if is_pair { 2 } else { 1 })))
+    }
+
+    fn fragment(&mut self, length: usize, newline: usize, ends_line: bool) -> Fragment<'_> {
+        let offset = self.offset;
+        let bytes = &self.buffer[self.start..self.start + length];
+        let left_out = std::mem::take(&mut self.left_out);
+        self.start += length + newline;
+        self.offset += (length + newline) as u64 + left_out;
+        let bytes = if newline == 1 { bytes.strip_suffix(b"\r").unwrap_or(bytes) } else { bytes };
+        let (bytes, bom) = match bytes.strip_prefix(BOM) {
+            Some(rest) if offset == 0 => (rest, BOM.len() as u64),
+            _ => (bytes, 0),
+        };
+        self.ended_line = ends_line;
+        let text = match (std::str::from_utf8(bytes), self.invalid) {
+            (Ok(text), _) => Ok(text.into()),
+            (Err(_), InvalidUtf8::Replace) => Ok(String::from_utf8_lossy(bytes)),
+            (Err(error), InvalidUtf8::Error) => {
+                Err(InvalidBytes { at: offset + left_out + bom + error.valid_up_to() as u64 })
+            }
+        };
+        Fragment { text, ends_line }
+    }
+}
+
+/// Invalid UTF-8 at this offset.
+#[derive(Debug)]
+pub(super) struct InvalidBytes {
+    at: u64,
+}
+
+impl InvalidBytes {
+    pub const REMEDY: &str = "convert the file, or read such bytes as U+FFFD with --invalid-utf8 replace";
+
+    /// What is wrong.
+    pub fn reason(&self) -> String {
+        format!("invalid UTF-8 at byte {} of the text", self.at)
+    }
+
+    /// The same as an error.
+    pub fn in_file(&self, path: &Path) -> Error {
+        Error::Input(format!("{}: {}; {}", path.display(), self.reason(), Self::REMEDY))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn read(bytes: &[u8], invalid: InvalidUtf8, cut: Cut) -> Result<Vec<String>> {
+        read_with(bytes, invalid, LineEndings::Detect, cut)
+    }
+
+    fn read_with(
+        bytes: &[u8],
+        invalid: InvalidUtf8,
+        line_ends: LineEndings,
+        cut: Cut,
+    ) -> Result<Vec<String>> {
+        let input = std::io::BufReader::with_capacity(7, bytes);
+        let mut lines = Lines::new(input, Path::new("x"), invalid, line_ends, cut);
+        let (mut all, mut line) = (Vec::new(), String::new());
+        while let Some(fragment) = lines.next(|e| Error::Input(e.to_string()))? {
+            line.push_str(&fragment.text.map_err(|bad| bad.in_file(Path::new("x")))?);
+            if fragment.ends_line {
+                all.push(std::mem::take(&mut line));
+            }
+        }
+        assert!(line.is_empty());
+        Ok(all)
+    }
+
+    #[test]
+    fn marks_and_line_ends_are_not_text() {
+        let lines = read(b"\xef\xbb\xbfa\r\n\r\nb\xef\xbb\xbf\nc", InvalidUtf8::Error, Cut::Blanks).unwrap();
+        assert_eq!(lines, ["a", "", "b\u{feff}", "c"]);
+        assert!(read(b"", InvalidUtf8::Error, Cut::Blanks).unwrap().is_empty());
+    }
+
+    #[test]
+    fn files_of_old_macs_are_detected() {
+        let read = |text: &str| read(text.as_bytes(), InvalidUtf8::Error, Cut::Blanks).unwrap();
+        assert_eq!(read("a b\r\rc\r"), ["a b", "", "c"]);
+        assert_eq!(read("50 %\r100 %\nend\n"), ["50 %\r100 %", "end"]);
+        let late = "line\r".repeat(FRAGMENT_BYTES / 5 + 1);
+        let lines = read(&(late.clone() + "a\nb\r\nc"));
+        assert_eq!(lines.len(), FRAGMENT_BYTES / 5 + 4);
+        assert_eq!(lines[lines.len() - 3..], ["a", "b", "c"]);
+        assert_eq!(read(&("x".repeat(FRAGMENT_BYTES) + "\na\rb")).len(), 2);
+    }
+
+    #[test]
+    fn reading_continues_after_bad_bytes() {
+        let mut lines = Lines::new(
+            &b"a\n\xff\nb"[..],
+            Path::new("x"),
+            InvalidUtf8::Error,
+            LineEndings::Newline,
+            Cut::Nowhere,
+        );
+        let mut next = || lines.next(|e| Error::Input(e.to_string())).unwrap().map(|f| f.text.is_ok());
+        assert_eq!([next(), next(), next(), next()], [Some(true), Some(false), Some(true), None]);
+    }
+
+    #[test]
+    fn bad_bytes_are_located() {
+        let error =
+            read(b"\xef\xbb\xbfok\nab\xffc\n", InvalidUtf8::Error, Cut::Blanks).unwrap_err().to_string();
+        assert!(error.contains("at byte 8 ") && error.contains("--invalid-utf8 replace"), "{error}");
+        assert_eq!(read(b"ab\xffc", InvalidUtf8::Replace, Cut::Blanks).unwrap(), ["ab\u{fffd}c"]);
+    }
+
+    #[test]
+    fn endless_lines_are_cut_only_at_whitespace() {
+        let text = "wörd ".repeat(3 * FRAGMENT_BYTES / 6) + &"x".repeat(3 * FRAGMENT_BYTES) + " end";
+        let input = std::io::BufReader::new(text.as_bytes());
+        let mut lines =
+            Lines::new(input, Path::new("x"), InvalidUtf8::Error, LineEndings::Detect, Cut::Blanks);
+        let (mut all, mut count) = (String::new(), 0);
+        while let Some(fragment) = lines.next(|e| Error::Input(e.to_string())).unwrap() {
+            let text = fragment.text.unwrap();
+            assert!(fragment.ends_line || text.ends_with(' '));
+            all.push_str(&text);
+            count += 1;
+        }
+        assert!(count >= 3);
+        assert_eq!(all, text);
+    }
+
+    #[test]
+    fn text_without_blanks_is_cut_between_words_and_endless_words_are_shortened() {
+        let cut = Cut::Words(&|c| "。 ".contains(c));
+        let sentence = "日本語です。".repeat(FRAGMENT_BYTES / 4);
+        let word = "ß".repeat(3 << 20);
+        let text = format!("{sentence}{word}。{sentence}");
+        let input = std::io::BufReader::new(text.as_bytes());
+        let mut lines = Lines::new(input, Path::new("x"), InvalidUtf8::Error, LineEndings::Newline, cut);
+        let mut all = String::new();
+        while let Some(fragment) = lines.next(|e| Error::Input(e.to_string())).unwrap() {
+            all.push_str(&fragment.text.unwrap());
+            assert!(fragment.ends_line || all.ends_with('。'));
+        }
+        let rest = all.strip_prefix(&sentence).and_then(|rest| rest.strip_suffix(&sentence)).unwrap();
+        let short = rest.strip_suffix('。').unwrap();
+        assert!(short.chars().all(|c| c == 'ß') && (WORD_HEAD..4 * FRAGMENT_BYTES).contains(&short.len()));
+    }
+
+    #[test]
+    fn bad_bytes_in_an_endless_word_are_located() {
+        for at in [10, 1 << 20, (3 << 20) - 5, (3 << 20) + 2] {
+            let mut bytes = "x".repeat(3 << 20).into_bytes();
+            bytes.extend_from_slice(b" abc");
+            bytes[at] = 0xff;
+            let cut = Cut::Words(&|c| c == ' ');
+            let input = std::io::BufReader::new(&bytes[..]);
+            let mut lines = Lines::new(input, Path::new("x"), InvalidUtf8::Error, LineEndings::Newline, cut);
+            let error = loop {
+                match lines.next(|e| Error::Input(e.to_string())) {
+                    Err(error) => break error.to_string(),
+                    Ok(fragment) => {
+                        if let Err(bad) = fragment.unwrap().text {
+                            break bad.in_file(Path::new("x")).to_string();
+                        }
+                    }
+                }
+            };
+            assert!(error.contains(&format!("at byte {at} ")), "{error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn lines_agree_with_the_standard_library(text in "[a-z\r\n ß]{0,60}") {
+            let expected: Vec<String> = text.lines().map(str::to_owned).collect();
+            let found = read_with(text.as_bytes(), InvalidUtf8::Error, LineEndings::Newline, Cut::Nowhere).unwrap();
+            prop_assert_eq!(found, expected);
+        }
+
+        #[test]
+        fn universal_line_ends_are_line_ends_of_any_kind(text in "[a-z\r\n ß]{0,60}") {
+            let unix = text.replace("\r\n", "\n").replace('\r', "\n");
+            let expected: Vec<String> = unix.lines().map(str::to_owned).collect();
+            let found = read_with(text.as_bytes(), InvalidUtf8::Error, LineEndings::Universal, Cut::Nowhere).unwrap();
+            prop_assert_eq!(found, expected);
+        }
+    }
+}

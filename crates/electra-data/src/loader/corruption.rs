@@ -1,0 +1,219 @@
+//! Corrupted corpora: flipped bits, truncated files, random bytes, and forged counts with correct checksums.
+//! Each must give a one-line error or a sound result.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use serde_json::Value;
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::batch_loader::Loader;
+use super::options::{LoaderOptions, LoaderState};
+use crate::format::testing::{HEADER_BYTES, forge, rewrite_manifest, write_corpus};
+use crate::format::{Corpus, MANIFEST, Manifest, Shard, hex128, verify};
+
+/// Seven documents, one with a blank line and one with a long line, in two shards.
+fn small_corpus() -> tempfile::TempDir {
+    let mut documents: Vec<Vec<Vec<u32>>> = (5..10).map(|id| vec![vec![id; 4], vec![id + 1]]).collect();
+    documents.push(vec![vec![20], vec![], vec![21, 22]]);
+    documents.push(vec![vec![30; 200]]);
+    corpus_of(&documents)
+}
+
+/// Two documents: small enough to flip every bit.
+fn tiny_corpus() -> tempfile::TempDir {
+    corpus_of(&[vec![vec![5, 6], vec![7]], vec![vec![8]]])
+}
+
+fn corpus_of(documents: &[Vec<Vec<u32>>]) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path(), 100, documents, 25);
+    std::fs::write(dir.path().join("vocab.txt"), "the words").unwrap();
+    rewrite_manifest(dir.path(), |manifest| manifest.tokenizer.file_hash = hex128(xxh3_128(b"the words")));
+    dir
+}
+
+fn files(dir: &Path) -> Vec<PathBuf> {
+    let mut files: Vec<_> = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    files
+}
+
+fn options() -> LoaderOptions {
+    LoaderOptions { sequence_length: 16, batch_size: 4, epochs: Some(2), ..LoaderOptions::default() }
+}
+
+/// The first error of each way to read besides `verify`: documents, lines, rows and batches.
+fn read_all(dir: &Path) -> Vec<String> {
+    let corpus = match Corpus::open(dir) {
+        Ok(corpus) => Arc::new(corpus),
+        Err(error) => return vec![error.to_string()],
+    };
+    let documents = (0..corpus.num_documents()).find_map(|d| corpus.document(d).err());
+    let lines =
+        |shard: &Shard| (0..shard.num_documents()).find_map(|document| shard.line_lengths(document).err());
+    let lines = corpus.shards().iter().find_map(lines);
+    let batches = match Loader::new(corpus, &options()) {
+        Ok(mut loader) => loader.num_rows().err().or_else(|| loader.find_map(Result::err)),
+        Err(error) => Some(error),
+    };
+    [documents, lines, batches].into_iter().flatten().map(|error| error.to_string()).collect()
+}
+
+/// All errors that `verify` reports.
+fn complaints(dir: &Path) -> Vec<String> {
+    verify(dir).map_or_else(|error| vec![error.to_string()], |verified| verified.damaged)
+}
+
+/// The errors of reading and verifying. Each must be one line and name a file.
+fn all_errors(dir: &Path) -> Vec<String> {
+    let errors: Vec<_> = read_all(dir).into_iter().chain(complaints(dir)).collect();
+    for error in &errors {
+        assert!(!error.contains('\n') && !error.contains("unexpectedly"), "{error}");
+        assert!(error.contains('/') || error.contains("no tokens"), "names no file: {error}");
+    }
+    errors
+}
+
+#[test]
+fn the_small_corpus_is_sound() {
+    let dir = small_corpus();
+    assert_eq!(files(dir.path()).len(), 6);
+    assert!(all_errors(dir.path()).is_empty(), "{:?}", all_errors(dir.path()));
+}
+
+#[test]
+fn every_flipped_bit_is_noticed() {
+    let dir = tiny_corpus();
+    for path in files(dir.path()) {
+        // Loading reads neither the vocabulary nor, with best-fit packing, the line lengths.
+        let loaded = path.extension().is_some_and(|kind| kind == "tokens" || kind == "json");
+        let sound = std::fs::read(&path).unwrap();
+        for bit in 0..sound.len() * 8 {
+            let mut flipped = sound.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            std::fs::write(&path, &flipped).unwrap();
+            assert!(!complaints(dir.path()).is_empty(), "{}: bit {bit}", path.display());
+            assert!(!loaded || !read_all(dir.path()).is_empty(), "{}: bit {bit}", path.display());
+        }
+        std::fs::write(&path, &sound).unwrap();
+    }
+}
+
+#[test]
+fn every_wrong_length_is_noticed() {
+    let dir = tiny_corpus();
+    for path in files(dir.path()) {
+        let sound = std::fs::read(&path).unwrap();
+        let longer = [&sound[..], b"\0"].concat();
+        for data in (0..sound.len()).map(|length| &sound[..length]).chain([&longer[..]]) {
+            std::fs::write(&path, data).unwrap();
+            assert!(!complaints(dir.path()).is_empty(), "{}: {} bytes", path.display(), data.len());
+            let is_vocab = path.ends_with("vocab.txt");
+            assert!(is_vocab || Corpus::open(dir.path()).is_err(), "{}: {}", path.display(), data.len());
+        }
+        std::fs::write(&path, &sound).unwrap();
+    }
+}
+
+fn odd_number() -> impl Strategy<Value = u64> {
+    let corner = prop::sample::select(vec![0, 1, 2, 7, 8, 1 << 31, u64::from(u32::MAX), 1 << 62, u64::MAX]);
+    prop_oneof![corner, any::<u64>(), 0_u64..400]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn a_forged_header_is_rejected_or_consistent(
+        shard in 0_usize..2, lines in any::<bool>(),
+        changes in prop::collection::vec((1_usize..HEADER_BYTES / 8, odd_number()), 1..3),
+    ) {
+        let dir = small_corpus();
+        forge(dir.path(), shard, lines, |bytes| for (word, value) in changes {
+            bytes[word * 8..word * 8 + 8].copy_from_slice(&value.to_le_bytes());
+        });
+        all_errors(dir.path());
+    }
+
+    #[test]
+    fn forged_tables_and_ids_are_rejected_or_consistent(
+        shard in 0_usize..2, lines in any::<bool>(),
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+    ) {
+        let dir = small_corpus();
+        forge(dir.path(), shard, lines, |bytes| for (at, value) in changes {
+            let at = HEADER_BYTES + at.index(bytes.len() - HEADER_BYTES);
+            bytes[at] = value;
+        });
+        all_errors(dir.path());
+    }
+
+    #[test]
+    fn forged_numbers_in_the_manifest_are_rejected_or_consistent(which in 0_usize..64, value in odd_number()) {
+        let dir = small_corpus();
+        let path = dir.path().join(MANIFEST);
+        let mut json: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        let mut numbers = Vec::new();
+        numbers_of(&mut json, &mut numbers);
+        let count = numbers.len();
+        *numbers[which % count] = value.into();
+        match serde_json::from_value::<Manifest>(json.clone()) {
+            Ok(manifest) => std::fs::write(&path, manifest.seal().canonical()).unwrap(),
+            Err(_) => std::fs::write(&path, json.to_string()).unwrap(),
+        }
+        all_errors(dir.path());
+    }
+
+    #[test]
+    fn random_bytes_are_rejected(bytes in prop::collection::vec(any::<u8>(), 0..300), which in 0_usize..6) {
+        let dir = small_corpus();
+        std::fs::write(&files(dir.path())[which], &bytes).unwrap();
+        prop_assert!(!all_errors(dir.path()).is_empty());
+        prop_assert!(LoaderState::from_json(&String::from_utf8_lossy(&bytes)).is_err());
+    }
+
+    #[test]
+    fn a_forged_position_is_rejected_or_consistent(
+        field in prop::sample::select(vec!["epoch", "group", "row", "seed"]), value in odd_number(),
+    ) {
+        let dir = small_corpus();
+        let mut loader = Loader::new(Arc::new(Corpus::open(dir.path()).unwrap()), &options()).unwrap();
+        let mut json: Value = serde_json::from_str(&loader.state().to_json().unwrap()).unwrap();
+        json[field] = value.into();
+        match LoaderState::from_json(&json.to_string()).and_then(|state| loader.restore(&state)) {
+            Ok(()) => prop_assert!(loader.all(|batch| batch.is_ok())),
+            Err(error) => prop_assert!(error.to_string().starts_with("state: "), "{}", error),
+        }
+    }
+}
+
+fn numbers_of<'a>(value: &'a mut Value, found: &mut Vec<&'a mut Value>) {
+    match value {
+        Value::Number(_) => found.push(value),
+        Value::Array(items) => items.iter_mut().for_each(|item| numbers_of(item, found)),
+        Value::Object(fields) => fields.values_mut().for_each(|field| numbers_of(field, found)),
+        _ => {}
+    }
+}
+
+#[test]
+fn an_id_outside_the_vocabulary_is_found() {
+    let dir = small_corpus();
+    forge(dir.path(), 0, false, |bytes| bytes[HEADER_BYTES + 2] = 100);
+    let [complaint] = &complaints(dir.path())[..] else { panic!("{:?}", complaints(dir.path())) };
+    assert!(complaint.contains("token 1: id 100 is not in the vocabulary of 100"), "{complaint}");
+}
+
+#[test]
+fn file_names_cannot_lead_out_of_the_folder() {
+    for name in ["../vocab.txt", "/etc/hostname", "a/b", "..", ""] {
+        let dir = small_corpus();
+        rewrite_manifest(dir.path(), |manifest| manifest.tokenizer.file = name.to_owned());
+        assert!(complaints(dir.path())[0].contains("the tokenizer's entry is malformed"), "{name}");
+        let dir = small_corpus();
+        rewrite_manifest(dir.path(), |manifest| manifest.shards[1].lines.file = name.to_owned());
+        assert!(complaints(dir.path())[0].contains("of shard 1 (from 0) contradict"), "{name}");
+    }
+}

@@ -1,0 +1,212 @@
+//! Which tokens of a row are masked: `paper`, `google` and `bert` masking.
+//!
+//! Works on a finished row, with special tokens and padding. The number of masked tokens is exact, and
+//! positions come from a partial shuffle of the candidates, so the cost is one pass over the row plus a few
+//! random words per masked token.
+
+use crate::error::{Error, Result};
+use crate::format::SpecialTokens;
+use crate::philox::{Stream, probability};
+
+/// The published code's probability that a drawn position becomes `[MASK]`.
+const GOOGLE_MASKED: u32 = probability(0.85);
+/// BERT's: 80 % `[MASK]`, half of the rest a random token.
+const BERT_MASKED: u32 = probability(0.8);
+const BERT_MASKED_OR_RANDOM: u32 = probability(0.9);
+
+/// Tokens checked at a time when candidates are listed.
+const CHUNK: usize = 8;
+
+/// How positions are chosen and what replaces their tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Masking {
+    /// As in the paper: `ceil(p n)` distinct positions, all `[MASK]`.
+    Paper,
+    /// As in the published code: `round(p n)` draws with replacement, each replaced by `[MASK]` with
+    /// probability 0.85 and otherwise unchanged.
+    Google,
+    /// `round(p n)` distinct positions: 80 % `[MASK]`, 10 % a random token, 10 % unchanged.
+    Bert,
+}
+
+impl Masking {
+    /// The masking with this name.
+    pub fn from_name(name: &str) -> Result<Self> {
+        match name {
+            "paper" => Ok(Self::Paper),
+            "google" => Ok(Self::Google),
+            "bert" => Ok(Self::Bert),
+            _ => Err(Error::Input(format!(
+                "masking = {name:?}: unknown; choose \"paper\", \"google\" or \"bert\""
+            ))),
+        }
+    }
+
+    /// Its name in configurations.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Paper => "paper",
+            Self::Google => "google",
+            Self::Bert => "bert",
+        }
+    }
+
+    /// Mask slots of a row of `sequence_length` tokens: the maximum number of masked tokens.
+    pub fn slots(self, sequence_length: usize, mask_prob: f64) -> usize {
+        let length = sequence_length as f64;
+        match self {
+            Self::Paper => (mask_prob * length).ceil() as usize,
+            // The arithmetic of the published code (19 at 128 tokens and 15 %), but at least one.
+            Self::Google | Self::Bert => (((mask_prob + 0.005) * length) as usize).max(1),
+        }
+        .min(sequence_length)
+    }
+
+    /// How many of a row's `used` tokens to mask.
+    fn wanted(self, used: usize, mask_prob: f64, slots: usize) -> usize {
+        let expected = used as f64 * mask_prob;
+        match self {
+            Self::Paper => (expected.ceil() as usize).min(slots),
+            Self::Google | Self::Bert => (expected.round_ties_even() as usize).clamp(1, slots),
+        }
+    }
+}
+
+/// Masks rows of one length. Reuses the list of candidates from row to row.
+#[derive(Clone, Debug)]
+pub(super) struct Masker {
+    masking: Masking,
+    mask_prob: f64,
+    slots: usize,
+    specials: [i32; 3],
+    mask: i32,
+    vocab_size: u32,
+    candidates: Vec<u16>,
+}
+
+impl Masker {
+    /// A masker of rows of `sequence_length` tokens (at most 65,536).
+    pub fn new(
+        masking: Masking,
+        mask_prob: f64,
+        sequence_length: usize,
+        tokens: SpecialTokens,
+        vocab_size: u32,
+    ) -> Self {
+        Self {
+            masking,
+            mask_prob,
+            slots: masking.slots(sequence_length, mask_prob),
+            specials: [tokens.cls as i32, tokens.sep as i32, tokens.mask as i32],
+            mask: tokens.mask as i32,
+            vocab_size,
+            candidates: vec![0; sequence_length],
+        }
+    }
+
+    /// Mask slots per row.
+    pub fn slots(&self) -> usize {
+        self.slots
+    }
+
+    /// Masks a row whose tokens without padding are `row`. Fills the first slots of `positions` and
+    /// `originals` (the replaced tokens), zeroes the others, and returns the number of slots in use.
+    pub fn apply(
+        &mut self,
+        row: &mut [i32],
+        stream: &mut Stream,
+        positions: &mut [i32],
+        originals: &mut [i32],
+    ) -> usize {
+        let candidates = self.find_candidates(row);
+        let wanted = match candidates {
+            0 => 0,
+            _ => self.masking.wanted(row.len(), self.mask_prob, self.slots),
+        };
+        let masked = match self.masking {
+            Masking::Google => wanted,
+            Masking::Paper | Masking::Bert => wanted.min(candidates),
+        };
+        self.draw(candidates, stream, &mut positions[..masked]);
+        for (original, &position) in originals.iter_mut().zip(&positions[..masked]) {
+            *original = row[position as usize];
+        }
+        self.replace(row, &positions[..masked], stream);
+        positions[masked..].fill(0);
+        originals[masked..].fill(0);
+        masked
+    }
+
+    /// Lists the positions that may be masked: all but `[CLS]`, `[SEP]` and `[MASK]`. Most chunks of eight
+    /// tokens have none of these and are listed at once, in vector registers.
+    fn find_candidates(&mut self, row: &[i32]) -> usize {
+        let (chunks, rest) = row.as_chunks::<CHUNK>();
+        let mut found = 0;
+        for (number, chunk) in chunks.iter().enumerate() {
+            let start = number * CHUNK;
+            if chunk.iter().fold(false, |any, &token| any | self.is_special(token)) {
+                found = self.list_one_by_one(chunk, start, found);
+            } else {
+                let list = &mut self.candidates[found..found + CHUNK];
+                for (slot, position) in list.iter_mut().zip(start as u16..) {
+                    *slot = position;
+                }
+                found += CHUNK;
+            }
+        }
+        self.list_one_by_one(rest, row.len() - rest.len(), found)
+    }
+
+    fn list_one_by_one(&mut self, tokens: &[i32], start: usize, mut found: usize) -> usize {
+        for (position, &token) in (start..).zip(tokens) {
+            self.candidates[found] = position as u16;
+            found += usize::from(!self.is_special(token));
+        }
+        found
+    }
+
+    #[inline]
+    fn is_special(&self, token: i32) -> bool {
+        let [cls, sep, mask] = self.specials;
+        (token == cls) | (token == sep) | (token == mask)
+    }
+
+    /// Fills `positions` with draws from the first `candidates` candidates.
+    fn draw(&mut self, candidates: usize, stream: &mut Stream, positions: &mut [i32]) {
+        let list = &mut self.candidates[..candidates];
+        for (drawn, position) in positions.iter_mut().enumerate() {
+            let index = if self.masking == Masking::Google {
+                stream.below(candidates as u32) as usize
+            } else {
+                let index = drawn + stream.below((candidates - drawn) as u32) as usize;
+                list.swap(drawn, index);
+                drawn
+            };
+            *position = i32::from(list[index]);
+        }
+    }
+
+    fn replace(&self, row: &mut [i32], positions: &[i32], stream: &mut Stream) {
+        for &position in positions {
+            let token = &mut row[position as usize];
+            match self.masking {
+                Masking::Paper => *token = self.mask,
+                Masking::Google => {
+                    if stream.happens(GOOGLE_MASKED) {
+                        *token = self.mask;
+                    }
+                }
+                Masking::Bert => match stream.word() {
+                    word if word < BERT_MASKED => *token = self.mask,
+                    word if word < BERT_MASKED_OR_RANDOM => {
+                        *token = stream.below(self.vocab_size) as i32;
+                    }
+                    _ => {}
+                },
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

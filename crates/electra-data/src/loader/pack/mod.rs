@@ -1,0 +1,182 @@
+//! Packing documents into rows: the packers, and what they produce.
+//!
+//! A packer works on one block (a range of a shard's tokens) at a time. Its rows are a pure function of
+//! corpus, row length, seed, epoch and block. `best_fit` keeps every token and fills rows; `google` builds
+//! examples as the published code does.
+
+use std::ops::Range;
+
+use crate::error::{Error, Result};
+use crate::format::Shard;
+
+mod best_fit;
+mod google;
+
+/// How documents become rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Packing {
+    /// Keeps every token and fills rows with as many documents as fit.
+    BestFit,
+    /// As the published code: one or two texts from the lines of one document; truncates the overflow.
+    Google,
+}
+
+impl Packing {
+    /// All packings.
+    pub const ALL: [Self; 2] = [Self::BestFit, Self::Google];
+
+    /// The packing with this name.
+    pub fn from_name(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|packing| packing.name() == name).ok_or_else(|| {
+            Error::Input(format!("packing = {name:?}: unknown; choose \"best-fit\" or \"google\""))
+        })
+    }
+
+    /// Its name in configurations.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::BestFit => "best-fit",
+            Self::Google => "google",
+        }
+    }
+}
+
+/// What lies between a span and the one before it in its row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Boundary {
+    /// A new attention segment: `[CLS]` before the span, `[SEP]` at the end of the segment.
+    NewSegment,
+    /// The second text of the segment: `[SEP]` before the span, token type 1 from the span on.
+    SecondText,
+    /// Nothing: the span continues the text.
+    Continuation,
+}
+
+impl Boundary {
+    /// Special tokens that the boundary adds to the row.
+    pub fn num_specials(self) -> usize {
+        match self {
+            Self::NewSegment => 2,
+            Self::SecondText => 1,
+            Self::Continuation => 0,
+        }
+    }
+}
+
+/// A contiguous range of a shard's tokens that is copied into a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Span {
+    /// First token, counted from the start of the shard.
+    pub start: u32,
+    /// Number of tokens. At most 32,768, so that a span takes eight bytes.
+    pub len: u16,
+    /// What lies before it in the row.
+    pub boundary: Boundary,
+}
+
+impl Span {
+    /// Positions that the span takes in its row, with its special tokens.
+    pub fn num_positions(&self) -> usize {
+        usize::from(self.len) + self.boundary.num_specials()
+    }
+}
+
+/// What the random numbers of a block depend on besides the seed; part of a Philox counter.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RngCounter {
+    /// The epoch, counted from 0.
+    pub epoch: u32,
+    /// The block, counted over the whole corpus.
+    pub block: u32,
+}
+
+impl RngCounter {
+    /// The counter for a row of the block; 0 for random numbers about the block as a whole.
+    pub fn words(self, row: u32) -> [u32; 3] {
+        [self.epoch, self.block, row]
+    }
+}
+
+/// The rows of one block, as any packer produces them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Rows {
+    ends: Vec<u32>,
+    spans: Vec<Span>,
+}
+
+impl Rows {
+    /// The number of rows.
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// The spans of a row, in order. The first one begins an attention segment.
+    #[inline]
+    pub fn row(&self, row: usize) -> &[Span] {
+        let start = if row == 0 { 0 } else { self.ends[row - 1] };
+        &self.spans[start as usize..self.ends[row] as usize]
+    }
+
+    /// The spans of all rows.
+    pub fn spans(&self) -> &[Span] {
+        &self.spans
+    }
+
+    /// Ends a row after the spans added so far.
+    fn end_row(&mut self) {
+        self.ends.push(self.spans.len() as u32);
+    }
+}
+
+/// Packs blocks for one row length and seed. Reuses its working memory from block to block.
+pub(super) struct Packer(PackerKind);
+
+enum PackerKind {
+    BestFit(best_fit::BestFitPacker),
+    Google(google::GooglePacker),
+}
+
+impl Packer {
+    /// A packer of rows of `sequence_length` tokens (8 to 32,768), special tokens included.
+    pub fn new(packing: Packing, sequence_length: usize, seed: u64) -> Self {
+        Self(match packing {
+            Packing::BestFit => PackerKind::BestFit(best_fit::BestFitPacker::new(sequence_length, seed)),
+            Packing::Google => PackerKind::Google(google::GooglePacker::new(sequence_length, seed)),
+        })
+    }
+
+    /// The rows of `block`, a range of the shard's tokens.
+    pub fn pack(&mut self, shard: &Shard, block: Range<u32>, counter: RngCounter) -> Result<Rows> {
+        match &mut self.0 {
+            PackerKind::BestFit(packer) => Ok(packer.pack(shard.document_ends()?, block, counter)),
+            PackerKind::Google(packer) => packer.pack(shard, block, counter),
+        }
+    }
+
+    /// The number of rows that `pack` returns; with best-fit packing the same in every epoch.
+    pub fn count(&mut self, shard: &Shard, block: Range<u32>, counter: RngCounter) -> Result<usize> {
+        match &mut self.0 {
+            PackerKind::BestFit(packer) => Ok(packer.count(shard.document_ends()?, block)),
+            PackerKind::Google(packer) => packer.pack(shard, block, counter).map(|rows| rows.len()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn known_names_are_parsed_and_others_rejected() {
+        for packing in Packing::ALL {
+            assert_eq!(Packing::from_name(packing.name()).unwrap(), packing);
+        }
+        let message = Packing::from_name("none").unwrap_err().to_string();
+        assert_eq!(message, "packing = \"none\": unknown; choose \"best-fit\" or \"google\"");
+    }
+
+    #[test]
+    fn plans_are_small() {
+        assert_eq!(size_of::<Span>(), 8);
+    }
+}

@@ -1,0 +1,208 @@
+//! How well a vocabulary covers text: unknown tokens and words, in a sample of the input or in a corpus.
+//!
+//! With a vocabulary of another language, `prepare` would make a corpus of nothing but [UNK]. So coverage is
+//! measured on a sample of the input before, and on the corpus afterwards. `inspect` shows the same figures.
+
+use std::path::Path;
+
+use ahash::AHashMap;
+use rayon::prelude::*;
+
+use super::input_group::line_cut;
+use super::run::refuse_vocabulary;
+use crate::error::Result;
+use crate::format::{Corpus, Shard};
+use crate::input::{
+    Compression, InputFormat, Inputs, ReadOptions, TextSource, character_boundary, read_beginning, read_file,
+};
+use crate::threads::on_all_cores;
+use crate::tokenizer::Tokenizer;
+
+/// Size of the sample of the input, and the number of files that it is taken from.
+const SAMPLE_BYTES: usize = 1 << 20;
+const SAMPLE_FILES: usize = 16;
+/// Text of the sample that is searched for unknown words; less, because the `tokenizers` crate does it
+/// slowly.
+const SEARCHED_BYTES: usize = 1 << 18;
+const MAX_LISTED: usize = 10;
+/// Tokens of a corpus that are counted, in stretches spread evenly over it.
+const COUNTED_TOKENS: u64 = 1 << 24;
+const STRETCH: u64 = 1 << 15;
+
+/// How many tokens of a text are unknown.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Coverage {
+    /// Tokens counted.
+    pub tokens: u64,
+    /// Number of [UNK] among them.
+    pub unknown: u64,
+    /// Number of tokens that begin a word; `None` if the vocabulary does not mark continuations.
+    pub words: Option<u64>,
+    /// The most frequent unknown words of a sample, with counts.
+    pub unknown_words: Vec<(String, u64)>,
+}
+
+impl Coverage {
+    /// Coverage of a sample: the beginnings of at most 16 files, 1 MiB in total, or all given documents.
+    ///
+    /// Errors in a file end its part of the sample; the run that reads everything reports them.
+    pub fn of_source(
+        source: TextSource,
+        tokenizer: &Tokenizer,
+        out: &Path,
+        reading: &ReadOptions,
+    ) -> Result<Self> {
+        let texts: Vec<String> = match source {
+            TextSource::Files(paths) => {
+                let inputs = Inputs::expand(&paths, Some(out), reading.format)?;
+                refuse_vocabulary(&inputs, tokenizer.path())?;
+                beginnings(&inputs, tokenizer, reading)
+            }
+            TextSource::Documents(documents) => documents.collect::<Result<_>>()?,
+        };
+        Self::of_texts(texts.iter().flat_map(|text| text.lines()), tokenizer)
+    }
+
+    fn of_texts<'a>(lines: impl Iterator<Item = &'a str>, tokenizer: &Tokenizer) -> Result<Self> {
+        let (counter, mut encoder) = (Counter::new(tokenizer), tokenizer.encoder());
+        let (mut coverage, mut ids, mut spotted) = (counter.nothing(), Vec::new(), Vec::new());
+        for line in lines {
+            ids.clear();
+            encoder.encode_into(line, &mut ids)?;
+            let found = counter.count(ids.iter().map(|&id| id as usize));
+            if found.unknown > 0 {
+                spotted.push(line);
+            }
+            coverage.add(&found);
+        }
+        coverage.unknown_words = unknown_words(&spotted, tokenizer)?;
+        Ok(coverage)
+    }
+
+    /// Coverage of a corpus: of all tokens, or of 2^24 of them spread evenly over it.
+    pub fn of_corpus(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Self> {
+        let stretches: Vec<(&Shard, u64)> = corpus
+            .shards()
+            .iter()
+            .flat_map(|shard| (0..shard.num_tokens()).step_by(STRETCH as usize).map(move |at| (shard, at)))
+            .collect();
+        let count = stretches.len().min((COUNTED_TOKENS / STRETCH) as usize);
+        let counter = Counter::new(tokenizer);
+        let count_stretch = |number: usize| {
+            let (shard, start) = stretches[number * stretches.len() / count];
+            let mut ids = vec![0; STRETCH.min(shard.num_tokens() - start) as usize];
+            shard.copy_tokens(start, &mut ids)?;
+            Ok(counter.count(ids.iter().map(|&id| id as usize)))
+        };
+        let add = |mut sum: Self, found| {
+            sum.add(&found);
+            Ok(sum)
+        };
+        on_all_cores(|| (0..count).into_par_iter().map(count_stretch).try_reduce(|| counter.nothing(), add))?
+    }
+
+    fn add(&mut self, other: &Self) {
+        self.tokens += other.tokens;
+        self.unknown += other.unknown;
+        self.words = self.words.zip(other.words).map(|(a, b)| a + b);
+    }
+}
+
+/// Counts unknown and word-initial tokens.
+struct Counter {
+    unknown: usize,
+    /// For each id, 1 if it continues a word; `None` if the vocabulary does not mark continuations.
+    continues: Option<Vec<u8>>,
+}
+
+impl Counter {
+    fn new(tokenizer: &Tokenizer) -> Self {
+        let continues = tokenizer.continuation_prefix().map(|prefix| {
+            let is_inner = |id| tokenizer.id_to_token(id).is_some_and(|token| token.starts_with(prefix));
+            (0..tokenizer.vocab_size()).map(|id| u8::from(is_inner(id))).collect()
+        });
+        Self { unknown: tokenizer.special_tokens().unk as usize, continues }
+    }
+
+    fn nothing(&self) -> Coverage {
+        Coverage { words: self.continues.as_ref().map(|_| 0), ..Coverage::default() }
+    }
+
+    fn count(&self, ids: impl ExactSizeIterator<Item = usize> + Clone) -> Coverage {
+        let tokens = ids.len() as u64;
+        let unknown = ids.clone().filter(|&id| id == self.unknown).count() as u64;
+        let words = self.continues.as_ref().map(|continues| {
+            // An id outside the vocabulary is damage, which `verify` reports.
+            let is_inner = |id: usize| continues.get(id).copied().unwrap_or(0);
+            tokens - ids.map(|id| u64::from(is_inner(id))).sum::<u64>()
+        });
+        Coverage { tokens, unknown, words, unknown_words: Vec::new() }
+    }
+}
+
+/// The beginnings of files spread evenly over all of them.
+fn beginnings(inputs: &Inputs, tokenizer: &Tokenizer, reading: &ReadOptions) -> Vec<String> {
+    // A pipe can be read only once, and a compressed Parquet file must be unpacked as a whole.
+    let files: Vec<_> = inputs
+        .files
+        .iter()
+        .filter(|f| f.regular && (f.format != InputFormat::Parquet || f.compression == Compression::None))
+        .collect();
+    let count = files.len().min(SAMPLE_FILES);
+    let read = |number: usize| {
+        let file = files[number * files.len() / count];
+        let bytes = std::sync::atomic::AtomicU64::new(0);
+        read_beginning(SAMPLE_BYTES / count, line_cut(tokenizer), |to| read_file(file, reading, &bytes, to))
+    };
+    (0..count).map(read).collect()
+}
+
+/// The most frequent words that become [UNK], in a sample of the lines.
+fn unknown_words(lines: &[&str], tokenizer: &Tokenizer) -> Result<Vec<(String, u64)>> {
+    let total: usize = lines.iter().map(|line| line.len()).sum();
+    let mut counts: AHashMap<String, u64> = AHashMap::new();
+    for line in lines.iter().step_by(total.div_ceil(SEARCHED_BYTES).max(1)) {
+        let line = &line[..character_boundary(line, SEARCHED_BYTES)];
+        for word in tokenizer.unknown_words(line)? {
+            *counts.entry(word).or_default() += 1;
+        }
+    }
+    let mut words: Vec<(String, u64)> = counts.into_iter().collect();
+    words.sort_unstable_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
+    words.truncate(MAX_LISTED);
+    Ok(words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tokenizer(entries: &str) -> Tokenizer {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vocab.txt");
+        std::fs::write(&path, format!("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n{entries}\n")).unwrap();
+        Tokenizer::from_file(&path, None, None).unwrap()
+    }
+
+    #[test]
+    fn unknown_words_are_counted_and_named() {
+        let tokenizer = tokenizer("un\n##able\n.");
+        let found = Coverage::of_texts(["unable. 好 Grün", "好 好, un"].into_iter(), &tokenizer).unwrap();
+        assert_eq!((found.tokens, found.unknown, found.words), (9, 5, Some(8)));
+        let words = [("好", 3), (",", 1), ("Grün", 1)].map(|(word, count)| (word.to_owned(), count));
+        assert_eq!(found.unknown_words, words);
+    }
+
+    #[test]
+    fn a_large_corpus_is_sampled_evenly() {
+        let dir = tempfile::tempdir().unwrap();
+        let tokenizer = tokenizer("##a\nb");
+        // The second half is unknown: 2^25 tokens, half of which are counted.
+        let line = |id| vec![vec![id; 1 << 16]];
+        let documents: Vec<_> = (0..512).map(|n| line(if n < 256 { 5 } else { 1 })).collect();
+        crate::format::testing::write_corpus(dir.path(), 7, &documents, 1 << 22);
+        let corpus = Corpus::open(dir.path()).unwrap();
+        let found = Coverage::of_corpus(&corpus, &tokenizer).unwrap();
+        assert_eq!((found.tokens, found.unknown, found.words), (1 << 24, 1 << 23, Some(1 << 23)));
+    }
+}

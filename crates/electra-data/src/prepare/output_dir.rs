@@ -1,0 +1,324 @@
+//! The output folder while a corpus is being prepared: what it is for, what is finished, which runs are
+//! active.
+//!
+//! `parts/job.json` stores the fingerprint of inputs and options, `parts/unit-N.json` records that input
+//! group N is finished. Both are removed once the manifest exists.
+
+use std::fs::{File, TryLockError};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::error::{Error, Result};
+use crate::format::{
+    MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hex128, is_temp, remove_temps,
+    saturating_sum, write_atomically, write_error,
+};
+use crate::input::SkippedRecord;
+
+/// The tag of a run that does all input groups.
+pub(super) const ALL: &str = "all";
+
+const FINGERPRINT: &str = "job.json";
+const LOCK: &str = ".lock-";
+
+/// What a finished input group has on disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct InputGroupRecord {
+    #[serde(rename = "job")]
+    pub fingerprint: String,
+    #[serde(rename = "unit")]
+    pub input_group: usize,
+    pub documents: u64,
+    pub empty_documents: u64,
+    pub shards: Vec<ShardEntry>,
+    #[serde(rename = "holdout")]
+    pub validation: Vec<ShardEntry>,
+    /// Records that were skipped because they could not be read.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub skipped: Vec<SkippedRecord>,
+    /// xxh3-128 of this file with the empty string here, hexadecimal; [`InputGroupRecord::sealed`] sets it.
+    pub checksum: String,
+}
+
+impl InputGroupRecord {
+    /// The bytes of the record, with its checksum.
+    pub fn sealed(&self) -> serde_json::Result<Vec<u8>> {
+        let unsealed = Self { checksum: String::new(), ..self.clone() };
+        let checksum = hex128(xxh3_128(&serde_json::to_vec_pretty(&unsealed)?));
+        serde_json::to_vec_pretty(&Self { checksum, ..unsealed })
+    }
+
+    /// Parses a record; `None` if it is not exactly what `sealed` wrote.
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        let record: Self = serde_json::from_slice(bytes).ok()?;
+        let shards = || record.shards.iter().chain(&record.validation);
+        let consistent = shards().all(|shard| shard.is_consistent(2) || shard.is_consistent(4))
+            && saturating_sum(shards().map(|shard| shard.num_documents)) == record.documents;
+        (consistent && record.sealed().ok()? == bytes).then_some(record)
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct FingerprintRecord {
+    #[serde(rename = "job")]
+    fingerprint: String,
+}
+
+/// Exclusive use of an output folder by one run.
+#[derive(Debug)]
+pub(super) struct OutputDir {
+    pub dir: PathBuf,
+    /// Hash of everything that the resulting bytes depend on.
+    pub fingerprint: String,
+    pub tag: String,
+    _lock: File,
+}
+
+/// What the output folder turned out to be.
+pub(super) enum Claim {
+    /// It holds a finished corpus, possibly of other inputs or options.
+    Finished(Box<Manifest>),
+    /// This run may use it.
+    Ours(OutputDir),
+}
+
+impl OutputDir {
+    /// Claims the folder for a run, or explains why it cannot. Never touches the files of others.
+    pub fn claim(dir: &Path, fingerprint: &str, tag: &str) -> Result<Claim> {
+        if dir.exists() && !dir.is_dir() {
+            let dir = dir.display();
+            return Err(Error::Input(format!("{dir}: not a folder; choose another --out")));
+        }
+        if dir.join(MANIFEST).exists() {
+            return Ok(Claim::Finished(Box::new(Manifest::read(dir)?)));
+        }
+        refuse_foreign(dir)?;
+        create_folder(dir)?;
+        let lock = lock(dir, tag)?;
+        if dir.join(MANIFEST).exists() {
+            return Ok(Claim::Finished(Box::new(Manifest::read(dir)?)));
+        }
+        let (dir, fingerprint) = (dir.to_owned(), fingerprint.to_owned());
+        let out = Self { dir, fingerprint, tag: tag.to_owned(), _lock: lock };
+        out.store_fingerprint()?;
+        let tag = (tag != ALL).then_some(tag);
+        for folder in [out.dir.clone(), out.parts(), out.validation()] {
+            remove_temps(&folder, tag)?;
+        }
+        Ok(Claim::Ours(out))
+    }
+
+    /// The folder of records.
+    pub fn parts(&self) -> PathBuf {
+        self.dir.join(PARTS)
+    }
+
+    /// The folder of the validation split.
+    pub fn validation(&self) -> PathBuf {
+        self.dir.join(VALIDATION)
+    }
+
+    /// The record of an input group, if it is finished and all its shards exist.
+    pub fn record(&self, input_group: usize) -> Option<InputGroupRecord> {
+        let bytes = std::fs::read(self.parts().join(record_name(input_group))).ok()?;
+        let record = InputGroupRecord::parse(&bytes)?;
+        let whole = |dir: &Path, shards: &[ShardEntry]| {
+            shards
+                .iter()
+                .flat_map(|shard| [&shard.tokens, &shard.lines])
+                .all(|entry| dir.join(&entry.file).metadata().is_ok_and(|found| found.len() == entry.bytes))
+        };
+        let matches = record.fingerprint == self.fingerprint && record.input_group == input_group;
+        (matches && whole(&self.dir, &record.shards) && whole(&self.validation(), &record.validation))
+            .then_some(record)
+    }
+
+    /// Records that an input group is finished; its shards are durable already.
+    pub fn save_record(&self, record: &InputGroupRecord) -> Result<()> {
+        let bytes = record.sealed().map_err(|e| Error::io(self.parts(), e.into()))?;
+        write_atomically(&self.parts(), &record_name(record.input_group), &self.tag, &bytes)
+    }
+
+    /// Makes an input group unfinished again.
+    pub fn remove_record(&self, input_group: usize) -> Result<()> {
+        remove_if_exists(&self.parts().join(record_name(input_group)))
+    }
+
+    /// Waits until no other run is finalizing this corpus.
+    pub fn lock_finalizing(&self) -> Result<File> {
+        let path = self.dir.join(format!("{LOCK}finish"));
+        let file = File::create(&path).map_err(|e| write_error(&path, e))?;
+        file.lock().map_err(|e| Error::io(&path, e))?;
+        Ok(file)
+    }
+
+    /// Removes records and locks, which are not needed once the manifest exists.
+    pub fn clean_up(&self) -> Result<()> {
+        clean_up(&self.dir)
+    }
+
+    /// Takes a folder with another fingerprint, if nothing in it is finished and no other run is active.
+    fn take_over(&self) -> Result<()> {
+        if has_records(&self.parts())? {
+            let dir = self.dir.display();
+            return Err(Error::Input(format!(
+                "{dir}: holds unfinished work of other inputs or options; finish that, remove the folder, \
+                 or choose another --out"
+            )));
+        }
+        try_other_locks(&self.dir, &self.tag, |_| true)
+    }
+
+    fn store_fingerprint(&self) -> Result<()> {
+        let path = self.parts().join(FINGERPRINT);
+        if let Ok(bytes) = std::fs::read(&path) {
+            let stored = serde_json::from_slice::<FingerprintRecord>(&bytes);
+            if stored.is_ok_and(|record| record.fingerprint == self.fingerprint) {
+                return Ok(());
+            }
+            self.take_over()?;
+        }
+        create_folder(&self.parts())?;
+        let record = FingerprintRecord { fingerprint: self.fingerprint.clone() };
+        let bytes = serde_json::to_vec(&record).map_err(|e| Error::io(&path, e.into()))?;
+        write_atomically(&self.parts(), FINGERPRINT, &self.tag, &bytes)
+    }
+}
+
+/// Whether there is a record of any input group.
+fn has_records(parts: &Path) -> Result<bool> {
+    Ok(names_in(parts)?.iter().any(|name| name.starts_with("unit-")))
+}
+
+/// The names of all entries of a folder.
+fn names_in(dir: &Path) -> Result<Vec<String>> {
+    let failed = |e| Error::io(dir, e);
+    std::fs::read_dir(dir).map_err(failed)?.map(|entry| entry.map(|e| name_of(&e)).map_err(failed)).collect()
+}
+
+/// Removes records and locks of a finished corpus, if there are any.
+pub(super) fn clean_up(dir: &Path) -> Result<()> {
+    let parts = dir.join(PARTS);
+    if parts.exists() {
+        std::fs::remove_dir_all(&parts).map_err(|e| Error::io(&parts, e))?;
+    }
+    for name in names_in(dir)?.iter().filter(|name| name.starts_with(LOCK)) {
+        remove_if_exists(&dir.join(name))?;
+    }
+    Ok(())
+}
+
+/// Removes a file if it exists.
+pub(super) fn remove_if_exists(path: &Path) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::io(path, error)),
+        _ => Ok(()),
+    }
+}
+
+fn record_name(input_group: usize) -> String {
+    format!("unit-{input_group:06}.json")
+}
+
+/// Refuses a folder without a fingerprint, unless it holds only what a run leaves before it stores one.
+fn refuse_foreign(dir: &Path) -> Result<()> {
+    if dir.join(PARTS).join(FINGERPRINT).exists() || !dir.exists() {
+        return Ok(());
+    }
+    for entry in std::fs::read_dir(dir).map_err(|e| Error::io(dir, e))? {
+        let entry = entry.map_err(|e| Error::io(dir, e))?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let parts_without_fingerprint = || {
+            name == PARTS
+                && std::fs::read_dir(entry.path())
+                    .is_ok_and(|mut files| files.all(|file| file.is_ok_and(|f| is_temp(&name_of(&f)))))
+        };
+        if !is_temp(&name) && !name.starts_with(LOCK) && !parts_without_fingerprint() {
+            let dir = dir.display();
+            return Err(Error::Input(format!(
+                "{dir}: already holds something else ({name}); choose an empty or new folder for --out"
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn name_of(entry: &std::fs::DirEntry) -> String {
+    entry.file_name().to_string_lossy().into_owned()
+}
+
+/// Takes the lock of this run and fails if an overlapping run is active.
+fn lock(dir: &Path, tag: &str) -> Result<File> {
+    let own = try_lock(&dir.join(format!("{LOCK}{tag}")))?;
+    try_other_locks(dir, tag, |other| tag == ALL || other == ALL)?;
+    Ok(own)
+}
+
+/// Fails if another run holds its lock and `conflicts` is true of its tag.
+fn try_other_locks(dir: &Path, tag: &str, conflicts: impl Fn(&str) -> bool) -> Result<()> {
+    for name in names_in(dir)? {
+        let Some(other) = name.strip_prefix(LOCK) else { continue };
+        if other != tag && other != "finish" && conflicts(other) {
+            try_lock(&dir.join(&name))?;
+        }
+    }
+    Ok(())
+}
+
+fn try_lock(path: &Path) -> Result<File> {
+    let file = File::options().create(true).append(true).open(path).map_err(|e| write_error(path, e))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => {
+            let dir = path.parent().unwrap_or(path).display();
+            Err(Error::Input(format!(
+                "{dir}: another prepare is running in this folder; wait for it or choose another --out"
+            )))
+        }
+        Err(TryLockError::Error(error)) => Err(Error::io(path, error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::format::testing::write_corpus;
+
+    #[test]
+    fn a_record_with_any_changed_byte_is_rejected() {
+        let dir = tempfile::tempdir().unwrap();
+        write_corpus(dir.path(), 100, &[vec![vec![5, 6]], vec![vec![7], vec![8, 9, 10]]], 2);
+        let manifest = Manifest::read(dir.path()).unwrap();
+        let record = |documents| InputGroupRecord {
+            fingerprint: "j".into(),
+            input_group: 3,
+            documents,
+            empty_documents: u64::MAX,
+            skipped: Vec::new(),
+            shards: manifest.shards.clone(),
+            validation: Vec::new(),
+            checksum: String::new(),
+        };
+        let sound = record(2).sealed().unwrap();
+        assert_eq!(InputGroupRecord::parse(&sound).unwrap().shards, manifest.shards);
+        assert!(InputGroupRecord::parse(&record(3).sealed().unwrap()).is_none());
+        assert!((0..sound.len()).all(|length| InputGroupRecord::parse(&sound[..length]).is_none()));
+        for bit in 0..sound.len() * 8 {
+            let mut flipped = sound.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            assert!(InputGroupRecord::parse(&flipped).is_none(), "bit {bit}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn random_bytes_are_no_record(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            prop_assert!(InputGroupRecord::parse(&bytes).is_none());
+        }
+    }
+}

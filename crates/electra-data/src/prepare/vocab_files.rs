@@ -1,0 +1,125 @@
+//! The files that `vocab` writes: `vocab.txt` with a `tokenizer.json` that stores its case, or only the
+//! latter.
+//!
+//! Existing files are never overwritten; this is checked before any text is read.
+
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+use crate::format::{create_folder, write_atomically};
+use crate::input::{InputFormat, Inputs, TextSource};
+use crate::tokenizer::Tokenizer;
+
+/// The files to write; none of them existed when this was made.
+pub(super) struct VocabFiles {
+    folder: PathBuf,
+    /// Name of the `vocab.txt`; `None` if only a `tokenizer.json` is written.
+    txt: Option<String>,
+    json: String,
+}
+
+impl VocabFiles {
+    /// Refuses an output that exists; the error says if it is one of the inputs.
+    pub fn claim(out: &Path, source: &TextSource, format: Option<InputFormat>) -> Result<Self> {
+        let shown = out.display();
+        if out.is_dir() {
+            return Err(Error::Input(format!("{shown}: is a folder; name a file in it: {shown}/vocab.txt")));
+        }
+        let name = out.file_name().map(|name| name.to_string_lossy().into_owned());
+        let name = name.ok_or_else(|| Error::Input(format!("{shown}: not a file name")))?;
+        let folder = match out.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+            _ => PathBuf::from("."),
+        };
+        let files = if out.extension().is_some_and(|extension| extension == "json") {
+            Self { folder, txt: None, json: name }
+        } else {
+            Self { folder, txt: Some(name), json: "tokenizer.json".to_owned() }
+        };
+        for name in files.txt.iter().chain([&files.json]) {
+            refuse_existing(&files.folder.join(name), source, format)?;
+        }
+        Ok(files)
+    }
+
+    /// Writes a vocabulary that was trained with these settings.
+    pub fn write(&self, entries: &[String], lowercase: bool, strip_accents: Option<bool>) -> Result<()> {
+        let mut text = entries.join("\n").into_bytes();
+        text.push(b'\n');
+        let path = self.folder.join(self.txt.as_ref().unwrap_or(&self.json));
+        let strip_accents = strip_accents.unwrap_or(lowercase);
+        let tokenizer = Tokenizer::from_vocab(&path, text, Some(lowercase), Some(strip_accents))?;
+        create_folder(&self.folder)?;
+        if let Some(name) = &self.txt {
+            write_atomically(&self.folder, name, "vocab", tokenizer.file().1)?;
+        }
+        write_atomically(&self.folder, &self.json, "vocab", tokenizer.to_json()?.as_bytes())
+    }
+}
+
+fn refuse_existing(path: &Path, source: &TextSource, format: Option<InputFormat>) -> Result<()> {
+    if !path.exists() {
+        return Ok(());
+    }
+    let is_input = match source {
+        TextSource::Files(inputs) => Inputs::expand(inputs, None, format)?.contains(path)?,
+        TextSource::Documents(_) => false,
+    };
+    let path = path.display();
+    Err(Error::Input(if is_input {
+        format!("{path}: is one of the inputs and would be overwritten; give another --out")
+    } else {
+        format!("{path}: exists and would be overwritten; give --out another folder, or remove the file")
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ENTRIES: [&str; 7] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "が", "か"];
+
+    fn write(out: &Path, lowercase: bool) -> Result<()> {
+        let documents = TextSource::Documents(Box::new(std::iter::empty()));
+        VocabFiles::claim(out, &documents, None)?.write(&ENTRIES.map(str::to_owned), lowercase, None)
+    }
+
+    #[test]
+    fn the_case_is_kept_with_the_vocabulary() {
+        for (lowercase, ids) in [(false, [5, 6]), (true, [6, 6])] {
+            let dir = tempfile::tempdir().unwrap();
+            write(&dir.path().join("vocab.txt"), lowercase).unwrap();
+            write(&dir.path().join("deep/alone.json"), lowercase).unwrap();
+            assert!(!dir.path().join("deep/vocab.txt").exists());
+            let mut hashes = Vec::new();
+            for name in ["vocab.txt", "tokenizer.json", "", "deep/alone.json"] {
+                let tokenizer = Tokenizer::from_file(&dir.path().join(name), None, None).unwrap();
+                assert_eq!(tokenizer.encode_batch(&["が か"]).unwrap(), [ids], "{name}");
+                assert!(tokenizer.is_fast() && !tokenizer.case_is_guessed(), "{name}");
+                hashes.push(tokenizer.content_hash().unwrap());
+            }
+            hashes.dedup();
+            assert_eq!(hashes.len(), 1);
+        }
+    }
+
+    #[test]
+    fn nothing_is_overwritten() {
+        let dir = tempfile::tempdir().unwrap();
+        let (txt, json) = (dir.path().join("vocab.txt"), dir.path().join("tokenizer.json"));
+        for existing in [&txt, &json] {
+            std::fs::write(existing, "mine").unwrap();
+            let error = write(&txt, true).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("{}: exists", existing.display())), "{error}");
+            let inputs = [txt.clone(), dir.path().to_owned(), dir.path().join("*.txt")];
+            for input in inputs.into_iter().filter(|_| txt.exists()) {
+                let error =
+                    VocabFiles::claim(&txt, &TextSource::Files(vec![input]), None).err().unwrap().to_string();
+                assert!(error.contains("vocab.txt: is one of the inputs"), "{error}");
+            }
+            assert_eq!(std::fs::read_to_string(existing).unwrap(), "mine");
+            std::fs::remove_file(existing).unwrap();
+        }
+        assert!(write(dir.path(), true).unwrap_err().to_string().contains("is a folder; name a file in it"));
+    }
+}

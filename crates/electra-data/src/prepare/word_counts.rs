@@ -1,0 +1,208 @@
+//! Counting the words of a text, or of a sample of it, in bounded memory: the first half of `vocab`.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ahash::AHashMap;
+use compact_str::CompactString;
+use tokenizers::normalizers::BertNormalizer;
+
+use super::progress::{Progress, ProgressReporter};
+use crate::error::Result;
+use crate::input::{
+    Batcher, Cut, Inputs, Intake, Mark, ReadOptions, Sampled, Sampler, SkipLog, SkippedRecord, TextBatch,
+    TextSource, read_file, run,
+};
+use crate::tokenizer::{Characters, Meaning, VocabTrie};
+
+/// BERT's tokenizer maps longer words to [UNK], so they are not counted.
+const MAX_WORD_CHARS: usize = 100;
+/// Distinct words kept in memory; beyond that, words seen once are dropped.
+const MAX_WORDS: usize = 1 << 24;
+
+type Read<'a> = Box<dyn FnOnce(&mut Batcher) -> Result<()> + Send + 'a>;
+pub(super) type Counts = AHashMap<CompactString, u64>;
+
+/// How words are counted.
+pub(super) struct WordCounter<'a> {
+    pub reading: &'a ReadOptions,
+    pub normalizer: BertNormalizer,
+    pub threads: usize,
+    /// Upper bound on the sample, in bytes of text.
+    pub sample: u64,
+    pub seed: u64,
+}
+
+/// The words of a text, and how it was read.
+pub(super) struct WordCounts {
+    pub words: Counts,
+    pub sampled: Sampled,
+    pub skipped: Vec<SkippedRecord>,
+}
+
+/// The words of one batch, by the sampling level of their text.
+struct BatchCounts {
+    levels: Vec<Counts>,
+    sampled: Sampled,
+    skipped: Vec<SkippedRecord>,
+}
+
+impl WordCounter<'_> {
+    /// Counts the words in a sample of a source; the result does not depend on the number of threads.
+    pub fn count(
+        &self,
+        source: TextSource,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<WordCounts> {
+        let (characters, no_entries) = (Characters::new(self.normalizer), VocabTrie::empty());
+        let ends_word = |c| matches!(characters.meaning(c, &no_entries), Meaning::Space | Meaning::Alone(_));
+        let intake = Intake {
+            cut: Cut::Words(&ends_word),
+            skips: SkipLog::new(self.reading.skip_bad_records, 0),
+            sampler: Sampler::new(self.seed, self.sample),
+        };
+        let done = AtomicU64::new(0);
+        let mut total = 0;
+        let read: Read = match source {
+            TextSource::Files(paths) => {
+                let inputs = Inputs::expand(&paths, None, self.reading.format)?;
+                total = inputs.files.iter().map(|file| file.size).sum();
+                let (done, reading) = (&done, self.reading);
+                Box::new(move |to| inputs.files.iter().try_for_each(|f| read_file(f, reading, done, to)))
+            }
+            TextSource::Documents(mut documents) => {
+                let done = &done;
+                Box::new(move |to| {
+                    documents.try_for_each(|text| {
+                        let text = text?;
+                        done.fetch_add(text.len() as u64, Ordering::Relaxed);
+                        to.push_document(&text)
+                    })
+                })
+            }
+        };
+        let read = |to: &mut Batcher| {
+            read(to)?;
+            to.end_input_group()
+        };
+        let mut levels = Levels::default();
+        let mut reporter = ProgressReporter::new(progress);
+        let consume = |found: Option<BatchCounts>| {
+            found.into_iter().for_each(|found| levels.add(found));
+            reporter.report_if_due(|| {
+                let bytes_done = done.load(Ordering::Relaxed);
+                Progress { bytes_done, bytes_total: total, ..Progress::default() }
+            })
+        };
+        run(self.threads, intake, read, || |batch| words_of(&batch, &characters), consume)?;
+        Ok(levels.counted())
+    }
+}
+
+/// The words so far. Each level is counted separately, because it may still be dropped from the sample.
+#[derive(Default)]
+struct Levels {
+    levels: Vec<Counts>,
+    sampled: Sampled,
+    skipped: Vec<SkippedRecord>,
+}
+
+impl Levels {
+    fn add(&mut self, batch: BatchCounts) {
+        self.sampled = batch.sampled;
+        self.skipped.extend(batch.skipped);
+        if self.levels.len() < batch.levels.len() {
+            self.levels.resize_with(batch.levels.len(), Counts::new);
+        }
+        for (level, words) in batch.levels.into_iter().enumerate() {
+            merge(&mut self.levels[level], words);
+        }
+        self.drop_lowest();
+        if self.levels.iter().map(|words| words.len()).sum::<usize>() > MAX_WORDS {
+            self.levels.iter_mut().for_each(|words| words.retain(|_, count| *count > 1));
+        }
+    }
+
+    fn drop_lowest(&mut self) {
+        let lowest = usize::from(self.sampled.lowest_level).min(self.levels.len());
+        self.levels[..lowest].iter_mut().for_each(|words| *words = Counts::new());
+    }
+
+    fn counted(mut self) -> WordCounts {
+        let mut words = Counts::new();
+        for level in self.levels.drain(..) {
+            if words.is_empty() { words = level } else { merge(&mut words, level) }
+        }
+        WordCounts { words, sampled: self.sampled, skipped: self.skipped }
+    }
+}
+
+fn merge(into: &mut Counts, words: Counts) {
+    for (word, count) in words {
+        *into.entry(word).or_default() += count;
+    }
+}
+
+fn words_of(batch: &TextBatch, characters: &Characters) -> Result<BatchCounts> {
+    let mut found = BatchCounts { levels: Vec::new(), sampled: batch.sampled, skipped: Vec::new() };
+    for marked in batch.texts() {
+        if let Mark::InputGroup(skipped) = marked.mark {
+            found.skipped.extend_from_slice(skipped);
+        }
+        if marked.text.is_empty() {
+            continue;
+        }
+        let level = usize::from(marked.level);
+        if found.levels.len() <= level {
+            found.levels.resize_with(level + 1, Counts::new);
+        }
+        characters.words(marked.text, |word| {
+            if word.chars().nth(MAX_WORD_CHARS).is_none() {
+                *found.levels[level].entry(CompactString::from(word)).or_default() += 1;
+            }
+        })?;
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn count(documents: &[String], sample: u64, threads: usize) -> WordCounts {
+        let normalizer = BertNormalizer::new(true, true, None, true);
+        let reading = ReadOptions::default();
+        let counter = WordCounter { reading: &reading, normalizer, threads, sample, seed: 5 };
+        let documents = documents.iter().cloned().map(Ok);
+        counter.count(TextSource::Documents(Box::new(documents)), &mut |_| true).unwrap()
+    }
+
+    #[test]
+    fn text_without_blanks_is_counted_to_the_last_word() {
+        let (sentence, repeats) = ("日本人です、Été。", 40_000);
+        let long = "x".repeat(1 << 20);
+        let text = format!("{}{long}。{long}日{long}", sentence.repeat(repeats));
+        let found = count(&[text], u64::MAX, 2).words;
+        let repeats = repeats as u64;
+        let expected =
+            [("日", repeats + 1), ("本", repeats), ("人", repeats), ("てす", repeats), ("、", repeats)];
+        for (word, count) in expected {
+            assert_eq!(found.get(word), Some(&count), "{word}");
+        }
+        assert_eq!((found["ete"], found["。"], found.len()), (repeats, repeats + 1, 7));
+    }
+
+    #[test]
+    fn a_sample_does_not_depend_on_the_threads() {
+        let documents: Vec<String> =
+            (0..20_000).map(|n| format!("word{} every and word{}", n % 977, n % 31)).collect();
+        let first = count(&documents, 100_000, 1);
+        assert!((50_000..=100_000).contains(&first.sampled.bytes), "{:?}", first.sampled);
+        let sampled = first.words["every"];
+        assert!((2_000..6_000).contains(&sampled), "{sampled}");
+        for threads in [2, 5] {
+            let again = count(&documents, 100_000, threads);
+            assert_eq!((again.words, again.sampled), (first.words.clone(), first.sampled));
+        }
+        assert_eq!(count(&documents, u64::MAX, 3).words["every"], 20_000);
+    }
+}

@@ -1,0 +1,15 @@
+//! Text to token ids: opening a tokenizer's file, and a fast path for BERT's WordPiece.
+
+mod ascii;
+mod normalize;
+mod tokenize;
+mod tokenizer_json;
+mod vocab_trie;
+mod vocab_txt;
+mod word_cache;
+mod wordpiece;
+
+pub use tokenize::{Encoder, Tokenizer};
+
+pub(crate) use normalize::{Characters, Meaning};
+pub(crate) use vocab_trie::VocabTrie;
