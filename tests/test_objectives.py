@@ -30,7 +30,9 @@ def test_an_objective_keeps_its_contract(name):
     assert set(output.totals) == set(objective.metric_totals) and "tokens" in output.totals
     assert all(total.shape == () and not total.requires_grad for total in output.totals.values())
     found = objective.metrics({total: float(value) for total, value in output.totals.items()})
-    assert list(found) == list(objective_of(make_config()).metrics(dict.fromkeys(ElectraObjective.metric_totals, 1.0)))
+    assert (
+        objective_of(make_config()).metrics(dict.fromkeys(ElectraObjective.metric_totals, 1.0)).keys() <= found.keys()
+    )
     assert found["loss"] == pytest.approx(output.loss.item(), rel=1e-5)
     assert tuple(objective.networks()) == objective.roles == tuple(model.networks)
     for role, network in objective.networks().items():

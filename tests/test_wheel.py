@@ -106,7 +106,7 @@ def test_public_names_are_verbs_whatever_was_imported_first():
     """`electra_fast.pretrain` is the function, also after its module was imported; data work needs no torch."""
     program = (
         "import sys, electra_fast as ef; ef.prepare, ef.Corpus, ef.Config; assert 'torch' not in sys.modules;"
-        "from electra_fast.training.pretrain import Result; import electra_fast.evaluate;"
+        "from electra_fast.training.pretrain import Result; import electra_fast.training.evaluate;"
         "assert all(callable(getattr(ef, n)) for n in ef.__all__ if n != '__version__');"
         "assert not hasattr(ef, 'nonsense')"
     )

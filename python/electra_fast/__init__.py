@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from electra_fast.data.corpus import Corpus, Tokenizer, verify
     from electra_fast.data.loader import BatchLoader, to_torch
     from electra_fast.data.prepare import prepare, train_vocab
-    from electra_fast.errors import Interrupted, TrainingFailed
+    from electra_fast.errors import ElectraFastError, InputError, Interrupted, TrainingFailed
     from electra_fast.huggingface.export import export, import_folder, load
     from electra_fast.model import Electra
     from electra_fast.training.evaluate import evaluate
@@ -30,6 +30,8 @@ _MODULES = {
     "Config": "config",
     "Corpus": "data.corpus",
     "Electra": "model",
+    "ElectraFastError": "errors",
+    "InputError": "errors",
     "Interrupted": "errors",
     "Tokenizer": "data.corpus",
     "TrainingFailed": "errors",
@@ -49,6 +51,8 @@ __all__ = [
     "Config",
     "Corpus",
     "Electra",
+    "ElectraFastError",
+    "InputError",
     "Interrupted",
     "Tokenizer",
     "TrainingFailed",

@@ -269,7 +269,7 @@ class Config:
         return "\n".join(lines)
 
     def differences(self, other: Config) -> dict[str, tuple[Scalar, Scalar]]:
-        """Keys whose values differ: `{"train.steps": (ours, theirs)}`."""
+        """Keys whose values differ: `{"train.steps": (own value, other value)}`."""
         pairs = {name: (_get(self, name), _get(other, name)) for name in key_names()}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use pyo3::exceptions::PyValueError;
+use crate::errors::InputError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -119,7 +119,7 @@ impl Corpus {
 fn open(path: &Path, content_hash: Option<&str>) -> PyResult<electra_data::Corpus> {
     let corpus = electra_data::Corpus::open(path).map_err(raise)?;
     match (content_hash, corpus.content_hash()) {
-        (Some(expected), found) if expected != found => Err(PyValueError::new_err(format!(
+        (Some(expected), found) if expected != found => Err(InputError::new_err(format!(
             "{}: its content hash is {found}, not {expected} as when it was opened; open the changed corpus again",
             path.display()
         ))),

@@ -3,10 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use electra_data::Error;
-use pyo3::exceptions::{PyFileNotFoundError, PyKeyboardInterrupt, PyOSError, PyValueError};
+use pyo3::exceptions::{PyFileNotFoundError, PyKeyboardInterrupt, PyOSError};
 use pyo3::prelude::*;
 
-/// The Python exception for an error: a missing file becomes `FileNotFoundError`, bad input `ValueError`.
+pyo3::import_exception!(electra_fast.errors, InputError);
+
+/// The Python exception for an error: a missing file becomes `FileNotFoundError`, bad input `InputError`.
 pub(crate) fn raise(error: Error) -> PyErr {
     let message = error.to_string();
     match error {
@@ -16,7 +18,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
             _ => PyOSError::new_err(message),
         },
         Error::Interrupted => PyKeyboardInterrupt::new_err(message),
-        _ => PyValueError::new_err(message),
+        _ => InputError::new_err(message),
     }
 }
 

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
+use crate::errors::InputError;
 use electra_data::{Corpus, Error, Loader, LoaderOptions, LoaderState, Poll};
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::errors::{absolute, raise};
@@ -121,7 +121,7 @@ impl BatchLoader {
             let state = match parent.try_lock() {
                 Ok(parent) => parent.state(),
                 Err(TryLockError::Poisoned(parent)) => parent.into_inner().state(),
-                Err(TryLockError::WouldBlock) => return Err(PyValueError::new_err(IN_USE)),
+                Err(TryLockError::WouldBlock) => return Err(InputError::new_err(IN_USE)),
             };
             let mut loader = open(&self.corpus, &self.options).map_err(raise)?;
             loader.restore(&state).map_err(raise)?;

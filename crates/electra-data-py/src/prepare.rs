@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
+use crate::errors::InputError;
 use electra_data::{
     Coverage, DocumentSeparator, Error, InputFormat, InvalidUtf8, PrepareOptions, Progress, ReadOptions,
     SkippedRecord, TextSource, VocabOptions, VocabReport,
 };
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
@@ -155,7 +155,7 @@ fn reading(
     skip_bad_records: u64,
 ) -> PyResult<ReadOptions> {
     let unknown = |name, value, known| {
-        Err(PyValueError::new_err(format!("{name} is {value:?}; it can be one of {known}")))
+        Err(InputError::new_err(format!("{name} is {value:?}; it can be one of {known}")))
     };
     let separator = match separator {
         "blank-line" => DocumentSeparator::BlankLine,

@@ -1,4 +1,4 @@
-"""What a run says that it computed with: versions, device, backends."""
+"""What a run reports about its environment: versions, device, backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from electra_fast.compute import ComputeConfig
 
 
 def environment(device: torch.device, compute: ComputeConfig, execution: str) -> dict[str, str]:
-    """Versions, device, backends: what a run says it used."""
+    """Versions, device and backends by name."""
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     repeatable = "to the bit" if is_deterministic(compute.attention) else f"but for {compute.attention}'s gradient"
     return {
@@ -35,7 +35,7 @@ def environment(device: torch.device, compute: ComputeConfig, execution: str) ->
 
 
 def record_environment(folder: Path, facts: dict[str, str]) -> None:
-    """Appends what this session of a run used to `environment.jsonl`, and says it on standard error."""
+    """Appends the environment of this session to `environment.jsonl`, and prints it on standard error."""
     with (folder / "environment.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({**facts, "process": os.getpid()}) + "\n")
     print(", ".join(f"{name} {value}" for name, value in facts.items()), file=sys.stderr)

@@ -20,7 +20,7 @@ from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Number
 from electra_fast.training import metrics
 
-# Evaluation draws masks and samples from a seed of its own, the same for every run.
+# Masks and samples of an evaluation come from this seed, whatever the run's own.
 SEED = 20_190_925
 
 

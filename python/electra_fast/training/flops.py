@@ -1,4 +1,4 @@
-"""Operations that a training run costs: the published count to the digit, and the true one.
+"""FLOPs of a training run: the published count to the digit, and the true one.
 
 The published count (appendix E of the paper, `flops_computation.py` of its code) serves to compare
 with published totals. It takes embedding lookups for dense products and the backward pass for as

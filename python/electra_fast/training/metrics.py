@@ -1,4 +1,4 @@
-"""Rank metrics of a model, and warnings in plain words about what a log window says of a run."""
+"""The discriminator's AUC, and warnings about what the metrics of a log window mean."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from electra_fast.huggingface.tokenizer import check_vocabulary, run_tokenizer, 
 
 Changes = dict[str, tuple[Scalar, Scalar]]
 
-# Keys that may change between a run's sessions: where things lie, how steps run, how often something is written.
+# Keys that may change between sessions of a run: locations, how steps are executed, how often something is written.
 FREE_KEYS = {
     "data.corpus",
     "data.num_threads",
@@ -42,7 +42,7 @@ FREE_KEYS = {
 FIXED_KEYS = {"objective.name", "optimizer.name"}
 FIXED_SECTIONS = ("model.", "generator.")
 NOT_FIXED = {"model.dropout", "model.attention_dropout", "model.attention"}
-# Stands among the changed keys for the corpus, which is known by its content hash.
+# The corpus, identified by its content hash, is listed among the changed keys under this name.
 CORPUS = "corpus"
 CHANGES_FILE = "changes.jsonl"
 

@@ -1,4 +1,4 @@
-"""One optimizer step over tensors that stay where they are: eager, compiled, or one captured CUDA graph.
+"""One optimizer step over tensors at fixed addresses: eager, compiled, or one captured CUDA graph.
 
 The trainer calls it once per step. Everything in `run` happens on the device and never synchronizes with
 the host, so that a graph of it can be replayed; what changes from step to step (the batch, seed and step

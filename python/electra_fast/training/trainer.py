@@ -33,7 +33,7 @@ from electra_fast.training.optim import Optimizer, lr_scale
 from electra_fast.training.run import Run
 from electra_fast.training.step import GRAD_NORM, StepTimer, TrainStep, choose_execution
 
-# Below this share of the peak learning rate a run is hardly what was meant.
+# A run whose learning rate never reaches this fraction of its peak is hardly what was meant.
 LOW_PEAK = 0.5
 # Fields of a loader's state that decide the stream of rows.
 STREAM = ("seed", "corpus", "options")
@@ -159,7 +159,7 @@ class Trainer:
         progress.say(f"step {self.state.step}: validation: {_validation_text(found)}")
 
     def _say_changes(self, progress: TrainingProgress) -> None:
-        """Says that a stage begins, and that a graph was captured, which costs as long as many steps."""
+        """Reports a new stage, and each capture of the graph, which takes as long as many steps."""
         if self.train_step.stage != self.stage:
             self.stage = self.train_step.stage
             progress.say(f"step {self.state.step}: {self.stage.name} begins, with a new optimizer state and schedule")
@@ -194,7 +194,7 @@ class Trainer:
         self._restore_loader(state.loader)
 
     def _restore_loader(self, state: dict[str, Any]) -> None:
-        """Continues the stream of rows; where a change that was allowed makes it another one, with its next epoch."""
+        """Restores the stream of rows; if an allowed change makes it a different one, starts that at the next epoch."""
         fresh = self.loader.state()
         self.new_stream = bool(self.run.changes) and any(fresh[name] != state[name] for name in STREAM)
         if self.new_stream:
@@ -203,7 +203,7 @@ class Trainer:
         self.loader.restore(state)
 
     def _opening(self) -> Iterator[str]:
-        """What a person should know before the first step."""
+        """What the user should know before the first step."""
         steps = self.config.train.steps
         start = f"resumes at step {self.state.step} of {steps}" if self.state.step else f"starts; {steps} steps"
         num_parameters = sum(p.numel() for p in self.model.parameters())
