@@ -215,7 +215,7 @@ def serve(name: str, vocab: Path, folder: Path, seconds: float, pipe: Any) -> No
     pipe.send("")
     try:
         while pipe.recv():
-            tokens, start, processor = 0, time.perf_counter(), time.process_time()
+            tokens, start, cpu_start = 0, time.perf_counter(), time.process_time()
             while time.perf_counter() - start < seconds:
                 tokens += next(batches).numel()
             pipe.send((tokens, (time.perf_counter() - start, time.process_time() - cpu_start)))
