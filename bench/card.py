@@ -65,7 +65,8 @@ def main() -> int:
         properties = torch.cuda.get_device_properties(device)
         results.add(
             f"{properties.name}: {properties.total_memory / 2**30:.0f} GiB, "
-            f"{properties.multi_processor_count} multiprocessors, L2 {properties.L2_cache_size / 2**20:.0f} MiB, CUDA {torch.version.cuda}"
+            f"{properties.multi_processor_count} multiprocessors, "
+            f"L2 {properties.L2_cache_size / 2**20:.0f} MiB, CUDA {torch.version.cuda}"
         )
     size, width = (2**32, 8192) if device.type == "cuda" else (2**22, 256)
     rate = copy_rate(size, device)
