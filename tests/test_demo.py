@@ -1,4 +1,4 @@
-"""The demo as a newcomer runs it: everything it promises is there, and the model has learnt something."""
+"""The demo as a newcomer runs it: all outputs exist, and the model has learned something."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_discriminator_beats_the_majority_on_held_out_text(demo):
     figures = json.loads(done.stdout)
     assert figures["discriminator_auc"] >= 0.70
     assert figures["discriminator_accuracy"] > 1 - figures["replaced_fraction"]
-    # The generator has learnt too: near the unigram distribution the fakes would be easy to tell.
+    # The generator has learned too: replacements near the unigram distribution would be easy to detect.
     assert figures["generator_accuracy"] > 0.15
 
 

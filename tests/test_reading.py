@@ -1,4 +1,4 @@
-"""Text of other kinds, records that cannot be read, line ends, bounded vocabularies: what is read and what is said."""
+"""File formats, malformed records, line ends and bounded vocabulary training: what is read, what is reported."""
 
 import gzip
 import json
@@ -139,7 +139,7 @@ def test_vocab_skips_bad_records(tmp_path, capfd):
 
 
 def test_line_ends_of_old_macs(vocab, tmp_path):
-    """As Python's `open` reads them; in a file with line feeds a stray carriage return stays a blank."""
+    """As Python's `open` reads them; in a file with line feeds, a stray carriage return is whitespace."""
     documents = "w1 w2\nw3\n\nw4\n\n\nw5\n"
     hashes = set()
     for name, ends in {"unix": "\n", "windows": "\r\n", "mac": "\r"}.items():
@@ -191,7 +191,7 @@ print(int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]
 
 @pytest.mark.parametrize("kind", ["one word", "chinese"])
 def test_fifty_megabytes_without_a_blank_take_little_memory(tmp_path, kind):
-    """A third of it, so that the test is quick; splitting it in one piece took 56 times its size."""
+    """A third of that, to keep the test fast; processing it in one piece took 56 times its size."""
     path = tmp_path / "a.txt"
     if kind == "one word":
         path.write_text("a b c sharding shards " * 9 + "x" * (17 << 20))
