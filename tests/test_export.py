@@ -98,17 +98,17 @@ def test_transformers_loads_what_export_writes_and_import_brings_it_back(
         folder = tmp_path / "out" / role
         assert "secret" not in (folder / "config.json").read_text(encoding="utf-8")
         name = CLASSES[model.config.model.architecture, role]
-        theirs, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+        hf_model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
         assert {key: value for key, value in info.items() if value} == {}
         with torch.no_grad():
-            found = theirs.eval()(input_ids=IDS, attention_mask=MASK).logits.view(tensor.shape)
+            found = hf_model.eval()(input_ids=IDS, attention_mask=MASK).logits.view(tensor.shape)
         assert_same({role: found}, {role: tensor})
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         batch = tokenizer(["The cats sat", "cat"], padding=True, return_tensors="pt")
         assert batch["input_ids"].tolist() == [[2, 5, 6, 7, 8, 3], [2, 6, 3, 0, 0, 0]]
-        theirs(**batch)  # the model accepts what its tokenizer returns
-        assert theirs.config.pad_token_id == tokenizer.pad_token_id == 0
-        assert theirs.config.max_position_embeddings == tokenizer.model_max_length == 128
+        hf_model(**batch)  # the model accepts what its tokenizer returns
+        assert hf_model.config.pad_token_id == tokenizer.pad_token_id == 0
+        assert hf_model.config.max_position_embeddings == tokenizer.model_max_length == 128
 
     back = load(tmp_path / "out")
     assert back.config.objective.name == model.config.objective.name
@@ -150,8 +150,8 @@ def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Pat
         typed = {"discriminator": back.discriminator_logits(IDS, MASK, types)}
         typed["generator"] = back.generator_logits(IDS, MASK, types)
         for role, expected in typed.items():
-            theirs = getattr(transformers, CLASSES["bert", role]).from_pretrained(tmp_path / "out" / role).eval()
-            found = theirs(input_ids=IDS, attention_mask=MASK, token_type_ids=types).logits.view(expected.shape)
+            hf_model = getattr(transformers, CLASSES["bert", role]).from_pretrained(tmp_path / "out" / role).eval()
+            found = hf_model(input_ids=IDS, attention_mask=MASK, token_type_ids=types).logits.view(expected.shape)
             assert_same({role: found}, {role: expected})
     assert_same(typed, logits(model))  # those of token type 0
 
@@ -207,10 +207,10 @@ def test_exported_names_are_all_that_transformers_knows(tmp_path: Path, recipe: 
     export(tmp_path / "run", tmp_path / "out")
     for role in ("discriminator", "generator"):
         folder = tmp_path / "out" / role
-        theirs = getattr(transformers, CLASSES[model.config.model.architecture, role])(
+        hf_model = getattr(transformers, CLASSES[model.config.model.architecture, role])(
             transformers.AutoConfig.from_pretrained(folder)
         )
-        expected = {name: parameter.shape for name, parameter in theirs.named_parameters()}
+        expected = {name: parameter.shape for name, parameter in hf_model.named_parameters()}
         assert {name: tensor.shape for name, tensor in load_file(folder / "model.safetensors").items()} == expected
 
 

@@ -76,8 +76,8 @@ def released_pair(folder: Path, generator_hidden: int) -> dict[str, torch.nn.Mod
         model = getattr(transformers, CLASSES["bert", role])(config).eval()
         models[role] = model
         if role == "generator":
-            ours, theirs = (models[x].electra.embeddings for x in ("generator", "discriminator"))
-            ours.load_state_dict(theirs.state_dict())
+            generator, discriminator = (models[x].electra.embeddings for x in ("generator", "discriminator"))
+            generator.load_state_dict(discriminator.state_dict())
         model.save_pretrained(folder / role)
         path = folder / role / "model.safetensors"
         tensors = load_file(path) | {"electra.embeddings.position_ids": torch.arange(64)[None]}
@@ -88,13 +88,13 @@ def released_pair(folder: Path, generator_hidden: int) -> dict[str, torch.nn.Mod
 
 @pytest.mark.parametrize(("generator_hidden", "fraction"), [(16, 0.25), (64, 1.0)])
 def test_folders_of_others_load_and_go_on(tmp_path: Path, generator_hidden: int, fraction: float) -> None:
-    theirs = released_pair(tmp_path / "released", generator_hidden)
+    hf_models = released_pair(tmp_path / "released", generator_hidden)
     model = load(tmp_path / "released")
     assert (model.config.generator.fraction, model.config.model.tying) == (fraction, "embeddings")
     assert model.embeddings is model.generator_embeddings
     with torch.no_grad():
         for role, found in logits(model).items():
-            expected = theirs[role](input_ids=IDS, attention_mask=MASK).logits
+            expected = hf_models[role](input_ids=IDS, attention_mask=MASK).logits
             assert (found - expected.view(found.shape)).abs().max() <= 1e-5
     import_folder(tmp_path / "released", tmp_path / "run")
     again = logits(load(tmp_path / "run"))

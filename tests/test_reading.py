@@ -95,8 +95,10 @@ def test_bad_records_are_skipped_and_listed(vocab, tmp_path, capfd):
     assert all(record["reason"].startswith(reason) for record, reason in zip(listed, reasons, strict=True))
     assert report.skipped_records == 4
     assert report.first_skipped == tuple((r["file"], r["line"], r["reason"]) for r in listed)
-    said = capfd.readouterr().err
-    assert "4 bad records were skipped; all of them are in" in said and "\n  a.jsonl:2: column 12: broken JSON" in said
+    stderr = capfd.readouterr().err
+    assert (
+        "4 bad records were skipped; all of them are in" in stderr and "\n  a.jsonl:2: column 12: broken JSON" in stderr
+    )
     again = prepare([tmp_path / "a.jsonl"], progress=False, **common)
     assert again.already_complete and again.first_skipped == report.first_skipped
 
@@ -165,8 +167,8 @@ def test_a_sample_is_said_and_repeatable(tmp_path, capfd):
     size = sum(map(len, documents))
     options = {"size": 90, "kind": "documents"}
     train_vocab(documents, out=tmp_path / "all/v.txt", sample=0, **options)
-    said = capfd.readouterr().err
-    assert "counted words in" not in said and "merging the pieces of 39 words" in said
+    stderr = capfd.readouterr().err
+    assert "counted words in" not in stderr and "merging the pieces of 39 words" in stderr
     train_vocab(documents, out=tmp_path / "limit/v.txt", sample=size, threads=1, **options)
     assert (tmp_path / "limit/v.txt").read_bytes() == (tmp_path / "all/v.txt").read_bytes()
     capfd.readouterr()

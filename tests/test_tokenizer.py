@@ -207,12 +207,16 @@ class TestVocabulariesToldApart:
     @pytest.mark.parametrize("source", ["run", "export", "run/checkpoints/step-1"])
     @pytest.mark.parametrize("other", ["shuffled", "smaller", "cased"])
     def test_evaluate_refuses_another(self, folder: Path, tiny_corpus: Path, source: str, other: str) -> None:
-        ours, theirs = (Tokenizer.of(Corpus(corpus)) for corpus in (tiny_corpus, folder / other))
+        run_tokenizer, other_tokenizer = (Tokenizer.of(Corpus(corpus)) for corpus in (tiny_corpus, folder / other))
         with pytest.raises(ValueError, match="tokenizer.json .* is not the vocabulary of the corpus, ") as caught:
             evaluate(folder / source, folder / other)
-        for part in (theirs.path, f"{ours.vocab_size:,} entries", f"{theirs.vocab_size:,} entries"):
+        for part in (
+            other_tokenizer.path,
+            f"{run_tokenizer.vocab_size:,} entries",
+            f"{other_tokenizer.vocab_size:,} entries",
+        ):
             assert str(part) in str(caught.value)
-        assert ours.content_hash in str(caught.value) and theirs.content_hash in str(caught.value)
+        assert run_tokenizer.content_hash in str(caught.value) and other_tokenizer.content_hash in str(caught.value)
         assert "prepare the text with --vocab" in str(caught.value)
 
     def test_evaluate_takes_the_same(self, folder: Path) -> None:

@@ -130,8 +130,8 @@ def test_a_shard_of_another_corpus_is_noticed(corpus, tmp_path):
     prepare(
         iter(["shard token\n\nshard", "token", "shard token"]), vocab=corpus / "vocab.txt", out=other, progress=False
     )
-    for ours in corpus.glob("*.tokens"):
-        ours.write_bytes(next(other.glob("*.tokens")).read_bytes())
+    for shard in corpus.glob("*.tokens"):
+        shard.write_bytes(next(other.glob("*.tokens")).read_bytes())
     with pytest.raises(ValueError, match=r"\.tokens"):
         verify(corpus)
 
