@@ -1,4 +1,4 @@
-# The commands for people. A fresh machine needs Python 3.11+, Rust and make.
+# The main commands. A fresh machine needs Python 3.11+, Rust and make.
 #
 # All Python code runs from the built wheel, installed into an empty environment outside the source tree,
 # so that what is tested is what is shipped. Downloads and compiled crates are cached; the wheel and
