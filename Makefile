@@ -1,13 +1,13 @@
-# The few commands that a person types. A fresh machine needs Python 3.11+, Rust and make.
+# The main commands. A fresh machine needs Python 3.11+, Rust and make.
 #
-# Everything Python runs from the built wheel, installed into an empty environment outside the tree,
-# so that what is tested is what is shipped. Downloads and compiled crates are reused; the wheel and
-# its environment never are.
+# All Python code runs from the built wheel, installed into an empty environment outside the source tree,
+# so that what is tested is what is shipped. Downloads and compiled crates are cached; the wheel and
+# its environment are always rebuilt.
 #
 #   make test PYTHON=python3.13                        another interpreter
 #   make test TORCH="torch==2.11.* numpy<2.4"          other versions of the dependencies
 #   make test PYTEST="-k layers -x"                    some of the tests
-#   make test PYTEST="-n 0"                            the tests in one process, one after the other
+#   make test PYTEST="-n 0"                            the tests in one process
 
 PYTHON ?= python3
 TORCH  ?=
@@ -21,10 +21,10 @@ DEMO   := $(CACHE)/$(TREE)/demo
 # Crates from the registry are compiled once per machine, not once per checkout.
 export CARGO_TARGET_DIR ?= $(CACHE)/target
 
-# A worker per core, but not more than memory has room for: each takes a gigabyte or two.
+# One worker per core, but at most 8: each needs one or two gigabytes of memory.
 WORKERS := -n auto --maxprocesses 8
-# The tests start many a Python that imports torch, which takes twice as long without bytecode. It lies in the
-# environment, which every run makes anew, and never in the tree.
+# The tests start many Python processes that import torch, which takes twice as long without bytecode. The bytecode
+# goes into the environment, which every run recreates, and never into the source tree.
 BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(ENV)/bytecode
 
 # $(call environment,FOLDER,EXTRAS): an empty environment with the wheel and its dependencies.
@@ -39,10 +39,10 @@ endef
 help:
 	@echo "make demo   text to a trained, exported ELECTRA in two to six minutes on two CPU cores: ./demo"
 	@echo "make test   build the wheel, install it in an empty environment, run every check and test"
-	@echo "make lint   the checks alone: ruff, mypy, rustfmt, clippy"
+	@echo "make lint   only the checks: ruff, mypy, rustfmt, clippy"
 	@echo "make wheel  the release wheel: ./dist"
 	@echo "make bench  every script of bench/, from the installed wheel"
-	@echo "make clean  remove what these commands made"
+	@echo "make clean  remove everything that these commands made"
 
 demo: wheel
 	$(call environment,$(DEMO),)
@@ -73,7 +73,7 @@ clean:
 env: wheel
 	$(call environment,$(ENV),[test])
 
-# The tools that build and install, apart from every environment that they make.
+# Build and install tools, in their own environment.
 $(TOOLS)/bin/maturin:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.11")'
 	$(PYTHON) -m venv --clear $(TOOLS)

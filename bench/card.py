@@ -1,9 +1,9 @@
-"""Which card is this, and what are its ceilings: copy bandwidth and bf16 matrix products.
+"""The card and its limits: copy bandwidth and bf16 matmul throughput.
 
     python bench/card.py [--device cpu]
 
-Everything else is read against these two: an H100 copies 3.0 TB/s, an H200 4.3, at the same products.
-Reads the card's clocks and changes nothing of it.
+All other results are judged against these two: an H100 copies 3.0 TB/s, an H200 4.3, with equal matmul
+throughput. Reads the card's clocks and changes no settings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PACKAGES = ("torch", "triton", "transformers", "numpy", "pyarrow", "xformers", "
 
 
 def seconds_per_call(work: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Mean over some calls, after three to warm up."""
+    """Mean over some calls, after three warm-up calls."""
     for _ in range(3):
         work()
     if device.type != "cuda":
@@ -42,14 +42,14 @@ def seconds_per_call(work: Callable[[], object], device: torch.device, calls: in
 
 
 def copy_rate(num_bytes: int, device: torch.device) -> float:
-    """Bytes per second, read and written, of a copy on the device."""
+    """Bandwidth of a copy on the device, counting bytes read and written."""
     source, target = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     source.random_()
     return 2 * num_bytes / seconds_per_call(lambda: target.copy_(source), device, 10)
 
 
 def installed(package: str) -> str:
-    """`name version`, or that it is missing."""
+    """`name version`, or `no name`."""
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:
@@ -57,23 +57,24 @@ def installed(package: str) -> str:
 
 
 def main() -> int:
-    """Facts, then the two ceilings."""
+    """Prints versions and device properties, then the two limits."""
     options = parse_arguments(argparse.ArgumentParser(description=__doc__.splitlines()[0]))
     device, results = options.device, Results(options.results, options.device)
     results.add(f"python {sys.version.split()[0]}, " + ", ".join(map(installed, PACKAGES)))
     if device.type == "cuda":
-        facts = torch.cuda.get_device_properties(device)
+        properties = torch.cuda.get_device_properties(device)
         results.add(
-            f"{facts.name}: {facts.total_memory / 2**30:.0f} GiB, {facts.multi_processor_count} multiprocessors, "
-            f"L2 {facts.L2_cache_size / 2**20:.0f} MiB, CUDA {torch.version.cuda}"
+            f"{properties.name}: {properties.total_memory / 2**30:.0f} GiB, "
+            f"{properties.multi_processor_count} multiprocessors, "
+            f"L2 {properties.L2_cache_size / 2**20:.0f} MiB, CUDA {torch.version.cuda}"
         )
     size, width = (2**32, 8192) if device.type == "cuda" else (2**22, 256)
     rate = copy_rate(size, device)
     results.add(f"copy: {rate / 1e12:.2f} TB/s, bytes read and written", copy_bytes_per_second=rate)
     a, b = (torch.randn(width, width, device=device).bfloat16() for _ in range(2))
     rate = 2 * width**3 / seconds_per_call(lambda: a @ b, device, 20)
-    results.add(f"bf16 product {width}^3: {rate / 1e12:.1f} TFLOP/s", gemm_flops_per_second=rate)
-    if shutil.which("nvidia-smi"):  # after the products: clocks under load
+    results.add(f"bf16 matmul {width}^3: {rate / 1e12:.1f} TFLOP/s", gemm_flops_per_second=rate)
+    if shutil.which("nvidia-smi"):  # after the matmuls: clocks under load
         command = ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader"]
         found = subprocess.run(command, capture_output=True, text=True, timeout=30)
         results.add(f"{FIELDS}: {found.stdout.strip() or found.stderr.strip()}")

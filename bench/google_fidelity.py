@@ -1,12 +1,12 @@
-"""Whether `packing = "google"` gives the statistics that the published example builder gave.
+"""Compares the statistics of `packing = "google"` with those of the published example builder.
 
     python bench/google_fidelity.py [CORPUS] [--seeds 8]
 
-The published figures were taken with the published code (google-research/electra, commit 8a46635) on
-the first 1,500 articles of an English Wikipedia of May 2015, one line a paragraph and a blank line
-behind each article, tokenised with the uncased vocabulary: 68,114 lines, 4,837,794 tokens. CORPUS is
-that text, prepared; without it there is nothing to do. On another corpus the two columns have nothing to
-do with each other. Exits with 1 if a figure is more than four standard deviations (of one run) from the
+The published statistics were measured with the published code (google-research/electra, commit 8a46635)
+on the first 1,500 articles of the English Wikipedia of May 2015, one line per paragraph and a blank line
+after each article, tokenized with the uncased vocabulary: 68,114 lines, 4,837,794 tokens. CORPUS is
+that text, prepared; without it the script does nothing, and on another corpus the comparison is
+meaningless. Exits with 1 if a statistic is more than four standard deviations (of one run) from the
 published one.
 """
 
@@ -22,8 +22,8 @@ from electra_fast.data.loader import BatchLoader, to_torch
 
 NUM_TOKENS = 4_837_794
 MOST_DEVIATIONS = 4.0
-# Row length → figure → (mean over 8 seeds, standard deviation of one or None, where it was not kept,
-# half a unit of the last digit given).
+# Row length → statistic → (mean over 8 seeds, standard deviation of one run or None if not recorded,
+# rounding error of the mean).
 PUBLISHED: dict[int, dict[str, tuple[float, float | None, float]]] = {
     128: {
         "examples": (27_059, 18, 0.5),
@@ -49,9 +49,9 @@ PUBLISHED: dict[int, dict[str, tuple[float, float | None, float]]] = {
 
 
 def main() -> None:
-    """Print a table a row length."""
+    """Prints a table per row length."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("corpus", nargs="?", help="a folder made by `electra-fast prepare`")
+    parser.add_argument("corpus", nargs="?", help="a folder written by `electra-fast prepare`")
     parser.add_argument("--seeds", type=int, default=8)
     arguments = parser.parse_args()
     if arguments.corpus is None:
@@ -63,21 +63,21 @@ def main() -> None:
         print(f"CORPUS has {num_tokens:,} tokens, not {NUM_TOKENS:,}: it is other text", file=sys.stderr)
     worst = 0.0
     for length, published in PUBLISHED.items():
-        runs = [figures(arguments.corpus, length, seed, num_tokens) for seed in range(arguments.seeds)]
+        runs = [statistics_of(arguments.corpus, length, seed, num_tokens) for seed in range(arguments.seeds)]
         print(f"L={length}, {arguments.seeds} seeds       published           measured              deviation")
         for name, (mean, deviation, rounding) in published.items():
-            ours = [run[name] for run in runs]
-            spread = deviation or statistics.stdev(ours)
-            off = max(0.0, abs(statistics.mean(ours) - mean) - rounding) / spread
+            values = [run[name] for run in runs]
+            spread = deviation or statistics.stdev(values)
+            off = max(0.0, abs(statistics.mean(values) - mean) - rounding) / spread
             worst = max(worst, off)
             before = f"{mean:.6g}" + (f" ± {deviation:g}" if deviation else "")
-            now = f"{statistics.mean(ours):.6g} ± {statistics.stdev(ours):.2g}"
+            now = f"{statistics.mean(values):.6g} ± {statistics.stdev(values):.2g}"
             print(f"  {name:<21} {before:<19} {now:<21} {off:.1f} sd")
     sys.exit(worst > MOST_DEVIATIONS)
 
 
-def figures(corpus: str, length: int, seed: int, num_tokens: int) -> dict[str, float]:
-    """Compute the statistics of the first epoch of a seed from its batches."""
+def statistics_of(corpus: str, length: int, seed: int, num_tokens: int) -> dict[str, float]:
+    """Statistics of the first epoch of a seed, from its batches."""
     parts = list(examples(corpus, length, seed))
     used, first, second = (torch.cat(part).double() for part in zip(*parts, strict=True))
     return {
@@ -93,7 +93,7 @@ def figures(corpus: str, length: int, seed: int, num_tokens: int) -> dict[str, f
 
 
 def examples(corpus: str, length: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield for each batch its rows' lengths with special tokens, and the tokens of segments 1 and 2."""
+    """For each batch, the rows' lengths with special tokens and the numbers of tokens in segments 1 and 2."""
     loader = BatchLoader(
         corpus, sequence_length=length, batch_size=65_536 // length, seed=seed, packing="google", epochs=1
     )

@@ -1,10 +1,10 @@
-"""First of three GPU scripts: is everything right, how fast is a step, and where does its time go.
+"""First of three GPU scripts: correctness, step time, and where the time goes.
 
     python bench/gpu_check.py [--out gpu_check] [--device cpu --quick]
 
-In under nine minutes: the card and its ceilings, kernels and steps against their references, whole steps
-of small at 131k and 16k tokens and of base, and the kernel-time table of each. What to do with it is
-in `bench/README.md`; the groups are run by `groups.py`.
+In under nine minutes: the card and its limits, kernels and steps against their references, whole steps
+of small at 131k and 16k tokens and of base, and a table of kernel times for each. `bench/README.md`
+explains how to read the results; `groups.py` runs the groups.
 """
 
 from __future__ import annotations

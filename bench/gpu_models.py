@@ -1,8 +1,8 @@
-"""Second of three GPU scripts: larger models, attention backends, matrix products, kernels beside others'.
+"""Second of three GPU scripts: larger models, attention backends, matmuls, and kernels compared with others.
 
     python bench/gpu_models.py [--out gpu_models] [--device cpu --quick]
 
-In under nine minutes, in the order in which the figures decide what to do next. See `bench/README.md`.
+In under nine minutes, most informative results first. See `bench/README.md`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 from gpu_check import STEP
 from groups import Group, main
 
-# Cases of `kernel_cases.py` by a word of their names, the dearest in a step first.
+# Cases of `kernel_cases.py` by a word in their names, the most expensive in a step first.
 KERNELS = ("generator head", "residual", "bias + gelu", "attention", "embedding", "discriminator", "corrupt")
 
 
 def attention(shape: str, backend: str) -> Group:
-    """A whole step with this attention."""
+    """A whole step with this attention backend."""
     return Group(f"{shape}, {backend}", (*STEP, shape, "--model.attention", backend), 75)
 
 

@@ -1,9 +1,9 @@
-"""Third of three GPU scripts: a step of small beside what a user would pick instead, then the tests.
+"""Third of three GPU scripts: a step of small compared with the alternatives, then the tests.
 
     python bench/gpu_peers.py [--out gpu_peers] [--device cpu --quick]
 
-In under nine minutes. Each contender has a process of its own, so that nobody's memory or crash is
-another's; ours runs first and last. What compiles longest comes after the tests. See `bench/README.md`.
+In under nine minutes. Each contender has its own process, so that memory use and crashes are isolated;
+ours runs first and last. The slowest to compile come after the tests. See `bench/README.md`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from groups import BENCH, Group, main
 
 TESTS = ("test_attention.py", "test_step.py", "kernels")
-# Compiling ahead of time needs no GPU and is tested without one; another Python's warnings are no failure here.
+# Ahead-of-time compilation is tested without a GPU; warnings of other Python versions are not failures here.
 PYTEST = ("-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "-k", "not ahead_of_time")
 
 
@@ -24,7 +24,7 @@ def contender(shape: str, name: str, seconds: float, title: str = "") -> Group:
 
 
 def tests(files: tuple[str, ...], workers: int, seconds: float) -> Group:
-    """Tests on whatever device there is; needs pytest-xdist."""
+    """Tests on the available device; needs pytest-xdist."""
     tree = BENCH.parent
     paths = (str(tree / "tests" / name) for name in files)
     return Group("tests", (*PYTEST, "-n", str(workers), "-c", str(tree / "pyproject.toml"), *paths), seconds)
@@ -50,7 +50,7 @@ QUICK_GROUPS = (
     contender("tiny:8", "electra-fast, graph", 60),
     contender("tiny:8", "transformers, eager, block mask", 60),
     contender("tiny:8", "transformers, compiled, no mask", 120),
-    tests(TESTS[:2], 2, 240),  # in the interpreter the kernels' take minutes
+    tests(TESTS[:2], 2, 240),  # the kernel tests take minutes in the interpreter
 )
 
 if __name__ == "__main__":

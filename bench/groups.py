@@ -1,12 +1,13 @@
-"""Runs groups of measurements one after the other, each in a process of its own, whatever becomes of the others.
+"""Runs groups of measurements one after the other, each isolated in its own process.
 
 The three GPU scripts (`gpu_check`, `gpu_models`, `gpu_peers`) are lists of groups. A group that raises,
-hangs or dies, an illegal memory access included, costs its own results only: what it printed and
-saved before stays, the next group starts with a fresh device. A group may take `seconds`, all of them `--minutes`.
+hangs or crashes, for example with an illegal memory access, loses only its own results: what it printed
+and saved so far is kept, and the next group starts with a fresh CUDA context. A group is limited to its
+`seconds`, all groups together to `--minutes`.
 
-Leaves three files in `--out`: `results.jsonl` (every result and every group's outcome, as they came),
-`log.txt` (all output), `summary.txt` (under 12,000 characters, also printed at the end). Standard library
-only: this process must hold no memory of the GPU.
+Writes three files to `--out`: `results.jsonl` (every result and every group's outcome, in order),
+`log.txt` (all output), `summary.txt` (under 12,000 characters, also printed at the end). Uses only the
+standard library, so that this process holds no GPU memory.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 BENCH = Path(__file__).resolve().parent
-# Where corpora and compiled kernels stay between scripts.
+# Corpora and compiled kernels, shared between scripts.
 CACHE = Path(tempfile.gettempdir()) / "electra-fast-bench"
 MOST_CHARACTERS = 11_500
 # Too short for any group: importing torch and compiling the first kernels takes longer.
 LEAST_SECONDS = 20.0
-TAIL_LINES = 6  # that the summary shows of a group that failed
+TAIL_LINES = 6  # of a failed group, shown in the summary
 
 
 @dataclass(frozen=True)
 class Group:
-    """A command and the seconds that it may take.
+    """A command and its time limit in seconds.
 
-    `command` is a script of this folder with its arguments, which gets `--results`, `--device` and so
-    on, or a module (`-m pytest …`), which is run as it stands.
+    `command` is a script in this folder with its arguments, to which `--results`, `--device` and so on are
+    added, or a module (`-m pytest …`), which is run as is.
     """
 
     name: str
@@ -49,15 +50,15 @@ class Group:
 
 
 def main(title: str, groups: Sequence[Group], quick_groups: Sequence[Group]) -> int:
-    """The command line of a GPU script; exit code 1 where a group failed."""
+    """The command line of a GPU script; exit code 1 if a group failed."""
     parser = argparse.ArgumentParser(description=f"{title}; see bench/README.md")
-    parser.add_argument("--out", type=Path, default=Path(title), help="folder of the three result files")
+    parser.add_argument("--out", type=Path, default=Path(title), help="folder for the three result files")
     parser.add_argument(
-        "--cache", type=Path, default=CACHE, help="folder of corpora and compiled kernels, shared by the scripts"
+        "--cache", type=Path, default=CACHE, help="folder for corpora and compiled kernels, shared by the scripts"
     )
     parser.add_argument("--minutes", type=float, default=8.5, help="for all groups together")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where torch finds one")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes; always so on a CPU")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if available")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes; always on for a CPU")
     options = parser.parse_args()
     options.device = options.device or _device()
     options.quick |= options.device == "cpu"
@@ -68,28 +69,28 @@ def main(title: str, groups: Sequence[Group], quick_groups: Sequence[Group]) -> 
 
 
 def _device() -> str:
-    """Asked of another process, for whoever asks holds memory of the GPU from then on."""
+    """Checked in a child process, because the check initializes CUDA."""
     code = "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def run(title: str, groups: Sequence[Group], out: Path, cache: Path, seconds: float, shared: Sequence[str]) -> int:
-    """Runs the groups and writes the summary, also after a KeyboardInterrupt."""
+    """Runs the groups and writes the summary, even after a KeyboardInterrupt."""
     out.mkdir(parents=True, exist_ok=True)
     results, start = (out / "results.jsonl").resolve(), time.monotonic()
     results.write_text("")
-    outcomes = {group.name: _outcome_of(group, "not started", 0.0) for group in groups}
+    outcomes = {group.name: _outcome(group, "not started", 0.0) for group in groups}
     assert len(outcomes) == len(groups), "two groups have one name"
     with (out / "log.txt").open("w") as log:
         for group in groups:
             left = seconds - (time.monotonic() - start)
             if left < min(LEAST_SECONDS, group.seconds):
-                outcomes[group.name] = _outcome_of(group, "skipped: no time left", 0.0)
+                outcomes[group.name] = _outcome(group, "skipped: no time left", 0.0)
                 continue
             try:
                 outcomes[group.name] = _run_group(group, min(left, group.seconds), results, cache, shared, log)
             except KeyboardInterrupt:
-                outcomes[group.name] = _outcome_of(group, "interrupted", time.monotonic() - start)
+                outcomes[group.name] = _outcome(group, "interrupted", time.monotonic() - start)
                 break
             with results.open("a") as file:
                 file.write(json.dumps(outcomes[group.name]) + "\n")
@@ -99,7 +100,7 @@ def run(title: str, groups: Sequence[Group], out: Path, cache: Path, seconds: fl
     return int(any(outcome["outcome"] != "ok" for outcome in outcomes.values()))
 
 
-def _outcome_of(group: Group, outcome: str, seconds: float) -> dict[str, Any]:
+def _outcome(group: Group, outcome: str, seconds: float) -> dict[str, Any]:
     return {"group": group.name, "outcome": outcome, "seconds": round(seconds, 1)}
 
 
@@ -124,34 +125,34 @@ def _run_group(
         stdin=subprocess.DEVNULL,
         text=True,
         errors="replace",
-        start_new_session=True,  # so that a hung group goes with all that it started
+        start_new_session=True,  # so that a hung group can be killed with its children
     )
     reader = threading.Thread(target=_copy, args=(process.stdout, group.name, tail, log), daemon=True)
     reader.start()
     try:
         process.wait(seconds)
-        outcome = _told(process.returncode)
+        outcome = _exit_status(process.returncode)
     except subprocess.TimeoutExpired:
-        _kill(process, signal.SIGABRT)  # faulthandler tells where it hung
+        _kill(process, signal.SIGABRT)  # faulthandler prints where it hung
         outcome = f"killed after {seconds:.0f} s"
     finally:
         _kill(process, signal.SIGKILL)
         reader.join(5)  # a compiler's worker may hold the pipe open
-    found = _outcome_of(group, outcome, time.monotonic() - start)
+    result = _outcome(group, outcome, time.monotonic() - start)
     if outcome != "ok":
-        found["tail"] = _telling(list(tail))
-    elif group.command[0] == "-m":  # saves no results; pytest's last line says how many passed
-        found["last"] = next((line for line in reversed(tail) if line), "")
-    return found
+        result["tail"] = _failure_lines(list(tail))
+    elif group.command[0] == "-m":  # saves no results; pytest's last line has the counts
+        result["last"] = next((line for line in reversed(tail) if line), "")
+    return result
 
 
 def _environment(group: str, cache: Path) -> dict[str, str]:
-    """One folder for all that is compiled, a traceback when killed, and output at once."""
+    """Shared compile caches, a traceback on a kill, unbuffered output."""
     own = {
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "ELECTRA_FAST_BENCH_GROUP": group,
-        "OMP_WAIT_POLICY": "PASSIVE",  # as the package sets it, where it is imported before torch
+        "OMP_WAIT_POLICY": "PASSIVE",  # as the package does when imported before torch
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
     }
@@ -167,8 +168,8 @@ def _copy(pipe: TextIO, name: str, tail: deque[str], log: TextIO) -> None:
             print(f"[{name}] {line}", end="", flush=True)
 
 
-def _telling(lines: list[str]) -> list[str]:
-    """What says why a group failed: where it hung or crashed, or else its last lines."""
+def _failure_lines(lines: list[str]) -> list[str]:
+    """The lines that explain a failure: the last stack trace, or else the end of the output."""
     traces = [i for i, line in enumerate(lines) if "(most recent call first)" in line]
     if traces:
         return lines[traces[-1] + 1 :][:TAIL_LINES]
@@ -186,14 +187,14 @@ def _kill(process: subprocess.Popen[str], number: int) -> None:
         return
 
 
-def _told(code: int) -> str:
+def _exit_status(code: int) -> str:
     if code < 0:
         return f"died of {signal.Signals(-code).name}"
     return "ok" if code == 0 else f"exit code {code}"
 
 
 def _read(results: Path) -> list[dict[str, Any]]:
-    """All lines that are whole: a process may have died in the middle of one."""
+    """All complete lines; a process may have died while writing one."""
     found = []
     for line in results.read_text().splitlines():
         try:
@@ -204,7 +205,7 @@ def _read(results: Path) -> list[dict[str, Any]]:
 
 
 def summary(title: str, outcomes: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]], seconds: float) -> str:
-    """What came of each group, then its lines, wrong ones and headlines first; the longest are cut to make it fit."""
+    """Each group's outcome, then its lines, wrong ones and headlines first; the longest groups are truncated to fit."""
     cards = dict.fromkeys(record["card"] for record in records if "card" in record)
     num_ok = sum(outcome["outcome"] == "ok" for outcome in outcomes)
     head = [f"== {title} on {' and '.join(cards) or 'nothing that answered'}: ", ""]

@@ -1,12 +1,12 @@
-"""Do the inner loops take more instructions than they used to? A guard that a busy machine cannot fool.
+"""Counts the instructions of the inner loops and fails if they grew; unaffected by machine load.
 
     python bench/instructions.py [--update] [--tolerance 0.03]
 
 Runs `crates/electra-data/examples/hot_paths.rs` under `valgrind --tool=callgrind` with one and two
-amounts of work, so that what happens once cancels, and compares instructions per token with
-`instructions.json` beside this file. More than the tolerance above it: exit code 1. Another compiler
-changes the counts: compare with the same (the file names it), or `--update` on a tree known to be
-good. Valgrind has no AVX-512; the build must not ask for it (`-C target-cpu=native`).
+units of work, so that fixed costs cancel, and compares instructions per token with
+`instructions.json` in this folder. Exits with 1 if they exceed it by more than the tolerance. The counts
+depend on the compiler: use the one named in the file, or `--update` on a known good tree. Valgrind has
+no AVX-512, so do not build with it (`-C target-cpu=native`).
 """
 
 import argparse
@@ -21,17 +21,17 @@ from pathlib import Path
 
 TREE = Path(__file__).resolve().parent.parent
 COUNTS = Path(__file__).with_suffix(".json")
-# What to run, and with how much work first; the second run has twice as much.
+# Workloads and their amount in the first run; the second run has twice as much.
 WORK = {"tokenise": 16, "load": 4}
-# Single counts of tokenising differ by a tenth from run to run; the least of several does not.
+# Single counts of tokenization vary by a tenth between runs; the minimum of several does not.
 RUNS = 7
 
 
 def main() -> int:
-    """Count, compare, say."""
+    """Counts, compares, reports."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--update", action="store_true", help="write the counts instead of comparing")
-    parser.add_argument("--tolerance", type=float, default=0.03, help="share by which counts may grow")
+    parser.add_argument("--tolerance", type=float, default=0.03, help="fraction by which counts may grow")
     arguments = parser.parse_args()
     missing = [tool for tool in ("cargo", "rustc", "valgrind") if shutil.which(tool) is None]
     if missing:
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def build(example: str) -> str:
-    """Compile one of the crate's examples, with the features that its tests have, and return where it lies."""
+    """Compiles one of the crate's examples with the features of its tests; returns its path."""
     command = ["cargo", "build", "--release", "--locked", "--workspace", "--example", example]
     command += ["--message-format", "json"]
     lines = subprocess.run(command, cwd=TREE, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
@@ -60,7 +60,7 @@ def build(example: str) -> str:
 
 
 def per_token(program: str, what: str) -> float:
-    """Instructions that each further token takes."""
+    """Marginal instructions per token."""
     (once, tokens_once), (twice, tokens_twice) = (run(program, what, n * WORK[what]) for n in (1, 2))
     return round((twice - once) / (tokens_twice - tokens_once), 2)
 
@@ -73,20 +73,20 @@ def run(program: str, what: str, amount: int) -> tuple[int, int]:
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     collected = re.search(r"Collected : (\d+)", done.stderr)
     if collected is None:
-        raise ValueError(f"valgrind did not say how many instructions it saw: {done.stderr[-500:]}")
+        raise ValueError(f"valgrind did not report an instruction count: {done.stderr[-500:]}")
     return int(collected[1]), int(done.stdout)
 
 
-def compare(found: dict, known: dict, tolerance: float) -> int:
-    """Print both counts; 1 if one grew by more than the tolerance."""
-    if found["compiler"] != known["compiler"]:
-        print(f"note: counted with {found['compiler']}, known from {known['compiler']}")
+def compare(found: dict, baseline: dict, tolerance: float) -> int:
+    """Prints both counts; returns 1 if one grew by more than the tolerance."""
+    if found["compiler"] != baseline["compiler"]:
+        print(f"note: counted with {found['compiler']}, baseline from {baseline['compiler']}")
     worse = False
     for what in WORK:
-        change = found[what] / known[what] - 1
+        change = found[what] / baseline[what] - 1
         worse |= change > tolerance
-        verdict = "MORE" if change > tolerance else "less: --update?" if change < -tolerance else "ok"
-        print(f"{what}: {found[what]} instructions a token, known {known[what]} ({change:+.1%}) {verdict}")
+        status = "MORE" if change > tolerance else "less: --update?" if change < -tolerance else "ok"
+        print(f"{what}: {found[what]} instructions per token, baseline {baseline[what]} ({change:+.1%}) {status}")
     return int(worse)
 
 

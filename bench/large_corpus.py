@@ -1,12 +1,12 @@
-"""How long until the first batch of a corpus larger than memory, and how much memory it takes.
+"""Time and memory until the first batch of a larger-than-memory corpus.
 
     python bench/large_corpus.py [--tokens 21e9] [--folder FOLDER]
 
-Writes a sparse corpus of zeros through the crate's own formats (169 M rows of 128; 42 GB in name,
-about 0.1 GB on disk), which needs `cargo`, and removes it. Each figure comes from a new process:
-seconds from the folder's name to the first tensors, the same with the files' pages dropped from the
-page cache, to count the rows, and to continue from a state in the middle; and what anonymous memory
-grew by meanwhile, which leaves out the page cache.
+Writes a sparse corpus of zeros in the crate's own formats (169 M rows of 128; 42 GB apparent size,
+about 0.1 GB on disk), which needs `cargo`, and removes it afterwards. Each measurement runs in a new
+process: the time from opening the folder to the first tensors with a warm page cache, the same with a
+cold one, the time to count the rows, and the time to resume from a state in the middle; and the growth
+of anonymous memory, which excludes the page cache.
 """
 
 import argparse
@@ -26,7 +26,7 @@ MEAN_DOCUMENT = 3200
 
 
 def main() -> None:
-    """Write the corpus, measure, remove it."""
+    """Writes the corpus, measures, removes it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=float, default=21e9)
     parser.add_argument("--folder", help="where to write; needs 0.2 GB and a file system with sparse files")
@@ -46,15 +46,15 @@ def main() -> None:
 
 
 def write(corpus: Path, num_tokens: int) -> None:
-    """Write the sparse corpus and say what it takes."""
+    """Writes the sparse corpus and prints its size."""
     subprocess.run([build("large_corpus"), str(corpus), str(num_tokens), str(MEAN_DOCUMENT)], check=True)
     files = [path.stat() for path in corpus.iterdir()]
-    named, used = sum(file.st_size for file in files), sum(512 * file.st_blocks for file in files)
-    print(f"{len(files)} files, {named / 1e9:.1f} GB in name, {used / 1e9:.2f} GB on disk", flush=True)
+    apparent, used = sum(file.st_size for file in files), sum(512 * file.st_blocks for file in files)
+    print(f"{len(files)} files, {apparent / 1e9:.1f} GB apparent size, {used / 1e9:.2f} GB on disk", flush=True)
 
 
 def report(what: str, corpus: Path, runs: int) -> None:
-    """Print the median of several processes."""
+    """Prints the median of several processes."""
     results = []
     for _ in range(runs):
         command = [sys.executable, __file__, "--child", what, str(corpus)]
@@ -63,14 +63,14 @@ def report(what: str, corpus: Path, runs: int) -> None:
     megabytes = [result["anonymous_megabytes"] for result in results]
     print(
         f"{what}: {statistics.median(clock):.3f} s ({min(clock):.3f} to {max(clock):.3f}),"
-        f" {statistics.median(processor):.3f} s of processor time,"
+        f" {statistics.median(processor):.3f} s of CPU time,"
         f" {max(megabytes):.0f} MB above the page cache, rows {results[0]['rows']:,}",
         flush=True,
     )
 
 
 def measure(what: str, corpus: str) -> dict[str, float]:
-    """One measurement, in a process of its own."""
+    """One measurement, in its own process."""
     import torch
 
     from electra_fast.data.loader import BatchLoader, to_torch
@@ -89,14 +89,14 @@ def measure(what: str, corpus: str) -> dict[str, float]:
         rows = len(to_torch(next(loader))["input_ids"])
     seconds, processor = time.perf_counter() - start, time.process_time() - processor
     if what != "num_rows":
-        for _ in range(400):  # past the first group, so that plans, buffers and bitmaps are all there
+        for _ in range(400):  # past the first shuffle window, so that all plans, buffers and bitmaps are allocated
             to_torch(next(loader))
     growth = anonymous_megabytes() - memory
     return {"seconds": seconds, "processor_seconds": processor, "anonymous_megabytes": growth, "rows": rows}
 
 
 def warm_up() -> None:
-    """Load what torch and pyarrow load on first use: it is no part of the corpus's cost."""
+    """Triggers lazy loading in torch and pyarrow, which is not part of the corpus's cost."""
     import pyarrow as pa
     import torch
 
@@ -105,7 +105,7 @@ def warm_up() -> None:
 
 
 def drop_pages(corpus: Path) -> None:
-    """Ask the kernel to forget the files' pages; holes never were on disk, tables and headers are."""
+    """Drops the files' pages from the page cache; holes are not on disk, but tables and headers are."""
     for path in corpus.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -113,7 +113,7 @@ def drop_pages(corpus: Path) -> None:
 
 
 def anonymous_megabytes() -> float:
-    """Resident memory of this process that is no file's."""
+    """Resident memory of this process that is not backed by files."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) / 1e3

@@ -1,11 +1,11 @@
-"""How many tokens a second reach torch tensors: shuffled, packed, masked, from a prepared corpus.
+"""Loader throughput: shuffled, packed and masked torch tensors from a prepared corpus, in tokens per second.
 
     python bench/loader_throughput.py [CORPUS] [--cores 1 2] [--lengths 128 512]
 
-Prints one line a setting: the median of several runs with their spread, in million tokens a second
-(padding counted: see the fill), by the clock and by the processor time that all threads took, which
-is the same on an idle machine with one core and fairer on a busy one. The process pins itself to the
-given number of cores; the page cache is warm. Without CORPUS it makes one of random words.
+Prints one line per setting: the median and range of several runs, in million tokens per second
+(including padding; see the fill) of wall-clock time and of CPU time over all threads, which is the
+same on an idle machine with one core and fairer on a busy one. The process pins itself to the given
+number of cores; the page cache is warm. Without CORPUS it makes one of random words.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from electra_fast.data.loader import BatchLoader, to_torch
 
 
 def main() -> None:
-    """Measure each row length on each number of cores."""
+    """Measures each row length on each number of cores."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("corpus", nargs="?", help="a folder made by `electra-fast prepare`")
+    parser.add_argument("corpus", nargs="?", help="a folder written by `electra-fast prepare`")
     parser.add_argument("--cores", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--masking", default="google")
@@ -45,13 +45,13 @@ def main() -> None:
 
 
 def report(arguments: argparse.Namespace, cores: int, length: int) -> None:
-    """Print the figures of one setting."""
+    """Prints the results of one setting."""
     runs = [rates(arguments, cores, length) for _ in range(arguments.runs)]
     clock, processor = zip(*runs, strict=True)
     print(
         f"L={length} cores={cores}: {statistics.median(clock):.0f} Mtok/s"
         f" ({min(clock):.0f} to {max(clock):.0f}),"
-        f" {statistics.median(processor):.0f} Mtok per processor second"
+        f" {statistics.median(processor):.0f} Mtok per CPU second"
         f" ({min(processor):.0f} to {max(processor):.0f}),"
         f" fill {fill(arguments, length):.2%},"
         f" first batch after {first_batch(arguments, length) * 1e3:.0f} ms",
@@ -60,7 +60,7 @@ def report(arguments: argparse.Namespace, cores: int, length: int) -> None:
 
 
 def rates(arguments: argparse.Namespace, cores: int, length: int) -> tuple[float, float]:
-    """Million tokens a second, by clock and processor, over one run after 20 batches of warm-up."""
+    """Million tokens per wall-clock and CPU second, over one run after 20 batches of warm-up."""
     loader = open_loader(arguments, cores, length)
     for _ in range(20):
         to_torch(next(loader))
@@ -72,21 +72,21 @@ def rates(arguments: argparse.Namespace, cores: int, length: int) -> tuple[float
 
 
 def fill(arguments: argparse.Namespace, length: int) -> float:
-    """Share of positions that are not padding, over the first hundred batches."""
+    """Fraction of positions that are not padding, over the first hundred batches."""
     loader = open_loader(arguments, 1, length)
     filled = [(to_torch(next(loader))["segment_ids"] > 0).float().mean().item() for _ in range(100)]
     return statistics.mean(filled)
 
 
 def first_batch(arguments: argparse.Namespace, length: int) -> float:
-    """Seconds from the folder's name to the first tensors."""
+    """Seconds from opening the folder to the first tensors."""
     start = time.perf_counter()
     to_torch(next(open_loader(arguments, 1, length)))
     return time.perf_counter() - start
 
 
 def open_loader(arguments: argparse.Namespace, threads: int, length: int) -> BatchLoader:
-    """Return a shuffled, endless loader."""
+    """A shuffled, endless loader."""
     return BatchLoader(
         arguments.corpus,
         sequence_length=length,
@@ -98,7 +98,7 @@ def open_loader(arguments: argparse.Namespace, threads: int, length: int) -> Bat
 
 
 def random_corpus(folder: Path, num_tokens: int) -> str:
-    """Prepare documents of random words, as long as those of an encyclopaedia (log-normal)."""
+    """Prepares documents of random words, with log-normal lengths like an encyclopedia's."""
     rng, left = random.Random(0), num_tokens
     words = [f"w{number}" for number in range(30_000)]
     vocab, text = folder / "vocab.txt", folder / "text.txt"

@@ -1,11 +1,11 @@
-"""What `prepare` takes from files to a finished corpus, beside tokenising the same text alone.
+"""Time of `prepare` from files to a finished corpus, compared with tokenization alone.
 
     python bench/prepare_throughput.py [--text FILE] [--vocab VOCAB.TXT] [--runs 5] [--cores 1 2]
 
-The text (documents divided by blank lines; made up without --text) is written in each form that
-`prepare` reads. Everything is the median of several runs, pinned, page cache warm: seconds of
-processor time and by the clock, and how many times the tokenizer's own seconds that is. The
-tokenizer has the whole text in memory and has seen other text, as in the middle of a long run.
+The text (documents separated by blank lines; synthetic without --text) is written in each format that
+`prepare` reads. Results are the median of several runs, pinned to the cores, with a warm page cache:
+wall-clock and CPU seconds, and their ratio to those of tokenization alone. The tokenizer has the whole
+text in memory and a cache warmed on other text, as in the middle of a long run.
 """
 
 import argparse
@@ -20,16 +20,16 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tokenize_throughput import made_up_text, trained_vocab
+from tokenize_throughput import synthetic_text, trained_vocab
 
 import electra_fast
 from electra_fast.data.corpus import Tokenizer
 
 
 def main() -> None:
-    """Write the text in each form, measure, print."""
+    """Writes the text in each format, measures, prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--text", type=Path, help="a file of UTF-8 text, documents divided by blank lines")
+    parser.add_argument("--text", type=Path, help="a file of UTF-8 text, documents separated by blank lines")
     parser.add_argument("--vocab", type=Path, help="an uncased vocab.txt (default: one trained on other text)")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--cores", type=int, nargs="+", default=[1, 2])
@@ -38,31 +38,31 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         vocab = arguments.vocab or trained_vocab(folder / "vocab.txt", lowercase=True)
-        text = arguments.text.read_text(encoding="utf-8") if arguments.text else made_up(40_000_000)
+        text = arguments.text.read_text(encoding="utf-8") if arguments.text else synthetic(40_000_000)
         documents = [document for document in text.split("\n\n") if document.strip()]
         size = sum(len(document.encode()) for document in documents)
-        forms = list(written(documents, folder))
+        files = list(written(documents, folder))
         for cores in arguments.cores:
             os.sched_setaffinity(0, available[:cores])
             print(f"\n{len(documents)} documents, {size / 1e6:.0f} MB, {cores} core(s)\n")
-            print("| work | clock | processor | MB/s | clock / tokenising | processor / tokenising |")
+            print("| work | wall clock | CPU | MB/s | wall clock / tokenization | CPU / tokenization |")
             print("| --- | --- | --- | --- | --- | --- |", flush=True)
             alone = report(
-                "tokenising alone", lambda cores=cores: tokenise(vocab, documents, cores), arguments.runs, size
+                "tokenization alone", lambda cores=cores: tokenize(vocab, documents, cores), arguments.runs, size
             )
-            for path in forms:
+            for path in files:
                 report(path.name, lambda path=path: prepare(path, vocab, folder), arguments.runs, size, alone)
 
 
-def made_up(size: int) -> str:
-    """Documents of made-up words."""
+def synthetic(size: int) -> str:
+    """Documents of synthetic words."""
     import random
 
-    return "\n\n".join(made_up_text(random.Random(seed), 4_000) for seed in range(size // 4_000))
+    return "\n\n".join(synthetic_text(random.Random(seed), 4_000) for seed in range(size // 4_000))
 
 
 def written(documents: list[str], folder: Path) -> Iterator[Path]:
-    """The documents as four kinds of file."""
+    """The documents in four file formats."""
     text, lines, table = folder / "text.txt", folder / "text.jsonl", folder / "text.parquet"
     text.write_text("\n\n".join(documents) + "\n", encoding="utf-8")
     lines.write_text("".join(json.dumps({"text": document}, ensure_ascii=False) + "\n" for document in documents))
@@ -71,8 +71,8 @@ def written(documents: list[str], folder: Path) -> Iterator[Path]:
     yield from (text, lines, folder / "text.jsonl.zst", table)
 
 
-def tokenise(vocab: Path, documents: list[str], cores: int) -> tuple[float, float]:
-    """Seconds by clock and processor of a child, whose pool of threads fits the cores."""
+def tokenize(vocab: Path, documents: list[str], cores: int) -> tuple[float, float]:
+    """Wall-clock and CPU seconds of a child process with one thread per core."""
     reader, writer = os.pipe()
     if os.fork() == 0:
         os.environ["RAYON_NUM_THREADS"] = str(cores)
@@ -89,7 +89,7 @@ def tokenise(vocab: Path, documents: list[str], cores: int) -> tuple[float, floa
 
 
 def prepare(path: Path, vocab: Path, folder: Path) -> tuple[float, float]:
-    """Seconds by clock and processor."""
+    """Wall-clock and CPU seconds."""
     out = folder / "shards"
     found = timed(lambda: electra_fast.prepare([path], vocab=vocab, lowercase=True, out=out, progress=False))
     subprocess.run(["rm", "-r", str(out)], check=True)
@@ -97,7 +97,7 @@ def prepare(path: Path, vocab: Path, folder: Path) -> tuple[float, float]:
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Seconds by clock and processor."""
+    """Wall-clock and CPU seconds."""
     start, processor = time.perf_counter(), time.process_time()
     result = work()
     seconds = time.perf_counter() - start, time.process_time() - processor
@@ -112,13 +112,15 @@ def report(
     size: int,
     alone: tuple[float, float] | None = None,
 ) -> tuple[float, float]:
-    """Print a line; return the medians."""
+    """Prints a line; returns the medians."""
     clock, processor = (sorted(values) for values in zip(*(work() for _ in range(runs)), strict=True))
-    found = statistics.median(clock), statistics.median(processor)
-    ratios = [f"{mine / theirs:.2f}" for mine, theirs in zip(found, alone or found, strict=True)]
-    spread = f"{found[0]:.3f} s ({clock[0]:.3f} to {clock[-1]:.3f})"
-    print(f"| {name} | {spread} | {found[1]:.3f} s | {size / found[0] / 1e6:.0f} | {' | '.join(ratios)} |", flush=True)
-    return found
+    medians = statistics.median(clock), statistics.median(processor)
+    ratios = [f"{seconds / base:.2f}" for seconds, base in zip(medians, alone or medians, strict=True)]
+    spread = f"{medians[0]:.3f} s ({clock[0]:.3f} to {clock[-1]:.3f})"
+    print(
+        f"| {name} | {spread} | {medians[1]:.3f} s | {size / medians[0] / 1e6:.0f} | {' | '.join(ratios)} |", flush=True
+    )
+    return medians
 
 
 if __name__ == "__main__":

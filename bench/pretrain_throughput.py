@@ -1,25 +1,25 @@
-"""How fast is a pre-training step, beside `transformers`' two Electra models on the same batches.
+"""Throughput of a pre-training step, compared with Electra in `transformers` on the same batches.
 
     python bench/pretrain_throughput.py [--shapes small:128 base:128] [--only WORD ...] [--section.key value ...]
                                         [--results FILE] [--device cpu] [--quick]
 
 Prints a line per contender and a table per shape: tokens per second (padding excluded), MFU (true FLOPs
 over the device's dense bf16 peak), peak memory, and a step's time (median, 5th to 95th percentile).
-Downloads nothing. Without a GPU it rehearses (`--device cpu --quick`) on shapes whose speeds mean nothing.
+Downloads nothing. Without a GPU (`--device cpu --quick`) it is a dry run whose speeds are meaningless.
 `--section.key value` changes our configuration, such as `--model.attention flex`.
 
-What is fair: everybody trains the same step (generator, sampling, discriminator, AdamW, clipping; bf16;
-no dropout; embeddings shared) on the same stream of batches out of our loader, whose time counts for
-everybody. One contender lies on the device at a time; ours comes first and last, which shows how far
-the machine drifts. Rows are packed with several documents, so that peers waste nothing on padding,
-and their models get:
+For a fair comparison, all contenders train the same step (generator, sampling, discriminator, AdamW,
+clipping; bf16; no dropout; tied embeddings) on the same stream of batches from our loader, whose time
+counts for all. One contender is on the device at a time; ours runs first and last, which shows how much
+the machine drifts. Rows are packed with several documents, so peers waste nothing on padding; their
+models get either
 * "block mask": a [B, 1, L, L] mask, so that they compute what we compute;
-* "no mask": whole rows, as `run_mlm.py` cuts text. It attends across documents, which is another
+* "no mask": whole rows, as `run_mlm.py` cuts text. This attends across documents, a different
   and easier task, but is how these models run fastest.
-Peers also get the vocabulary head at masked positions only (their own forward pass computes all),
-a sampler without a host sync and the fused AdamW: what somebody who cares would write around them.
-Losses tell that all learn; they fall at other rates, for ours warms its learning rate up.
-Not counted: `torch.compile`'s first steps and graph capture, which warm-up takes, and is told.
+Peers also get the vocabulary head at masked positions only (their own forward pass computes all
+positions), a sampler without a host sync and the fused AdamW, as a careful user would write them.
+The losses show that all contenders learn; they fall at different rates because ours warms up its learning
+rate. Compilation and graph capture happen during warm-up and are reported, but not counted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from electra_fast.training.flops import device_peak, flops_per_token
 # Preset:rows per step. small@128 at 16k and 131k tokens, base@512 at 65k, large@512 at 32k.
 SHAPES = ["small:128", "small:1024", "base:128", "large:64"]
 QUICK_SHAPES = ["tiny:8"]
-WARM_UP = 6  # ours captures after three, and torch's compiler after two
+WARM_UP = 6  # ours captures after three steps, torch.compile after two
 SECONDS, LEAST_STEPS, MOST_STEPS = 6.0, 10, 200
 
 Batch = dict[str, Tensor]
@@ -56,7 +56,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Runner:
-    """Somebody's training step: how to take one on a batch of the loader, its mean loss so far, where it runs."""
+    """A contender's training step on a batch of the loader, its mean loss so far, and its stream."""
 
     step: Callable[[Any], None]
     loss: Callable[[], float]
@@ -68,7 +68,7 @@ Build = Callable[[ef.Config, torch.device], Runner]
 
 
 def ours(config: ef.Config, device: torch.device, execution: str) -> Runner:
-    """Steps as `pretrain` takes them; without a GPU all are rehearsed eagerly."""
+    """Our step as in `pretrain`; always eager without a GPU."""
     execution = execution if device.type == "cuda" else "eager"
     train_step, numbers = new_step(config, device, execution), count()
 
@@ -83,7 +83,7 @@ def ours(config: ef.Config, device: torch.device, execution: str) -> Runner:
 
 
 def peer(config: ef.Config, device: torch.device, *, masked: bool, compiled: bool, mode: str = "default") -> Runner:
-    """The same step around `transformers`' ElectraForMaskedLM and ElectraForPreTraining."""
+    """The same step with ElectraForMaskedLM and ElectraForPreTraining of `transformers`."""
     generator, discriminator = (model.to(device) for model in peer_models(config))
     parameters = list(dict.fromkeys([*generator.parameters(), *discriminator.parameters()]))
     assert sum(p.numel() for p in parameters) == sum(p.numel() for p in ef.Electra(config).parameters())
@@ -98,14 +98,14 @@ def peer(config: ef.Config, device: torch.device, *, masked: bool, compiled: boo
     )
     loss_of = partial(peer_loss, generator, discriminator, config, masked=masked)
     if compiled:
-        # On the CPU only the tracing is rehearsed: C++ takes minutes to compile.
+        # On the CPU only tracing is exercised: compiling C++ takes minutes.
         loss_of = (
             torch.compile(loss_of, mode=mode) if device.type == "cuda" else torch.compile(loss_of, backend="eager")
         )
     total, num_steps = torch.zeros((), device=device), count()
 
     def step(rows: Any) -> None:
-        # Without `cu_seqlens`, whose shape changes and which they do not read.
+        # Without `cu_seqlens`, which has a dynamic shape and is not used.
         batch = {name: x for name, x in ef.to_torch(rows, device=device).items() if name != "cu_seqlens"}
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(batch)
@@ -119,10 +119,10 @@ def peer(config: ef.Config, device: torch.device, *, masked: bool, compiled: boo
 
 
 def peer_models(config: ef.Config) -> tuple[nn.Module, nn.Module]:
-    """Generator and discriminator of a configuration, their embeddings shared."""
+    """Generator and discriminator of a configuration, with tied embeddings."""
     from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 
-    def shaped(shape: Any) -> ElectraConfig:
+    def hf_config(shape: Any) -> ElectraConfig:
         return ElectraConfig(
             vocab_size=shape.vocab_size,
             embedding_size=shape.embedding_size,
@@ -136,14 +136,14 @@ def peer_models(config: ef.Config) -> tuple[nn.Module, nn.Module]:
             attn_implementation="sdpa",
         )
 
-    generator = ElectraForMaskedLM(shaped(config.generator_shape()))
-    discriminator = ElectraForPreTraining(shaped(config.model))
+    generator = ElectraForMaskedLM(hf_config(config.generator_shape()))
+    discriminator = ElectraForPreTraining(hf_config(config.model))
     discriminator.electra.embeddings = generator.electra.embeddings
     return generator.train(), discriminator.train()
 
 
 def peer_loss(generator: Any, discriminator: Any, config: ef.Config, batch: Batch, masked: bool) -> Tensor:
-    """ELECTRA's loss from the models' public parts."""
+    """ELECTRA's loss, from the models' public modules."""
     ids, positions = batch["input_ids"].long(), batch["masked_positions"].long()
     original, weight = batch["masked_ids"].long(), batch["masked_weights"]
     segments = batch["segment_ids"]
@@ -159,19 +159,19 @@ def peer_loss(generator: Any, discriminator: Any, config: ef.Config, batch: Batc
         nll = F.cross_entropy(logits.flatten(0, 1), original.flatten(), reduction="none")
         generator_loss = (nll * weight.flatten()).sum() / weight.sum().clamp(min=1)
         with torch.no_grad():
-            odds = logits.softmax(-1)
-            sample = (odds / torch.empty_like(odds).exponential_()).argmax(-1)
-            seen = ids.gather(1, positions)  # unused slots put back what they find
-            corrupted = ids.scatter(1, positions, torch.where(weight > 0, sample, seen))
-            replaced = corrupted != ids.scatter(1, positions, torch.where(weight > 0, original, seen))
+            probs = logits.softmax(-1)
+            sample = (probs / torch.empty_like(probs).exponential_()).argmax(-1)
+            current = ids.gather(1, positions)  # unused slots write back what they read
+            corrupted = ids.scatter(1, positions, torch.where(weight > 0, sample, current))
+            replaced = corrupted != ids.scatter(1, positions, torch.where(weight > 0, original, current))
             valid = (segments > 0).float()
         scores = discriminator(corrupted, **inputs).logits.float()
-    each = F.binary_cross_entropy_with_logits(scores, replaced.float(), reduction="none")
-    discriminator_loss = (each * valid).sum() / valid.sum().clamp(min=1)
+    token_losses = F.binary_cross_entropy_with_logits(scores, replaced.float(), reduction="none")
+    discriminator_loss = (token_losses * valid).sum() / valid.sum().clamp(min=1)
     return config.objective.gen_weight * generator_loss + config.objective.disc_weight * discriminator_loss
 
 
-# Who takes part, by name.
+# Contenders by name.
 OURS = "electra-fast, graph"
 CONTENDERS: dict[str, Build] = {
     OURS: partial(ours, execution="graph"),
@@ -187,14 +187,14 @@ CONTENDERS: dict[str, Build] = {
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of single steps, and the tokens of all."""
+    """Seconds of each step, and the tokens of all steps."""
 
     seconds: list[float]
     num_tokens: int
 
 
 def run(runner: Runner, batches: Iterator[Any], num_steps: int, device: torch.device) -> Times:
-    """Takes steps without waiting between them, and times each: event to event on a GPU."""
+    """Runs steps without synchronizing between them and times each; on a GPU, with CUDA events."""
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.synchronize()
@@ -221,7 +221,7 @@ def run(runner: Runner, batches: Iterator[Any], num_steps: int, device: torch.de
 
 
 def measure(build: Build, config: ef.Config, corpus: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Builds, warms up and times one contender; nothing of it stays on the device."""
+    """Builds, warms up and times one contender, which is freed afterwards."""
     device, batches = options.device, loader(corpus, config)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -250,7 +250,7 @@ def measure(build: Build, config: ef.Config, corpus: Path, options: argparse.Nam
 
 
 def columns(found: Mapping[str, Any]) -> list[str]:
-    """What is printed of a contender."""
+    """The printed columns of a contender."""
     captures = found.get("capture_seconds")
     return [
         f"{found['tokens_per_second']:,.0f}",
@@ -266,13 +266,13 @@ HEADER = ["step", "tokens/s", "MFU", "peak GiB", "step ms (p5 to p95)", "mean lo
 
 
 def chosen(words: list[str]) -> list[str]:
-    """The contenders whose name has one of the words, ours once more at the end where it is compared."""
+    """The contenders with one of the words in their names; ours again at the end if there are peers."""
     names = [name for name in CONTENDERS if any(word in name for word in words)]
     return [*names, OURS] if OURS in names and len(names) > 1 else names
 
 
 def main() -> int:
-    """Measures shape after shape, contender after contender."""
+    """Measures every contender on every shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--shapes", nargs="+", help="preset:rows per step")
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name has one of these words")
@@ -288,7 +288,7 @@ def main() -> int:
         for name in chosen(options.only):
             try:
                 found = measure(CONTENDERS[name], config, corpus, options)
-            except Exception as error:  # not installed, out of memory, not compilable: the others go on
+            except Exception as error:  # not installed, out of memory, not compilable: continue with the others
                 results.add(f"{title}, {name}: {reason(error)}", ok=not name.startswith("electra-fast"))
                 lines.append(f"| {name} | {reason(error)} |" + " |" * (len(HEADER) - 2))
             else:

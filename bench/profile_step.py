@@ -1,13 +1,13 @@
-"""Where the time of a training step goes, kernel by kernel, from `torch.profiler`.
+"""The time of a training step by kernel, from `torch.profiler`.
 
     python bench/profile_step.py [--shape small:1024] [--of graph|eager] [--top 40] [--device cpu]
 
 `--of graph` (default) profiles three replays of the captured step: milliseconds and launches per step, the
-sum over kernels beside the step's own time (what is between them is gaps), and sums by kind.
-`--of eager` runs one step operator by operator and counts the bytes of each operator's tensors, so that
-each kernel gets GB/s: arguments read once, results written once, what is changed in place both.
-A lookup counts its whole table, so its figure is too high. One profile per process: after a second start
-CUPTI has been seen to record nothing. Without a GPU the operators' own time on the CPU is rehearsed.
+total over kernels (the rest of the step time is gaps), and totals by kind.
+`--of eager` runs one step operator by operator and counts the bytes of each operator's tensors to get
+GB/s per kernel: arguments are read once, results written once, tensors modified in place both.
+A lookup counts its whole table, so its GB/s are too high. Only one profile per process: CUPTI may record
+nothing when started a second time. Without a GPU, reports the operators' CPU times as a dry run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from electra_fast.training.step import WARM_UP, TrainStep
 
 REPLAYS = 3
 MARK = "bench traffic "
-# Kinds of kernels by words of their names; the first that fits counts.
+# Kinds of kernels by words in their names; the first match counts.
 KINDS = (
     ("attention", ("flash", "fmha", "attention")),
     ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "splitk", "xmma", "::mm", "addmm", "bmm")),
@@ -45,7 +45,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: the kernel's name, microseconds, and the bytes that its operator had to move (0: not known)."""
+    """One launch: kernel name, microseconds, and bytes moved by its operator (0: unknown)."""
 
     name: str
     microseconds: float
@@ -60,7 +60,7 @@ class Traffic(TorchDispatchMode):
         self.num_bytes: list[int] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operator under a mark that has its number."""
+        """Runs the operator inside a range that carries its number."""
         number = len(self.num_bytes)
         self.num_bytes.append(0)
         with record_function(f"{MARK}{number}"):
@@ -68,8 +68,8 @@ class Traffic(TorchDispatchMode):
         given = _tensors((args, kwargs))
         arguments = zip(function._schema.arguments, args, strict=False)
         changed = _tensors([value for argument, value in arguments if argument.is_write])
-        places = {x.untyped_storage().data_ptr() for x in given}
-        made = [x for x in _tensors(out) if x.untyped_storage().data_ptr() not in places]
+        given_storages = {x.untyped_storage().data_ptr() for x in given}
+        made = [x for x in _tensors(out) if x.untyped_storage().data_ptr() not in given_storages]
         self.num_bytes[number] = sum(map(_size, [*given, *changed, *made]))
         return out
 
@@ -79,7 +79,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _size(x: Tensor) -> int:
-    """Bytes that lie behind a tensor; what is expanded counts once."""
+    """Bytes of a tensor in memory; expanded dimensions count once."""
     count = x.element_size()
     for length, stride in zip(x.shape, x.stride(), strict=True):
         count *= length if stride else 1
@@ -87,7 +87,7 @@ def _size(x: Tensor) -> int:
 
 
 def open_step(config: ef.Config, corpus: Path, device: torch.device, execution: str) -> tuple[TrainStep, Iterator[Any]]:
-    """A step that has warmed up and been captured, if it is to be."""
+    """A step after warm-up and, for `graph`, capture."""
     step, batches = new_step(config, device, execution), loader(corpus, config)
     for number in range(WARM_UP + 3):
         step(next(batches), number)
@@ -96,7 +96,7 @@ def open_step(config: ef.Config, corpus: Path, device: torch.device, execution: 
 
 
 def kernels_of_replays(step: TrainStep, batches: Iterator[Any], device: torch.device) -> list[Kernel]:
-    """All launches of some steps."""
+    """All launches of a few steps."""
     with profile(activities=_activities(device), acc_events=True) as profiler:
         for number in range(REPLAYS):
             step(next(batches), WARM_UP + 3 + number)
@@ -109,7 +109,7 @@ def kernels_of_replays(step: TrainStep, batches: Iterator[Any], device: torch.de
 
 
 def kernels_with_traffic(step: TrainStep, batches: Iterator[Any], device: torch.device) -> list[Kernel]:
-    """All launches of one step; of those that an operator makes, its longest gets the operator's bytes."""
+    """All launches of one step; an operator's bytes are assigned to its longest kernel."""
     traffic = Traffic()
     with profile(activities=_activities(device), acc_events=True) as profiler, traffic:
         step(next(batches), WARM_UP + 3)
@@ -137,7 +137,7 @@ def _activities(device: torch.device) -> list[ProfilerActivity]:
 
 
 def _mark(event: Any) -> int | None:
-    """The number of the innermost mark around a profiled event."""
+    """The number of the innermost range around a profiled event."""
     while event is not None:
         if event.name.startswith(MARK):
             return int(event.name.removeprefix(MARK))
@@ -146,7 +146,7 @@ def _mark(event: Any) -> int | None:
 
 
 def table(kernels: Iterable[Kernel], steps: int, top: int) -> Iterator[str]:
-    """The kernels that take most time: milliseconds, launches and GB/s per step."""
+    """The slowest kernels: milliseconds and launches per step, and GB/s."""
     micros, count, num_bytes, counted = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     for kernel in kernels:
         micros[kernel.name] += kernel.microseconds
@@ -166,13 +166,13 @@ def short(name: str) -> str:
 
 
 def kind(name: str) -> str:
-    """What a kernel is for, by its name; Triton's carry the names of the functions in `kernels/`."""
+    """The kind of a kernel, by its name; Triton kernels are named after the functions in `kernels/`."""
     lower = name.lower()
     return next((title for title, words in KINDS if any(word in lower for word in words)), "our kernels and others")
 
 
 def main() -> int:
-    """One shape: what the step is made of, then its kernels."""
+    """Prints a step's totals by kind, then its kernels."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--shape", help="preset:rows per step")
     parser.add_argument("--of", choices=["graph", "eager"], default="graph")

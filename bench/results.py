@@ -1,4 +1,4 @@
-"""How the GPU scripts report: a line for people at once, and a JSON object per line that names the card."""
+"""Results of the GPU scripts: a printed line each, and a line of JSON that includes the card."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import electra_fast as ef
 
 
 def parse_arguments(parser: argparse.ArgumentParser, with_overrides: bool = False) -> argparse.Namespace:
-    """Adds what all these scripts take, and reads the command line; without a GPU everything is a rehearsal.
+    """Adds the options that these scripts share and parses the command line; without a GPU it is a dry run.
 
     `with_overrides` takes `--section.key value` of the configuration too, as the dictionary `overrides`.
     """
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--results", type=Path, help="append a JSON object per result to this file")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="corpora that scripts share")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, few steps; always so on a CPU")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder for corpora shared by the scripts")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, few steps; always on for a CPU")
     options, rest = parser.parse_known_args()
     if rest and not with_overrides:
         parser.error(f"unknown arguments: {' '.join(rest)}")
@@ -37,28 +37,28 @@ def parse_arguments(parser: argparse.ArgumentParser, with_overrides: bool = Fals
 
 
 class Results:
-    """Prints and saves each result as it is known, so that what fails later costs nothing of it.
+    """Prints and saves each result immediately, so that a later failure cannot lose it.
 
-    Every saved object has `card`, versions, `group` (of `groups.py`), the printed `line`, and `ok`.
+    Every saved object has `card`, versions, `group` (from `groups.py`), the printed `line`, and `ok`.
     """
 
     def __init__(self, path: Path | None, device: torch.device) -> None:
         self.path, self.num_wrong = path, 0
         is_cuda = device.type == "cuda"
         self.facts = {
-            "card": torch.cuda.get_device_name(device) if is_cuda else "cpu: a rehearsal, speeds mean nothing",
+            "card": torch.cuda.get_device_name(device) if is_cuda else "cpu: dry run, speeds are meaningless",
             "torch": torch.__version__,
             "electra_fast": ef.__version__,
             "group": os.environ.get("ELECTRA_FAST_BENCH_GROUP"),
         }
 
-    def add(self, line: str, *, ok: bool = True, **figures: Any) -> None:
-        """One result; `ok = False`: something is wrong, or failed; `headline = True`: comes first in a summary."""
+    def add(self, line: str, *, ok: bool = True, **metrics: Any) -> None:
+        """Adds a result; `ok = False`: wrong or failed; `headline = True`: listed first in the summary."""
         self.num_wrong += not ok
         line = line if ok else f"WRONG {line}"
         print(line, flush=True)
         if self.path is not None:
-            record = {**self.facts, "time": round(time.time(), 1), "ok": ok, "line": line, **figures}
+            record = {**self.facts, "time": round(time.time(), 1), "ok": ok, "line": line, **metrics}
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
@@ -68,12 +68,12 @@ class Results:
 
 
 def listed(found: Mapping[str, Any]) -> str:
-    """Figures of a check by name; `ok` is said by the line's beginning."""
+    """The metrics of a check by name, without `ok`, which the start of the line shows."""
     pairs = ((name, f"{x:.3g}" if isinstance(x, float) else x) for name, x in found.items() if name != "ok")
     return ", ".join(f"{name} {text}" for name, text in pairs)
 
 
 def reason(error: BaseException) -> str:
-    """An exception in a line."""
+    """An exception on one line."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"[:300]

@@ -1,14 +1,14 @@
-"""How fast text becomes ids on one core, beside other tokenizers in the same run.
+"""Tokenizer throughput on one core, compared with other tokenizers in the same run.
 
     python bench/tokenize_throughput.py [TEXT] [--vocab VOCAB.TXT] [--runs 5] [--megabytes 4] [--json OUT.JSON]
 
-Ids are compared with Hugging Face `tokenizers` first, by tokenizers that are not timed. Then each run
-takes text that no timed tokenizer has seen, and all of them take turns at it, ours the last in one run
-and the first in the next. *cold*: a tokenizer just opened, as all of the others are; *fresh*: one that
-has seen other text; *warm*: the same text again. Ours ends in numpy arrays, Hugging Face's in `Encoding`
-objects (`encode_batch_fast`), whose ids would cost extra. Million tokens a second, median and spread, by
-the clock and by processor time, which is fairer on a busy machine. Without TEXT it makes its own, without
---vocab it trains one on other text.
+Ids are first compared with Hugging Face `tokenizers`, using tokenizers that are not timed. Then each run
+uses text that no timed tokenizer has seen; all tokenizers take turns on it, ours last in one run and
+first in the next. *cold*: a tokenizer just opened, like all of the peers; *fresh*: one that has seen other
+text; *warm*: the same text again. Ours returns numpy arrays, Hugging Face's `Encoding` objects
+(`encode_batch_fast`), whose ids would cost extra to extract. Reports median and range of million tokens
+per second of wall-clock time and of CPU time, which is fairer on a busy machine. Without TEXT the text is
+synthetic; without --vocab a vocabulary is trained on other text.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# Before anything starts threads.
+# Set before any library starts threads.
 os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
 
 from electra_fast.data.corpus import Tokenizer  # noqa: E402
@@ -38,14 +38,14 @@ DOCUMENT = 4096
 
 
 def main() -> None:
-    """Compare, measure, print."""
+    """Compares ids, measures, prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("text", nargs="?", type=Path, help="a file of UTF-8 text")
     parser.add_argument("--vocab", type=Path, help="a vocab.txt")
     parser.add_argument("--cased", action="store_true", help="keep case and accents")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--megabytes", type=float, default=4, help="text of a run")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--megabytes", type=float, default=4, help="text per run")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
     arguments = parser.parse_args()
     core = max(os.sched_getaffinity(0))
     os.sched_setaffinity(0, [core])
@@ -53,38 +53,38 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         vocab = arguments.vocab or trained_vocab(Path(folder) / "vocab.txt", lowercase=not arguments.cased)
         parts = parts_of(arguments.text, size, arguments.runs)
-        figures = measure(vocab, parts, lowercase=not arguments.cased)
+        results = measure(vocab, parts, lowercase=not arguments.cased)
     print(f"core {core}, {len(parts)} runs of {size / 1e6:g} MB, {vocab.name}, lowercase {not arguments.cased}")
-    print_table(figures)
+    print_table(results)
     if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def measure(vocab: Path, parts: list[list[str]], *, lowercase: bool) -> dict[str, dict[str, list[float]]]:
-    """Rates of every way in every run."""
+    """Rates of every tokenizer in every run."""
     open_ours = lambda: Tokenizer(vocab, lowercase=lowercase, strip_accents=lowercase)  # noqa: E731
-    seasoned = open_ours()
-    seasoned.encode_batch([made_up_text(random.Random(-1), 100_000)])
+    warmed_up = open_ours()
+    warmed_up.encode_batch([synthetic_text(random.Random(-1), 100_000)])
     others = peers(vocab, lowercase=lowercase)
     counts = [same_ids(open_ours(), others, part) for part in parts]
-    figures: dict[str, dict[str, list[float]]] = {}
+    results: dict[str, dict[str, list[float]]] = {}
     for number, (part, tokens) in enumerate(zip(parts, counts, strict=True)):
         cold = open_ours()
-        ways: list[tuple[str, Encode]] = [("electra-fast, cold", cold.encode_batch)]
-        ways += [("electra-fast, fresh", seasoned.encode_batch), ("electra-fast, warm", cold.encode_batch)]
-        theirs = [(name, open_theirs()) for name, open_theirs in others.items()]
-        # Interleaved, and neither side always goes first; "warm" comes after "cold" either way.
-        for name, encode in ways + theirs if number % 2 else theirs + ways:
+        contenders: list[tuple[str, Encode]] = [("electra-fast, cold", cold.encode_batch)]
+        contenders += [("electra-fast, fresh", warmed_up.encode_batch), ("electra-fast, warm", cold.encode_batch)]
+        opened = [(name, open_peer()) for name, open_peer in others.items()]
+        # Alternates which side goes first; "warm" comes after "cold" either way.
+        for name, encode in contenders + opened if number % 2 else opened + contenders:
             seconds, processor, size = timed(encode, part)
-            of = figures.setdefault(name, {"Mtok/s": [], "Mtok/cpu-s": [], "MB/cpu-s": []})
-            of["Mtok/s"].append(tokens / seconds / 1e6)
-            of["Mtok/cpu-s"].append(tokens / processor / 1e6)
-            of["MB/cpu-s"].append(size / processor / 1e6)
-    return figures
+            rates = results.setdefault(name, {"Mtok/s": [], "Mtok/cpu-s": [], "MB/cpu-s": []})
+            rates["Mtok/s"].append(tokens / seconds / 1e6)
+            rates["Mtok/cpu-s"].append(tokens / processor / 1e6)
+            rates["MB/cpu-s"].append(size / processor / 1e6)
+    return results
 
 
 def timed(encode: Encode, part: list[str]) -> tuple[float, float, int]:
-    """Seconds by clock and processor, and bytes, of one pass."""
+    """Wall-clock and CPU seconds, and bytes, of one pass."""
     size = sum(len(text.encode()) for text in part)
     gc.collect()
     processor, start = time.process_time(), time.perf_counter()
@@ -95,17 +95,17 @@ def timed(encode: Encode, part: list[str]) -> tuple[float, float, int]:
 
 
 def same_ids(tokenizer: Tokenizer, others: dict[str, Open], part: list[str]) -> int:
-    """Assert that all give these texts the same ids; return how many."""
+    """Asserts that all tokenizers return the same ids for these texts; returns their number."""
     ours = [ids.tolist() for ids in tokenizer.encode_batch(part)]
-    for name, open_theirs in others.items():
-        theirs = [list(getattr(item, "ids", item)) for item in open_theirs()(part)]
-        for text, mine, other in zip(part, ours, theirs, strict=True):
-            assert mine == other, f"{name} differs on {text[:60]!r}"
+    for name, open_peer in others.items():
+        found = [list(getattr(item, "ids", item)) for item in open_peer()(part)]
+        for text, our_ids, peer_ids in zip(part, ours, found, strict=True):
+            assert our_ids == peer_ids, f"{name} differs on {text[:60]!r}"
     return sum(map(len, ours))
 
 
 def peers(vocab: Path, *, lowercase: bool) -> dict[str, Open]:
-    """Other tokenizers, where they are installed; each opened anew for every run, as ours."""
+    """The installed peers; each is reopened for every run, like ours."""
     known = {"tokenizers": hugging_face, "nanotoken": nanotoken}
     found = {name: way for name, way in known.items() if importlib.util.find_spec(name)}
     print("not installed:", ", ".join(known.keys() - found) or "nothing")
@@ -113,39 +113,39 @@ def peers(vocab: Path, *, lowercase: bool) -> dict[str, Open]:
 
 
 def hugging_face(vocab: Path, lowercase: bool) -> Encode:
-    """Return `encode_batch_fast` of Hugging Face's library, set up as BertTokenizerFast does."""
+    """`encode_batch_fast` of Hugging Face `tokenizers`, configured like BertTokenizerFast."""
     import tokenizers
 
     entries = {entry: number for number, entry in enumerate(vocab.read_text(encoding="utf-8").splitlines())}
     model = tokenizers.models.WordPiece(vocab=entries, unk_token="[UNK]", max_input_chars_per_word=100)
-    theirs = tokenizers.Tokenizer(model)
-    theirs.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase, strip_accents=lowercase)
-    theirs.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    return lambda part: theirs.encode_batch_fast(part, add_special_tokens=False)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase, strip_accents=lowercase)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    return lambda part: tokenizer.encode_batch_fast(part, add_special_tokens=False)
 
 
 def nanotoken(vocab: Path, lowercase: bool) -> Encode:
-    """Return `encode_batch` of nanotoken, its cache empty."""
+    """`encode_batch` of nanotoken with an empty cache."""
     import nanotoken
 
-    theirs = nanotoken.Tokenizer.from_vocab(vocab, lowercase=lowercase)
-    theirs.backend.clear_cache()
-    return lambda part: theirs.encode_batch(part, add_special_tokens=False, parallel=False)
+    tokenizer = nanotoken.Tokenizer.from_vocab(vocab, lowercase=lowercase)
+    tokenizer.backend.clear_cache()
+    return lambda part: tokenizer.encode_batch(part, add_special_tokens=False, parallel=False)
 
 
 def parts_of(path: Path | None, size: int, runs: int) -> list[list[str]]:
-    """Text of each run, in documents of whole lines, 4 KB or more."""
+    """The text of each run, in documents of whole lines, 4 KB or more."""
     if path is None:
-        return [documents(made_up_text(random.Random(run), size)) for run in range(runs)]
+        return [documents(synthetic_text(random.Random(run), size)) for run in range(runs)]
     with path.open(encoding="utf-8", newline="\n") as file:
         texts = [file.read(size) for _ in range(runs)]
     if len(texts[-1]) < size // 2:
-        raise SystemExit(f"{path} is shorter than {runs} runs of {size} characters: give less --megabytes")
+        raise SystemExit(f"{path} is shorter than {runs} runs of {size} characters: reduce --megabytes")
     return [documents(text) for text in texts]
 
 
 def documents(text: str) -> list[str]:
-    """Cut text at line ends."""
+    """Splits text at line ends."""
     found, start = [], 0
     while start < len(text):
         end = text.find("\n", start + DOCUMENT)
@@ -155,8 +155,8 @@ def documents(text: str) -> list[str]:
     return found
 
 
-def made_up_text(rng: random.Random, size: int) -> str:
-    """Words of made-up syllables, some rare, in sentences with capitals, marks, numbers and accents."""
+def synthetic_text(rng: random.Random, size: int) -> str:
+    """Sentences of made-up words, some rare, with capitals, punctuation, numbers and accents."""
     syllables = [a + b + c for a in "bdfgklmnprstvw" for b in "aeiou" for c in ("", "n", "r", "s", "t")]
     common = ["".join(random.Random(n).choices(syllables, k=1 + n % 3)) for n in range(8_000)]
     pieces, length = [], 0
@@ -174,22 +174,22 @@ def made_up_text(rng: random.Random, size: int) -> str:
 
 
 def trained_vocab(path: Path, *, lowercase: bool) -> Path:
-    """Train a vocabulary on text that is not measured."""
-    text = (made_up_text(random.Random(-run), 1_000_000) for run in (2, 3))
+    """Trains a vocabulary on text that is not measured."""
+    text = (synthetic_text(random.Random(-run), 1_000_000) for run in (2, 3))
     train_vocab(text, out=path, size=4_000, lowercase=lowercase, progress=False)
     return path
 
 
-def print_table(figures: dict[str, dict[str, list[float]]]) -> None:
-    """Median (lowest to highest) of each way."""
-    columns = list(next(iter(figures.values())))
+def print_table(results: dict[str, dict[str, list[float]]]) -> None:
+    """Median and range of each tokenizer."""
+    columns = list(next(iter(results.values())))
     print("| tokenizer | " + " | ".join(columns) + " |\n" + "| --- " * (1 + len(columns)) + "|")
-    for name, of in figures.items():
-        print(f"| {name} | " + " | ".join(spread(of[column]) for column in columns) + " |")
+    for name, rates in results.items():
+        print(f"| {name} | " + " | ".join(spread(rates[column]) for column in columns) + " |")
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the median and the range."""
+    """Median and range."""
     return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 

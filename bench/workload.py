@@ -1,4 +1,4 @@
-"""What the GPU scripts train: a synthetic corpus, kept for the next script, configurations, and steps."""
+"""The workload of the GPU scripts: a synthetic corpus, cached between scripts, configurations, and steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def make_corpus(cache: Path, num_documents: int) -> Path:
-    """Documents of 20 to 700 Zipf-distributed words, one id each, through the package's own `prepare`."""
+    """A corpus of documents of 20 to 700 Zipf-distributed words, one token each, made by `prepare`."""
     folder = cache / f"corpus-{num_documents}"
     shards = folder / "shards"
     if (shards / "manifest.json").exists():  # `prepare` writes it last
@@ -41,12 +41,12 @@ def _documents(words: list[str], num_documents: int) -> Iterator[str]:
 
 
 def loader(corpus: Path, config: ef.Config) -> ef.BatchLoader:
-    """Endless batches of a configuration, the same ones for everybody."""
+    """Endless batches of a configuration, the same for every contender."""
     return ef.BatchLoader.from_config(config, corpus=corpus)
 
 
 def shape(text: str, overrides: dict[str, str] | None = None) -> ef.Config:
-    """The configuration of `preset:rows`, recipe `google` without dropout, so that every backend can serve."""
+    """The configuration of `preset:rows`: recipe `google` without dropout, which every backend supports."""
     preset, rows = text.split(":")
     changes = {"model.vocab_size": str(VOCAB_SIZE), "model.dropout": "0", "model.attention_dropout": "0"}
     changes |= {"train.batch_size": rows, "data.packing": "best-fit"}
@@ -56,13 +56,13 @@ def shape(text: str, overrides: dict[str, str] | None = None) -> ef.Config:
 def new_step(
     config: ef.Config, device: torch.device, execution: str, compute: ComputeConfig | None = None
 ) -> TrainStep:
-    """A new model on the device, and its step as `pretrain` takes it."""
+    """The training step of a new model on the device, as in `pretrain`."""
     model = ef.Electra(config).to(device).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
     return TrainStep(model, optimizer, config, compute or choose_compute(config, device), execution)
 
 
 def label(config: ef.Config, text: str) -> str:
-    """`small@128, 131072 tokens a step`, for titles."""
+    """A title such as `small@128, 131072 tokens per step`."""
     length = config.data.sequence_length
     return f"{text.split(':')[0]}@{length}, {config.train.batch_size * length} tokens per step"

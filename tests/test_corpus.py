@@ -42,7 +42,7 @@ def vocab(tmp_path):
 
 
 def oracle(lowercase, strip_accents=None):
-    """The same tokenizer by the `tokenizers` package, without any special token in text."""
+    """The same tokenizer in the `tokenizers` package, without special tokens in text."""
     model = tokenizers.models.WordPiece({entry: i for i, entry in enumerate(VOCAB)}, unk_token="[UNK]")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
@@ -59,11 +59,11 @@ def random_texts(count):
 @pytest.mark.parametrize("lowercase", [True, False])
 @pytest.mark.parametrize("strip_accents", [None, True, False])
 def test_ids_are_those_of_the_tokenizers_package(vocab, lowercase, strip_accents):
-    ours = Tokenizer(vocab, lowercase=lowercase, strip_accents=strip_accents)
+    tokenizer = Tokenizer(vocab, lowercase=lowercase, strip_accents=strip_accents)
     texts = ODD + random_texts(500)
-    theirs = oracle(lowercase, strip_accents)
-    for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
-        assert ids.dtype == np.int32 and ids.tolist() == theirs.encode(text).ids, repr(text)
+    reference = oracle(lowercase, strip_accents)
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        assert ids.dtype == np.int32 and ids.tolist() == reference.encode(text).ids, repr(text)
 
 
 def test_a_tokenizer_json_neither_truncates_nor_pads_nor_sees_special_tokens(vocab, tmp_path):
@@ -93,7 +93,7 @@ def test_what_a_tokenizer_tells(vocab):
 
 
 def other_rules():
-    """Configurations that the fast path leaves to the crate, each with the reason that is given."""
+    """Configurations that the fast path leaves to the crate, each with the reported reason."""
     yield "normalizer is not BertNormalizer", lambda its: setattr(its, "normalizer", tokenizers.normalizers.NFKC())
     splitter = tokenizers.pre_tokenizers.Whitespace()
     yield "pre-tokenizer is not BertPreTokenizer", lambda its: setattr(its, "pre_tokenizer", splitter)
@@ -148,7 +148,7 @@ def zstd(data):
 
 
 def halves(compress):
-    """Two members or frames one after the other, as `cat a.gz b.gz` makes them."""
+    """Two concatenated members or frames, as from `cat a.gz b.gz`."""
     return lambda data: compress(data[: len(data) // 2]) + compress(data[len(data) // 2 :])
 
 
@@ -221,7 +221,7 @@ def test_files_do_not_run_into_each_other(vocab, tmp_path):
     folder.mkdir()
     for name, text in [("b", "token"), ("a", "the"), ("c", "shard\n")]:
         (folder / f"{name}.txt").write_text(text)
-    for already in (False, True):  # the second time, the corpus itself lies in the folder too
+    for already in (False, True):  # the second time, the folder contains the corpus too
         report = prepare([folder], vocab=vocab, out=folder / "deep/out", progress=False)
         assert report.already_complete == already
     tokenizer, corpus = Tokenizer(vocab), Corpus(folder / "deep/out")
@@ -357,7 +357,7 @@ def test_a_folder_that_is_no_corpus(tmp_path):
 
 @pytest.mark.parametrize(("entry", "lowercase"), [("ℝ", True), ("##ß", True), ("Paris", False), ("##É", False)])
 def test_a_vocabulary_is_cased_if_lowercasing_would_change_it(tmp_path, entry, lowercase):
-    """BERT's uncased vocabulary holds ℝ, which is a capital to Unicode but has no small letter."""
+    """BERT's uncased vocabulary has ℝ, an uppercase letter in Unicode without a lowercase form."""
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[Unused]", "the", entry]) + "\n")
     assert Tokenizer(vocab).options == {"lowercase": lowercase, "strip_accents": lowercase}

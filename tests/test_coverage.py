@@ -1,4 +1,4 @@
-"""What [UNK] is told: its share and the fertility, and a warning with its cause before the work is done."""
+"""Vocabulary coverage: the [UNK] rate, fertility, and a warning with the likely cause before the work starts."""
 
 import json
 
@@ -28,8 +28,8 @@ def test_report_and_inspect_count_unknown_tokens_and_tokens_per_word(vocab, tmp_
     assert report.unknown_share == 1 / 10 and report.tokens_per_word == 10 / 8
     again = prepare([tmp_path / "a.txt"], vocab=vocab, out=tmp_path / "out", progress=False)
     assert again.already_complete and again.unknown_share == 1 / 10
-    figures = inspect(tmp_path / "out")
-    assert (figures["unknown_share"], figures["tokens_per_word"]) == (1 / 10, 10 / 8)
+    report = inspect(tmp_path / "out")
+    assert (report["unknown_share"], report["tokens_per_word"]) == (1 / 10, 10 / 8)
     assert Corpus(tmp_path / "out").coverage().words == 8
     shown = json.loads(run("inspect", tmp_path / "out", "--json").stdout)
     assert shown["unknown_share"] == 1 / 10 and shown["tokens_per_word"] == 10 / 8
@@ -46,14 +46,14 @@ def test_a_partition_alone_has_no_figures(vocab, tmp_path):
 def test_chinese_with_an_english_vocabulary_is_told_before_and_after(vocab, tmp_path, capfd):
     (tmp_path / "a.txt").write_text(CHINESE)
     prepare([tmp_path / "a.txt"], vocab=vocab, out=tmp_path / "out", lowercase=True)
-    said = capfd.readouterr().err.splitlines()
-    assert said[0].startswith("warning: 100.0% of the tokens are [UNK] (of a sample, most often: 一 (50), ")
-    assert said[0].endswith("the vocabulary seems to be of another language or script: train one on this text")
-    assert said[1] == said[0] and "100.00% [UNK]" in said[2]
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("warning: 100.0% of the tokens are [UNK] (of a sample, most often: 一 (50), ")
+    assert lines[0].endswith("the vocabulary seems to be of another language or script: train one on this text")
+    assert lines[1] == lines[0] and "100.00% [UNK]" in lines[2]
 
 
 def test_the_warning_comes_before_the_first_unit(vocab, tmp_path, capfd):
-    """The output folder cannot be used, but the text has been looked at by then."""
+    """The output folder cannot be used, but the text has already been sampled."""
     (tmp_path / "a.txt").write_text(CHINESE)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/other").write_text("")
@@ -89,7 +89,7 @@ def test_a_stream_of_documents_is_sampled_and_loses_none(vocab, tmp_path, capfd)
 
 
 def test_files_all_over_the_input_are_sampled(vocab, tmp_path, capfd):
-    """The first ones are fine; what is broken in one of them is said by the run, not by the sample."""
+    """The first documents are fine; errors in others are raised by the run, not by the sample."""
     for number in range(40):
         (tmp_path / f"{number:02}.txt").write_text(CHINESE if number > 20 else "the cat")
     (tmp_path / "30.txt").write_bytes(b"cat \xff")

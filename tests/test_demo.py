@@ -1,4 +1,4 @@
-"""The demo as a newcomer runs it: everything it promises is there, and the model has learnt something."""
+"""The demo as a newcomer runs it: all outputs exist, and the model has learned something."""
 
 import json
 import os
@@ -34,11 +34,11 @@ def test_leaves_what_it_promises(demo):
 def test_discriminator_beats_the_majority_on_held_out_text(demo):
     out, _ = demo
     done = run("evaluate", out / "run", "--data", out / "shards", "--json")
-    figures = json.loads(done.stdout)
-    assert figures["discriminator_auc"] >= 0.70
-    assert figures["discriminator_accuracy"] > 1 - figures["replaced_fraction"]
-    # The generator has learnt too: near the unigram distribution the fakes would be easy to tell.
-    assert figures["generator_accuracy"] > 0.15
+    metrics = json.loads(done.stdout)
+    assert metrics["discriminator_auc"] >= 0.70
+    assert metrics["discriminator_accuracy"] > 1 - metrics["replaced_fraction"]
+    # The generator has learned too: replacements near the unigram distribution would be easy to detect.
+    assert metrics["generator_accuracy"] > 0.15
 
 
 def test_transformers_loads_the_export_with_equal_logits(demo):
@@ -47,7 +47,7 @@ def test_transformers_loads_the_export_with_equal_logits(demo):
     import electra_fast
 
     out, _ = demo
-    ours = electra_fast.load(out / "run")
+    model = electra_fast.load(out / "run")
     tokenizer = AutoTokenizer.from_pretrained(out / "export" / "discriminator")
     batch = tokenizer(
         ["Return a list of the names in the module.", "Raise an error."], padding=True, return_tensors="pt"
@@ -56,9 +56,9 @@ def test_transformers_loads_the_export_with_equal_logits(demo):
     discriminator = AutoModelForTokenClassification.from_pretrained(out / "export" / "discriminator").eval()
     generator = AutoModelForMaskedLM.from_pretrained(out / "export" / "generator").eval()
     with torch.no_grad():
-        theirs = discriminator(*inputs).logits.squeeze(-1)
-        torch.testing.assert_close(ours.discriminator_logits(*inputs), theirs, rtol=0, atol=1e-5)
-        torch.testing.assert_close(ours.generator_logits(*inputs), generator(*inputs).logits, rtol=0, atol=1e-5)
+        hf_logits = discriminator(*inputs).logits.squeeze(-1)
+        torch.testing.assert_close(model.discriminator_logits(*inputs), hf_logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(model.generator_logits(*inputs), generator(*inputs).logits, rtol=0, atol=1e-5)
 
 
 def test_run_again_it_keeps_what_is_there(demo):
@@ -83,5 +83,5 @@ def test_resumes_with_a_vocabulary_that_has_no_tokenizer_json_yet(tmp_path, monk
     with pytest.raises(Interrupted):
         module.demo(tmp_path)
     assert (tmp_path / "shards/manifest.json").read_bytes() == before
-    said = capfd.readouterr().err
-    assert "already complete" in said and "judging" not in said
+    stderr = capfd.readouterr().err
+    assert "already complete" in stderr and "judging" not in stderr

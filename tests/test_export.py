@@ -1,4 +1,4 @@
-"""Runs out to Hugging Face folders and back, as `transformers` sees them, and what bad folders say."""
+"""Export to and import from Hugging Face folders, compared with `transformers`, and errors for bad folders."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ONE_SIZE: Changes = {"generator": {"fraction": 1.0}}
 
 
 def randomise(model: Electra) -> Electra:
-    """Every parameter random, so that nothing can be left out or swapped unnoticed."""
+    """Randomizes every parameter, so that nothing can be omitted or swapped unnoticed."""
     random = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -42,7 +42,7 @@ def randomise(model: Electra) -> Electra:
 
 
 def make_run(folder: Path, recipe: str, changes: Changes) -> Electra:
-    """A run as `pretrain` leaves it, with one checkpoint."""
+    """A run as written by `pretrain`, with one checkpoint."""
     fixed: Changes = {"model": {"vocab_size": 200}, "data": {"corpus": "/secret/shards"}, "train": {"out": "/secret"}}
     config = Config.preset("tiny", recipe).replace(changes).replace(fixed)
     model = randomise(Electra(config))
@@ -73,15 +73,15 @@ SHAPES = [
     ("google", {"model": {"tying": "none"}, "generator": {"num_layers": 1}}),
     ("google", {"model": {"tying": "all"}} | ONE_SIZE),
     ("google", {"objective": {"name": "mlm"}}),
-    ("modern", {"model": {"embedding_size": 48}}),  # neither encoder as wide as the table
-    ("modern", {}),  # the generator as wide as the table
-    ("modern", {"model": {"embedding_size": 64}}),  # the discriminator as wide
+    ("modern", {"model": {"embedding_size": 48}}),  # neither encoder has the table's width
+    ("modern", {}),  # the generator has the table's width
+    ("modern", {"model": {"embedding_size": 64}}),  # the discriminator has the table's width
     ("modern", {"model": {"embedding_size": 64}} | ONE_SIZE),
     ("modern", {"model": {"tying": "none", "embedding_size": 48}}),
     ("modern", {"model": {"tying": "none", "embedding_size": 64}} | ONE_SIZE),
     ("modern", {"model": {"tying": "all", "embedding_size": 48}} | ONE_SIZE),
     ("modern", {"model": {"embedding_size": 48}, "objective": {"name": "mlm"}}),
-    ("modern", {"model": {"embedding_size": 96}}),  # a table wider than both
+    ("modern", {"model": {"embedding_size": 96}}),  # the table is wider than both
 ]
 
 
@@ -98,17 +98,17 @@ def test_transformers_loads_what_export_writes_and_import_brings_it_back(
         folder = tmp_path / "out" / role
         assert "secret" not in (folder / "config.json").read_text(encoding="utf-8")
         name = CLASSES[model.config.model.architecture, role]
-        theirs, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+        hf_model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
         assert {key: value for key, value in info.items() if value} == {}
         with torch.no_grad():
-            found = theirs.eval()(input_ids=IDS, attention_mask=MASK).logits.view(tensor.shape)
+            found = hf_model.eval()(input_ids=IDS, attention_mask=MASK).logits.view(tensor.shape)
         assert_same({role: found}, {role: tensor})
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         batch = tokenizer(["The cats sat", "cat"], padding=True, return_tensors="pt")
         assert batch["input_ids"].tolist() == [[2, 5, 6, 7, 8, 3], [2, 6, 3, 0, 0, 0]]
-        theirs(**batch)  # the model takes what its tokenizer gives
-        assert theirs.config.pad_token_id == tokenizer.pad_token_id == 0
-        assert theirs.config.max_position_embeddings == tokenizer.model_max_length == 128
+        hf_model(**batch)  # the model accepts what its tokenizer returns
+        assert hf_model.config.pad_token_id == tokenizer.pad_token_id == 0
+        assert hf_model.config.max_position_embeddings == tokenizer.model_max_length == 128
 
     back = load(tmp_path / "out")
     assert back.config.objective.name == model.config.objective.name
@@ -139,7 +139,7 @@ def type_tables(export_folder: Path) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("tying", ["embeddings", "none"])
 def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Path, tying: str) -> None:
-    """And only there: on it, transformers computes what a model loaded from the export computes."""
+    """Only the export has the copy; transformers and a model loaded from the export agree on token type 1."""
     model = make_run(tmp_path / "run", "google", {"data": {"packing": "best-fit"}, "model": {"tying": tying}})
     export(tmp_path / "run", tmp_path / "out")
     tables = (model.embeddings.token_type, model.generator_embeddings.token_type)
@@ -150,14 +150,14 @@ def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Pat
         typed = {"discriminator": back.discriminator_logits(IDS, MASK, types)}
         typed["generator"] = back.generator_logits(IDS, MASK, types)
         for role, expected in typed.items():
-            theirs = getattr(transformers, CLASSES["bert", role]).from_pretrained(tmp_path / "out" / role).eval()
-            found = theirs(input_ids=IDS, attention_mask=MASK, token_type_ids=types).logits.view(expected.shape)
+            hf_model = getattr(transformers, CLASSES["bert", role]).from_pretrained(tmp_path / "out" / role).eval()
+            found = hf_model(input_ids=IDS, attention_mask=MASK, token_type_ids=types).logits.view(expected.shape)
             assert_same({role: found}, {role: expected})
-    assert_same(typed, logits(model))  # those of type 0
+    assert_same(typed, logits(model))  # those of token type 0
 
 
 def others_folders(folder: Path) -> None:
-    """Takes our keys from the folders' config.json, as models of others have none."""
+    """Removes our keys from the folders' config.json, which other models do not have."""
     for path in folder.glob("*/config.json"):
         table = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({k: v for k, v in table.items() if "electra_fast" not in k}), encoding="utf-8")
@@ -165,7 +165,7 @@ def others_folders(folder: Path) -> None:
 
 @pytest.mark.parametrize("origin", ["best-fit", "google", "others"])
 def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, tiny_corpus: Path, origin: str) -> None:
-    """Through import, training without pairs, a resume, and two more exports."""
+    """Survives import, training without pairs, a resume, and two more exports."""
     config = Config.preset("tiny", "google").replace(
         {
             "data": {"packing": "google" if origin == "google" else "best-fit", "sequence_length": 16},
@@ -202,15 +202,15 @@ def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, 
 
 @pytest.mark.parametrize("recipe", ["google", "modern"])
 def test_exported_names_are_all_that_transformers_knows(tmp_path: Path, recipe: str) -> None:
-    """And no fewer: a class of transformers made from the config has the same tensors."""
+    """And no missing ones: a transformers model made from the config has the same tensors."""
     model = make_run(tmp_path / "run", recipe, {})
     export(tmp_path / "run", tmp_path / "out")
     for role in ("discriminator", "generator"):
         folder = tmp_path / "out" / role
-        theirs = getattr(transformers, CLASSES[model.config.model.architecture, role])(
+        hf_model = getattr(transformers, CLASSES[model.config.model.architecture, role])(
             transformers.AutoConfig.from_pretrained(folder)
         )
-        expected = {name: parameter.shape for name, parameter in theirs.named_parameters()}
+        expected = {name: parameter.shape for name, parameter in hf_model.named_parameters()}
         assert {name: tensor.shape for name, tensor in load_file(folder / "model.safetensors").items()} == expected
 
 

@@ -1,4 +1,4 @@
-"""What happens around a run: inputs that change, folders that refuse, a second run, a kill, a lost file."""
+"""Failures around `prepare`: changing inputs, unwritable folders, a second process, a kill, a lost file."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from electra_fast.data.corpus import Corpus, verify
 from electra_fast.data.prepare import prepare
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(100))]
-# As in test_prepare: this side starts without the package's __init__.
+# As in test_prepare: starts without the package's __init__, and so without torch.
 IMPORT = f"""
 import sys, types
 sys.modules["electra_fast"] = types.ModuleType("electra_fast")
@@ -25,7 +25,7 @@ from electra_fast.data.prepare import prepare
 RUN = f"""{IMPORT}
 prepare([sys.argv[1]], vocab=sys.argv[2], out=sys.argv[3], threads=1, progress=False)
 """
-# Words too long for a vocabulary: much to read, little to do.
+# Words too long for a vocabulary: many bytes, little work.
 FILLER = ("x" * 4_000 + "\n") * 256
 
 
@@ -81,7 +81,7 @@ def test_an_input_that_changes_under_the_run_is_refused(vocab, tmp_path, how):
 
 @pytest.fixture
 def stuck(tmp_path, vocab):
-    """A folder of three units and a pipe as the last file: a run waits there until somebody writes."""
+    """A folder of three units whose last file is a pipe, on which a run blocks until something is written."""
     text = tmp_path / "text"
     text.mkdir()
     for name in "abc":
@@ -134,12 +134,12 @@ def test_a_second_process_is_refused_and_the_first_goes_on(stuck, vocab):
     with pytest.raises(ValueError, match="another prepare is running in this folder; wait for it or choose another"):
         prepare([text], vocab=vocab, out=out, progress=False)
     with (text / "d.txt").open("w"):
-        pass  # the pipe ends empty
+        pass  # end of the pipe, without data
     assert process.wait(60) == 0, process.stderr.read()
     assert verify(out)
 
 
-# Without its capabilities root, too, may not write where the mode forbids it.
+# Without capabilities, even root may not write where the mode forbids it.
 POWERLESS = f"""{IMPORT}
 import ctypes
 header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
@@ -224,14 +224,14 @@ def test_a_loader_needs_manifest_and_tokens_and_looks_at_every_bit_of_them(vocab
         sound = path.read_bytes()
         for bit in range(len(sound) * 8):
             if path.suffix != ".tokens" and bit % 37:
-                continue  # the manifest's bits all have their turn in the crate's own tests
+                continue  # the crate's own tests cover every bit of the manifest
             flipped = bytearray(sound)
             flipped[bit // 8] ^= 1 << (bit % 8)
             path.write_bytes(flipped)
             if path.suffix in (".tokens", ".json"):
                 with pytest.raises(ValueError, match=path.name):
                     load(out)
-            else:  # loading reads neither the lines' lengths nor the vocabulary
+            else:  # loading reads neither line lengths nor the vocabulary
                 assert load(out) == expected
         path.write_bytes(sound)
         shutil.move(path, tmp_path / "away")

@@ -1,4 +1,4 @@
-"""Folders in `transformers`' form read back: those of others, what is shared in them, what doesn't fit."""
+"""Reading Hugging Face folders: of other publishers, tied weights, and mismatches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_factoring_tells_a_shared_table_from_two() -> None:
 
 
 def released_pair(folder: Path, generator_hidden: int) -> dict[str, torch.nn.Module]:
-    """Folders as others publish them, in small: no key of ours, prefixes, half precision, a buffer."""
+    """Small folders as published by others: none of our keys, prefixes, half precision, a buffer."""
     models: dict[str, torch.nn.Module] = {}
     for role, hidden in (("discriminator", 64), ("generator", generator_hidden)):
         config = transformers.ElectraConfig(
@@ -76,8 +76,8 @@ def released_pair(folder: Path, generator_hidden: int) -> dict[str, torch.nn.Mod
         model = getattr(transformers, CLASSES["bert", role])(config).eval()
         models[role] = model
         if role == "generator":
-            ours, theirs = (models[x].electra.embeddings for x in ("generator", "discriminator"))
-            ours.load_state_dict(theirs.state_dict())
+            generator, discriminator = (models[x].electra.embeddings for x in ("generator", "discriminator"))
+            generator.load_state_dict(discriminator.state_dict())
         model.save_pretrained(folder / role)
         path = folder / role / "model.safetensors"
         tensors = load_file(path) | {"electra.embeddings.position_ids": torch.arange(64)[None]}
@@ -88,13 +88,13 @@ def released_pair(folder: Path, generator_hidden: int) -> dict[str, torch.nn.Mod
 
 @pytest.mark.parametrize(("generator_hidden", "fraction"), [(16, 0.25), (64, 1.0)])
 def test_folders_of_others_load_and_go_on(tmp_path: Path, generator_hidden: int, fraction: float) -> None:
-    theirs = released_pair(tmp_path / "released", generator_hidden)
+    hf_models = released_pair(tmp_path / "released", generator_hidden)
     model = load(tmp_path / "released")
     assert (model.config.generator.fraction, model.config.model.tying) == (fraction, "embeddings")
     assert model.embeddings is model.generator_embeddings
     with torch.no_grad():
         for role, found in logits(model).items():
-            expected = theirs[role](input_ids=IDS, attention_mask=MASK).logits
+            expected = hf_models[role](input_ids=IDS, attention_mask=MASK).logits
             assert (found - expected.view(found.shape)).abs().max() <= 1e-5
     import_folder(tmp_path / "released", tmp_path / "run")
     again = logits(load(tmp_path / "run"))
@@ -169,7 +169,7 @@ def test_a_config_that_does_not_fit_is_named(
 ) -> None:
     write_folders(tmp_path / "out", recipe, {})
     edit(tmp_path / "out" / role / "config.json", **changes)
-    if message == "generator.num_layers":  # a third layer that the weights lack
+    if message == "generator.num_layers":  # a third layer, missing from the weights
         message = "tensor electra.encoder.layer.2.attention.self.query.weight is missing"
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         load(tmp_path / "out")
@@ -224,7 +224,7 @@ def test_an_output_table_of_its_own_is_refused(tmp_path: Path) -> None:
 
 
 def test_import_takes_the_preset_of_the_same_size_for_models_of_others(tmp_path: Path) -> None:
-    """A base model continues with the learning rate of base, not with that of small."""
+    """A base model continues with the learning rate of base, not of small."""
     config = Config.preset("base")
     assert preset_of_size(dataclasses.replace(config.model, vocab_size=50)) == config
     assert preset_of_size(Config.preset("large", "modern").model) == Config.preset("large", "modern")

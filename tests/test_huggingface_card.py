@@ -1,4 +1,4 @@
-"""Model cards: what Hugging Face reads of them, and that they say what is recorded and nothing else."""
+"""Model cards: the front matter for Hugging Face, and that they state only what is recorded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: s
         assert f"from transformers import AutoTokenizer, {table['architectures'][0]}" in card.text
         alone = load(tmp_path / "out" / role)
         assert f"vocabulary of {alone.config.model.vocab_size}" in card.text
-    again = load(tmp_path / "out" / "generator")  # a masked language model: its parameters and no others
+    again = load(tmp_path / "out" / "generator")  # a masked language model: only its own parameters
     if recipe != "modern":
         assert f"{sum(p.numel() for p in again.parameters()):,} parameters" in card.text
 

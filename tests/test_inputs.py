@@ -1,4 +1,4 @@
-"""What `prepare` reads beside plain text: saved datasets, Arrow's many strings, BERT's conventions."""
+"""Inputs of `prepare` other than plain text: saved datasets, Arrow string types, BERT's conventions."""
 
 import json
 
@@ -30,7 +30,7 @@ def write_stream(path, table, rows=32, open_writer=pa.ipc.new_stream):
 
 
 def save(folder, texts, num_files=2):
-    """A dataset as `datasets` saves it: a stream a file, and two descriptions."""
+    """A dataset as saved by `datasets`: one stream per file, and two metadata files."""
     folder.mkdir(parents=True)
     names = [f"data-{index:05}-of-{num_files:05}.arrow" for index in range(num_files)]
     size = -(-len(texts) // num_files)
@@ -99,7 +99,7 @@ KINDS = {
 def test_strings_of_every_kind(vocab, tmp_path, kind, open_writer):
     texts = [None, "w1", *TEXTS, None, "w1"]
     path = tmp_path / "a.arrow"
-    # One batch: a file, unlike a stream, cannot replace its dictionary.
+    # One batch: unlike a stream, a file cannot replace its dictionary.
     write_stream(path, pa.table({"text": pa.array(texts, KINDS[kind])}), rows=1000, open_writer=open_writer)
     report = prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)
     assert (report.num_documents, report.empty_documents) == (len(TEXTS) + 2, 2)
@@ -127,7 +127,7 @@ def test_several_columns_are_joined_by_line_ends(vocab, tmp_path):
 
 
 def test_a_long_batch_of_a_dictionary_takes_no_longer(vocab, tmp_path):
-    """Quadratic work would take minutes here."""
+    """Quadratic work would take minutes."""
     array = pa.array(["w1", "w2"] * 150_000).dictionary_encode()
     write_stream(tmp_path / "a.arrow", pa.table({"text": array}), rows=len(array))
     report = prepare([tmp_path / "a.arrow"], vocab=vocab, out=tmp_path / "out", progress=False)
@@ -139,7 +139,7 @@ def test_an_arrow_file_cut_anywhere_loses_no_row_silently(vocab, tmp_path, open_
     whole, cut = tmp_path / "whole.arrow", tmp_path / "cut.arrow"
     write_stream(whole, pa.table({"text": TEXTS[:6]}), rows=2, open_writer=open_writer)
     data = whole.read_bytes()
-    complete = data.rindex(b"\xff\xff\xff\xff\0\0\0\0") + 8  # what follows the end's mark is a file's index
+    complete = data.rindex(b"\xff\xff\xff\xff\0\0\0\0") + 8  # the end marker is followed by the file's index
     for length in range(0, complete, 8):
         cut.write_bytes(data[:length])
         with pytest.raises(ValueError, match=r"cut\.arrow: cannot be read as Arrow .*get the file again"):
@@ -166,7 +166,7 @@ def test_a_damaged_arrow_file_is_an_error_or_text(vocab, tmp_path):
 
 
 def test_sentences_on_lines_and_blank_lines_between_documents(vocab, tmp_path):
-    """The convention of BERT's corpora is the default; each sentence stays a line of its document."""
+    """The default is the convention of BERT's corpora; each sentence remains a line of its document."""
     path = tmp_path / "a.txt"
     path.write_text("w1 w2\nw3\n\n\nw4\n   \nw5\nw6\n")
     prepare([path], vocab=vocab, out=tmp_path / "blank", progress=False)
@@ -177,7 +177,7 @@ def test_sentences_on_lines_and_blank_lines_between_documents(vocab, tmp_path):
 
 
 class Rows:
-    """Like a `datasets.Dataset`: neither a list nor a mapping; iterating gives rows."""
+    """Like a `datasets.Dataset`: neither a list nor a mapping; iterates over rows."""
 
     def __init__(self, *rows):
         self.rows = rows
@@ -187,7 +187,7 @@ class Rows:
 
 
 class Frame(Rows):
-    """Like a data frame: iterating gives the columns' names."""
+    """Like a data frame: iterates over column names."""
 
     ndim = 2
 

@@ -1,7 +1,7 @@
-"""The layering, read from the imports: the tables below are the architecture.
+"""Enforces the layering on imports: the tables below are the architecture.
 
-A module imports from its own layer or one below it, and never in a circle. A module that no table
-knows fails: give it its place here first, then write it. Tables may name modules yet to come.
+A module imports only from its own layer or from lower ones, and imports are acyclic. A module that is not in
+a table fails: add it here first. The tables may name modules that do not exist yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CRATE = TREE / "crates/electra-data/src"
 MAX_LINES = 400
 BANNED_NAMES = {"util", "utils", "common", "helper", "helpers", "manager", "managers", "misc"}
 
-# Python, from the top: modules, and folders, in which modules may import each other as long as there is no circle.
+# Python, from the top: modules and folders. Modules within a folder may import each other, without cycles.
 PACKAGE_LAYERS = [
     {"__main__"},
     {"cli"},
@@ -41,7 +41,7 @@ PACKAGE_LAYERS = [
     {"config_file", "json_files", "progress", "interruption"},
     {"atomic_files", "errors"},
 ]
-# Who may touch the Rust extension: to use it, or to tell its version.
+# Who may import the Rust extension, to use it or to report its version.
 EXTENSION_USERS = {"__init__", "data", "training"}
 KERNEL_IMPORTS = {"torch", "triton", "__future__"} | sys.stdlib_module_names
 
@@ -59,13 +59,13 @@ CRATE_GROUND = {"error", "philox", "threads"}
 
 
 def room(path: Path) -> str:
-    """The top-level module or folder of the package that a file is or lies in."""
+    """The top-level module or folder of the package that contains a file."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return parts[0]
 
 
 def dotted(path: Path) -> str:
-    """`training.step`; a folder's own name for its `__init__`."""
+    """A module's dotted name, such as `training.step`; for an `__init__`, the folder's."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
@@ -76,7 +76,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 @functools.cache
 def imports_of(path: Path) -> frozenset[str]:
-    """Absolute dotted names that a file imports when it runs, wherever in the file."""
+    """Absolute dotted names that a file imports at runtime, anywhere in the file."""
     names, nodes = set(), [ast.parse(path.read_text(encoding="utf-8"), str(path))]
     while nodes:
         node = nodes.pop()
@@ -91,7 +91,7 @@ def imports_of(path: Path) -> frozenset[str]:
 
 
 def own_imports(path: Path) -> set[str]:
-    """Modules of this package that a file imports, dotted; `electra_fast.NAME` of no module is `__init__`."""
+    """Modules of this package that a file imports; `electra_fast.NAME` counts as `__init__` if it is not a module."""
     modules = {dotted(file) for file in package_files()} | {"_data"}
     found = set()
     for name in imports_of(path):

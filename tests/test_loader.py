@@ -66,7 +66,7 @@ def test_an_epoch_holds_every_token_of_every_document_once(open_loader: Open, do
 
 
 def rebuild(pieces: list[list[int]], documents: list[list[int]]) -> list[list[int]]:
-    """Put documents together from pieces; documents' tokens name the document and the place."""
+    """Reassembles documents from their segments; each token encodes its document and position."""
     places = {token: (number, place) for number, ids in enumerate(documents) for place, token in enumerate(ids)}
     found: dict[int, dict[int, list[int]]] = {}
     for piece in pieces:
@@ -146,14 +146,14 @@ def test_tensors_have_their_shapes_and_share_memory(open_loader: Open):
 
 def test_any_record_batch_gives_the_same_tensors(open_loader: Open):
     for batch in open_loader(epochs=1):
-        ours, columns = to_torch(batch), pa.record_batch(batch)
-        theirs = to_torch(columns)
-        assert list(ours) == list(theirs)
-        for name, tensor in ours.items():
-            assert tensor.dtype == theirs[name].dtype
-            assert torch.equal(tensor, theirs[name]), name
+        tensors, columns = to_torch(batch), pa.record_batch(batch)
+        from_columns = to_torch(columns)
+        assert list(tensors) == list(from_columns)
+        for name, tensor in tensors.items():
+            assert tensor.dtype == from_columns[name].dtype
+            assert torch.equal(tensor, from_columns[name]), name
         part = to_torch(columns.slice(batch.num_rows // 2))
-        assert torch.equal(part["masked_weights"], ours["masked_weights"][batch.num_rows // 2 :])
+        assert torch.equal(part["masked_weights"], tensors["masked_weights"][batch.num_rows // 2 :])
 
 
 @pytest.mark.parametrize("wrong", [None, [1, 2], {"input_ids": 1}])
@@ -205,7 +205,7 @@ def test_capsules_are_named_and_released(open_loader: Open):
     batch = next(loader)
     schema, array = batch.__arrow_c_array__()
     assert ('"arrow_schema"' in repr(schema)) and ('"arrow_array"' in repr(array))
-    del schema, array  # nobody took them over
+    del schema, array  # released without being consumed
     imported = pa.record_batch(batch)
     before = digest([batch])
     del batch, loader
@@ -315,6 +315,6 @@ def test_loading_is_possible_from_several_threads(open_loader: Open):
 
 @pytest.mark.parametrize("masking", ["paper", "google", "bert"])
 def test_the_bytes_of_batches_are_fixed(open_loader: Open, masking: str):
-    # Another digest means that runs under way could not be continued exactly: say so in the changelog.
+    # A different digest means that existing runs cannot resume exactly: say so in the changelog.
     golden = (Path(__file__).parent / "golden" / "batches.txt").read_text()
     assert f"{masking} {digest(list(open_loader(epochs=2, masking=masking)))}\n" in golden

@@ -1,4 +1,4 @@
-"""Masks, as batches carry them, against the distributions that each recipe states."""
+"""Masks in batches, compared with the distributions that each recipe specifies."""
 
 import math
 from collections import Counter
@@ -15,7 +15,7 @@ SPECIALS = torch.tensor([0, 2, 3])
 
 
 def load(corpus: Path, masking: str, epochs: int, length: int = 128, prob: float = 0.15) -> dict[str, torch.Tensor]:
-    """All batches of some epochs as tensors, plus each row's originals and length."""
+    """All batches of some epochs as tensors, with each row's original ids and length."""
     options: dict[str, Any] = {"masking": masking, "mask_prob": prob, "epochs": epochs, "seed": 1}
     loader = BatchLoader(corpus, sequence_length=length, batch_size=1000, **options)
     parts = [to_torch(batch) for batch in loader]
@@ -45,7 +45,7 @@ def test_the_number_of_masked_tokens_is_exact(corpus: Path, masking: str, length
     published = max(1, int((0.15 + 0.005) * length))
     assert slots == (math.ceil(0.15 * length) if masking == "paper" else published)
     wanted = torch.tensor(expected_counts(masking, rows["lengths"], slots))
-    if masking != "google":  # distinct positions: no more than there are ordinary tokens
+    if masking != "google":  # distinct positions: at most the number of ordinary tokens
         ordinary = ~torch.isin(rows["originals"], SPECIALS) & (rows["segment_ids"] > 0)
         wanted = torch.minimum(wanted, ordinary.sum(1))
     assert torch.equal(rows["used"].sum(1), wanted)
@@ -75,7 +75,7 @@ def test_google_draws_with_replacement(corpus: Path):
     distinct = (drawn > 0).sum(1).double()
     assert (drawn.sum(1) == 19).all()
     assert abs(distinct.mean() - 126 * (1 - (125 / 126) ** 19)) < 5 * distinct.std() / len(distinct) ** 0.5
-    for times in (1, 2):  # masked unless every draw of the position says no
+    for times in (1, 2):  # masked unless no draw selects the position
         share = (ids[drawn == times] == MASK).double()
         expected = 1 - 0.15**times
         assert abs(share.mean() - expected) < 5 * (expected * (1 - expected) / len(share)) ** 0.5
@@ -99,7 +99,7 @@ def test_bert_replaces_eight_one_one(corpus: Path):
 
 
 def uneven(counts: torch.Tensor) -> float:
-    """Chi-squared of counts that should be equal, in standard deviations above its mean."""
+    """Chi-squared statistic for equal counts, in standard deviations above its mean."""
     counts = counts.double()
     freedom = len(counts) - 1
     chi2 = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())

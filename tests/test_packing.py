@@ -1,4 +1,4 @@
-"""`packing = "google"` against the published builder's rules, written again here in plain Python."""
+"""`packing = "google"` compared with the published builder's published, reimplemented here in plain Python."""
 
 import hashlib
 import itertools
@@ -26,7 +26,7 @@ Open = Callable[..., BatchLoader]
 
 @dataclass
 class Example:
-    """An example without its special tokens."""
+    """An example, without special tokens."""
 
     first: list[int]
     second: list[int]
@@ -37,7 +37,7 @@ class Example:
 
 
 class PublishedBuilder:
-    """Lines to examples by the rules of the published code, for one file of documents."""
+    """Builds examples from lines by the published of the published code, for one file of documents."""
 
     def __init__(self, max_length: int, rng: random.Random) -> None:
         self.max_length, self.rng = max_length, rng
@@ -45,7 +45,7 @@ class PublishedBuilder:
         self.lines: list[list[int]] = []
 
     def examples(self, documents: list[Document]) -> Iterator[Example]:
-        """All examples of the documents; an empty line or a document's end completes one."""
+        """All examples of the documents; an empty line or the end of a document completes one."""
         for document in documents:
             for line in [*document, []]:
                 if line:
@@ -54,15 +54,15 @@ class PublishedBuilder:
                     yield self.example()
 
     def example(self) -> Example:
-        """Deal the lines out to two segments, cut them, and draw the next target."""
+        """Assigns the lines to two segments, truncates them, and draws the next target length."""
         one_segment = self.rng.random() < 0.1
-        aim = 100_000 if one_segment else (self.target_length - 3) // 2
+        target_first = 100_000 if one_segment else (self.target_length - 3) // 2
         first: list[int] = []
         second: list[int] = []
         for line in self.lines:
-            if not first or len(first) + len(line) < aim:
+            if not first or len(first) + len(line) < target_first:
                 first = first + line
-            elif not second and len(first) < aim and self.rng.random() < 0.5:
+            elif not second and len(first) < target_first and self.rng.random() < 0.5:
                 first = first + line
             else:
                 second = second + line
@@ -76,7 +76,7 @@ class PublishedBuilder:
 
 @pytest.fixture(scope="module")
 def documents() -> list[Document]:
-    """Documents of lines of 1 to 300 tokens, some blank, no id twice: a token names its place."""
+    """Documents with lines of 1 to 300 tokens, some blank; ids are unique, so a token identifies its position."""
     rng, ids, documents = random.Random(4), itertools.count(len(SPECIAL_TOKENS)), []
     while sum(map(len, itertools.chain(*documents))) < NUM_TOKENS:
         lengths = [min(1 + int(rng.lognormvariate(2.6, 1.1)), 300) for _ in range(1 + int(rng.expovariate(1 / 12)))]
@@ -106,7 +106,7 @@ def open_loader(corpus: Path) -> Open:
 
 
 def read(loader: BatchLoader) -> list[Example]:
-    """The examples of all batches, masks undone and every column compared with what it has to be."""
+    """The examples of all batches, unmasked, with every column checked."""
     examples = []
     for batch in loader:
         tensors = to_torch(batch)
@@ -155,7 +155,7 @@ def test_every_row_is_an_example_of_one_documents_lines(open_loader: Open, docum
         shares = [{token in first for token in line} for line in whole]
         assert all(len(share) <= 1 for share in shares), "a line is in both segments"
         assert shares[0] == {True}, "the first line is in the first segment"
-        # Only a segment's end is cut, and only where the row has no more room.
+        # Segments are truncated only at the end, and only if the row is full.
         room = {True: length - 2, False: max(0, length - len(first) - 3)}
         for is_first, segment in ((True, first), (False, second)):
             kept = [(w, g) for w, g, share in zip(whole, gathered, shares, strict=True) if share == {is_first}]
@@ -168,7 +168,7 @@ def test_every_row_is_an_example_of_one_documents_lines(open_loader: Open, docum
 
 @pytest.mark.parametrize("length", [48, 128])
 def test_statistics_are_those_of_the_rules(open_loader: Open, documents: list[Document], length: int):
-    def figures(examples: list[Example]) -> dict[str, float]:
+    def statistics_of(examples: list[Example]) -> dict[str, float]:
         lengths = [example.length for example in examples]
         return {
             "examples": len(examples),
@@ -183,10 +183,12 @@ def test_statistics_are_those_of_the_rules(open_loader: Open, documents: list[Do
         }
 
     seeds = range(40)
-    ours = [figures(read(open_loader(sequence_length=length, seed=seed, batch_size=1000))) for seed in seeds]
-    rules = [figures(list(PublishedBuilder(length, random.Random(seed)).examples(documents))) for seed in seeds]
-    for name in ours[0]:
-        a, b = [each[name] for each in ours], [each[name] for each in rules]
+    measured = [statistics_of(read(open_loader(sequence_length=length, seed=seed, batch_size=1000))) for seed in seeds]
+    published = [
+        statistics_of(list(PublishedBuilder(length, random.Random(seed)).examples(documents))) for seed in seeds
+    ]
+    for name in measured[0]:
+        a, b = [each[name] for each in measured], [each[name] for each in published]
         error = ((statistics.variance(a) + statistics.variance(b)) / len(seeds)) ** 0.5
         assert abs(statistics.mean(a) - statistics.mean(b)) < 4 * error, (name, statistics.mean(a), statistics.mean(b))
         assert 0.5 < statistics.stdev(a) / statistics.stdev(b) < 2, name
@@ -218,7 +220,7 @@ def test_masks_of_pairs_are_drawn_with_replacement(open_loader: Open):
             ids = tensors["input_ids"][pairs].gather(1, places.long())
             assert not ((ids == CLS) | (ids == SEP)).any()
     assert set(candidates) == {3} and len(drawn) > 5_000
-    expected = 61 * (1 - (60 / 61) ** 9)  # nine draws among 64 places without [CLS] and two [SEP]
+    expected = 61 * (1 - (60 / 61) ** 9)  # nine draws among 64 positions, excluding [CLS] and two [SEP]
     assert abs(statistics.mean(drawn) - expected) < 4 * statistics.stdev(drawn) / len(drawn) ** 0.5
 
 
@@ -259,7 +261,7 @@ def test_epochs_and_seeds_build_other_examples(open_loader: Open):
 
 
 def test_the_bytes_of_batches_are_fixed(open_loader: Open):
-    # Another digest means that runs under way could not be continued exactly: say so in the changelog.
+    # A different digest means that existing runs cannot resume exactly: say so in the changelog.
     golden = (Path(__file__).parent / "golden" / "packing.txt").read_text()
     assert f"google {digest(list(open_loader(epochs=2)))}\n" == golden
 
@@ -275,4 +277,4 @@ def test_damaged_line_lengths_are_found(corpus: Path, tmp_path: Path):
     lines.write_bytes(content)
     with pytest.raises(ValueError, match=rf"{lines.name}.*block 0"):
         next(BatchLoader(copy, sequence_length=64, batch_size=1, packing="google"))
-    assert next(BatchLoader(copy, sequence_length=64, batch_size=1)).num_rows == 1  # needs no lines
+    assert next(BatchLoader(copy, sequence_length=64, batch_size=1)).num_rows == 1  # does not need lines

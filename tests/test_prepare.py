@@ -1,4 +1,4 @@
-"""`prepare` as a job: resumed, split over machines, interrupted, refused; always the same bytes."""
+"""`prepare` resumed, partitioned, interrupted and rejected; the corpus is always the same bytes."""
 
 import random
 import re
@@ -16,7 +16,7 @@ from electra_fast.data.corpus import Corpus, Tokenizer, verify
 from electra_fast.data.prepare import prepare, train_vocab
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(500))]
-# Stands in for the package's __init__, so that a run starts at once: this side needs no torch.
+# Replaces the package's __init__, so that a run starts fast: the data side needs no torch.
 IMPORT = f"""
 import sys, types
 sys.modules["electra_fast"] = types.ModuleType("electra_fast")
@@ -29,13 +29,13 @@ print("ready", flush=True)
 prepare([sys.argv[1]], vocab=sys.argv[2], out=sys.argv[3])
 """
 UNITS = 5
-# A unit is 4 MiB of input: mostly blank lines here, so that tests are fast.
+# A unit is 4 MiB of input, mostly blank lines here to keep the tests fast.
 PADDING = "\n" * (4 << 20)
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A folder of files that are a unit each, 60 documents in each of them."""
+    """A folder of files of one unit each, with 60 documents per file."""
     folder, rng = tmp_path_factory.mktemp("text"), random.Random(5)
     for number in range(UNITS):
         documents = [" ".join(f"w{rng.randrange(500)}" for _ in range(rng.randint(1, 900))) for _ in range(60)]
@@ -52,7 +52,7 @@ def vocab(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(text, vocab, tmp_path_factory):
-    """What an undisturbed run makes, with a part held out."""
+    """The corpus of an uninterrupted run, with a validation split."""
     out = tmp_path_factory.mktemp("whole") / "out"
     prepare([text], vocab=vocab, out=out, holdout=0.2, progress=False)
     return out
@@ -100,7 +100,7 @@ def test_the_end_tells_what_each_packing_keeps_and_drops(text, vocab, tmp_path, 
     report = prepare([text], vocab=vocab, out=tmp_path / "out")
     total, lines = report.num_tokens, capfd.readouterr().err.splitlines()
     assert f"packing best-fit: in rows of 128 keeps {total:,} tokens and drops 0, fill 9" in lines[-2]
-    # Every document is one line, cut to a row of two segments at most.
+    # Every document is one line, truncated to a row of at most two segments.
     dropped = total - sum(min(len(ids), 512 - 2) for ids in Corpus(tmp_path / "out"))
     found = re.search(r"packing google:.*in rows of 512 keeps ([\d,]+) tokens and drops ([\d,]+) \(", lines[-1])
     kept, really_dropped = (int(number.replace(",", "")) for number in found.groups())
@@ -216,7 +216,7 @@ def test_the_holdout_is_disjoint_and_complete(text, vocab, whole, tmp_path):
     assert sorted(train + held_out) == sorted(everything)
     assert 0.1 < len(held_out) / len(everything) < 0.3
     in_order = iter(everything)
-    assert all(ids in in_order for ids in train)  # the order of documents is kept
+    assert all(ids in in_order for ids in train)  # document order is preserved
     assert Corpus(whole).content_hash != Corpus(whole / "holdout").content_hash
 
 

@@ -16,10 +16,10 @@ import pytest
 
 from electra_fast import BatchLoader, Corpus, Tokenizer, prepare, train_vocab, verify
 
-# Python 3.12 and newer warn of every fork of a process that has threads, which is what is tested here.
+# Python 3.12 and newer warn about forking a process with threads, which is what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 FORK = multiprocessing.get_context("fork")
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 EXIT = """
 import os, sys
@@ -55,35 +55,35 @@ if __name__ == "__main__":
     batches = DataLoader(Batches(loader), batch_size=None, num_workers=1, multiprocessing_context=sys.argv[2])
     taken, expected = list(batches), [to_torch(batch) for batch in loader]
     assert len(taken) == len(expected) > 10
-    for ours, theirs in zip(expected, taken):
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for batch, copy in zip(expected, taken):
+        assert all(torch.equal(batch[name], copy[name]) for name in batch)
 """
 
 
 @pytest.fixture
 def loader(corpus: Path) -> BatchLoader:
-    """A loader that has given its first batch, so that its threads are running."""
+    """A loader after its first batch, with running threads."""
     loader = BatchLoader(corpus, sequence_length=64, batch_size=23, seed=5, num_threads=2, epochs=2)
     next(loader)
     return loader
 
 
 def in_child(work: Callable[[], Any]) -> Any:
-    """What `work` returns in a forked child."""
-    ours, theirs = FORK.Pipe()
-    child = FORK.Process(target=lambda: theirs.send(work()))
+    """The result of `work` in a forked child."""
+    receiver, sender = FORK.Pipe()
+    child = FORK.Process(target=lambda: sender.send(work()))
     child.start()
-    theirs.close()
+    sender.close()
     try:
-        assert ours.poll(PATIENCE), "the child hangs"
-        return ours.recv()
+        assert receiver.poll(TIMEOUT), "the child hangs"
+        return receiver.recv()
     finally:
         child.kill()
         child.join()
 
 
 def hashes(loader: BatchLoader, count: int | None = None) -> list[str]:
-    """A hash of each of the next batches: of `count`, or of all."""
+    """Hashes of the next `count` batches, or of all."""
     batches = list(loader) if count is None else [next(loader) for _ in range(count)]
     columns = [pa.record_batch(batch).columns for batch in batches]
     flat = [[np.ascontiguousarray(c.flatten().to_numpy(zero_copy_only=False)) for c in batch] for batch in columns]
@@ -135,11 +135,11 @@ def test_a_fork_while_a_thread_takes_batches_hangs_nobody(corpus: Path):
     thread = threading.Thread(target=take)
     thread.start()
     try:
-        said = [in_child(work) for _ in range(10)]
+        outputs = [in_child(work) for _ in range(10)]
     finally:
         going.clear()
         thread.join()
-    for line in said:
+    for line in outputs:
         assert line == "23 rows" or line.endswith("is unknown here; open a BatchLoader in this process"), line
 
 
@@ -188,7 +188,7 @@ def test_a_pickled_loader_continues_exactly(loader: BatchLoader, monkeypatch: py
     expected = hashes(loader)
     assert len(expected) > 10
     assert [hashes(pickle.loads(data)) for data in pickled] == [expected, expected]
-    assert hashes(pickle.loads(pickle.dumps(loader))) == []  # at the end of its last epoch
+    assert hashes(pickle.loads(pickle.dumps(loader))) == []  # at the end of the last epoch
 
 
 def test_corpus_and_tokenizer_are_pickled(corpus: Path, tmp_path: Path):
@@ -196,18 +196,18 @@ def test_corpus_and_tokenizer_are_pickled(corpus: Path, tmp_path: Path):
     assert opened.content_hash == Corpus(corpus).content_hash and opened.path == corpus
     words = tmp_path / "vocab.txt"
     data = pickle.dumps(Tokenizer(words, lowercase=False))
-    words.unlink()  # the pickle has its content
+    words.unlink()  # the pickle contains the file
     tokenizer = pickle.loads(data)
     assert tokenizer.options == {"lowercase": False, "strip_accents": False}
     assert tokenizer.encode_batch(["w7 W8"])[0].tolist() == [7, 1]
 
 
 def test_a_forked_interpreter_exits(corpus: Path):
-    subprocess.run([sys.executable, "-c", EXIT, corpus], check=True, timeout=PATIENCE)
+    subprocess.run([sys.executable, "-c", EXIT, corpus], check=True, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_torch_data_loaders_take_a_loader_to_their_worker(corpus: Path, tmp_path: Path, start: str):
     script = tmp_path / "script.py"
     script.write_text(DATA_LOADER)
-    subprocess.run([sys.executable, script, corpus, start], check=True, timeout=2 * PATIENCE)
+    subprocess.run([sys.executable, script, corpus, start], check=True, timeout=2 * TIMEOUT)

@@ -1,4 +1,4 @@
-"""The live lines as terminals of several widths show them, and whole records as plain lines."""
+"""Live progress lines in terminals of several widths, and complete records as plain lines."""
 
 import io
 
@@ -19,7 +19,7 @@ RECORD = {
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> io.StringIO:
-    """What is written to the console that is made for standard error."""
+    """Captures what is written to the console on standard error."""
     shown = io.StringIO()
 
     def console(**options: object) -> Console:
@@ -42,7 +42,7 @@ def test_bar_step_and_eta_stay_in_a_narrow_terminal(monkeypatch, width, figures)
         progress.advance(500_000)
         progress.report(RECORD)
     line = last_line(shown)
-    assert len(line) <= width and line.count("━") >= 3, line  # the half of it that is done
+    assert len(line) <= width and line.count("━") >= 3, line  # the completed half
     assert "500000/1000000" in line and figures in line and line.rstrip().endswith(("eta -:--:--", "eta 0:00:00"))
 
 

@@ -1,4 +1,4 @@
-"""Text of other kinds, records that cannot be read, line ends, bounded vocabularies: what is read and what is said."""
+"""File formats, malformed records, line ends and bounded vocabulary training: what is read, what is reported."""
 
 import gzip
 import json
@@ -95,8 +95,10 @@ def test_bad_records_are_skipped_and_listed(vocab, tmp_path, capfd):
     assert all(record["reason"].startswith(reason) for record, reason in zip(listed, reasons, strict=True))
     assert report.skipped_records == 4
     assert report.first_skipped == tuple((r["file"], r["line"], r["reason"]) for r in listed)
-    said = capfd.readouterr().err
-    assert "4 bad records were skipped; all of them are in" in said and "\n  a.jsonl:2: column 12: broken JSON" in said
+    stderr = capfd.readouterr().err
+    assert (
+        "4 bad records were skipped; all of them are in" in stderr and "\n  a.jsonl:2: column 12: broken JSON" in stderr
+    )
     again = prepare([tmp_path / "a.jsonl"], progress=False, **common)
     assert again.already_complete and again.first_skipped == report.first_skipped
 
@@ -139,7 +141,7 @@ def test_vocab_skips_bad_records(tmp_path, capfd):
 
 
 def test_line_ends_of_old_macs(vocab, tmp_path):
-    """As Python's `open` reads them; in a file with line feeds a stray carriage return stays a blank."""
+    """As Python's `open` reads them; in a file with line feeds, a stray carriage return is whitespace."""
     documents = "w1 w2\nw3\n\nw4\n\n\nw5\n"
     hashes = set()
     for name, ends in {"unix": "\n", "windows": "\r\n", "mac": "\r"}.items():
@@ -165,8 +167,8 @@ def test_a_sample_is_said_and_repeatable(tmp_path, capfd):
     size = sum(map(len, documents))
     options = {"size": 90, "kind": "documents"}
     train_vocab(documents, out=tmp_path / "all/v.txt", sample=0, **options)
-    said = capfd.readouterr().err
-    assert "counted words in" not in said and "merging the pieces of 39 words" in said
+    stderr = capfd.readouterr().err
+    assert "counted words in" not in stderr and "merging the pieces of 39 words" in stderr
     train_vocab(documents, out=tmp_path / "limit/v.txt", sample=size, threads=1, **options)
     assert (tmp_path / "limit/v.txt").read_bytes() == (tmp_path / "all/v.txt").read_bytes()
     capfd.readouterr()
@@ -191,7 +193,7 @@ print(int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]
 
 @pytest.mark.parametrize("kind", ["one word", "chinese"])
 def test_fifty_megabytes_without_a_blank_take_little_memory(tmp_path, kind):
-    """A third of it, so that the test is quick; splitting it in one piece took 56 times its size."""
+    """A third of that, to keep the test fast; processing it in one piece took 56 times its size."""
     path = tmp_path / "a.txt"
     if kind == "one word":
         path.write_text("a b c sharding shards " * 9 + "x" * (17 << 20))

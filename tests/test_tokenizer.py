@@ -1,4 +1,4 @@
-"""Vocabularies on disk: one reader, the case that goes with them, what they are told apart by, what is refused."""
+"""Vocabularies on disk: reading, casing, comparison, and what is rejected."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class TestCase:
         assert Corpus(tmp_path / "shards").tokenizer_options == options
         kept = Tokenizer.of(Corpus(tmp_path / "shards")).decode(Corpus(tmp_path / "shards")[0])
         assert ("が" in kept) == (flags == ["--cased"])
-        assert Tokenizer(vocab, lowercase=flags == ["--cased"]).options != options  # what is said goes first
+        assert Tokenizer(vocab, lowercase=flags == ["--cased"]).options != options  # explicit flags take precedence
 
     def test_a_tokenizer_json_alone(self, text: Path, tmp_path: Path) -> None:
         size = train_vocab([text], out=tmp_path / "v/own.json", size=64, lowercase=False, progress=False)
@@ -142,16 +142,16 @@ class TestWhatIsNotOverwritten:
     def test_a_file_that_exists(self, tmp_path: Path, name: str) -> None:
         (tmp_path / "text.txt").write_text("some words " * 50)
         (tmp_path / name).write_text("mine")
-        said = refused("vocab", tmp_path / "text.txt", "--out", tmp_path / "vocab.txt", "--size", 50)
-        assert f"{tmp_path / name}: exists and would be overwritten; give --out another folder" in said
+        message = refused("vocab", tmp_path / "text.txt", "--out", tmp_path / "vocab.txt", "--size", 50)
+        assert f"{tmp_path / name}: exists and would be overwritten; give --out another folder" in message
         assert (tmp_path / name).read_text() == "mine"
         assert len(list(tmp_path.iterdir())) == 2
 
     @pytest.mark.parametrize("given", ["text.txt", "", "*.txt"])
     def test_an_input(self, tmp_path: Path, given: str) -> None:
         (tmp_path / "text.txt").write_text("some words " * 50)
-        said = refused("vocab", tmp_path / given, "--out", tmp_path / "text.txt", "--size", 50)
-        assert f"{tmp_path / 'text.txt'}: is one of the inputs and would be overwritten; give another --out" in said
+        message = refused("vocab", tmp_path / given, "--out", tmp_path / "text.txt", "--size", 50)
+        assert f"{tmp_path / 'text.txt'}: is one of the inputs and would be overwritten; give another --out" in message
         assert (tmp_path / "text.txt").read_text() == "some words " * 50
 
     def test_before_any_text_is_read(self, tmp_path: Path) -> None:
@@ -164,8 +164,8 @@ class TestWhatIsNotOverwritten:
     def test_the_vocabulary_is_no_input_of_prepare(self, tmp_path: Path, given: str) -> None:
         (tmp_path / "text.txt").write_text("some words " * 50)
         assert command("vocab", tmp_path, "--out", tmp_path / "vocab.txt", "--size", 50).returncode == 0
-        said = refused("prepare", tmp_path / given, "--vocab", tmp_path / "vocab.txt", "--out", tmp_path / "shards")
-        assert f"{tmp_path / 'vocab.txt'}: the vocabulary itself is among the inputs; move it out of" in said
+        message = refused("prepare", tmp_path / given, "--vocab", tmp_path / "vocab.txt", "--out", tmp_path / "shards")
+        assert f"{tmp_path / 'vocab.txt'}: the vocabulary itself is among the inputs; move it out of" in message
         assert not (tmp_path / "shards").exists()
 
 
@@ -176,7 +176,7 @@ def tiny_config() -> Config:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_vocab: Path) -> Path:
-    """A run and its export, and corpora of the run's vocabulary and of others."""
+    """A run and its export, and corpora with the run's vocabulary and with others."""
     folder = tmp_path_factory.mktemp("told-apart")
     pretrain(tiny_config(), data=tiny_corpus, out=folder / "run")
     export(folder / "run", folder / "export")
@@ -207,12 +207,16 @@ class TestVocabulariesToldApart:
     @pytest.mark.parametrize("source", ["run", "export", "run/checkpoints/step-1"])
     @pytest.mark.parametrize("other", ["shuffled", "smaller", "cased"])
     def test_evaluate_refuses_another(self, folder: Path, tiny_corpus: Path, source: str, other: str) -> None:
-        ours, theirs = (Tokenizer.of(Corpus(corpus)) for corpus in (tiny_corpus, folder / other))
+        run_tokenizer, other_tokenizer = (Tokenizer.of(Corpus(corpus)) for corpus in (tiny_corpus, folder / other))
         with pytest.raises(ValueError, match="tokenizer.json .* is not the vocabulary of the corpus, ") as caught:
             evaluate(folder / source, folder / other)
-        for part in (theirs.path, f"{ours.vocab_size:,} entries", f"{theirs.vocab_size:,} entries"):
+        for part in (
+            other_tokenizer.path,
+            f"{run_tokenizer.vocab_size:,} entries",
+            f"{other_tokenizer.vocab_size:,} entries",
+        ):
             assert str(part) in str(caught.value)
-        assert ours.content_hash in str(caught.value) and theirs.content_hash in str(caught.value)
+        assert run_tokenizer.content_hash in str(caught.value) and other_tokenizer.content_hash in str(caught.value)
         assert "prepare the text with --vocab" in str(caught.value)
 
     def test_evaluate_takes_the_same(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizer folders: the ids of `tokenizers` and of `AutoTokenizer` on odd text, and what is refused."""
+"""Tokenizer folders: ids equal those of `tokenizers` and `AutoTokenizer` on unusual text; what is rejected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXTS = [
 
 
 def vocabulary() -> list[str]:
-    """Special tokens, every character of the texts (both ways cased and stripped), and some pieces."""
+    """Special tokens, every character of the texts (cased and uncased, with and without accents), and some pieces."""
     strip = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
     text = "".join(TEXTS)
     variants = (text, text.lower(), strip.normalize_str(text), strip.normalize_str(text).lower())
@@ -50,7 +50,7 @@ def write_vocabulary(folder: Path) -> Path:
 
 
 def reference(vocab: Path, lowercase: bool, strip_accents: bool | None) -> tokenizers.Tokenizer:
-    """What the data engine uses: the tokenizers crate with BERT's rules."""
+    """The reference of the data engine: the tokenizers crate with BERT's rules."""
     tokenizer = tokenizers.Tokenizer(
         models.WordPiece.from_file(str(vocab), unk_token="[UNK]", max_input_chars_per_word=100)
     )
@@ -114,7 +114,7 @@ def test_the_folder_says_what_it_is(tmp_path: Path, lowercase: bool) -> None:
 
 
 def test_odd_lines_of_a_vocabulary_are_read_as_tokenizers_reads_them(tmp_path: Path) -> None:
-    """Trailing space, CRLF, an empty line, equal lines, separators that are not line ends, no final newline."""
+    """Trailing space, CRLF, an empty line, duplicate lines, separators that are not line ends, no final newline."""
     vocab = tmp_path / "vocab.txt"
     lines = [*SPECIAL, "the ", "cat\r", "", "sat", "the", "a\u2028b", "\u3000", "x\x1c", "dog"]
     vocab.write_bytes("\n".join(lines).encode())
@@ -126,7 +126,7 @@ def test_odd_lines_of_a_vocabulary_are_read_as_tokenizers_reads_them(tmp_path: P
 
 
 def byte_level(folder: Path, names: list[str], **parts: Any) -> Path:
-    """A tokenizer.json of another kind: byte-level BPE, cased, its special tokens not marked as such."""
+    """Another kind of tokenizer.json: byte-level BPE, cased, with special tokens not marked as special."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -198,7 +198,7 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_the_model_trains_on_the_names_that_are_exported(tmp_path: Path) -> None:
-    """A vocabulary with two names for a role: one reader, one choice."""
+    """A vocabulary with two candidates for a special token: all readers choose the same one."""
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("\n".join(["<pad>", "<unk>", "<s>", "</s>", "<cls>", "<sep>", "<mask>", "a"]), encoding="utf-8")
     tokenizer = Tokenizer(vocab)

@@ -1,4 +1,4 @@
-"""`verify` and the reader: no bit of a corpus can change, and no byte be lost, unnoticed."""
+"""`verify` and the reader detect every flipped bit and every truncation of a corpus."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_every_flipped_bit_is_noticed(tmp_path):
     for path in files_of(corpus):
         sound = path.read_bytes()
         for at in range(len(sound)):
-            # Every bit of the manifest has its turn in the crate's own tests.
+            # The crate's own tests cover every bit of the manifest.
             for bit in range(8) if path.suffix in (".tokens", ".lines") else [at % 8]:
                 flipped = bytearray(sound)
                 flipped[at] ^= 1 << bit
@@ -60,7 +60,7 @@ def test_a_file_cut_while_it_is_mapped_is_an_error_and_no_crash(tmp_path):
     assert len(corpus[0]) == 3
     tokens = folder / "shard-000000-000.tokens"
     tokens.rename(tmp_path / "elsewhere")
-    assert len(corpus[1]) == 1  # removed or replaced: what is mapped stays
+    assert len(corpus[1]) == 1  # removed or replaced: the old file stays mapped
     (tmp_path / "elsewhere").rename(tokens)
     with tokens.open("r+b") as file:
         file.truncate(0)
@@ -109,7 +109,7 @@ def test_reading_notices_damage_on_the_way(tmp_path):
     assert len(corpus[0]) == 10_000
     with pytest.raises(ValueError, match=rf"{tokens.name}: block 3 of \d+ is damaged; restore"):
         list(corpus)
-    with pytest.raises(ValueError, match="block 3"):  # again: a block is not forgiven by being read twice
+    with pytest.raises(ValueError, match="block 3"):  # again: reading a damaged block twice must not accept it
         list(corpus)
 
 
@@ -130,8 +130,8 @@ def test_a_shard_of_another_corpus_is_noticed(corpus, tmp_path):
     prepare(
         iter(["shard token\n\nshard", "token", "shard token"]), vocab=corpus / "vocab.txt", out=other, progress=False
     )
-    for ours in corpus.glob("*.tokens"):
-        ours.write_bytes(next(other.glob("*.tokens")).read_bytes())
+    for shard in corpus.glob("*.tokens"):
+        shard.write_bytes(next(other.glob("*.tokens")).read_bytes())
     with pytest.raises(ValueError, match=r"\.tokens"):
         verify(corpus)
 

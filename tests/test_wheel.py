@@ -1,7 +1,7 @@
-"""The installed wheel: what it holds, what importing it costs, and that it starts.
+"""The installed wheel: its contents, its import time, and that it runs.
 
-Everything here looks at the distribution that pip installed, never at the source tree, except to
-know which files have to have arrived.
+All tests use the distribution that pip installed, never the source tree, except for the list of
+expected files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def installed_files() -> set[str]:
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in `/` with every GPU hidden, as on a machine without one."""
+    """Runs a command in `/` with GPUs hidden, as on a machine without one."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     result = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=300)
@@ -89,7 +89,7 @@ def test_every_module_imports_from_anywhere_without_a_gpu() -> None:
 
 
 def test_importing_costs_under_a_second_beyond_torch() -> None:
-    """The least of three, so that a busy machine does not fail what a fast import passes."""
+    """The minimum of three, so that a busy machine does not fail the test."""
     seconds = [float(run(sys.executable, "-c", IMPORT_COST).stdout) for _ in range(3)]
     assert min(seconds) < IMPORT_SECONDS, f"import electra_fast took {seconds} seconds beyond torch"
 
@@ -103,7 +103,7 @@ def test_the_command_starts(start: list[str]) -> None:
 
 
 def test_public_names_are_verbs_whatever_was_imported_first():
-    """`electra_fast.pretrain` is the function, also after its module was imported; data work needs no torch."""
+    """`electra_fast.pretrain` is the function even after its module is imported; the data side needs no torch."""
     program = (
         "import sys, electra_fast as ef; ef.prepare, ef.Corpus, ef.Config; assert 'torch' not in sys.modules;"
         "from electra_fast.training.pretrain import Result; import electra_fast.training.evaluate;"

@@ -6,10 +6,10 @@ from typing import Any, Self
 
 VERSION: str
 
-# --- building ----------------------------------------------------------------------------------
+# --- preparing ---------------------------------------------------------------------------------
 
 class Tokenizer:
-    """See `electra_fast.corpus.Tokenizer`; ids are the bytes of little-endian u32."""
+    """See `electra_fast.data.corpus.Tokenizer`; ids are bytes of little-endian u32."""
 
     def __init__(self, path: str, lowercase: bool | None = None, strip_accents: bool | None = None) -> None: ...
     @staticmethod
@@ -37,7 +37,7 @@ class Tokenizer:
     def special_tokens(self) -> tuple[int, int, int, int, int]: ...
 
 class Corpus:
-    """See `electra_fast.corpus.Corpus`; ids are the bytes of little-endian u32."""
+    """See `electra_fast.data.corpus.Corpus`; ids are bytes of little-endian u32."""
 
     def __init__(self, path: str, content_hash: str | None = None) -> None: ...
     def document(self, index: int) -> bytes: ...
@@ -122,8 +122,8 @@ def verify(path: str) -> tuple[int, int, list[str]]: ...
 class RecordBatch:
     """Rows of a batch, for any Arrow library: `pyarrow.record_batch(batch)` copies nothing.
 
-    Its fixed-size columns also share one buffer of 4-byte words, in which `layout` gives the first
-    word and the words a row of each.
+    The fixed-size columns share one buffer of 4-byte elements; `layout` gives the offset and the row width
+    of each column, in elements.
     """
 
     @property
@@ -136,7 +136,7 @@ class RecordBatch:
     def __arrow_c_array__(self, requested_schema: object | None = None) -> tuple[object, object]: ...
 
 class BatchLoader:
-    """See `electra_fast.data.BatchLoader`."""
+    """See `electra_fast.data.loader.BatchLoader`."""
 
     def __init__(
         self,

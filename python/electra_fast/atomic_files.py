@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: written under another name, synced to disk, then renamed."""
+"""Atomic replacement of files and folders: written under a temporary name, synced to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WRITING, _REPLACED = ".writing", ".replaced"
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Writes a file in place of what is there; text as UTF-8."""
+    """Creates or replaces a file atomically; text is written as UTF-8."""
     temporary = path.with_name(f".{path.name}{_WRITING}")
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     _sync(temporary)
@@ -20,13 +20,13 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Has `write` fill an empty folder, which then takes the place of `folder`.
+    """Calls `write` with an empty temporary folder, which then replaces `folder`.
 
-    Whatever `write` raises leaves `folder` as it was. A kill leaves it as it was, or new, or, for
-    the moment between two renames, under another name, from which `recover` brings it back.
+    If `write` raises, `folder` is unchanged. After a kill it is the old one, the new one, or, between
+    the two renames, the old one under a temporary name, which `recover` restores.
     """
     final = folder.resolve()
-    temporary, replaced = _other_names(final)
+    temporary, replaced = _temporary_names(final)
     recover(final)
     temporary.mkdir(parents=True)
     try:
@@ -42,8 +42,8 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Tidies up after a kill or a failure: brings back what was being replaced, removes what was half-written."""
-    temporary, replaced = _other_names(folder)
+    """Cleans up after a kill or a failure: restores a folder that was being replaced, removes partial writes."""
+    temporary, replaced = _temporary_names(folder)
     if replaced.exists() and not folder.exists():
         os.replace(replaced, folder)
     for leftover in (temporary, replaced):
@@ -52,7 +52,7 @@ def recover(folder: Path) -> None:
 
 
 def recover_all(parent: Path) -> None:
-    """`recover` for every folder of `parent` that was ever begun there; `parent` must be ours alone."""
+    """Calls `recover` for every folder in `parent` that has leftovers; nothing else may write to `parent`."""
     names = {path.name for path in parent.glob(".*")}
     for ending in (_WRITING, _REPLACED):
         for name in names:
@@ -60,7 +60,7 @@ def recover_all(parent: Path) -> None:
                 recover(parent / name.removeprefix(".").removesuffix(ending))
 
 
-def _other_names(folder: Path) -> tuple[Path, Path]:
+def _temporary_names(folder: Path) -> tuple[Path, Path]:
     return folder.with_name(f".{folder.name}{_WRITING}"), folder.with_name(f".{folder.name}{_REPLACED}")
 
 

@@ -1,7 +1,7 @@
-"""The whole way in about two minutes on a CPU, with nothing downloaded.
+"""The whole pipeline in about two minutes on a CPU, without downloads.
 
-The text is English that every Python carries: the language's own documentation and the docstrings
-of its standard library, about two megabytes.
+The text is the English that ships with Python: the language documentation and the docstrings of the
+standard library, about two megabytes.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from electra_fast.training.pretrain import pretrain
 
 VOCAB_SIZE = 1024
 NUM_SENTENCES = 6
-# Folders of the standard library that are no English: tests, and tools that carry their own copies.
+# Folders of the standard library to skip: tests, and tools with copies of other code.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "idle_test"}
 
 
 def demo(out: Path) -> None:
-    """Corpus → vocabulary → shards → training → evaluation → export → a look at what it learnt.
+    """Corpus → vocabulary → shards → training → evaluation → export → sample predictions.
 
-    Leaves `corpus.jsonl, vocab.txt, tokenizer.json, shards/, run/, export/, curves.png` in `out`. Run
-    again, it resumes where it was stopped.
+    Writes `corpus.jsonl, vocab.txt, tokenizer.json, shards/, run/, export/, curves.png` to `out`, and
+    resumes when run again after an interruption.
     """
     console = Console(file=sys.stderr)
     out.mkdir(parents=True, exist_ok=True)
@@ -48,18 +48,18 @@ def demo(out: Path) -> None:
         _write_corpus(corpus)
     if not vocab.exists():
         train_vocab([str(corpus)], out=vocab, size=VOCAB_SIZE, lowercase=True)
-    # `lowercase` explicitly: a demo that was killed may have left vocab.txt without its tokenizer.json.
+    # `lowercase` is explicit: a kill may have left vocab.txt without its tokenizer.json.
     prepare([str(corpus)], vocab=vocab, out=shards, holdout=0.05, lowercase=True)
     pretrain(demo_config(), data=shards, out=run)
-    found = evaluate(run, shards)
+    metrics = evaluate(run, shards)
     export(run, out / "export")
     plot_metrics(run, out / "curves.png")
     show_verdicts(console, run, shards, Tokenizer(vocab))
-    replaced = float(found["replaced_fraction"] or 0)
+    replaced = float(metrics["replaced_fraction"] or 0)
     console.print(
-        f"\nOn {found['tokens']:,} held-out tokens, of which the generator replaced {replaced:.1%}: "
-        f"AUC [bold]{found['discriminator_auc']:.3f}[/bold] (0.5 is chance), "
-        f'accuracy {found["discriminator_accuracy"]:.1%} (always "original": {1 - replaced:.1%}).\n'
+        f"\nOn {metrics['tokens']:,} held-out tokens, of which the generator replaced {replaced:.1%}: "
+        f"AUC [bold]{metrics['discriminator_auc']:.3f}[/bold] (0.5 is chance), "
+        f'accuracy {metrics["discriminator_accuracy"]:.1%} (always "original": {1 - replaced:.1%}).\n'
         f"The model: {out / 'export'} (AutoModel.from_pretrained). The curves: {out / 'curves.png'}.",
         highlight=False,
     )
@@ -74,7 +74,7 @@ def demo_config() -> Config:
 
 
 def documentation() -> Iterator[str]:
-    """The running Python's English: help topics, then each standard module's docstrings as a document."""
+    """English text from the running Python: help topics, then the docstrings of each standard module as a document."""
     from pydoc_data.topics import topics
 
     yield from (topics[name] for name in sorted(topics))
@@ -89,7 +89,7 @@ def documentation() -> Iterator[str]:
 def _docstrings(path: Path) -> Iterator[str]:
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # templates and deliberately broken files
+    except (SyntaxError, ValueError):  # templates and intentionally invalid files
         return
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -99,14 +99,14 @@ def _docstrings(path: Path) -> Iterator[str]:
 
 
 def _write_corpus(path: Path) -> None:
-    # Docstrings may hold lone surrogates, which no UTF-8 file can.
+    # Docstrings may contain lone surrogates, which UTF-8 cannot encode.
     documents = (document.encode("utf-8", "replace").decode() for document in documentation())
     replace_file(path, "".join(json.dumps({"text": document}) + "\n" for document in documents))
 
 
 @torch.no_grad()
 def show_verdicts(console: Console, run: Path, shards: Path, tokenizer: Tokenizer) -> None:
-    """Prints held-out rows as the generator left them, each word colored by the discriminator's verdict."""
+    """Prints validation rows as the generator corrupted them, words colored by the discriminator's prediction."""
     model = load(run)
     config = model.config
     validation = Corpus(shards).holdout
@@ -114,14 +114,15 @@ def show_verdicts(console: Console, run: Path, shards: Path, tokenizer: Tokenize
     batch, objective = to_torch(next(loader)), objective_of(config)
     key, denominators = RngKey(torch.tensor([SEED, 0])), objective.loss_denominators(batch)
     output = objective.forward(model, batch, ComputeConfig("sdpa", torch.float32), key, denominators)
-    found = output.predictions
-    assert found is not None
+    predictions = output.predictions
+    assert predictions is not None
     shape = batch["input_ids"].shape
     original = batch["input_ids"].long().scatter(1, batch["masked_positions"].long(), batch["masked_ids"].long())
     console.print("\nHeld-out text as the generator corrupted it, and what the discriminator thinks of each word:")
-    columns = (original, found.corrupted_ids_T, found.replaced_T, found.logits_T.sigmoid(), batch["segment_ids"])
+    replaced_prob_T = predictions.logits_T.sigmoid()
+    columns = (original, predictions.corrupted_ids_T, predictions.replaced_T, replaced_prob_T, batch["segment_ids"])
     for row in zip(*(column.view(shape).tolist() for column in columns), strict=True):
-        console.print(_verdict_line(tokenizer, *row))
+        console.print(_colored_row(tokenizer, *row))
     console.print(
         Text.assemble(
             ("called original", "green"), ", ", ("doubtful", "yellow"), ", ", ("called replaced", "bold red"),
@@ -130,7 +131,7 @@ def show_verdicts(console: Console, run: Path, shards: Path, tokenizer: Tokenize
     )  # fmt: skip
 
 
-def _verdict_line(
+def _colored_row(
     tokenizer: Tokenizer,
     original: list[int],
     corrupted: list[int],
@@ -138,27 +139,29 @@ def _verdict_line(
     probability: list[float],
     segments: list[int],
 ) -> Text:
-    """One row: its word pieces joined to words, a word as suspect as its most suspect piece."""
+    """One row with its pieces joined into words; a word's probability is the maximum over its pieces."""
     special = set(tokenizer.special_tokens.values())
     words: list[dict[str, str | float | bool]] = []
     for i, token_id in enumerate(corrupted):
         if not segments[i] or original[i] in special:
             continue
         if not words and tokenizer.id_to_token(original[i]).startswith("##"):
-            continue  # the row begins inside a word
-        piece, was = tokenizer.id_to_token(token_id), tokenizer.id_to_token(original[i])
-        if was.startswith("##"):
+            continue  # the row starts inside a word
+        piece, original_piece = tokenizer.id_to_token(token_id), tokenizer.id_to_token(original[i])
+        if original_piece.startswith("##"):
             word = words[-1]
             word["text"] = str(word["text"]) + piece.removeprefix("##")
-            word["was"] = str(word["was"]) + was.removeprefix("##")
+            word["original"] = str(word["original"]) + original_piece.removeprefix("##")
             word["replaced"] = bool(word["replaced"]) or replaced[i]
             word["probability"] = max(float(word["probability"]), probability[i])
         else:
-            words.append({"text": piece, "was": was, "replaced": replaced[i], "probability": probability[i]})
+            words.append(
+                {"text": piece, "original": original_piece, "replaced": replaced[i], "probability": probability[i]}
+            )
     line = Text("  ")
     for word in words:
-        suspicion = float(word["probability"])
-        color = "bold red" if suspicion > 0.5 else "yellow" if suspicion > 0.25 else "green"
+        probability_replaced = float(word["probability"])
+        color = "bold red" if probability_replaced > 0.5 else "yellow" if probability_replaced > 0.25 else "green"
         line.append(str(word["text"]), style=f"{color} underline" if word["replaced"] else color)
-        line.append(f" [{word['was']}] " if word["replaced"] else " ", style="dim")
+        line.append(f" [{word['original']}] " if word["replaced"] else " ", style="dim")
     return line

@@ -1,4 +1,4 @@
-"""Signals that ask a program to stop: at once (`interrupt_at_once`), or after the current step (`stop_requests`)."""
+"""Stop signals: handled immediately (`interrupt_at_once`) or after the current step (`stop_requests`)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from types import FrameType
 
 from electra_fast.errors import Interrupted
 
-# A scheduler's or shell's request, Ctrl-C, a terminal that closes, SLURM's warning before a time limit.
+# In order: a scheduler or shell, Ctrl-C, a closed terminal, SLURM's warning before a time limit.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass
 class StopRequest:
-    """Which signal asked for a stop; 0 while none did."""
+    """The signal that requested a stop; 0 if none has."""
 
     signal: int = 0
 
@@ -28,17 +28,17 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Turns the first of each of `SIGNALS` into a request; a second one of the same kind does what it did before.
+    """Turns the first of each of `SIGNALS` into a stop request; a repeated signal gets its previous handler.
 
     Signals that the process ignores (`nohup`, a shell's background job) stay ignored. Outside the
-    main thread, where Python allows no handlers, nothing is ever requested.
+    main thread, where Python allows no signal handlers, a stop is never requested.
     """
     stop = StopRequest()
 
     def request(number: int, frame: FrameType | None) -> None:
         stop.signal = stop.signal or number
         signal.signal(number, before[signal.Signals(number)])
-        # Not `print`: it cannot be entered twice, and a terminal that has closed must not end the run.
+        # Not `print`, which is not reentrant; and a closed terminal must not end the run.
         with contextlib.suppress(OSError):
             os.write(2, b"stopping after this step; once more to stop at once\n")
 
@@ -54,7 +54,7 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 def interrupt_at_once() -> None:
-    """Makes SIGTERM and SIGHUP raise `Interrupted` wherever the main thread is, as Ctrl-C raises KeyboardInterrupt."""
+    """Makes SIGTERM and SIGHUP raise `Interrupted` in the main thread, as Ctrl-C raises KeyboardInterrupt."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)

@@ -1,4 +1,4 @@
-"""JSON on disk: one object in a file, and logs of one record per line that a resumed run cuts back to its step."""
+"""JSON files: single objects, and logs of one record per line that a resumed run truncates to its step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from electra_fast.errors import InputError
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; FileNotFoundError, or ValueError that names the file."""
+    """The JSON object in a file. Raises FileNotFoundError, or ValueError naming the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
-    except ValueError as error:  # UnicodeDecodeError is one
+    except ValueError as error:  # includes UnicodeDecodeError
         raise InputError(f"{path}: not a JSON object: {error}") from None
     if not isinstance(content, dict):
         raise InputError(f"{path}: not a JSON object")
@@ -26,24 +26,24 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_object(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes an object, indented, with a line end."""
+    """Writes an object, indented, with a trailing newline."""
     path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 class JsonLines:
-    """A file of one JSON object per line, each with its `step`, flushed as written and cut back on resume."""
+    """A log of one JSON object per line, each with a `step`; flushed after every line, truncated on resume."""
 
     def __init__(self, path: Path, last_step: int) -> None:
-        """Opens for appending after dropping every line past `last_step` and any half-written line.
+        """Opens for appending, after dropping records past `last_step` and an incomplete last line.
 
-        ValueError names the first other line that is no record, and nothing is dropped.
+        Raises ValueError, naming the line, if another line is not a record; nothing is dropped then.
         """
         kept = [line for line, record in _complete_lines(path) if record["step"] <= last_step]
         replace_file(path, b"".join(kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends one object."""
+        """Appends a record."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
@@ -57,12 +57,12 @@ class JsonLines:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file that `JsonLines` wrote; none where it is missing. ValueError names a damaged line."""
+    """The records of a `JsonLines` file; none if it is missing. Raises ValueError naming a damaged line."""
     return [record for _, record in _complete_lines(path)]
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The lines that a kill did not cut in half, each with its object."""
+    """The complete lines of a log with their records; a kill may leave an incomplete one."""
     if not path.exists():
         return
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):

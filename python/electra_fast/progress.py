@@ -1,6 +1,6 @@
-"""How far long work has come, on standard error: a live line in a terminal, plain lines elsewhere.
+"""Progress of long-running work on standard error: a live line in a terminal, plain lines elsewhere.
 
-`ReadingProgress` counts the bytes of `prepare` and `vocab`, `TrainingProgress` the steps of `pretrain`.
+`ReadingProgress` tracks the bytes that `prepare` and `vocab` read, `TrainingProgress` the steps of `pretrain`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ LINE_SECONDS = 10.0
 
 
 class LastingStream:
-    """A text stream that outlives its terminal: once nobody can read it, what is written is dropped.
+    """A text stream that survives the loss of its terminal: output that cannot be written is dropped.
 
-    A run that is told to stop because its terminal closed (SIGHUP) must still write its checkpoint.
+    A run that is stopped because its terminal closed (SIGHUP) must still write its checkpoint.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes, or does not."""
+        """Writes the text, ignoring OSError."""
         with contextlib.suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flushes, or does not."""
+        """Flushes, ignoring OSError."""
         with contextlib.suppress(OSError):
             self._stream.flush()
 
@@ -57,30 +57,30 @@ class LastingStream:
 
 
 class _StatusColumn(ProgressColumn):
-    """The task's field `status` on one line, cut where there is no room."""
+    """The task's field `status` on one line, truncated to fit."""
 
     def render(self, task: Task) -> Text:
-        """The text, which never wraps."""
+        """The status text, never wrapped."""
         return Text(task.fields["status"], no_wrap=True, overflow="ellipsis")
 
 
 class _WorkProgress:
-    """A context with a live line: name, bar, count, status, time taken, ETA; if it is narrow the status gives way."""
+    """Context manager of a live line: name, bar, count, status, elapsed time, ETA; the status is truncated first."""
 
     def __init__(self, name: str, count: type[ProgressColumn], total: int | None, done: int, *, shown: bool) -> None:
         self.name = name
         self.console = Console(file=cast(TextIO, LastingStream(sys.stderr)), quiet=not shown)
         self.is_live = shown and self.console.is_terminal
         self.start = time.monotonic()
-        stays = Column(no_wrap=True)  # a table shrinks the columns that may wrap before the others
+        fixed = Column(no_wrap=True)  # a table shrinks the columns that may wrap first
         self._progress = Progress(
             TextColumn(name),
             BarColumn(bar_width=20),
-            count(table_column=stays),
+            count(table_column=fixed),
             _StatusColumn(),
-            TimeElapsedColumn(table_column=stays),
+            TimeElapsedColumn(table_column=fixed),
             TextColumn("eta"),
-            TimeRemainingColumn(table_column=stays),
+            TimeRemainingColumn(table_column=fixed),
             console=self.console,
             transient=total is None,
             disable=not self.is_live,
@@ -97,11 +97,11 @@ class _WorkProgress:
         self._progress.stop()
 
     def say(self, message: str, style: str | None = None) -> None:
-        """A line that stays."""
+        """Prints a permanent line."""
         self.console.print(message, highlight=False, soft_wrap=True, markup=False, style=style)
 
     def warn(self, message: str | None) -> None:
-        """A line that stays, in yellow; nothing if there is nothing to warn of."""
+        """Prints a permanent line in yellow; does nothing for `None`."""
         if message is not None:
             self.say(message, style="yellow")
 
@@ -110,38 +110,40 @@ class _WorkProgress:
 
 
 class ReadingProgress(_WorkProgress):
-    """Bytes read, documents, tokens/s and ETA; a plain line every ten seconds."""
+    """Bytes read, documents, tokens/s and ETA; without a terminal, a plain line every ten seconds."""
 
     def __init__(self, name: str, *, shown: bool) -> None:
         super().__init__(name, DownloadColumn, None, 0, shown=shown)
         self._is_plain = shown and not self.is_live
-        self._said = self.start
+        self._last_line = self.start
 
     def update(self, bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
-        """Moves the bar or says a line; `bytes_total` is 0 where it cannot be known."""
+        """Updates the bar or prints a line; `bytes_total` is 0 if unknown."""
         now = time.monotonic()
         seconds = max(now - self.start, 1e-9)
         status = f"{documents:,} documents  {tokens / seconds / 1e6:.2f} Mtok/s" if tokens else ""
         if not self._is_plain:
             self._move(completed=bytes_done, total=bytes_total or None, status=status)
-        elif now - self._said >= LINE_SECONDS:
-            self._said = now
-            self.say("  ".join(filter(None, (f"{self.name}: {_share(bytes_done, bytes_total, seconds)}", status))))
+        elif now - self._last_line >= LINE_SECONDS:
+            self._last_line = now
+            self.say(
+                "  ".join(filter(None, (f"{self.name}: {_reading_text(bytes_done, bytes_total, seconds)}", status)))
+            )
 
 
 class TrainingProgress(_WorkProgress):
-    """Steps done, losses, tokens/s, MFU and ETA; a plain line per line of metrics.jsonl."""
+    """Steps done, losses, tokens/s, MFU and ETA; without a terminal, a plain line per record of metrics.jsonl."""
 
     def __init__(self, first_step: int, num_steps: int) -> None:
         super().__init__("pretrain", MofNCompleteColumn, num_steps, first_step, shown=True)
         self._first_step, self._num_steps = first_step, num_steps
 
     def advance(self, step: int) -> None:
-        """Moves the bar; called at every step, so it does nothing else."""
+        """Moves the bar; called at every step, so it must be cheap."""
         self._move(completed=step)
 
     def report(self, record: Mapping[str, Any]) -> None:
-        """Shows a line of metrics.jsonl."""
+        """Shows a record of metrics.jsonl."""
         self._move(status=metrics_text(record))
         if not self.is_live:
             self.say(f"step {record['step']}/{self._num_steps}  {metrics_text(record)}  eta {self._remaining(record)}")
@@ -153,7 +155,7 @@ class TrainingProgress(_WorkProgress):
 
 
 def metrics_text(record: Mapping[str, Any]) -> str:
-    """Loss, the discriminator's loss and recall, tokens/s and MFU in one short text."""
+    """Losses, the discriminator's recall, tokens/s and MFU as one short text."""
     parts = [f"loss {record['loss']:.3f}", f"gen {record['generator_loss']:.3f}"]
     if record["discriminator_loss"] is not None:
         parts += [f"disc {record['discriminator_loss']:.4f}", f"recall {record['discriminator_recall']:.1%}"]
@@ -162,8 +164,8 @@ def metrics_text(record: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def _share(done: int, total: int, seconds: float) -> str:
-    """Bytes read, their share, the rate and the time that the rest will take."""
+def _reading_text(done: int, total: int, seconds: float) -> str:
+    """Bytes read, percentage, rate and ETA."""
     rate = f"{decimal(round(done / seconds))}/s"
     if not total:
         return f"{decimal(done)}, {rate}"

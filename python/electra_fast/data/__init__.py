@@ -1,1 +1,1 @@
-"""Text to batches: prepare a corpus, look at it, load masked and packed rows of it; the work is done in Rust."""
+"""From text to batches: prepare a corpus, inspect it, load packed and masked rows. The work is done in Rust."""

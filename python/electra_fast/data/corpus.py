@@ -1,4 +1,4 @@
-"""A corpus and its tokenizer as `prepare` left them: `Corpus`, `Tokenizer`, and `verify`, which checks every byte."""
+"""A prepared corpus and its tokenizer: `Corpus`, `Tokenizer`, and `verify`, which checks every byte."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ SPECIAL = ("pad", "unk", "cls", "sep", "mask")
 
 
 class Tokenizer:
-    """Text to ids by a BERT `vocab.txt` or a `tokenizer.json`, without adding special tokens.
+    """Text to ids with a BERT `vocab.txt` or a `tokenizer.json`; adds no special tokens.
 
     Args:
-        path: The file; its extension tells which of the two it is. Or a folder that holds one: a run, an
-            export, a Hugging Face model.
-        lowercase: For `vocab.txt`: lower the text's case. By default what a file beside it says: a
+        path: The file, whose extension tells its kind, or a folder that contains one: a run, an export, a
+            Hugging Face model.
+        lowercase: For `vocab.txt`: lowercase the text. Defaults to what a file in the same folder says: a
             `tokenizer.json` with the same entries, a `tokenizer_config.json`, the manifest of its corpus. Without
             one, a vocabulary counts as cased if lowercasing or dropping accents would change an ordinary entry.
-        strip_accents: For `vocab.txt`: drop accents. By default what that file says, or as `lowercase`.
+        strip_accents: For `vocab.txt`: drop accents. Defaults to what that file says, or else to `lowercase`.
 
     Raises:
-        FileNotFoundError: There is no such file, or none in the folder.
-        ValueError: It is no tokenizer, or lacks a special token (named).
+        FileNotFoundError: The file does not exist, or the folder has none.
+        ValueError: It is not a tokenizer, or it lacks a special token (the message names it).
     """
 
     def __init__(self, path: StrPath, *, lowercase: bool | None = None, strip_accents: bool | None = None) -> None:
@@ -48,7 +48,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, corpus: Corpus) -> Tokenizer:
-        """The tokenizer that a corpus was prepared with, from the corpus' own copy."""
+        """The tokenizer that a corpus was prepared with, from the corpus's own copy."""
         return cls(corpus.tokenizer_path, **corpus.tokenizer_options)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -56,11 +56,11 @@ class Tokenizer:
         return [_to_numpy(ids) for ids in self._inner.encode_batch(list(texts))]
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        """Text that reads like what the ids came from."""
+        """Text of the ids; close to the original text, not always equal to it."""
         return self._inner.decode([operator.index(token) for token in ids])
 
     def id_to_token(self, token_id: SupportsIndex) -> str:
-        """The vocabulary's entry with this id; `IndexError` if there is none."""
+        """The vocabulary entry with this id; raises `IndexError` if there is none."""
         token = self._inner.id_to_token(operator.index(token_id))
         if token is None:
             raise IndexError(f"id {token_id} is not in a vocabulary of {self.vocab_size} entries")
@@ -68,17 +68,17 @@ class Tokenizer:
 
     @property
     def fast(self) -> bool:
-        """Whether ids come from the package's own fast path rather than the `tokenizers` crate."""
+        """Whether ids come from this package's fast path rather than from the `tokenizers` crate."""
         return self._inner.fast
 
     @property
     def why_not_fast(self) -> str | None:
-        """Why the crate has to serve, as a clause like "its model is not WordPiece"; `None` if it does not."""
+        """Why the crate is used, as a clause such as "its model is not WordPiece"; `None` on the fast path."""
         return self._inner.why_not_fast
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below this."""
+        """Number of entries; every id is smaller."""
         return self._inner.vocab_size
 
     @property
@@ -88,7 +88,7 @@ class Tokenizer:
 
     @property
     def path(self) -> Path:
-        """The file that was opened."""
+        """The tokenizer file that was opened."""
         return self._inner.path
 
     @property
@@ -98,7 +98,7 @@ class Tokenizer:
 
     @property
     def content_hash(self) -> str:
-        """Identifies entries, ids and rules, case included, whichever file says them: 32 hexadecimal digits."""
+        """Identifies entries, ids and rules, including case, whatever the file format: 32 hexadecimal digits."""
         return self._inner.content_hash()
 
     def to_json(self) -> str:
@@ -107,24 +107,23 @@ class Tokenizer:
 
     @property
     def case_is_guessed(self) -> bool:
-        """Whether nothing told the settings of a `vocab.txt`, so that they follow from its entries."""
+        """Whether no file states the settings of a `vocab.txt`, so that they were inferred from its entries."""
         return self._inner.case_is_guessed
 
     @property
     def options(self) -> dict[str, bool | None]:
-        """Settings in force, `lowercase` and `strip_accents`; both `None` for a `tokenizer.json`."""
+        """The settings in effect, `lowercase` and `strip_accents`; both `None` for a `tokenizer.json`."""
         return dict(zip(("lowercase", "strip_accents"), self._inner.settings, strict=True))
 
 
 class Corpus(Sequence[Ids]):
-    """A folder that `prepare` finished: `len` is its documents, `corpus[i]` the ids of one.
+    """A folder that `prepare` finished: `len(corpus)` is the number of documents, `corpus[i]` the ids of one.
 
-    Opening reads the manifest alone; a file's blocks are compared with their checksums when they are
-    first touched.
+    Opening reads only the manifest; a block of a file is checked against its checksum when it is first read.
 
     Raises:
         FileNotFoundError: The folder, or a manifest in it, does not exist.
-        ValueError: A file is damaged or cut off (named, with the block).
+        ValueError: A file is damaged or truncated; the message names the file and the block.
     """
 
     def __init__(self, path: StrPath) -> None:
@@ -161,12 +160,12 @@ class Corpus(Sequence[Ids]):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all documents, special tokens not counted (there are none on disk)."""
+        """Tokens in all documents; special tokens are not stored on disk and not counted."""
         return self._inner.num_tokens
 
     @property
     def empty_documents(self) -> int:
-        """Documents that had no token and were left out."""
+        """Documents without tokens, which were left out."""
         return self._inner.empty_documents
 
     def coverage(self) -> Coverage:
@@ -180,7 +179,7 @@ class Corpus(Sequence[Ids]):
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below this."""
+        """Number of entries; every id is smaller."""
         return self._inner.vocab_size
 
     @property
@@ -200,24 +199,24 @@ class Corpus(Sequence[Ids]):
 
     @property
     def tokenizer_path(self) -> Path:
-        """The corpus' own copy of the tokenizer that made it."""
+        """The corpus's own copy of its tokenizer."""
         return self._inner.tokenizer_path
 
     @property
     def tokenizer_options(self) -> dict[str, bool | None]:
-        """Settings to open `tokenizer_path` with: `lowercase` and `strip_accents`."""
+        """Settings for opening `tokenizer_path`: `lowercase` and `strip_accents`."""
         return dict(zip(("lowercase", "strip_accents"), self._inner.tokenizer_settings, strict=True))
 
 
 def verify(path: StrPath) -> dict[str, Any]:
-    """Checks every checksum, length and table of a corpus and its validation part.
+    """Checks every checksum, length and table of a corpus and its validation split.
 
     Returns:
-        `files` and `bytes` read, and the `content_hash`.
+        The number of `files` and `bytes` read, and the `content_hash`.
 
     Raises:
         FileNotFoundError: There is no corpus.
-        ValueError: Something is damaged: every damaged file and block, separated by "; also ".
+        ValueError: Something is damaged; lists every damaged file and block, separated by "; also ".
     """
     num_files, num_bytes, damaged = _data.verify(os.fspath(path))
     if damaged:

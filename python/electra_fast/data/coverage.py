@@ -1,6 +1,6 @@
-"""How well a vocabulary covers text: the share of [UNK], tokens per word, and a warning with the likely cause.
+"""How well a vocabulary covers text: the [UNK] rate, tokens per word, and a warning with the likely cause.
 
-`prepare` measures a sample of its inputs beforehand and the corpus afterwards; `inspect` shows both rates.
+`prepare` measures a sample of its inputs before it starts and the corpus when it is done; `inspect` shows both rates.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 from electra_fast import _data
 
-# Text of the vocabulary's own language has well below 1 % of them.
+# Text in the vocabulary's own language has well below 1 % [UNK].
 MOST_UNKNOWN = 0.05
-# What is taken of a stream of documents before the work begins.
+# How much of a stream of documents is sampled before the work starts.
 SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 100, 1 << 18
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Tokens, and how many of them the vocabulary could not spell."""
+    """Token and [UNK] counts of some text."""
 
     tokens: int
     unknown: int
@@ -36,43 +36,43 @@ class Coverage:
 
     @property
     def tokens_per_word(self) -> float | None:
-        """The fertility."""
+        """Also known as fertility; `None` if words cannot be counted."""
         return None if self.words is None else self.tokens / max(1, self.words)
 
 
 def corpus_coverage(corpus: _data.Corpus, tokenizer: _data.Tokenizer) -> Coverage:
-    """Coverage of a corpus, from at most 2^24 of its tokens, which lie evenly over it."""
+    """Coverage of a corpus, from at most 2^24 of its tokens, evenly spaced."""
     return Coverage(*corpus.coverage(tokenizer))
 
 
 def sample_coverage(source: dict[str, Any], tokenizer: _data.Tokenizer, out: str, **reading: Any) -> Coverage:
-    """Coverage of about 1 MiB of text: beginnings of files, or the first documents, which stay in `source`."""
+    """Coverage of about 1 MiB of text: the start of each file, or the first documents, put back into `source`."""
     if "documents" in source:
-        first, source["documents"] = _first(source["documents"])
+        first, source["documents"] = _peek(source["documents"])
         texts = [text[:SAMPLE_CHARACTERS] for text in first if isinstance(text, str)]
         return Coverage(*_data.sample_coverage(tokenizer, out, documents=texts, **reading))
     return Coverage(*_data.sample_coverage(tokenizer, out, **source, **reading))
 
 
-def _first(documents: Iterator[str]) -> tuple[list[str], Iterator[str]]:
-    """The first documents, and an iterator that gives them again before the others."""
+def _peek(documents: Iterator[str]) -> tuple[list[str], Iterator[str]]:
+    """The first documents, and an iterator over all documents, including these."""
     taken: list[str] = []
     characters = 0
     for text in documents:
         taken.append(text)
-        characters += len(text) if isinstance(text, str) else SAMPLE_CHARACTERS  # an error, which `prepare` words
+        characters += len(text) if isinstance(text, str) else SAMPLE_CHARACTERS  # `prepare` raises the error
         if len(taken) == SAMPLE_DOCUMENTS or characters >= SAMPLE_CHARACTERS:
             break
     return taken, chain(taken, documents)
 
 
 def coverage_warning(coverage: Coverage, tokenizer: _data.Tokenizer) -> str | None:
-    """One line if too many tokens are [UNK]: the share, frequent unknown words, the likely cause."""
+    """A one-line warning if too many tokens are [UNK]: the rate, frequent unknown words, the likely cause."""
     if coverage.unknown_share <= MOST_UNKNOWN:
         return None
     words = [word for word, _ in coverage.unknown_words]
-    shown = ", ".join(f"{word[:40]} ({count:,})" for word, count in coverage.unknown_words)
-    examples = f" (of a sample, most often: {shown})" if shown else ""
+    listing = ", ".join(f"{word[:40]} ({count:,})" for word, count in coverage.unknown_words)
+    examples = f" (of a sample, most often: {listing})" if listing else ""
     return f"warning: {coverage.unknown_share:.1%} of the tokens are [UNK]{examples}; {_cause(words, tokenizer)}"
 
 

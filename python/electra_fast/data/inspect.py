@@ -1,4 +1,4 @@
-"""What is in a corpus: counts and rates, and one packed and masked row of it as text."""
+"""Inspects a corpus: counts, rates, and one packed and masked row as text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from electra_fast.data.prepare_report import PACKINGS, contents
 
 
 def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, Any]:
-    """Counts of a corpus and its validation part: documents, tokens, bytes per token, rows at a row length.
+    """Statistics of a corpus and its validation split: documents, tokens, bytes per token, rows of a given length.
 
     `unknown_share` is [UNK] per token; `tokens_per_word` is `None` for a tokenizer that does not mark tokens
-    which continue a word. Both are counted over at most 2^24 tokens, spread evenly.
+    that continue a word. Both are measured on at most 2^24 evenly spaced tokens.
 
-    `rows` and `tokens_per_row` are those of the default packing; below them stands for each packing
-    (`best_fit_`, `google_`) how many rows it makes, what it keeps and drops, and how full rows are.
+    `rows` and `tokens_per_row` are those of `best-fit`. For each packing, keys with its prefix (`best_fit_`,
+    `google_`) give the number of rows, the tokens kept and dropped, and the share of positions filled.
     """
     corpus = Corpus(directory)
     packings = _packings(directory, sequence_length, corpus.num_tokens)
@@ -62,7 +62,7 @@ def _packings(directory: str | Path, sequence_length: int, num_tokens: int) -> d
 def show_row(
     directory: str | Path, *, sequence_length: int, masking: str, seed: int, packing: str = "best-fit"
 ) -> None:
-    """Prints a row on standard error: segments apart, drawn tokens in color, masked ones with their originals."""
+    """Prints a row on standard error: one segment per line, masked positions in color with the original token."""
     corpus = Corpus(directory)
     tokenizer = Tokenizer.of(corpus)
     options: dict[str, Any] = {"seed": seed, "masking": masking, "packing": packing, "epochs": 1}
@@ -74,11 +74,11 @@ def show_row(
     for position, token_id in enumerate(row["input_ids"]):
         if not row["segment_ids"][position]:
             break
-        piece = tokenizer.id_to_token(token_id)
+        token = tokenizer.id_to_token(token_id)
         if position in originals:
-            text.append(piece, style="bold red")
+            text.append(token, style="bold red")
             text.append(f"({tokenizer.id_to_token(originals[position])})", style="red")
         else:
-            text.append(piece, style="dim" if piece in ("[CLS]", "[SEP]") else "")
-        text.append(" " if piece != "[SEP]" else "\n")
+            text.append(token, style="dim" if token in ("[CLS]", "[SEP]") else "")
+        text.append(" " if token != "[SEP]" else "\n")
     Console(file=sys.stderr).print(text)

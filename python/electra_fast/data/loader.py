@@ -1,6 +1,6 @@
-"""Batches of a prepared corpus: the loader, and record batch → torch tensors.
+"""Batches of a prepared corpus: the loader, and the conversion of record batches to torch tensors.
 
-Sits between the Rust data engine (`_data`), which orders, packs and masks, and the training loop.
+Sits between the Rust data engine (`_data`), which shuffles, packs and masks, and the training loop.
 """
 # Shapes: B rows, L row length, M mask slots per row, S attention segments (padding tails included).
 
@@ -29,44 +29,44 @@ _MASK_COLUMNS = ("masked_positions", "masked_ids", "masked_weights")
 
 
 class ArrowArray(Protocol):
-    """Whatever hands over Arrow data through the PyCapsule interface."""
+    """Any object that exports Arrow data through the PyCapsule interface."""
 
     def __arrow_c_array__(self, requested_schema: object | None = None) -> tuple[object, object]:
-        """Return capsules with the schema and the array."""
+        """Returns capsules with the schema and the array."""
 
 
 class BatchLoader(Iterator[RecordBatch]):
-    """Masked, packed record batches of a corpus, endless unless `epochs` is given.
+    """Masked, packed record batches of a corpus; endless unless `epochs` is given.
 
-    The stream of rows depends on the corpus, `seed`, `sequence_length`, `masking`, `mask_prob` and
-    `packing` only. `batch_size` counts rows over all ranks; rank r of W gets rows `r*batch_size//W`
-    to `(r+1)*batch_size//W` of each batch, so the ranks' parts, concatenated, are the same for any W.
-    After `epochs` passes it stops with a last batch of the rows that are left, shared by the same
-    rule (a rank may then get no rows). Threads start with the first batch.
+    The stream of rows depends only on the corpus, `seed`, `sequence_length`, `masking`, `mask_prob` and
+    `packing`. `batch_size` counts rows over all ranks; rank r of W gets rows `r*batch_size//W`
+    to `(r+1)*batch_size//W` of each batch, so the concatenated batches are the same for any W.
+    After `epochs` passes it stops with a partial batch of the remaining rows, split the same way
+    (a rank may then get no rows). Threads start with the first batch.
 
-    A copy continues at the position of its original: a pickled loader, and the one that a forked
-    process inherits, which starts threads of its own there.
+    A copy, whether unpickled or inherited by a forked process, continues at the original's position
+    with threads of its own.
 
     Args:
-        corpus: Folder that `prepare` made.
+        corpus: Folder written by `prepare`.
         sequence_length: Tokens per row (L), special tokens included, 8 to 32,768.
         batch_size: Rows per batch, over all ranks.
-        seed: Decides order, cuts and masks.
+        seed: Determines the order of documents, where they are split, and the masks.
         masking: `paper`, `google` or `bert`.
-        mask_prob: Share of a row's tokens that is masked.
-        rank: Which part of each batch is wanted.
+        mask_prob: Fraction of a row's tokens that are masked.
+        rank: Which part of each batch to return.
         world_size: Number of parts.
         packing: How documents become rows. `best-fit` keeps every token and fills the rows. `google`
             builds examples as the published code does: one or two segments of a document's lines
-            (token types 0 and 1), one example per row, too long ones truncated; `inspect` reports how much that drops.
-        num_threads: Threads that fill batches, beside one that plans.
-        prefetch: Batches prepared ahead.
-        epochs: Stop after so many passes over the corpus; `None` never stops.
+            (token types 0 and 1), one example per row, truncated if too long; `inspect` reports how much that drops.
+        num_threads: Threads that fill batches, in addition to one that plans them.
+        prefetch: Number of batches prepared in advance.
+        epochs: Number of passes over the corpus; `None` for no limit.
 
     Raises:
         FileNotFoundError: There is no corpus.
-        ValueError: An option is out of range (named, with the range), or a file is damaged (named,
-            with the block); the latter may come with any batch.
+        ValueError: An option is out of range (the message gives the range), or a file is damaged (the message
+            gives the file and block); the latter may be raised by any batch.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class BatchLoader(Iterator[RecordBatch]):
 
     @classmethod
     def from_config(cls, config: Config, **changes: Any) -> Self:
-        """The loader of a run's configuration; `changes` are other values of the arguments above."""
+        """The loader of a configuration; `changes` override the constructor's arguments."""
         data, train = config.data, config.train
         arguments: dict[str, Any] = {
             "corpus": data.corpus,
@@ -131,114 +131,114 @@ class BatchLoader(Iterator[RecordBatch]):
         return next(self._loader)
 
     def state(self) -> dict[str, Any]:
-        """Return the position after the last batch returned: JSON-serializable, under 256 bytes."""
+        """Position after the last batch returned: JSON-serializable, under 256 bytes."""
         state: dict[str, Any] = json.loads(self._loader.state())
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken; batch size, rank, world size and threads may differ.
+        """Resumes from `state`; batch size, rank, world size and threads may differ.
 
         Raises:
-            ValueError: The state belongs to another corpus, seed or other row options, which are
-                named, or is no state. The loader stays as it was.
+            ValueError: The state belongs to another corpus, seed or row options (the message names
+                them), or is not a state. The loader is left unchanged.
         """
         self._loader.restore(json.dumps(dict(state)))
 
     @property
     def num_rows(self) -> int:
-        """Rows in an epoch: the same in every one with `best-fit`; with `google` those of the first.
+        """Rows per epoch: the same in every epoch with `best-fit`; of the first epoch with `google`.
 
-        Reads where documents end on each call; with `google` it reads all line lengths.
+        Each call reads the lengths of all documents, or of all lines with `google`.
         """
         return self._loader.num_rows
 
 
 def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Turn a record batch of a `BatchLoader` into tensors.
+    """Converts a record batch of a `BatchLoader` to tensors.
 
-    On the CPU all but `cu_seqlens` share the batch's memory: nothing is copied, and writing to them
-    writes to the batch. For a CUDA device a loader's batch is copied once to pinned memory and from
-    there asynchronously (`non_blocking`), ordered by the current stream; this path has not been measured.
+    On the CPU, all tensors but `cu_seqlens` share the batch's memory: nothing is copied, and writing to
+    them writes to the batch. For a CUDA device, a loader's batch is copied once to pinned memory and from
+    there asynchronously (`non_blocking`) on the current stream; this path has not been benchmarked.
 
     Returns:
         `input_ids` (masked), `token_type_ids`, `position_ids` [B, L] int32; `segment_ids` [B, L]
         int32, 1, 2, … for the attention segments of a row and 0 on padding; `masked_positions` and
-        `masked_ids` (the originals) [B, M] int32; `masked_weights` [B, M] float32, 0 for unused
-        slots; `cu_seqlens` [S + 1] int32, the ends of the attention segments in the flat buffer of
-        B * L tokens, each row's padding tail being a segment of its own, so that the last is B * L.
+        `masked_ids` (the original ids) [B, M] int32; `masked_weights` [B, M] float32, 0 for unused
+        slots; `cu_seqlens` [S + 1] int32, the cumulative segment lengths in the flat buffer of B * L
+        tokens, where each row's padding tail is a segment of its own, so that the last entry is B * L.
 
     Raises:
-        TypeError: `batch` is no record batch.
-        ValueError: It lacks one of the loader's columns (named).
+        TypeError: `batch` is not a record batch.
+        ValueError: It lacks one of the loader's columns (the message names it).
     """
     if not hasattr(batch, "__arrow_c_array__"):
         raise TypeError(f"batch is of type {type(batch).__name__}; give a record batch, such as next(loader)")
     target = torch.device(device)
     if isinstance(batch, RecordBatch) and batch.num_rows > 0:
-        words = _to_device(torch.frombuffer(batch, dtype=torch.int32), target)
+        buffer = _to_device(torch.frombuffer(batch, dtype=torch.int32), target)
         ends = _to_device(torch.frombuffer(batch.segment_ends(), dtype=torch.int32), target)
-        return _views(words, batch.layout, slice(0, batch.num_rows)) | {"cu_seqlens": ends}
+        return _views(buffer, batch.layout, slice(0, batch.num_rows)) | {"cu_seqlens": ends}
     return {name: _to_device(tensor, target) for name, tensor in _from_columns(pa.record_batch(batch)).items()}
 
 
 class MicroBatches:
-    """A step's batch at a fixed place on the device, in equal parts, refilled in place at every step.
+    """Static device buffers for a step's batch, split into equal micro-batches and refilled at every step.
 
-    A captured graph reads from the addresses of its capture, so the tensors of `parts` stay where they are:
-    those of `to_torch`, except that `cu_seqlens` is padded at its end with empty segments. A batch of more
-    segments than there is room for makes new tensors and raises `version`.
+    A captured CUDA graph reads from fixed addresses, so the tensors of `parts` stay where they are. They are
+    those of `to_torch`, except that `cu_seqlens` is padded with empty segments at its end. A batch with more
+    segments than fit reallocates the tensors and increments `version`.
 
     Args:
-        device: Where the tensors lie.
-        count: Number of parts.
+        device: Device of the tensors.
+        count: Number of micro-batches.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
         self.parts: list[dict[str, torch.Tensor]] = []
         self.version = 0
         self._device, self._count = device, count
-        self._words = torch.empty(0, dtype=torch.int32)
+        self._buffer = torch.empty(0, dtype=torch.int32)
         self.capacity = 0
 
     def load(self, batch: RecordBatch) -> None:
-        """Take a batch of the loader; its rows must divide into the parts, and be as many each time.
+        """Copies in a batch of the loader, whose number of rows is constant and divisible by the number of parts.
 
-        On CUDA the copies are ordered by the current stream and nothing waits for them.
+        On CUDA the copies are asynchronous, on the current stream.
         """
-        words = torch.frombuffer(batch, dtype=torch.int32)
-        borders = self._borders(batch)
-        if words.shape != self._words.shape or max(map(len, borders)) > self.capacity:
-            self._allocate(batch, words, borders)
-        self._words.copy_(_pinned(words, self._device), non_blocking=True)
-        for part, ends in zip(self.parts, borders, strict=True):
+        buffer = torch.frombuffer(batch, dtype=torch.int32)
+        seqlens = self._part_seqlens(batch)
+        if buffer.shape != self._buffer.shape or max(map(len, seqlens)) > self.capacity:
+            self._allocate(batch, buffer, seqlens)
+        self._buffer.copy_(_pinned(buffer, self._device), non_blocking=True)
+        for part, ends in zip(self.parts, seqlens, strict=True):
             padded = np.full(self.capacity, ends[-1], dtype=np.int32)
             padded[: len(ends)] = ends
             part["cu_seqlens"].copy_(_pinned(torch.from_numpy(padded), self._device), non_blocking=True)
 
-    def _borders(self, batch: RecordBatch) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
-        """The ends of each part's segments in that part's own flat buffer, beginning with 0."""
+    def _part_seqlens(self, batch: RecordBatch) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
+        """`cu_seqlens` of each part, relative to its own flat buffer."""
         ends = np.frombuffer(batch.segment_ends(), dtype=np.int32)
         size = int(ends[-1]) // self._count
         cuts = np.searchsorted(ends, np.arange(self._count + 1) * size)
         return [ends[a : b + 1] - ends[a] for a, b in itertools.pairwise(cuts)]
 
-    def _allocate(self, batch: RecordBatch, words: torch.Tensor, borders: list[Any]) -> None:
+    def _allocate(self, batch: RecordBatch, buffer: torch.Tensor, seqlens: list[Any]) -> None:
         rows = batch.num_rows // self._count
         if rows * self._count != batch.num_rows:
             raise InputError(f"{batch.num_rows} rows do not divide into {self._count} micro-batches")
         self.version += 1
-        self._words = torch.empty_like(words, device=self._device)
-        # A quarter more than seen: the number of segments varies little from batch to batch.
-        self.capacity = max(map(len, borders)) * 5 // 4
+        self._buffer = torch.empty_like(buffer, device=self._device)
+        # 25 % headroom: the number of segments varies little between batches.
+        self.capacity = max(map(len, seqlens)) * 5 // 4
         self.parts = [
-            _views(self._words, batch.layout, slice(i * rows, (i + 1) * rows))
+            _views(self._buffer, batch.layout, slice(i * rows, (i + 1) * rows))
             | {"cu_seqlens": torch.empty(self.capacity, dtype=torch.int32, device=self._device)}
             for i in range(self._count)
         ]
 
 
 def _pinned(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """A copy in pinned memory if it is to go to a GPU: its allocator waits for the stream before it is reused."""
+    """A pinned copy if the target is a GPU; the caching allocator reuses it only after the stream is done with it."""
     return tensor.pin_memory() if target.type == "cuda" else tensor
 
 
@@ -246,11 +246,11 @@ def _to_device(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
     return _pinned(tensor, target).to(target, non_blocking=True)
 
 
-def _views(words: torch.Tensor, layout: list[tuple[int, int]], rows: slice) -> dict[str, torch.Tensor]:
-    """The fixed-size columns of some rows, in the one buffer that holds a loader's batch."""
+def _views(buffer: torch.Tensor, layout: list[tuple[int, int]], rows: slice) -> dict[str, torch.Tensor]:
+    """Views of the fixed-size columns of some rows, in the one int32 buffer that holds a loader's batch."""
     count = rows.stop - rows.start
     tensors = {
-        name: words.as_strided((count, width), (width, 1), first + rows.start * width)
+        name: buffer.as_strided((count, width), (width, 1), first + rows.start * width)
         for name, (first, width) in zip(_TOKEN_COLUMNS + _MASK_COLUMNS, layout, strict=True)
     }
     tensors["masked_weights"] = tensors["masked_weights"].view(torch.float32)
@@ -258,7 +258,7 @@ def _views(words: torch.Tensor, layout: list[tuple[int, int]], rows: slice) -> d
 
 
 def _from_columns(columns: Any) -> dict[str, torch.Tensor]:
-    """The same from the record batch of any Arrow library."""
+    """The tensors of a record batch of any Arrow library."""
     missing = {*_TOKEN_COLUMNS, *_MASK_COLUMNS, "segment_lengths"} - set(columns.schema.names)
     if missing:
         raise InputError(f"the record batch has no column {', '.join(sorted(missing))}; give one of a BatchLoader")
@@ -269,23 +269,23 @@ def _from_columns(columns: Any) -> dict[str, torch.Tensor]:
 
 
 def _rows(column: Any) -> torch.Tensor:
-    """View a fixed-size list column as a matrix; lists have no DLPack, so its flat child goes over."""
+    """Views a fixed-size list column as a matrix, through its flat child because lists do not support DLPack."""
     flat: torch.Tensor = from_dlpack(column.flatten())
     return flat.view(len(column), column.type.list_size)
 
 
 def _segment_ends(lengths: Any, row_length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Cumulative ends of all segments and padding tails, beginning with 0."""
+    """Cumulative lengths of all segments and padding tails, starting with 0."""
     offsets = lengths.offsets.to_numpy()
-    offsets = offsets - offsets[0]  # a slice keeps its parent's offsets; `flatten` begins at the slice
+    offsets = offsets - offsets[0]  # a slice keeps its parent's offsets, but `flatten` starts at the slice
     first, last = offsets[:-1], offsets[1:]
     ends = np.cumsum(lengths.flatten().to_numpy(), dtype=np.int32)
     row_ends = np.arange(1, len(lengths) + 1, dtype=np.int32) * np.int32(row_length)
-    padding = row_ends - ends[last - 1]  # up to and with each row; every row has a segment
+    padding = row_ends - ends[last - 1]  # cumulative, including each row; every row has a segment
     before = np.zeros_like(padding)
     before[1:] = padding[:-1]
     ends += np.repeat(before, last - first)
     tails = row_ends[ends[last - 1] != row_ends]
     merged = np.concatenate((np.zeros(1, np.int32), ends, tails))
-    merged.sort(kind="stable")  # two ascending runs: a merge
+    merged.sort(kind="stable")  # merges two sorted runs
     return merged

@@ -1,4 +1,4 @@
-"""The verbs `prepare` and `vocab`: text → corpus or vocabulary on disk; the work is done in Rust (`_data`)."""
+"""`prepare` and `train_vocab`: from text to a corpus or a vocabulary on disk. The work is done in Rust (`_data`)."""
 
 from __future__ import annotations
 
@@ -44,45 +44,46 @@ def prepare(
     kind: Kind = "auto",
     progress: bool = True,
 ) -> PrepareReport:
-    """Turns text into a corpus of token shards in `out`; run again after an interruption, it goes on.
+    """Tokenizes text into a corpus of shards in `out`; resumes when run again after an interruption.
 
     Args:
         inputs: A path, or a list or tuple of paths: files (`.txt`, `.jsonl`, `.parquet`, `.arrow`, plain or
-            `.gz`, `.zst`, `.xz`), folders, globs. Of a folder that `datasets` saved, the files that it names are
-            read; of one with several splits, `train` alone: name another split's folder to read that. A list or
-            tuple with a string that has a line end or more than 4,096 characters is one of documents, as is any
-            other iterable of `str` or, like a `datasets.Dataset`, of records that have `text_field`. Documents are
-            asked for from a thread of their own, and such a run starts again instead of resuming.
-        vocab: A `vocab.txt`, a `tokenizer.json`, a folder that holds one, or an open tokenizer; not among `inputs`.
-        out: The folder to make; empty, new, or left behind by the same run.
-        lowercase: As for `Tokenizer`; not with an open one.
-        strip_accents: As for `Tokenizer`; not with an open one.
-        documents: What ends a document of a `.txt`: blank lines, the file, or each line.
-        text_field: Field or column that holds the text; several, separated by commas, are joined by line ends.
-        invalid_utf8: `error` stops and says where; `replace` reads bad bytes as U+FFFD.
-        format: What files are. `auto` goes by the names' endings and passes over files of other kinds; with any
-            other format every file that is named, lies in a folder or matches a glob, and is not hidden, is read
-            as that, unpacked first if its name ends in `.gz`, `.zst` or `.xz`.
-        skip_bad_records: How many records of JSON lines may be left out over the whole input because they are
-            broken, lack the text field or hold no text there. They are listed in `out/skipped.jsonl`.
-        holdout: Fraction of documents, at least 0 and below 1, set aside as the corpus `out/holdout`. Which
-            ones depends on their place alone; if none of two or more is drawn, the last one is taken.
-        partition: `"I/N"`, counted from 1: only every N-th unit of the input. Once all N parts' files lie in
-            one folder, any run without `partition` finishes it; parts run in the same folder finish themselves.
-        threads: Threads that tokenize; 0 means all cores. The result does not depend on it.
-        kind: What `inputs` is, where that rule is wrong: `files` or `documents` (a list of short ones).
-        progress: Show a bar with ETA on standard error, or a line every ten seconds if that is no terminal; warn
-            if the vocabulary does not cover a sample of the text; say how it ended.
+            `.gz`, `.zst`, `.xz`), folders, globs. Of a folder saved by `datasets`, the files that it lists are
+            read; if it has several splits, only `train` (to read another split, give its folder). A list or tuple
+            in which a string has a newline or more than 4,096 characters is a list of documents, and so is any
+            other iterable of `str` or of records with `text_field`, such as a `datasets.Dataset`. Documents are
+            read from a separate thread, and an interrupted run over them restarts from the beginning.
+        vocab: A `vocab.txt`, a `tokenizer.json`, a folder with one of them, or an open tokenizer; not among `inputs`.
+        out: The output folder: new, empty, or left by an interruption of the same run.
+        lowercase: As for `Tokenizer`; not allowed with an open tokenizer.
+        strip_accents: As for `Tokenizer`; not allowed with an open tokenizer.
+        documents: What separates documents in a `.txt`: blank lines, files, or line ends.
+        text_field: Field or column with the text; several, separated by commas, are joined with newlines.
+        invalid_utf8: `error` stops and says where; `replace` reads invalid bytes as U+FFFD.
+        format: Format of the files. `auto` goes by file extension and ignores files of other kinds; any other
+            format applies to every file that is given, in a folder or matched by a glob, except hidden ones,
+            after decompression if the name ends in `.gz`, `.zst` or `.xz`.
+        skip_bad_records: How many JSON-lines records may be skipped over the whole input because they are
+            malformed, lack the text field or have no text in it. They are listed in `out/skipped.jsonl`.
+        holdout: Fraction of documents, at least 0 and below 1, set aside for validation as the corpus `out/holdout`.
+            The choice depends only on their positions; of two or more documents, at least one is chosen.
+        partition: `"I/N"`, counted from 1: process only every N-th unit of the input. When the files of all N
+            parts are in one folder, a run without `partition` completes it; parts run in the same folder do so
+            by themselves.
+        threads: Tokenizer threads; 0 means one per core. The result does not depend on it.
+        kind: What `inputs` is, where the rule above gets it wrong: `files` or `documents` (a list of short ones).
+        progress: Show a progress bar with ETA on standard error, or a line every ten seconds if it is not a
+            terminal; warn if the vocabulary does not cover a sample of the text; print a summary.
 
     Returns:
-        What was done.
+        Counts and properties of the corpus.
 
     Raises:
         FileNotFoundError: An input or the vocabulary does not exist.
-        TypeError: `inputs` is a dictionary of splits, a data frame or no text (named, with its position).
+        TypeError: `inputs` is a dictionary of splits or a data frame, or an entry is not text (the message names it).
         ValueError: Text, vocabulary, options or the output folder cannot be used; the message says which,
             where (file, line or byte) and what to do.
-        OSError: Reading or writing failed, for example on a full disk; what is finished is kept.
+        OSError: Reading or writing failed, for example on a full disk; completed work is kept.
     """
     tokenizer = _open_tokenizer(vocab, lowercase, strip_accents)
     inner = tokenizer._inner
@@ -108,15 +109,15 @@ def prepare(
             )
         )
         if report.complete:
-            found = corpus_coverage(_data.Corpus(os.fspath(out)), inner)
-            report = replace(report, unknown_share=found.unknown_share, tokens_per_word=found.tokens_per_word)
+            coverage = corpus_coverage(_data.Corpus(os.fspath(out)), inner)
+            report = replace(report, unknown_share=coverage.unknown_share, tokens_per_word=coverage.tokens_per_word)
             if sample is not None:
-                found = replace(found, unknown_words=sample.unknown_words)
-            bar.warn(coverage_warning(found, inner))
+                coverage = replace(coverage, unknown_words=sample.unknown_words)
+            bar.warn(coverage_warning(coverage, inner))
         if report.skipped_records:
             listed = os.path.join(out, "skipped.jsonl") if report.complete else None
             bar.warn(skipped_lines(report.skipped_records, report.first_skipped, listed))
-        if progress:  # what each packing keeps is counted for it: seconds, for a large corpus
+        if progress:  # counting what each packing keeps takes seconds for a large corpus
             bar.say(summary(report, out, tokenizer.why_not_fast))
     return report
 
@@ -140,35 +141,35 @@ def train_vocab(
     kind: Kind = "auto",
     progress: bool = True,
 ) -> int:
-    """Trains a WordPiece vocabulary, the same one for the same text.
+    """Trains a WordPiece vocabulary; deterministic for the same text.
 
     Args:
         inputs: As for `prepare`.
-        out: The `vocab.txt` to write; a `tokenizer.json` beside it tells its case. With the ending `.json`, a
-            tokenizer.json alone. Nothing that exists is overwritten.
-        size: Entries, [PAD] [UNK] [CLS] [SEP] [MASK] included, which come first.
-        lowercase: Lower the text's case.
-        strip_accents: Drop accents; by default as `lowercase`.
-        min_frequency: How often a pair of pieces must occur to become one.
+        out: The `vocab.txt` to write, with a `tokenizer.json` next to it that records the casing; if it ends in
+            `.json`, only a tokenizer.json. Existing files are never overwritten.
+        size: Number of entries, including [PAD] [UNK] [CLS] [SEP] [MASK], which come first.
+        lowercase: Lowercase the text.
+        strip_accents: Drop accents; defaults to `lowercase`.
+        min_frequency: How often a pair of pieces must occur to be merged.
         documents: As for `prepare`.
         text_field: As for `prepare`.
         invalid_utf8: As for `prepare`.
         format: As for `prepare`.
-        skip_bad_records: As for `prepare`; the first ten are said, none is written down.
-        sample: Of more bytes of text than this, words are counted in a sample of about half as many to as many:
-            documents (of a long one, parts of 1 MiB) drawn by the hash of `seed` and their number. 0: in all of it.
-        seed: Decides the sample.
+        skip_bad_records: As for `prepare`; the first ten are printed, and no list is written.
+        sample: If there are more bytes of text than this, words are counted in a sample of between half as many and
+            this many: documents (long ones in parts of 1 MiB) chosen by a hash of `seed` and their index. 0: no limit.
+        seed: Seed of the sample.
         threads: As for `prepare`.
         kind: As for `prepare`.
         progress: As for `prepare`.
 
     Returns:
-        How many entries it has: `size`, or fewer if the text does not give more.
+        The number of entries: `size`, or fewer if the text does not yield that many.
 
     Raises:
         FileNotFoundError: An input does not exist.
         TypeError: As for `prepare`.
-        ValueError: The text or an option cannot be used, or a file is in the way.
+        ValueError: The text or an option cannot be used, or the output file exists.
         OSError: Reading or writing failed.
     """
     reading = reading_options(documents, text_field, invalid_utf8, format, skip_bad_records)

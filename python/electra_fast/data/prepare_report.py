@@ -1,4 +1,4 @@
-"""What `prepare` did, and how it is told: counts, and what each packing will keep of the corpus."""
+"""The report of `prepare` as data and as text: counts, and what each packing keeps of the corpus."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ LENGTHS = (128, 512)
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareReport:
-    """What `prepare` did; counts leave out validation documents."""
+    """What `prepare` did; counts exclude validation documents."""
 
     complete: bool
-    """The folder is a corpus now. `False`: other partitions' units are missing."""
+    """The folder is a complete corpus; `False` if units of other partitions are missing."""
     already_complete: bool
-    """It was one before, of the same inputs and options."""
+    """It was complete before, with the same inputs and options."""
     num_files: int
     skipped_files: int
-    """Files in folders or matched by globs whose kind is not known."""
+    """Files of unknown kinds in folders or matched by globs."""
     skipped_splits: tuple[str, ...]
-    """Splits of saved datasets that were passed over because `train` was read."""
+    """Splits of saved datasets that were ignored in favor of `train`."""
     num_units: int
-    """Groups of files that are done or not done as a whole."""
+    """Groups of files that are processed as a whole."""
     missing_units: int
     num_documents: int
     num_tokens: int
     empty_documents: int
-    """Documents without any token; they are left out."""
+    """Documents without tokens, which are left out."""
     holdout_documents: int
     skipped_records: int = 0
-    """Records that could not be read and were left out; a complete corpus lists them in `skipped.jsonl`."""
+    """Records that could not be read and were skipped; a complete corpus lists them in `skipped.jsonl`."""
     first_skipped: tuple[tuple[str, int, str], ...] = ()
-    """File, line and reason of the first ten."""
+    """File, line and reason of the first ten skipped records."""
     content_hash: str
     """32 hexadecimal digits; empty while incomplete."""
     unknown_share: float | None = None
-    """[UNK] per token; `None` while incomplete. Of a large corpus 2^24 tokens are counted, spread evenly over it."""
+    """[UNK] per token, measured on at most 2^24 evenly spaced tokens; `None` while incomplete."""
     tokens_per_word: float | None = None
-    """The fertility; `None` while incomplete, or if the tokenizer does not mark tokens that continue a word."""
+    """Fertility; `None` while incomplete, or if the tokenizer does not mark tokens that continue a word."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What the rows of an epoch hold of a corpus."""
+    """What the rows of one epoch contain of a corpus."""
 
     rows: int
     tokens: int
-    """Tokens of the corpus, special ones not counted."""
+    """Tokens of the corpus, without special tokens."""
     fill: float
-    """Share of the places that are not padding."""
+    """Fraction of positions that are not padding."""
 
 
 def contents(corpus: str | os.PathLike[str], packing: str, sequence_length: int, *, seed: int = 0) -> Contents:
-    """What a packing keeps of a corpus in its first epoch, from where documents and lines end: reads no token."""
+    """What a packing keeps of a corpus in the first epoch; reads document and line lengths, no tokens."""
     loader = _data.BatchLoader(
         os.fspath(corpus),
         sequence_length=sequence_length,
@@ -78,7 +78,7 @@ def contents(corpus: str | os.PathLike[str], packing: str, sequence_length: int,
 
 
 def google_drops(corpus: str | os.PathLike[str], num_tokens: int, sequence_length: int, *, seed: int) -> str:
-    """What packing `google` drops of a corpus of `num_tokens` in a run's first epoch, and which key keeps it."""
+    """One line on how many of `num_tokens` packing `google` drops in the first epoch, and which key keeps them."""
     dropped = num_tokens - contents(corpus, "google", sequence_length, seed=seed).tokens
     return (
         f'data.packing = "google" drops {dropped:,} of {num_tokens:,} tokens '
@@ -87,13 +87,13 @@ def google_drops(corpus: str | os.PathLike[str], num_tokens: int, sequence_lengt
 
 
 def guess(vocab: str, cased: bool) -> str:
-    """What is said where nothing but its entries tells the case of a vocab.txt."""
+    """The note printed when only the entries of a vocab.txt tell its casing."""
     found = "cased" if cased else "uncased (text is lowercased)"
     return f"{vocab}: taken as {found}, judging by its entries; --cased or --uncased settles it"
 
 
 def summary(report: PrepareReport, out: str | os.PathLike[str], why_not_fast: str | None) -> str:
-    """How a run of `prepare` ended: what there is now, what was left out, what is still missing."""
+    """The result of `prepare` as text: what was written, what was left out, what is still missing."""
     skipped = f"; {report.skipped_files} files of other kinds were passed over" if report.skipped_files else ""
     if report.skipped_splits:
         skipped += f"; of the splits only train was read, not {', '.join(report.skipped_splits)}: name their folders"
@@ -104,26 +104,28 @@ def summary(report: PrepareReport, out: str | os.PathLike[str], why_not_fast: st
         counts += f", {report.tokens_per_word:.2f} tokens per word"
     if report.already_complete:
         return f"{os.fspath(out)}: already complete: {counts}{skipped}"
-    by_crate = ""
+    crate_note = ""
     if why_not_fast:
-        by_crate = f"; tokenized by the tokenizers crate, which is many times slower, because {why_not_fast}"
+        crate_note = f"; tokenized by the tokenizers crate, which is many times slower, because {why_not_fast}"
     if not report.complete:
         missing = f"{report.missing_units} of {report.num_units} units are still missing"
         remedy = "when all parts are done, copy their files into one folder and run prepare without --partition"
-        return f"{os.fspath(out)}: {counts} so far; {missing}: {remedy}{skipped}{by_crate}"
+        return f"{os.fspath(out)}: {counts} so far; {missing}: {remedy}{skipped}{crate_note}"
     empty = f", {report.empty_documents:,} empty ones left out" if report.empty_documents else ""
-    held = f", {report.holdout_documents:,} documents held out" if report.holdout_documents else ""
-    return "\n".join((f"{os.fspath(out)}: {counts}{empty}{held}{skipped}{by_crate}", *_kept(report, out)))
+    validation = f", {report.holdout_documents:,} documents held out" if report.holdout_documents else ""
+    return "\n".join(
+        (f"{os.fspath(out)}: {counts}{empty}{validation}{skipped}{crate_note}", *_packing_lines(report, out))
+    )
 
 
-def _kept(report: PrepareReport, out: str | os.PathLike[str]) -> Iterator[str]:
+def _packing_lines(report: PrepareReport, out: str | os.PathLike[str]) -> Iterator[str]:
     for packing in PACKINGS:
         parts = []
         for length in LENGTHS:
-            found = contents(out, packing, length)
-            dropped = report.num_tokens - found.tokens
+            kept = contents(out, packing, length)
+            dropped = report.num_tokens - kept.tokens
             share = f" ({dropped / max(1, report.num_tokens):.1%})" if dropped else ""
             parts.append(
-                f"in rows of {length} keeps {found.tokens:,} tokens and drops {dropped:,}{share}, fill {found.fill:.1%}"
+                f"in rows of {length} keeps {kept.tokens:,} tokens and drops {dropped:,}{share}, fill {kept.fill:.1%}"
             )
         yield f"  packing {packing}: {'; '.join(parts)}"

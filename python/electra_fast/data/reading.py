@@ -1,4 +1,4 @@
-"""What `prepare` and `vocab` are told about their inputs, checked and in the engine's terms."""
+"""The reading options of `prepare` and `vocab`, validated and translated into the Rust functions' arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Format = Literal["auto", "text", "jsonl", "parquet", "arrow"]
 def reading_options(
     documents: Separator, text_field: str, invalid_utf8: InvalidUtf8, format: Format, skip_bad_records: int
 ) -> dict[str, Any]:
-    """How text is found in files."""
+    """Arguments of the Rust functions that say how to read files."""
     return {
         "separator": documents,
         "text_fields": [field.strip() for field in text_field.split(",") if field.strip()],
@@ -28,14 +28,14 @@ def reading_options(
 
 
 def not_negative(name: str, value: int) -> int:
-    """The value of an option that counts something."""
+    """Validates an option that is a count."""
     if value < 0:
         raise InputError(f"{name} is {value}; give 0 or more")
     return value
 
 
 def skipped_lines(count: int, first: Iterable[tuple[str, int, str]], list_file: str | None) -> str:
-    """How many bad records were skipped, and the first of them, one per line."""
+    """A warning with the number of bad records, and the first of them, one per line."""
     more = f"; all of them are in {list_file}" if list_file else ""
     lines = [f"warning: {count:,} bad records were skipped{more}"]
     return "\n".join([*lines, *(f"  {file}:{line}: {reason}" for file, line, reason in first)])

@@ -1,1 +1,1 @@
-"""Models into and out of Hugging Face folders: config.json, weights by name, tokenizer and model card."""
+"""Export to and import from Hugging Face folders: config.json, weights, tokenizer and model card."""

@@ -1,7 +1,7 @@
-"""The model card of an exported folder: README.md with the front matter that Hugging Face reads.
+"""The model card of an exported folder: a README.md with Hugging Face's front matter.
 
-`export` collects what the source records of the model's training, its `Origin`; the card says that,
-what the configuration says, and nothing that is not known.
+`export` collects what the source records about the model's training, its `Origin`. The card states
+that and the configuration, and nothing that is not recorded.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from electra_fast.objectives import objective_of
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """How a model came to be, as far as its source records it."""
+    """Where a model comes from, as far as its source records it."""
 
     token_type_1_trained: bool
-    """Whether token type 1 has occurred in training, here or before an import."""
+    """Whether token type 1 occurred in training, here or before an import."""
     steps: int = 0
-    """Optimizer steps of the run; 0: a folder or an imported run, which say nothing of training."""
+    """Optimizer steps of the run; 0 for a folder or an imported run, which record no training."""
     imported: bool = False
-    """Whether the run continued from Hugging Face folders."""
+    """Whether the run started from Hugging Face folders."""
     tokens: int | None = None
     corpus: str | None = None
     """Content hash of the corpus."""
 
 
 def model_card(config: Config, role: str, num_parameters: int, origin: Origin) -> str:
-    """README.md of one role's folder."""
+    """The README.md of one role's folder."""
     architecture = CLASSES[config.model.architecture, role]
     title, summary = objective_of(config).describe(role)
     sections = (

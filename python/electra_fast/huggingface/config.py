@@ -1,7 +1,7 @@
-"""Their config.json ↔ our configuration, for Electra and ModernBERT.
+"""Translation between config.json of `transformers` and our configuration, for Electra and ModernBERT.
 
-What both sides can choose is translated, what our encoders fix is written and, when read, checked,
-so that a folder that we would compute otherwise than `transformers` is refused.
+Settings that exist on both sides are translated. Settings that our encoders fix are written on export
+and checked on import, so that a model that we would compute differently from `transformers` is rejected.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from electra_fast.objectives import objective_of
 from electra_fast.presets import SIZES
 
 OWN_KEY = "electra_fast"
-"""Our key of config.json: the run's whole configuration, for `import`."""
+"""Our key in config.json: the run's whole configuration, for `import`."""
 TOKEN_TYPE_KEY = "electra_fast_token_type_1_trained"
-"""Our key of config.json: whether token type 1 has occurred in training; `export` copies type 0's row where not."""
+"""Our key in config.json: whether token type 1 occurred in training; if not, `export` copied the row of type 0."""
 
 MODEL_TYPES: dict[str, Architecture] = {"electra": "bert", "modernbert": "modern"}
 CLASSES = {
@@ -33,7 +33,7 @@ CLASSES = {
     ("modern", "generator"): "ModernBertForMaskedLM",
 }
 
-# Their key: (our key of [model], the value that transformers takes where the key is absent).
+# Hugging Face key: (our key in [model], the default in transformers).
 SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
     "bert": {
         "vocab_size": ("vocab_size", 30522),
@@ -57,7 +57,7 @@ SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
         "attention_dropout": ("attention_dropout", 0.0),
     },
 }
-# What our encoders compute whatever the configuration; the same as transformers' defaults.
+# What our encoders always compute; equal to the defaults in transformers.
 _FIXED: dict[str, dict[str, Any]] = {
     "bert": {
         "hidden_act": "gelu",
@@ -80,28 +80,28 @@ _FIXED: dict[str, dict[str, Any]] = {
 
 
 def describe(config: Config, role: str, special_ids: Mapping[str, int]) -> dict[str, Any]:
-    """The content of config.json for the `role` ("discriminator" or "generator") of a model.
+    """The content of config.json for one role ("discriminator" or "generator") of a model.
 
-    `special_ids` are the ids of `pad`, `cls`, `sep` as `huggingface_tokenizer.special_ids` gives them.
+    `special_ids` are the ids of `pad`, `cls`, `sep` as returned by `huggingface.tokenizer.special_ids`.
     """
     shape = role_shape(config, role)
     architecture = shape.architecture
-    (model_type,) = (name for name, ours in MODEL_TYPES.items() if ours == architecture)
+    (model_type,) = (name for name, value in MODEL_TYPES.items() if value == architecture)
     table: dict[str, Any] = {"architectures": [CLASSES[architecture, role]], "model_type": model_type}
-    table |= {theirs: getattr(shape, ours) for theirs, (ours, _) in SIZE_KEYS[architecture].items()}
+    table |= {hf_key: getattr(shape, key) for hf_key, (key, _) in SIZE_KEYS[architecture].items()}
     table |= _FIXED[architecture] | {"initializer_range": 0.02, "dtype": "float32", "torch_dtype": "float32"}
     table |= {"pad_token_id": special_ids["pad"], "tie_word_embeddings": not weights.is_multiplied(shape)}
     if architecture == "modern":
         table |= _modern_extras(shape, special_ids)
         if role == "discriminator":
             table |= {"id2label": {"0": "replaced"}, "label2id": {"replaced": 0}}
-    # A published folder tells nothing of the machine that it was made on.
+    # A published folder must not reveal paths of the machine it was made on.
     own = config.replace({"data": {"corpus": ""}, "train": {"out": ""}})
     return table | {OWN_KEY: dataclasses.asdict(own)}
 
 
 def _modern_extras(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:
-    """Global attention and one rotary base in every layer, in the keys of transformers 5 and of 4.48+."""
+    """Global attention and the same rotary base in every layer, for both transformers 5 and 4.48+."""
     rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
     return {
         "layer_types": ["full_attention"] * shape.num_layers,
@@ -119,12 +119,12 @@ def _modern_extras(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[s
 
 
 def role_shape(config: Config, role: str) -> ModelConfig:
-    """The sizes of the encoder in a role."""
+    """The shape of a role's encoder."""
     return objective_of(config).networks()[role].shape
 
 
 def read_table(folder: Path) -> dict[str, Any]:
-    """A folder's config.json, of a model type that we know."""
+    """A folder's config.json; raises ValueError unless its model type is supported."""
     path = folder / "config.json"
     try:
         table = read_object(path)
@@ -137,7 +137,7 @@ def read_table(folder: Path) -> dict[str, Any]:
 
 
 def read_shape(folder: Path, role: str, table: Mapping[str, Any]) -> ModelConfig:
-    """The sizes that config.json states, checked for everything that our encoders can't do."""
+    """The model shape of a config.json; raises ValueError for settings that our encoders don't support."""
     path, architecture = folder / "config.json", MODEL_TYPES[table["model_type"]]
     for name, value in _FIXED[architecture].items():
         if table.get(name, value) != value:
@@ -145,7 +145,7 @@ def read_shape(folder: Path, role: str, table: Mapping[str, Any]) -> ModelConfig
     classes = table.get("architectures") or [CLASSES[architecture, role]]
     if CLASSES[architecture, role] not in classes:
         raise InputError(f"{path}: architectures = {classes!r}; a {role} is {CLASSES[architecture, role]}")
-    values = {ours: table.get(theirs, default) for theirs, (ours, default) in SIZE_KEYS[architecture].items()}
+    values = {key: table.get(hf_key, default) for hf_key, (key, default) in SIZE_KEYS[architecture].items()}
     for name in ("dropout", "attention_dropout"):
         values[name] = float(values[name])
     if architecture == "modern":
@@ -171,7 +171,7 @@ def _check_modern(path: Path, table: Mapping[str, Any], num_layers: int) -> None
 
 
 def own_config(path: Path, table: Mapping[str, Any]) -> Config | None:
-    """The run's configuration, where an export of ours left it."""
+    """The run's configuration in a folder that we exported; `None` in other folders."""
     if OWN_KEY not in table:
         return None
     try:
@@ -181,7 +181,7 @@ def own_config(path: Path, table: Mapping[str, Any]) -> Config | None:
 
 
 def token_type_1_trained(folder: Path) -> bool:
-    """Whether token type 1 of a folder's model has occurred in training, as `export` recorded it; true of others'."""
+    """Whether token type 1 occurred in a model's training, as recorded by `export`; true for other folders."""
     table = read_table(folder)
     trained = table.get(TOKEN_TYPE_KEY, OWN_KEY not in table)
     if not isinstance(trained, bool):
@@ -190,7 +190,7 @@ def token_type_1_trained(folder: Path) -> bool:
 
 
 def preset_of_size(shape: ModelConfig) -> Config:
-    """The defaults of a model of others: its preset, or the plain ones for unknown sizes."""
+    """Defaults for a model that we did not export: the preset of its size, or the plain defaults if there is none."""
     recipe = "modern" if shape.architecture == "modern" else "google"
     for config in (Config.preset(name, recipe) for name in SIZES):
         if (config.model.num_layers, config.model.hidden_size) == (shape.num_layers, shape.hidden_size):

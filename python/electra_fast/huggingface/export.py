@@ -1,7 +1,7 @@
-"""The verbs `export` and `import`, and `load`: models into and out of runs and Hugging Face folders.
+"""`load`, `export` and `import_folder`: models from and to runs and Hugging Face folders.
 
-A source is a run, one of its checkpoints, or a Hugging Face folder: one model, or a folder with
-`discriminator/` and `generator/` (the latter alone under the objective `mlm`).
+A source is a run, one of its checkpoints, or a Hugging Face folder: a single model, or a folder with
+`discriminator/` and `generator/` (only the latter for the objective `mlm`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ _INPUT_NAMES = {
 
 
 def load(path: str | Path) -> Electra:
-    """The model of a run (its newest checkpoint), a checkpoint or a Hugging Face folder; fp32, in eval mode.
+    """The model of a run (its latest checkpoint), a checkpoint or a Hugging Face folder; fp32, in eval mode.
 
-    A folder that holds a discriminator or a generator alone gives a model that answers for that
-    one and raises ValueError for the other. Raises FileNotFoundError, or ValueError naming the
-    file, field, value and remedy.
+    A folder with only a discriminator or only a generator gives a model that raises ValueError when the
+    other is called. Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
     source = Path(path)
     stored = _checkpoint(source)
@@ -49,39 +48,38 @@ def load(path: str | Path) -> Electra:
 def export(source: str | Path, out: str | Path) -> None:
     """Writes out/discriminator and out/generator, each with its tokenizer and model card, for `transformers`.
 
-    Where token type 1 never occurred in training its embedding becomes a copy of type 0's.
+    If token type 1 never occurred in training, its embedding becomes a copy of type 0's.
 
-    An earlier export in `out` is replaced, anything else refused (ValueError). Until all of it is
-    written nothing appears under the name `out`.
+    Replaces an earlier export in `out`, atomically; raises ValueError if `out` has anything else in it.
     """
     source, out = Path(source), Path(out)
     if not _is_empty(out) and not _is_export(out):
         raise InputError(f"{out}: not empty and not an earlier export; choose another folder")
-    model, made_by = load(source), origin(source)
+    model, source_origin = load(source), origin(source)
     tokenizer = tokenizer_folder(source, model)
     if "generator" not in model.networks:
         raise InputError(f"{source}: a discriminator alone; export needs a generator beside it")
 
-    if not made_by.token_type_1_trained:
+    if not source_origin.token_type_1_trained:
         _copy_token_type_0(model)
 
     def write(folder: Path) -> None:
         for role in model.networks:
             copy_tokenizer(tokenizer, folder / role, _INPUT_NAMES[model.config.model.architecture])
-            write_model(folder / role, model, role, special_ids(folder / role), made_by.token_type_1_trained)
-            card = model_card(model.config, role, _num_parameters(model, role), made_by)
+            write_model(folder / role, model, role, special_ids(folder / role), source_origin.token_type_1_trained)
+            card = model_card(model.config, role, _num_parameters(model, role), source_origin)
             (folder / role / "README.md").write_text(card, encoding="utf-8")
 
     _write_folder(out, write)
 
 
 def import_folder(directory: str | Path, out: str | Path) -> None:
-    """Makes a run of Hugging Face folders, at step 0, from which `pretrain` goes on.
+    """Creates a run at step 0 from Hugging Face folders, which `pretrain` can continue.
 
-    `directory` has discriminator/ and generator/ (or generator/ alone: objective `mlm`); `out` must
-    be absent or empty. Sizes and tying come from the folders, the rest of config.toml from the
-    run that they were exported from or, for others' models, from the preset of that size. The schedule
-    of the learning rate starts anew, its warmup a twentieth of the steps unless it is set.
+    `directory` has discriminator/ and generator/ (or only generator/: objective `mlm`); `out` must
+    not exist or be empty. Sizes and tying come from the folders; the rest of config.toml comes from the
+    run that was exported or, for other models, from the preset of that size. The learning-rate schedule
+    restarts, with a warmup of a twentieth of the steps unless set.
     """
     source, out = Path(directory), Path(out)
     if not _is_empty(out):
@@ -103,14 +101,14 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
 
 
 def origin(source: Path) -> Origin:
-    """What a source records of its model's training."""
+    """What a source records about its model's training."""
     stored = _checkpoint(source)
     if stored is None:
         return Origin(token_type_1_trained=any(token_type_1_trained(folder) for folder in _folders(source).values()))
     state, packing = checkpoint_folder.read_state(stored), Config.load(stored / "config.toml").data.packing
     tokens = state.tokens + int(state.log_window.totals.get("tokens", 0))
     return Origin(
-        # Only the published code's packing makes rows of two segments; the state knows of earlier packings.
+        # Only packing `google` makes rows of two segments; the state remembers earlier packings.
         token_type_1_trained=(state.step > 0 and packing == "google") or state.token_type_1_trained,
         steps=state.step,
         imported=state.imported,
@@ -132,7 +130,7 @@ def _num_parameters(model: Electra, role: str) -> int:
 
 
 def _checkpoint(source: Path) -> Path | None:
-    """The checkpoint that a run or checkpoint names; None for Hugging Face folders."""
+    """The checkpoint of a run or checkpoint folder; None for Hugging Face folders."""
     if not source.is_dir():
         raise FileNotFoundError(f"{source}: no such folder; name a run, a checkpoint or a Hugging Face folder")
     if (source / "checkpoints").is_dir():
@@ -157,7 +155,7 @@ def _folders(source: Path) -> dict[str, Path]:
 
 
 def _role(path: Path) -> str:
-    """What a lone model is, by the class that config.json names."""
+    """The role of a single model, from the class in its config.json."""
     classes = read_object(path).get("architectures") or []
     for (_, role), name in CLASSES.items():
         if name in classes:
@@ -166,7 +164,7 @@ def _role(path: Path) -> str:
 
 
 def tokenizer_folder(source: Path, model: Electra) -> Path:
-    """The folder of a source's tokenizer; ValueError where it cannot be that of `model`."""
+    """The folder of a source's tokenizer; raises ValueError if it cannot be the tokenizer of `model`."""
     stored = _checkpoint(source)
     if stored is not None:
         places = [run_tokenizer(stored.parent.parent)]
@@ -198,7 +196,7 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether a folder holds what `export` writes and nothing beside it."""
+    """Whether a folder contains what `export` writes and nothing else."""
     entries = list(folder.iterdir())
     configs = [entry / "config.json" for entry in entries if entry.name in ROLES]
     return len(configs) == len(entries) and all(
@@ -210,6 +208,6 @@ def _write_folder(out: Path, write: Callable[[Path], None]) -> None:
     try:
         replace_folder(out, write)
     except FileNotFoundError:
-        raise  # something of the source, which says so itself
+        raise  # about the source; the message names it
     except (OSError, SafetensorError) as error:
         raise OSError(f"{out}: not written: {error}") from error

@@ -1,8 +1,8 @@
-"""Hugging Face folders: an encoder as config.json and model.safetensors that `transformers` loads.
+"""Hugging Face folders: an encoder as config.json and model.safetensors, which `transformers` loads.
 
-`bert` encoders become Electra, `modern` ones ModernBERT; neither needs code of ours, and we need
-nothing of `transformers`. `export` puts two such folders and a tokenizer together; config.json is
-translated in `huggingface_config`, the tensors in `huggingface_weights`.
+`bert` encoders become Electra, `modern` ones ModernBERT. They load without our code, and we read and
+write them without `transformers`. `export` combines two such folders and a tokenizer; `config`
+translates config.json, `weights` the tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from electra_fast.objectives import OBJECTIVES
 def write_model(
     directory: Path, model: Electra, role: str, special_ids: Mapping[str, int], token_type_1_trained: bool = True
 ) -> None:
-    """Writes config.json and model.safetensors of one role into an existing folder."""
+    """Writes config.json and model.safetensors of one role to an existing folder."""
     tensors = weights.to_hf(model.state_dict(), role, role_shape(model.config, role))
     table = describe(model.config, role, special_ids)
     if model.config.model.architecture == "bert":
@@ -53,7 +53,7 @@ def write_model(
 
 @dataclass(frozen=True)
 class _Folder:
-    """One role's Hugging Face folder as read: config.json, the sizes that it states, the tensors."""
+    """One role's Hugging Face folder: config.json, the shape it states, and the tensors."""
 
     path: Path
     role: str
@@ -63,21 +63,21 @@ class _Folder:
 
     @property
     def config_file(self) -> Path:
-        """For messages."""
+        """The path, for error messages."""
         return self.path / "config.json"
 
     @property
     def weights_file(self) -> Path:
-        """For messages."""
+        """The path, for error messages."""
         return self.path / "model.safetensors"
 
 
 def read_models(paths: Mapping[str, Path]) -> Electra:
-    """The model of a folder each for "discriminator" and "generator", or for one of them.
+    """The model of a "discriminator" and a "generator" folder, or of one of them.
 
-    Tying is what the tensors say: embeddings equal to the bit are shared. A generator alone is a model of
-    objective `mlm`.
-    Raises FileNotFoundError, or ValueError naming the file, field, value and what to do.
+    Tying is inferred from the tensors: bitwise equal embeddings are shared. A generator alone is a model
+    of the objective `mlm`.
+    Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
     folders = {role: _read_folder(paths[role], role) for role in weights.PARTS if role in paths}
     tying, state = _tying(folders)
@@ -87,7 +87,7 @@ def read_models(paths: Mapping[str, Path]) -> Electra:
     expected = {name: parameter.shape for name, parameter in parameters.items()}
     for role, folder in folders.items():
         try:
-            # A table factored out of both folders goes before what one folder alone says.
+            # A table factored out of both folders takes precedence over a single folder's.
             state = weights.from_hf(folder.tensors, role, role_shape(config, role), expected) | state
         except InputError as error:
             raise InputError(f"{folder.weights_file}: {error}") from None
@@ -121,7 +121,7 @@ def _read_tensors(folder: Path) -> State:
 
 
 def _check_tables(folder: _Folder) -> None:
-    """The input table's shape, and that the output table is where our networks have it."""
+    """Checks the input table's shape and, where the output table is not separate, that it equals the input table."""
     shape, tensors, architecture = folder.shape, folder.tensors, folder.shape.architecture
     table, output = INPUT_TABLE[architecture], OUTPUT_TABLE[architecture]
     width = shape.hidden_size if architecture == "modern" else shape.embedding_size
@@ -138,28 +138,28 @@ def _check_tables(folder: _Folder) -> None:
 
 
 def _tying(folders: Mapping[str, _Folder]) -> tuple[str, State]:
-    """What the two networks share, and the tables and projections that had to be factored."""
+    """What the two networks share, and the factors of tables that have a projection multiplied in."""
     if len(folders) == 2:
         _check_agreement(folders["discriminator"], folders["generator"])
     multiplied = any(weights.is_multiplied(folder.shape) for folder in folders.values())
     state: State = {}
     if multiplied:
-        own = [own_config(folder.config_file, folder.table) for folder in folders.values()]
-        together = None
-        if all(config is not None and config.model.tying != "none" for config in own):
-            together = weights.factored(_products(*folders.values()), _shapes(*folders.values()))
-        shared = together is not None
-        state = _factored_apart(folders) if together is None else together
+        configs = [own_config(folder.config_file, folder.table) for folder in folders.values()]
+        joint = None
+        if all(config is not None and config.model.tying != "none" for config in configs):
+            joint = weights.factored(_products(*folders.values()), _shapes(*folders.values()))
+        shared = joint is not None
+        state = _factored_separately(folders) if joint is None else joint
     if len(folders) == 1:
         return "all", state
     discriminator, generator = folders["discriminator"], folders["generator"]
     if not multiplied:
-        shared = _have_equal(discriminator, generator, _embedding_names(discriminator))
+        shared = _tensors_equal(discriminator, generator, _embedding_names(discriminator))
     if not shared:
         return "none", state
     names = [name for name in discriminator.tensors if name.startswith(("electra.", "model."))]
-    same_size = _sizes(discriminator) == _sizes(generator)
-    return "all" if same_size and _have_equal(discriminator, generator, names) else "embeddings", state
+    same_size = _shape_without_dropout(discriminator) == _shape_without_dropout(generator)
+    return "all" if same_size and _tensors_equal(discriminator, generator, names) else "embeddings", state
 
 
 def _check_agreement(discriminator: _Folder, generator: _Folder) -> None:
@@ -173,7 +173,7 @@ def _check_agreement(discriminator: _Folder, generator: _Folder) -> None:
 
 
 def _products(*folders: _Folder) -> State:
-    """The tables of some roles as `weights.factored` takes them."""
+    """The tables of some roles, in the form that `weights.factored` takes."""
     tables = {}
     for folder in folders:
         names = (INPUT_TABLE["modern"], OUTPUT_TABLE["modern"])
@@ -187,8 +187,8 @@ def _shapes(*folders: _Folder) -> dict[str, ModelConfig]:
     return {folder.role: folder.shape for folder in folders}
 
 
-def _factored_apart(folders: Mapping[str, _Folder]) -> State:
-    """A table of its own for each role whose projection was multiplied in."""
+def _factored_separately(folders: Mapping[str, _Folder]) -> State:
+    """Factors each role's tables separately, where a projection was multiplied in."""
     state: State = {}
     for folder in folders.values():
         if not weights.is_multiplied(folder.shape):
@@ -206,27 +206,27 @@ def _factored_apart(folders: Mapping[str, _Folder]) -> State:
 
 def _embedding_names(folder: _Folder) -> list[str]:
     prefix = f"{weights.PARTS[folder.role][0]}."
-    return [theirs[0] for ours, theirs in weights.pairs(folder.role, folder.shape) if ours.startswith(prefix)]
+    return [hf_names[0] for name, hf_names in weights.pairs(folder.role, folder.shape) if name.startswith(prefix)]
 
 
-def _have_equal(one: _Folder, other: _Folder, names: list[str]) -> bool:
-    """Equal to the bit; a tensor that neither has is reported elsewhere."""
+def _tensors_equal(one: _Folder, other: _Folder, names: list[str]) -> bool:
+    """Whether both have these tensors, bitwise equal; missing tensors are reported elsewhere."""
     return all(
         name in one.tensors and name in other.tensors and torch.equal(one.tensors[name], other.tensors[name])
         for name in names
     )
 
 
-def _sizes(folder: _Folder) -> ModelConfig:
+def _shape_without_dropout(folder: _Folder) -> ModelConfig:
     return dataclasses.replace(folder.shape, dropout=0.0, attention_dropout=0.0)
 
 
 def _joint_config(folders: Mapping[str, _Folder], tying: str) -> Config:
-    """The run's own configuration where the folder has it, else a preset of that size, with the folders' sizes."""
+    """The folder's own configuration if it has one, else the preset of that size, with the folders' shapes."""
     main = next(iter(folders.values()))
     shape, small = main.shape, folders.get("generator", main).shape
     base = own_config(main.config_file, main.table) or preset_of_size(shape)
-    # The run's own objective, unless it trains other networks than there are.
+    # The configuration's objective, unless it trains other networks than the folders have.
     objective = next(
         name
         for name in (base.objective.name, *OBJECTIVES)
@@ -254,12 +254,12 @@ def _joint_config(folders: Mapping[str, _Folder], tying: str) -> Config:
 
 
 def _check_generator(folder: _Folder, config: Config) -> None:
-    """Our generators are a fraction of the discriminator in width, feed-forward and heads."""
+    """Checks that the generator is a fraction of the discriminator in width, feed-forward size and heads."""
     small, expected = folder.shape, config.generator_shape()
-    for theirs, (ours, _) in SIZE_KEYS[small.architecture].items():
-        if "dropout" not in ours and getattr(small, ours) != getattr(expected, ours):
+    for hf_key, (key, _) in SIZE_KEYS[small.architecture].items():
+        if "dropout" not in key and getattr(small, key) != getattr(expected, key):
             raise InputError(
-                f"{folder.config_file}: {theirs} = {getattr(small, ours)}, and generator.fraction = "
+                f"{folder.config_file}: {hf_key} = {getattr(small, key)}, and generator.fraction = "
                 f"{config.generator.fraction:g} (its share of the discriminator's heads) makes it "
-                f"{getattr(expected, ours)}"
+                f"{getattr(expected, key)}"
             )

@@ -1,7 +1,7 @@
-"""Tokenizer folders that `transformers.AutoTokenizer` loads, written from what the data engine reads.
+"""Tokenizer folders that `transformers.AutoTokenizer` loads, written from the data engine's tokenizer.
 
-A run keeps such a folder as RUN/tokenizer/, `export` copies it beside each model, and a run or an
-export meets only corpora of the same vocabulary: `check_vocabulary`.
+A run has one as RUN/tokenizer/, and `export` copies it into each model's folder. `check_vocabulary`
+ensures that a run or an export is used only with corpora of the same vocabulary.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 
 
 def write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> None:
-    """Writes a tokenizer folder; `max_length` is the longest input of the model, in tokens.
+    """Writes a tokenizer folder; `max_length` is the model's maximum input length in tokens.
 
-    A `vocab.txt` becomes a BertTokenizer; a `tokenizer.json` keeps its own rules, and gets the
-    template [CLS] text [SEP] if it has none.
+    A `vocab.txt` becomes a BertTokenizer; a `tokenizer.json` keeps its rules and, if it has no
+    post-processor, gets the template [CLS] text [SEP].
     """
     name, content = tokenizer.file
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -44,10 +44,10 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> N
 
 
 def copy_tokenizer(source: Path, directory: Path, input_names: list[str]) -> None:
-    """Copies a tokenizer folder's files beside a model that reads `input_names`.
+    """Copies a tokenizer's files into the folder of a model with the inputs `input_names`.
 
-    A folder with a vocab.txt only, as the released ones have it, gets the other files too.
-    Raises FileNotFoundError where there is no tokenizer.
+    If the source has only a vocab.txt, as the released ELECTRA models do, the other files are created.
+    Raises FileNotFoundError if there is no tokenizer.
     """
     if (source / "tokenizer.json").is_file():
         directory.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def special_ids(directory: Path) -> dict[str, int]:
 
 
 def run_tokenizer(run: Path) -> Path:
-    """The tokenizer folder of a run; FileNotFoundError where it is missing."""
+    """The tokenizer folder of a run; raises FileNotFoundError if it is missing."""
     folder = run / "tokenizer"
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: missing; a run keeps its tokenizer there, copy it back")
@@ -77,12 +77,12 @@ def run_tokenizer(run: Path) -> Path:
 
 
 def check_vocabulary(folder: Path, corpus: Corpus) -> None:
-    """ValueError unless the tokenizer in `folder` gives the ids that a corpus was prepared with."""
-    ours, theirs = Tokenizer(folder), Tokenizer.of(corpus)
-    if ours.content_hash != theirs.content_hash:
+    """Raises ValueError unless the tokenizer in `folder` has the vocabulary and rules of the corpus's own."""
+    model_tokenizer, corpus_tokenizer = Tokenizer(folder), Tokenizer.of(corpus)
+    if model_tokenizer.content_hash != corpus_tokenizer.content_hash:
         raise InputError(
-            f"{_described(ours)} is not the vocabulary of the corpus, {_described(theirs)}: the ids would mean other "
-            f"words; prepare the text with --vocab {folder}, or choose a corpus that was"
+            f"{_described(model_tokenizer)} is not the vocabulary of the corpus, {_described(corpus_tokenizer)}: "
+            f"the ids would mean other words; prepare the text with --vocab {folder}, or choose a corpus that was"
         )
 
 
@@ -91,5 +91,5 @@ def _described(tokenizer: Tokenizer) -> str:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The object in a file; an empty one where there is no file."""
+    """The JSON object in a file; an empty one if the file does not exist."""
     return read_object(path) if path.is_file() else {}

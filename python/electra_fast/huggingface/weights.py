@@ -1,8 +1,8 @@
-"""Our parameters ↔ the tensors of `transformers`' Electra and ModernBERT classes, name by name.
+"""Maps our parameters to the tensors of the Electra and ModernBERT classes in `transformers`, and back.
 
-`huggingface` reads and writes the folders; here are only the names and the one case where a tensor
-is not ours under another name: ModernBERT has no projection between embedding and hidden width, so
-that the projection is multiplied into its tables, and factored out again on the way back.
+`folder` reads and writes the files. Most tensors are only renamed, split or concatenated. The exception:
+ModernBERT has no projection between embedding and hidden size, so the projection is multiplied into its
+tables on export and factored out again on import.
 
 Shapes: V vocabulary, E embedding, D hidden, K widths of several tables side by side.
 """
@@ -20,7 +20,7 @@ from electra_fast.errors import InputError
 State = dict[str, Tensor]
 Pair = tuple[str, tuple[str, ...]]
 
-# Of our module names: embeddings, encoder, head.
+# Our module names: embeddings, encoder, head.
 PARTS = {
     "discriminator": ("embeddings", "discriminator", "discriminator_head"),
     "generator": ("generator_embeddings", "generator", "generator_head"),
@@ -53,9 +53,9 @@ _MODERN_LAYER = {
 
 
 def pairs(role: str, shape: ModelConfig) -> list[Pair]:
-    """(our name, their names) of one folder's tensors; several of theirs are ours cut along its first axis.
+    """(our name, Hugging Face names) of one folder's tensors; several names are chunks along the first axis.
 
-    Tables with a projection multiplied in are not among them: see `multiplied` and `factored`.
+    Excludes tables with a projection multiplied in: see `is_multiplied` and `factored`.
     """
     return list((_bert_pairs if shape.architecture == "bert" else _modern_pairs)(role, shape))
 
@@ -72,12 +72,15 @@ def _bert_pairs(role: str, shape: ModelConfig) -> Iterator[Pair]:
         if shape.embedding_size != shape.hidden_size:
             yield f"{encoder}.projection.{kind}", (f"electra.embeddings_project.{kind}",)
         for i in range(shape.num_layers):
-            ours, theirs = f"{encoder}.layers.{i}", f"electra.encoder.layer.{i}"
-            yield f"{ours}.qkv.{kind}", tuple(f"{theirs}.attention.self.{x}.{kind}" for x in ("query", "key", "value"))
-            for our_part, their_part in _BERT_LAYER.items():
-                yield f"{ours}.{our_part}.{kind}", (f"{theirs}.{their_part}.{kind}",)
-        for our_part, their_part in _BERT_HEAD[role].items():
-            yield f"{head}.{our_part}.{kind}", (f"{their_part}.{kind}",)
+            layer, hf_layer = f"{encoder}.layers.{i}", f"electra.encoder.layer.{i}"
+            yield (
+                f"{layer}.qkv.{kind}",
+                tuple(f"{hf_layer}.attention.self.{x}.{kind}" for x in ("query", "key", "value")),
+            )
+            for part, hf_part in _BERT_LAYER.items():
+                yield f"{layer}.{part}.{kind}", (f"{hf_layer}.{hf_part}.{kind}",)
+        for part, hf_part in _BERT_HEAD[role].items():
+            yield f"{head}.{part}.{kind}", (f"{hf_part}.{kind}",)
 
 
 def _modern_pairs(role: str, shape: ModelConfig) -> Iterator[Pair]:
@@ -86,9 +89,9 @@ def _modern_pairs(role: str, shape: ModelConfig) -> Iterator[Pair]:
         yield f"{embeddings}.token", (INPUT_TABLE["modern"],)
     yield f"{encoder}.input_norm.weight", ("model.embeddings.norm.weight",)
     for i in range(shape.num_layers):
-        for our_part, their_part in _MODERN_LAYER.items():
-            if i or our_part != "attention_norm":
-                yield f"{encoder}.layers.{i}.{our_part}.weight", (f"model.layers.{i}.{their_part}.weight",)
+        for part, hf_part in _MODERN_LAYER.items():
+            if i or part != "attention_norm":
+                yield f"{encoder}.layers.{i}.{part}.weight", (f"model.layers.{i}.{hf_part}.weight",)
     yield f"{encoder}.output_norm.weight", ("model.final_norm.weight",)
     yield f"{head}.dense.weight", ("head.dense.weight",)
     yield f"{head}.norm.weight", ("head.norm.weight",)
@@ -105,53 +108,53 @@ def is_multiplied(shape: ModelConfig) -> bool:
 
 
 def to_hf(state: Mapping[str, Tensor], role: str, shape: ModelConfig) -> State:
-    """One folder's tensors, fp32 and contiguous; the output table is left out where it is the input table."""
-    theirs: State = {}
-    for our_name, names in pairs(role, shape):
-        for name, part in zip(names, state[our_name].chunk(len(names)), strict=True):
-            theirs[name] = part.detach().float().contiguous()
+    """One folder's tensors, fp32 and contiguous; without the output table if it is tied to the input table."""
+    tensors: State = {}
+    for name_in_model, names in pairs(role, shape):
+        for name, part in zip(names, state[name_in_model].chunk(len(names)), strict=True):
+            tensors[name] = part.detach().float().contiguous()
     if is_multiplied(shape):
         embeddings, encoder, head = PARTS[role]
         table_VE = state[f"{embeddings}.token"].detach().double()
         product_VD = table_VE @ state[f"{encoder}.projection.weight"].detach().double().T
-        theirs[INPUT_TABLE["modern"]] = product_VD.float()
+        tensors[INPUT_TABLE["modern"]] = product_VD.float()
         if role == "generator":
             product_VD = table_VE @ state[f"{head}.projection.weight"].detach().double()
-            theirs[OUTPUT_TABLE["modern"]] = product_VD.float()
-    return theirs
+            tensors[OUTPUT_TABLE["modern"]] = product_VD.float()
+    return tensors
 
 
-def from_hf(theirs: Mapping[str, Tensor], role: str, shape: ModelConfig, expected: Mapping[str, torch.Size]) -> State:
-    """Our parameters of one folder, multiplied tables left out (`factored` gives those).
+def from_hf(tensors: Mapping[str, Tensor], role: str, shape: ModelConfig, expected: Mapping[str, torch.Size]) -> State:
+    """Our parameters from one folder's tensors, without multiplied tables (see `factored`).
 
-    `expected` holds the shapes of our parameters. Raises ValueError naming the first tensor of
-    theirs that is missing or of another shape.
+    `expected` has the shapes of our parameters. Raises ValueError naming the first tensor that is
+    missing or has another shape.
     """
-    ours: State = {}
-    for our_name, names in pairs(role, shape):
-        rows, *rest = expected[our_name]
+    parameters: State = {}
+    for name_in_model, names in pairs(role, shape):
+        rows, *rest = expected[name_in_model]
         for name in names:
-            check_shape(theirs, name, (rows // len(names), *rest))
-        ours[our_name] = torch.cat([theirs[name] for name in names]).float()
-    return ours
+            check_shape(tensors, name, (rows // len(names), *rest))
+        parameters[name_in_model] = torch.cat([tensors[name] for name in names]).float()
+    return parameters
 
 
-def check_shape(theirs: Mapping[str, Tensor], name: str, expected: tuple[int, ...]) -> None:
-    """Raises ValueError if a tensor is missing or of another shape than config.json says."""
-    if name not in theirs:
+def check_shape(tensors: Mapping[str, Tensor], name: str, expected: tuple[int, ...]) -> None:
+    """Raises ValueError if a tensor is missing or its shape differs from config.json's."""
+    if name not in tensors:
         raise InputError(f"tensor {name} is missing")
-    found = tuple(theirs[name].shape)
+    found = tuple(tensors[name].shape)
     if found != expected:
         raise InputError(f"tensor {name} has shape {list(found)}, and config.json says {list(expected)}")
 
 
 def factored(tables: Mapping[str, Tensor], shapes: Mapping[str, ModelConfig]) -> State | None:
-    """One shared table [V, E] and the projections of folders whose tables were multiplied.
+    """Factors multiplied tables into one shared table [V, E] and each role's projections.
 
-    `tables` holds their tensors under `role.name` for one or both roles, `shapes` each role's
-    sizes. The table is known up to an invertible map only; where a role has no projection, that
-    role's table is it, else the map is chosen so that the projections lie as at initialization.
-    None where no table of width E gives them all (to 1e-5 of their size).
+    `tables` has the tensors under `role.name` for one or both roles, `shapes` each role's shape. The
+    factorization is unique only up to an invertible map. If a role has no projection, its table is the
+    shared one; otherwise the projections are scaled as at initialization.
+    None if no table of width E reproduces all tensors (to a relative error of 1e-5).
     """
     width = next(iter(shapes.values())).embedding_size
     targets = {name: table.double() for name, table in tables.items()}
@@ -169,11 +172,11 @@ def factored(tables: Mapping[str, Tensor], shapes: Mapping[str, ModelConfig]) ->
 
     state: State = {f"{PARTS[role][0]}.token": table_VE.float() for role in shapes}
     for name, factor_ED in zip(targets, factor_EK.split([t.shape[1] for t in targets.values()], dim=1), strict=True):
-        role, _, their_name = name.partition(".")
+        role, _, hf_name = name.partition(".")
         if name in exact:
             continue
         _, encoder, head = PARTS[role]
-        if their_name == INPUT_TABLE["modern"]:
+        if hf_name == INPUT_TABLE["modern"]:
             state[f"{encoder}.projection.weight"] = factor_ED.T.float().contiguous()
         else:
             state[f"{head}.projection.weight"] = factor_ED.float().contiguous()
@@ -183,17 +186,17 @@ def factored(tables: Mapping[str, Tensor], shapes: Mapping[str, ModelConfig]) ->
 def _low_rank(product_VK: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """[V, E] and [E, K] whose product is the best approximation of rank E, in fp64.
 
-    The right singular vectors come from the Gram matrix, which is small; in fp64 that squares away
-    only directions a million times weaker than the strongest.
+    The right singular vectors come from the small Gram matrix; squaring the singular values in fp64
+    loses only directions a million times weaker than the strongest.
     """
     num_columns = product_VK.shape[1]
     _, vectors_KK = torch.linalg.eigh(product_VK.T @ product_VK)
     factor_EK = vectors_KK.flip(1)[:, :width].T
-    # Projections start with entries of variance 1 / (3 E), singular vectors have 1 / K.
+    # Projections are initialized with variance 1 / (3 E); entries of singular vectors have 1 / K.
     scale = (num_columns / (3 * width)) ** 0.5
     table_VE, factor_EK = product_VK @ factor_EK.T / scale, factor_EK * scale
     missing = width - factor_EK.shape[0]
-    if missing > 0:  # E > K: entries of the table that nothing reads yet
+    if missing > 0:  # E > K: table columns that contribute nothing yet
         random = torch.Generator().manual_seed(0)
         rest = torch.randn(missing, num_columns, generator=random, dtype=torch.float64) * (3 * width) ** -0.5
         table_VE = torch.nn.functional.pad(table_VE, (0, missing))
