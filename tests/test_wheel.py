@@ -70,7 +70,8 @@ def test_the_package_is_typed() -> None:
 
 
 def test_every_source_file_is_in_the_wheel_and_nothing_else() -> None:
-    package = {f"electra_fast/{path.name}" for path in (TREE / "python/electra_fast").glob("*.py")}
+    root = TREE / "python"
+    package = {str(path.relative_to(root)) for path in (root / "electra_fast").rglob("*.py")}
     kernels = {f"electra_fast/kernels/{path.name}" for path in (TREE / "kernels").glob("*.py")}
     installed = {file for file in installed_files() if file.startswith("electra_fast/") and file.endswith(".py")}
     assert installed == package | kernels

@@ -1,4 +1,4 @@
-"""Validation metrics of a model: losses, accuracies, and how the discriminator ranks the tokens."""
+"""Validation metrics of a model: losses, accuracies, and the discriminator's AUC."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """FLOPs of a training run: the published count to the digit, and the true one.
 
-The published count (appendix E of the paper, `flops_computation.py` of its code) serves to compare
-with published totals. It takes embedding lookups for dense products and the backward pass for as
-long as the forward pass, so utilization (MFU) must not come from it: `flops_per_token` counts what
-the hardware has to multiply.
+The published count (appendix E of the paper, `flops_computation.py` of its code) is for comparison
+with published totals. It counts embedding lookups as dense products and the backward pass as much as
+the forward pass, so MFU must not be computed from it: `flops_per_token` counts what the hardware
+multiplies.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Flops:
 
 
 def flops_per_token(config: Config) -> Flops:
-    """The true model FLOPs per token of training, of the networks that the objective trains.
+    """The true model FLOPs per token of training the objective's networks.
 
-    A multiplication counts two operations, the backward pass twice the forward pass, attention the whole row length,
-    lookups nothing, and each head its share of the tokens.
+    A multiply-add counts as two operations, the backward pass as two forward passes, attention over the whole row
+    length, lookups as nothing, and each head for its share of the tokens.
     """
     networks, length = objective_of(config).networks(), config.data.sequence_length
     encoders = {role: 3.0 * _encoder(network.shape, length) for role, network in networks.items()}

@@ -21,7 +21,7 @@ def area_under_curve(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.boo
 
 
 def warning(metrics: Mapping[str, Number]) -> str | None:
-    """What a person should know about a log window, in one line, or None. Not called before warmup is over."""
+    """A warning about a log window in one line, or None. Its thresholds make sense after the warmup only."""
     replaced, recall = metrics["replaced_fraction"], metrics["discriminator_recall"]
     loss = metrics["discriminator_loss"]
     if replaced is None or recall is None or loss is None:

@@ -133,7 +133,7 @@ def _resumed_run(folder: Path, directory: Path, config: Config, corpus: Corpus, 
 
 
 def _resolved(config: Config, corpus: Corpus) -> Config:
-    """With the corpus' vocabulary size and a definite length of warmup in place of what stands for them."""
+    """The configuration with the corpus' vocabulary size and the number of warmup steps filled in."""
     if config.model.vocab_size not in (0, corpus.vocab_size):
         raise InputError(
             f"model.vocab_size = {config.model.vocab_size}, but the corpus was prepared with {corpus.vocab_size} "
@@ -167,7 +167,7 @@ def _refuse(folder: Path, directory: Path, changes: Changes, config: Config, all
 
 
 def _since(recorded: Changes, changes: Changes) -> Changes:
-    """What `changes` says beyond the changes that earlier sessions recorded, a value changed back included."""
+    """The part of `changes` that earlier sessions have not recorded, including values that were changed back."""
     news = {name: (recorded.get(name, (was, was))[1], now) for name, (was, now) in changes.items()}
     news |= {name: (now, was) for name, (was, now) in recorded.items() if name not in changes}
     return {name: (before, now) for name, (before, now) in news.items() if before != now}

@@ -36,7 +36,7 @@ GRAD_NORM = "grad_norm"
 
 
 def choose_execution(requested: str, device: torch.device) -> str:
-    """Resolves `auto` to how steps run; raises ValueError where the requested way can't be had."""
+    """Resolves `auto` to an execution mode; raises ValueError if the requested one is not available."""
     if requested == "graph" and device.type != "cuda":
         raise InputError(f'train.execution = "graph" needs a CUDA device, and this is {device.type}; set "auto"')
     if requested == "auto":
@@ -46,7 +46,7 @@ def choose_execution(requested: str, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Capture:
-    """When the graph of a step was captured: before the step of this number, in so many seconds, and why again."""
+    """A capture of the CUDA graph: before which step, how long it took, and why it was needed again."""
 
     step: int
     seconds: float
@@ -119,7 +119,7 @@ class TrainStep:
         return lr_scale(self.config.optimizer, step - stage.first_step, stage.num_steps)
 
     def resume(self, step: int) -> None:
-        """Continues before the step with this number, in the stage that trained last; then load the optimizer."""
+        """Restores the stage that trained last before this step. Call it before the optimizer's state is loaded."""
         stage = self.objective.stage(max(0, step - 1))
         if stage != self.stage:
             self._set_stage(stage)
@@ -177,7 +177,7 @@ class TrainStep:
         self._graph, self._num_eager = None, 0
 
     def _enter_stage(self, step: int) -> None:
-        """Where an objective switches: a stage starts with fresh moments and a schedule of its own."""
+        """Switches to the stage of this step if it is another: new moments, a new schedule, a new graph."""
         stage = self.objective.stage(step)
         if stage != self.stage:
             self.synchronize()
@@ -238,7 +238,7 @@ class StepTimer:
         self._marks.append(self._mark())
 
     def stop(self) -> float:
-        """Ends the span since `start`, which lasted so many seconds."""
+        """Ends the span since `start` and returns its length in seconds."""
         pairs = itertools.pairwise(self._marks)
         if self._stream is None:
             self._step_seconds += [end - begin for begin, end in pairs]
