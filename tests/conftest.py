@@ -1,4 +1,4 @@
-"""What all tests share: a small vocabulary, a small corpus, two threads, poisoned memory; which worker runs what.
+"""What all tests share: a small vocabulary, a small corpus, one thread, poisoned memory; which worker runs what.
 
 Nothing is downloaded and no file is shipped: the text is Python's own documentation, which every
 Python brings along.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as the package does
+# Before torch is imported, and for every process that a test starts: a worker per core leaves no core for a second
+# thread, and results must not depend on how many there are.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import collections
 import random
@@ -30,11 +32,8 @@ STAY_TOGETHER = ("test_cli.py", "test_demo.py")
 
 
 def pytest_configure() -> None:
-    """Hold torch to two threads: small tensors gain nothing from more, and results stay alike.
-
-    Signals begin as in a terminal: `nohup` and a shell's background jobs pass on ignored ones, to every child too.
-    """
-    torch.set_num_threads(2)
+    """Signals begin as in a terminal: `nohup` and a shell's background jobs pass on ignored ones, to every child too."""
+    torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

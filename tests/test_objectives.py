@@ -36,7 +36,8 @@ def test_an_objective_keeps_its_contract(name):
     assert found["loss"] == pytest.approx(output.loss.item(), rel=1e-5)
     assert tuple(objective.networks()) == objective.roles == tuple(model.networks)
     for role, network in objective.networks().items():
-        assert network.head in HEADS and all(objective.describe(role))
+        assert all(head.kind in HEADS and hasattr(model, at) for at, head in network.heads.items())
+        assert all(objective.describe(role))
     assert objective.stage(0) == objective.stage(model.config.train.steps - 1)
 
 

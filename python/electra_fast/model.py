@@ -21,6 +21,7 @@ from electra_fast.attention import AttentionMask, attention
 from electra_fast.config import Config, ModelConfig
 from electra_fast.errors import InputError
 from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import Network
 from electra_fast.ops import Dropout
 
 BERT_EPS = 1e-12
@@ -246,13 +247,17 @@ class Electra(nn.Module):
             network = self.networks["generator"]
             self.generator_embeddings = Embeddings(network.shape)
             self.generator = Encoder(network.shape)
-            self.generator_head = HEADS[network.head](network.shape)
+            self._add_heads(network)
         if "discriminator" in self.networks:
             network = self.networks["discriminator"]
             self.embeddings = self.generator_embeddings if tying != "none" else Embeddings(network.shape)
             self.discriminator = self.generator if tying == "all" else Encoder(network.shape)
-            self.discriminator_head = HEADS[network.head](network.shape)
+            self._add_heads(network)
         initialize(self, config)
+
+    def _add_heads(self, network: Network) -> None:
+        for name, head in network.heads.items():
+            self.add_module(name, HEADS[head.kind](network.shape))
 
     def _require(self, role: str) -> None:
         if role not in self.networks:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from electra_fast.errors import InputError
-from electra_fast.objectives.objective import Network, Number, Objective, Output, Predictions, ratio
+from electra_fast.objectives.objective import Head, Network, Number, Objective, Output, Predictions, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,8 +47,8 @@ class ElectraObjective(Objective):
                 "and generator.num_layers = 0"
             )
         return {
-            "generator": Network(generator, "masked_lm", head_share=config.data.mask_prob),
-            "discriminator": Network(model, "replaced_token"),
+            "generator": Network(generator, {"generator_head": Head("masked_lm", config.data.mask_prob)}),
+            "discriminator": Network(model, {"discriminator_head": Head("replaced_token")}),
         }
 
     def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

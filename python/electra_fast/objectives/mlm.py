@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from electra_fast.objectives.objective import Network, Number, Objective, Output, ratio
+from electra_fast.objectives.objective import Head, Network, Number, Objective, Output, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,8 @@ class MaskedLMObjective(Objective):
 
     def networks(self) -> dict[str, Network]:
         """The model itself."""
-        return {"generator": Network(self.config.model, "masked_lm", head_share=self.config.data.mask_prob)}
+        head = Head("masked_lm", self.config.data.mask_prob)
+        return {"generator": Network(self.config.model, {"generator_head": head})}
 
     def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weight of the masked slots."""

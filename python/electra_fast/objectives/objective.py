@@ -21,18 +21,29 @@ Number = float | int | None
 
 
 @dataclass(frozen=True)
-class Network:
-    """An encoder that an objective trains, and the head on it.
+class Head:
+    """A head on an encoder.
 
     Args:
-        shape: Sizes of the encoder, and of its embeddings where they are its own.
-        head: A name of `model.HEADS`.
-        head_share: Share of the tokens that the head computes for: what it costs.
+        kind: A name of `model.HEADS`.
+        token_fraction: Fraction of the tokens that it computes for, which is what it costs.
+    """
+
+    kind: str
+    token_fraction: float = 1.0
+
+
+@dataclass(frozen=True)
+class Network:
+    """An encoder that an objective trains, and its heads.
+
+    Args:
+        shape: Sizes of the encoder, and of its embeddings unless they are shared.
+        heads: By the attribute of `Electra` that holds each.
     """
 
     shape: ModelConfig
-    head: str
-    head_share: float = 1.0
+    heads: dict[str, Head]
 
 
 @dataclass(frozen=True)

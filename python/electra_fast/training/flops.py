@@ -62,7 +62,10 @@ def flops_per_token(config: Config) -> Flops:
     """
     networks, length = objective_of(config).networks(), config.data.sequence_length
     encoders = {role: 3.0 * _encoder(network.shape, length) for role, network in networks.items()}
-    heads = {role: 3.0 * network.head_share * _head(network) for role, network in networks.items()}
+    heads = {
+        role: sum(3.0 * head.token_fraction * _head(head.kind, network.shape) for head in network.heads.values())
+        for role, network in networks.items()
+    }
     return Flops(
         discriminator=encoders.get("discriminator", 0.0) + heads.get("discriminator", 0.0),
         generator=encoders.get("generator", 0.0),
@@ -82,11 +85,10 @@ def _projection(shape: ModelConfig) -> int:
     return 0 if shape.embedding_size == shape.hidden_size else 2 * shape.embedding_size * shape.hidden_size
 
 
-def _head(network: Network) -> int:
-    """Forward FLOPs per token that the head computes for."""
-    shape = network.shape
+def _head(kind: str, shape: ModelConfig) -> int:
+    """Forward FLOPs per token that a head of `model.HEADS` computes for."""
     hidden, width = shape.hidden_size, shape.embedding_size
-    if network.head == "replaced_token":
+    if kind == "replaced_token":
         return 2 * hidden * (hidden + 1)
     table = 2 * width * _vocabulary(shape)
     if shape.architecture == "modern":
@@ -171,7 +173,7 @@ def published_training_flops(config: Config) -> float:
             shape.num_heads,
             _vocabulary(shape),
         )
-        return published.train(config.train.batch_size, config.train.steps, network.head == "replaced_token")
+        return published.train(config.train.batch_size, config.train.steps, "discriminator_head" in network.heads)
 
     networks = objective_of(config).networks()
     return sum(total(networks[role]) for role in ("discriminator", "generator") if role in networks)
