@@ -32,7 +32,7 @@ STAY_TOGETHER = ("test_cli.py", "test_demo.py")
 
 
 def pytest_configure() -> None:
-    """Signals begin as in a terminal: `nohup` and a shell's background jobs pass on ignored ones, to every child too."""
+    """Signals begin as in a terminal: `nohup` and a shell's background jobs pass ignored ones on to every child."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
