@@ -221,13 +221,14 @@ def _block_mask(segment_ids_BL: Tensor) -> BlockMask:
     def same_segment(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return segment_ids_BL[row, query] == segment_ids_BL[row, key]
 
-    return BlockMask.from_kv_blocks(
+    mask: BlockMask = BlockMask.from_kv_blocks(
         *_dense_to_ordered(overlap_BKK & ~full_BKK),
         *_dense_to_ordered(full_BKK),
         BLOCK_SIZE=FLEX_BLOCK,
         mask_mod=same_segment,
         seq_lengths=(length, length),
     )
+    return mask
 
 
 def _dense_to_ordered(blocks_BKK: Tensor) -> tuple[Tensor, Tensor]:

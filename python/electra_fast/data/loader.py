@@ -286,6 +286,6 @@ def _segment_ends(lengths: Any, row_length: int) -> np.ndarray[Any, np.dtype[np.
     before[1:] = padding[:-1]
     ends += np.repeat(before, last - first)
     tails = row_ends[ends[last - 1] != row_ends]
-    merged = np.concatenate((np.zeros(1, np.int32), ends, tails))
+    merged: np.ndarray[Any, np.dtype[np.int32]] = np.concatenate((np.zeros(1, np.int32), ends, tails))
     merged.sort(kind="stable")  # merges two sorted runs
     return merged
