@@ -7,7 +7,7 @@ Everything runs on one pinned core with a warm page cache. The contenders take t
 loader has its own process, which is paused while others run; each run tokenizes text that none of them
 has seen. Ids are compared with Hugging Face's before anything is timed. Rows are 128 tokens, batches
 65,536 tokens, shuffled. Peers read pre-cut rows and apply Hugging Face's `DataCollatorForLanguageModeling`
-(*rows only*: without it; *vectorised*: its masking applied to the whole batch, which is faster but
+(*rows only*: without it; *vectorized*: its masking applied to the whole batch, which is faster but
 unusual), while ours packs documents on the fly. There are no worker processes, because there is one core.
 For a peer that is not installed or fails, the table says why. Results are the median (and range) of million
 tokens per second of wall-clock time and of CPU time, which is fairer on a busy machine. Without --text
@@ -65,10 +65,10 @@ def main() -> None:
         result = {
             "machine": machine(),
             "versions": {name: version(name) for name in PEERS},
-            "tokenise": tokenize(vocab, parts_of(text, size, arguments.runs)),
+            "tokenize": tokenize(vocab, parts_of(text, size, arguments.runs)),
             "load": load(vocab, text, folder, arguments.runs, arguments.seconds),
         }
-    for title in ("tokenise", "load"):
+    for title in ("tokenize", "load"):
         print_table(title, result[title])
     print("versions:", ", ".join(f"{name} {found}" for name, found in result["versions"].items()))
     arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -230,11 +230,11 @@ def loaders(vocab: Path, folder: Path) -> dict[str, Callable[[], Iterator[torch.
     return {
         "electra-fast, packed and masked": lambda: ours_batches(folder / "shards"),
         f"datasets {mask}": lambda: masked(hf_batches(rows, folder), vocab, whole=False),
-        f"datasets {mask}, vectorised": lambda: masked(hf_batches(rows, folder), vocab, whole=True),
+        f"datasets {mask}, vectorized": lambda: masked(hf_batches(rows, folder), vocab, whole=True),
         "datasets, rows only": lambda: hf_batches(rows, folder),
-        f"MosaicML Streaming {mask}, vectorised": lambda: masked(mds_batches(rows, folder), vocab, whole=True),
+        f"MosaicML Streaming {mask}, vectorized": lambda: masked(mds_batches(rows, folder), vocab, whole=True),
         "MosaicML Streaming, rows only": lambda: mds_batches(rows, folder),
-        f"litdata {mask}, vectorised": lambda: masked(litdata_batches(rows, folder), vocab, whole=True),
+        f"litdata {mask}, vectorized": lambda: masked(litdata_batches(rows, folder), vocab, whole=True),
         "litdata, rows only": lambda: litdata_batches(rows, folder),
     }
 

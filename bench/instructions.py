@@ -22,7 +22,7 @@ from pathlib import Path
 TREE = Path(__file__).resolve().parent.parent
 COUNTS = Path(__file__).with_suffix(".json")
 # Workloads and their amount in the first run; the second run has twice as much.
-WORK = {"tokenise": 16, "load": 4}
+WORK = {"tokenize": 16, "load": 4}
 # Single counts of tokenization vary by a tenth between runs; the minimum of several does not.
 RUNS = 7
 

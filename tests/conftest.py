@@ -87,7 +87,7 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[str], 
 
 
 @pytest.fixture(scope="session")
-def held_out_corpus(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[str], tiny_vocab: Path) -> Path:
+def validation_corpus(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[str], tiny_vocab: Path) -> Path:
     """The corpus of `tiny_text` with a fifth of its documents held out."""
     import electra_fast
 
@@ -97,20 +97,20 @@ def held_out_corpus(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[st
 
 
 @pytest.fixture(scope="session")
-def whole_run(tmp_path_factory: pytest.TempPathFactory, held_out_corpus: Path) -> Path:
+def whole_run(tmp_path_factory: pytest.TempPathFactory, validation_corpus: Path) -> Path:
     """An uninterrupted run of `tiny_run`, which resumed ones have to equal. Tests that write to it copy it first."""
     from tiny_run import tiny_config
 
     from electra_fast.training.pretrain import pretrain
 
     out = tmp_path_factory.mktemp("whole") / "run"
-    pretrain(tiny_config(), data=held_out_corpus, out=out)
+    pretrain(tiny_config(), data=validation_corpus, out=out)
     return out
 
 
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uninitialised floats become NaN, so that an output which nobody wrote cannot pass as a result."""
+    """Uninitialized floats become NaN, so that an output which nobody wrote cannot pass as a result."""
 
     def poisoned(allocate: Any) -> Any:
         def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:

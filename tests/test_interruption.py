@@ -64,33 +64,33 @@ def interrupt_at(monkeypatch, point, number):
 
 
 @pytest.mark.parametrize(("point", "number"), [(p, SIGNALS[i % 4]) for i, p in enumerate(POINTS)])
-def test_a_signal_anywhere_loses_no_step(whole_run, held_out_corpus, tmp_path, monkeypatch, point, number):
+def test_a_signal_anywhere_loses_no_step(whole_run, validation_corpus, tmp_path, monkeypatch, point, number):
     before = {number: signal.getsignal(number) for number in SIGNALS}
     rare = {"train.checkpoint_every": "1000"} if "checkpoint" not in point else {}
     with monkeypatch.context() as patch, pytest.raises(Interrupted, match=r"checkpoint written; run again") as caught:
         calls = interrupt_at(patch, point, number)
-        ef.pretrain(tiny_config(**rare), data=held_out_corpus, out=tmp_path / "run")
+        ef.pretrain(tiny_config(**rare), data=validation_corpus, out=tmp_path / "run")
     assert calls[0] >= POINTS[point][2] and caught.value.signal == number
     step = checkpoint_folder.steps(tmp_path / "run")[-1]
     assert f"interrupted at step {step} of {STEPS}" in str(caught.value)
     assert {number: signal.getsignal(number) for number in SIGNALS} == before
-    assert pretrain_verb(tiny_config(), data=held_out_corpus, out=tmp_path / "run").step == STEPS
+    assert pretrain_verb(tiny_config(), data=validation_corpus, out=tmp_path / "run").step == STEPS
     assert_same_run(tmp_path / "run", whole_run)
 
 
-def test_a_signal_after_the_last_step_ends_a_finished_run(whole_run, held_out_corpus, tmp_path, monkeypatch):
+def test_a_signal_after_the_last_step_ends_a_finished_run(whole_run, validation_corpus, tmp_path, monkeypatch):
     monkeypatch.setitem(POINTS, "the last line", (JsonLines, "write", STEPS // 4 + STEPS // 8))
     interrupt_at(monkeypatch, "the last line", signal.SIGTERM)
-    assert ef.pretrain(tiny_config(), data=held_out_corpus, out=tmp_path / "run").step == STEPS
+    assert ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run").step == STEPS
     assert_same_run(tmp_path / "run", whole_run)
 
 
-def test_a_second_signal_stops_at_once(held_out_corpus, tmp_path, monkeypatch):
+def test_a_second_signal_stops_at_once(validation_corpus, tmp_path, monkeypatch):
     monkeypatch.setitem(POINTS, "before the last checkpoint", (TrainStep, "synchronize", 4))
     for point in ("a step", "before the last checkpoint"):
         interrupt_at(monkeypatch, point, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt) as caught:
-        ef.pretrain(tiny_config(), data=held_out_corpus, out=tmp_path / "run")
+        ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run")
     assert not isinstance(caught.value, Interrupted)
     assert checkpoint_folder.steps(tmp_path / "run") == [3, 6]
 
@@ -110,9 +110,9 @@ def test_ignored_signals_stay_ignored(monkeypatch):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_another_thread_can_train(whole_run, held_out_corpus, tmp_path):
+def test_another_thread_can_train(whole_run, validation_corpus, tmp_path):
     def work():
-        ef.pretrain(tiny_config(), data=held_out_corpus, out=tmp_path / "run")
+        ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run")
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -128,9 +128,9 @@ def wait_for_a_line(process, out):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_command_line_exits_with_the_signal(held_out_corpus, tmp_path, number):
+def test_the_command_line_exits_with_the_signal(validation_corpus, tmp_path, number):
     endless = {"train.steps": "100000", "train.checkpoint_every": "100000"}
-    command = tiny_run.command(held_out_corpus, tmp_path / "run", **endless)
+    command = tiny_run.command(validation_corpus, tmp_path / "run", **endless)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_for_a_line(process, tmp_path / "run")
     process.send_signal(number)
@@ -149,11 +149,11 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-def test_a_terminal_that_closes_loses_nothing(held_out_corpus, tmp_path):
+def test_a_terminal_that_closes_loses_nothing(validation_corpus, tmp_path):
     """SIGHUP comes with a standard error that can no longer be written to."""
     ours, theirs = pty.openpty()
     endless = {"train.steps": "100000", "train.checkpoint_every": "100000"}
-    command = tiny_run.command(held_out_corpus, tmp_path / "run", **endless)
+    command = tiny_run.command(validation_corpus, tmp_path / "run", **endless)
     streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
     process = subprocess.Popen([sys.executable, "-c", IN_TERMINAL, *command], **streams, start_new_session=True)
     os.close(theirs)

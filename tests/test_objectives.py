@@ -68,12 +68,12 @@ class TwoStages(ElectraObjective):
 
 
 @pytest.fixture(scope="module")
-def two_stages(tmp_path_factory, held_out_corpus):
+def two_stages(tmp_path_factory, validation_corpus):
     """A run in two stages, with a checkpoint every third step: before, at and after the switch."""
     out = tmp_path_factory.mktemp("stages") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(OBJECTIVES, "electra", TwoStages)
-        pretrain(config(), data=held_out_corpus, out=out)
+        pretrain(config(), data=validation_corpus, out=out)
     return out
 
 
@@ -81,7 +81,7 @@ def config():
     return tiny_config(**{"model.tying": "none", "train.keep_checkpoints": "100", "train.log_every": "1"})
 
 
-def test_a_switch_freezes_and_starts_afresh(two_stages, held_out_corpus):
+def test_a_switch_freezes_and_starts_afresh(two_stages, validation_corpus):
     def at(step):
         from safetensors.torch import load_file
 
@@ -106,19 +106,19 @@ def test_a_switch_freezes_and_starts_afresh(two_stages, held_out_corpus):
 
 
 @pytest.mark.parametrize("step", [SWITCH - 3, SWITCH, SWITCH + 3])
-def test_resumes_exactly_in_either_stage(two_stages, held_out_corpus, tmp_path, monkeypatch, capsys, step):
+def test_resumes_exactly_in_either_stage(two_stages, validation_corpus, tmp_path, monkeypatch, capsys, step):
     shutil.copytree(two_stages, tmp_path / "run")
     for later in checkpoint_folder.steps(tmp_path / "run"):
         if later > step:
             shutil.rmtree(checkpoint_folder.path_of(tmp_path / "run", later))
     monkeypatch.setitem(OBJECTIVES, "electra", TwoStages)
-    pretrain(config(), data=held_out_corpus, out=tmp_path / "run")
+    pretrain(config(), data=validation_corpus, out=tmp_path / "run")
     assert_same_run(tmp_path / "run", two_stages)
     said = f"step {SWITCH}: discriminator begins, with a new optimizer state and schedule"
     assert (said in capsys.readouterr().err) == (step <= SWITCH)
 
 
-def test_a_new_total_does_not_break_a_resume(whole_run, held_out_corpus, tmp_path, monkeypatch):
+def test_a_new_total_does_not_break_a_resume(whole_run, validation_corpus, tmp_path, monkeypatch):
     """Checkpoints store totals by name: one that an older version did not know begins at 0."""
 
     class WithOneMore(ElectraObjective):
@@ -132,7 +132,7 @@ def test_a_new_total_does_not_break_a_resume(whole_run, held_out_corpus, tmp_pat
     latest = checkpoint_folder.steps(tmp_path / "run")[-1]
     shutil.rmtree(checkpoint_folder.path_of(tmp_path / "run", latest))  # the one before it lies within a log window
     monkeypatch.setitem(OBJECTIVES, "electra", WithOneMore)
-    pretrain(tiny_config(), data=held_out_corpus, out=tmp_path / "run")
+    pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run")
     assert lines(tmp_path / "run") == lines(whole_run)
     ours, theirs = weights(tmp_path / "run"), weights(whole_run)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -212,9 +212,9 @@ def test_two_runs_do_not_share_a_folder(text, vocab, tmp_path):
 
 def test_the_holdout_is_disjoint_and_complete(text, vocab, whole, tmp_path):
     prepare([text], vocab=vocab, out=tmp_path / "out", progress=False)
-    everything, train, held_out = ids_of(tmp_path / "out"), ids_of(whole), ids_of(Corpus(whole).holdout)
-    assert sorted(train + held_out) == sorted(everything)
-    assert 0.1 < len(held_out) / len(everything) < 0.3
+    everything, train, validation = ids_of(tmp_path / "out"), ids_of(whole), ids_of(Corpus(whole).holdout)
+    assert sorted(train + validation) == sorted(everything)
+    assert 0.1 < len(validation) / len(everything) < 0.3
     in_order = iter(everything)
     assert all(ids in in_order for ids in train)  # document order is preserved
     assert Corpus(whole).content_hash != Corpus(whole / "holdout").content_hash

@@ -40,20 +40,20 @@ def test_metrics_have_the_promised_keys(whole_run):
     assert facts["torch"] == torch.__version__ and facts["attention"] == "sdpa"
 
 
-def test_same_seed_same_run_another_seed_another(whole_run, held_out_corpus, tmp_path):
-    pretrain(tiny_config(), data=held_out_corpus, out=tmp_path / "same")
+def test_same_seed_same_run_another_seed_another(whole_run, validation_corpus, tmp_path):
+    pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "same")
     assert_same_run(tmp_path / "same", whole_run)
-    pretrain(tiny_config(**{"train.seed": "1"}), data=held_out_corpus, out=tmp_path / "other")
+    pretrain(tiny_config(**{"train.seed": "1"}), data=validation_corpus, out=tmp_path / "other")
     assert lines(tmp_path / "other") != lines(whole_run)
 
 
-def test_accumulation_changes_no_sample(whole_run, held_out_corpus, tmp_path):
+def test_accumulation_changes_no_sample(whole_run, validation_corpus, tmp_path):
     """One micro-batch or two: the same rows and samples (without dropout, whose noise is drawn by micro-batch)."""
     runs = []
     for parts in ("1", "2", "4"):
         exact = {"model.dropout": "0", "model.attention_dropout": "0", "train.precision": "fp32"}
         config = tiny_config(**{"train.accumulate": parts, **exact})
-        pretrain(config, data=held_out_corpus, out=tmp_path / parts)
+        pretrain(config, data=validation_corpus, out=tmp_path / parts)
         runs.append(lines(tmp_path / parts))
     for run in runs[1:]:
         assert [line["replaced_fraction"] for line in run[:2]] == [line["replaced_fraction"] for line in runs[0][:2]]
@@ -61,12 +61,12 @@ def test_accumulation_changes_no_sample(whole_run, held_out_corpus, tmp_path):
 
 
 @pytest.mark.parametrize("attempt", range(3))
-def test_kill_nine_loses_nothing(whole_run, held_out_corpus, tmp_path, attempt):
+def test_kill_nine_loses_nothing(whole_run, validation_corpus, tmp_path, attempt):
     """Killed at random moments until it gets through; more rounds with ELECTRA_FAST_KILLS."""
     draw = random.Random(attempt)
     out = tmp_path / "run"
     for _ in range(int(os.environ.get("ELECTRA_FAST_KILLS", "2"))):
-        process = subprocess.Popen(command(held_out_corpus, out), stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command(validation_corpus, out), stderr=subprocess.DEVNULL)
         goal = draw.randrange(1, STEPS)
         # Wait for work to begin, then for a random while, so that kills fall into steps and saves alike.
         while process.poll() is None and len(list((out / "checkpoints").glob("step-*"))) * 3 < goal % 7:
@@ -74,13 +74,13 @@ def test_kill_nine_loses_nothing(whole_run, held_out_corpus, tmp_path, attempt):
         time.sleep(draw.random() * 0.3)
         process.kill()
         process.wait()
-    subprocess.run(command(held_out_corpus, out), check=True, stderr=subprocess.DEVNULL)
+    subprocess.run(command(validation_corpus, out), check=True, stderr=subprocess.DEVNULL)
     assert_same_run(out, whole_run)
 
 
-def test_finished_run_is_left_alone(whole_run, held_out_corpus, tmp_path):
+def test_finished_run_is_left_alone(whole_run, validation_corpus, tmp_path):
     out = shutil.copytree(whole_run, tmp_path / "run")
-    assert pretrain(tiny_config(), data=held_out_corpus, out=out).step == STEPS
+    assert pretrain(tiny_config(), data=validation_corpus, out=out).step == STEPS
     assert_same_run(out, whole_run)
 
 
@@ -114,44 +114,44 @@ def test_a_run_says_what_its_packing_drops(tiny_corpus, tmp_path, capsys):
     assert "drops" not in capsys.readouterr().err
 
 
-def test_mlm_baseline(held_out_corpus, tmp_path):
-    pretrain(tiny_config(**{"objective.name": "mlm"}), data=held_out_corpus, out=tmp_path / "run")
+def test_mlm_baseline(validation_corpus, tmp_path):
+    pretrain(tiny_config(**{"objective.name": "mlm"}), data=validation_corpus, out=tmp_path / "run")
     last = lines(tmp_path / "run")[-1]
     assert last["loss"] == last["generator_loss"] and last["discriminator_loss"] is None
-    figures = evaluate(tmp_path / "run", held_out_corpus)
+    figures = evaluate(tmp_path / "run", validation_corpus)
     assert figures["discriminator_auc"] is None and figures["generator_loss"] > 0
 
 
-def test_evaluate_is_one_pass_over_the_held_out_part(whole_run, held_out_corpus):
-    figures = evaluate(whole_run, held_out_corpus)
-    held_out = contents(held_out_corpus / "holdout", "google", 16, seed=SEED)
+def test_evaluate_is_one_pass_over_the_held_out_part(whole_run, validation_corpus):
+    figures = evaluate(whole_run, validation_corpus)
+    validation = contents(validation_corpus / "holdout", "google", 16, seed=SEED)
     # Every token that the packing keeps once, and two or three special tokens per example.
-    assert figures["rows"] == held_out.rows
-    assert figures["tokens"] - held_out.tokens in range(2 * held_out.rows, 3 * held_out.rows)
-    assert figures == evaluate(whole_run, held_out_corpus)
+    assert figures["rows"] == validation.rows
+    assert figures["tokens"] - validation.tokens in range(2 * validation.rows, 3 * validation.rows)
+    assert figures == evaluate(whole_run, validation_corpus)
     assert 0 < figures["discriminator_auc"] < 1
-    assert figures == evaluate(checkpoint_folder.latest(whole_run), held_out_corpus / "holdout")
+    assert figures == evaluate(checkpoint_folder.latest(whole_run), validation_corpus / "holdout")
 
 
 @pytest.mark.parametrize("recipe", ["google", "modern"])
-def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(recipe, held_out_corpus, tmp_path):
+def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(recipe, validation_corpus, tmp_path):
     """Where all logits lie about the class shares' and so near each other that bf16 cannot tell them apart."""
     config = tiny_config(recipe, **{"train.steps": "8", "data.packing": "best-fit"})
-    pretrain(config, data=held_out_corpus, out=tmp_path / "run")
+    pretrain(config, data=validation_corpus, out=tmp_path / "run")
     model = load(tmp_path / "run")
     with torch.no_grad():
         model.discriminator_head.classifier.weight.mul_(1e-3)
         model.discriminator_head.classifier.bias.fill_(-2.0)
     checkpoint.save(tmp_path / "run", model, None, TrainState(step=8), keep=1)
-    validation = Corpus(held_out_corpus).holdout
+    validation = Corpus(validation_corpus).holdout
     figures = evaluate_model(model, validation, model.config, ComputeConfig("sdpa", torch.bfloat16))
-    expected = evaluate(tmp_path / "run", held_out_corpus)
+    expected = evaluate(tmp_path / "run", validation_corpus)
     assert expected["discriminator_auc"] > 0.55
     assert figures["discriminator_auc"] == pytest.approx(expected["discriminator_auc"], abs=0.01)
 
 
-def test_nan_is_said_and_not_saved(held_out_corpus, tmp_path):
+def test_nan_is_said_and_not_saved(validation_corpus, tmp_path):
     hot = {"optimizer.learning_rate": "1e30", "optimizer.warmup_steps": "0", "train.checkpoint_every": "1"}
     with pytest.raises(TrainingFailed, match=r"became nan or infinite in steps \d+-\d+; step-\d+ is the last good"):
-        pretrain(tiny_config(**hot), data=held_out_corpus, out=tmp_path / "run")
+        pretrain(tiny_config(**hot), data=validation_corpus, out=tmp_path / "run")
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "run").values())

@@ -25,9 +25,9 @@ def said(capsys):
 
 
 class TestExtension:
-    def test_a_finished_run_is_continued(self, run, held_out_corpus, capsys):
+    def test_a_finished_run_is_continued(self, run, validation_corpus, capsys):
         longer = {"train.steps": str(2 * STEPS)}
-        assert pretrain(tiny_config(**longer), data=held_out_corpus, out=run).step == 2 * STEPS
+        assert pretrain(tiny_config(**longer), data=validation_corpus, out=run).step == 2 * STEPS
         told = said(capsys)
         optimizer = Config.load(run / "config.toml").optimizer
         rate = lr_scale(optimizer, STEPS, 2 * STEPS) * optimizer.learning_rate
@@ -38,63 +38,63 @@ class TestExtension:
         record = json.loads((run / "changes.jsonl").read_text())
         assert (record["step"], record["changes"]) == (STEPS, {"train.steps": [STEPS, 2 * STEPS]})
 
-    def test_a_killed_extension_resumes_by_its_folder_alone(self, run, held_out_corpus):
+    def test_a_killed_extension_resumes_by_its_folder_alone(self, run, validation_corpus):
         """The change is on record before the first checkpoint that has it."""
         longer = tiny_config(**{"train.steps": str(2 * STEPS)})
         unkilled = shutil.copytree(run, run.with_name("unkilled"))
-        pretrain(longer, data=held_out_corpus, out=unkilled)
-        pretrain(longer, data=held_out_corpus, out=run)
+        pretrain(longer, data=validation_corpus, out=unkilled)
+        pretrain(longer, data=validation_corpus, out=run)
         for step in checkpoint_folder.steps(run):
             shutil.rmtree(checkpoint_folder.path_of(run, step))
         shutil.copytree(checkpoint_folder.path_of(unkilled, 2 * STEPS), checkpoint_folder.path_of(run, 2 * STEPS))
         assert pretrain(Config.load(run / "config.toml")).step == 2 * STEPS
         assert_same_run(run, unkilled)
 
-    def test_it_cannot_become_shorter_than_it_is(self, run, held_out_corpus):
+    def test_it_cannot_become_shorter_than_it_is(self, run, validation_corpus):
         with pytest.raises(ValueError, match=rf"train.steps = 20, but this run is at step {STEPS} already; give at"):
-            pretrain(tiny_config(**{"train.steps": "20"}), data=held_out_corpus, out=run)
+            pretrain(tiny_config(**{"train.steps": "20"}), data=validation_corpus, out=run)
 
 
 class TestAllowedChanges:
-    def test_they_are_recorded_and_have_an_effect(self, run, held_out_corpus, capsys):
+    def test_they_are_recorded_and_have_an_effect(self, run, validation_corpus, capsys):
         changed = tiny_config(**{"train.steps": "36", "optimizer.learning_rate": "2e-3"})
         with pytest.raises(ValueError, match=r"learning_rate = 0.001, now it is 0.002; .* pass --allow-changes"):
-            pretrain(changed, data=held_out_corpus, out=run)
+            pretrain(changed, data=validation_corpus, out=run)
         assert not (run / "changes.jsonl").exists()
-        pretrain(changed, data=held_out_corpus, out=run, allow_changes=True)
+        pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
         assert "changed at step 24: optimizer.learning_rate = 0.001 is now 0.002" in said(capsys)
         changes = json.loads((run / "changes.jsonl").read_text())["changes"]
         assert changes == {"train.steps": [24, 36], "optimizer.learning_rate": [0.001, 0.002]}
         saved = Config.load(checkpoint_folder.latest(run) / "config.toml")
         assert saved.optimizer.learning_rate == 2e-3
         assert lines(run)[6]["learning_rate"] == pytest.approx(2e-3 * lr_scale(saved.optimizer, 27, 36))
-        pretrain(changed, data=held_out_corpus, out=run)  # it is what the run has now
+        pretrain(changed, data=validation_corpus, out=run)  # it is what the run has now
         with pytest.raises(ValueError, match=r"learning_rate = 0.002, now it is 0.001"):
-            pretrain(tiny_config(**{"train.steps": "36"}), data=held_out_corpus, out=run)
+            pretrain(tiny_config(**{"train.steps": "36"}), data=validation_corpus, out=run)
 
-    def test_a_recorded_change_needs_no_second_permission(self, run, held_out_corpus, monkeypatch):
+    def test_a_recorded_change_needs_no_second_permission(self, run, validation_corpus, monkeypatch):
         """Killed before the first checkpoint after a change: the run's own configuration is still good."""
         changed = tiny_config(**{"train.steps": "36", "optimizer.learning_rate": "2e-3"})
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr("electra_fast.training.trainer.Trainer.train", lambda *_: 1 / 0)
-            pretrain(changed, data=held_out_corpus, out=run, allow_changes=True)
+            pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
         assert pretrain(Config.load(run / "config.toml")).step == 36
         assert len((run / "changes.jsonl").read_text().splitlines()) == 1
 
-    def test_a_change_taken_back_is_recorded_too(self, run, held_out_corpus, monkeypatch):
+    def test_a_change_taken_back_is_recorded_too(self, run, validation_corpus, monkeypatch):
         changed = tiny_config(**{"optimizer.learning_rate": "2e-3"})
         for config in (changed, tiny_config()):
-            pretrain(config, data=held_out_corpus, out=run, allow_changes=True)
+            pretrain(config, data=validation_corpus, out=run, allow_changes=True)
         records = [json.loads(line)["changes"] for line in (run / "changes.jsonl").read_text().splitlines()]
         assert records == [{"optimizer.learning_rate": [1e-3, 2e-3]}, {"optimizer.learning_rate": [2e-3, 1e-3]}]
 
     @pytest.mark.parametrize(
         ("key", "value"), [("data.sequence_length", "32"), ("data.masking", "paper"), ("train.seed", "5")]
     )
-    def test_other_rows_start_another_epoch(self, run, held_out_corpus, capsys, key, value):
+    def test_other_rows_start_another_epoch(self, run, validation_corpus, capsys, key, value):
         changed = tiny_config(**{"train.steps": "28", key: value})
         before = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader
-        assert pretrain(changed, data=held_out_corpus, out=run, allow_changes=True).step == 28
+        assert pretrain(changed, data=validation_corpus, out=run, allow_changes=True).step == 28
         assert "their order starts anew, with another epoch" in said(capsys)
         after = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader
         assert after["epoch"] > before["epoch"] and (after["options"], after["seed"]) != (
@@ -102,27 +102,27 @@ class TestAllowedChanges:
             before["seed"],
         )
 
-    def test_an_earlier_packing_is_remembered(self, run, held_out_corpus):
+    def test_an_earlier_packing_is_remembered(self, run, validation_corpus):
         """Token type 1 has been trained, whatever the packing is now."""
         changed = tiny_config(**{"train.steps": "28", "data.packing": "best-fit"})
-        pretrain(changed, data=held_out_corpus, out=run, allow_changes=True)
+        pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
         assert checkpoint_folder.read_state(checkpoint_folder.latest(run)).token_type_1_trained
 
-    def test_another_corpus_of_the_same_vocabulary(self, run, held_out_corpus, tiny_corpus):
+    def test_another_corpus_of_the_same_vocabulary(self, run, validation_corpus, tiny_corpus):
         with pytest.raises(ValueError, match=r"content hash .*--allow-changes"):
             pretrain(tiny_config(), data=tiny_corpus, out=run)
         longer = tiny_config(**{"train.steps": "28"})
         assert pretrain(longer, data=tiny_corpus, out=run, allow_changes=True).step == 28
         with pytest.raises(ValueError, match="content hash"):
-            pretrain(longer, data=held_out_corpus, out=run)
+            pretrain(longer, data=validation_corpus, out=run)
 
     @pytest.mark.parametrize(
         ("key", "value"),
         [("model.hidden_size", "128"), ("generator.num_layers", "1"), ("objective.name", "mlm")],
     )
-    def test_sizes_and_objective_never_change(self, run, held_out_corpus, key, value):
+    def test_sizes_and_objective_never_change(self, run, validation_corpus, key, value):
         with pytest.raises(ValueError, match=rf"{key} = .*another model or optimizer state"):
-            pretrain(tiny_config(**{key: value}), data=held_out_corpus, out=run, allow_changes=True)
+            pretrain(tiny_config(**{key: value}), data=validation_corpus, out=run, allow_changes=True)
 
     def test_an_edited_config_file_is_a_change_like_any_other(self, run):
         path = run / "config.toml"
@@ -130,21 +130,21 @@ class TestAllowedChanges:
         with pytest.raises(ValueError, match="learning_rate = 0.001, now it is 0.002"):
             pretrain(Config.load(path))
 
-    def test_a_broken_record_of_changes_is_named(self, run, held_out_corpus):
+    def test_a_broken_record_of_changes_is_named(self, run, validation_corpus):
         (run / "changes.jsonl").write_text('{"step": 3, "changes": {}}\n{"step": 24}\n')
         with pytest.raises(ValueError, match=r"changes.jsonl: line 2 is not a record of changes"):
-            pretrain(tiny_config(), data=held_out_corpus, out=run)
+            pretrain(tiny_config(), data=validation_corpus, out=run)
 
-    def test_threads_and_prefetching_may_change(self, whole_run, run, held_out_corpus):
+    def test_threads_and_prefetching_may_change(self, whole_run, run, validation_corpus):
         shutil.rmtree(checkpoint_folder.latest(run))
         changed = tiny_config(**{"data.num_threads": "3", "data.prefetch": "1"})
-        pretrain(changed, data=held_out_corpus, out=run)
+        pretrain(changed, data=validation_corpus, out=run)
         assert_same_run(run, whole_run)
         assert not (run / "changes.jsonl").exists()
 
 
 class TestDamage:
-    def test_a_checkpoint_of_another_format_is_refused(self, run, held_out_corpus, monkeypatch):
+    def test_a_checkpoint_of_another_format_is_refused(self, run, validation_corpus, monkeypatch):
         newest = checkpoint_folder.latest(run)
         state = checkpoint_folder.read_state(newest)
         (newest / "state.json").unlink()
@@ -154,34 +154,34 @@ class TestDamage:
         with pytest.raises(
             ValueError, match=r"state.json: format 1, and this version of electra-fast reads format 2; "
         ):
-            pretrain(tiny_config(), data=held_out_corpus, out=run)
+            pretrain(tiny_config(), data=validation_corpus, out=run)
 
     def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
-        self, whole_run, run, held_out_corpus, capsys
+        self, whole_run, run, validation_corpus, capsys
     ):
         path = run / "checkpoints/step-24/optimizer.safetensors"
         damaged = bytearray(path.read_bytes())
         damaged[len(damaged) // 2] ^= 4
         path.write_bytes(damaged)
-        assert pretrain(tiny_config(), data=held_out_corpus, out=run).step == STEPS
+        assert pretrain(tiny_config(), data=validation_corpus, out=run).step == STEPS
         told = said(capsys)
         assert f"warning: {path}: damaged (its checksum does not match); that checkpoint is not used" in told
         assert "resumes at step 21 of 24" in told
         assert_same_run(run, whole_run)
         assert checkpoint_folder.steps(run) == [21, 24] and (run / "checkpoints/damaged-step-24").is_dir()
 
-    def test_a_damaged_checkpoint_is_named_by_a_command_that_is_refused_too(self, run, held_out_corpus, capsys):
+    def test_a_damaged_checkpoint_is_named_by_a_command_that_is_refused_too(self, run, validation_corpus, capsys):
         (run / "checkpoints/step-24/state.json").write_text("{")
         changed = tiny_config(**{"optimizer.learning_rate": "2e-3"})
         with pytest.raises(ValueError, match="allow-changes"):
-            pretrain(changed, data=held_out_corpus, out=run)
+            pretrain(changed, data=validation_corpus, out=run)
         assert "step-24/state.json: damaged" in said(capsys) and (run / "checkpoints/damaged-step-24").is_dir()
 
-    def test_no_intact_checkpoint_is_no_new_run(self, run, held_out_corpus):
+    def test_no_intact_checkpoint_is_no_new_run(self, run, validation_corpus):
         for step in checkpoint_folder.steps(run):
             (checkpoint_folder.path_of(run, step) / "config.toml").write_text("")
         with pytest.raises(ValueError, match=r"no intact checkpoint: .*step-24/config.toml: damaged.*step-21"):
-            pretrain(tiny_config(), data=held_out_corpus, out=run)
+            pretrain(tiny_config(), data=validation_corpus, out=run)
 
 
 class TestWarmup:
@@ -197,20 +197,20 @@ class TestWarmup:
         assert max(factors) == factors[warmup] >= 0.949
         assert config.override({"optimizer.warmup_steps": "0"}).optimizer.num_warmup_steps(steps) == 0
 
-    def test_a_run_stores_the_number(self, held_out_corpus, tmp_path):
+    def test_a_run_stores_the_number(self, validation_corpus, tmp_path):
         config = tiny_config(**{"optimizer.warmup_steps": "-1", "train.steps": "40"})
-        pretrain(config, data=held_out_corpus, out=tmp_path / "run")
+        pretrain(config, data=validation_corpus, out=tmp_path / "run")
         assert Config.load(tmp_path / "run/config.toml").optimizer.warmup_steps == 2
         longer = tiny_config(**{"optimizer.warmup_steps": "-1", "train.steps": "80"})
-        pretrain(longer, data=held_out_corpus, out=tmp_path / "run")  # the warmup that was is no change
+        pretrain(longer, data=validation_corpus, out=tmp_path / "run")  # the warmup that was is no change
         assert Config.load(tmp_path / "run/config.toml").optimizer.warmup_steps == 2
 
     @pytest.mark.parametrize(
         ("schedule", "warmup", "share"), [("linear", 240, "10%"), ("product", 240, "2%"), ("linear", 12, None)]
     )
-    def test_one_that_never_ends_is_a_warning(self, held_out_corpus, tmp_path, capsys, schedule, warmup, share):
+    def test_one_that_never_ends_is_a_warning(self, validation_corpus, tmp_path, capsys, schedule, warmup, share):
         options = {"optimizer.schedule": schedule, "optimizer.warmup_steps": str(warmup)}
-        pretrain(tiny_config(**options), data=held_out_corpus, out=tmp_path / "run")
+        pretrain(tiny_config(**options), data=validation_corpus, out=tmp_path / "run")
         told = said(capsys)
         if share is None:
             assert "never passes" not in told
@@ -250,30 +250,30 @@ class TestRefusals:
         with pytest.raises(ValueError, match=match):
             pretrain(config, data=corpus, out=out)
 
-    def test_a_folder_of_something_else(self, held_out_corpus, tmp_path):
+    def test_a_folder_of_something_else(self, validation_corpus, tmp_path):
         (tmp_path / "thesis.tex").write_text("years of work")
-        self.refused("thesis.tex but no run", tiny_config(), held_out_corpus, tmp_path)
+        self.refused("thesis.tex but no run", tiny_config(), validation_corpus, tmp_path)
 
-    def test_a_file(self, held_out_corpus, tmp_path):
+    def test_a_file(self, validation_corpus, tmp_path):
         (tmp_path / "notes").write_text("mine")
-        self.refused("notes: is a file", tiny_config(), held_out_corpus, tmp_path / "notes")
+        self.refused("notes: is a file", tiny_config(), validation_corpus, tmp_path / "notes")
 
-    def test_another_vocabulary_size(self, held_out_corpus, tmp_path):
+    def test_another_vocabulary_size(self, validation_corpus, tmp_path):
         config = tiny_config(**{"model.vocab_size": "77"})
-        self.refused("model.vocab_size = 77", config, held_out_corpus, tmp_path / "run")
+        self.refused("model.vocab_size = 77", config, validation_corpus, tmp_path / "run")
 
-    def test_a_backend_that_cannot_serve(self, held_out_corpus, tmp_path):
+    def test_a_backend_that_cannot_serve(self, validation_corpus, tmp_path):
         if torch.cuda.is_available():
             return
         config = tiny_config(**{"model.attention": "varlen"})
-        self.refused("varlen.*CUDA", config, held_out_corpus, tmp_path / "run")
+        self.refused("varlen.*CUDA", config, validation_corpus, tmp_path / "run")
 
-    def test_two_at_once(self, held_out_corpus, tmp_path):
+    def test_two_at_once(self, validation_corpus, tmp_path):
         from electra_fast.training.run import exclusive
 
         with exclusive(tmp_path / "run"):
-            self.refused("another process is training", tiny_config(), held_out_corpus, tmp_path / "run")
+            self.refused("another process is training", tiny_config(), validation_corpus, tmp_path / "run")
 
-    def test_several_ranks(self, held_out_corpus, tmp_path, monkeypatch):
+    def test_several_ranks(self, validation_corpus, tmp_path, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "2")
-        self.refused("one device", tiny_config(), held_out_corpus, tmp_path / "run")
+        self.refused("one device", tiny_config(), validation_corpus, tmp_path / "run")

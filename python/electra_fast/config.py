@@ -184,11 +184,11 @@ class Config:
 
     def generator_shape(self) -> ModelConfig:
         """The generator's sizes: `generator.fraction` of width, feed-forward and heads; head_dim is kept."""
-        model, fraction = self.model, self.generator.fraction
-        num_heads = round(model.num_heads * fraction)
-        if num_heads < 1 or abs(model.num_heads * fraction - num_heads) > 1e-3:
+        model, hidden_fraction = self.model, self.generator.fraction
+        num_heads = round(model.num_heads * hidden_fraction)
+        if num_heads < 1 or abs(model.num_heads * hidden_fraction - num_heads) > 1e-3:
             raise InputError(
-                f"generator.fraction = {fraction:g} of model.num_heads = {model.num_heads} is not a whole "
+                f"generator.fraction = {hidden_fraction:g} of model.num_heads = {model.num_heads} is not a whole "
                 f"number of heads; use a multiple of 1/{model.num_heads}"
             )
         return dataclasses.replace(
@@ -196,7 +196,7 @@ class Config:
             num_layers=self.generator.num_layers or model.num_layers,
             num_heads=num_heads,
             hidden_size=num_heads * (model.hidden_size // model.num_heads),
-            intermediate_size=round(model.intermediate_size * fraction),
+            intermediate_size=round(model.intermediate_size * hidden_fraction),
         )
 
     @classmethod

@@ -1,6 +1,6 @@
 //! The two inner loops by themselves, for counting instructions (see `bench/instructions.py`).
 //!
-//! `hot_paths tokenise N` makes a tokenizer and N thousand lines of text, and tokenizes them; `hot_paths load
+//! `hot_paths tokenize N` makes a tokenizer and N thousand lines of text, and tokenizes them; `hot_paths load
 //! N` loads N epochs of a small corpus, packed and masked. Both print the number of tokens. The cost that
 //! does not depend on N is the same in every run and cancels in a difference.
 
@@ -15,19 +15,19 @@ const WORDS: usize = 8000;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [what, times] = &arguments[..] else { return Err("tokenise N | load N".into()) };
+    let [what, times] = &arguments[..] else { return Err("tokenize N | load N".into()) };
     let dir = tempfile::tempdir()?;
     let tokens = match what.as_str() {
-        "tokenise" => tokenise(dir.path(), times.parse()?)?,
+        "tokenize" => tokenize(dir.path(), times.parse()?)?,
         "load" => load(dir.path(), times.parse()?)?,
-        other => return Err(format!("{other}: tokenise or load").into()),
+        other => return Err(format!("{other}: tokenize or load").into()),
     };
     println!("{tokens}");
     Ok(())
 }
 
 /// Tokenizes lines of words that are entries, capitalized entries, entries with a suffix, or unknown.
-fn tokenise(dir: &Path, thousands: u32) -> Result<usize, Box<dyn Error>> {
+fn tokenize(dir: &Path, thousands: u32) -> Result<usize, Box<dyn Error>> {
     let words: Vec<String> = (0..WORDS).map(spell).collect();
     let special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "##s", "##ing", ".", ","];
     let vocab: Vec<&str> = special.into_iter().chain(words.iter().map(String::as_str)).collect();
