@@ -42,7 +42,7 @@ help:
 	@echo "make lint   only the checks: ruff, mypy, rustfmt, clippy"
 	@echo "make wheel  the release wheel: ./dist"
 	@echo "make bench  every script of bench/, from the installed wheel"
-	@echo "make clean  remove everything that these commands made"
+	@echo "make clean  remove what these commands made of this checkout (shared tools and registry crates stay)"
 
 demo: wheel
 	$(call environment,$(DEMO),)

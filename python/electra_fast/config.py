@@ -279,10 +279,10 @@ _SECTIONS: dict[str, type[_Section]] = {
 }
 # The values that a key may have, of those that are names: its Literal type, or the keys of the table that it names.
 _CHOICES: dict[str, tuple[str, ...]] = {
-    f"{name}.{field.name}": field.metadata["choices"] or get_args(get_type_hints(section)[field.name])
+    f"{name}.{field.name}": choices
     for name, section in _SECTIONS.items()
-    for field in dataclasses.fields(section)
-    if field.metadata["choices"] or get_args(get_type_hints(section)[field.name])
+    for field, hint in zip(dataclasses.fields(section), get_type_hints(section).values(), strict=True)
+    if (choices := field.metadata["choices"] or get_args(hint))
 }
 
 

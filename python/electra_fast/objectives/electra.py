@@ -51,12 +51,6 @@ class ElectraObjective(Objective):
             "discriminator": Network(model, {"discriminator_head": Head("replaced_token")}),
         }
 
-    def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weight of the masked slots for the generator's loss, number of tokens for the discriminator's."""
-        from electra_fast.objectives import losses
-
-        return losses.loss_denominators(batch)
-
     def forward(
         self,
         model: Electra,

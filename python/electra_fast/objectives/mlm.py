@@ -27,12 +27,6 @@ class MaskedLMObjective(Objective):
         head = Head("masked_lm", self.config.data.mask_prob)
         return {"generator": Network(self.config.model, {"generator_head": head})}
 
-    def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weight of the masked slots."""
-        from electra_fast.objectives import losses
-
-        return losses.loss_denominators(batch)
-
     def forward(
         self,
         model: Electra,

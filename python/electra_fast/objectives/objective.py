@@ -99,9 +99,14 @@ class Objective(ABC):
     def networks(self) -> dict[str, Network]:
         """The networks by role; ValueError where the configuration does not describe them."""
 
-    @abstractmethod
     def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the losses of a batch are divided by: fp64 scalars, to be added up over the micro-batches of a step."""
+        """What the losses of a batch are divided by: fp64 scalars, to be added up over the micro-batches of a step.
+
+        Unless an objective says otherwise, the weight of the masked slots and the number of tokens.
+        """
+        from electra_fast.objectives import losses
+
+        return losses.loss_denominators(batch)
 
     @abstractmethod
     def forward(
