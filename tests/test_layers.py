@@ -35,7 +35,8 @@ PACKAGE_LAYERS = [
     {"config"},
     {"objectives", "presets"},
     {"ops", "attention"},
-    {"sampling"},
+    {"cpu_ops"},
+    {"sampling", "dispatch"},
     {"kernels", "data"},
     # usable from everywhere
     {"config_file", "json_files", "progress", "interruption"},

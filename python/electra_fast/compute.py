@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from electra_fast import ops
 from electra_fast.attention import choose_attention
 from electra_fast.config import Config
+from electra_fast.dispatch import uses_kernels
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RngKey:
 
     def dropout_key(self, length: int) -> Tensor | None:
         """`ops.Dropout.key` for rows of this length; None on the CPU, where torch's generator draws the masks."""
-        if not (self.seed_and_step.is_cuda or ops.uses_kernels(self.seed_and_step)):
+        if not (self.seed_and_step.is_cuda or uses_kernels(self.seed_and_step)):
             return None
         first_token = self.seed_and_step[:1] * 0 + self.first_row * length
         return torch.cat((self.seed_and_step, first_token))

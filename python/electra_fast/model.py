@@ -136,8 +136,7 @@ class ModernLayer(nn.Module):
     ) -> Tensor:
         assert rotary is not None
         normed = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
-        q, k, v = self.qkv(normed).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
-        q, k = ops.rotate(q, *rotary), ops.rotate(k, *rotary)
+        q, k, v = ops.rotary_qkv(normed, self.qkv.weight, *rotary, self.num_heads)
         mixed = attention(q, k, v, mask, self.attention_dropout if self.training else 0.0)
         x_TD = x_TD + ops.dropout(self.attention_out(mixed.flatten(1)), dropout)
         inner = ops.geglu(self.feed_forward_norm(x_TD), self.geglu_in.weight)

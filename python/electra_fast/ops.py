@@ -2,9 +2,10 @@
 # (The kernels' launchers have no types.)
 """Every operation of the networks except attention: contract, dispatch, and reference in plain PyTorch.
 
-The reference is the specification; a kernel may change speed, never meaning. Operations run as Triton
-kernels on CUDA and by their references elsewhere, unless `use_impl` says otherwise. Weights are fp32
-and cast here, where they are used, to the dtype of the activations.
+The reference is the specification; another implementation may change speed, never meaning. Operations run as
+Triton kernels on CUDA, some of them in a form of their own on a CPU (`cpu_ops`), and else by their references,
+unless `dispatch.use_impl` says otherwise. Weights are fp32 and cast here, where they are used, to the dtype of the
+activations.
 
 Shapes: B rows, L row length, T = B*L tokens of the flat buffer, M masked slots, V vocabulary,
 E embedding, D hidden, N heads, H head dimension, F feed-forward.
@@ -12,57 +13,19 @@ E embedding, D hidden, N heads, H head dimension, F feed-forward.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from electra_fast import cpu_ops
+from electra_fast.dispatch import kernels, uses_cpu_ops, uses_kernels
 from electra_fast.kernels import gather_rows as row_kernels
-from electra_fast.sampling import philox, sample_categorical
+from electra_fast.sampling import modify_logits, philox, sample_categorical
 
 # What `discriminator_loss` counts over valid tokens, in this order.
 DISCRIMINATOR_TOTALS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
-
-Impl = Literal["kernel", "reference"]
-# None: by device. A plain global, because torch.compile of torch 2.11 cannot trace a ContextVar.
-_impl: Impl | None = None
-
-
-@contextmanager
-def use_impl(impl: Impl) -> Iterator[None]:
-    """Within the context, runs every operation by its kernel or by its reference, whatever the device.
-
-    It is read when an operation is called or traced: torch.compile recompiles when it changes, a captured
-    CUDA graph replays what it captured. It applies to the whole process, not to one thread. `gather_rows`
-    has one implementation only. RuntimeError for "kernel" without a CUDA device or Triton's interpreter.
-    """
-    global _impl
-    if impl not in ("kernel", "reference"):
-        raise ValueError(f'impl is "kernel" or "reference", not {impl!r}')
-    if impl == "kernel" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError('impl = "kernel" needs a CUDA device (or, for tests, TRITON_INTERPRET=1)')
-    previous, _impl = _impl, impl
-    try:
-        yield
-    finally:
-        _impl = previous
-
-
-def uses_kernels(x: Tensor) -> bool:
-    """Whether operations on this tensor run as Triton kernels."""
-    return x.is_cuda if _impl is None else _impl == "kernel"
-
-
-def _kernels() -> Any:
-    """The launchers, imported at first use: machines without a GPU need not have Triton."""
-    from electra_fast.kernels import launchers
-
-    return launchers
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -72,6 +35,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def gather_rows(x_RD: Tensor, index_M: Tensor) -> Tensor:
     """x[index], whose gradient is summed in a fixed order; [R, D], int [M] → [M, D]."""
+    if uses_cpu_ops(x_RD) and not torch.compiler.is_compiling():
+        return F.embedding(index_M, x_RD)  # the same operators, without the cost of a custom one
     return row_kernels.gather_rows(x_RD, index_M)
 
 
@@ -108,7 +73,7 @@ class Dropout:
 def dropout(x_TD: Tensor, dropout: Dropout) -> Tensor:
     """x with dropout applied; [T, D] → [T, D]."""
     if dropout.probability and dropout.has_kernel and uses_kernels(x_TD):
-        return _kernels().dropout(x_TD, *dropout.arguments)
+        return kernels().dropout(x_TD, *dropout.arguments)
     return dropout_reference(x_TD, dropout)
 
 
@@ -134,7 +99,7 @@ def dropout_reference(x_TD: Tensor, dropout: Dropout) -> Tensor:
 def layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
     """LayerNorm over the last dimension, with fp32 statistics whatever x's dtype; [..., D] → [..., D]."""
     if uses_kernels(x):
-        return _kernels().layer_norm(x, weight_D, bias_D, eps)
+        return kernels().layer_norm(x, weight_D, bias_D, eps)
     return layer_norm_reference(x, weight_D, bias_D, eps)
 
 
@@ -159,7 +124,7 @@ def residual_norm(
     """
     if uses_kernels(x_TF) and dropout.has_kernel:
         norm = (residual_TD, norm_weight_D, norm_bias_D, eps, *dropout.arguments)
-        return _kernels().residual_norm(linear(x_TF, weight_DF), bias_D, *norm)[0]
+        return kernels().residual_norm(linear(x_TF, weight_DF), bias_D, *norm)[0]
     return residual_norm_reference(x_TF, weight_DF, bias_D, residual_TD, norm_weight_D, norm_bias_D, eps, dropout)
 
 
@@ -193,7 +158,7 @@ def embedding_norm(
     `ids` are int [T]: tokens, positions and types (0 or 1). `tables` are fp32 [V, E], [L, E] and [2, E].
     """
     if uses_kernels(ids[0]) and dropout.has_kernel:
-        return _kernels().embedding_norm(*ids, *tables, norm_weight_E, norm_bias_E, eps, dtype, *dropout.arguments)[0]
+        return kernels().embedding_norm(*ids, *tables, norm_weight_E, norm_bias_E, eps, dtype, *dropout.arguments)[0]
     return embedding_norm_reference(ids, tables, norm_weight_E, norm_bias_E, eps, dtype, dropout)
 
 
@@ -215,7 +180,7 @@ def embedding_norm_reference(
 def bias_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
     """gelu(x @ weight.T + bias) with the exact (erf) GELU; [T, D] → [T, F]."""
     if uses_kernels(x_TD):
-        return _kernels().bias_gelu(linear(x_TD, weight_FD), bias_F)
+        return kernels().bias_gelu(linear(x_TD, weight_FD), bias_F)
     return bias_gelu_reference(x_TD, weight_FD, bias_F)
 
 
@@ -227,7 +192,9 @@ def bias_gelu_reference(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) 
 def geglu(x_TD: Tensor, weight: Tensor) -> Tensor:
     """gelu(a) * b, where [a, b] = x @ weight.T, as in ModernBERT; [T, D], [2F, D] → [T, F]."""
     if uses_kernels(x_TD):
-        return _kernels().geglu(linear(x_TD, weight))
+        return kernels().geglu(linear(x_TD, weight))
+    if uses_cpu_ops(x_TD) and not torch.compiler.is_compiling():
+        return cpu_ops.geglu(x_TD, weight)
     return geglu_reference(x_TD, weight)
 
 
@@ -238,18 +205,36 @@ def geglu_reference(x_TD: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotary_angles(position_ids_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, fp32 [T, 1, H], of the rotary angles (Su et al., 2021; half-split pairs)."""
+    """Cosine and sine, fp32 [T, 1, H/2], of the rotary angles (Su et al., 2021)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids_T.device) / head_dim
-    angles = position_ids_T[:, None].float() * (theta**-exponents)
-    angles_T1H = torch.cat((angles, angles), dim=-1)[:, None, :]
+    angles_T1H = (position_ids_T[:, None].float() * (theta**-exponents))[:, None, :]
     return angles_T1H.cos(), angles_T1H.sin()
 
 
+def rotary_qkv(
+    x_TD: Tensor, weight: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values; the first two have rotary position embeddings; [T, D], [3D, D] → [T, N, H] each.
+
+    The order of the dimensions within a head is up to the implementation; it is the same for queries and keys.
+    """
+    if uses_cpu_ops(x_TD) and not torch.compiler.is_compiling():
+        return cpu_ops.rotary_qkv(x_TD, weight, cos_T1H, sin_T1H, num_heads)
+    return rotary_qkv_reference(x_TD, weight, cos_T1H, sin_T1H, num_heads)
+
+
+def rotary_qkv_reference(
+    x_TD: Tensor, weight: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rotary_qkv` in plain PyTorch."""
+    q, k, v = linear(x_TD, weight).view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
+    return rotate(q, cos_T1H, sin_T1H), rotate(k, cos_T1H, sin_T1H), v
+
+
 def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
-    """Applies rotary position embeddings, computed in fp32; [T, N, H] → [T, N, H] in x's dtype."""
-    x = x_TNH.float()
-    x1, x2 = x.chunk(2, dim=-1)
-    return (x * cos_T1H + torch.cat((-x2, x1), dim=-1) * sin_T1H).to(x_TNH.dtype)
+    """Rotates the pairs of dimensions i and i + H/2 in fp32; [T, N, H] → [T, N, H] in x's dtype."""
+    x1, x2 = x_TNH.float().chunk(2, dim=-1)
+    return torch.cat((x1 * cos_T1H - x2 * sin_T1H, x2 * cos_T1H + x1 * sin_T1H), dim=-1).to(x_TNH.dtype)
 
 
 def masked_cross_entropy(logits_MV: Tensor, target_M: Tensor) -> Tensor:
@@ -274,7 +259,7 @@ def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sampl
         Corrupted ids, [T] in the masked ids' dtype, and whether each token was replaced, bool [T].
     """
     if uses_kernels(masked_ids_BL):
-        return _kernels().corrupt(masked_ids_BL, position_M, original_M, sample_M)
+        return kernels().corrupt(masked_ids_BL, position_M, original_M, sample_M)
     return corrupt_reference(masked_ids_BL, position_M, original_M, sample_M)
 
 
@@ -301,7 +286,7 @@ def replaced_logits(
     The kernel fuses the dense layer's bias, the GELU and the classifier, in fp32.
     """
     if uses_kernels(x_TD):
-        return _kernels().gelu_logit(linear(x_TD, dense_weight_DD), dense_bias_D, weight_1D, bias_1)
+        return kernels().gelu_logit(linear(x_TD, dense_weight_DD), dense_bias_D, weight_1D, bias_1)
     return replaced_logits_reference(x_TD, dense_weight_DD, dense_bias_D, weight_1D, bias_1)
 
 
@@ -326,7 +311,7 @@ def discriminator_loss(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) ->
     Float [T] and two bool [T] → fp32 scalar, and int64 [5] in the order of `DISCRIMINATOR_TOTALS`.
     """
     if uses_kernels(logits_T):
-        return _kernels().discriminator_loss(logits_T, replaced_T, valid_T)
+        return kernels().discriminator_loss(logits_T, replaced_T, valid_T)
     return discriminator_loss_reference(logits_T, replaced_T, valid_T)
 
 
@@ -349,6 +334,7 @@ def generator_head(
     table_VE: Tensor,
     bias_V: Tensor,
     target_M: Tensor,
+    weight_M: Tensor,
     slot_M: Tensor,
     seed_and_step: Tensor | None,
     temperature: float = 1.0,
@@ -361,17 +347,24 @@ def generator_head(
         table_VE: the embedding table, fp32; cast to x's dtype, as is the bias.
         bias_V: the output bias, fp32.
         target_M: the masked tokens, int64.
+        weight_M: the slots' weights in the loss, fp32.
         slot_M: indices of the masked slots within the step, int64; they key the samples' random numbers.
         seed_and_step: int64 [2] on x's device; None for no samples.
         temperature: of the samples; the cross-entropy always uses 1.
         disallow_correct: whether to keep samples from being the target.
 
     Returns:
-        nll_M (fp32; differentiable in x, table and bias), sample_M (int64, see `sampling`; None without a
-        seed), and correct_M (bool), whether the target has the largest logit.
+        The cross-entropy summed by weight (fp32 scalar; differentiable in x, table and bias), sample_M (int64, see
+        `sampling`; None without a seed), and correct_M (bool), whether the target has the largest logit.
     """
-    impl = _kernels().generator_head if uses_kernels(x_ME) else generator_head_reference
-    return impl(x_ME, table_VE, bias_V, target_M, slot_M, seed_and_step, temperature, disallow_correct)
+    if uses_cpu_ops(x_ME):
+        arguments = (target_M, weight_M, slot_M, seed_and_step, temperature, disallow_correct)
+        return cpu_ops.generator_head(x_ME, table_VE, bias_V, *arguments)
+    head = kernels().generator_head if uses_kernels(x_ME) else generator_head_reference
+    nll_M, sample_M, correct_M = head(
+        x_ME, table_VE, bias_V, target_M, slot_M, seed_and_step, temperature, disallow_correct
+    )
+    return (nll_M * weight_M).sum(), sample_M, correct_M
 
 
 def generator_head_reference(
@@ -384,17 +377,12 @@ def generator_head_reference(
     temperature: float = 1.0,
     disallow_correct: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`generator_head` in plain PyTorch."""
+    """`generator_head` in plain PyTorch, with the cross-entropy of each slot, fp32 [M], instead of their sum."""
     logits_MV = linear(x_ME, table_VE, bias_V)
     nll_M = masked_cross_entropy(logits_MV, target_M)
     logits_MV = logits_MV.detach()
     correct_M = logits_MV.argmax(-1) == target_M
     if seed_and_step is None:
         return nll_M, None, correct_M
-    if temperature != 1.0:
-        logits_MV = logits_MV.float() / temperature
-    if disallow_correct:
-        # As in the published code: 1000 is subtracted from the target's logit.
-        penalty = torch.full_like(target_M, -1000, dtype=logits_MV.dtype)[:, None]
-        logits_MV = logits_MV.scatter_add(1, target_M[:, None], penalty)
+    logits_MV = modify_logits(logits_MV, target_M, temperature, disallow_correct)
     return nll_M, sample_categorical(logits_MV, slot_M, seed_and_step), correct_M

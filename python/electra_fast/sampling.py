@@ -50,6 +50,19 @@ def _exponential(uniform: Tensor) -> Tensor:
     return torch.where(uniform < 2**-10, series, -torch.log(1 - uniform))
 
 
+def modify_logits(logits_MV: Tensor, target_M: Tensor, temperature: float, disallow_correct: bool) -> Tensor:
+    """The logits to sample from: divided by the temperature; if `disallow_correct`, without the target.
+
+    As in the published code, that subtracts 1000 from the target's logit.
+    """
+    if temperature != 1.0:
+        logits_MV = logits_MV.float() / temperature
+    if disallow_correct:
+        penalty = torch.full_like(target_M, -1000, dtype=logits_MV.dtype)[:, None]
+        logits_MV = logits_MV.scatter_add(1, target_M[:, None], penalty)
+    return logits_MV
+
+
 def sample_categorical(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
     """One sample of softmax(logits) per row, as `ops.generator_head` draws them; [M, V] → int64 [M].
 
@@ -61,20 +74,33 @@ def sample_categorical(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor)
     padding = num_tiles * TILE - vocab_size
     tiles_MKt = torch.nn.functional.pad(logits_MV.detach().float(), (0, padding), value=-math.inf)
     tiles_MKt = tiles_MKt.view(num_slots, num_tiles, TILE)
+    tile_M = choose_tile(tiles_MKt.logsumexp(-1), slot_M, seed_and_step)
+    chosen_Mt = tiles_MKt[torch.arange(num_slots, device=tile_M.device), tile_M]
+    exp_Mt = (chosen_Mt - chosen_Mt.amax(-1, keepdim=True)).exp()
+    return tile_M * TILE + choose_within_tile(exp_Mt, slot_M, seed_and_step)
 
-    seed, step = seed_and_step[0], seed_and_step[1]
-    key = (seed & _MASK32, (seed >> 32) & _MASK32)
-    quad_K = torch.arange(-(-num_tiles // 4), device=logits_MV.device)
-    slot_M1 = slot_M[:, None]
-    words = philox((quad_K[None], slot_M1, step, torch.zeros_like(step)), key)
+
+def choose_tile(lse_MK: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
+    """One tile per row by Gumbel-max over the logsumexps of the tiles; [M, K] → int64 [M]."""
+    num_slots, num_tiles = lse_MK.shape
+    key, step = _key_and_step(seed_and_step)
+    quad_K = torch.arange(-(-num_tiles // 4), device=lse_MK.device)
+    words = philox((quad_K[None], slot_M[:, None], step, torch.zeros_like(step)), key)
     word_MK = torch.stack(words, dim=-1).view(num_slots, -1)[:, :num_tiles]
     gumbel_MK = -torch.log(_exponential(_uniform(word_MK)))
-    tile_M = (tiles_MKt.logsumexp(-1) + gumbel_MK).argmax(-1)
+    return (lse_MK + gumbel_MK).argmax(-1)
 
-    chosen_Mt = tiles_MKt[torch.arange(num_slots, device=tile_M.device), tile_M]
-    cumulative_Mt = (chosen_Mt - chosen_Mt.amax(-1, keepdim=True)).exp().cumsum(-1)
+
+def choose_within_tile(exp_Mt: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
+    """One entry per row, in proportion to its exponential, by inverting the CDF; [M, t] → int64 [M]."""
+    key, step = _key_and_step(seed_and_step)
+    cumulative_Mt = exp_Mt.cumsum(-1)
     word_M = philox((torch.zeros_like(slot_M), slot_M, step, torch.ones_like(step)), key)[0]
     threshold_M1 = _uniform(word_M)[:, None] * cumulative_Mt[:, -1:]
     # The first entry whose cumulative sum reaches the threshold; never one of probability 0.
-    offset_M = (cumulative_Mt < threshold_M1).sum(-1)
-    return tile_M * TILE + offset_M
+    return (cumulative_Mt < threshold_M1).sum(-1)
+
+
+def _key_and_step(seed_and_step: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    seed, step = seed_and_step[0], seed_and_step[1]
+    return (seed & _MASK32, (seed >> 32) & _MASK32), step

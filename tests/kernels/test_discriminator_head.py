@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from ahead_of_time import MAX_SHARED_BYTES, compile_kernel
 
-from electra_fast import ops
+from electra_fast import dispatch, ops
 from electra_fast.config import Config
 from electra_fast.kernels import discriminator_head as head
 from electra_fast.model import DiscriminatorHead
@@ -231,7 +231,7 @@ def test_module_by_kernels_equals_module_by_references():
     found = []
     for impl in ("reference", "kernel"):
         module.zero_grad()
-        with ops.use_impl(impl):
+        with dispatch.use_impl(impl):
             logits_T = module(x_TD)
             loss, totals = ops.discriminator_loss(logits_T, replaced_T, valid_T)
         loss.backward()

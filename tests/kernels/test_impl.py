@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from electra_fast import ops
+from electra_fast import cpu_ops, dispatch, ops
 from electra_fast.kernels import launchers
 from electra_fast.ops import Dropout
 
@@ -39,7 +39,7 @@ CALLS = [
     ("corrupt", "corrupt", (ids(2, 3), ids(4), ids(4), ids(4))),
     ("replaced_logits", "gelu_logit", (zeros(4, 8), zeros(8, 8), zeros(8), zeros(1, 8), zeros(1))),
     ("discriminator_loss", "discriminator_loss", (zeros(4), flags(4), flags(4))),
-    ("generator_head", "generator_head", (zeros(4, 8), zeros(9, 8), zeros(9), ids(4), ids(4), KEY[:2])),
+    ("generator_head", "generator_head", (zeros(4, 8), zeros(9, 8), zeros(9), ids(4), zeros(4), ids(4), KEY[:2])),
 ]
 
 
@@ -59,10 +59,13 @@ def test_selects_kernel_or_reference(monkeypatch, name, launcher, arguments):
     monkeypatch.setattr(launchers, launcher, refuse("kernel"))
     monkeypatch.setattr(ops, f"{name}_reference", refuse("reference"))
     operation = getattr(ops, name)
+    has_cpu_form = hasattr(cpu_ops, name)
+    if has_cpu_form:
+        monkeypatch.setattr(cpu_ops, name, refuse("cpu"))
     for impl in ("kernel", "reference"):
-        with ops.use_impl(impl), pytest.raises(Called, match=impl):
+        with dispatch.use_impl(impl), pytest.raises(Called, match=impl):
             operation(*arguments)
-    with pytest.raises(Called, match="kernel" if DEVICE == "cuda" else "reference"):
+    with pytest.raises(Called, match="kernel" if DEVICE == "cuda" else "cpu" if has_cpu_form else "reference"):
         operation(*arguments)
 
 
@@ -73,19 +76,19 @@ def test_covers_every_launcher():
 def test_dropout_without_a_key_has_no_kernel(monkeypatch):
     """torch's own generator draws the mask."""
     monkeypatch.setattr(launchers, "dropout", refuse("kernel"))
-    with ops.use_impl("kernel"):
+    with dispatch.use_impl("kernel"):
         assert ops.dropout(zeros(4, 8) + 1, Dropout(0.5)).unique().tolist() == [0, 2]
 
 
 def test_nests_and_is_restored_after_an_error():
     x = zeros(1)
-    default = ops.uses_kernels(x)
-    with ops.use_impl("kernel"):
-        with pytest.raises(Called), ops.use_impl("reference"):
-            assert not ops.uses_kernels(x)
+    default = dispatch.uses_kernels(x)
+    with dispatch.use_impl("kernel"):
+        with pytest.raises(Called), dispatch.use_impl("reference"):
+            assert not dispatch.uses_kernels(x)
             raise Called
-        assert ops.uses_kernels(x)
-    assert ops.uses_kernels(x) == default == (DEVICE == "cuda")
+        assert dispatch.uses_kernels(x)
+    assert dispatch.uses_kernels(x) == default == (DEVICE == "cuda")
 
 
 def test_compiled_code_follows_the_switch(monkeypatch):
@@ -94,14 +97,15 @@ def test_compiled_code_follows_the_switch(monkeypatch):
     compiled = torch.compile(lambda x: ops.geglu(x, torch.eye(2)), backend="eager", fullgraph=True)
     x = torch.ones(1, 2)
     for impl, expected in (("reference", 0), ("kernel", 2), ("reference", 0)):
-        with ops.use_impl(impl):
+        with dispatch.use_impl(impl):
             assert (compiled(x) == expected).all()
 
 
 def test_refuses_kernels_where_there_are_none_and_unknown_names(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match='impl = "kernel" needs a CUDA device'), ops.use_impl("kernel"):
+    with pytest.raises(RuntimeError, match='impl = "kernel" needs a CUDA device'), dispatch.use_impl("kernel"):
         pass
-    with pytest.raises(ValueError, match='impl is "kernel" or "reference", not \'triton\''), ops.use_impl("triton"):
+    unknown = pytest.raises(ValueError, match='impl is "kernel" or "reference", not \'triton\'')
+    with unknown, dispatch.use_impl("triton"):
         pass

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from electra_fast import ops
+from electra_fast import dispatch, ops
 from electra_fast.attention import AttentionMask
 from electra_fast.compute import ComputeConfig, RngKey
 from electra_fast.config import Config
@@ -58,9 +58,9 @@ def logits_and_gradients(model, key=KEY):
 @pytest.mark.parametrize(("architecture", "tying"), [("bert", "embeddings"), ("bert", "all"), ("modern", "none")])
 def test_kernels_equal_references(architecture, tying):
     model = tiny_model(architecture, tying)
-    with ops.use_impl("reference"):
+    with dispatch.use_impl("reference"):
         logits, gradients = logits_and_gradients(model)
-    with ops.use_impl("kernel"):
+    with dispatch.use_impl("kernel"):
         by_kernels, their_gradients = logits_and_gradients(model)
     for ours, theirs in zip(by_kernels, logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -73,7 +73,7 @@ def test_kernels_equal_references(architecture, tying):
 def test_compiles_without_a_graph_break(architecture):
     """torch.compile traces the whole model and its gradients through the kernels."""
     model = tiny_model(architecture)
-    with ops.use_impl("kernel"):
+    with dispatch.use_impl("kernel"):
         expected = model.replaced_logits(*tokens(), KEY)
         expected.sum().backward()
         gradients = [x.grad.clone() for x in model.discriminator.parameters()]
@@ -96,7 +96,7 @@ def spy_on_dropout(monkeypatch, *names):
 def test_every_dropout_has_its_own_call_index(monkeypatch):
     """In both networks of a step, even if they are one module."""
     seen = spy_on_dropout(monkeypatch, "dropout_reference")
-    with ops.use_impl("reference"):
+    with dispatch.use_impl("reference"):
         logits_and_gradients(tiny_model("bert", "all"))
     call_indices = [dropout.call_index for dropout in seen]
     assert len(call_indices) == len(set(call_indices)) == 2 * (1 + 2 * 2)
@@ -117,7 +117,7 @@ def test_objective_passes_the_key_down(monkeypatch, first_row):
     objective = objective_of(model.config)
     denominators = objective.loss_denominators(batch)
     seen = spy_on_dropout(monkeypatch, "embedding_norm", "residual_norm")
-    with ops.use_impl("kernel"):
+    with dispatch.use_impl("kernel"):
         assert rng_key.dropout_key(LENGTH).tolist() == [5, 11, LENGTH * int(first_row)]
         objective.forward(model, batch, compute, rng_key, denominators)
         assert {tuple(dropout.key.tolist()) for dropout in seen} == {(5, 11, LENGTH * int(first_row))}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import electra_fast as ef
-from electra_fast import ops
+from electra_fast import dispatch
 from electra_fast.compute import ComputeConfig
 from electra_fast.training.optim import Optimizer
 from electra_fast.training.step import TrainStep
@@ -36,9 +36,9 @@ def config(tiny_corpus):
 @pytest.mark.parametrize("objective", [{}, {"name": "mlm"}, {"temperature": 1.5, "disallow_correct": True}])
 def test_equals_the_references(tiny_corpus, config, objective):
     config = config.replace({"objective": objective})
-    with ops.use_impl("reference"):
+    with dispatch.use_impl("reference"):
         weights, totals = trained(tiny_corpus, config)
-    with ops.use_impl("kernel"):
+    with dispatch.use_impl("kernel"):
         by_kernels, their_totals = trained(tiny_corpus, config)
     # Counts are equal unless a sample fell on a tie; losses and norms differ by rounding.
     assert their_totals == pytest.approx(totals, rel=1e-4, abs=1e-3)
@@ -51,7 +51,7 @@ def test_equals_the_references(tiny_corpus, config, objective):
 
 def test_is_reproducible(tiny_corpus, config):
     config = config.replace({"model": {"dropout": 0.1}})
-    with ops.use_impl("kernel"):
+    with dispatch.use_impl("kernel"):
         (weights, totals), (again, totals_again) = (trained(tiny_corpus, config) for _ in range(2))
     assert totals == totals_again
     assert all(torch.equal(again[name], weight) for name, weight in weights.items())

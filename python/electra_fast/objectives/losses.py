@@ -93,9 +93,9 @@ def divide(loss: Tensor, denominators: Mapping[str, Tensor], name: str) -> Tenso
 
 @dataclass(frozen=True)
 class Generated:
-    """The generator's answer at the masked slots: -log p(target), a sample if wanted, whether the argmax is right."""
+    """The generator's answer at the masked slots: its summed loss, a sample if wanted, whether the argmax is right."""
 
-    nll_M: Tensor
+    loss: Tensor
     sample_M: Tensor | None
     correct_M: Tensor
 
@@ -112,6 +112,7 @@ def generate(model: Electra, inputs: Inputs, rng_key: RngKey | None) -> Generate
             model.generator_embeddings.token,
             head.bias,
             inputs.slots.target_M,
+            inputs.slots.weight_M,
             inputs.slots.number_M,
             None if rng_key is None else rng_key.seed_and_step,
             objective.temperature,
@@ -122,9 +123,8 @@ def generate(model: Electra, inputs: Inputs, rng_key: RngKey | None) -> Generate
 
 def mlm_loss(generated: Generated, slots: Slots) -> tuple[Tensor, Totals]:
     """The generator's cross-entropy summed over the masked slots, and its totals."""
-    loss = (generated.nll_M * slots.weight_M).sum()
-    return loss, {
-        "generator_loss": loss.detach(),
+    return generated.loss, {
+        "generator_loss": generated.loss.detach(),
         "masked_weight": slots.weight_M.sum(),
         "generator_correct": (generated.correct_M * slots.weight_M).sum(),
     }

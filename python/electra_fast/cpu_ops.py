@@ -1,0 +1,222 @@
+"""Operations in the form that is fast on a CPU: few passes over memory, few temporaries, no copies of gradients.
+
+Contracts and references are in `ops`. torch.compile traces the references instead, since it fuses them itself;
+only the generator's head stays a single operator.
+
+Shapes: T tokens, M masked slots, V vocabulary, E embedding, D hidden, N heads, H head dimension, F feed-forward;
+K tiles of the sampler.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from electra_fast.sampling import TILE, choose_tile, choose_within_tile, modify_logits, sample_categorical
+
+# Logits that the generator's head holds at once: large enough for efficient products, small enough for the caches.
+CHUNK_BYTES = 8 * 2**20
+
+
+def rotary_qkv(
+    x_TD: Tensor, weight_3DD: Tensor, cos: Tensor, sin: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ops.rotary_qkv`; the dimensions of a query's head are permuted, and those of the keys likewise."""
+    q, k, v = _RotaryQKV.apply(x_TD, weight_3DD, torch.complex(cos, sin), num_heads)
+    return q, k, v
+
+
+class _RotaryQKV(torch.autograd.Function):
+    """The product with weights whose rows are ordered such that a rotation multiplies adjacent pairs: complex numbers.
+
+    Scores are sums over the head's dimensions, so an order that queries and keys share doesn't change them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_3DD: Tensor, cis: Tensor, num_heads: int) -> tuple[Tensor, ...]:
+        weight_3DD = _pair_rows(weight_3DD, num_heads, inverse=False).to(x_TD.dtype)
+        ctx.save_for_backward(x_TD, weight_3DD, cis)
+        ctx.num_heads = num_heads
+        qkv_TD = F.linear(x_TD, weight_3DD)
+        _rotate_(qkv_TD, cis, num_heads)
+        q, k, v = qkv_TD.view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight_3DD, cis = ctx.saved_tensors
+        grad_TD = torch.stack(grads, 1).flatten(1)
+        _rotate_(grad_TD, cis.conj(), ctx.num_heads)
+        return grad_TD @ weight_3DD, _pair_rows((grad_TD.t() @ x_TD).float(), ctx.num_heads, inverse=True), None, None
+
+
+def _pair_rows(weight_3DD: Tensor, num_heads: int, *, inverse: bool) -> Tensor:
+    """Rows of queries and keys reordered within each head: dimensions i and i + H/2 become adjacent, or the inverse."""
+    width = weight_3DD.shape[1]
+    rows = (2 * num_heads, -1, 2, width) if inverse else (2 * num_heads, 2, -1, width)
+    return torch.cat((weight_3DD[: 2 * width].view(rows).transpose(1, 2).reshape(-1, width), weight_3DD[2 * width :]))
+
+
+def _rotate_(qkv_TD: Tensor, cis: Tensor, num_heads: int) -> None:
+    """Multiplies the pairs of queries and keys by cis, [T, 1, H/2], in place and in fp32."""
+    qk_TD = qkv_TD[:, : qkv_TD.shape[1] // 3 * 2]
+    pairs = qk_TD.float().view(qkv_TD.shape[0], 2 * num_heads, -1, 2)
+    torch.view_as_complex(pairs).mul_(cis)
+    if qkv_TD.dtype != torch.float32:
+        qk_TD.copy_(pairs.view(qk_TD.shape))
+
+
+def geglu(x_TD: Tensor, weight: Tensor) -> Tensor:
+    """`ops.geglu`."""
+    out_TF: Tensor = _GeGLU.apply(F.linear(x_TD, weight.to(x_TD.dtype)))
+    return out_TF
+
+
+class _GeGLU(torch.autograd.Function):
+    """gelu(a) * b of [a, b]; both gradients are written to one buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        activated, gate = h.chunk(2, dim=-1)
+        gelu_TF = F.gelu(activated)
+        ctx.save_for_backward(h, gelu_TF)
+        return gelu_TF * gate
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TF: Tensor) -> Tensor:
+        h, gelu_TF = ctx.saved_tensors
+        activated, gate = h.chunk(2, dim=-1)
+        grad = torch.empty_like(h)
+        grad_activated, grad_gate = grad.chunk(2, dim=-1)
+        torch.mul(grad_TF, gelu_TF, out=grad_gate)
+        torch.mul(grad_TF, gate, out=grad_activated)
+        torch.ops.aten.gelu_backward.grad_input(grad_activated, activated, grad_input=grad_activated)
+        return grad
+
+
+@torch.library.custom_op("electra_fast::generator_head_cpu", mutates_args=())
+def _generator_head(
+    x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, weight_M: Tensor, slot_M: Tensor,
+    seed_and_step: Tensor | None, temperature: float, disallow_correct: bool, with_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, sample, correct, the loss' gradients with respect to x, the table and the bias), in one visit of the rows.
+
+    The logits of a chunk become exponentials, then probabilities, then gradients, in one buffer.
+    """
+    outputs = _empty_outputs(x_ME, table_VE, seed_and_step, with_gradient)
+    loss, sample_M, correct_M = outputs[0].zero_(), outputs[1], outputs[2]
+    table_VE, bias_V = table_VE.to(x_ME.dtype), bias_V.to(x_ME.dtype)
+    num_rows, vocab_size, num_tiles = x_ME.shape[0], table_VE.shape[0], -(-table_VE.shape[0] // TILE)
+    chunk_rows = max(1, min(num_rows, CHUNK_BYTES // (num_tiles * TILE * 4)))
+    buffer = x_ME.new_empty((chunk_rows, num_tiles, TILE), dtype=torch.float32)
+    for start in range(0, num_rows, chunk_rows):
+        rows = slice(start, min(start + chunk_rows, num_rows))
+        tiles = buffer[: rows.stop - start]
+        padded = tiles.flatten(1)
+        logits, padding = padded[:, :vocab_size], padded[:, vocab_size:]
+        _linear(x_ME[rows], table_VE, bias_V, out=logits)
+        padding.fill_(-math.inf)  # entries past the vocabulary have probability 0
+        target_M1, weight_M1 = target_M[rows, None], weight_M[rows, None]
+        target_logit_M1 = logits.gather(1, target_M1)
+        max_MK = tiles.amax(-1)
+        best_tile_M = max_MK.argmax(-1)
+        correct_M[rows] = best_tile_M * TILE + _chosen(tiles, best_tile_M).argmax(-1) == target_M[rows]
+        as_is = temperature == 1.0 and not disallow_correct
+        if seed_and_step is not None and not as_is:
+            modified_MV = modify_logits(logits, target_M[rows], temperature, disallow_correct)
+            sample_M[rows] = sample_categorical(modified_MV, slot_M[rows], seed_and_step)
+        tiles.sub_(max_MK[:, :, None]).exp_()
+        lse_MK = max_MK + tiles.sum(-1).log()
+        if seed_and_step is not None and as_is:
+            tile_M = choose_tile(lse_MK, slot_M[rows], seed_and_step)
+            offset_M = choose_within_tile(_chosen(tiles, tile_M), slot_M[rows], seed_and_step)
+            sample_M[rows] = tile_M * TILE + offset_M
+        lse_M1 = lse_MK.logsumexp(-1, keepdim=True)
+        loss += ((lse_M1 - target_logit_M1) * weight_M1).sum()
+        if with_gradient:
+            tiles.mul_((weight_M1 * (max_MK - lse_M1).exp())[:, :, None])
+            logits.scatter_add_(1, target_M1, -weight_M1)
+            _add_gradients(outputs[3:], logits, x_ME, table_VE, rows)
+    return outputs
+
+
+def _empty_outputs(
+    x_ME: Tensor, table_VE: Tensor, seed_and_step: Tensor | None, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_rows, (vocab_size, width) = x_ME.shape[0], table_VE.shape
+    return (
+        x_ME.new_empty((), dtype=torch.float32),
+        x_ME.new_empty(0 if seed_and_step is None else num_rows, dtype=torch.int64),
+        x_ME.new_empty(num_rows, dtype=torch.bool),
+        x_ME.new_empty(x_ME.shape if with_gradient else (0,)),
+        x_ME.new_empty((vocab_size, width) if with_gradient else (0,), dtype=torch.float32),
+        x_ME.new_empty(vocab_size if with_gradient else 0, dtype=torch.float32),
+    )
+
+
+def _linear(x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, out: Tensor) -> None:
+    """Logits in fp32; a product and an addition in place are faster than `addmm`, which copies the bias first."""
+    if x_ME.dtype == torch.float32:
+        torch.mm(x_ME, table_VE.t(), out=out).add_(bias_V)
+    else:
+        out.copy_(F.linear(x_ME, table_VE, bias_V))
+
+
+def _chosen(tiles: Tensor, tile_M: Tensor) -> Tensor:
+    """One tile of each row; [M, K, t], [M] → [M, t]."""
+    return tiles[torch.arange(tiles.shape[0]), tile_M]
+
+
+def _add_gradients(
+    gradients: tuple[Tensor, ...], logits_grad: Tensor, x_ME: Tensor, table_VE: Tensor, rows: slice
+) -> None:
+    """The gradients of x at these rows; those of the table and the bias added to what earlier rows gave."""
+    x_grad, table_grad, bias_grad = gradients
+    grad, is_first = logits_grad.to(x_ME.dtype), rows.start == 0
+    torch.mm(grad, table_VE, out=x_grad[rows])
+    if x_ME.dtype == torch.float32:
+        table_grad.addmm_(grad.t(), x_ME[rows], beta=0.0 if is_first else 1.0)
+    else:
+        product = grad.t() @ x_ME[rows]
+        table_grad.copy_(product) if is_first else table_grad.add_(product)
+    torch.sum(logits_grad, 0, out=bias_grad) if is_first else bias_grad.add_(logits_grad.sum(0))
+
+
+@_generator_head.register_fake
+def _(
+    x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, weight_M: Tensor, slot_M: Tensor,
+    seed_and_step: Tensor | None, temperature: float, disallow_correct: bool, with_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _empty_outputs(x_ME, table_VE, seed_and_step, with_gradient)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[3:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    return (*(grad.to(gradient.dtype) * gradient for gradient in ctx.saved_tensors), *(None,) * 7)
+
+
+_generator_head.register_autograd(_backward, setup_context=_setup_context)
+
+
+def generator_head(
+    x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, weight_M: Tensor, slot_M: Tensor,
+    seed_and_step: Tensor | None, temperature: float, disallow_correct: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """`ops.generator_head`; the forward pass computes the gradients too, if any is wanted."""
+    with_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_ME, table_VE, bias_V))
+    loss, sample_M, correct_M, *_ = _generator_head(
+        x_ME, table_VE, bias_V, target_M, weight_M, slot_M, seed_and_step, temperature, disallow_correct, with_gradient
+    )
+    return loss, None if seed_and_step is None else sample_M, correct_M

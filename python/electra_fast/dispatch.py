@@ -1,0 +1,52 @@
+"""Which implementation of an operation runs: its kernel, its form for the CPU, or its reference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Impl = Literal["kernel", "reference"]
+# None: by device. A plain global, because torch.compile of torch 2.11 cannot trace a ContextVar.
+_impl: Impl | None = None
+
+
+@contextmanager
+def use_impl(impl: Impl) -> Iterator[None]:
+    """Within the context, runs every operation by its Triton kernel or by its reference, whatever the device.
+
+    It is read when an operation is called or traced: torch.compile recompiles when it changes, a captured
+    CUDA graph replays what it captured. It applies to the whole process, not to one thread. `gather_rows`
+    has one implementation only. RuntimeError for "kernel" without a CUDA device or Triton's interpreter.
+    """
+    global _impl
+    if impl not in ("kernel", "reference"):
+        raise ValueError(f'impl is "kernel" or "reference", not {impl!r}')
+    if impl == "kernel" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError('impl = "kernel" needs a CUDA device (or, for tests, TRITON_INTERPRET=1)')
+    previous, _impl = _impl, impl
+    try:
+        yield
+    finally:
+        _impl = previous
+
+
+def uses_kernels(x: Tensor) -> bool:
+    """Whether operations on this tensor run as Triton kernels."""
+    return x.is_cuda if _impl is None else _impl == "kernel"
+
+
+def uses_cpu_ops(x: Tensor) -> bool:
+    """Whether operations on this tensor run in their form for the CPU (`cpu_ops`)."""
+    return x.device.type == "cpu" and _impl is None
+
+
+def kernels() -> Any:
+    """The launchers, imported at first use: machines without a GPU need not have Triton."""
+    from electra_fast.kernels import launchers
+
+    return launchers

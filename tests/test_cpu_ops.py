@@ -1,0 +1,205 @@
+"""Operations in their form for the CPU, against their references and against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from electra_fast import cpu_ops, dispatch, ops
+
+KEY = torch.tensor([2**40 + 17, 5])
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape) * scale
+
+
+def run(operation, inputs, upstream, impl=None):
+    """Outputs and the gradients of the floating-point inputs, which are leaves of their own dtype."""
+    leaves = [x.detach().clone().requires_grad_() if torch.is_floating_point(x) else x for x in inputs]
+    if impl is None:
+        outputs = operation(*leaves)
+    else:
+        with dispatch.use_impl(impl):
+            outputs = operation(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    floating = [x for x in outputs if x is not None and x.requires_grad]
+    trained = [x for x in leaves if x.requires_grad]
+    gradients = torch.autograd.grad(floating, trained, upstream[: len(floating)])
+    return [x.detach() if x is not None else None for x in outputs], gradients
+
+
+def assert_no_worse(ours: Tensor, reference: Tensor, exact: Tensor, rounding: float) -> None:
+    """Our error against fp64 is at most the reference's, plus what rounding in another order may give."""
+    scale = exact.abs().max().item()
+    for norm in (lambda error: error.abs().max().item(), lambda error: error.square().mean().sqrt().item()):
+        error, allowed = norm(ours.double() - exact), norm(reference.double() - exact)
+        assert error <= 1.2 * allowed + rounding * scale, f"{error} > {allowed}"
+
+
+def assert_all_no_worse(ours, reference, exact, rounding):
+    for each in zip(ours, reference, exact, strict=True):
+        assert each[0].dtype == each[1].dtype
+        assert_no_worse(*each, rounding)
+
+
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-9}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "num_heads", "head_dim"), [(1, 1, 2), (37, 3, 8), (64, 2, 32)])
+def test_rotary_attention_scores_and_gradients(dtype, num_tokens, num_heads, head_dim):
+    """The order of a head's dimensions is free, so what is compared are scores, values and gradients of the inputs."""
+    width = num_heads * head_dim
+    torch.manual_seed(0)
+    x, weight = random(num_tokens, width).to(dtype), random(3 * width, width, scale=width**-0.5)
+    positions = torch.randint(0, 100, (num_tokens,))
+    upstream = (random(num_heads, num_tokens, num_tokens), random(num_tokens, num_heads, head_dim))
+
+    def scores(x, weight):
+        cos, sin = ops.rotary_angles(positions, head_dim, 10_000.0)
+        q, k, v = ops.rotary_qkv(x, weight, cos.to(weight.dtype), sin.to(weight.dtype), num_heads)
+        return q.to(weight.dtype).transpose(0, 1) @ k.to(weight.dtype).permute(1, 2, 0), v
+
+    def exact_scores(x, weight):
+        q, k, v = (x @ weight.t()).view(num_tokens, 3, num_heads, head_dim).unbind(1)
+        angle = positions[:, None].double() * 10_000.0 ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+        turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+
+        def rotate(y):
+            pairs = torch.complex(*y.chunk(2, -1)) * turn
+            return torch.cat((pairs.real, pairs.imag), -1)
+
+        return rotate(q).transpose(0, 1) @ rotate(k).permute(1, 2, 0), v
+
+    mixed = (upstream[0], upstream[1].to(dtype))
+    ours, gradients = run(scores, (x, weight), mixed)
+    reference, reference_gradients = run(scores, (x, weight), mixed, "reference")
+    exact, exact_gradients = run(exact_scores, (x.double(), weight.double()), [u.double() for u in upstream])
+    assert torch.equal(ours[1], reference[1]) or dtype == torch.float32
+    # fp32 angles of up to 100 radians are 4e-6 off.
+    assert_all_no_worse(ours, reference, exact, max(ROUNDING[dtype], 5e-6))
+    assert_all_no_worse(gradients, reference_gradients, exact_gradients, max(ROUNDING[dtype], 5e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_geglu(dtype):
+    torch.manual_seed(0)
+    x, weight, upstream = random(50, 24).to(dtype), random(2 * 40, 24, scale=0.2), random(50, 40)
+    ours, gradients = run(ops.geglu, (x, weight), [upstream.to(dtype)])
+    reference, reference_gradients = run(ops.geglu, (x, weight), [upstream.to(dtype)], "reference")
+    exact, exact_gradients = run(ops.geglu_reference, (x.double(), weight.double()), [upstream.double()])
+    assert_all_no_worse(ours, reference, exact, ROUNDING[dtype])
+    assert_all_no_worse(gradients, reference_gradients, exact_gradients, ROUNDING[dtype])
+
+
+def head_inputs(num_rows, vocab_size, width, dtype=torch.float32):
+    torch.manual_seed(num_rows)
+    x, table, bias = random(num_rows, width).to(dtype), random(vocab_size, width, scale=0.3), random(vocab_size)
+    target, slots = torch.randint(0, vocab_size, (num_rows,)), torch.arange(num_rows) + 3
+    weight = (torch.rand(num_rows) * 2).masked_fill(torch.rand(num_rows) < 0.2, 0.0)
+    return x, table, bias, target, weight, slots
+
+
+def run_head(inputs, upstream, impl=None, key=KEY, temperature=1.0, disallow_correct=False):
+    x, table, bias, target, weight, slots = inputs
+
+    def operation(x, table, bias):
+        return ops.generator_head(x, table, bias, target, weight, slots, key, temperature, disallow_correct)
+
+    return run(operation, (x, table, bias), [upstream], impl)
+
+
+def exact_head(inputs, upstream):
+    x, table, bias, target, weight, _ = (t.double() if torch.is_floating_point(t) else t for t in inputs)
+
+    def operation(x, table, bias):
+        nll = torch.nn.functional.cross_entropy(x @ table.t() + bias, target, reduction="none")
+        return (nll * weight).sum()
+
+    return run(operation, (x, table, bias), [upstream.double()])
+
+
+SHAPES = [(1, 5, 16, 1.0, False), (37, 300, 48, 0.7, False), (66, 257, 32, 1.0, True), (5, 1000, 128, 2.0, True)]
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
+@pytest.mark.parametrize(("num_rows", "vocab_size", "width", "temperature", "disallow_correct"), SHAPES)
+def test_generator_head(monkeypatch, num_rows, vocab_size, width, temperature, disallow_correct, chunk_rows):
+    monkeypatch.setattr(cpu_ops, "CHUNK_BYTES", chunk_rows * -(-vocab_size // 128) * 128 * 4)
+    inputs, upstream = head_inputs(num_rows, vocab_size, width), torch.tensor(0.7)
+    options = {"temperature": temperature, "disallow_correct": disallow_correct}
+    (loss, sample, correct), gradients = run_head(inputs, upstream, **options)
+    (other_loss, other_sample, other_correct), other_gradients = run_head(inputs, upstream, "reference", **options)
+    (exact_loss,), exact_gradients = exact_head(inputs, upstream)
+    assert torch.equal(sample, other_sample) and torch.equal(correct, other_correct)
+    assert_no_worse(loss, other_loss, exact_loss, 1e-6)
+    assert_all_no_worse(gradients, other_gradients, exact_gradients, 1e-6)
+
+
+def test_generator_head_in_bf16():
+    inputs, upstream = head_inputs(60, 300, 32, torch.bfloat16), torch.tensor(1.0)
+    (loss, _, _), gradients = run_head(inputs, upstream)
+    (other_loss, _, _), other_gradients = run_head(inputs, upstream, "reference")
+    (exact_loss,), exact_gradients = exact_head(inputs, upstream)
+    assert_no_worse(loss, other_loss, exact_loss, 1e-6)
+    assert_all_no_worse(gradients, other_gradients, exact_gradients, 2**-9)
+
+
+def test_generator_head_of_the_whole_vocabulary_draws_as_the_reference():
+    inputs = head_inputs(130, 30_522, 16)
+    with torch.no_grad():
+        loss, sample, correct = ops.generator_head(*inputs, KEY)
+        with dispatch.use_impl("reference"):
+            expected = ops.generator_head(*inputs, KEY)
+    torch.testing.assert_close(loss, expected[0])
+    assert torch.equal(sample, expected[1]) and torch.equal(correct, expected[2])
+    assert sample.unique().numel() > 60
+
+
+def test_generator_head_without_samples_or_gradient():
+    inputs = head_inputs(9, 300, 16)
+    loss, sample, correct = ops.generator_head(*inputs, None)
+    with dispatch.use_impl("reference"):
+        expected = ops.generator_head(*inputs, None)
+    assert sample is None and not loss.requires_grad
+    torch.testing.assert_close(loss, expected[0])
+    assert torch.equal(correct, expected[2])
+
+
+def test_the_largest_of_equal_logits_is_the_first():
+    x, table, bias, _, weight, slots = head_inputs(4, 300, 16)
+    target = torch.tensor([0, 1, 128, 0])
+    correct = ops.generator_head(x * 0, table, bias * 0, target, weight, slots, None)[2]
+    assert correct.tolist() == [True, False, False, True]
+
+
+def test_logits_that_differ_by_less_than_their_exponentials_resolve():
+    """exp(a - b) of neighbouring floats near 0 is 1: the argmax must be taken of the logits."""
+    x, table, bias, target, weight, slots = head_inputs(2, 300, 16)
+    bias = bias.clamp(max=-1.0)
+    bias[7], bias[9] = 0.05, torch.tensor(0.05).nextafter(torch.tensor(1.0))
+    correct = ops.generator_head(x * 0, table, bias, torch.tensor([7, 9]), weight, slots, None)[2]
+    assert correct.tolist() == [False, True]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_generator_head_is_registered_for_autograd_and_compilation():
+    x, table, bias, target, weight, slots = head_inputs(3, 140, 16)
+    leaves = [tensor.requires_grad_() for tensor in (x, table, bias)]
+    arguments = (*leaves, target, weight, slots, KEY, 1.0, False, True)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.electra_fast.generator_head_cpu.default, arguments, test_utils=tests)
+
+
+def test_the_cpu_ops_are_what_runs_on_a_cpu(monkeypatch):
+    calls = []
+    for name in ("generator_head", "geglu", "rotary_qkv"):
+        monkeypatch.setattr(cpu_ops, name, lambda *_, name=name: calls.append(name))
+    cos, sin = ops.rotary_angles(torch.arange(4), 4, 1e4)
+    ops.rotary_qkv(random(4, 8), random(24, 8), cos, sin, 2)
+    ops.geglu(random(4, 8), random(6, 8))
+    ops.generator_head(*head_inputs(4, 20, 8), None)
+    assert calls == ["rotary_qkv", "geglu", "generator_head"]
