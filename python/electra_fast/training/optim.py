@@ -138,6 +138,9 @@ class Optimizer:
         grads = [gradients[name] for name in self.adam_names]
         exp_avgs = [self.exp_avg[name] for name in self.adam_names]
         exp_avg_sqs = [self.exp_avg_sq[name] for name in self.adam_names]
+        if config.name != "lamb" and not negative_lr.is_cuda:
+            self._step_adam_fused(parameters, grads, exp_avgs, exp_avg_sqs)
+            return
         torch._foreach_lerp_(exp_avgs, grads, 1 - config.beta1)
         torch._foreach_mul_(exp_avg_sqs, config.beta2)
         torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - config.beta2)
@@ -160,6 +163,32 @@ class Optimizer:
                 blocks_KX.mul_(_trust_ratios(parameters[i].view(blocks_KX.shape), blocks_KX))
         torch._foreach_mul_(updates, negative_lr)
         torch._foreach_add_(parameters, updates)
+
+    def _step_adam_fused(
+        self, parameters: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]
+    ) -> None:
+        """AdamW by torch's fused operator, which passes over memory once instead of ten times."""
+        config = self.config
+        # After infinitely many updates both bias corrections are exactly 1.
+        num_updates = torch.full((), self.num_updates if config.bias_correction else math.inf)
+        for is_decayed in (True, False):
+            group = [i for i, parameter in enumerate(parameters) if (parameter.dim() > 1) == is_decayed]
+            if group:
+                torch._fused_adamw_(
+                    [parameters[i] for i in group],
+                    [grads[i] for i in group],
+                    [exp_avgs[i] for i in group],
+                    [exp_avg_sqs[i] for i in group],
+                    [],
+                    [num_updates] * len(group),
+                    lr=-self.scalars[0],
+                    beta1=config.beta1,
+                    beta2=config.beta2,
+                    weight_decay=config.weight_decay if is_decayed else 0.0,
+                    eps=config.epsilon,
+                    amsgrad=False,
+                    maximize=False,
+                )
 
     def _step_muon(self, gradients: Mapping[str, Tensor]) -> None:
         momentum, negative_lr = self.config.muon_momentum, self.scalars[1]

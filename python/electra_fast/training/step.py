@@ -27,6 +27,7 @@ from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Output, Stage
 from electra_fast.training.optim import Optimizer, lr_scale
+from electra_fast.training.step_threads import StepThreads
 
 # Eager steps before a capture: libraries allocate workspaces and kernels are compiled at first use.
 WARM_UP = 3
@@ -63,6 +64,7 @@ class TrainStep:
         compute: Attention backend and activation dtype.
         execution: `eager`; `compile` (torch.compile of forward and backward, on CUDA inside a graph);
             `graph` (the eager kernels captured in one CUDA graph, which is replayed).
+        num_threads: On a CPU, threads that compute parts of each micro-batch side by side (`step_threads`).
 
     The metric totals of the objective and the gradient norms (`GRAD_NORM`) add up on the device from call to call:
     `read_totals`, `set_totals`. `captures` lists the captures of the graph: a second one means that a batch did not
@@ -70,7 +72,13 @@ class TrainStep:
     """
 
     def __init__(
-        self, model: Electra, optimizer: Optimizer, config: Config, compute: ComputeConfig, execution: str = "eager"
+        self,
+        model: Electra,
+        optimizer: Optimizer,
+        config: Config,
+        compute: ComputeConfig,
+        execution: str = "eager",
+        num_threads: int = 1,
     ) -> None:
         self.model, self.optimizer, self.config, self.compute = model, optimizer, config, compute
         self.objective = objective_of(config)
@@ -80,9 +88,11 @@ class TrainStep:
         self._totals_vector = torch.zeros(len(names), dtype=torch.float64, device=device)
         self._totals = dict(zip(names, self._totals_vector.unbind(), strict=True))
         self._seed_and_step = torch.zeros(2, dtype=torch.int64, device=device)
-        self.micro_batches = MicroBatches(device, config.train.accumulate)
-        rows = config.train.batch_size // config.train.accumulate
+        num_parts = config.train.accumulate * num_threads
+        self.micro_batches = MicroBatches(device, num_parts)
+        rows = config.train.batch_size // num_parts
         self._first_rows = torch.arange(0, config.train.batch_size, rows, device=device)
+        self._threads = StepThreads(num_threads) if num_threads > 1 else None
         self._is_compiled = execution == "compile"
         self._forward = self._stage_forward()
         self._captures = device.type == "cuda" and execution != "eager"
@@ -146,13 +156,24 @@ class TrainStep:
         batches = self.micro_batches.parts
         per_batch = [self.stage.objective.loss_denominators(batch) for batch in batches]
         denominators = {name: torch.stack([each[name] for each in per_batch]).sum(0) for name in per_batch[0]}
-        for batch, first_row in zip(batches, self._first_rows, strict=True):
-            key = RngKey(self._seed_and_step, first_row)
-            output = self._forward(self.model, batch, self.compute, key, denominators)
-            output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-            for name, total in output.totals.items():
-                self._totals[name] += total
+
+        def forward(part: int) -> Output:
+            key = RngKey(self._seed_and_step, self._first_rows[part])
+            return self._forward(self.model, batches[part], self.compute, key, denominators)
+
+        if self._threads is None:
+            for part in range(len(batches)):
+                output = forward(part)
+                output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+                self._add_totals(output.totals)
+        else:
+            for totals in self._threads.backward(forward, len(batches), list(self.optimizer.parameters.values())):
+                self._add_totals(totals)
         self._totals[GRAD_NORM] += self.optimizer.step()
+
+    def _add_totals(self, totals: Mapping[str, Tensor]) -> None:
+        for name, total in totals.items():
+            self._totals[name] += total
 
     def _run_or_replay(self, step: int) -> None:
         if self._batches_version != self.micro_batches.version:

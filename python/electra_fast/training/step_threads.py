@@ -1,0 +1,80 @@
+"""Forward and backward of a step on a CPU by several threads, each with rows of its own.
+
+Each operation then runs in one thread. OpenMP instead divides every single operation, and its threads wait for each
+other thousands of times per step: spinning, which is ruinous beside any other process, or sleeping, which costs more
+than small operations take (bench/LOG.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from electra_fast.config import Config
+from electra_fast.objectives.objective import Output
+
+# More threads hold more copies of the gradients, and small models are bound by Python's lock.
+MAX_THREADS = 8
+
+Gradients = list[Tensor | None]
+
+
+def choose_num_threads(config: Config, device: torch.device) -> int:
+    """How many threads to divide each micro-batch among: as torch may use, but a divisor of its rows.
+
+    1 with dropout, whose masks come from one generator that threads would share, and on other devices.
+    """
+    model = config.model
+    if device.type != "cpu" or model.dropout or model.attention_dropout:
+        return 1
+    rows = config.train.batch_size // config.train.accumulate
+    return max(n for n in range(1, MAX_THREADS + 1) if n <= torch.get_num_threads() and rows % n == 0)
+
+
+class StepThreads:
+    """Threads for forward and backward passes; each gets an equal share of the cores for OpenMP."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads, self._num_cores = num_threads, torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(num_threads, "step")
+        self._is_warm = False
+
+    def backward(
+        self, forward: Callable[[int], Output], num_parts: int, parameters: Sequence[Tensor]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Sets the parameters' gradients to those of the sum of all parts' losses; yields the totals of each part.
+
+        Gradients are added in the order of the threads, whichever ends first, so that a run repeats to the bit.
+        """
+
+        def work(thread: int) -> tuple[Gradients, list[dict[str, Tensor]]]:
+            torch.set_num_threads(max(1, self._num_cores // self._num_threads))
+            gradients: Gradients = [None] * len(parameters)
+            totals = []
+            for part in range(thread, num_parts, self._num_threads):
+                output = forward(part)
+                gradients = _sum(gradients, torch.autograd.grad(output.loss, parameters, allow_unused=True))
+                totals.append(output.totals)
+            return gradients, totals
+
+        futures = []
+        for thread in range(self._num_threads):
+            futures.append(self._pool.submit(work, thread))
+            if not self._is_warm:
+                futures[-1].result()  # one after another the first time: what is compiled, is compiled once
+        results = [future.result() for future in futures]
+        self._is_warm = True
+        torch.set_num_threads(self._num_cores)  # MKL's number is one for all threads
+        gradients: Gradients = [None] * len(parameters)
+        for found, totals in results:
+            gradients = _sum(gradients, found)
+            yield from totals
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _sum(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> Gradients:
+    return [x if y is None else y if x is None else x + y for x, y in zip(left, right, strict=True)]
