@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from workload import label, loader, make_corpus, new_step, shape
 
 import electra_fast as ef
+from electra_fast.compute import ComputeConfig
 from electra_fast.training.flops import device_peak, flops_per_token
 
 # Preset:rows per step. small@128 at 16k and 131k tokens, base@512 at 65k, large@512 at 32k.
@@ -67,10 +68,9 @@ class Runner:
 Build = Callable[[ef.Config, torch.device], Runner]
 
 
-def ours(config: ef.Config, device: torch.device, execution: str) -> Runner:
-    """Our step as in `pretrain`; always eager without a GPU."""
-    execution = execution if device.type == "cuda" else "eager"
-    train_step, numbers = new_step(config, device, execution), count()
+def ours(config: ef.Config, device: torch.device, execution: str, compute: ComputeConfig | None = None) -> Runner:
+    """Our step as in `pretrain`."""
+    train_step, numbers = new_step(config, device, execution, compute), count()
 
     def loss() -> float:
         return float(train_step.objective.metrics(train_step.read_totals())["loss"] or 0)
@@ -82,8 +82,18 @@ def ours(config: ef.Config, device: torch.device, execution: str) -> Runner:
     return Runner(lambda rows: train_step(rows, next(numbers)), loss, train_step.stream, facts)
 
 
-def peer(config: ef.Config, device: torch.device, *, masked: bool, compiled: bool, mode: str = "default") -> Runner:
-    """The same step with ElectraForMaskedLM and ElectraForPreTraining of `transformers`."""
+def peer(
+    config: ef.Config,
+    device: torch.device,
+    *,
+    masked: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    compile_with: Mapping[str, Any] | None = None,
+) -> Runner:
+    """The same step with ElectraForMaskedLM and ElectraForPreTraining of `transformers`.
+
+    `dtype` is autocast's; `compile_with` has the arguments of torch.compile, None: eager.
+    """
     generator, discriminator = (model.to(device) for model in peer_models(config))
     parameters = list(dict.fromkeys([*generator.parameters(), *discriminator.parameters()]))
     assert sum(p.numel() for p in parameters) == sum(p.numel() for p in ef.Electra(config).parameters())
@@ -94,14 +104,11 @@ def peer(config: ef.Config, device: torch.device, *, masked: bool, compiled: boo
         betas=(options.beta1, options.beta2),
         eps=options.epsilon,
         weight_decay=options.weight_decay,
-        fused=device.type == "cuda",
+        fused=True,
     )
-    loss_of = partial(peer_loss, generator, discriminator, config, masked=masked)
-    if compiled:
-        # On the CPU only tracing is exercised: compiling C++ takes minutes.
-        loss_of = (
-            torch.compile(loss_of, mode=mode) if device.type == "cuda" else torch.compile(loss_of, backend="eager")
-        )
+    loss_of = partial(peer_loss, generator, discriminator, config, masked=masked, dtype=dtype)
+    if compile_with is not None:
+        loss_of = torch.compile(loss_of, **compile_with)
     total, num_steps = torch.zeros((), device=device), count()
 
     def step(rows: Any) -> None:
@@ -142,7 +149,9 @@ def peer_models(config: ef.Config) -> tuple[nn.Module, nn.Module]:
     return generator.train(), discriminator.train()
 
 
-def peer_loss(generator: Any, discriminator: Any, config: ef.Config, batch: Batch, masked: bool) -> Tensor:
+def peer_loss(
+    generator: Any, discriminator: Any, config: ef.Config, batch: Batch, masked: bool, dtype: torch.dtype
+) -> Tensor:
     """ELECTRA's loss, from the models' public modules."""
     ids, positions = batch["input_ids"].long(), batch["masked_positions"].long()
     original, weight = batch["masked_ids"].long(), batch["masked_weights"]
@@ -152,7 +161,7 @@ def peer_loss(generator: Any, discriminator: Any, config: ef.Config, batch: Batc
         "token_type_ids": batch["token_type_ids"].long(),
         "position_ids": batch["position_ids"].long(),
     }
-    with torch.autocast(ids.device.type, torch.bfloat16):
+    with torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32):
         hidden = generator.electra(ids, **inputs).last_hidden_state
         chosen = hidden.gather(1, positions[..., None].expand(-1, -1, hidden.shape[-1]))
         logits = generator.generator_lm_head(generator.generator_predictions(chosen)).float()
@@ -171,17 +180,28 @@ def peer_loss(generator: Any, discriminator: Any, config: ef.Config, batch: Batc
     return config.objective.gen_weight * generator_loss + config.objective.disc_weight * discriminator_loss
 
 
+def contender(build: Callable[..., Runner], dry: Mapping[str, Any], **options: Any) -> Build:
+    """A contender with its options; without a GPU, in a dry run, those in `dry` replace them."""
+    return lambda config, device: build(config, device, **(options if device.type == "cuda" else {**options, **dry}))
+
+
+# A dry run has no graphs, and compiling C++ would take minutes: of peers only tracing is exercised.
+NOT_COMPILED = {"execution": "eager"}
+ONLY_TRACED = {"compile_with": {"backend": "eager"}}
+
 # Contenders by name.
 OURS = "electra-fast, graph"
 CONTENDERS: dict[str, Build] = {
-    OURS: partial(ours, execution="graph"),
-    "electra-fast, compile": partial(ours, execution="compile"),
-    "electra-fast, eager": partial(ours, execution="eager"),
-    "transformers, eager, block mask": partial(peer, masked=True, compiled=False),
-    "transformers, eager, no mask": partial(peer, masked=False, compiled=False),
-    "transformers, compiled, block mask": partial(peer, masked=True, compiled=True),
-    "transformers, compiled, no mask": partial(peer, masked=False, compiled=True),
-    "transformers, compiled with graphs, no mask": partial(peer, masked=False, compiled=True, mode="reduce-overhead"),
+    OURS: contender(ours, NOT_COMPILED, execution="graph"),
+    "electra-fast, compile": contender(ours, NOT_COMPILED, execution="compile"),
+    "electra-fast, eager": contender(ours, NOT_COMPILED, execution="eager"),
+    "transformers, eager, block mask": contender(peer, {}, masked=True),
+    "transformers, eager, no mask": contender(peer, {}, masked=False),
+    "transformers, compiled, block mask": contender(peer, ONLY_TRACED, masked=True, compile_with={}),
+    "transformers, compiled, no mask": contender(peer, ONLY_TRACED, masked=False, compile_with={}),
+    "transformers, compiled with graphs, no mask": contender(
+        peer, ONLY_TRACED, masked=False, compile_with={"mode": "reduce-overhead"}
+    ),
 }
 
 

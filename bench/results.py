@@ -1,4 +1,4 @@
-"""Results of the GPU scripts: a printed line each, and a line of JSON that includes the card."""
+"""Results of the scripts that train: a printed line each, and a line of JSON that includes the card."""
 
 from __future__ import annotations
 
@@ -15,16 +15,26 @@ from groups import CACHE
 
 import electra_fast as ef
 
+DRY_RUN = "cpu: dry run, speeds are meaningless"
 
-def parse_arguments(parser: argparse.ArgumentParser, with_overrides: bool = False) -> argparse.Namespace:
+
+def parse_arguments(
+    parser: argparse.ArgumentParser, with_overrides: bool = False, for_cpu: bool = False
+) -> argparse.Namespace:
     """Adds the options that these scripts share and parses the command line; without a GPU it is a dry run.
 
     `with_overrides` takes `--section.key value` of the configuration too, as the dictionary `overrides`.
+    With `for_cpu` the CPU is what is measured: there is no `--device`, and only `--quick` makes a dry run.
     """
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    if for_cpu:
+        parser.set_defaults(device="cpu")
+    else:
+        parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--results", type=Path, help="append a JSON object per result to this file")
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder for corpora shared by the scripts")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, few steps; always on for a CPU")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny shapes, few steps; without a GPU always on if the script is for one"
+    )
     options, rest = parser.parse_known_args()
     if rest and not with_overrides:
         parser.error(f"unknown arguments: {' '.join(rest)}")
@@ -32,7 +42,7 @@ def parse_arguments(parser: argparse.ArgumentParser, with_overrides: bool = Fals
         parser.error(f"cannot read {' '.join(rest)}: overrides are written --section.key value")
     options.overrides = dict(zip((key.removeprefix("--") for key in rest[::2]), rest[1::2], strict=True))
     options.device = torch.device(options.device)
-    options.quick |= options.device.type != "cuda"
+    options.quick |= options.device.type != "cuda" and not for_cpu
     return options
 
 
@@ -42,11 +52,11 @@ class Results:
     Every saved object has `card`, versions, `group` (from `groups.py`), the printed `line`, and `ok`.
     """
 
-    def __init__(self, path: Path | None, device: torch.device) -> None:
+    def __init__(self, path: Path | None, device: torch.device, card: str | None = None) -> None:
         self.path, self.num_wrong = path, 0
         is_cuda = device.type == "cuda"
         self.facts = {
-            "card": torch.cuda.get_device_name(device) if is_cuda else "cpu: dry run, speeds are meaningless",
+            "card": card or (torch.cuda.get_device_name(device) if is_cuda else DRY_RUN),
             "torch": torch.__version__,
             "electra_fast": ef.__version__,
             "group": os.environ.get("ELECTRA_FAST_BENCH_GROUP"),

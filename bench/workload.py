@@ -1,4 +1,4 @@
-"""The workload of the GPU scripts: a synthetic corpus, cached between scripts, configurations, and steps."""
+"""The workload of the scripts that train: a synthetic corpus, cached between scripts, configurations, and steps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ VOCAB_SIZE = 30_522
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
-def make_corpus(cache: Path, num_documents: int) -> Path:
+def make_corpus(cache: Path, num_documents: int, vocab_size: int = VOCAB_SIZE) -> Path:
     """A corpus of documents of 20 to 700 Zipf-distributed words, one token each, made by `prepare`."""
-    folder = cache / f"corpus-{num_documents}"
+    folder = cache / f"corpus-{num_documents}-{vocab_size}"
     shards = folder / "shards"
     if (shards / "manifest.json").exists():  # `prepare` writes it last
         return shards
     folder.mkdir(parents=True, exist_ok=True)
-    words = [f"w{i}" for i in range(VOCAB_SIZE - len(SPECIAL))]
+    words = [f"w{i}" for i in range(vocab_size - len(SPECIAL))]
     (folder / "vocab.txt").write_text("\n".join(SPECIAL + words) + "\n")
     ef.prepare(
         _documents(words, num_documents), vocab=folder / "vocab.txt", out=shards, lowercase=False, progress=False
@@ -45,18 +45,21 @@ def loader(corpus: Path, config: ef.Config) -> ef.BatchLoader:
     return ef.BatchLoader.from_config(config, corpus=corpus)
 
 
-def shape(text: str, overrides: dict[str, str] | None = None) -> ef.Config:
-    """The configuration of `preset:rows`: recipe `google` without dropout, which every backend supports."""
-    preset, rows = text.split(":")
+def shape(text: str, overrides: dict[str, str] | None = None, recipe: str = "google") -> ef.Config:
+    """The configuration of `preset:rows` or `preset`, with its own rows: no dropout, which every backend supports."""
+    preset, _, rows = text.partition(":")
     changes = {"model.vocab_size": str(VOCAB_SIZE), "model.dropout": "0", "model.attention_dropout": "0"}
-    changes |= {"train.batch_size": rows, "data.packing": "best-fit"}
-    return ef.Config.preset(preset, "google").override(changes | (overrides or {}))
+    changes |= {"data.packing": "best-fit", **({"train.batch_size": rows} if rows else {})}
+    return ef.Config.preset(preset, recipe).override(changes | (overrides or {}))
 
 
 def new_step(
     config: ef.Config, device: torch.device, execution: str, compute: ComputeConfig | None = None
 ) -> TrainStep:
-    """The training step of a new model on the device, as in `pretrain`."""
+    """The training step of a new model on the device, as in `pretrain`.
+
+    What `pretrain` sets for its whole process belongs here too: all scripts make our steps with this function.
+    """
     model = ef.Electra(config).to(device).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
     return TrainStep(model, optimizer, config, compute or choose_compute(config, device), execution)

@@ -1,4 +1,4 @@
-"""The GPU scripts lose nothing but what broke, and what they count is right."""
+"""The scripts lose nothing but what broke, and what they count is right."""
 
 import importlib
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import electra_fast
 from electra_fast.training.flops import flops_per_token
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
@@ -124,6 +125,21 @@ def test_a_script_alone(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [record["line"] for record in records] == done.stdout.splitlines()
     assert all(record["card"].startswith("cpu") and record["torch"] == torch.__version__ for record in records)
+
+
+def test_a_step_on_a_cpu_against_the_same_version(tmp_path):
+    """Whole processes of two contenders; the shape is run to its table, and every line is saved."""
+    results, package = tmp_path / "results.jsonl", Path(electra_fast.__file__).parent.parent
+    command = [sys.executable, str(BENCH / "cpu_step.py"), "--shapes", "tiny:8", "--recipes", "google", "--quick"]
+    command += ["--only", "electra-fast, eager", "--against", str(package), "--results", str(results)]
+    done = subprocess.run([*command, "--cache", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"torch {torch.__version__}" in done.stdout.splitlines()[0]
+    before, now = (json.loads(line) for line in results.read_text().splitlines())
+    assert (before["step"], now["step"]) == ("electra-fast before, eager", "electra-fast, eager")
+    assert before["ratio"] == 1 and now["ratio"] > 0 and min(now["rounds"]) > 0
+    assert now["steps"] == len(now["rounds"]) >= 3
+    assert before["mean_loss"] == pytest.approx(now["mean_loss"], rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["gpu_check", "gpu_models", "gpu_peers"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from electra_fast.config import Config, ModelConfig, describe_key, key_names
+from electra_fast.presets import SIZES
 
 # layers, hidden, FFN, heads, embedding; generator's hidden, FFN, heads; length, batch, rate, steps
 TABLE = {
@@ -43,6 +44,15 @@ def test_presets_have_the_published_sizes(name: str, recipe: str) -> None:
     assert (config.objective.gen_weight, config.objective.disc_weight) == (1.0, 50.0)
 
 
+@pytest.mark.parametrize("recipe", ["paper", "google", "modern"])
+def test_mini_is_a_third_of_small(recipe: str) -> None:
+    mini, small = Config.preset("mini", recipe), Config.preset("small", recipe)
+    train = ("batch_size", "steps", "log_every", "eval_every", "checkpoint_every")
+    assert mini.differences(small).keys() == {"model.num_layers", *(f"train.{name}" for name in train)}
+    assert mini.train.batch_size * mini.data.sequence_length == 4096
+    assert 20e6 < mini.train.steps * 4096 < 21e6  # an hour on two cores
+
+
 def test_recipes_differ_where_the_sources_do() -> None:
     paper, google = Config.preset("large", "paper"), Config.preset("large", "google")
     assert (paper.data.mask_prob, google.data.mask_prob) == (0.15, 0.25)
@@ -60,7 +70,7 @@ def test_recipes_differ_where_the_sources_do() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["paper", "google", "modern"])
-@pytest.mark.parametrize("name", ["tiny", *TABLE])
+@pytest.mark.parametrize("name", SIZES)
 def test_toml_there_and_back(tmp_path: Path, name: str, recipe: str) -> None:
     config = Config.preset(name, recipe).replace({"train": {"seed": 2**62}, "optimizer": {"learning_rate": 1 / 3}})
     path = tmp_path / "config.toml"

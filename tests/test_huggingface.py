@@ -227,5 +227,6 @@ def test_import_takes_the_preset_of_the_same_size_for_models_of_others(tmp_path:
     """A base model continues with the learning rate of base, not of small."""
     config = Config.preset("base")
     assert preset_of_size(dataclasses.replace(config.model, vocab_size=50)) == config
+    assert preset_of_size(Config.preset("mini").model) == Config.preset("mini")
     assert preset_of_size(Config.preset("large", "modern").model) == Config.preset("large", "modern")
     assert preset_of_size(dataclasses.replace(config.model, hidden_size=480)) == Config()

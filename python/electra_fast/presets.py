@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from electra_fast.config_file import Scalar
 
-# Table 6 of the paper and `configure_pretraining.py` of the published code.
+# `small` and larger: table 6 of the paper and `configure_pretraining.py` of the published code.
 SIZES: dict[str, dict[str, Scalar]] = {
     "tiny": {
         "model.num_layers": 2,
@@ -18,6 +18,15 @@ SIZES: dict[str, dict[str, Scalar]] = {
         "train.batch_size": 64,
         "train.steps": 2_000,
         "train.log_every": 50,
+        "train.eval_every": 500,
+        "train.checkpoint_every": 500,
+    },
+    # What two cores can learn something with in an hour: 20 M tokens at 4,096 a step.
+    "mini": {
+        "model.num_layers": 4,
+        "train.batch_size": 32,
+        "train.steps": 5_000,
+        "train.log_every": 20,
         "train.eval_every": 500,
         "train.checkpoint_every": 500,
     },

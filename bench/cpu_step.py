@@ -1,0 +1,227 @@
+"""Tokens per second of a pre-training step on a CPU, compared with `transformers` and with an earlier version.
+
+    python bench/cpu_step.py [--shapes tiny mini small] [--recipes google modern] [--only WORD ...]
+                             [--against FOLDER] [--baseline NAME] [--seconds 60] [--section.key value ...]
+                             [--results FILE] [--quick]
+
+Prints a line per contender and a table per shape and recipe. The step, the corpus and the peers are those of
+`pretrain_throughput.py`, in fp32 (`--train.precision bf16` changes all contenders), with the preset's own rows
+and sequence length; the peers exist for recipe `google` only. Downloads nothing.
+
+A shared machine's speed changes by half from one minute to the next. So every contender is a process of its own
+(`cpu_worker.py`), all of a shape are built and warmed up first, and then they take their steps in turn, half a
+second or one step each, for many rounds. Reported are the median over the rounds of tokens per second (padding
+excluded, the loader's time counted), the best round, and the median of the ratio to the baseline in the same round,
+which is what to compare between runs. A step's time is that on the clock; "CPU ms" is what all its threads computed,
+which changes least when other processes use the cores. Compilation is part of the warm-up, which has its own column
+and is not counted; it is shorter when the cache of compiled code (`--cache`) has it from an earlier run.
+
+`--against FOLDER` adds the eager step of the version whose package is `FOLDER/electra_fast/`, which becomes the
+baseline. Threads: all cores, or OMP_NUM_THREADS. OMP_WAIT_POLICY is PASSIVE for all if it is not set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from cpu_worker import CONTENDERS, EAGER, Turn, Worker
+from results import Results, parse_arguments, reason
+from workload import label, make_corpus, shape
+
+import electra_fast as ef
+from electra_fast.presets import RECIPES
+
+SHAPES = ["tiny", "mini", "small"]
+RECIPE_NAMES = ["google", "modern"]
+SMALL_VOCABULARY = {"tiny": 1024}  # entries, as in the demo
+BEFORE = "electra-fast before, eager"
+SECONDS = 60.0
+TURN = 0.5  # seconds that a contender runs before the next one does, or one step
+LEAST_ROUNDS = 3
+HEADER = ["step", "tokens/s", "best", "ratio", "step ms", "CPU ms", "steps", "mean loss", "peak GiB", "warm-up s"]
+
+
+@dataclass
+class Contender:
+    """A contender's process, how many steps its turn has, and what each turn took."""
+
+    worker: Worker
+    steps_per_turn: int
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def speeds(self) -> list[float]:
+        """Tokens per second of each turn."""
+        return [turn.tokens / turn.seconds for turn in self.turns]
+
+    def take_turn(self) -> None:
+        """Takes the steps of one turn."""
+        self.turns.append(self.worker.steps(self.steps_per_turn))
+
+
+def names_of(config: ef.Config, words: list[str], with_before: bool) -> list[str]:
+    """The contenders with one of the words in their names, and the version before; peers have the encoder of BERT."""
+    has_peers = config.model.architecture == "bert"
+    names = [name for name in CONTENDERS if has_peers or name.startswith("electra-fast")]
+    return [BEFORE] * with_before + [name for name in names if any(word in name for word in words)]
+
+
+class Field:
+    """The contenders of a shape; one that fails leaves with its reason in `failures`."""
+
+    def __init__(self) -> None:
+        self.contenders: dict[str, Contender] = {}
+        self.failures: dict[str, str] = {}
+
+    @contextmanager
+    def _failing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # not installed, out of memory, not compilable: the others continue
+            self.failures[name] = reason(error)
+            self.contenders.pop(name, None)
+
+    def enter(self, name: str, config: ef.Config, corpus: Path, options: argparse.Namespace, stack: ExitStack) -> None:
+        """Starts a contender and waits for its warm-up."""
+        with self._failing(name):
+            before = name == BEFORE
+            worker = Worker(
+                EAGER if before else name, config, corpus, options.cache, options.against if before else None
+            )
+            stack.callback(worker.close)
+            turn = 0.0 if options.quick else TURN
+            self.contenders[name] = Contender(worker, max(1, round(turn / worker.step_seconds)))
+            if worker.unknown:
+                print(f"{name} does not have the keys {', '.join(worker.unknown)}", flush=True)
+
+    def compete(self, seconds: float) -> None:
+        """Rounds in which each takes its turn, in this order and its reverse, so that a drift favours none."""
+        end = time.monotonic() + seconds
+        for number in count():
+            if number >= LEAST_ROUNDS and time.monotonic() > end:
+                break
+            names = list(self.contenders)
+            for name in reversed(names) if number % 2 else names:
+                with self._failing(name):
+                    self.contenders[name].take_turn()
+
+    def found(self, name: str, baseline: str) -> dict[str, Any]:
+        """What is reported of a contender."""
+        contender, speeds = self.contenders[name], self.contenders[name].speeds
+        base = self.contenders[baseline].speeds if baseline in self.contenders else []
+        ratios = [mine / its for mine, its in zip(speeds, base, strict=False)]
+        return {
+            "tokens_per_second": statistics.median(speeds),
+            "best": max(speeds),
+            "ratio": statistics.median(ratios) if ratios else None,
+            "baseline": baseline,
+            "step_ms": statistics.median(turn.seconds / turn.steps for turn in contender.turns) * 1e3,
+            "cpu_ms": statistics.median(turn.cpu_seconds / turn.steps for turn in contender.turns) * 1e3,
+            "steps": sum(turn.steps for turn in contender.turns),
+            "warm_up_seconds": contender.worker.warm_up_seconds,
+            "rounds": speeds,
+            **contender.worker.facts(),
+        }
+
+
+def columns(found: Mapping[str, Any]) -> list[str]:
+    """The printed columns of a contender."""
+    return [
+        f"{found['tokens_per_second']:,.0f}",
+        f"{found['best']:,.0f}",
+        f"{found['ratio']:.2f}" if found["ratio"] else "–",
+        f"{found['step_ms']:,.1f}",
+        f"{found['cpu_ms']:,.1f}",
+        f"{found['steps']}",
+        f"{found['mean_loss']:.1f}",
+        f"{found['peak_gib']:.1f}",
+        f"{found['warm_up_seconds']:.0f}",
+    ]
+
+
+def measure(text: str, recipe: str, corpus: Path, options: argparse.Namespace, results: Results) -> None:
+    """Measures and prints one shape in one recipe."""
+    config = configuration(text, recipe, options.overrides)
+    names = names_of(config, options.only, options.against is not None)
+    baseline = options.baseline or (BEFORE if options.against else EAGER)
+    title = ", ".join([label(config, text), recipe, *(f"{key} {value}" for key, value in options.overrides.items())])
+    lines = [f"| {' | '.join(HEADER)} |", "| --- " * len(HEADER) + "|"]
+    contest = Field()
+    with ExitStack() as stack:
+        for name in names:
+            contest.enter(name, config, corpus, options, stack)
+        contest.compete(options.seconds)
+        for name in names:
+            if name in contest.failures:
+                why = contest.failures[name]
+                results.add(f"{title}, {name}: {why}", ok=not name.startswith("electra-fast"))
+                lines.append(f"| {name} | {why} |" + " |" * (len(HEADER) - 2))
+                continue
+            found = contest.found(name, baseline)
+            line = ", ".join(f"{text} {unit}" for text, unit in zip(columns(found), HEADER[1:], strict=True))
+            results.add(f"{title}, {name}: {line}", shape=text, recipe=recipe, step=name, **found)
+            lines.append(f"| {name} | {' | '.join(columns(found))} |")
+    print(f"\n{title}; ratio to {baseline}\n\n" + "\n".join(lines) + "\n", flush=True)
+
+
+def configuration(text: str, recipe: str, overrides: Mapping[str, str]) -> ef.Config:
+    """The configuration of a preset, as all contenders get it."""
+    changes = {"train.precision": "fp32"}
+    if text.partition(":")[0] in SMALL_VOCABULARY:
+        changes["model.vocab_size"] = str(SMALL_VOCABULARY[text.partition(":")[0]])
+    return shape(text, changes | dict(overrides), recipe)
+
+
+def processor() -> str:
+    """The processor's model name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="preset, or preset:rows per step")
+    parser.add_argument("--recipes", nargs="+", default=RECIPE_NAMES, choices=RECIPES)
+    parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name has one of these words")
+    parser.add_argument("--against", type=Path, help="folder that contains another version's `electra_fast`")
+    parser.add_argument("--baseline", choices=[BEFORE, *CONTENDERS], help="what the ratios are to")
+    parser.add_argument("--seconds", type=float, help="of counted steps per shape; at least three rounds are made")
+    options = parse_arguments(parser, with_overrides=True, for_cpu=True)
+    options.seconds = options.seconds or (0.0 if options.quick else SECONDS)
+    if options.against is not None and not (options.against / "electra_fast").is_dir():
+        parser.error(f"--against {options.against}: there is no electra_fast/ in it")
+    return options
+
+
+def main() -> int:
+    """Measures every contender on every shape."""
+    options = parse()
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    card = f"{processor()}, {cores} cores, {threads} threads"
+    print(f"{card}, torch {torch.__version__}", flush=True)
+    results = Results(options.results, options.device, card)
+    for text in options.shapes:
+        for recipe in options.recipes:
+            num_entries = configuration(text, recipe, options.overrides).model.vocab_size
+            corpus = make_corpus(options.cache, 300 if options.quick else 4000, num_entries)
+            measure(text, recipe, corpus, options, results)
+    return results.exit_code()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""A contender of `cpu_step.py` in a process of its own: `main` runs in that process, `Worker` is the handle on it.
+
+Each contender thereby has its own threads, allocator, compiled code and version of the package, and sleeps while
+another takes its steps. Requests and answers are lines of JSON on standard input and output; what libraries print
+goes to standard error. The first request describes the contender; a number of steps follows any number of times;
+`null` asks for the final facts. An exception is answered with `{"error": …}` and ends the process, as does the end
+of the input.
+
+Other versions of the package run this script too, so it uses only what they have in common.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from pretrain_throughput import Build, Runner, ours, peer, run
+from results import reason
+from workload import loader
+
+import electra_fast as ef
+from electra_fast.compute import ComputeConfig
+from electra_fast.config import key_names
+
+CPU = torch.device("cpu")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Warm-up ends when a step takes nearly as long as the one before: those that compile take far longer.
+SETTLED, LEAST_WARM_UP, MOST_WARM_UP = 1.5, 2, 6
+
+
+def own(config: ef.Config, device: torch.device, execution: str) -> Runner:
+    """Our step with one attention backend, so that all versions compute the same."""
+    return ours(config, device, execution, ComputeConfig("sdpa", DTYPES[config.train.precision]))
+
+
+def other(config: ef.Config, device: torch.device, **options: Any) -> Runner:
+    """The step of `transformers` in our precision."""
+    return peer(config, device, dtype=DTYPES[config.train.precision], **options)
+
+
+EAGER = "electra-fast, eager"
+CONTENDERS: dict[str, Build] = {
+    EAGER: partial(own, execution="eager"),
+    "electra-fast, compile": partial(own, execution="compile"),
+    "transformers, eager, block mask": partial(other, masked=True),
+    "transformers, eager, no mask": partial(other, masked=False),
+    "transformers, compiled, block mask": partial(other, masked=True, compile_with={}),
+    "transformers, compiled, no mask": partial(other, masked=False, compile_with={}),
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Some steps: their seconds on the clock and of all threads' computing, and their tokens."""
+
+    steps: int
+    seconds: float
+    cpu_seconds: float
+    tokens: int
+
+
+class Worker:
+    """The handle on a contender's process, which has warmed up; `close` ends it.
+
+    Args:
+        name: Of `CONTENDERS`.
+        config: Passed on key by key; keys that the package in the process does not have are listed in `unknown`.
+        corpus: Folder with the shards.
+        cache: Folder for compiled code.
+        package: Folder that contains `electra_fast/`; None: the package of this process.
+    """
+
+    def __init__(self, name: str, config: ef.Config, corpus: Path, cache: Path, package: Path | None = None) -> None:
+        keys = {key: _get(config, key) for key in key_names()}
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve())],
+            env=_environment(cache, package),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            found = self._ask({"contender": name, "config": keys, "corpus": str(corpus)})
+            self._check_package(Path(found["package"]), package)
+        except BaseException:
+            self.close()
+            raise
+        self.unknown: list[str] = found["unknown"]
+        self.step_seconds: float = found["step_seconds"]
+        self.warm_up_seconds: float = found["warm_up_seconds"]
+
+    def steps(self, number: int) -> Turn:
+        """Takes this many steps."""
+        return Turn(number, **self._ask(number))
+
+    def facts(self) -> dict[str, float]:
+        """Mean loss of all steps and peak memory in GiB."""
+        return self._ask(None)
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:  # a request that the process did not live to read
+            pass
+
+    def _ask(self, request: Any) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process ended with exit code {self.process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+    @staticmethod
+    def _check_package(found: Path, package: Path | None) -> None:
+        expected = package / "electra_fast" if package else Path(ef.__file__).parent
+        if found.resolve() != expected.resolve():
+            raise RuntimeError(f"imported {found}, not {expected}")
+
+
+def _get(config: ef.Config, key: str) -> str:
+    section, _, name = key.partition(".")
+    value = getattr(getattr(config, section), name)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _environment(cache: Path, package: Path | None) -> dict[str, str]:
+    """Sleeping threads for all, as our package sets when imported before torch; shared caches of compiled code."""
+    found = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
+    if package is not None:
+        paths = [str(package), *filter(None, [found.get("PYTHONPATH")])]
+        found["PYTHONPATH"] = os.pathsep.join(paths)
+    return found
+
+
+def warm_up(runner: Runner, batches: Iterator[Any]) -> float:
+    """Runs steps until they take equally long; returns the last one's seconds."""
+    seconds: list[float] = []
+    while len(seconds) < LEAST_WARM_UP or (len(seconds) < MOST_WARM_UP and seconds[-2] > SETTLED * seconds[-1]):
+        seconds += run(runner, batches, 1, CPU).seconds
+    return seconds[-1]
+
+
+def serve(requests: TextIO, answers: TextIO) -> None:
+    """Answers requests until they end."""
+
+    def answer(**found: Any) -> None:
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+    first, start = json.loads(requests.readline()), time.perf_counter()
+    known = {key: text for key, text in first["config"].items() if key in key_names()}
+    config = ef.Config().override(known)
+    torch.manual_seed(0)
+    runner, batches = CONTENDERS[first["contender"]](config, CPU), loader(Path(first["corpus"]), config)
+    answer(
+        package=str(Path(ef.__file__).parent),
+        unknown=sorted(first["config"].keys() - known.keys()),
+        step_seconds=warm_up(runner, batches),
+        warm_up_seconds=time.perf_counter() - start,
+    )
+    for line in requests:
+        number = json.loads(line)
+        if number is None:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # kilobytes on Linux
+            answer(mean_loss=runner.loss(), peak_gib=peak)
+        else:
+            start = time.process_time()
+            times = run(runner, batches, number, CPU)
+            cpu_seconds = time.process_time() - start
+            answer(seconds=sum(times.seconds), cpu_seconds=cpu_seconds, tokens=times.num_tokens)
+
+
+def main() -> int:
+    """A contender's process."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    try:
+        serve(sys.stdin, answers)
+    except Exception as error:  # not installed, not compilable: the caller reports it
+        answers.write(json.dumps({"error": reason(error)}) + "\n")
+        answers.flush()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
