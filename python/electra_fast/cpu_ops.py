@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from electra_fast.sampling import TILE, choose_tile, choose_within_tile, modify_logits, sample_categorical
+from electra_fast.sampling import TILE, draw_noise, modify_logits, sample_categorical
 
 # Logits that the generator's head holds at once: large enough for efficient products, small enough for the caches.
 CHUNK_BYTES = 8 * 2**20
@@ -101,8 +101,7 @@ class _GeGLU(torch.autograd.Function):
         return grad
 
 
-@torch.library.custom_op("electra_fast::generator_head_cpu", mutates_args=())
-def _generator_head(
+def _generator_head_impl(
     x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, weight_M: Tensor, slot_M: Tensor,
     seed_and_step: Tensor | None, temperature: float, disallow_correct: bool, with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -135,9 +134,9 @@ def _generator_head(
         tiles.sub_(max_MK[:, :, None]).exp_()
         lse_MK = max_MK + tiles.sum(-1).log()
         if seed_and_step is not None and as_is:
-            tile_M = choose_tile(lse_MK, slot_M[rows], seed_and_step)
-            offset_M = choose_within_tile(_chosen(tiles, tile_M), slot_M[rows], seed_and_step)
-            sample_M[rows] = tile_M * TILE + offset_M
+            noise = draw_noise(num_tiles, slot_M[rows], seed_and_step)
+            tile_M = noise.choose_tile(lse_MK)
+            sample_M[rows] = tile_M * TILE + noise.choose_within_tile(_chosen(tiles, tile_M))
         lse_M1 = lse_MK.logsumexp(-1, keepdim=True)
         loss += ((lse_M1 - target_logit_M1) * weight_M1).sum()
         if with_gradient:
@@ -189,8 +188,7 @@ def _add_gradients(
     torch.sum(logits_grad, 0, out=bias_grad) if is_first else bias_grad.add_(logits_grad.sum(0))
 
 
-@_generator_head.register_fake
-def _(
+def _generator_head_fake(
     x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, weight_M: Tensor, slot_M: Tensor,
     seed_and_step: Tensor | None, temperature: float, disallow_correct: bool, with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -207,7 +205,13 @@ def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return (*(grad.to(gradient.dtype) * gradient for gradient in ctx.saved_tensors), *(None,) * 7)
 
 
-_generator_head.register_autograd(_backward, setup_context=_setup_context)
+# An operator, so that torch.compile leaves it whole. Not by `torch.library.custom_op`, whose calls import the compiler:
+# seconds before the first step of every run.
+_NAME = "electra_fast::generator_head_cpu"
+torch.library.define(_NAME, torch.library.infer_schema(_generator_head_impl, mutates_args=()))
+torch.library.impl(_NAME, "cpu", _generator_head_impl)
+torch.library.register_fake(_NAME, _generator_head_fake)
+torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)
 
 
 def generator_head(
@@ -216,7 +220,7 @@ def generator_head(
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """`ops.generator_head`; the forward pass computes the gradients too, if any is wanted."""
     with_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_ME, table_VE, bias_V))
-    loss, sample_M, correct_M, *_ = _generator_head(
+    loss, sample_M, correct_M, *_ = torch.ops.electra_fast.generator_head_cpu(
         x_ME, table_VE, bias_V, target_M, weight_M, slot_M, seed_and_step, temperature, disallow_correct, with_gradient
     )
     return loss, None if seed_and_step is None else sample_M, correct_M

@@ -12,6 +12,7 @@ Shapes: M masked slots, V vocabulary, K tiles, t entries of one tile.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,8 +26,9 @@ _M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Philox4x32-10 on int64 tensors that hold 32-bit words; four broadcast counter words → four words."""
     c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
+    rounds = torch.arange(10, device=key[0].device)
+    keys = ((key[0] + rounds * _W0) & _MASK32).unbind(), ((key[1] + rounds * _W1) & _MASK32).unbind()
+    for k0, k1 in zip(*keys, strict=True):
         # int64 products wrap modulo 2^64, so they have the bits of the unsigned product.
         product0, product1 = c0 * _M0, c2 * _M1
         c0, c1, c2, c3 = (
@@ -35,7 +37,6 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
             ((product0 >> 32) & _MASK32) ^ c3 ^ k1,
             product0 & _MASK32,
         )
-        k0, k1 = (k0 + _W0) & _MASK32, (k1 + _W1) & _MASK32
     return c0, c1, c2, c3
 
 
@@ -74,33 +75,40 @@ def sample_categorical(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor)
     padding = num_tiles * TILE - vocab_size
     tiles_MKt = torch.nn.functional.pad(logits_MV.detach().float(), (0, padding), value=-math.inf)
     tiles_MKt = tiles_MKt.view(num_slots, num_tiles, TILE)
-    tile_M = choose_tile(tiles_MKt.logsumexp(-1), slot_M, seed_and_step)
+    noise = draw_noise(num_tiles, slot_M, seed_and_step)
+    tile_M = noise.choose_tile(tiles_MKt.logsumexp(-1))
     chosen_Mt = tiles_MKt[torch.arange(num_slots, device=tile_M.device), tile_M]
     exp_Mt = (chosen_Mt - chosen_Mt.amax(-1, keepdim=True)).exp()
-    return tile_M * TILE + choose_within_tile(exp_Mt, slot_M, seed_and_step)
+    return tile_M * TILE + noise.choose_within_tile(exp_Mt)
 
 
-def choose_tile(lse_MK: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
-    """One tile per row by Gumbel-max over the logsumexps of the tiles; [M, K] → int64 [M]."""
-    num_slots, num_tiles = lse_MK.shape
-    key, step = _key_and_step(seed_and_step)
-    quad_K = torch.arange(-(-num_tiles // 4), device=lse_MK.device)
-    words = philox((quad_K[None], slot_M[:, None], step, torch.zeros_like(step)), key)
-    word_MK = torch.stack(words, dim=-1).view(num_slots, -1)[:, :num_tiles]
-    gumbel_MK = -torch.log(_exponential(_uniform(word_MK)))
-    return (lse_MK + gumbel_MK).argmax(-1)
+@dataclass(frozen=True)
+class Noise:
+    """The random numbers of some slots: one of the Gumbel distribution per tile, and a uniform one in (0, 1]."""
+
+    gumbel_MK: Tensor
+    uniform_M1: Tensor
+
+    def choose_tile(self, lse_MK: Tensor) -> Tensor:
+        """One tile per row by Gumbel-max over the logsumexps of the tiles; [M, K] → int64 [M]."""
+        return (lse_MK + self.gumbel_MK).argmax(-1)
+
+    def choose_within_tile(self, exp_Mt: Tensor) -> Tensor:
+        """One entry per row, in proportion to its exponential, by inverting the CDF; [M, t] → int64 [M]."""
+        cumulative_Mt = exp_Mt.cumsum(-1)
+        # The first entry whose cumulative sum reaches the threshold; never one of probability 0.
+        return (cumulative_Mt < self.uniform_M1 * cumulative_Mt[:, -1:]).sum(-1)
 
 
-def choose_within_tile(exp_Mt: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
-    """One entry per row, in proportion to its exponential, by inverting the CDF; [M, t] → int64 [M]."""
-    key, step = _key_and_step(seed_and_step)
-    cumulative_Mt = exp_Mt.cumsum(-1)
-    word_M = philox((torch.zeros_like(slot_M), slot_M, step, torch.ones_like(step)), key)[0]
-    threshold_M1 = _uniform(word_M)[:, None] * cumulative_Mt[:, -1:]
-    # The first entry whose cumulative sum reaches the threshold; never one of probability 0.
-    return (cumulative_Mt < threshold_M1).sum(-1)
+def draw_noise(num_tiles: int, slot_M: Tensor, seed_and_step: Tensor) -> Noise:
+    """The random numbers of these slots.
 
-
-def _key_and_step(seed_and_step: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    seed, step = seed_and_step[0], seed_and_step[1]
-    return (seed & _MASK32, (seed >> 32) & _MASK32), step
+    The counter of tiles 4q … 4q + 3 is (q, slot, step, 0); that of the uniform number is (0, slot, step, 1).
+    """
+    num_quads, seed, step = -(-num_tiles // 4), seed_and_step[0], seed_and_step[1]
+    column = torch.arange(num_quads + 1, device=slot_M.device)
+    is_last = (column == num_quads).long()
+    counter = (column * (1 - is_last), slot_M[:, None], step, is_last)
+    words = philox(counter, (seed & _MASK32, (seed >> 32) & _MASK32))
+    word_MK = torch.stack([word[:, :num_quads] for word in words], dim=-1).flatten(1)[:, :num_tiles]
+    return Noise(-torch.log(_exponential(_uniform(word_MK))), _uniform(words[0][:, num_quads:]))

@@ -26,8 +26,9 @@ from electra_fast.errors import InputError
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Output, Stage
+from electra_fast.training.allocator import keep_freed_memory
 from electra_fast.training.optim import Optimizer, lr_scale
-from electra_fast.training.step_threads import StepThreads
+from electra_fast.training.step_threads import StepThreads, choose_num_threads
 
 # Eager steps before a capture: libraries allocate workspaces and kernels are compiled at first use.
 WARM_UP = 3
@@ -64,7 +65,8 @@ class TrainStep:
         compute: Attention backend and activation dtype.
         execution: `eager`; `compile` (torch.compile of forward and backward, on CUDA inside a graph);
             `graph` (the eager kernels captured in one CUDA graph, which is replayed).
-        num_threads: On a CPU, threads that compute parts of each micro-batch side by side (`step_threads`).
+        num_threads: On a CPU, threads that compute parts of each micro-batch side by side; by default as many as
+            `step_threads.choose_num_threads` finds useful.
 
     The metric totals of the objective and the gradient norms (`GRAD_NORM`) add up on the device from call to call:
     `read_totals`, `set_totals`. `captures` lists the captures of the graph: a second one means that a batch did not
@@ -78,7 +80,7 @@ class TrainStep:
         config: Config,
         compute: ComputeConfig,
         execution: str = "eager",
-        num_threads: int = 1,
+        num_threads: int | None = None,
     ) -> None:
         self.model, self.optimizer, self.config, self.compute = model, optimizer, config, compute
         self.objective = objective_of(config)
@@ -88,6 +90,9 @@ class TrainStep:
         self._totals_vector = torch.zeros(len(names), dtype=torch.float64, device=device)
         self._totals = dict(zip(names, self._totals_vector.unbind(), strict=True))
         self._seed_and_step = torch.zeros(2, dtype=torch.int64, device=device)
+        if device.type == "cpu":
+            keep_freed_memory()
+        num_threads = choose_num_threads(config, device) if num_threads is None else num_threads
         num_parts = config.train.accumulate * num_threads
         self.micro_batches = MicroBatches(device, num_parts)
         rows = config.train.batch_size // num_parts
