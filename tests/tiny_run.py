@@ -19,6 +19,7 @@ TINY = {
     "train.steps": str(STEPS),
     "train.batch_size": "8",
     "train.accumulate": "2",
+    "train.precision": "fp32",  # `auto` may choose another one for each run
     "train.log_every": "4",
     "train.checkpoint_every": "3",
     "train.eval_every": "8",

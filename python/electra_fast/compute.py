@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from electra_fast.attention import choose_attention
-from electra_fast.config import Config
+from electra_fast.config import AUTO, Config
 from electra_fast.dispatch import uses_kernels
 
 
@@ -44,16 +44,24 @@ def choose_device() -> torch.device:
 
 
 def choose_compute(config: Config, device: torch.device) -> ComputeConfig:
-    """Activation dtype and attention backend of `train.precision` and `model.attention`."""
-    precision = config.train.precision
-    if precision == "auto":
-        precision = "bf16" if _has_bf16(device) else "fp32"
+    """Activation dtype and attention backend of `train.precision` and `model.attention`.
+
+    Measures nothing: where only a measurement can resolve `auto` (`choose_precision`), the dtype is fp32. A run has it
+    resolved before (`training.hardware`). Raises ValueError where the attention backend cannot run.
+    """
+    precision = choose_precision(config.train.precision, device)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     return ComputeConfig(choose_attention(config.model.attention, device, dtype, config.model.attention_dropout), dtype)
 
 
-def _has_bf16(device: torch.device) -> bool:
+def choose_precision(requested: str, device: torch.device) -> str:
+    """Resolves `auto` to bf16 on a CUDA device that has it, and to fp32 on any device that has not.
+
+    Returns `auto` for a CPU with bf16 instructions: on some they are faster than fp32, on others slower.
+    """
+    if requested != AUTO:
+        return requested
     if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return AUTO if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"

@@ -21,6 +21,10 @@ from electra_fast.presets import RECIPES, SIZE_RECIPES, SIZES
 
 Architecture = Literal["bert", "modern"]
 
+AUTO = "auto"
+# Keys whose `auto` depends on the hardware. Chosen when a run starts, recorded in its config.toml, and then kept.
+HARDWARE_KEYS = ("train.precision", "model.attention", "train.execution")
+
 
 def _key(
     default: Scalar,
@@ -138,7 +142,9 @@ class TrainConfig(_Section):
     batch_size: int = _key(128, "rows of sequence_length per step, over all ranks", low=1)
     accumulate: int = _key(1, "micro-batches per step and rank", low=1)
     seed: int = _key(0, "the one seed of everything random", low=0, high=2**63 - 1)
-    precision: Literal["auto", "fp32", "bf16"] = _key("auto", "bf16 where the hardware has it, else fp32")
+    precision: Literal["auto", "fp32", "bf16"] = _key(
+        "auto", "dtype of activations; auto: bf16 on CUDA, on a CPU the one that a short measurement finds faster"
+    )
     execution: Literal["auto", "eager", "compile", "graph"] = _key(
         "auto", "how a step runs: eager, compile, or graph (captured once and replayed, CUDA only); auto: graph on CUDA"
     )
@@ -252,8 +258,7 @@ class Config:
             known = key_names()
             if not dot or name not in known:
                 raise InputError(f"unknown key {name}{did_you_mean(name, known)}")
-            current = getattr(getattr(self, section), key)
-            table.setdefault(section, {})[key] = parse_value(name, text, type(current))
+            table.setdefault(section, {})[key] = parse_value(name, text, type(self.value(name)))
         return self.replace(table)
 
     def to_toml(self) -> str:
@@ -270,8 +275,14 @@ class Config:
 
     def differences(self, other: Config) -> dict[str, tuple[Scalar, Scalar]]:
         """Keys whose values differ: `{"train.steps": (own value, other value)}`."""
-        pairs = {name: (_get(self, name), _get(other, name)) for name in key_names()}
+        pairs = {name: (self.value(name), other.value(name)) for name in key_names()}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    def value(self, name: str) -> Scalar:
+        """The value of `section.key`."""
+        section, _, key = name.partition(".")
+        value: Scalar = getattr(getattr(self, section), key)
+        return value
 
 
 _SECTIONS: dict[str, type[_Section]] = {
@@ -296,12 +307,6 @@ def describe_key(name: str) -> str:
     section, _, key = name.partition(".")
     (field,) = (f for f in dataclasses.fields(_SECTIONS[section]) if f.name == key)
     return str(field.metadata["doc"]) + (f" ({', '.join(_CHOICES[name])})" if name in _CHOICES else "")
-
-
-def _get(config: Config, name: str) -> Scalar:
-    section, _, key = name.partition(".")
-    value: Scalar = getattr(getattr(config, section), key)
-    return value
 
 
 def _section_name(section: type) -> str:

@@ -66,11 +66,8 @@ def demo(out: Path) -> None:
 
 
 def demo_config() -> Config:
-    """The demo's run: `tiny` in the recipe `modern`, sized for two minutes on two cores.
-
-    In fp32: matrices this small are 1.4 times slower in bf16 on a CPU that has it (bench/LOG.md).
-    """
-    return Config.preset("tiny", "modern").replace({"train": {"precision": "fp32"}})
+    """The demo's run: `tiny` in the recipe `modern`, sized for two minutes on two cores."""
+    return Config.preset("tiny", "modern")
 
 
 def documentation() -> Iterator[str]:

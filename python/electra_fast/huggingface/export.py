@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from electra_fast import checkpoint, checkpoint_folder
 from electra_fast.atomic_files import replace_folder
 from electra_fast.checkpoint_folder import TrainState
-from electra_fast.config import Config
+from electra_fast.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.huggingface.card import Origin, model_card
@@ -79,7 +79,8 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
     `directory` has discriminator/ and generator/ (or only generator/: objective `mlm`); `out` must
     not exist or be empty. Sizes and tying come from the folders; the rest of config.toml comes from the
     run that was exported or, for other models, from the preset of that size. The learning-rate schedule
-    restarts, with a warmup of a twentieth of the steps unless set.
+    restarts, with a warmup of a twentieth of the steps unless set; precision, attention backend and execution
+    are `auto` again.
     """
     source, out = Path(directory), Path(out)
     if not _is_empty(out):
@@ -89,7 +90,9 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
         raise InputError(f"{source}: no generator; training goes on from discriminator/ and generator/ side by side")
     model = read_models(folders)
     tokenizer = tokenizer_folder(source, model)
-    model.config = model.config.replace({"optimizer": {"warmup_steps": -1}})
+    # Chosen when the training starts: how long it is and where it runs may differ from the exported run.
+    fresh = {"optimizer.warmup_steps": "-1"} | dict.fromkeys(HARDWARE_KEYS, AUTO)
+    model.config = model.config.override(fresh)
 
     def write(folder: Path) -> None:
         copy_tokenizer(tokenizer, folder / "tokenizer", _INPUT_NAMES[model.config.model.architecture])

@@ -11,13 +11,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from electra_fast import _data, checkpoint_folder
 from electra_fast.atomic_files import replace_file
 from electra_fast.checkpoint_folder import TrainState
-from electra_fast.config import Config
+from electra_fast.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.config_file import Scalar
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.errors import InputError
@@ -57,6 +57,21 @@ class Run:
     state: TrainState | None = None
     changes: Changes = field(default_factory=dict)
     """What differs from the run that wrote the checkpoint, free keys left out: key → (was, is)."""
+    kept: frozenset[str] = frozenset()
+    """Hardware keys given as `auto` that have the value recorded in the run."""
+
+    def settle(self, config: Config) -> Run:
+        """The run with its hardware keys resolved to those of `config`, recorded in its folder.
+
+        Replacing a value that the run had recorded is a change like any other.
+        """
+        differences = self.config.differences(config)
+        replaced = {name: pair for name, pair in differences.items() if name in self.kept and name not in FREE_KEYS}
+        if replaced and self.state is not None:
+            _record(self.folder, self.state.step, replaced)
+        if differences:
+            replace_file(self.folder / "config.toml", config.to_toml())
+        return replace(self, config=config, changes=self.changes | replaced)
 
 
 @contextmanager
@@ -110,12 +125,14 @@ def _resumed_run(folder: Path, directory: Path, config: Config, corpus: Corpus, 
     is_import = state.loader is None
     if config.optimizer.warmup_steps < 0 and not is_import:  # it follows the steps that the run was started with
         config = _with(config, "optimizer", warmup_steps=saved.optimizer.warmup_steps)
-    config = _resolved(config, corpus)
+    recorded = _recorded(folder, state.step)
+    kept = _hardware_choices(config, saved, recorded)
+    config = _resolved(config.override(kept), corpus)
     changes: Changes = {
         name: pair
         for name, pair in saved.differences(config).items()
         # What an import does not fix is chosen when its training starts.
-        if name not in FREE_KEYS and (not is_import or name.startswith(FIXED_SECTIONS))
+        if name not in FREE_KEYS and (not is_import or name.startswith(FIXED_SECTIONS)) and pair[0] != AUTO
     }
     if state.corpus not in (None, corpus.content_hash):
         changes[CORPUS] = (state.corpus, corpus.content_hash)
@@ -124,12 +141,22 @@ def _resumed_run(folder: Path, directory: Path, config: Config, corpus: Corpus, 
             f"{folder}: train.steps = {config.train.steps}, but this run is at step {state.step} already; "
             "give at least that many, or another --out"
         )
-    news = _since(_recorded(folder, state.step), changes)
+    news = _since(recorded, changes)
     _refuse(folder, directory, news, config, allow_changes)
     if news:
         _record(folder, state.step, news)
     replace_file(folder / "config.toml", config.to_toml())
-    return Run(folder, config, directory, state, changes)
+    return Run(folder, config, directory, state, changes, frozenset(kept))
+
+
+def _hardware_choices(config: Config, saved: Config, recorded: Changes) -> dict[str, str]:
+    """What the run has trained with, of the hardware keys that are `auto` now.
+
+    A checkpoint has `auto` itself if it is an import, or older than the recording: then it is chosen as for a new run.
+    """
+    asked = [name for name in HARDWARE_KEYS if config.value(name) == AUTO]
+    values = {name: str(recorded[name][1] if name in recorded else saved.value(name)) for name in asked}
+    return {name: value for name, value in values.items() if value != AUTO}
 
 
 def _resolved(config: Config, corpus: Corpus) -> Config:

@@ -29,9 +29,10 @@ from electra_fast.training import metrics
 from electra_fast.training.environment import environment, record_environment
 from electra_fast.training.evaluate import evaluate_model
 from electra_fast.training.flops import device_peak, flops_per_token
+from electra_fast.training.hardware import settle_hardware
 from electra_fast.training.optim import Optimizer, lr_scale
 from electra_fast.training.run import Run
-from electra_fast.training.step import GRAD_NORM, StepTimer, TrainStep, choose_execution
+from electra_fast.training.step import GRAD_NORM, StepTimer, TrainStep
 
 # A run whose learning rate never reaches this fraction of its peak is hardly what was meant.
 LOW_PEAK = 0.5
@@ -43,14 +44,15 @@ class Trainer:
     """One session of a run: the state that a checkpoint stores, and the loop."""
 
     def __init__(self, run: Run, corpus: Corpus) -> None:
-        self.run, self.config, self.corpus = run, run.config, corpus
         self.device = choose_device()
+        run, self.hardware_lines = settle_hardware(run, self.device)
+        self.run, self.config, self.corpus = run, run.config, corpus
         self.compute = choose_compute(self.config, self.device)
         self.model = Electra(self.config).to(self.device)
         self.optimizer = Optimizer(self.model.named_parameters(), self.config.optimizer)
         self.loader = BatchLoader.from_config(self.config)
-        self.execution = choose_execution(self.config.train.execution, self.device)
-        self.train_step = TrainStep(self.model, self.optimizer, self.config, self.compute, self.execution)
+        execution = self.config.train.execution
+        self.train_step = TrainStep(self.model, self.optimizer, self.config, self.compute, execution)
         self.timer = StepTimer(self.train_step)
         self.state = TrainState()
         self.next_warning, self.num_captures, self.saved_step, self.new_stream = 0, 0, -1, False
@@ -70,7 +72,7 @@ class Trainer:
         Reads back from the device only where it logs, evaluates or saves.
         """
         state, num_steps = self.state, self.config.train.steps
-        record_environment(self.run.folder, environment(self.device, self.compute, self.execution))
+        record_environment(self.run.folder, environment(self.device, self.compute, self.config.train.execution))
         self.model.train()
         with (
             JsonLines(self.run.folder / "metrics.jsonl", state.step) as log,
@@ -212,6 +214,7 @@ class Trainer:
             f"{self.run.folder}: {start}, {num_parameters / 1e6:.2f} M parameters, "
             f"{self.corpus.num_tokens / 1e6:.2f} M tokens in the corpus, {self.flops / 1e6:.3g} MFLOP per token{peak}"
         )
+        yield from self.hardware_lines
         data = self.config.data
         if data.packing == "google" and not self.state.step:
             seed = self.config.train.seed

@@ -1,0 +1,108 @@
+"""The precision that trains faster on a CPU, by a short measurement on the run's own rows and sizes.
+
+That a CPU has bf16 instructions does not say that they are faster: on some they take half the time of fp32, on others
+twice as long, and it depends on the sizes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from electra_fast.compute import RngKey, choose_compute
+from electra_fast.config import Config
+from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.model import Electra
+from electra_fast.objectives import objective_of
+from electra_fast.training.flops import flops_per_token
+from electra_fast.training.step_threads import choose_num_threads
+
+CPU = torch.device("cpu")
+PRECISIONS = ("fp32", "bf16")
+MAX_REPETITIONS = 3
+# No repetition but the first begins after this many seconds, the warm-up not counted.
+MAX_SECONDS = 3.0
+# A pass over more is cut to fewer rows: one to two seconds on two cores.
+MAX_FLOPS = 3e11
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds of a forward and backward pass over `num_rows` rows of `length` tokens, by precision."""
+
+    num_rows: int
+    length: int
+    seconds: Mapping[str, float]
+
+    @property
+    def fastest(self) -> str:
+        """The precision of the shortest time."""
+        return min(self.seconds, key=lambda precision: self.seconds[precision])
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{seconds:.3g} s in {precision}" for precision, seconds in self.seconds.items())
+        return f"forward and backward of {self.num_rows} rows of {self.length} tokens take {times}"
+
+
+def measure(config: Config) -> Measurement:
+    """Times the run's first micro-batch, or part of a large one, on the CPU in each precision.
+
+    Operations get as many threads as in training. Uses a model and a loader of its own and leaves torch's random state as it was, so a run is the same to the bit
+    whether its precision was measured or given. Steps are timed eagerly, whatever `train.execution` is. Raises
+    ValueError where the configured attention backend cannot run, or the corpus is damaged.
+    """
+    num_threads, num_cores = choose_num_threads(config, CPU), torch.get_num_threads()
+    num_rows = _num_rows(config, num_threads)
+    with torch.random.fork_rng(devices=[]):
+        run_pass = _training_pass(config, num_rows)
+        torch.set_num_threads(max(1, num_cores // num_threads))
+        seconds = shortest_times({name: partial(run_pass, name) for name in PRECISIONS})
+        torch.set_num_threads(num_cores)
+    return Measurement(num_rows, config.data.sequence_length, seconds)
+
+
+def shortest_times(passes: Mapping[str, Callable[[], None]]) -> dict[str, float]:
+    """Shortest time of each function in seconds: after a warm-up of all, they run in turn up to three times."""
+    for run_pass in passes.values():
+        run_pass()
+    start = time.perf_counter()
+    rounds = [{name: _seconds(run_pass) for name, run_pass in passes.items()}]
+    while len(rounds) < MAX_REPETITIONS and time.perf_counter() - start < MAX_SECONDS:
+        rounds.append({name: _seconds(run_pass) for name, run_pass in passes.items()})
+    return {name: min(times[name] for times in rounds) for name in passes}
+
+
+def _num_rows(config: Config, num_threads: int) -> int:
+    """Rows of a micro-batch that one of the threads gets, or as many as `MAX_FLOPS` allow."""
+    length = config.data.sequence_length
+    affordable = int(MAX_FLOPS / (flops_per_token(config).total * length))
+    return max(1, min(config.train.batch_size // config.train.accumulate // num_threads, affordable))
+
+
+def _training_pass(config: Config, num_rows: int) -> Callable[[str], None]:
+    """A function that computes the gradients of the run's first rows in a precision."""
+    loader = BatchLoader.from_config(config, batch_size=num_rows, num_threads=1, prefetch=1)
+    batch, stage = to_torch(next(loader)), objective_of(config).stage(0)
+    model = Electra(config).train()
+    for name in stage.frozen:
+        model.get_submodule(name).requires_grad_(False)
+    denominators = stage.objective.loss_denominators(batch)
+    key = RngKey(torch.tensor([config.train.seed, 0]))
+
+    def run_pass(precision: str) -> None:
+        compute = choose_compute(config.override({"train.precision": precision}), CPU)
+        output = stage.objective.forward(model, batch, compute, key, denominators)
+        output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        model.zero_grad()
+
+    return run_pass
+
+
+def _seconds(function: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
