@@ -51,9 +51,10 @@ class Measurement:
 def measure(config: Config) -> Measurement:
     """Times the run's first micro-batch, or part of a large one, on the CPU in each precision.
 
-    Operations get as many threads as in training. Uses a model and a loader of its own and leaves torch's random state as it was, so a run is the same to the bit
-    whether its precision was measured or given. Steps are timed eagerly, whatever `train.execution` is. Raises
-    ValueError where the configured attention backend cannot run, or the corpus is damaged.
+    Operations get as many threads as in training. Uses a model and a loader of its own and leaves torch's random state
+    as it was, so a run is the same to the bit whether its precision was measured or given. Steps are timed eagerly,
+    whatever `train.execution` is. Raises ValueError where the configured attention backend cannot run, or the corpus
+    is damaged.
     """
     num_threads, num_cores = choose_num_threads(config, CPU), torch.get_num_threads()
     num_rows = _num_rows(config, num_threads)
