@@ -51,16 +51,18 @@ class AttentionMask:
     block_diagonal: Any = None
 
     @classmethod
-    def packed(cls, segment_ids_BL: Tensor, cu_seqlens: Tensor, backend: str) -> AttentionMask:
+    def packed(cls, segment_ids_BL: Tensor, cu_seqlens: Tensor | None, backend: str) -> AttentionMask:
         """The mask of packed rows: equal ids within a row attend to each other, padding (0) to padding.
 
         `cu_seqlens` (int32 [S+1]) are the offsets of the same segments in the flat buffer, each padding
-        tail being one segment. T may be repeated at its end to keep its shape constant.
+        tail being one segment. T may be repeated at its end to keep its shape constant. They may be None for a backend
+        that does not read them (`reads_offsets`).
         """
         num_rows, length = segment_ids_BL.shape
         if backend == "varlen":
             return cls(num_rows, length, backend, cu_seqlens=cu_seqlens)
         if backend == "xformers":
+            assert cu_seqlens is not None
             return cls(num_rows, length, backend, block_diagonal=_block_diagonal(cu_seqlens, num_rows, length))
         if backend == "flex":
             return cls(num_rows, length, backend, block_mask=_block_mask(segment_ids_BL))
@@ -119,6 +121,11 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, d
 def is_deterministic(backend: str) -> bool:
     """Whether a backend gives bitwise equal gradients in two runs of the same seed."""
     return backend not in _FLASH
+
+
+def reads_offsets(backend: str) -> bool:
+    """Whether a backend reads the segments' offsets, not their ids."""
+    return backend in _FLASH
 
 
 def _missing_requirement(backend: str, device: torch.device, dtype: torch.dtype, dropout: float) -> str | None:

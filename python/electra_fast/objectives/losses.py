@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from electra_fast import ops
-from electra_fast.attention import AttentionMask
+from electra_fast.attention import AttentionMask, reads_offsets
 
 if TYPE_CHECKING:
     from electra_fast.compute import ComputeConfig, RngKey
@@ -53,7 +53,9 @@ class Inputs:
 
 def read_inputs(model: Electra, batch: Mapping[str, Tensor], compute: ComputeConfig, rng_key: RngKey) -> Inputs:
     """The inputs of a packed micro-batch."""
-    mask = AttentionMask.packed(batch["segment_ids"], batch["cu_seqlens"], compute.attention)
+    # Compiled code must not depend on the number of offsets, which grows with the batches, where nothing reads them.
+    cu_seqlens = batch["cu_seqlens"] if reads_offsets(compute.attention) else None
+    mask = AttentionMask.packed(batch["segment_ids"], cu_seqlens, compute.attention)
     dropout_key = rng_key.dropout_key(mask.length) if model.training and model.config.model.dropout else None
     positions_T, types_T = batch["position_ids"].flatten(), batch["token_type_ids"].flatten()
     return Inputs(

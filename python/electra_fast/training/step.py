@@ -47,8 +47,8 @@ def choose_execution(requested: str, device: torch.device) -> str:
 
 
 @dataclass(frozen=True)
-class Capture:
-    """A capture of the CUDA graph: before which step, how long it took, and why it was needed again."""
+class Preparation:
+    """A capture of the CUDA graph, or a compilation: before which step, its seconds, and why it was needed again."""
 
     step: int
     seconds: float
@@ -70,7 +70,7 @@ class TrainStep:
 
     The metric totals of the objective and the gradient norms (`GRAD_NORM`) add up on the device from call to call:
     `read_totals`, `set_totals`. `captures` lists the captures of the graph: a second one means that a batch did not
-    fit the first one's tensors, or that another stage of the objective began.
+    fit the first one's tensors, or that another stage of the objective began. `compilations` has one entry per stage.
     """
 
     def __init__(
@@ -107,9 +107,10 @@ class TrainStep:
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
         self._graph: torch.cuda.CUDAGraph | None = None
         self._recapture_reason = ""
-        self._num_eager, self._batches_version = 0, 0
+        self._num_eager, self._batches_version, self._is_first_of_stage = 0, 0, True
         self._ends: deque[torch.cuda.Event] = deque()
-        self.captures: list[Capture] = []
+        self.captures: list[Preparation] = []
+        self.compilations: list[Preparation] = []
         if self.stage.frozen:
             self._set_stage(self.stage)
 
@@ -191,11 +192,15 @@ class TrainStep:
             start, graph = time.perf_counter(), torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self.stream):
                 self.run()
-            self.captures.append(Capture(step, time.perf_counter() - start, self._recapture_reason))
+            self.captures.append(Preparation(step, time.perf_counter() - start, self._recapture_reason))
             self._graph = graph
             graph.replay()
         else:
+            start = time.perf_counter()
             self.run()
+            if self._is_compiled and self._is_first_of_stage:
+                self.compilations.append(Preparation(step, time.perf_counter() - start))
+            self._is_first_of_stage = False
             self._num_eager += 1
 
     def _drop_graph(self, reason: str) -> None:
@@ -216,7 +221,7 @@ class TrainStep:
         for name in stage.frozen:
             self.model.get_submodule(name).requires_grad_(False)
         self.optimizer.reset()
-        self._forward = self._stage_forward()
+        self._forward, self._is_first_of_stage = self._stage_forward(), True
         self._drop_graph("another stage of the objective began")
 
     def _stage_forward(self) -> Callable[..., Output]:

@@ -55,7 +55,8 @@ class Trainer:
         self.train_step = TrainStep(self.model, self.optimizer, self.config, self.compute, execution)
         self.timer = StepTimer(self.train_step)
         self.state = TrainState()
-        self.next_warning, self.num_captures, self.saved_step, self.new_stream = 0, 0, -1, False
+        self.next_warning, self.num_captures, self.num_compilations = 0, 0, 0
+        self.saved_step, self.new_stream = -1, False
         if run.checkpoint is not None and run.state is not None:
             self._restore(run.checkpoint, run.state)
         self.stage = self.train_step.stage
@@ -165,6 +166,9 @@ class Trainer:
         if self.train_step.stage != self.stage:
             self.stage = self.train_step.stage
             progress.say(f"step {self.state.step}: {self.stage.name} begins, with a new optimizer state and schedule")
+        for compilation in self.train_step.compilations[self.num_compilations :]:
+            progress.say(f"step {compilation.step}: compiled the step in {compilation.seconds:.0f} s")
+            self.num_compilations += 1
         for capture in self.train_step.captures[self.num_captures :]:
             again = f" again: {capture.reason}" if capture.reason else ""
             progress.say(f"step {capture.step}: captured the step as a CUDA graph in {capture.seconds:.1f} s{again}")
@@ -225,6 +229,8 @@ class Trainer:
             yield self._rate_change(int(self.run.changes["train.steps"][0]))
         if self.new_stream:
             yield "the change makes other rows of the corpus: their order starts anew, with another epoch"
+        if self.config.train.execution == "compile":
+            yield "train.execution = compile: the first step takes a minute or more, since it compiles"
         yield from self._low_peak()
 
     def _rate_change(self, num_steps: int) -> str:
