@@ -21,7 +21,7 @@ SIZES: dict[str, dict[str, Scalar]] = {
         "train.eval_every": 500,
         "train.checkpoint_every": 500,
     },
-    # What two cores can learn something with in an hour: 20 M tokens at 4,096 a step.
+    # What two cores can learn something with in an hour or two: 20 M tokens at 4,096 per step.
     "mini": {
         "model.num_layers": 4,
         "train.batch_size": 32,

@@ -27,11 +27,15 @@ def choose_num_threads(config: Config, device: torch.device) -> int:
 
     1 with dropout, whose masks come from one generator that threads would share, and on other devices.
     """
-    model = config.model
-    if device.type != "cpu" or model.dropout or model.attention_dropout:
+    if device.type != "cpu" or has_dropout(config):
         return 1
     rows = config.train.batch_size // config.train.accumulate
     return max(n for n in range(1, MAX_THREADS + 1) if n <= torch.get_num_threads() and rows % n == 0)
+
+
+def has_dropout(config: Config) -> bool:
+    """Whether the model drops anything in training."""
+    return config.model.dropout > 0 or config.model.attention_dropout > 0
 
 
 class StepThreads:

@@ -33,6 +33,7 @@ from electra_fast.training.hardware import settle_hardware
 from electra_fast.training.optim import Optimizer, lr_scale
 from electra_fast.training.run import Run
 from electra_fast.training.step import GRAD_NORM, StepTimer, TrainStep
+from electra_fast.training.step_threads import has_dropout
 
 # A run whose learning rate never reaches this fraction of its peak is hardly what was meant.
 LOW_PEAK = 0.5
@@ -230,7 +231,13 @@ class Trainer:
         if self.new_stream:
             yield "the change makes other rows of the corpus: their order starts anew, with another epoch"
         if self.config.train.execution == "compile":
-            yield "train.execution = compile: the first step takes a minute or more, since it compiles"
+            gain = "; on a CPU, eager is about as fast" if self.device.type == "cpu" else ""
+            yield f"train.execution = compile: the first step takes a minute or more, since it compiles{gain}"
+        if self.device.type == "cpu" and torch.get_num_threads() > 1 and has_dropout(self.config):
+            yield (
+                "with dropout, threads cannot share a step on a CPU, which then takes up to twice as long; "
+                "--model.dropout 0 --model.attention_dropout 0 turns it off"
+            )
         yield from self._low_peak()
 
     def _rate_change(self, num_steps: int) -> str:
