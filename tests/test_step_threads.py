@@ -124,6 +124,17 @@ def test_as_many_threads_as_torch_uses_that_divide_the_rows(monkeypatch):
     assert choose_num_threads(config, CPU) == 8
 
 
+@pytest.mark.usefixtures("two_cores")
+def test_a_run_says_that_dropout_keeps_threads_from_sharing_a_step(tiny_corpus, tmp_path, capsys):
+    config = ef.Config.preset("tiny", "google").replace({"train": {"steps": 1, "eval_every": 0, "precision": "fp32"}})
+    ef.pretrain(config, data=tiny_corpus, out=tmp_path / "with")
+    assert "--model.dropout 0 --model.attention_dropout 0" in capsys.readouterr().err
+    ef.pretrain(
+        config.replace({"model": {"dropout": 0.0, "attention_dropout": 0.0}}), data=tiny_corpus, out=tmp_path / "no"
+    )
+    assert "with dropout" not in capsys.readouterr().err
+
+
 PAGE_FAULTS = """
 import resource, torch
 from electra_fast.training.allocator import keep_freed_memory

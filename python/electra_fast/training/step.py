@@ -92,12 +92,12 @@ class TrainStep:
         self._seed_and_step = torch.zeros(2, dtype=torch.int64, device=device)
         if device.type == "cpu":
             keep_freed_memory()
-        num_threads = choose_num_threads(config, device) if num_threads is None else num_threads
-        num_parts = config.train.accumulate * num_threads
+        self._num_threads = choose_num_threads(config, device) if num_threads is None else num_threads
+        num_parts = config.train.accumulate * self._num_threads
         self.micro_batches = MicroBatches(device, num_parts)
         rows = config.train.batch_size // num_parts
         self._first_rows = torch.arange(0, config.train.batch_size, rows, device=device)
-        self._threads = StepThreads(num_threads) if num_threads > 1 else None
+        self._threads = StepThreads(self._num_threads) if self._num_threads > 1 else None
         self._is_compiled = execution == "compile"
         self._forward = self._stage_forward()
         self._captures = device.type == "cuda" and execution != "eager"
@@ -222,6 +222,7 @@ class TrainStep:
             self.model.get_submodule(name).requires_grad_(False)
         self.optimizer.reset()
         self._forward, self._is_first_of_stage = self._stage_forward(), True
+        self._threads = StepThreads(self._num_threads) if self._num_threads > 1 else None
         self._drop_graph("another stage of the objective began")
 
     def _stage_forward(self) -> Callable[..., Output]:

@@ -7,7 +7,7 @@ than small operations take (bench/LOG.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -48,8 +48,8 @@ class StepThreads:
 
     def backward(
         self, forward: Callable[[int], Output], num_parts: int, parameters: Sequence[Tensor]
-    ) -> Iterator[dict[str, Tensor]]:
-        """Sets the parameters' gradients to those of the sum of all parts' losses; yields the totals of each part.
+    ) -> list[dict[str, Tensor]]:
+        """Sets the parameters' gradients to those of the sum of all parts' losses; returns the totals of each part.
 
         Gradients are added in the order of the threads, whichever ends first, so that a run repeats to the bit.
         """
@@ -72,12 +72,12 @@ class StepThreads:
         results = [future.result() for future in futures]
         self._is_warm = True
         torch.set_num_threads(self._num_cores)  # MKL's number is one for all threads
-        gradients: Gradients = [None] * len(parameters)
-        for found, totals in results:
+        gradients, *others = (found for found, _ in results)
+        for found in others:
             gradients = _sum(gradients, found)
-            yield from totals
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+        return [totals for _, each in results for totals in each]
 
 
 def _sum(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> Gradients:
