@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from electra_fast.config import OptimizerConfig
-from electra_fast.training.optim import Optimizer, lr_scale, orthogonalize
+from electra_fast.training.optim import Optimizer, lr_scale, orthogonalize, orthogonalize_on_cpu
 
 STEPS = 6
 
@@ -108,6 +108,22 @@ def test_orthogonalize(shape, dtype):
     polar = u @ vh
     cosine = (result * polar).sum((1, 2)) / (result.norm(dim=(1, 2)) * polar.norm(dim=(1, 2)))
     assert (cosine > 0.97).all()
+
+
+@pytest.mark.parametrize("shape", [(5, 128, 160), (3, 256, 64), (4, 16, 16)])
+def test_threads_orthogonalize_as_a_batch_does(shape):
+    """Large matrices alone and by several threads, small ones in a batch; the threads change no bit."""
+    matrices, before = torch.randn(shape), torch.get_num_threads()
+    try:
+        found = []
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            found.append(orthogonalize_on_cpu(matrices))
+            assert torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found) or matrices[0].numel() < 128 * 128
+    torch.testing.assert_close(found[0], orthogonalize(matrices), rtol=1e-4, atol=1e-5)
 
 
 def test_fused_matrices_are_orthogonalized_separately():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from electra_fast.config import OptimizerConfig
 from electra_fast.errors import InputError
 
+# Elements from which a matrix is better orthogonalized alone than in a batch, on a CPU.
+LARGE_MATRIX = 128 * 128
 # 2-D parameters that Muon leaves to AdamW: tables and the classifier.
 _NOT_FOR_MUON = (".token", ".position", ".token_type", "classifier.weight")
 
@@ -58,6 +61,24 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
         x = torch.baddbmm(x, polynomial, x, beta=a)
     result: Tensor = (x.mT if tall else x).to(matrices.dtype)
     return result
+
+
+def orthogonalize_on_cpu(matrices: Tensor) -> Tensor:
+    """`orthogonalize` in fp32; large matrices one by one, which is faster than a batch, shared by torch's threads."""
+    num_threads = torch.get_num_threads()
+    if matrices[0].numel() < LARGE_MATRIX:
+        return orthogonalize(matrices)
+    if num_threads == 1:
+        return torch.cat([orthogonalize(matrix) for matrix in torch.split(matrices, 1)])
+
+    def in_one_thread(matrix: Tensor) -> Tensor:
+        torch.set_num_threads(1)
+        return orthogonalize(matrix)
+
+    with ThreadPoolExecutor(num_threads, "muon") as pool:
+        found = list(pool.map(in_one_thread, torch.split(matrices, 1)))
+    torch.set_num_threads(num_threads)  # MKL's number is one for all threads
+    return torch.cat(found)
 
 
 class Optimizer:
@@ -192,8 +213,6 @@ class Optimizer:
 
     def _step_muon(self, gradients: Mapping[str, Tensor]) -> None:
         momentum, negative_lr = self.config.muon_momentum, self.scalars[1]
-        # bf16 as published; without tensor cores it gains nothing.
-        dtype = torch.bfloat16 if negative_lr.is_cuda else torch.float32
         for stack in self._stacks():
             parameters: list[Tensor] = [self.parameters[name] for name in stack]
             exp_avgs, grads = [self.exp_avg[name] for name in stack], [gradients[name] for name in stack]
@@ -201,7 +220,9 @@ class Optimizer:
             nesterov = torch._foreach_lerp(grads, exp_avgs, momentum)
             num_blocks = [_num_blocks(name) for name in stack]
             blocks = [x.view(k, -1, x.shape[1]) for k, x in zip(num_blocks, nesterov, strict=True)]
-            orthogonal = orthogonalize(torch.cat(blocks), dtype)
+            # bf16 as published; without tensor cores it gains nothing.
+            stacked = torch.cat(blocks)
+            orthogonal = orthogonalize(stacked, torch.bfloat16) if stacked.is_cuda else orthogonalize_on_cpu(stacked)
             # Makes an update's size independent of the matrix's shape (Jordan et al.).
             aspect = math.sqrt(max(1.0, orthogonal.shape[1] / orthogonal.shape[2]))
             split = torch.split(orthogonal * (negative_lr * aspect), num_blocks)
