@@ -124,8 +124,9 @@ class TestMeasurement:
 
     def test_a_large_micro_batch_is_cut(self):
         large = Config.preset("base").override({"model.vocab_size": "30522"})
-        assert 1 <= precision._num_rows(large) < 8
-        assert precision._num_rows(tiny_config(**{"model.vocab_size": "800", "train.accumulate": "1"})) == 8
+        assert 1 <= precision._num_rows(large, 1) < 8
+        tiny = tiny_config(**{"model.vocab_size": "800", "train.accumulate": "1"})
+        assert precision._num_rows(tiny, 1) == 8 and precision._num_rows(tiny, 2) == 4
 
 
 class TestRules:
