@@ -64,12 +64,10 @@ class StepThreads:
                 totals.append(output.totals)
             return gradients, totals
 
-        futures = []
-        for thread in range(self._num_threads):
-            futures.append(self._pool.submit(work, thread))
-            if not self._is_warm:
-                futures[-1].result()  # one after another the first time: what is compiled, is compiled once
-        results = [future.result() for future in futures]
+        # The first time one after another, in the caller's thread: what is compiled, is compiled once, and torch 2.11
+        # crashes when it compiles again after a thread that compiled has ended.
+        run = self._pool.map if self._is_warm else map
+        results = list(run(work, range(self._num_threads)))
         self._is_warm = True
         torch.set_num_threads(self._num_cores)  # MKL's number is one for all threads
         gradients, *others = (found for found, _ in results)
