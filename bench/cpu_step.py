@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import sys
 import time
@@ -37,7 +36,7 @@ from typing import Any
 
 import torch
 from cpu_worker import CONTENDERS, EAGER, Turn, Worker
-from results import Results, parse_arguments, reason
+from results import Results, parse_arguments, processor, reason
 from workload import label, make_corpus, shape
 
 import electra_fast as ef
@@ -182,14 +181,6 @@ def configuration(text: str, recipe: str, overrides: Mapping[str, str]) -> ef.Co
     if text.partition(":")[0] in SMALL_VOCABULARY:
         changes["model.vocab_size"] = str(SMALL_VOCABULARY[text.partition(":")[0]])
     return shape(text, changes | dict(overrides), recipe)
-
-
-def processor() -> str:
-    """The processor's model name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def parse() -> argparse.Namespace:

@@ -138,8 +138,7 @@ class Worker:
 
 
 def _get(config: ef.Config, key: str) -> str:
-    section, _, name = key.partition(".")
-    value = getattr(getattr(config, section), name)
+    value = config.value(key)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

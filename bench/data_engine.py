@@ -35,6 +35,7 @@ os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "HF_
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from results import processor  # noqa: E402
 
 import electra_fast  # noqa: E402
 from electra_fast.data.corpus import Tokenizer  # noqa: E402
@@ -360,9 +361,7 @@ def version(name: str) -> str:
 
 def machine() -> str:
     """CPU model, number of cores, and load."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = next((line.split(":")[1].strip() for line in info.splitlines() if "model name" in line), platform.machine())
-    return f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}"
+    return f"{processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}"
 
 
 def parts_of(text: Path, size: int, runs: int) -> list[list[str]]:

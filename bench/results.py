@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,3 +88,11 @@ def reason(error: BaseException) -> str:
     """An exception on one line."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"[:300]
+
+
+def processor() -> str:
+    """The processor's model name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

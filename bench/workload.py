@@ -56,10 +56,7 @@ def shape(text: str, overrides: dict[str, str] | None = None, recipe: str = "goo
 def new_step(
     config: ef.Config, device: torch.device, execution: str, compute: ComputeConfig | None = None
 ) -> TrainStep:
-    """The training step of a new model on the device, as in `pretrain`.
-
-    What `pretrain` sets for its whole process belongs here too: all scripts make our steps with this function.
-    """
+    """The training step of a new model on the device, as in `pretrain`."""
     model = ef.Electra(config).to(device).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
     return TrainStep(model, optimizer, config, compute or choose_compute(config, device), execution)

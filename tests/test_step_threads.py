@@ -94,6 +94,7 @@ def test_an_error_in_a_thread_is_raised(tiny_corpus, monkeypatch):
     monkeypatch.setattr(ef.Electra, "replaced_logits", fail)
     with pytest.raises(ValueError, match="from a thread"):
         trained(tiny_corpus, configured(tiny_corpus), 2)
+    assert torch.get_num_threads() == 2
 
 
 @pytest.mark.usefixtures("two_cores")

@@ -40,9 +40,12 @@ def uses_kernels(x: Tensor) -> bool:
     return x.is_cuda if _impl is None else _impl == "kernel"
 
 
-def uses_cpu_ops(x: Tensor) -> bool:
-    """Whether operations on this tensor run in their form for the CPU (`cpu_ops`)."""
-    return x.device.type == "cpu" and _impl is None
+def uses_cpu_ops(x: Tensor, *, compiled: bool = False) -> bool:
+    """Whether operations on this tensor run in their form for the CPU (`cpu_ops`).
+
+    torch.compile traces the references, which it fuses itself, except of operations with `compiled`.
+    """
+    return x.device.type == "cpu" and _impl is None and (compiled or not torch.compiler.is_compiling())
 
 
 def kernels() -> Any:

@@ -35,7 +35,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def gather_rows(x_RD: Tensor, index_M: Tensor) -> Tensor:
     """x[index], whose gradient is summed in a fixed order; [R, D], int [M] → [M, D]."""
-    if uses_cpu_ops(x_RD) and not torch.compiler.is_compiling():
+    if uses_cpu_ops(x_RD):
         return F.embedding(index_M, x_RD)  # the same operators, without the cost of a custom one
     return row_kernels.gather_rows(x_RD, index_M)
 
@@ -193,7 +193,7 @@ def geglu(x_TD: Tensor, weight: Tensor) -> Tensor:
     """gelu(a) * b, where [a, b] = x @ weight.T, as in ModernBERT; [T, D], [2F, D] → [T, F]."""
     if uses_kernels(x_TD):
         return kernels().geglu(linear(x_TD, weight))
-    if uses_cpu_ops(x_TD) and not torch.compiler.is_compiling():
+    if uses_cpu_ops(x_TD):
         return cpu_ops.geglu(x_TD, weight)
     return geglu_reference(x_TD, weight)
 
@@ -218,7 +218,7 @@ def rotary_qkv(
 
     The order of the dimensions within a head is up to the implementation; it is the same for queries and keys.
     """
-    if uses_cpu_ops(x_TD) and not torch.compiler.is_compiling():
+    if uses_cpu_ops(x_TD):
         return cpu_ops.rotary_qkv(x_TD, weight, cos_T1H, sin_T1H, num_heads)
     return rotary_qkv_reference(x_TD, weight, cos_T1H, sin_T1H, num_heads)
 
@@ -357,7 +357,7 @@ def generator_head(
         The cross-entropy summed by weight (fp32 scalar; differentiable in x, table and bias), sample_M (int64, see
         `sampling`; None without a seed), and correct_M (bool), whether the target has the largest logit.
     """
-    if uses_cpu_ops(x_ME):
+    if uses_cpu_ops(x_ME, compiled=True):
         arguments = (target_M, weight_M, slot_M, seed_and_step, temperature, disallow_correct)
         return cpu_ops.generator_head(x_ME, table_VE, bias_V, *arguments)
     head = kernels().generator_head if uses_kernels(x_ME) else generator_head_reference

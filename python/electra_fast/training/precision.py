@@ -61,8 +61,10 @@ def measure(config: Config) -> Measurement:
     with torch.random.fork_rng(devices=[]):
         run_pass = _training_pass(config, num_rows)
         torch.set_num_threads(max(1, num_cores // num_threads))
-        seconds = shortest_times({name: partial(run_pass, name) for name in PRECISIONS})
-        torch.set_num_threads(num_cores)
+        try:
+            seconds = shortest_times({name: partial(run_pass, name) for name in PRECISIONS})
+        finally:
+            torch.set_num_threads(num_cores)
     return Measurement(num_rows, config.data.sequence_length, seconds)
 
 

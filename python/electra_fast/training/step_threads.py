@@ -67,9 +67,11 @@ class StepThreads:
         # The first time one after another, in the caller's thread: what is compiled, is compiled once, and torch 2.11
         # crashes when it compiles again after a thread that compiled has ended.
         run = self._pool.map if self._is_warm else map
-        results = list(run(work, range(self._num_threads)))
+        try:
+            results = list(run(work, range(self._num_threads)))
+        finally:
+            torch.set_num_threads(self._num_cores)  # MKL's number is one for all threads
         self._is_warm = True
-        torch.set_num_threads(self._num_cores)  # MKL's number is one for all threads
         gradients, *others = (found for found, _ in results)
         for found in others:
             gradients = _sum(gradients, found)
