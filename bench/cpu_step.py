@@ -12,9 +12,9 @@ A shared machine's speed changes by half from one minute to the next. So every c
 (`cpu_worker.py`), all of a shape are built and warmed up first, and then they take their steps in turn, half a
 second or one step each, for many rounds. Reported are the median over the rounds of tokens per second (padding
 excluded, the loader's time counted), the best round, and the median of the ratio to the baseline in the same round,
-which is what to compare between runs. A step's time is that on the clock; "CPU ms" is what all its threads computed,
-which changes least when other processes use the cores. Compilation is part of the warm-up, which has its own column
-and is not counted; it is shorter when the cache of compiled code (`--cache`) has it from an earlier run.
+which is what to compare between runs. A step's time is that on the clock; "CPU ms" is what all its threads and
+processes computed, which changes least when other processes use the cores. Compilation is part of the warm-up, which
+has its own column and is not counted; it is shorter when the cache of compiled code (`--cache`) has it from before.
 
 `--against FOLDER` adds the eager step of the version whose package is `FOLDER/electra_fast/`, which becomes the
 baseline. Threads: all cores, or OMP_NUM_THREADS. OMP_WAIT_POLICY is PASSIVE for all if it is not set.

@@ -77,7 +77,7 @@ def ours(config: ef.Config, device: torch.device, execution: str, compute: Compu
 
     def facts() -> Mapping[str, Any]:
         seconds = [round(capture.seconds, 2) for capture in train_step.captures]
-        return {"attention": train_step.compute.attention, "capture_seconds": seconds}
+        return {"attention": train_step.backward.compute.attention, "capture_seconds": seconds}
 
     return Runner(lambda rows: train_step(rows, next(numbers)), loss, train_step.stream, facts)
 

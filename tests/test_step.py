@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import electra_fast as ef
 from electra_fast.compute import ComputeConfig, RngKey
-from electra_fast.data.loader import BatchLoader, MicroBatches, to_torch
+from electra_fast.data.loader import BatchLoader, HostBatch, MicroBatches, to_torch
 from electra_fast.objectives import objective_of
 from electra_fast.training.optim import Optimizer, lr_scale
 from electra_fast.training.step import GRAD_NORM, StepTimer, TrainStep, choose_execution
@@ -87,7 +87,7 @@ def test_a_step_can_be_captured(tiny_corpus, config, changes):
     step(next(rows), 0)
     kept = [*model.parameters(), optimizer.scalars]
     kept += [*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
-    kept += [tensor for part in step.micro_batches.parts for tensor in part.values()]
+    kept += [tensor for part in step.backward.micro_batches.parts for tensor in part.values()]
     places = [tensor.data_ptr() for tensor in kept]
     with NothingFromTheHost():
         step.run()
@@ -104,7 +104,7 @@ def test_a_graph_equals_eager_steps_and_is_captured_again_when_a_batch_outgrows_
         step = TrainStep(model, optimizer, config, COMPUTE, execution)
         for number, rows in zip(range(12), open_loader(tiny_corpus, config), strict=False):
             if number == 6:
-                step.micro_batches.capacity = 0  # as if this batch had more segments than any before it
+                step.backward.micro_batches.capacity = 0  # as if this batch had more segments than any before it
             step(rows, number)
         step.synchronize()
         totals.append(step.read_totals())
@@ -132,7 +132,7 @@ def test_micro_batches_are_the_batch(corpus):
     parts, places = MicroBatches(torch.device("cpu"), 3), None
     versions = set()
     for rows in itertools.islice(loader, 60):
-        parts.load(rows)
+        parts.load(HostBatch.of(rows))
         whole = to_torch(rows)
         for i, part in enumerate(parts.parts):
             for name in part.keys() - {"cu_seqlens"}:
@@ -152,7 +152,7 @@ def test_micro_batches_are_the_batch(corpus):
 def test_rows_that_do_not_divide(corpus):
     loader = BatchLoader(corpus, sequence_length=32, batch_size=10)
     with pytest.raises(ValueError, match="10 rows do not divide into 3 micro-batches"):
-        MicroBatches(torch.device("cpu"), 3).load(next(loader))
+        MicroBatches(torch.device("cpu"), 3).load(HostBatch.of(next(loader)))
 
 
 def test_a_way_that_cannot_be_had_is_refused():

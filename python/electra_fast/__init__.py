@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from electra_fast.training.pretrain import pretrain
 
 # Before torch loads OpenMP: let threads that wait for each other sleep. Spinning ones are up to fifteen times
-# slower when the machine has anything else to do (bench/LOG.md); training hardly waits (`training.step_threads`).
+# slower when the machine has anything else to do (bench/LOG.md); training hardly waits (`training.step_processes`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Before torch's first large tensor: huge pages for those, which make a step on a CPU 5 % faster.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -181,6 +181,28 @@ def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str,
     return {name: _to_device(tensor, target) for name, tensor in _from_columns(pa.record_batch(batch)).items()}
 
 
+class HostBatch(NamedTuple):
+    """A batch of a `BatchLoader` as arrays, which another process can be sent.
+
+    Args:
+        values: The columns of fixed size one after another, flat int32.
+        layout: First element and row width of each of them.
+        num_rows: Rows.
+        segment_ends: `cu_seqlens` of `to_torch`.
+    """
+
+    values: np.ndarray[Any, np.dtype[np.int32]]
+    layout: list[tuple[int, int]]
+    num_rows: int
+    segment_ends: np.ndarray[Any, np.dtype[np.int32]]
+
+    @classmethod
+    def of(cls, batch: RecordBatch) -> Self:
+        """Views of a loader's batch."""
+        ends = np.frombuffer(batch.segment_ends(), dtype=np.int32)
+        return cls(np.frombuffer(memoryview(batch), dtype=np.int32), batch.layout, batch.num_rows, ends)
+
+
 class MicroBatches:
     """Static device buffers for a step's batch, split into equal micro-batches and refilled at every step.
 
@@ -200,12 +222,12 @@ class MicroBatches:
         self._buffer = torch.empty(0, dtype=torch.int32)
         self.capacity = 0
 
-    def load(self, batch: RecordBatch) -> None:
+    def load(self, batch: HostBatch) -> None:
         """Copies in a batch of the loader, whose number of rows is constant and divisible by the number of parts.
 
         On CUDA the copies are asynchronous, on the current stream.
         """
-        buffer = torch.frombuffer(batch, dtype=torch.int32)
+        buffer = torch.from_numpy(batch.values)
         seqlens = self._part_seqlens(batch)
         if buffer.shape != self._buffer.shape or max(map(len, seqlens)) > self.capacity:
             self._allocate(batch, buffer, seqlens)
@@ -215,14 +237,14 @@ class MicroBatches:
             padded[: len(ends)] = ends
             part["cu_seqlens"].copy_(_pinned(torch.from_numpy(padded), self._device), non_blocking=True)
 
-    def _part_seqlens(self, batch: RecordBatch) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
+    def _part_seqlens(self, batch: HostBatch) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
         """`cu_seqlens` of each part, relative to its own flat buffer."""
-        ends = np.frombuffer(batch.segment_ends(), dtype=np.int32)
+        ends = batch.segment_ends
         size = int(ends[-1]) // self._count
         cuts = np.searchsorted(ends, np.arange(self._count + 1) * size)
         return [ends[a : b + 1] - ends[a] for a, b in itertools.pairwise(cuts)]
 
-    def _allocate(self, batch: RecordBatch, buffer: torch.Tensor, seqlens: list[Any]) -> None:
+    def _allocate(self, batch: HostBatch, buffer: torch.Tensor, seqlens: list[Any]) -> None:
         rows = batch.num_rows // self._count
         if rows * self._count != batch.num_rows:
             raise InputError(f"{batch.num_rows} rows do not divide into {self._count} micro-batches")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -64,28 +63,18 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def orthogonalize_on_cpu(matrices: Tensor) -> Tensor:
-    """`orthogonalize` in fp32; large matrices one by one, which is faster than a batch, shared by torch's threads."""
-    num_threads = torch.get_num_threads()
+    """`orthogonalize` in fp32; large matrices one by one, which is faster than a batch."""
     if matrices[0].numel() < LARGE_MATRIX:
         return orthogonalize(matrices)
-    if num_threads == 1:
-        return torch.cat([orthogonalize(matrix) for matrix in torch.split(matrices, 1)])
-
-    def in_one_thread(matrix: Tensor) -> Tensor:
-        torch.set_num_threads(1)
-        return orthogonalize(matrix)
-
-    with ThreadPoolExecutor(num_threads, "muon") as pool:
-        found = list(pool.map(in_one_thread, torch.split(matrices, 1)))
-    torch.set_num_threads(num_threads)  # MKL's number is one for all threads
-    return torch.cat(found)
+    return torch.cat([orthogonalize(matrix) for matrix in torch.split(matrices, 1)])
 
 
 class Optimizer:
     """Updates named parameters in place from their `.grad`; frozen ones (`requires_grad=False`) are left out.
 
-    Which ones are frozen is read once: call `reset` after freezing or unfreezing parameters.
-    `exp_avg` and `exp_avg_sq` are the moments by parameter name; Muon's momentum is an `exp_avg` too.
+    Which ones are frozen is read once: call `reset`, or `choose_parameters`, after freezing or unfreezing parameters.
+    `exp_avg` and `exp_avg_sq` are the moments by parameter name, of frozen ones too; Muon's momentum is an `exp_avg`.
+    `parameters` are those that it trains, `own_names` those that `step` updates.
     ValueError if no parameter requires a gradient.
     """
 
@@ -94,24 +83,40 @@ class Optimizer:
         self._all_parameters = dict(named_parameters)
         # On the device, set for each step: -learning rate, -Muon's learning rate, Adam's two bias corrections.
         self.scalars = torch.zeros(4, device=next(iter(self._all_parameters.values())).device)
-        self.reset()
+        for_muon = config.name == "muon"
+        matrices = {name for name, p in self._all_parameters.items() if p.dim() == 2}
+        self._muon_names = {name for name in matrices if for_muon and not name.endswith(_NOT_FOR_MUON)}
+        self.exp_avg = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self._all_parameters.items()}
+        self.exp_avg_sq = {
+            name: torch.zeros_like(x) for name, x in self.exp_avg.items() if name not in self._muon_names
+        }
+        self.num_updates, self._rank, self._num_processes = 0, 0, 1
+        self.choose_parameters()
+
+    def divide(self, rank: int, num_processes: int) -> None:
+        """Lets `step` update only the parameters of this process, where others update the rest of the same memory."""
+        self._rank, self._num_processes = rank, num_processes
+        self.choose_parameters()
 
     def reset(self) -> None:
         """Starts again, with the parameters that require a gradient now: zero moments, no update counted."""
+        self.choose_parameters()
+        self.num_updates = 0
+        for moment in (*self.exp_avg.values(), *self.exp_avg_sq.values()):
+            moment.zero_()
+
+    def choose_parameters(self) -> None:
+        """Trains the parameters that require a gradient now."""
         self.parameters = {name: p for name, p in self._all_parameters.items() if p.requires_grad}
         if not self.parameters:
             raise ValueError("no parameter requires a gradient: there is nothing to optimize")
-        self.muon_names = self._choose_muon_names()
-        self.adam_names = [name for name in self.parameters if name not in self.muon_names]
-        self.num_updates = 0
-        self.exp_avg = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
-        self.exp_avg_sq = {name: torch.zeros_like(self.exp_avg[name]) for name in self.adam_names}
-
-    def _choose_muon_names(self) -> set[str]:
-        if self.config.name != "muon":
-            return set()
-        matrices = (name for name, p in self.parameters.items() if p.dim() == 2)
-        return {name for name in matrices if not name.endswith(_NOT_FOR_MUON)}
+        shares: list[set[str]] = [set() for _ in range(self._num_processes)]
+        loads = [0.0] * self._num_processes
+        for name in sorted(self.parameters, key=self._update_cost, reverse=True):
+            least = loads.index(min(loads))
+            shares[least].add(name)
+            loads[least] += self._update_cost(name)
+        self.own_names = [name for name in self.parameters if name in shares[self._rank]]
 
     def zero_grad(self) -> None:
         """Sets all gradients to None."""
@@ -132,33 +137,49 @@ class Optimizer:
         host = torch.tensor(scalars, pin_memory=self.scalars.is_cuda)
         self.scalars.copy_(host, non_blocking=True)
 
-    @torch.no_grad()
-    def step(self) -> Tensor:
-        """One update with the scalars of `set_step_scalars`; never synchronizes with the host.
-
-        Returns the gradients' norm before clipping, an fp32 scalar. RuntimeError names a parameter without a gradient.
-        """
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients by parameter name; RuntimeError names a parameter without one."""
+        found = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 raise RuntimeError(f"parameter {name} has no gradient")
-        gradients = {name: _gradient(p) for name, p in self.parameters.items()}
-        norm = global_norm(gradients.values())
-        if self.config.clip_norm:
+            found[name] = parameter.grad
+        return found
+
+    @torch.no_grad()
+    def step(self, norm: Tensor | None = None) -> Tensor:
+        """One update with the scalars of `set_step_scalars`; never synchronizes with the host.
+
+        Takes the norm of all gradients, or computes it, and returns it: before clipping, an fp32 scalar.
+        """
+        gradients = self.gradients()
+        if norm is None:
+            norm = global_norm(gradients.values())
+        own = {name: gradients[name] for name in self.own_names}
+        if own and self.config.clip_norm:
             # clip / max(norm, clip), as in tf.clip_by_global_norm: exactly 1 below the bound.
-            torch._foreach_mul_(list(gradients.values()), self.config.clip_norm / norm.clamp(min=self.config.clip_norm))
-        if self.adam_names:
-            self._step_adam(gradients)
-        if self.muon_names:
-            self._step_muon(gradients)
+            torch._foreach_mul_(list(own.values()), self.config.clip_norm / norm.clamp(min=self.config.clip_norm))
+        adam = {name: grad for name, grad in own.items() if name not in self._muon_names}
+        muon = {name: grad for name, grad in own.items() if name in self._muon_names}
+        if adam:
+            self._step_adam(adam)
+        for stack in _stacks(muon):
+            self._step_muon(stack)
         return norm
+
+    def _update_cost(self, name: str) -> float:
+        """About how long the update of a parameter takes on a CPU, in units of AdamW's time for one element."""
+        parameter = self.parameters[name]
+        # Muon's iterations multiply each element about 30 times with as many numbers as the shorter side has.
+        return parameter.numel() * (1 + min(parameter.shape) / 16 if name in self._muon_names else 1)
 
     def _step_adam(self, gradients: Mapping[str, Tensor]) -> None:
         config = self.config
         negative_lr, _, inv_correction1, inv_sqrt_correction2 = self.scalars.unbind()
-        parameters: list[Tensor] = [self.parameters[name] for name in self.adam_names]
-        grads = [gradients[name] for name in self.adam_names]
-        exp_avgs = [self.exp_avg[name] for name in self.adam_names]
-        exp_avg_sqs = [self.exp_avg_sq[name] for name in self.adam_names]
+        names, grads = list(gradients), list(gradients.values())
+        parameters: list[Tensor] = [self.parameters[name] for name in names]
+        exp_avgs = [self.exp_avg[name] for name in names]
+        exp_avg_sqs = [self.exp_avg_sq[name] for name in names]
         if config.name != "lamb" and not negative_lr.is_cuda:
             self._step_adam_fused(parameters, grads, exp_avgs, exp_avg_sqs)
             return
@@ -180,7 +201,7 @@ class Optimizer:
             torch._foreach_add_([updates[i] for i in decayed], weights, alpha=config.weight_decay)
         if config.name == "lamb":
             for i in decayed:
-                blocks_KX = updates[i].view(_num_blocks(self.adam_names[i]), -1)
+                blocks_KX = updates[i].view(_num_blocks(names[i]), -1)
                 blocks_KX.mul_(_trust_ratios(parameters[i].view(blocks_KX.shape), blocks_KX))
         torch._foreach_mul_(updates, negative_lr)
         torch._foreach_add_(parameters, updates)
@@ -212,37 +233,29 @@ class Optimizer:
                 )
 
     def _step_muon(self, gradients: Mapping[str, Tensor]) -> None:
+        """Matrices with blocks of one shape."""
         momentum, negative_lr = self.config.muon_momentum, self.scalars[1]
-        for stack in self._stacks():
-            parameters: list[Tensor] = [self.parameters[name] for name in stack]
-            exp_avgs, grads = [self.exp_avg[name] for name in stack], [gradients[name] for name in stack]
-            torch._foreach_lerp_(exp_avgs, grads, 1 - momentum)
-            nesterov = torch._foreach_lerp(grads, exp_avgs, momentum)
-            num_blocks = [_num_blocks(name) for name in stack]
-            blocks = [x.view(k, -1, x.shape[1]) for k, x in zip(num_blocks, nesterov, strict=True)]
-            # bf16 as published; without tensor cores it gains nothing.
-            stacked = torch.cat(blocks)
-            orthogonal = orthogonalize(stacked, torch.bfloat16) if stacked.is_cuda else orthogonalize_on_cpu(stacked)
-            # Makes an update's size independent of the matrix's shape (Jordan et al.).
-            aspect = math.sqrt(max(1.0, orthogonal.shape[1] / orthogonal.shape[2]))
-            split = torch.split(orthogonal * (negative_lr * aspect), num_blocks)
-            updates = [x.reshape(p.shape) for x, p in zip(split, parameters, strict=True)]
-            torch._foreach_mul_(parameters, 1 + negative_lr * self.config.weight_decay)
-            torch._foreach_add_(parameters, updates)
-
-    def _stacks(self) -> list[list[str]]:
-        """Names of Muon's matrices, grouped by the shape of their blocks: each group is orthogonalized in one batch."""
-        stacks: dict[tuple[int, int], list[str]] = {}
-        for name, parameter in self.parameters.items():
-            if name in self.muon_names:
-                shape = (parameter.shape[0] // _num_blocks(name), parameter.shape[1])
-                stacks.setdefault(shape, []).append(name)
-        return list(stacks.values())
+        parameters: list[Tensor] = [self.parameters[name] for name in gradients]
+        exp_avgs, grads = [self.exp_avg[name] for name in gradients], list(gradients.values())
+        torch._foreach_lerp_(exp_avgs, grads, 1 - momentum)
+        nesterov = torch._foreach_lerp(grads, exp_avgs, momentum)
+        num_blocks = [_num_blocks(name) for name in gradients]
+        stacked = torch.cat([x.view(k, -1, x.shape[1]) for k, x in zip(num_blocks, nesterov, strict=True)])
+        # bf16 as published; without tensor cores it gains nothing.
+        orthogonal = orthogonalize(stacked, torch.bfloat16) if stacked.is_cuda else orthogonalize_on_cpu(stacked)
+        # Makes an update's size independent of the matrix's shape (Jordan et al.).
+        aspect = math.sqrt(max(1.0, orthogonal.shape[1] / orthogonal.shape[2]))
+        split = torch.split(orthogonal * (negative_lr * aspect), num_blocks)
+        updates = [x.reshape(p.shape) for x, p in zip(split, parameters, strict=True)]
+        torch._foreach_mul_(parameters, 1 + negative_lr * self.config.weight_decay)
+        torch._foreach_add_(parameters, updates)
 
     def state_dict(self) -> dict[str, Tensor]:
         """`exp_avg.NAME` and `exp_avg_sq.NAME` of every trained parameter, and `num_updates`; not copied."""
-        state = {f"exp_avg.{name}": tensor for name, tensor in self.exp_avg.items()}
-        state |= {f"exp_avg_sq.{name}": tensor for name, tensor in self.exp_avg_sq.items()}
+        moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        state = {
+            f"{kind}.{name}": each[name] for kind, each in moments.items() for name in self.parameters if name in each
+        }
         return state | {"num_updates": torch.tensor(self.num_updates)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -257,9 +270,13 @@ class Optimizer:
         self.num_updates = int(state["num_updates"])
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+def _stacks(gradients: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Muon's gradients, grouped by the shape of their blocks: each group is orthogonalized in one batch."""
+    stacks: dict[tuple[int, int], dict[str, Tensor]] = {}
+    for name, gradient in gradients.items():
+        shape = (gradient.shape[0] // _num_blocks(name), gradient.shape[1])
+        stacks.setdefault(shape, {})[name] = gradient
+    return list(stacks.values())
 
 
 def _num_blocks(name: str) -> int:

@@ -19,7 +19,7 @@ from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.training.flops import flops_per_token
-from electra_fast.training.step_threads import choose_num_threads
+from electra_fast.training.step_processes import choose_num_processes
 
 CPU = torch.device("cpu")
 PRECISIONS = ("fp32", "bf16")
@@ -56,11 +56,11 @@ def measure(config: Config) -> Measurement:
     whatever `train.execution` is. Raises ValueError where the configured attention backend cannot run, or the corpus
     is damaged.
     """
-    num_threads, num_cores = choose_num_threads(config, CPU), torch.get_num_threads()
-    num_rows = _num_rows(config, num_threads)
+    num_processes, num_cores = choose_num_processes(config, CPU), torch.get_num_threads()
+    num_rows = _num_rows(config, num_processes)
     with torch.random.fork_rng(devices=[]):
         run_pass = _training_pass(config, num_rows)
-        torch.set_num_threads(max(1, num_cores // num_threads))
+        torch.set_num_threads(max(1, num_cores // num_processes))
         try:
             seconds = shortest_times({name: partial(run_pass, name) for name in PRECISIONS})
         finally:
@@ -79,11 +79,11 @@ def shortest_times(passes: Mapping[str, Callable[[], None]]) -> dict[str, float]
     return {name: min(times[name] for times in rounds) for name in passes}
 
 
-def _num_rows(config: Config, num_threads: int) -> int:
-    """Rows of a micro-batch that one of the threads gets, or as many as `MAX_FLOPS` allow."""
+def _num_rows(config: Config, num_processes: int) -> int:
+    """Rows of a micro-batch that one of the processes gets, or as many as `MAX_FLOPS` allow."""
     length = config.data.sequence_length
     affordable = int(MAX_FLOPS / (flops_per_token(config).total * length))
-    return max(1, min(config.train.batch_size // config.train.accumulate // num_threads, affordable))
+    return max(1, min(config.train.batch_size // config.train.accumulate // num_processes, affordable))
 
 
 def _training_pass(config: Config, num_rows: int) -> Callable[[str], None]:

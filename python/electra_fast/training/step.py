@@ -10,25 +10,25 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from electra_fast._data import RecordBatch
-from electra_fast.compute import ComputeConfig, RngKey
+from electra_fast.compute import ComputeConfig
 from electra_fast.config import Config
-from electra_fast.data.loader import MicroBatches
+from electra_fast.data.loader import HostBatch
 from electra_fast.errors import InputError
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import Output, Stage
+from electra_fast.objectives.objective import Stage
 from electra_fast.training.allocator import keep_freed_memory
+from electra_fast.training.backward import Backward
 from electra_fast.training.optim import Optimizer, lr_scale
-from electra_fast.training.step_threads import StepThreads, choose_num_threads
+from electra_fast.training.step_processes import StepProcesses, choose_num_processes
 
 # Eager steps before a capture: libraries allocate workspaces and kernels are compiled at first use.
 WARM_UP = 3
@@ -65,8 +65,8 @@ class TrainStep:
         compute: Attention backend and activation dtype.
         execution: `eager`; `compile` (torch.compile of forward and backward, on CUDA inside a graph);
             `graph` (the eager kernels captured in one CUDA graph, which is replayed).
-        num_threads: On a CPU, threads that compute parts of each micro-batch side by side; by default as many as
-            `step_threads.choose_num_threads` finds useful.
+        num_processes: On a CPU, processes that share each micro-batch; by default as many as
+            `step_processes.choose_num_processes` finds useful.
 
     The metric totals of the objective and the gradient norms (`GRAD_NORM`) add up on the device from call to call:
     `read_totals`, `set_totals`. `captures` lists the captures of the graph: a second one means that a batch did not
@@ -80,26 +80,22 @@ class TrainStep:
         config: Config,
         compute: ComputeConfig,
         execution: str = "eager",
-        num_threads: int | None = None,
+        num_processes: int | None = None,
     ) -> None:
-        self.model, self.optimizer, self.config, self.compute = model, optimizer, config, compute
+        self.model, self.optimizer, self.config = model, optimizer, config
         self.objective = objective_of(config)
-        self.stage = self.objective.stage(0)
         device = next(model.parameters()).device
         names = (*self.objective.metric_totals, GRAD_NORM)
         self._totals_vector = torch.zeros(len(names), dtype=torch.float64, device=device)
         self._totals = dict(zip(names, self._totals_vector.unbind(), strict=True))
-        self._seed_and_step = torch.zeros(2, dtype=torch.int64, device=device)
         if device.type == "cpu":
             keep_freed_memory()
-        self._num_threads = choose_num_threads(config, device) if num_threads is None else num_threads
-        num_parts = config.train.accumulate * self._num_threads
-        self.micro_batches = MicroBatches(device, num_parts)
-        rows = config.train.batch_size // num_parts
-        self._first_rows = torch.arange(0, config.train.batch_size, rows, device=device)
-        self._threads = StepThreads(self._num_threads) if self._num_threads > 1 else None
-        self._is_compiled = execution == "compile"
-        self._forward = self._stage_forward()
+        if num_processes is None:
+            num_processes = choose_num_processes(config, device)
+        self.backward = Backward(model, config, compute, execution, num_processes=num_processes)
+        self.processes: StepProcesses | None = None
+        if num_processes > 1:
+            self.processes = StepProcesses(self.backward, optimizer, config, execution, num_processes)
         self._captures = device.type == "cuda" and execution != "eager"
         # A stream of its own throughout: what runs before a capture must run where the capture does.
         self.stream: torch.cuda.Stream | None = None
@@ -114,20 +110,29 @@ class TrainStep:
         if self.stage.frozen:
             self._set_stage(self.stage)
 
+    @property
+    def stage(self) -> Stage:
+        """The objective's stage that trains now."""
+        return self.backward.stage
+
     def __call__(self, rows: RecordBatch, step: int) -> None:
         """Takes the step with this number (0-based) on a batch of `data.loader.BatchLoader`."""
-        train = self.config.train
         self._enter_stage(step)
+        batch, lr_scale = HostBatch.of(rows), self.lr_scale(step)
+        if self.processes is not None:
+            self.processes.start(batch, step, lr_scale)
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-            self.micro_batches.load(rows)
-            _send(self._seed_and_step, [train.seed, step])
-            self.optimizer.set_step_scalars(self.lr_scale(step))
-            # What draws from torch's own generator is keyed by the step, so that a resumed run draws the same.
-            torch.manual_seed((train.seed * 0x9E3779B97F4A7C15 + step) % 2**63)
+            self.backward.load(batch, step)
+            self.optimizer.set_step_scalars(lr_scale)
             self._run_or_replay(step)
             self._bound_the_lead()
+
+    def close(self) -> None:
+        """Ends the processes that help with the step, which otherwise end with this object."""
+        if self.processes is not None:
+            self.processes.close()
 
     def lr_scale(self, step: int) -> float:
         """The learning rate of a step relative to its peak, by the schedule of the step's stage."""
@@ -159,33 +164,20 @@ class TrainStep:
     def run(self) -> None:
         """Forward, backward and update on what has been copied to the device: all that a graph holds."""
         self.optimizer.zero_grad()
-        batches = self.micro_batches.parts
-        per_batch = [self.stage.objective.loss_denominators(batch) for batch in batches]
-        denominators = {name: torch.stack([each[name] for each in per_batch]).sum(0) for name in per_batch[0]}
-
-        def forward(part: int) -> Output:
-            key = RngKey(self._seed_and_step, self._first_rows[part])
-            return self._forward(self.model, batches[part], self.compute, key, denominators)
-
-        if self._threads is None:
-            for part in range(len(batches)):
-                output = forward(part)
-                output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-                self._add_totals(output.totals)
+        if self.processes is None:
+            totals, norm = self.backward.run(), self.optimizer.step()
         else:
-            for totals in self._threads.backward(forward, len(batches), list(self.optimizer.parameters.values())):
-                self._add_totals(totals)
-        self._totals[GRAD_NORM] += self.optimizer.step()
-
-    def _add_totals(self, totals: Mapping[str, Tensor]) -> None:
-        for name, total in totals.items():
-            self._totals[name] += total
+            totals, norm = self.processes.run()
+        for each in totals:
+            for name, total in each.items():
+                self._totals[name] += total
+        self._totals[GRAD_NORM] += norm
 
     def _run_or_replay(self, step: int) -> None:
-        if self._batches_version != self.micro_batches.version:
+        if self._batches_version != self.backward.micro_batches.version:
             # The tensors that a graph would read are gone; what compiles does so before the next capture.
             self._drop_graph("a batch has more segments than any before it")
-            self._batches_version = self.micro_batches.version
+            self._batches_version = self.backward.micro_batches.version
         if self._graph is not None:
             self._graph.replay()
         elif self._captures and self._num_eager >= WARM_UP:
@@ -198,7 +190,7 @@ class TrainStep:
         else:
             start = time.perf_counter()
             self.run()
-            if self._is_compiled and self._is_first_of_stage:
+            if self.backward.is_compiled and self._is_first_of_stage:
                 self.compilations.append(Preparation(step, time.perf_counter() - start))
             self._is_first_of_stage = False
             self._num_eager += 1
@@ -216,28 +208,16 @@ class TrainStep:
             self._set_stage(stage)
 
     def _set_stage(self, stage: Stage) -> None:
-        self.stage = stage
-        self.model.requires_grad_(True)
-        for name in stage.frozen:
-            self.model.get_submodule(name).requires_grad_(False)
+        self.backward.set_stage(stage)
         self.optimizer.reset()
-        self._forward, self._is_first_of_stage = self._stage_forward(), True
-        self._threads = StepThreads(self._num_threads) if self._num_threads > 1 else None
+        self._is_first_of_stage = True
         self._drop_graph("another stage of the objective began")
-
-    def _stage_forward(self) -> Callable[..., Output]:
-        forward = self.stage.objective.forward
-        return torch.compile(forward, fullgraph=True, dynamic=False) if self._is_compiled else forward
 
     def _bound_the_lead(self) -> None:
         if self.stream is not None:
             self._ends.append(self.stream.record_event())
             if len(self._ends) > MAX_LEAD:
                 self._ends.popleft().synchronize()
-
-
-def _send(target: Tensor, values: list[int]) -> None:
-    target.copy_(torch.tensor(values, pin_memory=target.is_cuda), non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from electra_fast.training.hardware import settle_hardware
 from electra_fast.training.optim import Optimizer, lr_scale
 from electra_fast.training.run import Run
 from electra_fast.training.step import GRAD_NORM, StepTimer, TrainStep
-from electra_fast.training.step_threads import has_dropout
 
 # A run whose learning rate never reaches this fraction of its peak is hardly what was meant.
 LOW_PEAK = 0.5
@@ -77,6 +77,7 @@ class Trainer:
         record_environment(self.run.folder, environment(self.device, self.compute, self.config.train.execution))
         self.model.train()
         with (
+            closing(self.train_step),
             JsonLines(self.run.folder / "metrics.jsonl", state.step) as log,
             JsonLines(self.run.folder / "evaluations.jsonl", state.step) as evaluations,
             TrainingProgress(state.step, num_steps) as progress,
@@ -233,11 +234,6 @@ class Trainer:
         if self.config.train.execution == "compile":
             gain = "; on a CPU, eager is about as fast" if self.device.type == "cpu" else ""
             yield f"train.execution = compile: the first step takes a minute or more, since it compiles{gain}"
-        if self.device.type == "cpu" and torch.get_num_threads() > 1 and has_dropout(self.config):
-            yield (
-                "with dropout, threads cannot share a step on a CPU, which then takes up to twice as long; "
-                "--model.dropout 0 --model.attention_dropout 0 turns it off"
-            )
         yield from self._low_peak()
 
     def _rate_change(self, num_steps: int) -> str:

@@ -1,0 +1,78 @@
+"""Forward and backward passes over the micro-batches of a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from electra_fast.compute import ComputeConfig, RngKey
+from electra_fast.config import Config
+from electra_fast.data.loader import HostBatch, MicroBatches
+from electra_fast.model import Electra
+from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import Stage
+
+
+class Backward:
+    """Computes the gradients of a step's micro-batches, or one process' share of them.
+
+    Args:
+        model: On its device, in training mode.
+        config: Objective, micro-batches and seed.
+        compute: Attention backend and activation dtype.
+        execution: `compile` for torch.compile; otherwise eager.
+        rank: Which process this is.
+        num_processes: How many processes share each micro-batch.
+    """
+
+    def __init__(
+        self,
+        model: Electra,
+        config: Config,
+        compute: ComputeConfig,
+        execution: str,
+        rank: int = 0,
+        num_processes: int = 1,
+    ) -> None:
+        self.model, self.compute, self.is_compiled = model, compute, execution == "compile"
+        self._seed, self._rank = config.train.seed, rank
+        device, num_parts = next(model.parameters()).device, config.train.accumulate * num_processes
+        self.micro_batches = MicroBatches(device, num_parts)
+        self._own_parts = range(rank, num_parts, num_processes)
+        rows = config.train.batch_size // num_parts
+        self._first_rows = torch.arange(0, config.train.batch_size, rows, device=device)
+        self._seed_and_step = torch.zeros(2, dtype=torch.int64, device=device)
+        self.set_stage(objective_of(config).stage(0))
+
+    def set_stage(self, stage: Stage) -> None:
+        """Trains by a stage's loss what the stage does not freeze."""
+        self.stage = stage
+        self.model.requires_grad_(True)
+        for name in stage.frozen:
+            self.model.get_submodule(name).requires_grad_(False)
+        forward = stage.objective.forward
+        self._forward = torch.compile(forward, fullgraph=True, dynamic=False) if self.is_compiled else forward
+
+    def load(self, batch: HostBatch, step: int) -> None:
+        """Copies a step's batch and number to the device."""
+        self.micro_batches.load(batch)
+        seed_and_step = torch.tensor([self._seed, step], pin_memory=self._seed_and_step.is_cuda)
+        self._seed_and_step.copy_(seed_and_step, non_blocking=True)
+        # What draws from torch's own generator is keyed by the step, so that a resumed run draws the same.
+        torch.manual_seed((self._seed * 0x9E3779B97F4A7C15 + self._rank * 0xD1B54A32D192ED03 + step) % 2**63)
+
+    def run(self) -> list[dict[str, Tensor]]:
+        """Adds to the parameters' gradients those of the loaded batch; returns the metric totals of each micro-batch.
+
+        Never synchronizes with the host, so a CUDA graph can hold it.
+        """
+        batches = self.micro_batches.parts
+        per_batch = [self.stage.objective.loss_denominators(batch) for batch in batches]
+        denominators = {name: torch.stack([each[name] for each in per_batch]).sum(0) for name in per_batch[0]}
+        totals = []
+        for part in self._own_parts:
+            key = RngKey(self._seed_and_step, self._first_rows[part])
+            output = self._forward(self.model, batches[part], self.compute, key, denominators)
+            output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            totals.append(output.totals)
+        return totals

@@ -1,0 +1,282 @@
+"""Forward and backward of a step on a CPU by several processes, each with rows and cores of its own.
+
+OpenMP divides every single operation, and its threads wait for each other thousands of times per step: spinning,
+which is ruinous beside any other process, or sleeping, which costs more than small operations take. Threads with rows
+of their own share Python's lock and torch's random generator. Processes share nothing but the parameters, their
+moments and gradients, and wait for each other three times per step (bench/LOG.md).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from electra_fast.compute import ComputeConfig
+from electra_fast.config import Config
+from electra_fast.data.loader import HostBatch
+from electra_fast.errors import TrainingFailed
+from electra_fast.interruption import SIGNALS
+from electra_fast.model import Electra
+from electra_fast.objectives import OBJECTIVES, objective_of
+from electra_fast.objectives.objective import Objective
+from electra_fast.training.allocator import keep_freed_memory
+from electra_fast.training.backward import Backward
+from electra_fast.training.optim import Optimizer, global_norm
+
+# Each further process holds some 300 MB and a copy of the gradients.
+MAX_PROCESSES = 8
+# Floats in a cache line, at which each shared tensor begins.
+_ALIGNMENT = 16
+_MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from electra_fast.training import step_processes as s"
+
+
+def choose_num_processes(config: Config, device: torch.device) -> int:
+    """Among how many processes to divide each micro-batch: as many as torch's threads, but a divisor of its rows.
+
+    1 on devices other than the CPU, and where the system has no anonymous files (they are Linux').
+    """
+    if device.type != "cpu" or not hasattr(os, "memfd_create"):
+        return 1
+    rows = config.train.batch_size // config.train.accumulate
+    return max(n for n in range(1, MAX_PROCESSES + 1) if n <= torch.get_num_threads() and rows % n == 0)
+
+
+class _Share:
+    """One process' share of a step: rows whose gradients it computes, and parameters that it updates.
+
+    Args:
+        rank: Which process this is.
+        backward: Of the process' rows.
+        optimizer: Of the model's parameters, which like its moments move to the shared memory.
+        memory: Descriptor of the shared memory.
+        num_processes: How many share it.
+    """
+
+    def __init__(self, rank: int, backward: Backward, optimizer: Optimizer, memory: int, num_processes: int) -> None:
+        self.backward, self.optimizer, self._rank = backward, optimizer, rank
+        self._parameters = dict(backward.model.named_parameters())
+        shared = [*self._parameters.values(), *optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
+        gradients = [*self._parameters.values()] * num_processes
+        norms = [torch.zeros(())] * len(self._parameters)
+        views = _views(memory, [*shared, *gradients, *norms])
+        for tensor, view in zip(shared, views, strict=False):
+            if rank == 0:
+                view.copy_(tensor.detach())
+            tensor.data = view
+        rest = iter(views[len(shared) :])
+        self._gradients = [{name: next(rest) for name in self._parameters} for _ in range(num_processes)]
+        self._norms = {name: next(rest) for name in self._parameters}
+        optimizer.divide(rank, num_processes)
+
+    def run(self, wait: Callable[[], None]) -> tuple[list[dict[str, Any]], Tensor]:
+        """Takes the step for which `backward` and `optimizer` are prepared; calls `wait` where all must have arrived.
+
+        Returns the metric totals of its micro-batches, and the norm of all gradients. Gradients are added in the order
+        of the processes, whichever ends first, so that a run repeats to the bit.
+        """
+        optimizer, (summed, *others) = self.optimizer, self._gradients
+        optimizer.zero_grad()
+        totals = self.backward.run()
+        for name, gradient in optimizer.gradients().items():
+            self._gradients[self._rank][name].copy_(gradient)
+        wait()
+        for name in optimizer.own_names:
+            for other in others:
+                summed[name] += other[name]
+            self._norms[name].copy_(summed[name].norm())
+        wait()
+        for name, parameter in optimizer.parameters.items():
+            parameter.grad = summed[name]
+        return totals, optimizer.step(global_norm(self._norms[name] for name in optimizer.parameters))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a helper needs to know before the first step."""
+
+    config: Config
+    objective: type[Objective]
+    compute: ComputeConfig
+    execution: str
+    rank: int
+    num_processes: int
+    num_threads: int
+    memory: int
+
+
+class StepProcesses:
+    """Helpers of the calling process, each of which takes a share of the steps as the calling process does.
+
+    They end with this object, with `close`, or with the calling process, however that ends.
+
+    Args:
+        backward: Of the calling process, which is the first. The model's parameters and the optimizer's moments move
+            to memory that all processes share: what is copied to them is seen by all.
+        optimizer: Of the model's parameters.
+        config: Of the run.
+        execution: As for `Backward`.
+        num_processes: At least 2.
+    """
+
+    def __init__(
+        self, backward: Backward, optimizer: Optimizer, config: Config, execution: str, num_processes: int
+    ) -> None:
+        self._num_cores = torch.get_num_threads()
+        self._num_threads = max(1, self._num_cores // num_processes)
+        memory = os.memfd_create("electra-fast")
+        self._share = _Share(0, backward, optimizer, memory, num_processes)
+        self._helpers: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        self.close = weakref.finalize(self, _end, self._helpers)
+        for rank in range(1, num_processes):
+            task = _Task(
+                config,
+                type(objective_of(config)),
+                backward.compute,
+                execution,
+                rank,
+                num_processes,
+                self._num_threads,
+                memory,
+            )
+            self._helpers.append(_start(task))
+        os.close(memory)
+
+    def start(self, batch: HostBatch, step: int, lr_scale: float) -> None:
+        """Lets the helpers begin with a step, before the optimizer's scalars are set for it."""
+        self._send((batch, step, lr_scale, self._share.optimizer.num_updates))
+
+    def run(self) -> tuple[list[dict[str, Any]], Tensor]:
+        """The calling process' share of the step, for which its batch and the optimizer's scalars are set by now.
+
+        Returns the metric totals of all micro-batches and the gradients' norm. Raises TrainingFailed where a helper has
+        died.
+        """
+        try:
+            torch.set_num_threads(self._num_threads)
+            totals, norm = self._share.run(self._wait)
+            for process, connection in self._helpers:
+                totals += _receive(process, connection)
+        except BaseException:
+            self.close()  # a helper may be about to answer a question that nobody will ask again
+            raise
+        finally:
+            torch.set_num_threads(self._num_cores)
+        return totals, norm
+
+    def _wait(self) -> None:
+        for process, connection in self._helpers:
+            _receive(process, connection)
+        self._send(None)
+
+    def _send(self, message: object) -> None:
+        for process, connection in self._helpers:
+            try:
+                connection.send(message)
+            except OSError:
+                raise _death(process) from None
+
+
+def _views(memory: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors like these, one after another in the memory, each at the beginning of a cache line."""
+    sizes = [math.ceil(tensor.numel() / _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    os.ftruncate(memory, 4 * sum(sizes))
+    flat = torch.frombuffer(mmap.mmap(memory, 0), dtype=torch.float32)
+    parts = torch.split(flat, sizes)
+    return [part[: tensor.numel()].view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _start(task: _Task) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A helper, not forked, since torch computes nothing in a fork of a process in which it has computed gradients."""
+    ours, theirs = Pipe()
+    # A stop is between the user and the run, which ends its helpers: signals stay blocked in them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"{_MAIN}; s.help_with_steps({theirs.fileno()})", json.dumps(sys.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), task.memory),
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()
+    ours.send(task)
+    return process, ours
+
+
+def _receive(process: subprocess.Popen[bytes], connection: Connection) -> Any:
+    try:
+        answer = connection.recv()
+    except (EOFError, OSError):
+        raise _death(process) from None
+    if isinstance(answer, str):
+        raise RuntimeError(f"a process that helps with the step failed:\n{answer}")
+    return answer
+
+
+def _death(process: subprocess.Popen[bytes]) -> TrainingFailed:
+    code = process.wait()
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return TrainingFailed(
+        f"a process that helps with the step {how}; if it ran out of memory, use fewer (OMP_NUM_THREADS=1: none) or a "
+        "larger train.accumulate; run again to resume"
+    )
+
+
+def _end(helpers: list[tuple[subprocess.Popen[bytes], Connection]]) -> None:
+    for process, connection in helpers:
+        connection.close()
+        process.kill()  # it holds nothing that is worth keeping
+        process.wait()
+
+
+def help_with_steps(descriptor: int) -> None:
+    """The main function of a helper: takes tasks from a connection until it closes."""
+    connection = Connection(descriptor)
+    try:
+        _help(connection)
+    except (EOFError, OSError):
+        return  # the calling process has ended
+    except BaseException:
+        connection.send(traceback.format_exc())
+
+
+def _help(connection: Connection) -> None:
+    def wait() -> None:
+        connection.send(None)
+        connection.recv()
+
+    task: _Task = connection.recv()
+    OBJECTIVES[task.config.objective.name] = task.objective  # which may be one that this package does not have
+    torch.set_num_threads(task.num_threads)
+    keep_freed_memory()
+    model, objective = Electra(task.config).train(), objective_of(task.config)
+    backward = Backward(model, task.config, task.compute, task.execution, task.rank, task.num_processes)
+    optimizer = Optimizer(model.named_parameters(), task.config.optimizer)  # of what the first stage trains
+    share = _Share(task.rank, backward, optimizer, task.memory, task.num_processes)
+    while True:
+        batch, step, lr_scale, num_updates = connection.recv()
+        stage = objective.stage(step)
+        if stage != backward.stage:
+            backward.set_stage(stage)
+            optimizer.choose_parameters()
+        optimizer.num_updates = num_updates
+        optimizer.set_step_scalars(lr_scale)
+        backward.load(batch, step)
+        totals, _ = share.run(wait)
+        connection.send([{name: total.item() for name, total in each.items()} for each in totals])
