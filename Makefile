@@ -37,7 +37,7 @@ endef
 .PHONY: help demo test lint wheel bench clean env
 
 help:
-	@echo "make demo   text to a trained, exported ELECTRA in two to six minutes on two CPU cores: ./demo"
+	@echo "make demo   text to a trained, exported ELECTRA in one to three minutes on two CPU cores: ./demo"
 	@echo "make test   build the wheel, install it in an empty environment, run every check and test"
 	@echo "make lint   only the checks: ruff, mypy, rustfmt, clippy"
 	@echo "make wheel  the release wheel: ./dist"

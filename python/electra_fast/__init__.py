@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 # Before torch loads OpenMP: let threads that wait for each other sleep. Spinning ones are up to fifteen times
 # slower when the machine has anything else to do (bench/LOG.md); training hardly waits (`training.step_processes`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Before torch's first large tensor: huge pages for those, which make a step on a CPU 5 % faster.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _MODULES = {
     "BatchLoader": "data.loader",

@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(handler=handler)
         return sub
 
-    sub = command("demo", _demo, "text to a trained, exported model in about two minutes; downloads nothing")
+    sub = command("demo", _demo, "text to a trained, exported model in a minute or two; downloads nothing")
     sub.add_argument("--out", type=Path, required=True, help="folder for everything that it makes")
 
     sub = command("vocab", _vocab, "train a WordPiece vocabulary")

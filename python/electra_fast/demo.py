@@ -1,4 +1,4 @@
-"""The whole pipeline in about two minutes on a CPU, without downloads.
+"""The whole pipeline in a minute or two on a CPU, without downloads.
 
 The text is the English that ships with Python: the language documentation and the docstrings of the
 standard library, about two megabytes.
@@ -66,8 +66,12 @@ def demo(out: Path) -> None:
 
 
 def demo_config() -> Config:
-    """The demo's run: `tiny` in the recipe `modern`, sized for two minutes on two cores."""
-    return Config.preset("tiny", "modern")
+    """The demo's run: `tiny` in the recipe `modern`, sized for a minute on two cores.
+
+    With these values of Muon's, 1,200 steps learn as much as 2,000 with the recipe's own (bench/LOG.md).
+    """
+    optimizer = {"muon_learning_rate": 0.016, "muon_momentum": 0.9}
+    return Config.preset("tiny", "modern").replace({"optimizer": optimizer, "train": {"steps": 1200}})
 
 
 def documentation() -> Iterator[str]:

@@ -89,19 +89,19 @@ class _Share:
         Returns the metric totals of its micro-batches, and the norm of all gradients. Gradients are added in the order
         of the processes, whichever ends first, so that a run repeats to the bit.
         """
-        optimizer, (summed, *others) = self.optimizer, self._gradients
+        optimizer = self.optimizer
         optimizer.zero_grad()
         totals = self.backward.run()
-        for name, gradient in optimizer.gradients().items():
-            self._gradients[self._rank][name].copy_(gradient)
+        gradients, own_names = optimizer.gradients(), optimizer.own_names
+        for name in gradients.keys() - own_names:
+            self._gradients[self._rank][name].copy_(gradients[name])
         wait()
-        for name in optimizer.own_names:
-            for other in others:
-                summed[name] += other[name]
-            self._norms[name].copy_(summed[name].norm())
+        others = [each for rank, each in enumerate(self._gradients) if rank != self._rank]
+        for name in own_names:
+            for each in others:
+                gradients[name] += each[name]
+            self._norms[name].copy_(gradients[name].norm())
         wait()
-        for name, parameter in optimizer.parameters.items():
-            parameter.grad = summed[name]
         return totals, optimizer.step(global_norm(self._norms[name] for name in optimizer.parameters))
 
 
