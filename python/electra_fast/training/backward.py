@@ -58,8 +58,8 @@ class Backward:
         self.micro_batches.load(batch)
         seed_and_step = torch.tensor([self._seed, step], pin_memory=self._seed_and_step.is_cuda)
         self._seed_and_step.copy_(seed_and_step, non_blocking=True)
-        # What draws from torch's own generator is keyed by the step, so that a resumed run draws the same. Without a GPU
-        # `torch.manual_seed` takes half a millisecond, for the stack trace that it keeps should CUDA be initialized later.
+        # What draws from torch's own generator is keyed by the step, so that a resumed run draws the same. On a CPU
+        # `torch.manual_seed` takes half a millisecond, for a stack trace that it keeps in case CUDA comes into use.
         seed = (self._seed * 0x9E3779B97F4A7C15 + self._rank * 0xD1B54A32D192ED03 + step) % 2**63
         torch.manual_seed(seed) if self._seed_and_step.is_cuda else torch.default_generator.manual_seed(seed)
 
