@@ -74,30 +74,31 @@ def _rotate_(qkv_TD: Tensor, cis: Tensor, num_heads: int) -> None:
 
 def geglu(x_TD: Tensor, weight: Tensor) -> Tensor:
     """`ops.geglu`."""
-    out_TF: Tensor = _GeGLU.apply(x_TD, weight)
+    out_TF: Tensor = _GeGLU.apply(F.linear(x_TD, weight.to(x_TD.dtype)))
     return out_TF
 
 
 class _GeGLU(torch.autograd.Function):
-    """gelu(x a) * (x b) of weights [a, b]; two products, since halves of one would not be contiguous."""
+    """gelu(a) * b of [a, b]; both gradients are written to one buffer."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight: Tensor) -> Tensor:
-        weight_a, weight_b = weight.to(x_TD.dtype).chunk(2)
-        activated_TF, gate_TF = F.linear(x_TD, weight_a), F.linear(x_TD, weight_b)
-        gelu_TF = F.gelu(activated_TF)
-        ctx.save_for_backward(x_TD, weight_a, weight_b, activated_TF, gate_TF, gelu_TF)
-        return gelu_TF * gate_TF
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        activated, gate = h.chunk(2, dim=-1)
+        gelu_TF = F.gelu(activated)
+        ctx.save_for_backward(h, gelu_TF)
+        return gelu_TF * gate
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor, Tensor]:
-        x_TD, weight_a, weight_b, activated_TF, gate_TF, gelu_TF = ctx.saved_tensors
-        grad_a_TF = torch.mul(grad_TF, gate_TF)
-        torch.ops.aten.gelu_backward.grad_input(grad_a_TF, activated_TF, grad_input=grad_a_TF)
-        grad_b_TF = torch.mul(grad_TF, gelu_TF)
-        grad_x_TD = (grad_a_TF @ weight_a).addmm_(grad_b_TF, weight_b)
-        return grad_x_TD, torch.cat((grad_a_TF.t() @ x_TD, grad_b_TF.t() @ x_TD)).float()
+    def backward(ctx: Any, grad_TF: Tensor) -> Tensor:
+        h, gelu_TF = ctx.saved_tensors
+        activated, gate = h.chunk(2, dim=-1)
+        grad = torch.empty_like(h)
+        grad_activated, grad_gate = grad.chunk(2, dim=-1)
+        torch.mul(grad_TF, gelu_TF, out=grad_gate)
+        torch.mul(grad_TF, gate, out=grad_activated)
+        torch.ops.aten.gelu_backward.grad_input(grad_activated, activated, grad_input=grad_activated)
+        return grad
 
 
 def _generator_head_impl(
