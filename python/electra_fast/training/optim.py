@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from electra_fast.config import OptimizerConfig
 from electra_fast.errors import InputError
 
-# Elements from which a matrix is better orthogonalized alone than in a batch, on a CPU.
-LARGE_MATRIX = 128 * 128
 # 2-D parameters that Muon leaves to AdamW: tables and the classifier.
 _NOT_FOR_MUON = (".token", ".position", ".token_type", "classifier.weight")
 
@@ -60,13 +58,6 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
         x = torch.baddbmm(x, polynomial, x, beta=a)
     result: Tensor = (x.mT if tall else x).to(matrices.dtype)
     return result
-
-
-def orthogonalize_on_cpu(matrices: Tensor) -> Tensor:
-    """`orthogonalize` in fp32; large matrices one by one, which is faster than a batch."""
-    if matrices[0].numel() < LARGE_MATRIX:
-        return orthogonalize(matrices)
-    return torch.cat([orthogonalize(matrix) for matrix in torch.split(matrices, 1)])
 
 
 class Optimizer:
@@ -242,7 +233,7 @@ class Optimizer:
         num_blocks = [_num_blocks(name) for name in gradients]
         stacked = torch.cat([x.view(k, -1, x.shape[1]) for k, x in zip(num_blocks, nesterov, strict=True)])
         # bf16 as published; without tensor cores it gains nothing.
-        orthogonal = orthogonalize(stacked, torch.bfloat16) if stacked.is_cuda else orthogonalize_on_cpu(stacked)
+        orthogonal = orthogonalize(stacked, torch.bfloat16 if stacked.is_cuda else torch.float32)
         # Makes an update's size independent of the matrix's shape (Jordan et al.).
         aspect = math.sqrt(max(1.0, orthogonal.shape[1] / orthogonal.shape[2]))
         split = torch.split(orthogonal * (negative_lr * aspect), num_blocks)

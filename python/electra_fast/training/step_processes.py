@@ -155,6 +155,11 @@ class StepProcesses:
             )
             self._helpers.append(_start(task))
         os.close(memory)
+        try:
+            self._receive()  # all are ready
+        except BaseException:
+            self.close()
+            raise
 
     def start(self, batch: HostBatch, step: int, lr_scale: float) -> None:
         """Lets the helpers begin with a step, before the optimizer's scalars are set for it."""
@@ -169,8 +174,8 @@ class StepProcesses:
         try:
             torch.set_num_threads(self._num_threads)
             totals, norm = self._share.run(self._wait)
-            for process, connection in self._helpers:
-                totals += _receive(process, connection)
+            for each in self._receive():
+                totals += each
         except BaseException:
             self.close()  # a helper may be about to answer a question that nobody will ask again
             raise
@@ -179,9 +184,20 @@ class StepProcesses:
         return totals, norm
 
     def _wait(self) -> None:
-        for process, connection in self._helpers:
-            _receive(process, connection)
+        self._receive()
         self._send(None)
+
+    def _receive(self) -> list[Any]:
+        """An answer of each helper; raises TrainingFailed or RuntimeError where one has none."""
+        answers = []
+        for process, connection in self._helpers:
+            try:
+                answers.append(connection.recv())
+            except (EOFError, OSError):
+                raise _death(process) from None
+            if isinstance(answers[-1], str):
+                raise RuntimeError(f"a process that helps with the step failed:\n{answers[-1]}")
+        return answers
 
     def _send(self, message: object) -> None:
         for process, connection in self._helpers:
@@ -217,16 +233,6 @@ def _start(task: _Task) -> tuple[subprocess.Popen[bytes], Connection]:
     theirs.close()
     ours.send(task)
     return process, ours
-
-
-def _receive(process: subprocess.Popen[bytes], connection: Connection) -> Any:
-    try:
-        answer = connection.recv()
-    except (EOFError, OSError):
-        raise _death(process) from None
-    if isinstance(answer, str):
-        raise RuntimeError(f"a process that helps with the step failed:\n{answer}")
-    return answer
 
 
 def _death(process: subprocess.Popen[bytes]) -> TrainingFailed:
@@ -269,6 +275,7 @@ def _help(connection: Connection) -> None:
     backward = Backward(model, task.config, task.compute, task.execution, task.rank, task.num_processes)
     optimizer = Optimizer(model.named_parameters(), task.config.optimizer)  # of what the first stage trains
     share = _Share(task.rank, backward, optimizer, task.memory, task.num_processes)
+    connection.send(None)
     while True:
         batch, step, lr_scale, num_updates = connection.recv()
         stage = objective.stage(step)
