@@ -256,7 +256,7 @@ def help_with_steps(descriptor: int) -> None:
     connection = Connection(descriptor)
     try:
         _help(connection)
-    except (EOFError, OSError):
+    except (EOFError, ConnectionError):
         return  # the calling process has ended
     except BaseException:
         connection.send(traceback.format_exc())
