@@ -163,8 +163,8 @@ class TrainStep:
 
     def run(self) -> None:
         """Forward, backward and update on what has been copied to the device: all that a graph holds."""
-        self.optimizer.zero_grad()
         if self.processes is None:
+            self.optimizer.zero_grad()
             totals, norm = self.backward.run(), self.optimizer.step()
         else:
             totals, norm = self.processes.run()
