@@ -29,7 +29,6 @@ from workload import loader
 
 import electra_fast as ef
 from electra_fast.compute import ComputeConfig
-from electra_fast.config import key_names
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -80,7 +79,7 @@ class Worker:
     """
 
     def __init__(self, name: str, config: ef.Config, corpus: Path, cache: Path, package: Path | None = None) -> None:
-        keys = {key: _get(config, key) for key in key_names()}
+        keys = {key: _get(config, key) for key in _key_names()}
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve())],
             env=_environment(cache, package),
@@ -136,6 +135,15 @@ class Worker:
             raise RuntimeError(f"imported {found}, not {expected}")
 
 
+def _key_names() -> list[str]:
+    """Every configuration key; a commit to compare with may have the function in its older place."""
+    if hasattr(ef.Config, "key_names"):
+        return ef.Config.key_names()
+    from electra_fast import config
+
+    return config.key_names()
+
+
 def _get(config: ef.Config, key: str) -> str:
     value = config.value(key)
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -166,7 +174,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         answers.flush()
 
     first, start = json.loads(requests.readline()), time.perf_counter()
-    known = {key: text for key, text in first["config"].items() if key in key_names()}
+    known = {key: text for key, text in first["config"].items() if key in _key_names()}
     config = ef.Config().override(known)
     torch.manual_seed(0)
     runner, batches = CONTENDERS[first["contender"]](config, CPU), loader(Path(first["corpus"]), config)

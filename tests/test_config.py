@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from electra_fast.config import Config, ModelConfig, describe_key, key_names
+from electra_fast.config import Config, ModelConfig
 from electra_fast.presets import SIZES
 
 # layers, hidden, FFN, heads, embedding; generator's hidden, FFN, heads; length, batch, rate, steps
@@ -80,11 +80,11 @@ def test_toml_there_and_back(tmp_path: Path, name: str, recipe: str) -> None:
 
 def test_every_key_is_in_the_toml_with_its_meaning() -> None:
     text = Config().to_toml()
-    for name in key_names():
+    for name in Config.key_names():
         key = name.partition(".")[2]
         assert re.search(rf"^{key} = ", text, re.MULTILINE), name
-        assert describe_key(name)
-    assert describe_key("model.tying").endswith("(none, embeddings, all)")
+        assert Config.describe_key(name)
+    assert Config.describe_key("model.tying").endswith("(none, embeddings, all)")
 
 
 def write(folder: Path, text: str) -> Path:

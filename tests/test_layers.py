@@ -39,6 +39,7 @@ PACKAGE_LAYERS = [
     {"sampling", "dispatch"},
     {"kernels", "data"},
     # usable from everywhere
+    {"config_section"},
     {"config_file", "json_files", "progress", "interruption"},
     {"atomic_files", "errors"},
 ]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from electra_fast import __version__
-from electra_fast.config import Config, describe_key, key_names
+from electra_fast.config import Config
 from electra_fast.config_file import nearest_keys, take_overrides
 from electra_fast.errors import ElectraFastError, InputError, Interrupted
 from electra_fast.interruption import interrupt_at_once
@@ -77,7 +77,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed arguments; an unknown one is refused with the configuration key that it may mean."""
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
-    if unknown and options.command in CONFIGURED and (keys := nearest_keys(unknown[0], key_names())):
+    if unknown and options.command in CONFIGURED and (keys := nearest_keys(unknown[0], Config.key_names())):
         raise InputError(f"unrecognized arguments: {unknown[0]}; did you mean --{' or --'.join(keys)}?")
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -171,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
         "--allow-changes", action="store_true", help="resume with other keys than the run was started with"
     )
     sub.epilog = "configuration keys, as --section.key value:\n" + "\n".join(
-        f"  --{name:<30} {describe_key(name)}" for name in key_names()
+        f"  --{name:<30} {Config.describe_key(name)}" for name in Config.key_names()
     )
 
     sub = command("evaluate", _evaluate, "validation losses, accuracies and AUC of a run or an exported folder")

@@ -8,13 +8,13 @@ alone tells what was trained.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Literal
 
-from electra_fast.config_file import TYPE_NAMES, Scalar, did_you_mean, format_value, parse_value, read_toml
+from electra_fast.config_file import Scalar, did_you_mean, read_toml
+from electra_fast.config_section import Configuration, Section, config_key
 from electra_fast.errors import InputError
 from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.presets import RECIPES, SIZE_RECIPES, SIZES
@@ -26,107 +26,85 @@ AUTO = "auto"
 HARDWARE_KEYS = ("train.precision", "model.attention", "train.execution")
 
 
-def _key(
-    default: Scalar,
-    doc: str,
-    *,
-    choices: tuple[str, ...] = (),
-    low: float = -math.inf,
-    high: float = math.inf,
-    open_low: bool = False,
-) -> Any:
-    """One configuration key: its default, meaning and allowed range (`open_low`: low itself excluded).
-
-    `choices` is for names that a table holds; others are the key's Literal type.
-    """
-    metadata = {"doc": doc, "choices": choices, "low": low, "high": high, "open_low": open_low}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-@dataclass(frozen=True)
-class _Section:
-    """Checks every field of a section against its declared type, choices and range."""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _check(f"{_section_name(type(self))}.{field.name}", getattr(self, field.name), field)
-
-
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """`[model]`: the encoder that is the result; for replaced-token detection the discriminator."""
 
-    architecture: Architecture = _key(
+    architecture: Architecture = config_key(
         "bert", "post-norm encoder with learned positions, or pre-norm with rotary positions and GeGLU"
     )
-    vocab_size: int = _key(0, "entries of the vocabulary; 0: taken from the corpus", low=0)
-    max_positions: int = _key(512, "longest sequence the model can read, in tokens", low=8, high=32768)
-    num_layers: int = _key(12, "transformer layers", low=1)
-    hidden_size: int = _key(256, "width of the residual stream", low=1)
-    intermediate_size: int = _key(1024, "width of the feed-forward layer", low=1)
-    num_heads: int = _key(4, "attention heads", low=1)
-    embedding_size: int = _key(128, "width of the embedding table", low=1)
-    dropout: float = _key(0.1, "dropout on embeddings and sublayer outputs", low=0, high=0.99)
-    attention_dropout: float = _key(0.1, "dropout on attention probabilities", low=0, high=0.99)
-    tying: Literal["none", "embeddings", "all"] = _key("embeddings", "what generator and discriminator share")
-    attention: Literal["auto", "sdpa", "varlen", "flex", "xformers"] = _key(
+    vocab_size: int = config_key(0, "entries of the vocabulary; 0: taken from the corpus", low=0)
+    max_positions: int = config_key(512, "longest sequence the model can read, in tokens", low=8, high=32768)
+    num_layers: int = config_key(12, "transformer layers", low=1)
+    hidden_size: int = config_key(256, "width of the residual stream", low=1)
+    intermediate_size: int = config_key(1024, "width of the feed-forward layer", low=1)
+    num_heads: int = config_key(4, "attention heads", low=1)
+    embedding_size: int = config_key(128, "width of the embedding table", low=1)
+    dropout: float = config_key(0.1, "dropout on embeddings and sublayer outputs", low=0, high=0.99)
+    attention_dropout: float = config_key(0.1, "dropout on attention probabilities", low=0, high=0.99)
+    tying: Literal["none", "embeddings", "all"] = config_key("embeddings", "what generator and discriminator share")
+    attention: Literal["auto", "sdpa", "varlen", "flex", "xformers"] = config_key(
         "auto", "attention backend; auto: varlen on CUDA in 16 bits, else sdpa"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeneratorConfig(_Section):
+class GeneratorConfig(Section):
     """`[generator]`: the network whose samples replace masked tokens."""
 
-    kind: Literal["model"] = _key("model", "what proposes replacements")
-    fraction: float = _key(0.25, "width, feed-forward and heads relative to the model's", low=0, high=1, open_low=True)
-    num_layers: int = _key(0, "transformer layers; 0: as many as the model", low=0)
+    kind: Literal["model"] = config_key("model", "what proposes replacements")
+    fraction: float = config_key(
+        0.25, "width, feed-forward and heads relative to the model's", low=0, high=1, open_low=True
+    )
+    num_layers: int = config_key(0, "transformer layers; 0: as many as the model", low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig(_Section):
+class ObjectiveConfig(Section):
     """`[objective]`: the loss."""
 
-    name: str = _key("electra", "replaced-token detection, or masked language modelling", choices=tuple(OBJECTIVES))
-    gen_weight: float = _key(1.0, "weight of the generator's loss", low=0)
-    disc_weight: float = _key(50.0, "weight of the discriminator's loss", low=0)
-    temperature: float = _key(1.0, "temperature of the generator's samples", low=0, open_low=True)
-    disallow_correct: bool = _key(False, "never sample the original token")
+    name: str = config_key(
+        "electra", "replaced-token detection, or masked language modelling", choices=tuple(OBJECTIVES)
+    )
+    gen_weight: float = config_key(1.0, "weight of the generator's loss", low=0)
+    disc_weight: float = config_key(50.0, "weight of the discriminator's loss", low=0)
+    temperature: float = config_key(1.0, "temperature of the generator's samples", low=0, open_low=True)
+    disallow_correct: bool = config_key(False, "never sample the original token")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(_Section):
+class DataConfig(Section):
     """`[data]`: the corpus and how its rows are cut, packed and masked."""
 
-    corpus: str = _key("", "folder written by `electra-fast prepare` (--data)")
-    sequence_length: int = _key(128, "tokens per row, [CLS] and [SEP] included", low=8, high=32768)
-    masking: Literal["paper", "google", "bert"] = _key("google", "how positions are drawn and masked")
-    mask_prob: float = _key(0.15, "share of a row's tokens to mask", low=0, high=0.9, open_low=True)
-    packing: Literal["best-fit", "google"] = _key(
+    corpus: str = config_key("", "folder written by `electra-fast prepare` (--data)")
+    sequence_length: int = config_key(128, "tokens per row, [CLS] and [SEP] included", low=8, high=32768)
+    masking: Literal["paper", "google", "bert"] = config_key("google", "how positions are drawn and masked")
+    mask_prob: float = config_key(0.15, "share of a row's tokens to mask", low=0, high=0.9, open_low=True)
+    packing: Literal["best-fit", "google"] = config_key(
         "best-fit", "how documents become rows: every token kept, or as the published code builds examples"
     )
-    num_threads: int = _key(1, "threads that fill batches, beside one that plans", low=1, high=1024)
-    prefetch: int = _key(4, "batches prepared ahead", low=1, high=1024)
+    num_threads: int = config_key(1, "threads that fill batches, beside one that plans", low=1, high=1024)
+    prefetch: int = config_key(4, "batches prepared ahead", low=1, high=1024)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """`[optimizer]`: the update rule and its schedule."""
 
-    name: Literal["adamw", "lamb", "muon"] = _key("adamw", "update rule")
-    learning_rate: float = _key(5e-4, "peak learning rate", low=0, open_low=True)
-    warmup_steps: int = _key(-1, "steps of linear warmup; -1: a twentieth of train.steps, at most 10,000", low=-1)
-    schedule: Literal["linear", "product"] = _key(
+    name: Literal["adamw", "lamb", "muon"] = config_key("adamw", "update rule")
+    learning_rate: float = config_key(5e-4, "peak learning rate", low=0, open_low=True)
+    warmup_steps: int = config_key(-1, "steps of linear warmup; -1: a twentieth of train.steps, at most 10,000", low=-1)
+    schedule: Literal["linear", "product"] = config_key(
         "product", "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0"
     )
-    weight_decay: float = _key(0.01, "decoupled decay of all but norms and biases", low=0)
-    clip_norm: float = _key(1.0, "largest global gradient norm; 0: no clipping", low=0)
-    bias_correction: bool = _key(False, "Adam's bias correction")
-    beta1: float = _key(0.9, "decay of the first moment", low=0, high=0.999999)
-    beta2: float = _key(0.999, "decay of the second moment", low=0, high=0.999999)
-    epsilon: float = _key(1e-6, "Adam's epsilon", low=0, open_low=True)
-    muon_learning_rate: float = _key(0.02, "peak learning rate of the matrices under muon", low=0, open_low=True)
-    muon_momentum: float = _key(0.95, "momentum of the matrices under muon", low=0, high=0.999999)
+    weight_decay: float = config_key(0.01, "decoupled decay of all but norms and biases", low=0)
+    clip_norm: float = config_key(1.0, "largest global gradient norm; 0: no clipping", low=0)
+    bias_correction: bool = config_key(False, "Adam's bias correction")
+    beta1: float = config_key(0.9, "decay of the first moment", low=0, high=0.999999)
+    beta2: float = config_key(0.999, "decay of the second moment", low=0, high=0.999999)
+    epsilon: float = config_key(1e-6, "Adam's epsilon", low=0, open_low=True)
+    muon_learning_rate: float = config_key(0.02, "peak learning rate of the matrices under muon", low=0, open_low=True)
+    muon_momentum: float = config_key(0.95, "momentum of the matrices under muon", low=0, high=0.999999)
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Steps of warmup in a run of `num_steps`."""
@@ -134,29 +112,29 @@ class OptimizerConfig(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """`[train]`: the run's folder, length, batch, precision and cadence."""
 
-    out: str = _key("", "the run's folder (--out)")
-    steps: int = _key(1_000_000, "optimizer steps", low=1)
-    batch_size: int = _key(128, "rows of sequence_length per step, over all ranks", low=1)
-    accumulate: int = _key(1, "micro-batches per step and rank", low=1)
-    seed: int = _key(0, "the one seed of everything random", low=0, high=2**63 - 1)
-    precision: Literal["auto", "fp32", "bf16"] = _key(
+    out: str = config_key("", "the run's folder (--out)")
+    steps: int = config_key(1_000_000, "optimizer steps", low=1)
+    batch_size: int = config_key(128, "rows of sequence_length per step, over all ranks", low=1)
+    accumulate: int = config_key(1, "micro-batches per step and rank", low=1)
+    seed: int = config_key(0, "the one seed of everything random", low=0, high=2**63 - 1)
+    precision: Literal["auto", "fp32", "bf16"] = config_key(
         "auto", "dtype of activations; auto: bf16 on CUDA, on a CPU the one that a short measurement finds faster"
     )
-    execution: Literal["auto", "eager", "compile", "graph"] = _key(
+    execution: Literal["auto", "eager", "compile", "graph"] = config_key(
         "auto", "how a step runs: eager, compile, or graph (captured once and replayed, CUDA only); auto: graph on CUDA"
     )
-    log_every: int = _key(100, "steps between lines of metrics.jsonl", low=1)
-    eval_every: int = _key(5_000, "steps between evaluations of the validation data; 0: none", low=0)
-    eval_batches: int = _key(50, "batches of an evaluation while training; 0: all", low=0)
-    checkpoint_every: int = _key(5_000, "steps between checkpoints", low=1)
-    keep_checkpoints: int = _key(2, "newest checkpoints to keep", low=1)
+    log_every: int = config_key(100, "steps between lines of metrics.jsonl", low=1)
+    eval_every: int = config_key(5_000, "steps between evaluations of the validation data; 0: none", low=0)
+    eval_batches: int = config_key(50, "batches of an evaluation while training; 0: all", low=0)
+    checkpoint_every: int = config_key(5_000, "steps between checkpoints", low=1)
+    keep_checkpoints: int = config_key(2, "newest checkpoints to keep", low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Configuration):
     """Everything that a run depends on besides its corpus. Sections as in `config.toml`."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
@@ -234,107 +212,3 @@ class Config:
             section, _, field = key.partition(".")
             merged.setdefault(section, {})[field] = value
         return cls().replace(merged)
-
-    def replace(self, table: Mapping[str, Any]) -> Config:
-        """A copy with `table[section][key]` laid over it; unknown names raise with the nearest match."""
-        sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name, values in table.items():
-            if name not in sections:
-                raise InputError(f"unknown section [{name}]{did_you_mean(name, sections)}")
-            if not isinstance(values, Mapping):
-                raise InputError(f"[{name}] is not a table")
-            keys = [field.name for field in dataclasses.fields(sections[name])]
-            for key in values:
-                if key not in keys:
-                    raise InputError(f"unknown key {name}.{key}{did_you_mean(key, keys)}")
-            sections[name] = dataclasses.replace(sections[name], **_integers_as_floats(sections[name], values))
-        return Config(**sections)
-
-    def override(self, overrides: Mapping[str, str]) -> Config:
-        """A copy with command-line values, e.g. `{"train.steps": "100"}`, parsed as their key's type."""
-        table: dict[str, dict[str, Scalar]] = {}
-        for name, text in overrides.items():
-            section, dot, key = name.partition(".")
-            known = key_names()
-            if not dot or name not in known:
-                raise InputError(f"unknown key {name}{did_you_mean(name, known)}")
-            table.setdefault(section, {})[key] = parse_value(name, text, type(self.value(name)))
-        return self.replace(table)
-
-    def to_toml(self) -> str:
-        """The whole configuration as TOML, each key with its meaning; `load` reads it back exactly."""
-        lines = []
-        for section in dataclasses.fields(self):
-            lines.append(f"[{section.name}]")
-            values = getattr(self, section.name)
-            for field in dataclasses.fields(values):
-                value = f"{field.name} = {format_value(getattr(values, field.name))}"
-                lines.append(f"{value:<32} # {field.metadata['doc']}")
-            lines.append("")
-        return "\n".join(lines)
-
-    def differences(self, other: Config) -> dict[str, tuple[Scalar, Scalar]]:
-        """Keys whose values differ: `{"train.steps": (own value, other value)}`."""
-        pairs = {name: (self.value(name), other.value(name)) for name in key_names()}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-    def value(self, name: str) -> Scalar:
-        """The value of `section.key`."""
-        section, _, key = name.partition(".")
-        value: Scalar = getattr(getattr(self, section), key)
-        return value
-
-
-_SECTIONS: dict[str, type[_Section]] = {
-    name: hint for name, hint in get_type_hints(Config).items() if isinstance(hint, type) and issubclass(hint, _Section)
-}
-# The values that a key may have, of those that are names: its Literal type, or the keys of the table that it names.
-_CHOICES: dict[str, tuple[str, ...]] = {
-    f"{name}.{field.name}": choices
-    for name, section in _SECTIONS.items()
-    for field, hint in zip(dataclasses.fields(section), get_type_hints(section).values(), strict=True)
-    if (choices := field.metadata["choices"] or get_args(hint))
-}
-
-
-def key_names() -> list[str]:
-    """Every key as `section.key`, in order."""
-    return [f"{name}.{field.name}" for name, section in _SECTIONS.items() for field in dataclasses.fields(section)]
-
-
-def describe_key(name: str) -> str:
-    """A key's meaning and, where there are any, its choices: for help texts."""
-    section, _, key = name.partition(".")
-    (field,) = (f for f in dataclasses.fields(_SECTIONS[section]) if f.name == key)
-    return str(field.metadata["doc"]) + (f" ({', '.join(_CHOICES[name])})" if name in _CHOICES else "")
-
-
-def _section_name(section: type) -> str:
-    return section.__name__.removesuffix("Config").lower()
-
-
-def _check(name: str, value: object, field: dataclasses.Field[Any]) -> None:
-    expected = type(field.default)
-    if type(value) is not expected:
-        raise InputError(f"{name} = {value!r} must be {TYPE_NAMES[expected]}, not {_type_name(value)}")
-    if name in _CHOICES and value not in _CHOICES[name]:
-        raise InputError(f"{name} = {value!r} must be one of {', '.join(_CHOICES[name])}")
-    low, high = field.metadata["low"], field.metadata["high"]
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        below = value <= low if field.metadata["open_low"] else value < low
-        if below or value > high or math.isnan(value) or math.isinf(value):
-            bound = f"above {low:g}" if field.metadata["open_low"] else f"at least {low:g}"
-            upper = f" and at most {high:g}" if high < math.inf else ""
-            raise InputError(f"{name} = {value!r} must be {bound}{upper}")
-
-
-def _type_name(value: object) -> str:
-    return TYPE_NAMES.get(type(value), type(value).__name__)
-
-
-def _integers_as_floats(section: object, values: Mapping[str, Any]) -> dict[str, Any]:
-    """TOML writes 1 where a float may be meant; the reverse (1.5 for an integer) stays an error."""
-    return {
-        key: float(value) if type(value) is int and type(getattr(section, key)) is float else value
-        for key, value in values.items()
-    }

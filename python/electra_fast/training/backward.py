@@ -1,19 +1,72 @@
-"""Forward and backward passes over the micro-batches of a step."""
+"""Forward and backward passes of a step: what a process computes of it, and how pre-training does."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from electra_fast.compute import ComputeConfig, RngKey
 from electra_fast.config import Config
 from electra_fast.data.loader import HostBatch, MicroBatches
 from electra_fast.model import Electra
-from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import Stage
+from electra_fast.objectives import OBJECTIVES, objective_of
+from electra_fast.objectives.objective import Objective, Stage
+from electra_fast.training.optim import Optimizer
 
 
-class Backward:
+class GradientComputation(ABC):
+    """What adds the gradients of a step to a model's parameters; in one process, or in several with a share each.
+
+    `model` has the parameters, `is_compiled` tells whether the forward pass is compiled.
+    """
+
+    model: nn.Module
+    is_compiled: bool = False
+
+    @abstractmethod
+    def load(self, batch: Any, step: int) -> None:
+        """Prepares for `run` a step's batch, which is one for all processes."""
+
+    @abstractmethod
+    def run(self) -> list[dict[str, Tensor]]:
+        """Adds to the parameters' gradients those of the own share; returns metric totals."""
+
+    def enter(self, step: int) -> bool:
+        """Prepares for a step that may train other parameters than the one before; tells whether it does."""
+        return False
+
+
+class Work(ABC):
+    """The work of a run's steps, of which any process can take a share: what it needs to know, without tensors."""
+
+    @abstractmethod
+    def share(self, rank: int, num_processes: int) -> tuple[GradientComputation, Optimizer]:
+        """One process' computation of gradients and its optimizer, of a model with parameters of any value."""
+
+
+@dataclass(frozen=True)
+class PretrainingWork(Work):
+    """The steps of a pre-training run."""
+
+    config: Config
+    objective: type[Objective]
+    """The class that the configuration names, which may be one that this package does not have."""
+    compute: ComputeConfig
+    execution: str
+
+    def share(self, rank: int, num_processes: int) -> tuple[Backward, Optimizer]:
+        """The gradients of the process' rows."""
+        OBJECTIVES[self.config.objective.name] = self.objective
+        model = Electra(self.config).train()
+        backward = Backward(model, self.config, self.compute, self.execution, rank, num_processes)
+        return backward, Optimizer(model.named_parameters(), self.config.optimizer)  # of what the first stage trains
+
+
+class Backward(GradientComputation):
     """Computes the gradients of a step's micro-batches, or one process' share of them.
 
     Args:
@@ -25,6 +78,8 @@ class Backward:
         num_processes: How many processes share each micro-batch.
     """
 
+    model: Electra
+
     def __init__(
         self,
         model: Electra,
@@ -35,7 +90,7 @@ class Backward:
         num_processes: int = 1,
     ) -> None:
         self.model, self.compute, self.is_compiled = model, compute, execution == "compile"
-        self._seed, self._rank = config.train.seed, rank
+        self._config, self._seed, self._rank = config, config.train.seed, rank
         device, num_parts = next(model.parameters()).device, config.train.accumulate * num_processes
         self.micro_batches = MicroBatches(device, num_parts)
         self._own_parts = range(rank, num_parts, num_processes)
@@ -52,6 +107,14 @@ class Backward:
             self.model.get_submodule(name).requires_grad_(False)
         forward = stage.objective.forward
         self._forward = torch.compile(forward, fullgraph=True, dynamic=False) if self.is_compiled else forward
+
+    def enter(self, step: int) -> bool:
+        """Switches to the stage of this step, if it is another."""
+        stage = objective_of(self._config).stage(step)
+        if stage == self.stage:
+            return False
+        self.set_stage(stage)
+        return True
 
     def load(self, batch: HostBatch, step: int) -> None:
         """Copies a step's batch and number to the device."""

@@ -26,7 +26,7 @@ from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Stage
 from electra_fast.training.allocator import keep_freed_memory
-from electra_fast.training.backward import Backward
+from electra_fast.training.backward import Backward, PretrainingWork
 from electra_fast.training.optim import Optimizer, lr_scale
 from electra_fast.training.step_processes import StepProcesses, choose_num_processes
 
@@ -95,7 +95,8 @@ class TrainStep:
         self.backward = Backward(model, config, compute, execution, num_processes=num_processes)
         self.processes: StepProcesses | None = None
         if num_processes > 1:
-            self.processes = StepProcesses(self.backward, optimizer, config, execution, num_processes)
+            work = PretrainingWork(config, type(self.objective), compute, execution)
+            self.processes = StepProcesses(self.backward, optimizer, work, num_processes)
         self._captures = device.type == "cuda" and execution != "eager"
         # A stream of its own throughout: what runs before a capture must run where the capture does.
         self.stream: torch.cuda.Stream | None = None

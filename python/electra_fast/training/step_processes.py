@@ -26,16 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from electra_fast.compute import ComputeConfig
 from electra_fast.config import Config
-from electra_fast.data.loader import HostBatch
 from electra_fast.errors import TrainingFailed
 from electra_fast.interruption import SIGNALS
-from electra_fast.model import Electra
-from electra_fast.objectives import OBJECTIVES, objective_of
-from electra_fast.objectives.objective import Objective
 from electra_fast.training.allocator import keep_freed_memory
-from electra_fast.training.backward import Backward
+from electra_fast.training.backward import GradientComputation, Work
 from electra_fast.training.optim import Optimizer, global_norm
 
 # Each further process holds some 300 MB and a copy of the gradients.
@@ -46,14 +41,19 @@ _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from electra_f
 
 
 def choose_num_processes(config: Config, device: torch.device) -> int:
-    """Among how many processes to divide each micro-batch: as many as torch's threads, but a divisor of its rows.
+    """Among how many processes to divide each micro-batch: as many as there can be, but a divisor of its rows."""
+    rows = config.train.batch_size // config.train.accumulate
+    return max(n for n in range(1, max_processes(device) + 1) if rows % n == 0)
+
+
+def max_processes(device: torch.device) -> int:
+    """How many processes can share a step: as many as torch's threads, up to `MAX_PROCESSES`.
 
     1 on devices other than the CPU, and where the system has no anonymous files (they are Linux').
     """
     if device.type != "cpu" or not hasattr(os, "memfd_create"):
         return 1
-    rows = config.train.batch_size // config.train.accumulate
-    return max(n for n in range(1, MAX_PROCESSES + 1) if n <= torch.get_num_threads() and rows % n == 0)
+    return min(MAX_PROCESSES, torch.get_num_threads())
 
 
 class _Share:
@@ -67,7 +67,9 @@ class _Share:
         num_processes: How many share it.
     """
 
-    def __init__(self, rank: int, backward: Backward, optimizer: Optimizer, memory: int, num_processes: int) -> None:
+    def __init__(
+        self, rank: int, backward: GradientComputation, optimizer: Optimizer, memory: int, num_processes: int
+    ) -> None:
         self.backward, self.optimizer, self._rank = backward, optimizer, rank
         self._parameters = dict(backward.model.named_parameters())
         shared = [*self._parameters.values(), *optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
@@ -109,10 +111,7 @@ class _Share:
 class _Task:
     """What a helper needs to know before the first step."""
 
-    config: Config
-    objective: type[Objective]
-    compute: ComputeConfig
-    execution: str
+    work: Work
     rank: int
     num_processes: int
     num_threads: int
@@ -128,14 +127,11 @@ class StepProcesses:
         backward: Of the calling process, which is the first. The model's parameters and the optimizer's moments move
             to memory that all processes share: what is copied to them is seen by all.
         optimizer: Of the model's parameters.
-        config: Of the run.
-        execution: As for `Backward`.
+        work: Of which the helpers take shares.
         num_processes: At least 2.
     """
 
-    def __init__(
-        self, backward: Backward, optimizer: Optimizer, config: Config, execution: str, num_processes: int
-    ) -> None:
+    def __init__(self, backward: GradientComputation, optimizer: Optimizer, work: Work, num_processes: int) -> None:
         self._num_cores = torch.get_num_threads()
         self._num_threads = max(1, self._num_cores // num_processes)
         memory = os.memfd_create("electra-fast")
@@ -143,16 +139,7 @@ class StepProcesses:
         self._helpers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         self.close = weakref.finalize(self, _end, self._helpers)
         for rank in range(1, num_processes):
-            task = _Task(
-                config,
-                type(objective_of(config)),
-                backward.compute,
-                execution,
-                rank,
-                num_processes,
-                self._num_threads,
-                memory,
-            )
+            task = _Task(work, rank, num_processes, self._num_threads, memory)
             self._helpers.append(_start(task))
         os.close(memory)
         try:
@@ -161,7 +148,7 @@ class StepProcesses:
             self.close()
             raise
 
-    def start(self, batch: HostBatch, step: int, lr_scale: float) -> None:
+    def start(self, batch: Any, step: int, lr_scale: float) -> None:
         """Lets the helpers begin with a step, before the optimizer's scalars are set for it."""
         self._send((batch, step, lr_scale, self._share.optimizer.num_updates))
 
@@ -268,19 +255,14 @@ def _help(connection: Connection) -> None:
         connection.recv()
 
     task: _Task = connection.recv()
-    OBJECTIVES[task.config.objective.name] = task.objective  # which may be one that this package does not have
     torch.set_num_threads(task.num_threads)
     keep_freed_memory()
-    model, objective = Electra(task.config).train(), objective_of(task.config)
-    backward = Backward(model, task.config, task.compute, task.execution, task.rank, task.num_processes)
-    optimizer = Optimizer(model.named_parameters(), task.config.optimizer)  # of what the first stage trains
+    backward, optimizer = task.work.share(task.rank, task.num_processes)
     share = _Share(task.rank, backward, optimizer, task.memory, task.num_processes)
     connection.send(None)
     while True:
         batch, step, lr_scale, num_updates = connection.recv()
-        stage = objective.stage(step)
-        if stage != backward.stage:
-            backward.set_stage(stage)
+        if backward.enter(step):
             optimizer.choose_parameters()
         optimizer.num_updates = num_updates
         optimizer.set_step_scalars(lr_scale)

@@ -1,0 +1,155 @@
+"""What configurations are made of: sections of checked keys, read from TOML and the command line.
+
+A `Configuration` is a frozen dataclass of `Section`s, these are frozen dataclasses of `config_key`s. `config` has the
+sections of pre-training, `finetuning.config` that of fine-tuning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self, get_args, get_type_hints
+
+from electra_fast.config_file import TYPE_NAMES, Scalar, did_you_mean, format_value, parse_value
+from electra_fast.errors import InputError
+
+
+def config_key(
+    default: Scalar,
+    doc: str,
+    *,
+    choices: tuple[str, ...] = (),
+    low: float = -math.inf,
+    high: float = math.inf,
+    open_low: bool = False,
+) -> Any:
+    """One configuration key: its default, meaning and allowed range (`open_low`: low itself excluded).
+
+    `choices` is for names that a table holds; others are the key's Literal type.
+    """
+    metadata = {"doc": doc, "choices": choices, "low": low, "high": high, "open_low": open_low}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Checks every field of a section against its declared type, choices and range."""
+
+    def __post_init__(self) -> None:
+        choices = _choices(type(self))
+        for field in dataclasses.fields(self):
+            name = f"{type(self).__name__.removesuffix('Config').lower()}.{field.name}"
+            _check(name, field, getattr(self, field.name), choices.get(field.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """Sections by name. Validation raises and never rewrites a value."""
+
+    @classmethod
+    def key_names(cls) -> list[str]:
+        """Every key as `section.key`, in order."""
+        return [
+            f"{name}.{field.name}" for name, section in _sections(cls).items() for field in dataclasses.fields(section)
+        ]
+
+    @classmethod
+    def describe_key(cls, name: str) -> str:
+        """A key's meaning and, where there are any, its choices: for help texts."""
+        section_name, _, key = name.partition(".")
+        section = _sections(cls)[section_name]
+        (field,) = (f for f in dataclasses.fields(section) if f.name == key)
+        choices = _choices(section).get(key)
+        return str(field.metadata["doc"]) + (f" ({', '.join(choices)})" if choices else "")
+
+    def replace(self, table: Mapping[str, Any]) -> Self:
+        """A copy with `table[section][key]` laid over it; unknown names raise with the nearest match."""
+        sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name, values in table.items():
+            if name not in sections:
+                raise InputError(f"unknown section [{name}]{did_you_mean(name, sections)}")
+            if not isinstance(values, Mapping):
+                raise InputError(f"[{name}] is not a table")
+            keys = [field.name for field in dataclasses.fields(sections[name])]
+            for key in values:
+                if key not in keys:
+                    raise InputError(f"unknown key {name}.{key}{did_you_mean(key, keys)}")
+            sections[name] = dataclasses.replace(sections[name], **_integers_as_floats(sections[name], values))
+        return type(self)(**sections)
+
+    def override(self, overrides: Mapping[str, str]) -> Self:
+        """A copy with command-line values, e.g. `{"train.steps": "100"}`, parsed as their key's type."""
+        table: dict[str, dict[str, Scalar]] = {}
+        known = self.key_names()
+        for name, text in overrides.items():
+            section, dot, key = name.partition(".")
+            if not dot or name not in known:
+                raise InputError(f"unknown key {name}{did_you_mean(name, known)}")
+            table.setdefault(section, {})[key] = parse_value(name, text, type(self.value(name)))
+        return self.replace(table)
+
+    def to_toml(self) -> str:
+        """The whole configuration as TOML, each key with its meaning; `replace` takes the table back exactly."""
+        lines = []
+        for section in dataclasses.fields(self):
+            lines.append(f"[{section.name}]")
+            values = getattr(self, section.name)
+            for field in dataclasses.fields(values):
+                value = f"{field.name} = {format_value(getattr(values, field.name))}"
+                lines.append(f"{value:<32} # {field.metadata['doc']}")
+            lines.append("")
+        return "\n".join(lines)
+
+    def differences(self, other: Self) -> dict[str, tuple[Scalar, Scalar]]:
+        """Keys whose values differ: `{"train.steps": (own value, other value)}`."""
+        pairs = {name: (self.value(name), other.value(name)) for name in self.key_names()}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    def value(self, name: str) -> Scalar:
+        """The value of `section.key`."""
+        section, _, key = name.partition(".")
+        value: Scalar = getattr(getattr(self, section), key)
+        return value
+
+
+def _sections(configuration: type[Configuration]) -> dict[str, type[Section]]:
+    hints = get_type_hints(configuration)
+    return {field.name: hints[field.name] for field in dataclasses.fields(configuration)}
+
+
+def _choices(section: type[Section]) -> dict[str, tuple[str, ...]]:
+    """The values that a key may have, of those that are names: its Literal type, or what its table holds."""
+    hints = get_type_hints(section)
+    found = {
+        field.name: field.metadata["choices"] or get_args(hints[field.name]) for field in dataclasses.fields(section)
+    }
+    return {name: choices for name, choices in found.items() if choices}
+
+
+def _check(name: str, field: dataclasses.Field[Any], value: object, choices: tuple[str, ...] | None) -> None:
+    expected = type(field.default)
+    if type(value) is not expected:
+        raise InputError(f"{name} = {value!r} must be {TYPE_NAMES[expected]}, not {_type_name(value)}")
+    if choices and value not in choices:
+        raise InputError(f"{name} = {value!r} must be one of {', '.join(choices)}")
+    low, high = field.metadata["low"], field.metadata["high"]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        below = value <= low if field.metadata["open_low"] else value < low
+        if below or value > high or math.isnan(value) or math.isinf(value):
+            bound = f"above {low:g}" if field.metadata["open_low"] else f"at least {low:g}"
+            upper = f" and at most {high:g}" if high < math.inf else ""
+            raise InputError(f"{name} = {value!r} must be {bound}{upper}")
+
+
+def _type_name(value: object) -> str:
+    return TYPE_NAMES.get(type(value), type(value).__name__)
+
+
+def _integers_as_floats(section: object, values: Mapping[str, Any]) -> dict[str, Any]:
+    """TOML writes 1 where a float may be meant; the reverse (1.5 for an integer) stays an error."""
+    return {
+        key: float(value) if type(value) is int and type(getattr(section, key)) is float else value
+        for key, value in values.items()
+    }
