@@ -67,10 +67,20 @@ class Optimizer:
     `exp_avg` and `exp_avg_sq` are the moments by parameter name, of frozen ones too; Muon's momentum is an `exp_avg`.
     `parameters` are those that it trains, `own_names` those that `step` updates.
     ValueError if no parameter requires a gradient.
+
+    Args:
+        named_parameters: Of the model.
+        config: Update rule and its settings.
+        lr_factors: What the learning rate of a parameter is multiplied by, where that is not 1, by name.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
-        self.config = config
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        lr_factors: Mapping[str, float] | None = None,
+    ) -> None:
+        self.config, self._lr_factors = config, dict(lr_factors or {})
         self._all_parameters = dict(named_parameters)
         # On the device, set for each step: -learning rate, -Muon's learning rate, Adam's two bias corrections.
         self.scalars = torch.zeros(4, device=next(iter(self._all_parameters.values())).device)
@@ -172,7 +182,7 @@ class Optimizer:
         exp_avgs = [self.exp_avg[name] for name in names]
         exp_avg_sqs = [self.exp_avg_sq[name] for name in names]
         if config.name != "lamb" and not negative_lr.is_cuda:
-            self._step_adam_fused(parameters, grads, exp_avgs, exp_avg_sqs)
+            self._step_adam_fused(names, parameters, grads, exp_avgs, exp_avg_sqs)
             return
         torch._foreach_lerp_(exp_avgs, grads, 1 - config.beta1)
         torch._foreach_mul_(exp_avg_sqs, config.beta2)
@@ -195,37 +205,49 @@ class Optimizer:
                 blocks_KX = updates[i].view(_num_blocks(names[i]), -1)
                 blocks_KX.mul_(_trust_ratios(parameters[i].view(blocks_KX.shape), blocks_KX))
         torch._foreach_mul_(updates, negative_lr)
+        if self._lr_factors:
+            torch._foreach_mul_(updates, [self._lr_factor(name) for name in names])
         torch._foreach_add_(parameters, updates)
 
+    def _lr_factor(self, name: str) -> float:
+        return self._lr_factors.get(name, 1.0)
+
     def _step_adam_fused(
-        self, parameters: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]
+        self,
+        names: list[str],
+        parameters: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
     ) -> None:
         """AdamW by torch's fused operator, which passes over memory once instead of ten times."""
         config = self.config
         # After infinitely many updates both bias corrections are exactly 1.
         num_updates = torch.full((), self.num_updates if config.bias_correction else math.inf)
-        for is_decayed in (True, False):
-            group = [i for i, parameter in enumerate(parameters) if (parameter.dim() > 1) == is_decayed]
-            if group:
-                torch._fused_adamw_(
-                    [parameters[i] for i in group],
-                    [grads[i] for i in group],
-                    [exp_avgs[i] for i in group],
-                    [exp_avg_sqs[i] for i in group],
-                    [],
-                    [num_updates] * len(group),
-                    lr=-self.scalars[0],
-                    beta1=config.beta1,
-                    beta2=config.beta2,
-                    weight_decay=config.weight_decay if is_decayed else 0.0,
-                    eps=config.epsilon,
-                    amsgrad=False,
-                    maximize=False,
-                )
+        groups: dict[tuple[bool, float], list[int]] = {}
+        for i, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+            groups.setdefault((parameter.dim() > 1, self._lr_factor(name)), []).append(i)
+        for (is_decayed, lr_factor), group in groups.items():
+            torch._fused_adamw_(
+                [parameters[i] for i in group],
+                [grads[i] for i in group],
+                [exp_avgs[i] for i in group],
+                [exp_avg_sqs[i] for i in group],
+                [],
+                [num_updates] * len(group),
+                lr=-self.scalars[0] * lr_factor,
+                beta1=config.beta1,
+                beta2=config.beta2,
+                weight_decay=config.weight_decay if is_decayed else 0.0,
+                eps=config.epsilon,
+                amsgrad=False,
+                maximize=False,
+            )
 
     def _step_muon(self, gradients: Mapping[str, Tensor]) -> None:
         """Matrices with blocks of one shape."""
         momentum, negative_lr = self.config.muon_momentum, self.scalars[1]
+        lr_factors = [self._lr_factor(name) for name in gradients]
         parameters: list[Tensor] = [self.parameters[name] for name in gradients]
         exp_avgs, grads = [self.exp_avg[name] for name in gradients], list(gradients.values())
         torch._foreach_lerp_(exp_avgs, grads, 1 - momentum)
@@ -238,7 +260,12 @@ class Optimizer:
         aspect = math.sqrt(max(1.0, orthogonal.shape[1] / orthogonal.shape[2]))
         split = torch.split(orthogonal * (negative_lr * aspect), num_blocks)
         updates = [x.reshape(p.shape) for x, p in zip(split, parameters, strict=True)]
-        torch._foreach_mul_(parameters, 1 + negative_lr * self.config.weight_decay)
+        if self._lr_factors:
+            torch._foreach_mul_(updates, lr_factors)
+            decays = [1 + negative_lr * self.config.weight_decay * factor for factor in lr_factors]
+            torch._foreach_mul_(parameters, decays)
+        else:
+            torch._foreach_mul_(parameters, 1 + negative_lr * self.config.weight_decay)
         torch._foreach_add_(parameters, updates)
 
     def state_dict(self) -> dict[str, Tensor]:
