@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Final, Literal, get_args, get_type_hints
 
 from electra_fast.config_file import TYPE_NAMES, Scalar, did_you_mean, format_value, parse_value, read_toml
 from electra_fast.errors import InputError
@@ -21,7 +21,7 @@ from electra_fast.presets import RECIPES, SIZE_RECIPES, SIZES
 
 Architecture = Literal["bert", "modern"]
 
-AUTO = "auto"
+AUTO: Final = "auto"
 # Keys whose `auto` depends on the hardware. Chosen when a run starts, recorded in its config.toml, and then kept.
 HARDWARE_KEYS = ("train.precision", "model.attention", "train.execution")
 
@@ -72,6 +72,18 @@ class ModelConfig(_Section):
     attention: Literal["auto", "sdpa", "varlen", "flex", "xformers"] = _key(
         "auto", "attention backend; auto: varlen on CUDA in 16 bits, else sdpa"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_size % self.num_heads:
+            raise InputError(
+                f"model.num_heads = {self.num_heads} does not divide model.hidden_size = {self.hidden_size}"
+            )
+        if self.architecture == "modern" and self.hidden_size // self.num_heads % 2:
+            raise InputError(
+                f"model.hidden_size / model.num_heads = {self.hidden_size // self.num_heads} is odd; "
+                "rotary positions need an even head width"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,15 +180,6 @@ class Config:
 
     def __post_init__(self) -> None:
         model, train = self.model, self.train
-        if model.hidden_size % model.num_heads:
-            raise InputError(
-                f"model.num_heads = {model.num_heads} does not divide model.hidden_size = {model.hidden_size}"
-            )
-        if model.architecture == "modern" and model.hidden_size // model.num_heads % 2:
-            raise InputError(
-                f"model.hidden_size / model.num_heads = {model.hidden_size // model.num_heads} is odd; "
-                "rotary positions need an even head width"
-            )
         if self.data.sequence_length > model.max_positions:
             raise InputError(
                 f"data.sequence_length = {self.data.sequence_length} is longer than "
