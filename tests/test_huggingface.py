@@ -141,7 +141,7 @@ def edit(path: Path, **changes: object) -> None:
         ("google", "discriminator", {"architectures": ["ElectraModel"]}, "a discriminator is ElectraForPreTraining"),
         ("google", "generator", {"intermediate_size": 100}, "intermediate_size = 100, and generator.fraction = 0.5"),
         ("google", "generator", {"max_position_embeddings": 64}, "max_positions = 64, and the discriminator's is 128"),
-        ("google", "generator", {"num_attention_heads": 3}, "generator.fraction = 1.5 must be above 0 and at most 1"),
+        ("google", "generator", {"num_attention_heads": 4}, "generator.fraction = 2.0 must be above 0 and at most 1"),
         ("modern", "generator", {"norm_bias": True}, "norm_bias = True is not supported; it must be False"),
         (
             "modern",

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from electra_fast.config_file import Scalar, did_you_mean, read_toml
 from electra_fast.config_section import Configuration, Section, config_key
@@ -21,7 +21,7 @@ from electra_fast.presets import RECIPES, SIZE_RECIPES, SIZES
 
 Architecture = Literal["bert", "modern"]
 
-AUTO = "auto"
+AUTO: Final = "auto"
 # Keys whose `auto` depends on the hardware. Chosen when a run starts, recorded in its config.toml, and then kept.
 HARDWARE_KEYS = ("train.precision", "model.attention", "train.execution")
 
@@ -46,6 +46,18 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "varlen", "flex", "xformers"] = config_key(
         "auto", "attention backend; auto: varlen on CUDA in 16 bits, else sdpa"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_size % self.num_heads:
+            raise InputError(
+                f"model.num_heads = {self.num_heads} does not divide model.hidden_size = {self.hidden_size}"
+            )
+        if self.architecture == "modern" and self.hidden_size // self.num_heads % 2:
+            raise InputError(
+                f"model.hidden_size / model.num_heads = {self.hidden_size // self.num_heads} is odd; "
+                "rotary positions need an even head width"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,15 +158,6 @@ class Config(Configuration):
 
     def __post_init__(self) -> None:
         model, train = self.model, self.train
-        if model.hidden_size % model.num_heads:
-            raise InputError(
-                f"model.num_heads = {model.num_heads} does not divide model.hidden_size = {model.hidden_size}"
-            )
-        if model.architecture == "modern" and model.hidden_size // model.num_heads % 2:
-            raise InputError(
-                f"model.hidden_size / model.num_heads = {model.hidden_size // model.num_heads} is odd; "
-                "rotary positions need an even head width"
-            )
         if self.data.sequence_length > model.max_positions:
             raise InputError(
                 f"data.sequence_length = {self.data.sequence_length} is longer than "

@@ -68,14 +68,16 @@ _FIXED: dict[str, dict[str, Any]] = {
     },
     "modern": {
         "hidden_activation": "gelu",
-        "classifier_activation": "gelu",
         "norm_eps": MODERN_EPS,
         "norm_bias": False,
         "attention_bias": False,
         "mlp_bias": False,
-        "classifier_bias": False,
-        "decoder_bias": True,
     },
+}
+# The same of the heads of pre-training.
+_FIXED_HEAD: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "modern": {"classifier_activation": "gelu", "classifier_bias": False, "decoder_bias": True},
 }
 
 
@@ -85,19 +87,24 @@ def describe(config: Config, role: str, special_ids: Mapping[str, int]) -> dict[
     `special_ids` are the ids of `pad`, `cls`, `sep` as returned by `huggingface.tokenizer.special_ids`.
     """
     shape = role_shape(config, role)
-    architecture = shape.architecture
-    (model_type,) = (name for name, value in MODEL_TYPES.items() if value == architecture)
-    table: dict[str, Any] = {"architectures": [CLASSES[architecture, role]], "model_type": model_type}
-    table |= {hf_key: getattr(shape, key) for hf_key, (key, _) in SIZE_KEYS[architecture].items()}
-    table |= _FIXED[architecture] | {"initializer_range": 0.02, "dtype": "float32", "torch_dtype": "float32"}
-    table |= {"pad_token_id": special_ids["pad"], "tie_word_embeddings": not weights.is_multiplied(shape)}
-    if architecture == "modern":
-        table |= _modern_extras(shape, special_ids)
-        if role == "discriminator":
-            table |= {"id2label": {"0": "replaced"}, "label2id": {"replaced": 0}}
+    table: dict[str, Any] = {"architectures": [CLASSES[shape.architecture, role]]}
+    table |= describe_encoder(shape, special_ids) | _FIXED_HEAD[shape.architecture]
+    if shape.architecture == "modern" and role == "discriminator":
+        table |= {"id2label": {"0": "replaced"}, "label2id": {"replaced": 0}}
     # A published folder must not reveal paths of the machine it was made on.
     own = config.replace({"data": {"corpus": ""}, "train": {"out": ""}})
     return table | {OWN_KEY: dataclasses.asdict(own)}
+
+
+def describe_encoder(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:
+    """The part of config.json that says what an encoder computes, for any class of its model type."""
+    architecture = shape.architecture
+    (model_type,) = (name for name, value in MODEL_TYPES.items() if value == architecture)
+    table: dict[str, Any] = {"model_type": model_type}
+    table |= {hf_key: getattr(shape, key) for hf_key, (key, _) in SIZE_KEYS[architecture].items()}
+    table |= _FIXED[architecture] | {"initializer_range": 0.02, "dtype": "float32", "torch_dtype": "float32"}
+    table |= {"pad_token_id": special_ids["pad"], "tie_word_embeddings": not weights.is_multiplied(shape)}
+    return table | _modern_extras(shape, special_ids) if architecture == "modern" else table
 
 
 def _modern_extras(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:
@@ -137,25 +144,49 @@ def read_table(folder: Path) -> dict[str, Any]:
 
 
 def read_shape(folder: Path, role: str, table: Mapping[str, Any]) -> ModelConfig:
-    """The model shape of a config.json; raises ValueError for settings that our encoders don't support."""
+    """The model shape of one role's config.json; raises ValueError for settings that our models don't support."""
+    path = folder / "config.json"
+    shape = read_encoder_shape(folder, table)
+    check_role(path, role, table)
+    _check_fixed(path, table, _FIXED_HEAD[shape.architecture])
+    own = own_config(path, table)
+    if shape.architecture == "bert" or own is None:
+        return shape
+    return dataclasses.replace(shape, embedding_size=own.model.embedding_size)
+
+
+def read_encoder_shape(folder: Path, table: Mapping[str, Any]) -> ModelConfig:
+    """The shape of an encoder, of whatever class; raises ValueError for settings that our encoders don't support.
+
+    The embeddings of `modern` are as wide as its layers, even if a projection was multiplied into them.
+    """
     path, architecture = folder / "config.json", MODEL_TYPES[table["model_type"]]
-    for name, value in _FIXED[architecture].items():
-        if table.get(name, value) != value:
-            raise InputError(f"{path}: {name} = {table[name]!r} is not supported; it must be {value!r}")
-    classes = table.get("architectures") or [CLASSES[architecture, role]]
-    if CLASSES[architecture, role] not in classes:
-        raise InputError(f"{path}: architectures = {classes!r}; a {role} is {CLASSES[architecture, role]}")
+    _check_fixed(path, table, _FIXED[architecture])
     values = {key: table.get(hf_key, default) for hf_key, (key, default) in SIZE_KEYS[architecture].items()}
-    for name in ("dropout", "attention_dropout"):
-        values[name] = float(values[name])
     if architecture == "modern":
         _check_modern(path, table, values["num_layers"])
-        own = own_config(path, table)
-        values["embedding_size"] = values["hidden_size"] if own is None else own.model.embedding_size
+        values["embedding_size"] = values["hidden_size"]
+    for key, value in values.items():
+        if type(value) is int and type(getattr(ModelConfig, key)) is float:
+            values[key] = float(value)
     try:
         return ModelConfig(architecture=architecture, **values)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def check_role(path: Path, role: str, table: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a config.json is of the class that has this role."""
+    name = CLASSES[MODEL_TYPES[table["model_type"]], role]
+    classes = table.get("architectures") or [name]
+    if name not in classes:
+        raise InputError(f"{path}: architectures = {classes!r}; a {role} is {name}")
+
+
+def _check_fixed(path: Path, table: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    for name, value in fixed.items():
+        if table.get(name, value) != value:
+            raise InputError(f"{path}: {name} = {table[name]!r} is not supported; it must be {value!r}")
 
 
 def _check_modern(path: Path, table: Mapping[str, Any], num_layers: int) -> None:

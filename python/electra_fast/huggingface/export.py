@@ -1,8 +1,4 @@
-"""`load`, `export` and `import_folder`: models from and to runs and Hugging Face folders.
-
-A source is a run, one of its checkpoints, or a Hugging Face folder: a single model, or a folder with
-`discriminator/` and `generator/` (only the latter for the objective `mlm`).
-"""
+"""`load`, `export` and `import_folder`: models from and to runs and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -12,21 +8,19 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from electra_fast import checkpoint, checkpoint_folder
+from electra_fast import checkpoint
 from electra_fast.atomic_files import replace_folder
 from electra_fast.checkpoint_folder import TrainState
-from electra_fast.config import AUTO, HARDWARE_KEYS, Config
-from electra_fast.data.corpus import Tokenizer
+from electra_fast.config import AUTO, HARDWARE_KEYS
 from electra_fast.errors import InputError
-from electra_fast.huggingface.card import Origin, model_card
-from electra_fast.huggingface.config import CLASSES, OWN_KEY, token_type_1_trained
+from electra_fast.huggingface.card import model_card
+from electra_fast.huggingface.config import OWN_KEY
 from electra_fast.huggingface.folder import read_models, write_model
-from electra_fast.huggingface.tokenizer import copy_tokenizer, run_tokenizer, special_ids
+from electra_fast.huggingface.source import ROLES, checkpoint_of, folders_of, origin, tokenizer_folder
+from electra_fast.huggingface.tokenizer import copy_tokenizer, special_ids
 from electra_fast.huggingface.weights import PARTS
-from electra_fast.json_files import read_object
 from electra_fast.model import Electra
 
-ROLES = ("discriminator", "generator")
 _INPUT_NAMES = {
     "bert": ["input_ids", "token_type_ids", "attention_mask"],
     "modern": ["input_ids", "attention_mask"],
@@ -40,8 +34,8 @@ def load(path: str | Path) -> Electra:
     other is called. Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
     source = Path(path)
-    stored = _checkpoint(source)
-    model = read_models(_folders(source)) if stored is None else checkpoint.load_model(stored)
+    stored = checkpoint_of(source)
+    model = read_models(folders_of(source)) if stored is None else checkpoint.load_model(stored)
     return model.eval()
 
 
@@ -56,7 +50,7 @@ def export(source: str | Path, out: str | Path) -> None:
     if not _is_empty(out) and not _is_export(out):
         raise InputError(f"{out}: not empty and not an earlier export; choose another folder")
     model, source_origin = load(source), origin(source)
-    tokenizer = tokenizer_folder(source, model)
+    tokenizer = tokenizer_folder(source, model.config.model.vocab_size)
     if "generator" not in model.networks:
         raise InputError(f"{source}: a discriminator alone; export needs a generator beside it")
 
@@ -85,11 +79,11 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
     source, out = Path(directory), Path(out)
     if not _is_empty(out):
         raise InputError(f"{out}: not empty; choose another folder for the run")
-    folders = _folders(source)
+    folders = folders_of(source)
     if "generator" not in folders:
         raise InputError(f"{source}: no generator; training goes on from discriminator/ and generator/ side by side")
     model = read_models(folders)
-    tokenizer = tokenizer_folder(source, model)
+    tokenizer = tokenizer_folder(source, model.config.model.vocab_size)
     # Chosen when the training starts: how long it is and where it runs may differ from the exported run.
     fresh = {"optimizer.warmup_steps": "-1"} | dict.fromkeys(HARDWARE_KEYS, AUTO)
     model.config = model.config.override(fresh)
@@ -103,23 +97,6 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
     _write_folder(out, write)
 
 
-def origin(source: Path) -> Origin:
-    """What a source records about its model's training."""
-    stored = _checkpoint(source)
-    if stored is None:
-        return Origin(token_type_1_trained=any(token_type_1_trained(folder) for folder in _folders(source).values()))
-    state, packing = checkpoint_folder.read_state(stored), Config.load(stored / "config.toml").data.packing
-    tokens = state.tokens + int(state.log_window.totals.get("tokens", 0))
-    return Origin(
-        # Only packing `google` makes rows of two segments; the state remembers earlier packings.
-        token_type_1_trained=(state.step > 0 and packing == "google") or state.token_type_1_trained,
-        steps=state.step,
-        imported=state.imported,
-        tokens=None if state.loader is None else tokens,
-        corpus=state.corpus,
-    )
-
-
 @torch.no_grad()
 def _copy_token_type_0(model: Electra) -> None:
     for name, table in model.named_parameters():
@@ -130,66 +107,6 @@ def _copy_token_type_0(model: Electra) -> None:
 def _num_parameters(model: Electra, role: str) -> int:
     parts = {parameter for part in PARTS[role] for parameter in model.get_submodule(part).parameters()}
     return sum(parameter.numel() for parameter in parts)
-
-
-def _checkpoint(source: Path) -> Path | None:
-    """The checkpoint of a run or checkpoint folder; None for Hugging Face folders."""
-    if not source.is_dir():
-        raise FileNotFoundError(f"{source}: no such folder; name a run, a checkpoint or a Hugging Face folder")
-    if (source / "checkpoints").is_dir():
-        return checkpoint_folder.latest(source)
-    return source if (source / "state.json").is_file() else None
-
-
-def _folders(source: Path) -> dict[str, Path]:
-    """Role → Hugging Face folder."""
-    if not source.is_dir():
-        raise FileNotFoundError(f"{source}: no such folder; name one with discriminator/ and generator/")
-    if (source / "config.json").is_file():
-        return {_role(source / "config.json"): source}
-    folders = {role: source / role for role in ROLES if (source / role).is_dir()}
-    if not folders:
-        raise FileNotFoundError(
-            f"{source}: no model here (looked for checkpoints/, state.json, config.json, discriminator/, generator/)"
-        )
-    if "generator" not in folders:
-        return {"discriminator": folders["discriminator"]}
-    return folders
-
-
-def _role(path: Path) -> str:
-    """The role of a single model, from the class in its config.json."""
-    classes = read_object(path).get("architectures") or []
-    for (_, role), name in CLASSES.items():
-        if name in classes:
-            return role
-    raise InputError(f"{path}: architectures = {classes!r} must name one of {', '.join(CLASSES.values())}")
-
-
-def tokenizer_folder(source: Path, model: Electra) -> Path:
-    """The folder of a source's tokenizer; raises ValueError if it cannot be the tokenizer of `model`."""
-    stored = _checkpoint(source)
-    if stored is not None:
-        places = [run_tokenizer(stored.parent.parent)]
-    else:
-        folders = [*_folders(source).values()]
-        places = [place for place in folders if _has_tokenizer(place)] or [source]
-        if not _has_tokenizer(places[0]):
-            raise FileNotFoundError(f"{folders[0]}: holds no tokenizer; put its tokenizer.json or vocab.txt there")
-    first, *others = map(Tokenizer, places)
-    for other in others:
-        if other.content_hash != first.content_hash:
-            raise InputError(f"{other.path}: another vocabulary than that of {first.path}; both models need the same")
-    if first.vocab_size > model.config.model.vocab_size:
-        raise InputError(
-            f"{first.path}: has {first.vocab_size:,} entries, but the model has {model.config.model.vocab_size:,}; "
-            "put the model's own tokenizer there"
-        )
-    return places[0]
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return (folder / "tokenizer.json").is_file() or (folder / "vocab.txt").is_file()
 
 
 def _is_empty(folder: Path) -> bool:

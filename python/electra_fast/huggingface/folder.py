@@ -34,7 +34,7 @@ from electra_fast.huggingface.config import (
     role_shape,
 )
 from electra_fast.huggingface.weights import INPUT_TABLE, OUTPUT_TABLE, State
-from electra_fast.json_files import write_object
+from electra_fast.json_files import read_object, write_object
 from electra_fast.model import Electra
 from electra_fast.objectives import OBJECTIVES
 
@@ -88,7 +88,7 @@ def read_models(paths: Mapping[str, Path]) -> Electra:
     for role, folder in folders.items():
         try:
             # A table factored out of both folders takes precedence over a single folder's.
-            state = weights.from_hf(folder.tensors, role, role_shape(config, role), expected) | state
+            state = weights.from_hf(folder.tensors, weights.pairs(role, role_shape(config, role)), expected) | state
         except InputError as error:
             raise InputError(f"{folder.weights_file}: {error}") from None
     with torch.no_grad():
@@ -99,25 +99,43 @@ def read_models(paths: Mapping[str, Path]) -> Electra:
 
 def _read_folder(path: Path, role: str) -> _Folder:
     table = read_table(path)
-    folder = _Folder(path, role, table, read_shape(path, role, table), _read_tensors(path))
+    folder = _Folder(path, role, table, read_shape(path, role, table), read_weights(path))
     _check_tables(folder)
     return folder
 
 
-def _read_tensors(folder: Path) -> State:
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        others = [name for name in ("pytorch_model.bin", "tf_model.h5") if (folder / name).is_file()]
-        if others:
-            raise InputError(
-                f"{folder}: weights only as {others[0]}, which can run code when read; load it in transformers "
-                "and save_pretrained it as model.safetensors"
-            )
-        raise FileNotFoundError(f"{path}: no such file; a Hugging Face model folder keeps its weights there")
-    try:
-        return dict(load_file(path))
-    except safetensors.SafetensorError as error:
-        raise InputError(f"{path}: not a whole safetensors file: {error}") from None
+def read_weights(folder: Path) -> State:
+    """The tensors of a folder's model.safetensors, or of the files that model.safetensors.index.json names.
+
+    Raises FileNotFoundError, or ValueError naming the file.
+    """
+    tensors: State = {}
+    for path in _weights_files(folder):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file; a Hugging Face model folder keeps its weights there")
+        try:
+            tensors |= load_file(path)
+        except safetensors.SafetensorError as error:
+            raise InputError(f"{path}: not a whole safetensors file: {error}") from None
+    return tensors
+
+
+def _weights_files(folder: Path) -> list[Path]:
+    path, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if path.is_file():
+        return [path]
+    if index.is_file():
+        names = read_object(index).get("weight_map")
+        if not isinstance(names, dict) or any(Path(str(name)).name != name for name in names.values()):
+            raise InputError(f"{index}: weight_map must map tensors to the names of files in this folder")
+        return [folder / name for name in sorted(set(names.values()))]
+    others = [name for name in ("pytorch_model.bin", "tf_model.h5") if (folder / name).is_file()]
+    if others:
+        raise InputError(
+            f"{folder}: weights only as {others[0]}, which can run code when read; load it in transformers "
+            "and save_pretrained it as model.safetensors"
+        )
+    return [path]
 
 
 def _check_tables(folder: _Folder) -> None:

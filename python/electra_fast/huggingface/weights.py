@@ -9,7 +9,7 @@ Shapes: V vocabulary, E embedding, D hidden, K widths of several tables side by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ PARTS = {
     "discriminator": ("embeddings", "discriminator", "discriminator_head"),
     "generator": ("generator_embeddings", "generator", "generator_head"),
 }
+PREFIX = {"bert": "electra.", "modern": "model."}
+"""Of the encoder's tensors in a class with heads; `ElectraModel` and `ModernBertModel` save them without it."""
 INPUT_TABLE = {"bert": "electra.embeddings.word_embeddings.weight", "modern": "model.embeddings.tok_embeddings.weight"}
 OUTPUT_TABLE = {"bert": "generator_lm_head.weight", "modern": "decoder.weight"}
 
@@ -42,6 +44,10 @@ _BERT_HEAD = {
     },
     "generator": {"dense": "generator_predictions.dense", "norm": "generator_predictions.LayerNorm"},
 }
+_MODERN_HEAD = {
+    "discriminator": {"dense": "head.dense", "norm": "head.norm", "classifier": "classifier"},
+    "generator": {"dense": "head.dense", "norm": "head.norm"},
+}
 _MODERN_LAYER = {
     "attention_norm": "attn_norm",
     "qkv": "attn.Wqkv",
@@ -57,16 +63,20 @@ def pairs(role: str, shape: ModelConfig) -> list[Pair]:
 
     Excludes tables with a projection multiplied in: see `is_multiplied` and `factored`.
     """
-    return list((_bert_pairs if shape.architecture == "bert" else _modern_pairs)(role, shape))
-
-
-def _bert_pairs(role: str, shape: ModelConfig) -> Iterator[Pair]:
     embeddings, encoder, head = PARTS[role]
+    return [*encoder_pairs(shape, embeddings, encoder), *_head_pairs(role, shape, head)]
+
+
+def encoder_pairs(shape: ModelConfig, embeddings: str = "embeddings", encoder: str = "encoder") -> list[Pair]:
+    """The `pairs` of an encoder without heads, whose two modules have these names."""
+    make = _bert_encoder_pairs if shape.architecture == "bert" else _modern_encoder_pairs
+    return list(make(shape, embeddings, encoder))
+
+
+def _bert_encoder_pairs(shape: ModelConfig, embeddings: str, encoder: str) -> Iterator[Pair]:
     yield f"{embeddings}.token", (INPUT_TABLE["bert"],)
     yield f"{embeddings}.position", ("electra.embeddings.position_embeddings.weight",)
     yield f"{embeddings}.token_type", ("electra.embeddings.token_type_embeddings.weight",)
-    if role == "generator":
-        yield f"{head}.bias", ("generator_lm_head.bias",)
     for kind in ("weight", "bias"):
         yield f"{embeddings}.norm.{kind}", (f"electra.embeddings.LayerNorm.{kind}",)
         if shape.embedding_size != shape.hidden_size:
@@ -79,13 +89,10 @@ def _bert_pairs(role: str, shape: ModelConfig) -> Iterator[Pair]:
             )
             for part, hf_part in _BERT_LAYER.items():
                 yield f"{layer}.{part}.{kind}", (f"{hf_layer}.{hf_part}.{kind}",)
-        for part, hf_part in _BERT_HEAD[role].items():
-            yield f"{head}.{part}.{kind}", (f"{hf_part}.{kind}",)
 
 
-def _modern_pairs(role: str, shape: ModelConfig) -> Iterator[Pair]:
-    embeddings, encoder, head = PARTS[role]
-    if shape.embedding_size == shape.hidden_size:
+def _modern_encoder_pairs(shape: ModelConfig, embeddings: str, encoder: str) -> Iterator[Pair]:
+    if not is_multiplied(shape):
         yield f"{embeddings}.token", (INPUT_TABLE["modern"],)
     yield f"{encoder}.input_norm.weight", ("model.embeddings.norm.weight",)
     for i in range(shape.num_layers):
@@ -93,13 +100,16 @@ def _modern_pairs(role: str, shape: ModelConfig) -> Iterator[Pair]:
             if i or part != "attention_norm":
                 yield f"{encoder}.layers.{i}.{part}.weight", (f"model.layers.{i}.{hf_part}.weight",)
     yield f"{encoder}.output_norm.weight", ("model.final_norm.weight",)
-    yield f"{head}.dense.weight", ("head.dense.weight",)
-    yield f"{head}.norm.weight", ("head.norm.weight",)
+
+
+def _head_pairs(role: str, shape: ModelConfig, head: str) -> Iterator[Pair]:
+    bert = shape.architecture == "bert"
     if role == "generator":
-        yield f"{head}.bias", ("decoder.bias",)
-    else:
-        yield f"{head}.classifier.weight", ("classifier.weight",)
-        yield f"{head}.classifier.bias", ("classifier.bias",)
+        yield f"{head}.bias", ("generator_lm_head.bias" if bert else "decoder.bias",)
+    names = _BERT_HEAD[role] if bert else _MODERN_HEAD[role]
+    for part, hf_part in names.items():
+        for kind in ("weight", "bias") if bert or part == "classifier" else ("weight",):
+            yield f"{head}.{part}.{kind}", (f"{hf_part}.{kind}",)
 
 
 def is_multiplied(shape: ModelConfig) -> bool:
@@ -109,29 +119,47 @@ def is_multiplied(shape: ModelConfig) -> bool:
 
 def to_hf(state: Mapping[str, Tensor], role: str, shape: ModelConfig) -> State:
     """One folder's tensors, fp32 and contiguous; without the output table if it is tied to the input table."""
-    tensors: State = {}
-    for name_in_model, names in pairs(role, shape):
-        for name, part in zip(names, state[name_in_model].chunk(len(names)), strict=True):
-            tensors[name] = part.detach().float().contiguous()
-    if is_multiplied(shape):
-        embeddings, encoder, head = PARTS[role]
-        table_VE = state[f"{embeddings}.token"].detach().double()
-        product_VD = table_VE @ state[f"{encoder}.projection.weight"].detach().double().T
-        tensors[INPUT_TABLE["modern"]] = product_VD.float()
-        if role == "generator":
-            product_VD = table_VE @ state[f"{head}.projection.weight"].detach().double()
-            tensors[OUTPUT_TABLE["modern"]] = product_VD.float()
+    embeddings, encoder, head = PARTS[role]
+    tensors = encoder_to_hf(state, shape, embeddings, encoder) | _renamed(state, _head_pairs(role, shape, head))
+    if is_multiplied(shape) and role == "generator":
+        tensors[OUTPUT_TABLE["modern"]] = _product(state[f"{embeddings}.token"], state[f"{head}.projection.weight"])
     return tensors
 
 
-def from_hf(tensors: Mapping[str, Tensor], role: str, shape: ModelConfig, expected: Mapping[str, torch.Size]) -> State:
-    """Our parameters from one folder's tensors, without multiplied tables (see `factored`).
+def encoder_to_hf(
+    state: Mapping[str, Tensor], shape: ModelConfig, embeddings: str = "embeddings", encoder: str = "encoder"
+) -> State:
+    """The tensors `electra.*` or `model.*` of an encoder whose two modules have these names, fp32 and contiguous.
+
+    In `modern` a projection from embedding to hidden size is multiplied into the table.
+    """
+    tensors = _renamed(state, encoder_pairs(shape, embeddings, encoder))
+    if is_multiplied(shape):
+        projection_DE = state[f"{encoder}.projection.weight"]
+        tensors[INPUT_TABLE["modern"]] = _product(state[f"{embeddings}.token"], projection_DE.T)
+    return tensors
+
+
+def _renamed(state: Mapping[str, Tensor], names_of: Iterable[Pair]) -> State:
+    return {
+        name: part.detach().float().contiguous()
+        for name_in_model, names in names_of
+        for name, part in zip(names, state[name_in_model].chunk(len(names)), strict=True)
+    }
+
+
+def _product(table_VE: Tensor, projection_ED: Tensor) -> Tensor:
+    return (table_VE.detach().double() @ projection_ED.detach().double()).float()
+
+
+def from_hf(tensors: Mapping[str, Tensor], names_of: Iterable[Pair], expected: Mapping[str, torch.Size]) -> State:
+    """Our parameters, fp32, from the Hugging Face tensors that `names_of` (`pairs` or `encoder_pairs`) assigns to them.
 
     `expected` has the shapes of our parameters. Raises ValueError naming the first tensor that is
     missing or has another shape.
     """
     parameters: State = {}
-    for name_in_model, names in pairs(role, shape):
+    for name_in_model, names in names_of:
         rows, *rest = expected[name_in_model]
         for name in names:
             check_shape(tensors, name, (rows // len(names), *rest))
@@ -202,3 +230,11 @@ def _low_rank(product_VK: Tensor, width: int) -> tuple[Tensor, Tensor]:
         table_VE = torch.nn.functional.pad(table_VE, (0, missing))
         factor_EK = torch.cat([factor_EK, rest])
     return table_VE, factor_EK
+
+
+def with_prefix(tensors: Mapping[str, Tensor], architecture: str) -> State:
+    """A folder's tensors with the encoder's `PREFIX`, whether or not its class saved them with it."""
+    prefix = PREFIX[architecture]
+    if INPUT_TABLE[architecture].removeprefix(prefix) not in tensors:
+        return dict(tensors)
+    return {prefix + name: tensor for name, tensor in tensors.items()}

@@ -13,7 +13,8 @@ from electra_fast.compute import ComputeConfig, RngKey, choose_device
 from electra_fast.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader, to_torch
-from electra_fast.huggingface.export import load, origin, tokenizer_folder
+from electra_fast.huggingface.export import load
+from electra_fast.huggingface.source import origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import check_vocabulary
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
@@ -57,7 +58,7 @@ def evaluate(
     elif origin(Path(source)).corpus == corpus.content_hash:
         remedy = "prepare the text with --holdout to have metrics of unseen text"
         print(f"warning: {data}: the model was trained on all of this corpus; {remedy}", file=sys.stderr)
-    check_vocabulary(tokenizer_folder(Path(source), model), corpus)
+    check_vocabulary(tokenizer_folder(Path(source), model.config.model.vocab_size), corpus)
     config = model.config
     changes = {"sequence_length": sequence_length or min(config.data.sequence_length, config.model.max_positions)}
     config = config.replace({"data": changes, "train": {"batch_size": batch_size or config.train.batch_size}})

@@ -1,0 +1,119 @@
+"""`load_encoder`: an encoder without its heads, from any source, as fine-tuning starts from one.
+
+A source is what `source` describes, or a Hugging Face folder of any Electra or ModernBERT class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from electra_fast import checkpoint
+from electra_fast.config import AUTO, ModelConfig
+from electra_fast.errors import InputError
+from electra_fast.huggingface import weights
+from electra_fast.huggingface.config import (
+    check_role,
+    read_encoder_shape,
+    read_table,
+    role_shape,
+    token_type_1_trained,
+)
+from electra_fast.huggingface.folder import read_weights
+from electra_fast.huggingface.source import checkpoint_of, folders_of, is_folder, origin, tokenizer_folder
+from electra_fast.model import Embeddings, Encoder
+
+
+@dataclass(frozen=True)
+class PretrainedEncoder:
+    """An encoder without its heads, wherever it came from."""
+
+    shape: ModelConfig
+    """Sizes and settings; the attention backend is `auto`."""
+    state: dict[str, Tensor]
+    """fp32 parameters, those of `Embeddings(shape)` under `embeddings.`, those of `Encoder(shape)` under `encoder.`"""
+    tokenizer: Path
+    """What `Tokenizer` opens."""
+    content_hash: str
+    """SHA-256 of the parameters' names and bytes."""
+
+
+def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncoder:
+    """The encoder of a run (its latest checkpoint), a checkpoint, an exported or any other Hugging Face folder.
+
+    If token type 1 never occurred in training, its embedding becomes a copy of type 0's.
+
+    Args:
+        source: Where the model is.
+        role: "discriminator" or "generator"; by default the discriminator where there is one.
+
+    Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
+    """
+    source = Path(source)
+    stored = checkpoint_of(source)
+    if stored is None:
+        folder = source
+        if not is_folder(source):
+            folders = folders_of(source)
+            folder = folders[_choose(source, folders, role)]
+        shape, state = _read_folder(folder, role)
+        trained = token_type_1_trained(folder)
+    else:
+        shape, state = _read_checkpoint(stored, role)
+        trained = origin(source).token_type_1_trained
+    if shape.architecture == "bert" and not trained:
+        state["embeddings.token_type"] = state["embeddings.token_type"][:1].repeat(2, 1)
+    return PretrainedEncoder(shape, state, tokenizer_folder(source, shape.vocab_size), _content_hash(state))
+
+
+def _choose(source: Path, roles: Collection[str], role: str | None) -> str:
+    """The requested role, checked; by default the discriminator where there is one."""
+    role = role or ("discriminator" if "discriminator" in roles else "generator")
+    if role not in roles:
+        raise InputError(f"{source}: has no {role}, only a {' and a '.join(roles)}")
+    return role
+
+
+def _read_checkpoint(folder: Path, role: str | None) -> tuple[ModelConfig, dict[str, Tensor]]:
+    model = checkpoint.load_model(folder)
+    role = _choose(folder, model.networks, role)
+    embeddings, encoder, _ = weights.PARTS[role]
+    parts = {"embeddings": model.get_submodule(embeddings), "encoder": model.get_submodule(encoder)}
+    return dataclasses.replace(role_shape(model.config, role), attention=AUTO), _parameters(parts)
+
+
+def _read_folder(folder: Path, role: str | None) -> tuple[ModelConfig, dict[str, Tensor]]:
+    table = read_table(folder)
+    if role is not None:
+        check_role(folder / "config.json", role, table)
+    shape = read_encoder_shape(folder, table)
+    tensors = weights.with_prefix(read_weights(folder), shape.architecture)
+    with torch.device("meta"):
+        modules = {"embeddings": Embeddings(shape), "encoder": Encoder(shape)}
+    expected = {name: parameter.shape for name, parameter in _parameters(modules).items()}
+    try:
+        return shape, weights.from_hf(tensors, weights.encoder_pairs(shape), expected)
+    except InputError as error:
+        raise InputError(f"{folder}: {error}") from None
+
+
+def _parameters(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    return {
+        f"{part}.{name}": parameter.detach()
+        for part, module in modules.items()
+        for name, parameter in module.named_parameters()
+    }
+
+
+def _content_hash(state: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].contiguous().numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,100 @@
+"""What a source of a model is: a run, one of its checkpoints, or Hugging Face folders; its tokenizer and origin.
+
+A Hugging Face source is a single model, or a folder with `discriminator/` and `generator/` (only the
+latter for the objective `mlm`). `export` reads whole models from a source, `encoder` an encoder alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from electra_fast import checkpoint_folder
+from electra_fast.config import Config
+from electra_fast.data.corpus import Tokenizer
+from electra_fast.errors import InputError
+from electra_fast.huggingface.card import Origin
+from electra_fast.huggingface.config import CLASSES, token_type_1_trained
+from electra_fast.huggingface.tokenizer import run_tokenizer
+from electra_fast.json_files import read_object
+
+ROLES = ("discriminator", "generator")
+
+
+def checkpoint_of(source: Path) -> Path | None:
+    """The checkpoint of a run or checkpoint folder; None for Hugging Face folders."""
+    if not source.is_dir():
+        raise FileNotFoundError(f"{source}: no such folder; name a run, a checkpoint or a Hugging Face folder")
+    if (source / "checkpoints").is_dir():
+        return checkpoint_folder.latest(source)
+    return source if (source / "state.json").is_file() else None
+
+
+def folders_of(source: Path) -> dict[str, Path]:
+    """Role → Hugging Face folder."""
+    if not source.is_dir():
+        raise FileNotFoundError(f"{source}: no such folder; name one with discriminator/ and generator/")
+    if is_folder(source):
+        return {_role(source / "config.json"): source}
+    folders = {role: source / role for role in ROLES if (source / role).is_dir()}
+    if not folders:
+        raise FileNotFoundError(
+            f"{source}: no model here (looked for checkpoints/, state.json, config.json, discriminator/, generator/)"
+        )
+    return folders
+
+
+def is_folder(source: Path) -> bool:
+    """Whether a source is the Hugging Face folder of a single model."""
+    return (source / "config.json").is_file()
+
+
+def _role(path: Path) -> str:
+    """The role of a single model, from the class in its config.json."""
+    classes = read_object(path).get("architectures") or []
+    for (_, role), name in CLASSES.items():
+        if name in classes:
+            return role
+    raise InputError(f"{path}: architectures = {classes!r} must name one of {', '.join(CLASSES.values())}")
+
+
+def tokenizer_folder(source: Path, vocab_size: int) -> Path:
+    """The folder of a source's tokenizer; raises ValueError if it has more entries than the model, `vocab_size`."""
+    stored = checkpoint_of(source)
+    if stored is not None:
+        places = [run_tokenizer(stored.parent.parent)]
+    else:
+        folders = [source] if is_folder(source) else [*folders_of(source).values()]
+        places = [place for place in folders if _has_tokenizer(place)] or [source]
+        if not _has_tokenizer(places[0]):
+            raise FileNotFoundError(f"{folders[0]}: holds no tokenizer; put its tokenizer.json or vocab.txt there")
+    first, *others = map(Tokenizer, places)
+    for other in others:
+        if other.content_hash != first.content_hash:
+            raise InputError(f"{other.path}: another vocabulary than that of {first.path}; both models need the same")
+    if first.vocab_size > vocab_size:
+        raise InputError(
+            f"{first.path}: has {first.vocab_size:,} entries, but the model has {vocab_size:,}; "
+            "put the model's own tokenizer there"
+        )
+    return places[0]
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file() or (folder / "vocab.txt").is_file()
+
+
+def origin(source: Path) -> Origin:
+    """What a source records about its model's training."""
+    stored = checkpoint_of(source)
+    if stored is None:
+        return Origin(token_type_1_trained=any(token_type_1_trained(folder) for folder in folders_of(source).values()))
+    state, packing = checkpoint_folder.read_state(stored), Config.load(stored / "config.toml").data.packing
+    tokens = state.tokens + int(state.log_window.totals.get("tokens", 0))
+    return Origin(
+        # Only packing `google` makes rows of two segments; the state remembers earlier packings.
+        token_type_1_trained=(state.step > 0 and packing == "google") or state.token_type_1_trained,
+        steps=state.step,
+        imported=state.imported,
+        tokens=None if state.loader is None else tokens,
+        corpus=state.corpus,
+    )
