@@ -26,9 +26,11 @@ BANNED_NAMES = {"util", "utils", "common", "helper", "helpers", "manager", "mana
 PACKAGE_LAYERS = [
     {"__main__"},
     {"cli"},
+    {"cli_parser"},
     {"__init__"},
     {"demo", "reproduce"},
-    {"training", "finetuning"},
+    {"finetuning"},
+    {"training"},
     {"huggingface"},
     {"checkpoint"},
     {"checkpoint_folder", "model", "compute"},

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from electra_fast.data.loader import BatchLoader, to_torch
     from electra_fast.data.prepare import prepare, train_vocab
     from electra_fast.errors import ElectraFastError, InputError, Interrupted, TrainingFailed
+    from electra_fast.finetuning.finetune import finetune
+    from electra_fast.finetuning.predict import load_finetuned
     from electra_fast.huggingface.export import export, import_folder, load
     from electra_fast.model import Electra
     from electra_fast.training.evaluate import evaluate
@@ -37,8 +39,10 @@ _MODULES = {
     "TrainingFailed": "errors",
     "evaluate": "training.evaluate",
     "export": "huggingface.export",
+    "finetune": "finetuning.finetune",
     "import_folder": "huggingface.export",
     "load": "huggingface.export",
+    "load_finetuned": "finetuning.predict",
     "prepare": "data.prepare",
     "pretrain": "training.pretrain",
     "to_torch": "data.loader",
@@ -59,8 +63,10 @@ __all__ = [
     "__version__",
     "evaluate",
     "export",
+    "finetune",
     "import_folder",
     "load",
+    "load_finetuned",
     "prepare",
     "pretrain",
     "to_torch",

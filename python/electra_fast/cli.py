@@ -15,22 +15,21 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from electra_fast import __version__
+from electra_fast.cli_parser import build_parser
 from electra_fast.config import Config
 from electra_fast.config_file import nearest_keys, take_overrides
+from electra_fast.config_section import Configuration
 from electra_fast.errors import ElectraFastError, InputError, Interrupted
+from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.interruption import interrupt_at_once
-from electra_fast.presets import RECIPES, SIZES
 
 # The commands that take `--section.key value`.
-CONFIGURED = ("pretrain", "flops")
-
-Handler = Callable[[argparse.Namespace], int | None]
+CONFIGURED: dict[str, type[Configuration]] = {"pretrain": Config, "flops": Config, "finetune": FinetuningConfig}
 
 # The commands that resume where they were interrupted; any other has written nothing (`pretrain` speaks for itself).
-RESUMABLE = ("demo", "prepare")
+RESUMABLE = ("demo", "prepare", "finetune")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if overrides and options.command not in CONFIGURED:
             raise InputError(f"--{next(iter(overrides))}: {options.command} takes no configuration keys")
         options.overrides = overrides
-        handler: Handler = options.handler
-        return handler(options) or 0
+        return HANDLERS[options.command](options) or 0
     except KeyboardInterrupt as interruption:
         number = interruption.signal if isinstance(interruption, Interrupted) else signal.SIGINT
         resumes = options.command in RESUMABLE
@@ -75,9 +73,10 @@ def _one_line(error: Exception) -> str:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed arguments; an unknown one is refused with the configuration key that it may mean."""
-    parser = _parser()
+    parser = build_parser()
     options, unknown = parser.parse_known_args(arguments)
-    if unknown and options.command in CONFIGURED and (keys := nearest_keys(unknown[0], Config.key_names())):
+    configuration = CONFIGURED.get(options.command)
+    if unknown and configuration and (keys := nearest_keys(unknown[0], configuration.key_names())):
         raise InputError(f"unrecognized arguments: {unknown[0]}; did you mean --{' or --'.join(keys)}?")
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -96,146 +95,6 @@ def _print_report(report: Mapping[str, Any], as_json: bool) -> None:
     width = max(map(len, report))
     for name, value in report.items():
         _say(f"{name:<{width}}  {f'{value:.6g}' if isinstance(value, float) else value}")
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as everything else here, instead of printing the usage first."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; `{self.prog} --help` tells more")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="electra-fast", description="Pre-train text encoders by replaced-token detection (ELECTRA).")
-    parser.add_argument("--version", action="version", version=f"electra-fast {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(
-        name: str, handler: Callable[[argparse.Namespace], int | None], summary: str
-    ) -> argparse.ArgumentParser:
-        sub = commands.add_parser(
-            name, help=summary, description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        sub.set_defaults(handler=handler)
-        return sub
-
-    sub = command("demo", _demo, "text to a trained, exported model in a minute or two; downloads nothing")
-    sub.add_argument("--out", type=Path, required=True, help="folder for everything that it makes")
-
-    sub = command("vocab", _vocab, "train a WordPiece vocabulary")
-    _add_inputs(sub)
-    sub.add_argument("--out", type=Path, default=Path("vocab.txt"), help="vocab.txt, or NAME.json (%(default)s)")
-    sub.add_argument("--size", type=int, default=30_522, help="entries (%(default)s)")
-    sub.add_argument("--min-frequency", type=int, default=2, help="occurrences that a merge needs (%(default)s)")
-    sub.add_argument("--cased", action="store_true", help="keep capitals and accents")
-    sub.add_argument(
-        "--sample", type=int, default=1 << 30, metavar="BYTES", help="text to count words in; 0: all (%(default)s)"
-    )
-    sub.add_argument("--seed", type=int, default=0, help="decides the sample (%(default)s)")
-
-    sub = command("prepare", _prepare, "turn text into a corpus of tokenized shards; run again to resume")
-    _add_inputs(sub)
-    sub.add_argument("--vocab", type=Path, required=True, help="vocab.txt, tokenizer.json or its folder")
-    sub.add_argument("--out", type=Path, required=True, help="the corpus' folder")
-    case = sub.add_mutually_exclusive_group()
-    case.add_argument("--cased", dest="lowercase", action="store_const", const=False, help="keep capitals")
-    case.add_argument("--uncased", dest="lowercase", action="store_const", const=True, help="lower the text's case")
-    sub.add_argument("--partition", metavar="I/N", help="only every N-th group of input files, starting with the I-th")
-    sub.add_argument(
-        "--holdout",
-        type=float,
-        default=0.0,
-        metavar="FRACTION",
-        help="documents set aside for validation (%(default)s)",
-    )
-    sub.add_argument("--threads", type=int, default=0, help="tokenization threads; 0: all cores (%(default)s)")
-
-    sub = command("inspect", _inspect, "what is in a corpus, and one packed, masked row of it as text")
-    sub.add_argument("directory", type=Path)
-    sub.add_argument("--sequence-length", type=int, default=128, help="tokens per row (%(default)s)")
-    sub.add_argument("--masking", default="google", help="paper, google or bert (%(default)s)")
-    sub.add_argument("--packing", default="best-fit", help="of the row shown: best-fit or google (%(default)s)")
-    sub.add_argument("--seed", type=int, default=0, help="which row to show (%(default)s)")
-    sub.add_argument("--json", action="store_true", help="one object on standard output")
-
-    sub = command("verify", _verify, "check every checksum of a corpus")
-    sub.add_argument("directory", type=Path)
-    sub.add_argument("--json", action="store_true", help="one object on standard output")
-
-    sub = command("pretrain", _pretrain, "train; run again to resume (then --out alone is enough)")
-    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
-    _add_preset(sub)
-    sub.add_argument("--data", type=Path, help="corpus (data.corpus)")
-    sub.add_argument("--out", type=Path, help="the run's folder (train.out)")
-    sub.add_argument(
-        "--allow-changes", action="store_true", help="resume with other keys than the run was started with"
-    )
-    sub.epilog = "configuration keys, as --section.key value:\n" + "\n".join(
-        f"  --{name:<30} {Config.describe_key(name)}" for name in Config.key_names()
-    )
-
-    sub = command("evaluate", _evaluate, "validation losses, accuracies and AUC of a run or an exported folder")
-    sub.add_argument("source", type=Path, metavar="RUN", help="run, checkpoint or Hugging Face folder")
-    sub.add_argument(
-        "--data",
-        type=Path,
-        required=True,
-        help="corpus; its validation part (prepare --holdout) where it has one, else all of it",
-    )
-    sub.add_argument("--sequence-length", type=int, help="tokens per row (the run's own)")
-    sub.add_argument("--batch-size", type=int, help="rows per batch (the run's own)")
-    sub.add_argument("--batches", type=int, default=0, help="stop after so many; 0: all (%(default)s)")
-    sub.add_argument("--json", action="store_true", help="one object on standard output")
-
-    sub = command("export", _export, "write discriminator/ and generator/ as Hugging Face folders")
-    sub.add_argument("source", type=Path, metavar="RUN", help="run or checkpoint")
-    sub.add_argument("--out", type=Path, required=True)
-
-    sub = command("import", _import, "make a run from exported folders, to continue training")
-    sub.add_argument("directory", type=Path, help="folder with discriminator/ and generator/")
-    sub.add_argument("--out", type=Path, required=True, help="the run's folder")
-
-    sub = command("flops", _flops, "the paper's count of floating-point operations and the true one")
-    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
-    _add_preset(sub)
-    sub.add_argument("--json", action="store_true", help="one object on standard output")
-    return parser
-
-
-def _add_inputs(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "inputs", nargs="+", metavar="INPUT", help=".txt, .jsonl, .parquet, .arrow (.gz, .zst, .xz), folder or glob"
-    )
-    sub.add_argument(
-        "--text-field", default="text", help="field of .jsonl, .parquet and .arrow; several with commas (%(default)s)"
-    )
-    sub.add_argument(
-        "--documents",
-        default="blank-line",
-        choices=("blank-line", "line", "file"),
-        help="what ends a document of a .txt (%(default)s)",
-    )
-    sub.add_argument(
-        "--invalid-utf8", default="error", choices=("error", "replace"), help="what to do about it (%(default)s)"
-    )
-    sub.add_argument(
-        "--format",
-        default="auto",
-        choices=("auto", "text", "jsonl", "parquet", "arrow"),
-        help="what every file is read as; auto goes by its name and passes over other kinds (%(default)s)",
-    )
-    sub.add_argument(
-        "--skip-bad-records",
-        type=int,
-        default=0,
-        metavar="N",
-        help="broken records of .jsonl that may be left out, over all the input (%(default)s)",
-    )
-
-
-def _add_preset(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--preset", help=f"size: {', '.join(SIZES)}")
-    sub.add_argument("--recipe", help=f"method: {', '.join(RECIPES)} (google)")
 
 
 def _config(options: argparse.Namespace) -> Config:
@@ -381,3 +240,47 @@ def _flops(options: argparse.Namespace) -> None:
     from electra_fast.training.flops import report
 
     _print_report(report(_config(options)), options.json)
+
+
+def _finetune(options: argparse.Namespace) -> None:
+    from electra_fast.finetuning.finetune import finetune
+
+    names = ("text", "label", "labels", "label_separator", "quoting", "dev_fraction")
+    results = finetune(
+        options.task,
+        model=options.model,
+        out=options.out,
+        data=options.data,
+        train=options.train,
+        dev=options.dev,
+        test=options.test,
+        seeds=options.seeds,
+        recipe=options.recipe,
+        overrides=options.overrides,
+        role=options.role,
+        **{name: getattr(options, name) for name in names},
+    )
+    if options.json:
+        print(json.dumps(results))
+
+
+def _predict(options: argparse.Namespace) -> None:
+    from electra_fast.finetuning.predict import predict_file
+
+    predict_file(options.model, options.file, options.out, text=options.text, quoting=options.quoting)
+
+
+HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "demo": _demo,
+    "vocab": _vocab,
+    "prepare": _prepare,
+    "inspect": _inspect,
+    "verify": _verify,
+    "pretrain": _pretrain,
+    "evaluate": _evaluate,
+    "finetune": _finetune,
+    "predict": _predict,
+    "export": _export,
+    "import": _import,
+    "flops": _flops,
+}

@@ -25,6 +25,11 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def json_text(content: Mapping[str, Any]) -> str:
+    """An object on one line, with its newline."""
+    return json.dumps(content, ensure_ascii=False) + "\n"
+
+
 def write_object(path: Path, content: Mapping[str, Any]) -> None:
     """Writes an object, indented, with a trailing newline."""
     path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

@@ -22,6 +22,7 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
+    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -152,6 +153,45 @@ class TrainingProgress(_WorkProgress):
         step = int(record["step"] or 0)
         seconds_per_step = (time.monotonic() - self.start) / max(1, step - self._first_step)
         return str(timedelta(seconds=round(seconds_per_step * (self._num_steps - step))))
+
+
+class FinetuningProgress(_WorkProgress):
+    """Tokens done of all tasks and seeds, the loss and ETA; without a terminal, a plain line every ten seconds."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__("finetune", PercentageColumn, num_tokens, 0, shown=True)
+        self._num_tokens, self._done, self._skipped, self._last_line = num_tokens, 0, 0, self.start
+        self._name = ""
+
+    def enter(self, name: str) -> None:
+        """Names the seed that trains now."""
+        self._name = name
+
+    def skip(self, tokens: int) -> None:
+        """Counts tokens of an earlier session."""
+        self._skipped += tokens
+        self.advance(tokens)
+
+    def advance(self, tokens: int) -> None:
+        """Moves the bar."""
+        self._done += tokens
+        self._move(completed=self._done)
+
+    def report(self, record: Mapping[str, Any], num_steps: int) -> None:
+        """Shows a record of metrics.jsonl."""
+        now = time.monotonic()
+        seconds, trained = now - self.start, self._done - self._skipped
+        speed = trained / max(seconds, 1e-9)
+        text = f"{self._name}  step {record['step']}/{num_steps}  loss {record['loss']:.4f}  {speed:,.0f} tok/s"
+        self._move(status=text)
+        if not self.is_live and now - self._last_line >= LINE_SECONDS:
+            self._last_line = now
+            remaining = timedelta(seconds=round(max(0, self._num_tokens - self._done) / max(speed, 1e-9)))
+            self.say(f"{text}  {min(1.0, self._done / self._num_tokens):.0%}  eta {remaining}")
+
+
+class PercentageColumn(TaskProgressColumn):
+    """How much is done, in percent."""
 
 
 def metrics_text(record: Mapping[str, Any]) -> str:

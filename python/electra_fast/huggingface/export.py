@@ -17,14 +17,9 @@ from electra_fast.huggingface.card import model_card
 from electra_fast.huggingface.config import OWN_KEY
 from electra_fast.huggingface.folder import read_models, write_model
 from electra_fast.huggingface.source import ROLES, checkpoint_of, folders_of, origin, tokenizer_folder
-from electra_fast.huggingface.tokenizer import copy_tokenizer, special_ids
+from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.huggingface.weights import PARTS
 from electra_fast.model import Electra
-
-_INPUT_NAMES = {
-    "bert": ["input_ids", "token_type_ids", "attention_mask"],
-    "modern": ["input_ids", "attention_mask"],
-}
 
 
 def load(path: str | Path) -> Electra:
@@ -59,7 +54,7 @@ def export(source: str | Path, out: str | Path) -> None:
 
     def write(folder: Path) -> None:
         for role in model.networks:
-            copy_tokenizer(tokenizer, folder / role, _INPUT_NAMES[model.config.model.architecture])
+            copy_tokenizer(tokenizer, folder / role, INPUT_NAMES[model.config.model.architecture])
             write_model(folder / role, model, role, special_ids(folder / role), source_origin.token_type_1_trained)
             card = model_card(model.config, role, _num_parameters(model, role), source_origin)
             (folder / role / "README.md").write_text(card, encoding="utf-8")
@@ -89,7 +84,7 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
     model.config = model.config.override(fresh)
 
     def write(folder: Path) -> None:
-        copy_tokenizer(tokenizer, folder / "tokenizer", _INPUT_NAMES[model.config.model.architecture])
+        copy_tokenizer(tokenizer, folder / "tokenizer", INPUT_NAMES[model.config.model.architecture])
         (folder / "config.toml").write_text(model.config.to_toml(), encoding="utf-8")
         state = TrainState(imported=True, token_type_1_trained=origin(source).token_type_1_trained)
         checkpoint.save(folder, model, None, state, keep=1)

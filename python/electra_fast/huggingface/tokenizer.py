@@ -14,6 +14,11 @@ from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.json_files import read_object, write_object
 
+INPUT_NAMES = {
+    "bert": ["input_ids", "token_type_ids", "attention_mask"],
+    "modern": ["input_ids", "attention_mask"],
+}
+"""What a tokenizer gives a model of each architecture."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "added_tokens.json")
 
 

@@ -1,0 +1,223 @@
+"""The commands and arguments of the command line, which `cli` runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from electra_fast import __version__
+from electra_fast.config import Config
+from electra_fast.config_section import Configuration
+from electra_fast.errors import InputError
+from electra_fast.finetuning.config import DEFAULT_RECIPE, FinetuningConfig
+from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
+from electra_fast.presets import RECIPES, SIZES
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as everything else here, instead of printing the usage first."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises InputError."""
+        raise InputError(f"{message}; `{self.prog} --help` tells more")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their arguments; `command` is the chosen one's name."""
+    parser = Parser(prog="electra-fast", description="Pre-train text encoders by replaced-token detection (ELECTRA).")
+    parser.add_argument("--version", action="version", version=f"electra-fast {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, summary: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=summary, description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    sub = command("demo", "text to a trained, exported model in a minute or two; downloads nothing")
+    sub.add_argument("--out", type=Path, required=True, help="folder for everything that it makes")
+
+    sub = command("vocab", "train a WordPiece vocabulary")
+    _add_inputs(sub)
+    sub.add_argument("--out", type=Path, default=Path("vocab.txt"), help="vocab.txt, or NAME.json (%(default)s)")
+    sub.add_argument("--size", type=int, default=30_522, help="entries (%(default)s)")
+    sub.add_argument("--min-frequency", type=int, default=2, help="occurrences that a merge needs (%(default)s)")
+    sub.add_argument("--cased", action="store_true", help="keep capitals and accents")
+    sub.add_argument(
+        "--sample", type=int, default=1 << 30, metavar="BYTES", help="text to count words in; 0: all (%(default)s)"
+    )
+    sub.add_argument("--seed", type=int, default=0, help="decides the sample (%(default)s)")
+
+    sub = command("prepare", "turn text into a corpus of tokenized shards; run again to resume")
+    _add_inputs(sub)
+    sub.add_argument("--vocab", type=Path, required=True, help="vocab.txt, tokenizer.json or its folder")
+    sub.add_argument("--out", type=Path, required=True, help="the corpus' folder")
+    case = sub.add_mutually_exclusive_group()
+    case.add_argument("--cased", dest="lowercase", action="store_const", const=False, help="keep capitals")
+    case.add_argument("--uncased", dest="lowercase", action="store_const", const=True, help="lower the text's case")
+    sub.add_argument("--partition", metavar="I/N", help="only every N-th group of input files, starting with the I-th")
+    sub.add_argument(
+        "--holdout",
+        type=float,
+        default=0.0,
+        metavar="FRACTION",
+        help="documents set aside for validation (%(default)s)",
+    )
+    sub.add_argument("--threads", type=int, default=0, help="tokenization threads; 0: all cores (%(default)s)")
+
+    sub = command("inspect", "what is in a corpus, and one packed, masked row of it as text")
+    sub.add_argument("directory", type=Path)
+    sub.add_argument("--sequence-length", type=int, default=128, help="tokens per row (%(default)s)")
+    sub.add_argument("--masking", default="google", help="paper, google or bert (%(default)s)")
+    sub.add_argument("--packing", default="best-fit", help="of the row shown: best-fit or google (%(default)s)")
+    sub.add_argument("--seed", type=int, default=0, help="which row to show (%(default)s)")
+    sub.add_argument("--json", action="store_true", help="one object on standard output")
+
+    sub = command("verify", "check every checksum of a corpus")
+    sub.add_argument("directory", type=Path)
+    sub.add_argument("--json", action="store_true", help="one object on standard output")
+
+    sub = command("pretrain", "train; run again to resume (then --out alone is enough)")
+    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
+    _add_preset(sub)
+    sub.add_argument("--data", type=Path, help="corpus (data.corpus)")
+    sub.add_argument("--out", type=Path, help="the run's folder (train.out)")
+    sub.add_argument(
+        "--allow-changes", action="store_true", help="resume with other keys than the run was started with"
+    )
+    sub.epilog = _key_help(Config)
+
+    sub = command("evaluate", "validation losses, accuracies and AUC of a run or an exported folder")
+    sub.add_argument("source", type=Path, metavar="RUN", help="run, checkpoint or Hugging Face folder")
+    sub.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        help="corpus; its validation part (prepare --holdout) where it has one, else all of it",
+    )
+    sub.add_argument("--sequence-length", type=int, help="tokens per row (the run's own)")
+    sub.add_argument("--batch-size", type=int, help="rows per batch (the run's own)")
+    sub.add_argument("--batches", type=int, default=0, help="stop after so many; 0: all (%(default)s)")
+    sub.add_argument("--json", action="store_true", help="one object on standard output")
+
+    sub = command("finetune", "fine-tune an encoder on GLUE or on own data; run again to resume")
+    sub.add_argument(
+        "--task",
+        required=True,
+        help="cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli; several with commas; glue: all that --data has; "
+        "or own data: classification, regression",
+    )
+    sub.add_argument("--model", type=Path, required=True, help="run, checkpoint or Hugging Face folder")
+    sub.add_argument("--out", type=Path, required=True, help="folder for models, predictions and results.json")
+    sub.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per task: seeds 0 to N-1 (%(default)s)")
+    sub.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"{', '.join(FINETUNING_RECIPES)} (%(default)s)")
+    sub.add_argument("--role", choices=("discriminator", "generator"), help="network of a run (the discriminator)")
+    sub.add_argument("--data", type=Path, help="GLUE: the task's folder, or one with the tasks' folders")
+    sub.add_argument("--json", action="store_true", help="one object on standard output")
+    _add_own_data(sub.add_argument_group("own data (.tsv, .csv, .jsonl, .parquet)"))
+    sub.epilog = _key_help(FinetuningConfig)
+
+    sub = command("predict", "labels and probabilities, or values, of a fine-tuned model, as lines of JSON")
+    sub.add_argument("model", type=Path, metavar="MODEL", help="fine-tuned folder, as DIR/TASK/seed-0/model")
+    sub.add_argument("file", type=Path, metavar="FILE", help=".txt (a text per line), .tsv, .csv, .jsonl or .parquet")
+    sub.add_argument("--out", type=Path, help="file to write (standard output)")
+    _add_text(sub)
+
+    sub = command("export", "write discriminator/ and generator/ as Hugging Face folders")
+    sub.add_argument("source", type=Path, metavar="RUN", help="run or checkpoint")
+    sub.add_argument("--out", type=Path, required=True)
+
+    sub = command("import", "make a run from exported folders, to continue training")
+    sub.add_argument("directory", type=Path, help="folder with discriminator/ and generator/")
+    sub.add_argument("--out", type=Path, required=True, help="the run's folder")
+
+    sub = command("flops", "the paper's count of floating-point operations and the true one")
+    sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
+    _add_preset(sub)
+    sub.add_argument("--json", action="store_true", help="one object on standard output")
+    return parser
+
+
+def _add_inputs(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "inputs", nargs="+", metavar="INPUT", help=".txt, .jsonl, .parquet, .arrow (.gz, .zst, .xz), folder or glob"
+    )
+    sub.add_argument(
+        "--text-field", default="text", help="field of .jsonl, .parquet and .arrow; several with commas (%(default)s)"
+    )
+    sub.add_argument(
+        "--documents",
+        default="blank-line",
+        choices=("blank-line", "line", "file"),
+        help="what ends a document of a .txt (%(default)s)",
+    )
+    sub.add_argument(
+        "--invalid-utf8", default="error", choices=("error", "replace"), help="what to do about it (%(default)s)"
+    )
+    sub.add_argument(
+        "--format",
+        default="auto",
+        choices=("auto", "text", "jsonl", "parquet", "arrow"),
+        help="what every file is read as; auto goes by its name and passes over other kinds (%(default)s)",
+    )
+    sub.add_argument(
+        "--skip-bad-records",
+        type=int,
+        default=0,
+        metavar="N",
+        help="broken records of .jsonl that may be left out, over all the input (%(default)s)",
+    )
+
+
+def _add_preset(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--preset", help=f"size: {', '.join(SIZES)}")
+    sub.add_argument("--recipe", help=f"method: {', '.join(RECIPES)} (google)")
+
+
+def _add_own_data(own: argparse._ActionsContainer) -> None:
+    own.add_argument("--train", type=Path, metavar="FILE", help="to train on")
+    own.add_argument("--dev", type=Path, metavar="FILE", help="to validate on (a share of --train)")
+    own.add_argument("--test", type=Path, metavar="FILE", help="to predict; labels are not needed")
+    _add_text(own)
+    own.add_argument(
+        "--label",
+        type=_names,
+        default=(),
+        metavar="COLUMN",
+        help="column of the label; several with commas: a label each, 0 or 1 (label, labels, score or target)",
+    )
+    own.add_argument("--labels", type=_names, default=(), metavar="A,B,...", help="the classes (those of --train)")
+    own.add_argument("--label-separator", default="", metavar="TEXT", help="between the labels of one cell")
+    own.add_argument(
+        "--dev-fraction",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="of --train to set aside without --dev (%(default)s)",
+    )
+
+
+def _add_text(sub: argparse._ActionsContainer) -> None:
+    sub.add_argument(
+        "--text",
+        type=_names,
+        default=(),
+        metavar="COLUMN[,COLUMN2]",
+        help="column of the text, or those of a pair (text; sentence1,sentence2; ...)",
+    )
+    sub.add_argument(
+        "--quoting",
+        default="auto",
+        choices=("auto", "csv", "none"),
+        help="whether quotes enclose cells; auto: in .csv only",
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _key_help(configuration: type[Configuration]) -> str:
+    return "configuration keys, as --section.key value:\n" + "\n".join(
+        f"  --{name:<30} {configuration.describe_key(name)}" for name in configuration.key_names()
+    )

@@ -1,0 +1,1 @@
+"""Fine-tuning: from a pre-trained encoder to a task's predictions and scores."""

@@ -1,0 +1,225 @@
+"""Tokenized examples, the order in which training reads them, and batches packed into rows without padding.
+
+A batch's examples lie one after another in the flat buffer of tokens that the encoder reads, as segments of a few
+rows of nearly equal length. Everything here is numpy; `step` makes tensors of it.
+
+Shapes: n examples, R rows, L row length, S segments (a row's padding is one).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from electra_fast.data.corpus import Tokenizer
+from electra_fast.finetuning.config import FinetuneConfig
+
+Ints = NDArray[Any]
+# Length of the published code's shuffle buffer.
+SHUFFLE_BUFFER = 100
+# A row's tokens attend to each other and are masked afterwards, so that long rows cost more, but short ones pack worse.
+ROW_TOKENS = 128
+# Texts that are tokenized together.
+_CHUNK = 8192
+
+
+@dataclass(frozen=True)
+class EncodedExamples:
+    """Token ids of examples, each `[CLS] text [SEP]` or `[CLS] text [SEP] second text [SEP]`.
+
+    Args:
+        ids: Of all examples, one after another, int32.
+        token_types: 1 for the second text and its [SEP], else 0; int32.
+        offsets: Where each example begins in them, and the end of the last; int64 [n + 1].
+        num_truncated: How many examples were too long.
+        empty: Indices of the examples without a token of text.
+    """
+
+    ids: Ints
+    token_types: Ints
+    offsets: Ints
+    num_truncated: int
+    empty: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each example."""
+        return np.diff(self.offsets)
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, ...]], max_length: int) -> EncodedExamples:
+    """Tokenizes examples of one or two texts each, truncated to `max_length` tokens.
+
+    Of a pair the longer text loses its last token until both fit; of two equally long ones the second.
+    """
+    special = tokenizer.special_tokens
+    cls, sep = [special["cls"]], [special["sep"]]
+    ids: list[Ints] = []
+    token_types: list[Ints] = []
+    num_truncated, empty = 0, []
+    for start in range(0, len(texts), _CHUNK):
+        chunk = texts[start : start + _CHUNK]
+        parts = iter(tokenizer.encode_batch([text for example in chunk for text in example]))
+        for index, example in enumerate(chunk, start):
+            own = [next(parts) for _ in example]
+            lengths = _truncated_lengths([len(part) for part in own], max_length - 1 - len(own))
+            num_truncated += sum(lengths) < sum(map(len, own))
+            if not sum(lengths):
+                empty.append(index)
+            pieces: list[Any] = [cls]
+            for part, length in zip(own, lengths, strict=True):
+                pieces += [part[:length], sep]
+            ids.append(np.concatenate(pieces).astype(np.int32))
+            types = np.zeros(len(ids[-1]), np.int32)
+            types[2 + lengths[0] :] = 1
+            token_types.append(types)
+    offsets = np.zeros(len(texts) + 1, np.int64)
+    np.cumsum([len(each) for each in ids], out=offsets[1:])
+    return EncodedExamples(_joined(ids), _joined(token_types), offsets, num_truncated, tuple(empty))
+
+
+def _joined(arrays: list[Ints]) -> Ints:
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
+
+
+def _truncated_lengths(lengths: list[int], room: int) -> list[int]:
+    if len(lengths) == 1:
+        return [min(lengths[0], room)]
+    first, second = lengths
+    if first + second <= room:
+        return lengths
+    # Taking tokens from the longer one, from the second at a tie, ends here.
+    if second <= room // 2:
+        return [room - second, second]
+    if first <= room - room // 2:
+        return [first, room - first]
+    return [room - room // 2, room // 2]
+
+
+def num_steps(config: FinetuneConfig, num_examples: int) -> int:
+    """Optimizer steps: whole batches per epoch, the last one filled up, times the epochs."""
+    return max(1, math.ceil(math.ceil(num_examples / config.batch_size) * config.epochs))
+
+
+def training_order(config: FinetuneConfig, num_examples: int, seed: int) -> Ints:
+    """Which examples each step reads, int64 [steps, batch_size]; -1 where there is none.
+
+    `shuffle`: each epoch is a new order, and its last batch has what is left. `buffer`, as the published code: one
+    order, filled up with nothing to whole batches, repeated, and read through a buffer of 100 from which each draw
+    takes one at random and puts the next in its place, so that epochs overlap at their ends.
+    """
+    random = np.random.Generator(np.random.PCG64([seed, num_examples]))
+    steps = num_steps(config, num_examples)
+    total = steps * config.batch_size
+    per_epoch = math.ceil(num_examples / config.batch_size) * config.batch_size
+    nothing = np.full(per_epoch - num_examples, -1)
+
+    def epoch() -> Ints:
+        return np.concatenate((random.permutation(num_examples), nothing))
+
+    if config.order == "shuffle":
+        order = np.concatenate([epoch() for _ in range(math.ceil(total / per_epoch))])[:total]
+    else:
+        order = _through_buffer(np.resize(epoch(), total + SHUFFLE_BUFFER), random)
+    return order.reshape(steps, config.batch_size)
+
+
+def _through_buffer(stream: Ints, random: np.random.Generator) -> Ints:
+    total = len(stream) - SHUFFLE_BUFFER
+    buffer, out = stream[:SHUFFLE_BUFFER].tolist(), np.empty(total, np.int64)
+    places, following = random.integers(SHUFFLE_BUFFER, size=total).tolist(), stream[SHUFFLE_BUFFER:].tolist()
+    for i, (place, entering) in enumerate(zip(places, following, strict=True)):
+        out[i], buffer[place] = buffer[place], entering
+    return out
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Examples as segments of rows, in the columns that the encoder reads; int32 [R, L] each.
+
+    Args:
+        input_ids: Token ids; 0 on padding.
+        token_type_ids: Token types.
+        position_ids: Each token's position in its example.
+        segment_ids: 1, 2, ... for the examples of a row; 0 on padding.
+        cu_seqlens: Cumulative lengths of the segments, a row's padding being one; int32 [S + 1].
+        first_tokens: Where each example's [CLS] lies in the flat buffer of R * L tokens; int64 [n].
+        examples: Which example each is, as an index into the batch; int64 [n].
+        num_tokens: Tokens without padding.
+    """
+
+    input_ids: Ints
+    token_type_ids: Ints
+    position_ids: Ints
+    segment_ids: Ints
+    cu_seqlens: Ints
+    first_tokens: Ints
+    examples: Ints
+    num_tokens: int
+
+
+def pack(
+    encoded: EncodedExamples, examples: Ints, num_parts: int = 1, row_tokens: int = ROW_TOKENS
+) -> list[PackedBatch]:
+    """Packs some examples into `num_parts` batches of about equally many tokens, each in rows of about `row_tokens`.
+
+    Where there are fewer examples than parts, each is a part of its own.
+    """
+    lengths, num_parts = encoded.lengths[examples], min(num_parts, len(examples))
+    if not num_parts:
+        return []
+    rows_per_part = max(1, round(int(lengths.sum()) / row_tokens / num_parts))
+    rows = _balanced(lengths, num_parts * rows_per_part)
+    return [_packed(encoded, examples, lengths, rows[part::num_parts]) for part in range(num_parts)]
+
+
+def _balanced(lengths: Ints, num_rows: int) -> list[list[int]]:
+    """Spreads items over rows, the longest first, each into the row that is shortest by then; drops empty rows."""
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    heap = [(0, row) for row in range(num_rows)]
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        filled, row = heap[0]
+        heapq.heapreplace(heap, (filled + int(lengths[item]), row))
+        rows[row].append(item)
+    return [row for row in rows if row]
+
+
+def _packed(encoded: EncodedExamples, examples: Ints, lengths: Ints, rows: list[list[int]]) -> PackedBatch:
+    width = max(int(lengths[row].sum()) for row in rows)
+    columns = np.zeros((4, len(rows), width), np.int32)
+    ids, types, positions, segments = columns
+    ends, first_tokens = [0], []
+    for r, row in enumerate(rows):
+        at = 0
+        for segment, item in enumerate(row, start=1):
+            start, length = encoded.offsets[examples[item]], int(lengths[item])
+            place = slice(at, at + length)
+            ids[r, place] = encoded.ids[start : start + length]
+            types[r, place] = encoded.token_types[start : start + length]
+            positions[r, place] = np.arange(length)
+            segments[r, place] = segment
+            first_tokens.append(r * width + at)
+            at += length
+            ends.append(r * width + at)
+        if at < width:
+            positions[r, at:] = np.arange(width - at)
+            ends.append((r + 1) * width)
+    return PackedBatch(
+        ids,
+        types,
+        positions,
+        segments,
+        np.array(ends, np.int32),
+        np.array(first_tokens, np.int64),
+        np.array([item for row in rows for item in row], np.int64),
+        sum(int(lengths[row].sum()) for row in rows),
+    )

@@ -1,0 +1,136 @@
+"""How an encoder is fine-tuned: the keys of `[finetune]`, and the recipes that set them by task and size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from electra_fast.config import ModelConfig, OptimizerConfig
+from electra_fast.config_file import Scalar, did_you_mean
+from electra_fast.config_section import Configuration, Section, config_key
+from electra_fast.errors import InputError
+
+DEFAULT_RECIPE = "fast"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(Section):
+    """`[finetune]`: everything that the result depends on besides the data, the encoder and the seed."""
+
+    learning_rate: float = config_key(3e-4, "peak learning rate, of the head", low=0, open_low=True)
+    layer_decay: float = config_key(0.9, "factor of the learning rate per layer below the head", low=0, high=1)
+    layer_decay_form: Literal["paper", "google"] = config_key(
+        "paper", "top layer at layer_decay, or as in the published code at its square"
+    )
+    epochs: float = config_key(3.0, "passes over the training data", low=0, open_low=True)
+    batch_size: int = config_key(32, "examples per step", low=1)
+    schedule: Literal["linear", "product"] = config_key(
+        "linear", "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0"
+    )
+    warmup_fraction: float = config_key(0.1, "share of the steps with a rising learning rate", low=0, high=1)
+    weight_decay: float = config_key(0.01, "decoupled decay of all but norms and biases", low=0)
+    clip_norm: float = config_key(1.0, "largest global gradient norm; 0: no clipping", low=0)
+    bias_correction: bool = config_key(True, "Adam's bias correction")
+    beta1: float = config_key(0.9, "decay of the first moment", low=0, high=0.999999)
+    beta2: float = config_key(0.999, "decay of the second moment", low=0, high=0.999999)
+    epsilon: float = config_key(1e-6, "Adam's epsilon", low=0, open_low=True)
+    loss_reduction: Literal["mean", "sum"] = config_key("mean", "over the examples of a batch")
+    sequence_length: int = config_key(128, "longest example in tokens, [CLS] and [SEP] included", low=8, high=32768)
+    dropout: float = config_key(0.1, "dropout on embeddings and sublayer outputs", low=0, high=0.99)
+    attention_dropout: float = config_key(0.1, "dropout on attention probabilities", low=0, high=0.99)
+    head: Literal["hf", "google"] = config_key(
+        "hf", "as in transformers' sequence classification, or one layer on [CLS] as in the published code"
+    )
+    head_dropout: float = config_key(0.1, "dropout in the head", low=0, high=0.99)
+    order: Literal["shuffle", "buffer"] = config_key(
+        "shuffle", "a new order in every epoch, or one order through a shuffle buffer of 100 as in the published code"
+    )
+    both_orders: bool = config_key(False, "train on each pair of texts in both orders")
+    class_weights: str = config_key("none", "of the loss: none, balanced, or LABEL=WEIGHT,...")
+    precision: Literal["auto", "fp32", "bf16"] = config_key(
+        "auto", "dtype of activations; auto: bf16 on CUDA, fp32 on a CPU"
+    )
+    attention: Literal["auto", "sdpa", "varlen", "flex", "xformers"] = config_key(
+        "auto", "attention backend; auto: varlen on CUDA in 16 bits, else sdpa"
+    )
+    execution: Literal["auto", "eager", "graph"] = config_key(
+        "auto", "how a step runs: eager, or graph (captured once per batch shape, CUDA only); auto: graph on CUDA"
+    )
+    checkpoint_seconds: float = config_key(60.0, "seconds between checkpoints, from which a killed run resumes", low=0)
+
+    def optimizer(self) -> OptimizerConfig:
+        """The update rule: AdamW. The learning rate's schedule is `optimization.lr_scale`."""
+        return OptimizerConfig(
+            name="adamw",
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            clip_norm=self.clip_norm,
+            bias_correction=self.bias_correction,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            epsilon=self.epsilon,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuningConfig(Configuration):
+    """A fine-tuning's whole configuration."""
+
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+
+
+# Table 6 of the paper.
+_PAPER: dict[str, Scalar] = {
+    "schedule": "linear",
+    "layer_decay_form": "paper",
+    "weight_decay": 0.0,
+    "bias_correction": True,
+    "loss_reduction": "mean",
+    "head": "google",
+    "order": "shuffle",
+}
+# `configure_finetuning.py`, `optimization.py` and `preprocessing.py` of the published code.
+_GOOGLE: dict[str, Scalar] = {
+    "schedule": "product",
+    "layer_decay_form": "google",
+    "weight_decay": 0.01,
+    "bias_correction": False,
+    "loss_reduction": "sum",
+    "head": "google",
+    "order": "buffer",
+}
+# Chosen by measurement on five tasks (bench/LOG.md).
+_FAST: dict[str, Scalar] = {}
+RECIPES: dict[str, dict[str, Scalar]] = {"paper": _PAPER, "google": _GOOGLE, "fast": _FAST}
+# Tasks whose small training sets are read ten times, and those whose pairs have no order.
+_LONG = {"rte", "stsb"}
+_SYMMETRIC = {"mrpc", "stsb"}
+
+
+def recipe_config(recipe: str, task: str, shape: ModelConfig, overrides: Mapping[str, str]) -> FinetuningConfig:
+    """A recipe (`paper`, `google`, `fast`) for a task and an encoder of this shape, with keys of the command line.
+
+    Raises ValueError for an unknown recipe, key or value.
+    """
+    if recipe not in RECIPES:
+        raise InputError(f"unknown recipe {recipe!r}{did_you_mean(recipe, RECIPES)}")
+    keys = RECIPES[recipe] | _by_size(recipe, shape) | _by_task(recipe, task)
+    longest = min(128, shape.max_positions)
+    return FinetuningConfig().replace({"finetune": keys | {"sequence_length": longest}}).override(overrides)
+
+
+def _by_size(recipe: str, shape: ModelConfig) -> dict[str, Scalar]:
+    """Learning rate and layer decay for an encoder as large as small, base or large."""
+    if shape.num_layers >= 24:
+        return {"learning_rate": 5e-5, "layer_decay": 0.9}
+    is_small = shape.hidden_size <= 256
+    rates = {"paper": 3e-4 if is_small else 1e-4, "google": 1e-4, "fast": 3e-4 if is_small else 1e-4}
+    return {"learning_rate": rates[recipe], "layer_decay": 0.8}
+
+
+def _by_task(recipe: str, task: str) -> dict[str, Scalar]:
+    keys: dict[str, Scalar] = {"epochs": 10.0 if task in _LONG else 3.0}
+    if recipe == "google":
+        keys["both_orders"] = task in _SYMMETRIC
+    return keys

@@ -1,0 +1,222 @@
+"""`finetune`: tasks times seeds from one encoder, with results that add up in DIR/results.json."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from electra_fast.atomic_files import replace_file
+from electra_fast.compute import choose_device
+from electra_fast.errors import InputError, Interrupted
+from electra_fast.finetuning import glue, own_data
+from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
+from electra_fast.finetuning.job import Job, first_difference, make_job
+from electra_fast.finetuning.seed_run import RESULT, SeedRun
+from electra_fast.finetuning.step import FinetuneStep
+from electra_fast.finetuning.task import TaskData
+from electra_fast.huggingface.encoder import PretrainedEncoder, load_encoder
+from electra_fast.interruption import StopRequest, stop_requests
+from electra_fast.json_files import read_object
+from electra_fast.progress import FinetuningProgress
+from electra_fast.training.run import exclusive
+
+OwnKind = Literal["classification", "regression"]
+OWN_KINDS: tuple[str, ...] = get_args(OwnKind)
+Results = dict[str, dict[str, Any]]
+_IDENTITY = "task.json"
+
+
+def finetune(
+    task: str | Sequence[str],
+    *,
+    model: str | Path,
+    out: str | Path,
+    data: str | Path | None = None,
+    train: str | Path | None = None,
+    dev: str | Path | None = None,
+    test: str | Path | None = None,
+    seeds: int = 1,
+    recipe: str = DEFAULT_RECIPE,
+    overrides: Mapping[str, str] | None = None,
+    role: str | None = None,
+    **columns: Any,
+) -> Results:
+    """Fine-tunes an encoder on GLUE tasks or on own data, with seeds 0 to `seeds - 1` each.
+
+    Leaves `out/TASK/seed-K/model/` (a Hugging Face folder), predictions beside it, and `out/results.json`, whose
+    content is returned: `{task: {"metric": name, "median": x, "min": x, "max": x, "runs": [...], "seconds": x}}`.
+    Called again after an interruption it resumes at the seed and step where that left off.
+
+    Args:
+        task: A GLUE task (`cola`, `sst2`, `mrpc`, `stsb`, `qqp`, `mnli`, `qnli`, `rte`, `wnli`), several of them,
+            `glue` for all that `data` has, or `classification` or `regression` on own data.
+        model: A run, a checkpoint or a Hugging Face folder.
+        out: Folder for everything that it makes.
+        data: A GLUE task's folder, or one that has the tasks' folders.
+        train: Own data: .tsv, .csv, .jsonl or .parquet.
+        dev: The same to validate on; by default a share of `train`.
+        test: The same to predict; labels are not needed.
+        seeds: How many.
+        recipe: `fast`, `google` or `paper`.
+        overrides: Keys of the configuration as on the command line, `{"finetune.epochs": "5"}`.
+        role: `discriminator` or `generator`; by default the discriminator, where there is one.
+        columns: Keyword arguments of `own_data.read`: `text`, `label`, `labels`, `label_separator`, `quoting`,
+            `dev_fraction`, `split_seed`.
+
+    Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; TrainingFailed where a loss is not
+    a number; Interrupted after a checkpoint.
+    """
+    if seeds < 1:
+        raise InputError(f"seeds = {seeds}: must be at least 1")
+    out, device = Path(out), choose_device()
+    paths = {name: Path(path) for name, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
+    all_data = list(_read(task, Path(data) if data is not None else None, paths, columns))
+    encoder = load_encoder(model, role)
+    with exclusive(out):
+        jobs = []
+        for each in all_data:
+            config = recipe_config(recipe, each.task.name, encoder.shape, overrides or {})
+            jobs.append(make_job(each, config, encoder, out / each.task.name, device))
+        for job in jobs:
+            _check_folder(job)
+        replace_file(out / "config.toml", _settings(recipe, encoder, overrides or {}))
+        return _train_all(jobs, seeds, out)
+
+
+def _settings(recipe: str, encoder: PretrainedEncoder, overrides: Mapping[str, str]) -> str:
+    """The configuration as TOML; tasks may differ in `finetune.epochs` and `finetune.both_orders`."""
+    return recipe_config(recipe, "", encoder.shape, overrides).to_toml()
+
+
+def _read(
+    task: str | Sequence[str], data: Path | None, paths: Mapping[str, Path], columns: Mapping[str, Any]
+) -> Iterator[TaskData]:
+    names = task.split(",") if isinstance(task, str) else list(task)
+    if len(names) == 1 and names[0] in OWN_KINDS:
+        if "train" not in paths:
+            raise InputError(f"--task {names[0]} needs --train FILE")
+        yield own_data.read(names[0], paths["train"], paths.get("dev"), paths.get("test"), **columns)  # type: ignore[arg-type]
+        return
+    if paths:
+        raise InputError(f"--{next(iter(paths))} is for --task {' or '.join(OWN_KINDS)}; GLUE tasks have --data DIR")
+    if data is None:
+        raise InputError(f"--task {','.join(names)} needs --data DIR, the folder of its files")
+    for name in glue.held_tasks(data) if names == ["glue"] else names:
+        yield glue.read(name, data)
+
+
+def _check_folder(job: Job) -> None:
+    """Remembers what decides the results; ValueError where the folder has others."""
+    path, now = job.folder / _IDENTITY, json.loads(json.dumps(job.identity()))
+    if path.exists():
+        if found := first_difference(read_object(path), now):
+            raise InputError(
+                f"{job.folder}: was made with other settings ({found}); give the same to resume, or another --out"
+            )
+        return
+    job.folder.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(now, indent=2) + "\n")
+
+
+def _train_all(jobs: Sequence[Job], seeds: int, out: Path) -> Results:
+    results: Results = {}
+    with stop_requests() as stop, FinetuningProgress(sum(job.num_tokens for job in jobs) * seeds) as progress:
+        for job in jobs:
+            for line in job.describe():
+                progress.say(line)
+            runs: list[dict[str, Any]] = []
+            for run in _runs(job, seeds, stop, progress):
+                runs.append(run)
+                results[job.task.name] = _summary(job, runs)
+                replace_file(out / "results.json", json.dumps(_merged(out, results), indent=2) + "\n")
+            if seeds > 1:
+                progress.say(_summary_text(job, results[job.task.name]))
+    if len(jobs) > 1:
+        _print_table(results)
+    return results
+
+
+def _runs(job: Job, seeds: int, stop: StopRequest, progress: FinetuningProgress) -> Iterator[dict[str, Any]]:
+    """The results of all seeds, those of an earlier session first read and not trained again."""
+    finished = [(job.folder / f"seed-{seed}" / RESULT).exists() for seed in range(seeds)]
+    if all(finished):
+        for seed in range(seeds):
+            progress.skip(job.num_tokens)
+            yield _finished(job, seed, progress)
+        return
+    model = job.work.model().to(job.device)
+    with closing(FinetuneStep(model, job.work, job.num_processes)) as step:
+        for seed in range(seeds):
+            if finished[seed]:
+                progress.skip(job.num_tokens)
+                yield _finished(job, seed, progress)
+                continue
+            progress.enter(f"{job.task.name} seed {seed}")
+            run = SeedRun(job, step, seed)
+            if run.state.step:
+                progress.say(f"{job.task.name} seed {seed}: resumes at step {run.state.step}")
+                progress.skip(job.num_tokens * run.state.step // job.num_steps)
+            if not run.train(stop, progress):
+                message = f"interrupted; {run.folder}: checkpoint at step {run.state.step}, run again to resume"
+                raise Interrupted(stop.signal, message)
+            result = run.finish()
+            progress.say(_run_text(job, result))
+            if "warning" in result:
+                progress.warn(f"{job.task.name} seed {seed}: {result['warning']}")
+            yield result
+
+
+def _finished(job: Job, seed: int, progress: FinetuningProgress) -> dict[str, Any]:
+    result = read_object(job.folder / f"seed-{seed}" / RESULT)
+    progress.say(f"{_run_text(job, result)}, from an earlier session")
+    return result
+
+
+def _run_text(job: Job, run: Mapping[str, Any]) -> str:
+    scores = "  ".join(
+        f"{name} {value:.4f}" for name, value in run.items() if name not in ("seed", "seconds", "warning")
+    )
+    return f"{job.task.name} seed {run['seed']}: {scores}  ({run['seconds']:.0f} s)"
+
+
+def _summary(job: Job, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    scores = [run[job.task.metric] for run in runs]
+    return {
+        "metric": job.task.metric,
+        "median": statistics.median(scores),
+        "min": min(scores),
+        "max": max(scores),
+        "runs": list(runs),
+        "seconds": round(sum(run["seconds"] for run in runs), 3),
+    }
+
+
+def _summary_text(job: Job, found: Mapping[str, Any]) -> str:
+    return (
+        f"{job.task.name}: median {found['metric']} {found['median']:.4f} of {len(found['runs'])} seeds, "
+        f"{found['min']:.4f} to {found['max']:.4f}"
+    )
+
+
+def _merged(out: Path, results: Results) -> Results:
+    """The results with those of other tasks that earlier calls left in the same folder."""
+    path = out / "results.json"
+    return (read_object(path) if path.exists() else {}) | results
+
+
+def _print_table(results: Results) -> None:
+    table = Table("task", "metric", "median", "lowest", "highest", "seeds", "seconds")
+    for name, found in results.items():
+        numbers = (f"{100 * found[key]:.2f}" for key in ("median", "min", "max"))
+        table.add_row(name, found["metric"], *numbers, str(len(found["runs"])), f"{found['seconds']:.0f}")
+    mean = statistics.mean(found["median"] for found in results.values())
+    table.add_row("mean", "", f"{100 * mean:.2f}", "", "", "", "")
+    Console(file=sys.stderr).print(table)

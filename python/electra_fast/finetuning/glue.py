@@ -1,0 +1,400 @@
+"""Reads the nine GLUE tasks in their usual layouts, and writes predictions in the format of the GLUE server.
+
+Quotes are text in these files. A file may lack its header, in which case its columns are the official ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from electra_fast.atomic_files import replace_file
+from electra_fast.errors import InputError
+from electra_fast.finetuning.metrics import finite
+from electra_fast.finetuning.tables import abbreviated, iterate_cells
+from electra_fast.finetuning.task import Split, Task, TaskData, select
+
+LABEL_COLUMNS = ("gold_label", "Quality", "is_duplicate", "score", "label")
+ID_COLUMNS = ("index", "id", "idx")
+SENTENCE_PAIR = ("sentence1", "sentence2")
+# The published QQP and MNLI training files hold a few malformed lines.
+MAX_MALFORMED_SHARE = 0.01
+MAX_SIMILARITY = 5.0
+UNDECIDED, UNKNOWN = -1, -2
+MRPC_ORIGINAL = ("msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "dev_ids.tsv")
+MRPC_IDS = ("#1 ID", "#2 ID")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueTask:
+    """The files, columns and label words of a task."""
+
+    task: Task
+    folder: str
+    """Official name of the folder and of the submission."""
+    texts: tuple[tuple[str, ...], ...]
+    """Text columns: the official ones, then those of Hugging Face's exports."""
+    columns: tuple[str, ...]
+    """Official columns of the training file."""
+    test_columns: tuple[str, ...]
+    dev_columns: tuple[str, ...] = ()
+    """Empty if they are those of the training file."""
+    words: tuple[str, ...] = ()
+    """Other names of the labels."""
+    aliases: tuple[str, ...] = ()
+    """Further folder names in lower case, without punctuation."""
+    variants: tuple[str, ...] = ("",)
+    """Endings of the dev and test files."""
+
+
+def _classification(
+    name: str, folder: str, labels: tuple[str, ...] = ("0", "1"), metric: str = "accuracy", **rest: Any
+) -> GlueTask:
+    return GlueTask(task=Task(name=name, kind="classification", labels=labels, metric=metric), folder=folder, **rest)
+
+
+ENTAILMENT = ("entailment", "not_entailment")
+_PARSES = tuple(f"sentence{n}_{kind}" for kind in ("binary_parse", "parse") for n in (1, 2))
+_MNLI = ("index", "promptID", "pairID", "genre", *_PARSES, *SENTENCE_PAIR)
+_MRPC = ("#1 ID", "#2 ID", "#1 String", "#2 String")
+_STSB = ("index", "genre", "filename", "year", "old_index", "source1", "source2", *SENTENCE_PAIR)
+
+TASKS: dict[str, GlueTask] = {
+    "cola": _classification(
+        "cola",
+        "CoLA",
+        metric="matthews",
+        texts=(("sentence",),),
+        columns=("source", "label", "star", "sentence"),
+        test_columns=("index", "sentence"),
+        words=("unacceptable", "acceptable"),
+    ),
+    "sst2": _classification(
+        "sst2",
+        "SST-2",
+        texts=(("sentence",),),
+        columns=("sentence", "label"),
+        test_columns=("index", "sentence"),
+        words=("negative", "positive"),
+        aliases=("sst",),
+    ),
+    "mrpc": _classification(
+        "mrpc",
+        "MRPC",
+        texts=(("#1 String", "#2 String"), SENTENCE_PAIR),
+        columns=("Quality", *_MRPC),
+        test_columns=("index", *_MRPC),
+        words=("not_equivalent", "equivalent"),
+    ),
+    "stsb": GlueTask(
+        task=Task(name="stsb", kind="regression", metric="spearman", scale=MAX_SIMILARITY),
+        folder="STS-B",
+        texts=(SENTENCE_PAIR,),
+        columns=(*_STSB, "score"),
+        test_columns=_STSB,
+        aliases=("sts",),
+    ),
+    "qqp": _classification(
+        "qqp",
+        "QQP",
+        texts=(("question1", "question2"),),
+        columns=("id", "qid1", "qid2", "question1", "question2", "is_duplicate"),
+        test_columns=("id", "question1", "question2"),
+        words=("not_duplicate", "duplicate"),
+    ),
+    "mnli": _classification(
+        "mnli",
+        "MNLI",
+        labels=("entailment", "neutral", "contradiction"),
+        texts=(SENTENCE_PAIR, ("premise", "hypothesis")),
+        columns=(*_MNLI, "label1", "gold_label"),
+        dev_columns=(*_MNLI, *(f"label{n}" for n in range(1, 6)), "gold_label"),
+        test_columns=_MNLI,
+        variants=("_matched", "_mismatched"),
+    ),
+    "qnli": _classification(
+        "qnli",
+        "QNLI",
+        labels=ENTAILMENT,
+        texts=(("question", "sentence"),),
+        columns=("index", "question", "sentence", "label"),
+        test_columns=("index", "question", "sentence"),
+    ),
+    "rte": _classification(
+        "rte",
+        "RTE",
+        labels=ENTAILMENT,
+        texts=(SENTENCE_PAIR,),
+        columns=("index", *SENTENCE_PAIR, "label"),
+        test_columns=("index", *SENTENCE_PAIR),
+    ),
+    "wnli": _classification(
+        "wnli",
+        "WNLI",
+        texts=(SENTENCE_PAIR,),
+        columns=("index", *SENTENCE_PAIR, "label"),
+        test_columns=("index", *SENTENCE_PAIR),
+        words=("not_entailment", "entailment"),
+    ),
+}
+
+
+def read(name: str, folder: Path) -> TaskData:
+    """Reads a task from its own folder or from one that holds the folders of several.
+
+    Raises:
+        FileNotFoundError: The folder, the training file or a dev file is missing.
+        InputError: A file cannot be used, with the line and the remedy.
+    """
+    glue, folder = _glue_task(name), locate(name, folder)
+    notes: list[str] = []
+    if name == "mrpc" and not (folder / "train.tsv").is_file():
+        return _read_original_mrpc(glue, folder)
+    train = _read_split(glue, "train", folder / "train.tsv", notes)
+    dev = [
+        _read_split(glue, _split_name("dev", variant), _dev_file(folder, variant), notes) for variant in glue.variants
+    ]
+    tests = {_split_name("test", variant): folder / f"test{variant}.tsv" for variant in glue.variants}
+    if name == "mnli" and (diagnostic := _diagnostic_file(folder)):
+        tests["diagnostic"] = diagnostic
+    test = [_read_split(glue, split, path, notes) for split, path in tests.items() if path.is_file()]
+    return TaskData(task=glue.task, train=train, dev=tuple(dev), test=tuple(test), notes=tuple(notes))
+
+
+def held_tasks(folder: Path) -> list[str]:
+    """The tasks whose folders are in `folder`, in the order of `TASKS`."""
+    return [name for name in TASKS if _subfolder(name, folder)]
+
+
+def locate(name: str, folder: Path) -> Path:
+    """The folder of a task: the one in `folder` that has its name, else `folder` itself if it has a training file."""
+    glue = _glue_task(name)
+    files = ("train.tsv", *MRPC_ORIGINAL[:1]) if name == "mrpc" else ("train.tsv",)
+    for candidate in (_subfolder(name, folder), folder):
+        if candidate and any((candidate / file).is_file() for file in files):
+            return candidate
+    raise FileNotFoundError(f"{folder}: no {' or '.join(files)}, and no folder {glue.folder} that holds it")
+
+
+def submission_name(task: Task, split: Split) -> str:
+    """The file name that the GLUE server expects for a test split."""
+    if split.name == "diagnostic":
+        return "AX.tsv"
+    ending = {"test": "-m", "test-mismatched": "-mm"}[split.name] if task.name == "mnli" else ""
+    return f"{TASKS[task.name].folder}{ending}.tsv"
+
+
+def write_submission(path: Path, task: Task, split: Split, outputs: ArrayLike) -> None:
+    """Writes predictions for the GLUE server: a header, then index and label, or the similarity from 0 to 5.
+
+    Args:
+        path: Replaced atomically.
+        task: The `task` of a `TaskData` that `read` returned.
+        split: The test split.
+        outputs: Logits [n, classes], or for STS-B values [n].
+    """
+    values = finite(outputs)
+    if task.kind == "regression":
+        predictions = [f"{value:.3f}" for value in values.clip(0, MAX_SIMILARITY) + 0.0]  # + 0.0 turns -0.0 into 0.0
+    else:
+        predictions = [task.labels[label] for label in values.argmax(1)]
+    lines = (f"{index}\t{prediction}\n" for index, prediction in zip(split.ids, predictions, strict=True))
+    replace_file(path, "index\tprediction\n" + "".join(lines))
+
+
+def _glue_task(name: str) -> GlueTask:
+    if name not in TASKS:
+        raise InputError(f"{name!r} is not a GLUE task; they are {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def _subfolder(name: str, folder: Path) -> Path | None:
+    """The official folder before one with another usual name."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder")
+    glue = TASKS[name]
+    names = (name, *glue.aliases)
+    found = [path for path in folder.iterdir() if path.is_dir() and _letters(path.name) in names]
+    return min(found, key=lambda path: (path.name != glue.folder, path.name), default=None)
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
+
+
+def _split_name(part: str, variant: str) -> str:
+    return f"{part}-mismatched" if variant == "_mismatched" else part
+
+
+def _dev_file(folder: Path, variant: str) -> Path:
+    names = [f"{part}{variant}.tsv" for part in ("dev", "validation")]
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise FileNotFoundError(f"{folder}: holds neither {' nor '.join(names)}")
+
+
+def _diagnostic_file(folder: Path) -> Path | None:
+    names = ("diagnostic/diagnostic.tsv", "diagnostic.tsv", "AX.tsv")
+    paths = [place / name for place in (folder, folder.absolute().parent) for name in names]
+    return next(filter(Path.is_file, paths), None)
+
+
+def _read_original_mrpc(glue: GlueTask, folder: Path) -> TaskData:
+    """Microsoft's files: the dev examples are those of the training file that dev_ids.tsv lists."""
+    notes: list[str] = []
+    train_path, test_path, dev_ids_path = (folder / name for name in MRPC_ORIGINAL)
+    train = _read_split(glue, "train", train_path, notes, MRPC_IDS)
+    if not test_path.is_file():
+        raise FileNotFoundError(f"{test_path}: no such file")
+    test = _read_split(glue, "test", test_path, notes)
+    if dev_ids_path.is_file():
+        pairs = {"\t".join(cells) for _, cells in iterate_cells(dev_ids_path)}
+        is_dev = np.array([pair in pairs for pair in train.ids])
+        if is_dev.all() or not is_dev.any():
+            raise InputError(f"{dev_ids_path}: lists {'all' if is_dev.all() else 'none'} of the pairs in {train_path}")
+        dev = _numbered(select(train, "dev", np.flatnonzero(is_dev)))
+        train = select(train, "train", np.flatnonzero(~is_dev))
+    else:
+        dev = dataclasses.replace(test, name="dev")
+        notes.append(f"{folder}: no dev_ids.tsv, so {test_path.name} is the dev split, too")
+    return TaskData(task=glue.task, train=_numbered(train), dev=(dev,), test=(test,), notes=tuple(notes))
+
+
+def _numbered(split: Split) -> Split:
+    return dataclasses.replace(split, ids=[str(row) for row in range(len(split.ids))])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Columns:
+    """Positions in a file's lines."""
+
+    num_fields: int
+    texts: tuple[int, ...]
+    label: int | None
+    ids: tuple[int, ...]
+
+
+def _read_split(glue: GlueTask, name: str, path: Path, notes: list[str], id_columns: tuple[str, ...] = ()) -> Split:
+    """Reads a file; ids are the joined `id_columns`, by default the index column if there is one."""
+    columns, records = _open(glue, name, path, id_columns)
+    lines, labels, texts, ids = [], [], [], []
+    malformed: list[int] = []
+    for number, (line, cells) in enumerate(records):
+        if problem := _problem(cells, columns, name):
+            if name != "train":
+                raise InputError(f"{path}: line {line}: {problem}")
+            malformed.append(line)
+            continue
+        lines.append(line)
+        labels.append("" if columns.label is None else cells[columns.label].strip())
+        texts.append(tuple(cells[position] for position in columns.texts))
+        ids.append("\t".join(cells[position] for position in columns.ids) or str(number))
+    notes += _malformed_note(path, malformed, len(lines) + len(malformed))
+    are_hidden = _is_test(name) and set(labels) <= {"", "-1"}
+    targets = None if are_hidden else _targets(glue, path, lines, labels)
+    return _decided(Split(name=name, path=path, texts=texts, targets=targets, ids=ids), notes)
+
+
+def _is_test(name: str) -> bool:
+    return name != "train" and not name.startswith("dev")
+
+
+def _open(
+    glue: GlueTask, name: str, path: Path, id_columns: tuple[str, ...]
+) -> tuple[_Columns, Iterator[tuple[int, list[str]]]]:
+    """Finds the columns by the header, or takes the official ones if the first line is no header."""
+    records = iterate_cells(path)
+    first = next(records, None)
+    if first is None:
+        raise InputError(f"{path}: empty")
+    names = tuple(cell.strip() for cell in first[1])
+    texts = next((texts for texts in glue.texts if set(texts) <= set(names)), None)
+    if texts is None:
+        texts, names, records = glue.texts[0], _official_columns(glue, name), itertools.chain([first], records)
+    label = next((names.index(column) for column in LABEL_COLUMNS if column in names), None)
+    if label is None and not _is_test(name):
+        raise InputError(f"{path}: no label column; there are: {', '.join(names)}")
+    ids = id_columns or tuple(column for column in ID_COLUMNS if column in names)[:1]
+    positions = {column: position for position, column in enumerate(names)}
+    return (
+        _Columns(
+            num_fields=len(names),
+            texts=tuple(positions[column] for column in texts),
+            label=label,
+            ids=tuple(positions[column] for column in ids),
+        ),
+        records,
+    )
+
+
+def _official_columns(glue: GlueTask, name: str) -> tuple[str, ...]:
+    if name == "diagnostic":
+        return ("index", *SENTENCE_PAIR)
+    if _is_test(name):
+        return glue.test_columns
+    return glue.dev_columns or glue.columns if name != "train" else glue.columns
+
+
+def _problem(cells: list[str], columns: _Columns, name: str) -> str | None:
+    if len(cells) < columns.num_fields or any(cells[columns.num_fields :]):
+        return f"found {len(cells)} fields, expected {columns.num_fields}"
+    if columns.label is not None and not _is_test(name) and not cells[columns.label].strip():
+        return "no label"
+    return None
+
+
+def _malformed_note(path: Path, malformed: list[int], num_lines: int) -> list[str]:
+    if not num_lines:
+        raise InputError(f"{path}: no examples")
+    if not malformed:
+        return []
+    text = f"{path}: {len(malformed):,} of {num_lines:,} lines lack fields or a label, the first is line {malformed[0]}"
+    if len(malformed) > MAX_MALFORMED_SHARE * num_lines:
+        raise InputError(f"{text}; get the file again")
+    return [f"{text}; they are left out"]
+
+
+def _targets(glue: GlueTask, path: Path, lines: list[int], labels: list[str]) -> NDArray[Any]:
+    if glue.task.kind == "regression":
+        values = np.array([_similarity(label) for label in labels])
+        wrong, allowed = np.isnan(values), f"a number from 0 to {MAX_SIMILARITY:g}"
+    else:
+        digits = tuple(map(str, range(len(glue.task.labels))))
+        names = [*dict.fromkeys((*glue.task.labels, *glue.words, *digits))]
+        codes = {word: code for words in (digits, glue.task.labels, glue.words) for code, word in enumerate(words)}
+        codes |= {"-": UNDECIDED} if glue.task.name == "mnli" else {}
+        values = np.array([codes.get(label, UNKNOWN) for label in labels], dtype=np.int64)
+        wrong, allowed = values == UNKNOWN, ", ".join(names)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise InputError(f"{path}: line {lines[row]}: the label is {abbreviated(labels[row])}; it can be {allowed}")
+    return values
+
+
+def _similarity(label: str) -> float:
+    """NaN if it is not a number from 0 to 5."""
+    try:
+        value = float(label)
+    except ValueError:
+        return math.nan
+    return value if 0 <= value <= MAX_SIMILARITY else math.nan
+
+
+def _decided(split: Split, notes: list[str]) -> Split:
+    """Leaves out what the annotators of MNLI did not agree on."""
+    if split.targets is None or UNDECIDED not in split.targets:
+        return split
+    undecided = split.targets == UNDECIDED
+    if undecided.all():
+        raise InputError(f"{split.path}: no example has a gold label")
+    notes.append(f"{split.path}: {undecided.sum():,} of {len(undecided):,} examples have no gold label: left out")
+    return select(split, split.name, np.flatnonzero(~undecided))

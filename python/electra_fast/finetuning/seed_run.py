@@ -1,0 +1,216 @@
+"""One seed of a task: trains, resumes where it was killed, and leaves model, predictions and scores.
+
+A seed's folder has checkpoint/ and metrics.jsonl while it trains; result.json comes last and makes it finished.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+
+from electra_fast.atomic_files import recover_all, replace_file, replace_folder
+from electra_fast.checkpoint import read_tensors, write_tensors
+from electra_fast.errors import TrainingFailed
+from electra_fast.finetuning import batches, glue, metrics
+from electra_fast.finetuning.answers import answers
+from electra_fast.finetuning.card import write_model_card
+from electra_fast.finetuning.inference import model_outputs
+from electra_fast.finetuning.job import Job
+from electra_fast.finetuning.losses import batch_weights
+from electra_fast.finetuning.optimization import lr_scale
+from electra_fast.finetuning.step import FinetuneStep, StepBatch
+from electra_fast.finetuning.task import Split
+from electra_fast.huggingface.classifier import Classifier, write_classifier
+from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
+from electra_fast.interruption import StopRequest
+from electra_fast.json_files import JsonLines, json_text, read_object
+from electra_fast.progress import FinetuningProgress
+
+RESULT = "result.json"
+# Lines of metrics.jsonl.
+_NUM_LOGS = 100
+
+
+@dataclass
+class SeedState:
+    """Where a seed stands, besides its tensors."""
+
+    step: int = 0
+    seconds: float = 0.0
+    window_steps: int = 0
+    window_loss: float = 0.0
+    window_norm: float = 0.0
+
+
+class SeedRun:
+    """Training of one seed.
+
+    Args:
+        job: The task.
+        step: Its step, whose model and optimizer are set for this seed.
+        seed: Decides the head's first values, the order of the examples, and dropout.
+    """
+
+    def __init__(self, job: Job, step: FinetuneStep, seed: int) -> None:
+        self.job, self.seed, self.step, self.model = job, seed, step, step.model
+        self.folder = job.folder / f"seed-{seed}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        recover_all(self.folder)
+        self.order = batches.training_order(job.config, len(job.examples), seed)
+        self.model.load_encoder(job.encoder.state)
+        self.model.initialize_head(seed)
+        step.optimizer.reset()
+        self.state, self._totals = SeedState(), torch.zeros(2, device=job.device)
+        if (self.checkpoint / "state.json").exists():
+            self._restore()
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of its only checkpoint."""
+        return self.folder / "checkpoint"
+
+    def train(self, stop: StopRequest, progress: FinetuningProgress) -> bool:
+        """Takes the remaining steps, or those until a stop; tells whether none remains."""
+        num_steps, state = self.job.num_steps, self.state
+        log_every = max(1, num_steps // _NUM_LOGS)
+        self.model.train()
+        saved = started = time.monotonic()
+        with JsonLines(self.folder / "metrics.jsonl", state.step) as log:
+            while state.step < num_steps and not stop:
+                tokens = self._take_step()
+                progress.advance(tokens)
+                if state.step % log_every == 0 or state.step == num_steps:
+                    state.seconds, started = state.seconds + time.monotonic() - started, time.monotonic()
+                    record = self._record()
+                    log.write(record)
+                    progress.report(record, num_steps)
+                if time.monotonic() - saved >= self.job.config.checkpoint_seconds and state.step < num_steps:
+                    self._save()
+                    saved = time.monotonic()
+        state.seconds += time.monotonic() - started
+        if state.step < num_steps:
+            self._save()
+        return state.step == num_steps
+
+    def _take_step(self) -> int:
+        job, state = self.job, self.state
+        chosen = self.order[state.step]
+        chosen = chosen[chosen >= 0]
+        parts = batches.pack(job.examples, chosen, job.num_processes, job.row_tokens)
+        weights = batch_weights(job.weights[chosen], job.config).astype(np.float32)
+        batch = StepBatch.of(parts, job.targets[chosen], weights, self.seed)
+        loss, norm = self.step(batch, state.step, lr_scale(job.config, state.step, job.num_steps))
+        self._totals += torch.stack((loss, norm))
+        state.step += 1
+        state.window_steps += 1
+        return sum(part.num_tokens for part in parts)
+
+    def _collect_totals(self) -> None:
+        """Reads the totals from the device; raises TrainingFailed where they are not numbers."""
+        state = self.state
+        loss, norm = self._totals.tolist()
+        self._totals.zero_()
+        state.window_loss, state.window_norm = state.window_loss + loss, state.window_norm + norm
+        if not math.isfinite(loss + norm):
+            raise TrainingFailed(
+                f"{self.folder}: the loss became nan or infinite in steps {state.step - state.window_steps + 1}-"
+                f"{state.step}; start again in another --out with a lower finetune.learning_rate"
+            )
+
+    def _record(self) -> dict[str, Any]:
+        self._collect_totals()
+        state, config = self.state, self.job.config
+        record = {
+            "step": state.step,
+            "loss": state.window_loss / state.window_steps,
+            "grad_norm": state.window_norm / state.window_steps,
+            "learning_rate": lr_scale(config, state.step - 1, self.job.num_steps) * config.learning_rate,
+            "seconds": state.seconds,
+        }
+        state.window_steps, state.window_loss, state.window_norm = 0, 0.0, 0.0
+        return record
+
+    def _save(self) -> None:
+        self._collect_totals()
+
+        def write(folder: Path) -> None:
+            write_tensors(dict(self.model.named_parameters()), folder / "model.safetensors")
+            write_tensors(self.step.optimizer.state_dict(), folder / "optimizer.safetensors")
+            (folder / "state.json").write_text(json_text(asdict(self.state)), encoding="utf-8")
+
+        self._replace(self.checkpoint, write)
+
+    def _restore(self) -> None:
+        stored = read_tensors(self.checkpoint / "model.safetensors")
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(stored[name])
+        self.step.optimizer.load_state_dict(read_tensors(self.checkpoint / "optimizer.safetensors"))
+        self.state = SeedState(**read_object(self.checkpoint / "state.json"))
+
+    def finish(self) -> dict[str, Any]:
+        """Scores and predictions of the trained model; writes everything, and returns what result.json says."""
+        started = time.monotonic()
+        result: dict[str, Any] = {"seed": self.seed}
+        for number, split in enumerate(self.job.data.dev):
+            outputs = self._outputs(split)
+            assert split.targets is not None
+            ending = "" if number == 0 else f"_{split.name.removeprefix('dev-')}"
+            scores = metrics.scores(self.job.task, split.targets, outputs)
+            result |= {f"{name}{ending}": value for name, value in scores.items()}
+            self._write_predictions(split, outputs)
+            if number == 0 and (warning := metrics.collapse(self.job.task, outputs)):
+                result["warning"] = warning
+        for split in self.job.data.test:
+            self._write_predictions(split, self._outputs(split))
+        result["seconds"] = round(self.state.seconds + time.monotonic() - started, 3)
+        self._replace(self.folder / "model", lambda folder: self._write_model(folder, result))
+        replace_file(self.folder / RESULT, json_text(result))
+        shutil.rmtree(self.checkpoint, ignore_errors=True)
+        return result
+
+    def _outputs(self, split: Split) -> NDArray[Any]:
+        """The model's outputs: logits [n, C], or values [n] in the units of the data."""
+        job = self.job
+        outputs = model_outputs(self.model, job.splits[split.name], job.work.compute)
+        return outputs[:, 0] * job.task.scale + job.task.shift if job.task.kind == "regression" else outputs
+
+    def _write_predictions(self, split: Split, outputs: NDArray[Any]) -> None:
+        task, path = self.job.task, self.folder / f"predictions.{split.name}"
+        if task.name in glue.TASKS:
+            glue.write_submission(path.with_name(f"{path.name}.tsv"), task, split, outputs)
+            return
+        rows = outputs.reshape(len(split.texts), -1)
+        found = zip(split.ids, answers(task.kind, task.labels, rows), strict=True)
+        lines = (json_text({"id": example} | answer) for example, answer in found)
+        replace_file(path.with_name(f"{path.name}.jsonl"), "".join(lines))
+
+    def _write_model(self, folder: Path, result: dict[str, Any]) -> None:
+        job, shape = self.job, self.job.work.shape
+        state = {name: parameter.detach().cpu() for name, parameter in self.model.named_parameters()}
+        if job.task.kind == "regression":
+            state["head.classifier.weight"] = state["head.classifier.weight"] * job.task.scale
+            state["head.classifier.bias"] = state["head.classifier.bias"] * job.task.scale + job.task.shift
+        copy_tokenizer(job.encoder.tokenizer, folder, INPUT_NAMES[shape.architecture])
+        labels = job.task.labels or ("value",)
+        classifier = Classifier(shape, job.config.head, job.task.kind, labels, job.config.sequence_length, state)
+        name = write_classifier(folder, classifier, special_ids(folder), job.config.head_dropout)
+        write_model_card(folder, job, name, result)
+
+    def _replace(self, folder: Path, write: Callable[[Path], None]) -> None:
+        try:
+            replace_folder(folder, write)
+        except (OSError, SafetensorError) as error:
+            raise OSError(
+                f"{folder}: not written: {error}; what was finished before is kept, run again to resume"
+            ) from error

@@ -1,0 +1,127 @@
+"""Scores of fine-tuned models against hand-computed values and against scikit-learn and SciPy."""
+
+import numpy as np
+import pytest
+from scipy import stats
+from sklearn import metrics as sklearn_metrics
+
+from electra_fast.errors import TrainingFailed
+from electra_fast.finetuning.metrics import collapse, scores
+from electra_fast.finetuning.task import Task
+
+TARGETS = np.array([0, 0, 1, 1, 1, 0])
+CLASSES = np.array([0, 1, 1, 1, 0, 0])  # 2 of each right, 1 of each wrong
+
+
+def task_of(name, kind="classification", metric="accuracy", labels=("0", "1"), scale=1.0):
+    return Task(name=name, kind=kind, labels=labels, metric=metric, scale=scale)
+
+
+def logits(classes, num_classes=2):
+    return np.eye(num_classes)[classes] * 3 - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cola", {"accuracy": 2 / 3, "matthews": 1 / 3}),
+        ("mrpc", {"accuracy": 2 / 3, "f1": 2 / 3}),
+        ("qqp", {"accuracy": 2 / 3, "f1": 2 / 3}),
+        ("sst2", {"accuracy": 2 / 3}),
+        ("wnli", {"accuracy": 2 / 3}),
+        ("classification", {"accuracy": 2 / 3, "f1_macro": 2 / 3, "matthews": 1 / 3}),
+    ],
+)
+def test_classification_scores_by_hand(name, expected):
+    assert scores(task_of(name), TARGETS, logits(CLASSES)) == pytest.approx(expected)
+
+
+def test_f1_is_of_class_one():
+    result = scores(task_of("mrpc"), np.array([1, 0, 0, 0]), logits([1, 1, 0, 0]))
+    assert result == pytest.approx({"accuracy": 3 / 4, "f1": 2 / 3})
+
+
+def test_many_classes_as_in_scikit_learn():
+    rng = np.random.default_rng(1)
+    targets, outputs = rng.integers(5, size=200), rng.normal(size=(200, 5))
+    result = scores(task_of("classification", labels=tuple("abcde")), targets, outputs)
+    classes = outputs.argmax(1)
+    assert result["f1_macro"] == pytest.approx(sklearn_metrics.f1_score(targets, classes, average="macro"))
+    assert result["matthews"] == pytest.approx(sklearn_metrics.matthews_corrcoef(targets, classes))
+
+
+def test_multi_label_scores_by_hand():
+    task = task_of("classification", "multi-label", "f1_micro", tuple("abc"))
+    targets = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 0]], dtype=np.float32)
+    outputs = np.array([[2.0, -1, -1], [1, -1, 3], [-1, -2, 0]])  # 2 right, 1 too many, 1 missing; 0 counts as no
+    expected = {"f1_micro": 2 * 2 / (2 * 2 + 1 + 1), "f1_macro": 1 / 3, "accuracy": 2 / 3}
+    assert scores(task, targets, outputs) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("name", "more"), [("stsb", set()), ("regression", {"mean_absolute_error"})])
+def test_regression_scores_as_in_scipy(name, more):
+    rng = np.random.default_rng(2)
+    targets = rng.uniform(0, 5, size=50)
+    values = targets + rng.normal(size=50)
+    result = scores(task_of(name, "regression", "spearman", ()), targets, values)
+    assert result.keys() == {"spearman", "pearson"} | more
+    assert result["spearman"] == pytest.approx(stats.spearmanr(targets, values).statistic)
+    assert result["pearson"] == pytest.approx(np.corrcoef(targets, values)[0, 1])
+    if more:
+        assert result["mean_absolute_error"] == pytest.approx(np.abs(targets - values).mean())
+
+
+def test_spearman_is_of_ranks():
+    task = task_of("stsb", "regression", "spearman", ())
+    assert scores(task, np.array([0.0, 1, 2, 3]), np.array([1.0, 10, 100, 1e6]))["spearman"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("constant", ["targets", "outputs", "both"])
+@pytest.mark.parametrize("name", ["cola", "classification", "stsb", "regression"])
+def test_undefined_correlations_are_zero(name, constant):
+    kind = "regression" if name in ("stsb", "regression") else "classification"
+    targets = np.zeros(6, dtype=int) if constant != "outputs" else TARGETS
+    classes = np.zeros(6, dtype=int) if constant != "targets" else CLASSES
+    outputs = classes * 1.5 if kind == "regression" else logits(classes)
+    result = scores(task_of(name, kind), targets, outputs)
+    assert {result[key] for key in ("matthews", "spearman", "pearson") if key in result} == {0.0}
+
+
+@pytest.mark.parametrize("values", [[3.0], [3.0, 3.0 + 1e-15, 3.0]])
+def test_too_few_or_nearly_equal_values_give_no_warning(values):
+    result = scores(task_of("stsb", "regression"), np.arange(len(values)), np.array(values))
+    assert all(-1 <= score <= 1 for score in result.values())
+
+
+def test_nothing_predicted_gives_f1_zero():
+    assert scores(task_of("mrpc"), np.zeros(3, dtype=int), logits([0, 0, 0])) == {"accuracy": 1.0, "f1": 0.0}
+    task = task_of("classification", "multi-label", "f1_micro", ("a", "b"))
+    assert scores(task, np.zeros((2, 2)), -np.ones((2, 2))) == {"f1_micro": 0.0, "f1_macro": 0.0, "accuracy": 1.0}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_outputs_that_are_no_numbers_fail(bad):
+    outputs = logits(CLASSES)
+    outputs[3, 1] = bad
+    with pytest.raises(TrainingFailed, match=r"^the model's outputs for 1 of 6 examples are not finite: .*rate$"):
+        scores(task_of("cola"), TARGETS, outputs)
+    with pytest.raises(TrainingFailed, match="1 of 2 examples"):
+        scores(task_of("stsb", "regression"), np.zeros(2), np.array([1.0, bad]))
+
+
+def test_a_collapsed_classifier_is_named():
+    task = task_of("rte", labels=("yes", "no"))
+    line = collapse(task, logits([1, 1, 1]))
+    assert line == (
+        "all 3 predictions are the class 'no': "
+        "try a lower finetune.learning_rate, more finetune.epochs, or another seed"
+    )
+    assert collapse(task, logits([1, 0, 1])) is None
+    assert collapse(task, logits([1])) is None
+    assert collapse(task_of("classification", "multi-label"), -np.ones((3, 2))) is None
+
+
+def test_a_collapsed_regression_is_named():
+    task = task_of("stsb", "regression", "spearman", (), scale=5.0)
+    assert collapse(task, np.array([2.51, 2.5, 2.52])).startswith("all 3 predictions are about 2.51: try a lower")
+    assert collapse(task, np.array([2.0, 2.5, 3.0])) is None

@@ -1,0 +1,318 @@
+"""A user's own data as a task: columns, classes, several labels, numbers, and what is set aside."""
+
+import csv
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from electra_fast.errors import InputError
+from electra_fast.finetuning import own_data
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(rows, name="train.jsonl"):
+        path = tmp_path / name
+        if path.suffix == ".jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        elif path.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            with path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(rows[0]), delimiter="," if path.suffix == ".csv" else "\t")
+                writer.writeheader()
+                writer.writerows(rows)
+        return path
+
+    return write_file
+
+
+def labelled(*labels, **texts):
+    return [{"text": f"text {row}", **texts, "label": label} for row, label in enumerate(labels)]
+
+
+def read(train, dev=None, test=None, kind="classification", **options):
+    return own_data.read(kind, train, dev or train, test, **options)
+
+
+def message_of(*args, **options):
+    with pytest.raises(InputError) as caught:
+        read(*args, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["train.tsv", "train.csv", "train.jsonl", "train.parquet"])
+def test_a_classification_from_every_format(write, name):
+    train = write(labelled("pos", "neg", "pos"), name)
+    test = write([{"text": "unseen", "other": "x"}], f"test{train.suffix}")
+    data = read(train, train, test)
+    assert (data.task.name, data.task.kind, data.task.labels) == ("classification", "classification", ("neg", "pos"))
+    assert (data.task.metric, data.notes) == ("accuracy", ())
+    assert data.train.texts == [("text 0",), ("text 1",), ("text 2",)]
+    assert (data.train.targets.dtype, data.train.targets.tolist()) == (np.int64, [1, 0, 1])
+    assert (data.train.name, data.train.path, data.train.ids) == ("train", train, ["0", "1", "2"])
+    assert [split.name for split in (*data.dev, *data.test)] == ["dev", "test"]
+    assert (data.test[0].texts, data.test[0].targets) == ([("unseen",)], None)
+
+
+@pytest.mark.parametrize(
+    ("columns", "chosen"),
+    [
+        (("other", "text", "sentence"), ("text",)),
+        (("sentence",), ("sentence",)),
+        (("sentence2", "sentence1"), ("sentence1", "sentence2")),
+        (("premise", "hypothesis"), ("premise", "hypothesis")),
+        (("question1", "question2"), ("question1", "question2")),
+        (("question", "sentence"), ("question", "sentence")),
+    ],
+)
+@pytest.mark.parametrize("label", ["label", "labels", "score", "target"])
+def test_default_columns(write, columns, chosen, label):
+    train = write([{**{name: f"{name} {row}" for name in columns}, label: str(row)} for row in range(2)])
+    assert read(train).train.texts == [tuple(f"{name} {row}" for name in chosen) for row in range(2)]
+
+
+def test_named_columns(write):
+    train = write([{"text": "a", "title": "t", "label": "x", "topic": topic} for topic in "ab"])
+    data = read(train, text=("title", "text"), label=("topic",))
+    assert (data.train.texts[0], data.task.labels) == (("t", "a"), ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "no text column; there are: body, class; choose with --text"),
+        ({"text": ("body",)}, "no label column; there are: body, class; choose with --label"),
+        ({"text": ("title",)}, "no column 'title'; there are: body, class; choose with --text"),
+        ({"text": ("body",), "label": ("topic",)}, "no column 'topic'; there are: body, class; choose with --label"),
+        ({"text": ("body",), "label": ("body",)}, "the column 'body' is chosen twice by --text and --label"),
+    ],
+)
+def test_missing_columns_are_named_with_those_there_are(write, options, message):
+    train = write([{"body": "a", "class": "x"}, {"body": "b", "class": "y"}])
+    assert message_of(train, **options) == f"{train}: {message}"
+
+
+def test_columns_that_dev_or_test_lack(write):
+    train = write(labelled("a", "b"))
+    unlabelled, other = write([{"text": "x"}], "dev.jsonl"), write([{"body": "x"}], "test.jsonl")
+    assert message_of(train, unlabelled) == f"{unlabelled}: no column 'label'; there are: text; choose with --label"
+    assert message_of(train, train, other) == f"{other}: no column 'text'; there are: body; choose with --text"
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (["b", "B", "10", "9"], ("10", "9", "B", "b")),
+        (["10", "9", "-1"], ("-1", "9", "10")),
+        ([10, 9, 3], ("3", "9", "10")),
+        ([True, False], ("false", "true")),
+        ([" x ", "x", "y"], ("x", "y")),
+        (["1.5", "v2"], ("1.5", "v2")),
+    ],
+)
+def test_classes_are_sorted_numerically_if_all_are_integers(write, labels, names):
+    assert read(write(labelled(*labels))).task.labels == names
+
+
+def test_given_labels_keep_their_order(write):
+    train = write(labelled("b", "a"))
+    data = read(train, labels=("b", "a", "c"))
+    assert (data.task.labels, data.train.targets.tolist()) == (("b", "a", "c"), [0, 1])
+    assert message_of(train, labels=("b", "c")) == f"{train}: line 2: unknown label 'a'; --labels names: 'b', 'c'"
+    assert read(write(labelled("0.5", "1.0")), labels=("0.5", "1.0")).task.labels == ("0.5", "1.0")
+    assert message_of(train, labels=("a", "b", "a")) == "--labels names a label twice: a, b, a"
+
+
+@pytest.mark.parametrize("split", ["dev", "test"])
+def test_a_label_that_training_lacks_is_an_error(write, split):
+    train, other = write(labelled("a", "b")), write(labelled("a", "c"), "other.jsonl")
+    message = message_of(train, *((other,) if split == "dev" else (train, other)))
+    assert message == f"{other}: line 2: unknown label 'c'; {train} has: 'a', 'b'"
+
+
+def test_many_known_labels_are_cut_short(write):
+    train, dev = write(labelled(*range(30))), write(labelled(99), "dev.jsonl")
+    assert message_of(train, dev).endswith("'18', '19' and 10 more")
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["a", "a"], ": 'a' in every example; there is nothing to learn"),
+        (["a", None], ": line 2: no label"),
+        (["a", " "], ": line 2: no label"),
+        ([1, float("nan")], ": line 2: no label"),
+        ([1, {"a": 2}], ": line 2: the label is {'a': 2}; it has to be text or an integer"),
+        ([1, 2.5], ": line 2: the label '2.5' is a number with decimals; predict numbers with --task regression, "),
+        (["1", "2.5"], ": line 2: the label '2.5' is a number with decimals; predict numbers with --task regression, "),
+        ([f"id {n}" for n in range(1001)], ": 1,001 different labels in 1,001 examples; predict numbers with --task"),
+        ([["a"], "b"], ": line 2: the label is 'b', elsewhere it is a list"),
+        ([["a"], [None]], ": line 2: no label"),
+        ([[], []], ": no label in every example; there is nothing to learn"),
+    ],
+)
+def test_labels_that_are_no_classes(write, labels, message):
+    train = write(labelled(*labels))
+    assert message_of(train).startswith(f"{train}{message}")
+
+
+def test_rows_of_parquet_are_counted(write):
+    train = write(labelled("a", None), "train.parquet")
+    assert message_of(train) == f"{train}: row 2: no label"
+
+
+@pytest.mark.parametrize("hidden", ["", None, -1, "-1"])
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_a_test_file_may_hide_its_labels(write, hidden, kind):
+    train, test = write(labelled("1", "2")), write(labelled(hidden, hidden), "test.jsonl")
+    assert read(train, train, test, kind=kind).test[0].targets is None
+
+
+def test_a_labelled_test_file_keeps_its_targets(write):
+    train, test = write(labelled("a", "b")), write(labelled("b", "a", "b"), "test.jsonl")
+    assert read(train, train, test).test[0].targets.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
+def test_lists_are_several_labels(write, name):
+    data = read(write(labelled(["b", "a"], [], ["c"]), name))
+    assert (data.task.kind, data.task.metric, data.task.labels) == ("multi-label", "f1_micro", ("a", "b", "c"))
+    assert data.train.targets.dtype == np.float32
+    assert data.train.targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize("name", ["train.tsv", "train.csv", "train.jsonl"])
+def test_a_separator_makes_several_labels(write, name):
+    data = read(write(labelled("b; a", "", "c;", "b"), name), label_separator=";")
+    assert (data.task.kind, data.task.labels) == ("multi-label", ("a", "b", "c"))
+    assert data.train.targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0]]
+
+
+def test_several_label_columns(write):
+    rows = [{"text": "x", "toxic": "1", "rude": "FALSE"}, {"text": "y", "toxic": 0, "rude": True}]
+    train = write(rows)
+    data = read(train, label=("toxic", "rude"))
+    assert (data.task.kind, data.task.labels) == ("multi-label", ("toxic", "rude"))
+    assert data.train.targets.tolist() == [[1, 0], [0, 1]]
+    wrong = write([*rows, {"text": "z", "toxic": 2, "rude": 0}], "wrong.jsonl")
+    message = message_of(wrong, label=("toxic", "rude"))
+    assert message == f"{wrong}: line 3: 'toxic' is 2; it has to be 0, 1, true or false"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "regression", "labels": ("1", "2")}, "a regression has one label column of numbers"),
+        ({"kind": "regression", "label_separator": ";"}, "a regression has one label column of numbers"),
+        ({"kind": "regression", "label": ("a", "b")}, "a regression has one label column of numbers"),
+        ({"label": ("a", "b"), "labels": ("c", "d")}, "with several label columns, their names are the labels"),
+        ({"text": ("a", "b", "label")}, "--text names 3 columns (a, b, label); it can be one or two"),
+        ({"dev_fraction": 1.0}, "dev_fraction is 1.0; it has to be above 0 and below 1"),
+    ],
+)
+def test_options_that_contradict_each_other(write, options, message):
+    train = write([{"text": "x", "label": "1", "a": "0", "b": "1"}])
+    assert message_of(train, **options).startswith(message)
+
+
+@pytest.mark.parametrize("name", ["train.tsv", "train.jsonl"])
+def test_a_regression_is_standardized_by_its_training_values(write, name):
+    train = write([{"text": "t", "score": value} for value in (1, 2.5, "4")], name)
+    data = read(train, kind="regression")
+    assert (data.task.name, data.task.kind, data.task.metric) == ("regression", "regression", "spearman")
+    assert (data.train.targets.dtype, data.train.targets.tolist()) == (np.float64, [1, 2.5, 4])
+    assert (data.task.shift, data.task.scale) == (2.5, pytest.approx(np.std([1, 2.5, 4])))
+    aside = own_data.read("regression", train, None, None)
+    assert aside.task.shift == aside.train.targets.mean()
+
+
+@pytest.mark.parametrize("value", ["", None, "nan", "inf", "x", "1_0", True, [1], float("nan")])
+def test_values_that_are_no_numbers(write, value):
+    train = write(labelled(1, 2, value))
+    message = message_of(train, kind="regression")
+    what = "no label" if value in ("", None) else "the label is "
+    assert message.startswith(f"{train}: line 3: {what}")
+
+
+def test_equal_values_teach_nothing(write):
+    train = write(labelled(0.1, 0.1, 0.1))
+    message = message_of(train, kind="regression")
+    assert message == f"{train}: every training value is 0.1; there is nothing to learn from it"
+
+
+def test_a_dev_split_is_set_aside_by_class(write):
+    labels = ["common"] * 160 + ["rare"] * 38 + ["once"] * 2
+    train = write(labelled(*labels))
+    data = own_data.read("classification", train, None, None, seed=3)
+    (dev,) = data.dev
+    assert data.notes == (
+        f"{train}: 20 of 200 examples are set aside as the dev split (seed 3); give your own with --dev",
+    )
+    assert np.bincount(dev.targets, minlength=3).tolist() == [16, 0, 4]
+    assert sorted(data.train.ids + dev.ids, key=int) == [str(row) for row in range(200)]
+    assert dev.texts == [(f"text {row}",) for row in dev.ids]
+    again = own_data.read("classification", train, None, None, seed=3)
+    other = own_data.read("classification", train, None, None, seed=4)
+    assert again.dev[0].ids == dev.ids != other.dev[0].ids
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
+def test_every_class_keeps_a_training_example(write, fraction):
+    train = write(labelled(*"aabbbcdddddd"))
+    data = own_data.read("classification", train, None, None, dev_fraction=fraction)
+    assert set(data.train.targets.tolist()) == {0, 1, 2, 3}
+    assert len(data.dev[0].texts) == {0.01: 1, 0.5: 6, 0.99: 8}[fraction]
+
+
+@pytest.mark.parametrize(("kind", "labels"), [("classification", ["a", "b"]), ("regression", [1])])
+def test_too_few_rows_to_set_aside(write, kind, labels):
+    train = write(labelled(*labels))
+    with pytest.raises(InputError, match=rf": {len(labels)} examples are too few to set a dev split aside; .*--dev$"):
+        own_data.read(kind, train, None, None)
+
+
+def test_several_labels_are_set_aside_without_classes(write):
+    data = own_data.read("classification", write(labelled(*[["a"], ["b"]] * 10)), None, None)
+    assert (data.train.targets.shape, data.dev[0].targets.shape) == ((18, 2), (2, 2))
+
+
+@pytest.mark.parametrize(("value", "what"), [(None, "null"), (5, "5")])
+def test_a_text_that_is_none(write, value, what):
+    train = write([{"text": "x", "label": "a"}, {"text": value, "label": "b"}])
+    assert message_of(train) == f"{train}: line 2: 'text' is {what}, not text"
+
+
+def test_empty_texts_are_kept_with_a_note(write):
+    rows = [
+        {"sentence1": first, "sentence2": " ", "label": label}
+        for first, label in zip(("x", " ", ""), "aba", strict=True)
+    ]
+    train = write(rows)
+    data = read(train)
+    assert data.notes[0] == f"{train}: line 2: the first of 2 examples with empty text"
+    assert len(data.train.texts) == 3
+    empty = write(rows[1:], "empty.jsonl")
+    assert message_of(empty) == f"{empty}: every text is empty in 'sentence1' and 'sentence2'; choose with --text"
+
+
+def test_quoting_is_passed_on(write, tmp_path):
+    train = tmp_path / "train.tsv"
+    train.write_text('text\tlabel\n"a\tb"\tx\nc\ty\n')
+    assert "add --quoting csv" in message_of(train)
+    assert read(train, quoting="csv").train.texts == [("a\tb",), ("c",)]
+
+
+def test_plain_lines_can_be_the_test_file(write, tmp_path):
+    test = tmp_path / "test.txt"
+    test.write_text("one\ntwo\n")
+    assert read(write(labelled("a", "b")), test=test).test[0].texts == [("one",), ("two",)]
+
+
+def test_missing_files(write, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.tsv: no such file$"):
+        read(tmp_path / "none.tsv")
