@@ -1,0 +1,79 @@
+"""Small fine-tuning tasks: files of a few dozen examples, and encoders of a second."""
+
+import json
+import random
+from pathlib import Path
+
+WORDS = "the class function value object string list name error file returns module method type code line".split()
+GOOD, BAD = ["fine", "true", "valid", "new"], ["wrong", "false", "invalid", "old"]
+# Settings under which a tiny encoder is fine-tuned in a second, and repeatably.
+QUICK = {"finetune.epochs": "1", "finetune.batch_size": "8", "finetune.sequence_length": "24"}
+NO_DROPOUT = {"finetune.dropout": "0", "finetune.attention_dropout": "0", "finetune.head_dropout": "0"}
+
+
+def sentences(count, seed=0):
+    """Sentences of 3 to 30 words with their class: 1 if a good word is in it, 0 if a bad one."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        label = rng.randrange(2)
+        words = rng.choices(WORDS, k=rng.randrange(3, 30))
+        words.insert(rng.randrange(len(words)), rng.choice(GOOD if label else BAD))
+        yield " ".join(words), label
+
+
+def pairs(count, seed=0):
+    """Pairs of sentences, and whether they have a word in common with the same beginning."""
+    rng = random.Random(seed)
+    found = [text for text, _ in sentences(2 * count, seed)]
+    for first, second in zip(found[::2], found[1::2], strict=True):
+        yield first, second if rng.random() < 0.5 else first[: len(first) // 2] + second, rng.randrange(2)
+
+
+def write_sst2(folder: Path, train=40, dev=16, test=8) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed, (name, count) in enumerate({"train": train, "dev": dev}.items()):
+        lines = (f"{text}\t{label}\n" for text, label in sentences(count, seed))
+        (folder / f"{name}.tsv").write_text("sentence\tlabel\n" + "".join(lines))
+    lines = (f"{i}\t{text}\n" for i, (text, _) in enumerate(sentences(test, 2)))
+    (folder / "test.tsv").write_text("index\tsentence\n" + "".join(lines))
+    return folder
+
+
+def write_mrpc(folder: Path, train=27, dev=10) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed, (name, count) in enumerate({"train": train, "dev": dev}.items()):
+        lines = (f"{label}\t1\t2\t{first}\t{second}\n" for first, second, label in pairs(count, seed))
+        (folder / f"{name}.tsv").write_text("Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n" + "".join(lines))
+    return folder
+
+
+def write_stsb(folder: Path, train=27, dev=10) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed, (name, count) in enumerate({"train": train, "dev": dev}.items()):
+        rows = pairs(count, seed)
+        lines = (f"{i}\t{a}\t{b}\t{len(a) * 7 % 50 / 10:.3f}\n" for i, (a, b, _) in enumerate(rows))
+        (folder / f"{name}.tsv").write_text("index\tsentence1\tsentence2\tscore\n" + "".join(lines))
+    return folder
+
+
+def save_encoder(folder: Path, vocab: Path, architecture="bert", seed=0, **changes) -> Path:
+    """A randomly initialized encoder as `transformers` saves it, with its vocabulary."""
+    import torch
+    from transformers import ElectraConfig, ElectraModel, ModernBertConfig, ModernBertModel
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": len(vocab.read_text().splitlines()), "hidden_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
+    if architecture == "bert":
+        # Weights large enough for the outputs to depend on the input.
+        config = ElectraConfig(**sizes | {"embedding_size": 16, "initializer_range": 0.2} | changes)
+        model = ElectraModel(config)
+    else:
+        rope = {kind: {"rope_type": "default", "rope_theta": 10_000.0} for kind in ("full_attention", "sliding_attention")}
+        layers = {"layer_types": ["full_attention"] * 2, "rope_parameters": rope}
+        special = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3}
+        model = ModernBertModel(ModernBertConfig(**sizes | layers | special | changes))
+    model.save_pretrained(folder)
+    (folder / "vocab.txt").write_text(vocab.read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True, "tokenizer_class": "BertTokenizer"}))
+    return folder
