@@ -61,10 +61,60 @@ def outcome(qkv: list[Tensor], attend: Callable[..., Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
 
 
-def truth(dtype: torch.dtype, device: torch.device = CPU) -> list[Tensor]:
+def truth(dtype: torch.dtype, device: torch.device = CPU, window: int | None = None) -> list[Tensor]:
     _, cu_seqlens = ragged()
     exact = [x.to(dtype).double() for x in random_qkv(torch.float64)]
-    return [x.to(device) for x in outcome(exact, lambda *qkv: attention_reference(*qkv, cu_seqlens))]
+    return [x.to(device) for x in outcome(exact, lambda *qkv: attention_reference(*qkv, cu_seqlens, window))]
+
+
+def local_mask(backend: str, window: int, device: torch.device = CPU, num_spare: int = 0) -> AttentionMask:
+    local = AttentionMask.packed(*ragged(num_spare, device), backend, 2 * window).local
+    assert local is not None and local.window == window
+    return local
+
+
+def test_the_reference_attends_within_the_window() -> None:
+    """Written out for one token at a time."""
+    (_, borders), (q, k, v), window = ragged(), random_qkv(torch.float64), 7
+    found = attention_reference(q, k, v, borders, window)
+    for start, end in itertools.pairwise(borders.tolist()):
+        for i in range(start, end):
+            near = slice(max(start, i - window), min(end, i + window + 1))
+            weights_NJ = (torch.einsum("nh,jnh->nj", q[i], k[near]) * HEAD_DIM**-0.5).softmax(-1)
+            assert (found[i] - torch.einsum("nj,jnh->nh", weights_NJ, v[near])).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("window", [1, 20, 400])
+def test_local_sdpa_equals_the_reference(window: int) -> None:
+    found = outcome(random_qkv(torch.float64), lambda *qkv: attention(*qkv, local_mask("sdpa", window)))
+    for a, b in zip(found, truth(torch.float64, window=window), strict=True):
+        assert (a - b).abs().max() < 1e-12
+
+
+@eager_flex
+@pytest.mark.parametrize("window", [1, 20, 400])
+def test_local_flex_equals_the_reference(window: int) -> None:
+    found = attention(*random_qkv(torch.float32), local_mask("flex", window))
+    assert (found - truth(torch.float32, window=window)[0]).abs().max() < 1e-5
+
+
+def test_padding_far_from_every_token_attends_to_itself() -> None:
+    lengths = torch.tensor([LENGTH, 30, 1])
+    keep = torch.arange(LENGTH) < lengths[:, None]
+    mask = AttentionMask.padded(3, LENGTH, keep, local_attention=8)
+    assert mask.local is not None and mask.window is None
+    found, *grads = outcome(random_qkv(torch.float64), lambda *qkv: attention(*qkv, mask.local))
+    borders = torch.tensor(
+        [0, *(x for row in range(3) for x in (row * LENGTH + int(lengths[row]), (row + 1) * LENGTH))]
+    )
+    expected = attention_reference(*random_qkv(torch.float64), borders, 4)
+    assert (found - expected)[keep.flatten()].abs().max() < 1e-12
+    assert all(x.isfinite().all() for x in (found, *grads))
+
+
+def test_masks_are_local_only_where_a_model_is() -> None:
+    assert AttentionMask.packed(*ragged(), "sdpa").local is None
+    assert AttentionMask.padded(3, LENGTH, torch.ones(3, LENGTH)).local is None
 
 
 @pytest.mark.parametrize("num_spare", [0, 3])
@@ -98,19 +148,21 @@ def test_flex_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("length", [128, 384])
-def test_flex_block_mask_is_what_torch_makes(length: int) -> None:
+@pytest.mark.parametrize("window", [None, 0, 1, 2, 127, 128, 129, 254, 255, 256, 300])
+def test_flex_block_mask_is_what_torch_makes(length: int, window: int | None) -> None:
     random = torch.Generator().manual_seed(3)
     starts = torch.rand(4, length, generator=random) < 0.01
     ids = starts.cumsum(1).int() + 1
     ids[1, 200:] = 0
     ids[2], ids[3] = 1, 0  # one segment, and padding alone: full blocks
-    mask = AttentionMask.packed(ids, torch.zeros(1, dtype=torch.int32), "flex")
-    ours = mask.block_mask
+    mask = AttentionMask.packed(ids, None, "flex", 2 * window + 1 if window is not None else 0)
+    ours = mask.block_mask if window is None else mask.local and mask.local.block_mask
+    far = length if window is None else window
     theirs = torch_flex.create_block_mask(
-        lambda b, h, i, j: ids[b, i] == ids[b, j], 4, None, length, length, device="cpu"
+        lambda b, h, i, j: (ids[b, i] == ids[b, j]) & ((i - j).abs() <= far), 4, None, length, length, device="cpu"
     )
     assert ours is not None and ours.shape == theirs.shape and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
-    assert theirs.full_kv_num_blocks is not None and theirs.full_kv_num_blocks.sum() > 0
+    assert theirs.full_kv_num_blocks is not None and (far < 127 or theirs.full_kv_num_blocks.sum() > 0)
     for name in ("kv", "full_kv", "q", "full_q"):
         count, listed = getattr(ours, f"{name}_num_blocks"), getattr(ours, f"{name}_indices")
         assert torch.equal(count, getattr(theirs, f"{name}_num_blocks")), name
@@ -138,10 +190,12 @@ def test_masks_are_built_without_synchronizing_with_the_device(backend: str) -> 
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_varlen_accepts_our_arguments_forward_and_backward(dropout: float) -> None:
+@pytest.mark.parametrize("local_attention", [0, 8])
+def test_varlen_accepts_our_arguments_forward_and_backward(dropout: float, local_attention: int) -> None:
     """By the kernel's shape functions: the kernel itself does not run."""
     with FakeTensorMode() as mode:
-        mask = AttentionMask.packed(*(mode.from_tensor(x) for x in ragged(num_spare=2)), "varlen")
+        mask = AttentionMask.packed(*(mode.from_tensor(x) for x in ragged(num_spare=2)), "varlen", local_attention)
+        mask = mask.local or mask
         qkv = [mode.from_tensor(x) for x in random_qkv(torch.bfloat16)]
         leaves = [x.detach().requires_grad_() for x in qkv]
         out = attention(*leaves, mask, dropout)
@@ -183,6 +237,22 @@ def test_backends_equal_the_reference_on_cuda(backend: str, num_spare: int) -> N
     rounded = outcome(qkv, lambda *x: attention_reference(*x, borders))
     found = outcome(qkv, lambda *x: attention(*x, AttentionMask.packed(ids, borders, backend)))
     for a, b, t in zip(found, rounded, exact, strict=True):
+        assert (a - t).abs().max() <= 2 * (b - t).abs().max()
+
+
+@needs_gpu
+@pytest.mark.filterwarnings("default")  # what compilers and extras say
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [1, 20, 400])
+def test_local_backends_equal_the_reference_on_cuda(backend: str, window: int) -> None:
+    """Each error is at most twice that of the reference in the same precision."""
+    exact, qkv, mask = (
+        truth(torch.bfloat16, CUDA, window),
+        random_qkv(torch.bfloat16, CUDA),
+        local_mask(backend, window, CUDA),
+    )
+    rounded = outcome(qkv, lambda *x: attention_reference(*x, ragged(0, CUDA)[1], window))
+    for a, b, t in zip(outcome(qkv, lambda *x: attention(*x, mask)), rounded, exact, strict=True):
         assert (a - t).abs().max() <= 2 * (b - t).abs().max()
 
 
@@ -233,6 +303,12 @@ def test_a_backend_names_a_missing_requirement(
         choose_attention(backend, device, dtype, dropout)
     assert str(error.value).startswith(f'model.attention = "{backend}" needs {missing}')
     assert str(error.value).endswith('; or set model.attention = "sdpa"') and "\n" not in str(error.value)
+
+
+def test_xformers_has_no_local_attention() -> None:
+    with pytest.raises(ValueError, match='"xformers" needs model.local_attention = 0; or set model.attention = "sdpa"'):
+        choose_attention("xformers", CUDA, torch.bfloat16, 0.0, local_attention=8)
+    assert choose_attention("varlen", CUDA, torch.bfloat16, 0.0, local_attention=8) == "varlen"
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ def test_differences_name_the_keys() -> None:
             '[model]\narchitecture = "modern"\nhidden_size = 12\nnum_heads = 4',
             "model.hidden_size / model.num_heads = 3 is odd; rotary positions need an even head width",
         ),
+        ("[model]\nlocal_attention = 8", 'model.local_attention = 8 needs model.architecture = "modern"'),
         (
             "[data]\nsequence_length = 1024",
             "data.sequence_length = 1024 is longer than model.max_positions = 512; raise the latter",

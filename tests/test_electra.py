@@ -15,6 +15,7 @@ from electra_fast.sampling import sample_categorical
 VOCAB, LENGTH, SLOTS, MASK = 50, 12, 3, 4
 COMPUTE = ComputeConfig("sdpa", torch.float32)
 KEY = torch.tensor([11, 3])
+LOCAL = {"model.architecture": "modern", "model.local_attention": "4", "model.global_attention_every": "2"}
 
 
 def make_config(**changes: str) -> Config:
@@ -76,9 +77,9 @@ def metrics(model, output):
     return objective_of(model.config).metrics({name: float(total) for name, total in output.totals.items()})
 
 
-@pytest.mark.parametrize("tying", ["none", "embeddings"])
-def test_loss_written_out(tying):
-    model, batch = make_model(make_config(**{"model.tying": tying})), make_batch()
+@pytest.mark.parametrize("changes", [{"model.tying": "none"}, {"model.tying": "embeddings"}, LOCAL])
+def test_loss_written_out(changes):
+    model, batch = make_model(make_config(**changes)), make_batch()
     output = run(model, batch)
 
     # The generator's logits of each segment alone, a row at a time, with no packing at all.

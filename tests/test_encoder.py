@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -41,7 +42,6 @@ MODERN = (
     "ModernBertModel",
     *(f"ModernBertFor{x}" for x in ("MaskedLM", "SequenceClassification", "TokenClassification")),
 )
-FULL: dict[str, Any] = {"global_attn_every_n_layers": 1, "global_rope_theta": 10_000.0}
 
 
 def hf_folder(folder: Path, name: str, seed: int = 0, **settings: Any) -> transformers.PreTrainedModel:
@@ -91,7 +91,7 @@ class Bare(torch.nn.Module):
 
 
 def padded_hidden(found: PretrainedEncoder, types: Tensor | None = None) -> Tensor:
-    mask = AttentionMask.padded(2, LENGTH, MASK)
+    mask = AttentionMask.padded(2, LENGTH, MASK, found.shape.local_attention)
     hidden: Tensor = Bare(found)(IDS, torch.arange(LENGTH).repeat(2), mask, types)
     return hidden
 
@@ -116,8 +116,71 @@ def test_any_electra_class_gives_the_hidden_states_of_transformers(
 
 @pytest.mark.parametrize("name", MODERN)
 def test_any_modernbert_class_gives_the_hidden_states_of_transformers(tmp_path: Path, name: str) -> None:
-    model = hf_folder(tmp_path, name, **FULL)
+    """With the layers and rotary bases that are its defaults: the first and the fourth layer are global."""
+    model = hf_folder(tmp_path, name, local_attention=8)
+    found = load_encoder(tmp_path)
+    assert (found.shape.local_attention, found.shape.global_attention_every) == (8, 3)
+    assert (found.shape.rope_theta, found.shape.local_rope_theta) == (160_000.0, 10_000.0)
+    assert_close(padded_hidden(found), hf_hidden(model))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"local_attention": 7}, (7, 3)),
+        ({"global_attn_every_n_layers": 1}, (0, 3)),
+        ({"global_attn_every_n_layers": 2}, (128, 2)),
+        ({"layer_types": ["full_attention"] + ["sliding_attention"] * 3, "local_attention": 8}, (8, 4)),
+        ({"layer_types": ["full_attention"] * 4, "local_attention": 8}, (0, 3)),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 77.0}}, "local_attention": 8}, (8, 3)),
+        ({"norm_eps": 1e-3}, (128, 3)),
+    ],
+)
+def test_settings_of_modernbert_count(tmp_path: Path, settings: dict[str, Any], expected: tuple[int, int]) -> None:
+    model = hf_folder(tmp_path / "model", "ModernBertModel", **settings)
+    found = load_encoder(tmp_path / "model")
+    assert (found.shape.local_attention, found.shape.global_attention_every) == expected
+    assert_close(padded_hidden(found), hf_hidden(model))
+    write_encoder(tmp_path / "again", found)
+    assert load_encoder(tmp_path / "again").shape == found.shape
+    assert_close(hf_hidden(transformers.AutoModel.from_pretrained(tmp_path / "again").eval()), hf_hidden(model))
+
+
+@pytest.mark.parametrize(("global_theta", "local_theta"), [(160_000.0, 10_000.0), (9_000, 70)])
+def test_modernbert_as_written_by_older_versions(tmp_path: Path, global_theta: float, local_theta: float) -> None:
+    """Without layer_types and rope_parameters, which transformers 4 did not have."""
+    rope = {"full_attention": global_theta, "sliding_attention": local_theta}
+    parameters = {kind: {"rope_type": "default", "rope_theta": float(theta)} for kind, theta in rope.items()}
+    model = hf_folder(tmp_path, "ModernBertForMaskedLM", local_attention=8, rope_parameters=parameters)
+    path = tmp_path / "config.json"
+    table = json.loads(path.read_text(encoding="utf-8"))
+    del table["layer_types"], table["rope_parameters"]
+    if (global_theta, local_theta) != (160_000.0, 10_000.0):
+        table |= {"global_rope_theta": global_theta, "local_rope_theta": local_theta}
+    path.write_text(json.dumps(table | {"global_attn_every_n_layers": 3}), encoding="utf-8")
     assert_close(padded_hidden(load_encoder(tmp_path)), hf_hidden(model))
+
+
+def test_epsilon_of_electra_counts(tmp_path: Path) -> None:
+    model = hf_folder(tmp_path, "ElectraModel", layer_norm_eps=1e-3)
+    assert_close(padded_hidden(load_encoder(tmp_path)), hf_hidden(model))
+
+
+@pytest.mark.parametrize("name", ["ElectraModel", "ModernBertModel"])
+def test_packed_segments_are_separate_sequences(tmp_path: Path, name: str) -> None:
+    model = hf_folder(tmp_path, name, **({} if name == "ElectraModel" else {"local_attention": 8}))
+    found = load_encoder(tmp_path)
+    ids_L = IDS.flatten()
+    borders = [0, 31, 33, 50, 80]
+    segments_L = torch.cat(
+        [torch.full((end - start,), i + 1) for i, (start, end) in enumerate(itertools.pairwise(borders))]
+    )
+    positions_L = torch.cat([torch.arange(end - start) for start, end in itertools.pairwise(borders)])
+    mask = AttentionMask.packed(segments_L[None], None, "sdpa", found.shape.local_attention)
+    packed = Bare(found)(ids_L[None], positions_L, mask)
+    for start, end in itertools.pairwise(borders):
+        alone = hf_hidden(model, ids_L[None, start:end], None)
+        assert (packed[:, start:end] - alone).abs().max() <= 1e-5
 
 
 @torch.no_grad()
@@ -241,13 +304,16 @@ def test_a_role_that_a_source_lacks_is_named(tmp_path: Path) -> None:
         ("ModernBertModel", {"attention_bias": True}, "attention_bias = True is not supported; it must be False"),
         ("ModernBertModel", {"mlp_bias": True}, "mlp_bias = True is not supported; it must be False"),
         ("ModernBertModel", {"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported"),
+        ("ModernBertModel", {"layer_types": ["sliding_attention"] * 4}, "layer_types = ['sliding_attention', "),
+        ("ModernBertModel", {"local_attention": 0}, "the others sliding_attention with a local_attention above 0"),
+        ("ModernBertModel", {"rope_scaling": {"type": "yarn"}}, "rope_scaling = {'type': 'yarn'} is not supported"),
         ("ModernBertModel", {"intermediate_size": 95}, "mlp.Wi.weight has shape [192, 64], and config.json says [190"),
     ],
 )
 def test_a_config_that_does_not_fit_is_named(
     tmp_path: Path, name: str, changes: dict[str, object], message: str
 ) -> None:
-    hf_folder(tmp_path, name, **({} if name == "ElectraModel" else FULL))
+    hf_folder(tmp_path, name)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
     with pytest.raises(ValueError, match=re.escape(message)) as caught:

@@ -61,10 +61,11 @@ def logits(model: Electra) -> dict[str, torch.Tensor]:
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """At all tokens; what padding far from every token gives in local attention is nobody's business."""
     assert found.keys() == expected.keys()
     for role, tensor in expected.items():
         assert tensor.std() > 0.01
-        assert (found[role] - tensor).abs().max() <= 1e-5, role
+        assert (found[role] - tensor)[MASK.bool()].abs().max() <= 1e-5, role
 
 
 SHAPES = [
@@ -82,6 +83,12 @@ SHAPES = [
     ("modern", {"model": {"tying": "all", "embedding_size": 48}} | ONE_SIZE),
     ("modern", {"model": {"embedding_size": 48}, "objective": {"name": "mlm"}}),
     ("modern", {"model": {"embedding_size": 96}}),  # the table is wider than both
+    ("modern", {"model": {"local_attention": 8, "global_attention_every": 2, "rope_theta": 160_000.0}}),
+    (
+        "modern",
+        {"model": {"norm_eps": 1e-3, "local_attention": 2, "local_rope_theta": 500.0}, "generator": {"num_layers": 4}},
+    ),
+    ("google", {"model": {"norm_eps": 1e-3}}),
 ]
 
 

@@ -119,6 +119,14 @@ def test_true_counts_equal_what_torch_counts(recipe: str, embedding_size: int, o
         assert count(run, backward=False) == per_token * num_tokens / 3
 
 
+def test_local_attention_counts_the_window() -> None:
+    config = Config.preset("tiny", "modern").replace({"model": {"num_layers": 4}, "objective": {"name": "mlm"}})
+    local = config.replace({"model": {"local_attention": 8}})  # layers 1 and 2
+    length, hidden = config.data.sequence_length, config.model.hidden_size
+    saved = flops_per_token(config).generator - flops_per_token(local).generator
+    assert saved == 3 * 2 * 4 * (length - 9) * hidden
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [

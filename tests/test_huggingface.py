@@ -24,6 +24,8 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "sat
 IDS = torch.randint(5, 200, (2, 20), generator=torch.Generator().manual_seed(1))
 MASK = (torch.arange(20) < torch.tensor([[20], [11]])).long()
 
+FULL, LOCAL = "full_attention", "sliding_attention"
+
 
 def write_folders(folder: Path, recipe: str, changes: dict[str, dict[str, Any]]) -> None:
     """A random model as discriminator/ and generator/."""
@@ -134,7 +136,7 @@ def edit(path: Path, **changes: object) -> None:
             "tensor electra.embeddings.word_embeddings.weight has shape [200, 32]",
         ),
         ("google", "discriminator", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported; it must be 'gelu'"),
-        ("google", "discriminator", {"layer_norm_eps": 1e-5}, "layer_norm_eps = 1e-05 is not supported"),
+        ("google", "discriminator", {"layer_norm_eps": 1e-5}, "norm_eps = 0.0, and the discriminator's is 1e-05"),
         ("google", "discriminator", {"type_vocab_size": 1}, "type_vocab_size = 1 is not supported; it must be 2"),
         ("google", "discriminator", {"num_hidden_layers": 3}, "generator.num_layers"),
         ("google", "discriminator", {"num_hidden_layers": "3"}, "model.num_layers = '3' must be an integer"),
@@ -146,21 +148,31 @@ def edit(path: Path, **changes: object) -> None:
         (
             "modern",
             "generator",
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "only full_attention is supported",
+            {"layer_types": [LOCAL, FULL]},
+            "layer_types = ['sliding_attention', 'full_attention'] is",
         ),
+        ("modern", "generator", {"layer_types": [FULL] * 3}, "'full_attention'] is not supported; the first and every"),
+        ("modern", "generator", {"layer_types": [FULL, LOCAL]}, "local_attention = 128, and the discriminator's is 0"),
+        ("modern", "generator", {"layer_types": [FULL, LOCAL], "local_attention": 0}, "with a local_attention above 0"),
         (
             "modern",
             "generator",
             {"layer_types": None, "global_attn_every_n_layers": 2},
-            "only full_attention is supported",
+            "local_attention = 128, and the discriminator's is 0",
         ),
         (
             "modern",
             "generator",
             {"rope_parameters": None, "global_rope_theta": 160000.0},
-            "rope_theta = 160000.0 is not",
+            "rope_theta = 160000.0, and the discriminator's is 10000.0",
         ),
+        (
+            "modern",
+            "generator",
+            {"rope_parameters": {FULL: {"rope_type": "linear"}}},
+            "rope_type = 'linear' of full_attention is not supported",
+        ),
+        ("modern", "generator", {"rope_scaling": {"factor": 2}}, "rope_scaling = {'factor': 2} is not supported"),
         ("modern", "discriminator", {"electra_fast": {"model": {"x": 1}}}, "electra_fast: unknown key model.x"),
     ],
 )

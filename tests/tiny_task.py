@@ -69,11 +69,15 @@ def save_encoder(folder: Path, vocab: Path, architecture="bert", seed=0, **chang
         config = ElectraConfig(**sizes | {"embedding_size": 16, "initializer_range": 0.2} | changes)
         model = ElectraModel(config)
     else:
-        rope = {kind: {"rope_type": "default", "rope_theta": 10_000.0} for kind in ("full_attention", "sliding_attention")}
+        rope = {
+            kind: {"rope_type": "default", "rope_theta": 10_000.0} for kind in ("full_attention", "sliding_attention")
+        }
         layers = {"layer_types": ["full_attention"] * 2, "rope_parameters": rope}
         special = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3}
         model = ModernBertModel(ModernBertConfig(**sizes | layers | special | changes))
     model.save_pretrained(folder)
     (folder / "vocab.txt").write_text(vocab.read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True, "tokenizer_class": "BertTokenizer"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"do_lower_case": True, "tokenizer_class": "BertTokenizer"})
+    )
     return folder

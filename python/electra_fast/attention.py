@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +39,8 @@ class AttentionMask:
 
     One field is set, that of the backend: `dense_B1LL` (bool, True = attend; None: whole rows) for
     `sdpa`, `cu_seqlens` (int32 [S+1]) for `varlen`, `block_mask` for `flex`, `block_diagonal` for
-    `xformers`.
+    `xformers`. `local` is the mask of layers with local attention, where a model has them; its `window`
+    is how many tokens to each side a token attends to.
     """
 
     num_rows: int
@@ -49,32 +50,60 @@ class AttentionMask:
     cu_seqlens: Tensor | None = None
     block_mask: BlockMask | None = None
     block_diagonal: Any = None
+    window: int | None = None
+    local: AttentionMask | None = None
 
     @classmethod
-    def packed(cls, segment_ids_BL: Tensor, cu_seqlens: Tensor | None, backend: str) -> AttentionMask:
+    def packed(
+        cls, segment_ids_BL: Tensor, cu_seqlens: Tensor | None, backend: str, local_attention: int = 0
+    ) -> AttentionMask:
         """The mask of packed rows: equal ids within a row attend to each other, padding (0) to padding.
 
         `cu_seqlens` (int32 [S+1]) are the offsets of the same segments in the flat buffer, each padding
         tail being one segment. T may be repeated at its end to keep its shape constant. They may be None for a backend
-        that does not read them (`reads_offsets`).
+        that does not read them (`reads_offsets`). `local_attention` is that of the model.
         """
-        num_rows, length = segment_ids_BL.shape
-        if backend == "varlen":
-            return cls(num_rows, length, backend, cu_seqlens=cu_seqlens)
-        if backend == "xformers":
-            assert cu_seqlens is not None
-            return cls(num_rows, length, backend, block_diagonal=_block_diagonal(cu_seqlens, num_rows, length))
-        if backend == "flex":
-            return cls(num_rows, length, backend, block_mask=_block_mask(segment_ids_BL))
-        mask_BLL = segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :]
-        return cls(num_rows, length, dense_B1LL=mask_BLL[:, None])
+        mask = cls._packed(segment_ids_BL, cu_seqlens, backend, None)
+        if not local_attention:
+            return mask
+        return replace(mask, local=cls._packed(segment_ids_BL, cu_seqlens, backend, local_attention // 2))
 
     @classmethod
-    def padded(cls, num_rows: int, length: int, attention_mask_BL: Tensor | None) -> AttentionMask:
-        """One segment per row; nothing attends to padding (0), as in `transformers`. For `sdpa`."""
+    def _packed(
+        cls, segment_ids_BL: Tensor, cu_seqlens: Tensor | None, backend: str, window: int | None
+    ) -> AttentionMask:
+        num_rows, length = segment_ids_BL.shape
+        if backend == "varlen":
+            return cls(num_rows, length, backend, cu_seqlens=cu_seqlens, window=window)
+        if backend == "xformers":
+            assert cu_seqlens is not None and window is None
+            return cls(num_rows, length, backend, block_diagonal=_block_diagonal(cu_seqlens, num_rows, length))
+        if backend == "flex":
+            return cls(num_rows, length, backend, block_mask=_block_mask(segment_ids_BL, window), window=window)
+        mask_BLL = segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :]
+        if window is not None:
+            mask_BLL = mask_BLL & _within(window, length, mask_BLL.device)
+        return cls(num_rows, length, dense_B1LL=mask_BLL[:, None], window=window)
+
+    @classmethod
+    def padded(
+        cls, num_rows: int, length: int, attention_mask_BL: Tensor | None, local_attention: int = 0
+    ) -> AttentionMask:
+        """One segment per row; nothing attends to padding (0), as in `transformers`. For `sdpa`.
+
+        `local_attention` is that of the model; a model that has it needs an `attention_mask_BL`.
+        """
         if attention_mask_BL is None:
+            assert not local_attention
             return cls(num_rows, length)
-        return cls(num_rows, length, dense_B1LL=attention_mask_BL.bool()[:, None, None, :].expand(-1, 1, length, -1))
+        dense_B1LL = attention_mask_BL.bool()[:, None, None, :].expand(-1, 1, length, -1)
+        mask = cls(num_rows, length, dense_B1LL=dense_B1LL)
+        if not local_attention:
+            return mask
+        window, device = local_attention // 2, dense_B1LL.device
+        # Padding attends to itself: it may be far from all other tokens, and softmax over nothing is NaN.
+        local_B1LL = dense_B1LL & _within(window, length, device) | _within(0, length, device)
+        return replace(mask, local=replace(mask, dense_B1LL=local_B1LL, window=window))
 
 
 def attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float = 0.0) -> Tensor:
@@ -90,29 +119,45 @@ def attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, 
     return _BACKENDS[mask.backend](q_TNH, k_TNH, v_TNH, mask, dropout)
 
 
-def attention_reference(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """`attention` written out, one segment after another: the specification of every backend."""
+def attention_reference(
+    q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Tensor, window: int | None = None
+) -> Tensor:
+    """`attention` written out, one segment after another: the specification of every backend.
+
+    With a `window`, token i attends to token j if |i - j| <= window.
+    """
     out_TNH = torch.zeros_like(q_TNH)
     scale = q_TNH.shape[-1] ** -0.5
     offsets = cu_seqlens.tolist()
     for start, end in zip(offsets, offsets[1:], strict=False):
         q, k, v = (x[start:end].transpose(0, 1) for x in (q_TNH, k_TNH, v_TNH))
-        out_TNH[start:end] = ((q @ k.transpose(1, 2) * scale).softmax(-1) @ v).transpose(0, 1)
+        scores = q @ k.transpose(1, 2) * scale
+        if window is not None:
+            scores = scores.masked_fill(~_within(window, end - start, scores.device), -torch.inf)
+        out_TNH[start:end] = (scores.softmax(-1) @ v).transpose(0, 1)
     return out_TNH
 
 
-def choose_attention(requested: str, device: torch.device, dtype: torch.dtype, dropout: float) -> str:
+def _within(window: int, length: int, device: torch.device) -> Tensor:
+    """Whether |i - j| <= window; bool [L, L]."""
+    position_L = torch.arange(length, device=device)
+    return (position_L[:, None] - position_L[None, :]).abs() <= window
+
+
+def choose_attention(
+    requested: str, device: torch.device, dtype: torch.dtype, dropout: float, local_attention: int = 0
+) -> str:
     """Resolves `auto` to a backend's name; raises ValueError where the requested backend cannot run.
 
     `sdpa` (scaled_dot_product_attention with a dense mask) runs everywhere. `varlen`
     (torch.nn.attention.varlen, flash attention over variable-length segments) and `xformers` (the same
-    from another package) need CUDA and 16-bit activations; `flex` (compiled flex attention) needs CUDA
-    and no dropout. `auto` is `varlen` where it can run, else `sdpa`; never an optional package, so that
-    a run does not depend on what happens to be installed.
+    from another package) need CUDA and 16-bit activations, `xformers` also a model without local
+    attention; `flex` (compiled flex attention) needs CUDA and no dropout. `auto` is `varlen` where it can
+    run, else `sdpa`; never an optional package, so that a run does not depend on what happens to be installed.
     """
     if requested == "auto":
-        return "sdpa" if _missing_requirement("varlen", device, dtype, dropout) else "varlen"
-    missing = _missing_requirement(requested, device, dtype, dropout)
+        return "sdpa" if _missing_requirement("varlen", device, dtype, dropout, local_attention) else "varlen"
+    missing = _missing_requirement(requested, device, dtype, dropout, local_attention)
     if missing:
         raise InputError(f'model.attention = "{requested}" needs {missing}; or set model.attention = "sdpa"')
     return requested
@@ -128,7 +173,9 @@ def reads_offsets(backend: str) -> bool:
     return backend in _FLASH
 
 
-def _missing_requirement(backend: str, device: torch.device, dtype: torch.dtype, dropout: float) -> str | None:
+def _missing_requirement(
+    backend: str, device: torch.device, dtype: torch.dtype, dropout: float, local_attention: int
+) -> str | None:
     """What a backend needs and lacks here; None where it can run."""
     if backend == "sdpa":
         return None
@@ -138,6 +185,8 @@ def _missing_requirement(backend: str, device: torch.device, dtype: torch.dtype,
         return f"16-bit activations, and these are {dtype}; set train.precision = bf16"
     if dropout > 0 and backend not in _WITH_DROPOUT:
         return "model.attention_dropout = 0.0"
+    if local_attention and backend == "xformers":
+        return "model.local_attention = 0"
     return _missing_package(backend)
 
 
@@ -173,10 +222,13 @@ def _varlen(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dr
     # The row length bounds every segment; the batch's longest segment would have to be read from the device.
     cu_seqlens, max_seqlen = mask.cu_seqlens, mask.length
     assert cu_seqlens is not None
-    if dropout:
-        # `varlen_attn` has no dropout argument; the operator that it calls does.
-        flash = torch.ops.aten._flash_attention_forward
-        out = flash(q_TNH, k_TNH, v_TNH, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout, False, False)[0]
+    if dropout or mask.window is not None:
+        # `varlen_attn` has no dropout argument, and one for the window not in every torch; the operator has both.
+        out = torch.ops.aten._flash_attention_forward(
+            *(q_TNH, k_TNH, v_TNH, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout, False, False),
+            window_size_left=mask.window,
+            window_size_right=mask.window,
+        )[0]
     else:
         out = varlen_attn(q_TNH, k_TNH, v_TNH, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     assert isinstance(out, Tensor)
@@ -205,7 +257,7 @@ def _compiled_flex_attention() -> Callable[..., Any]:
     return compiled
 
 
-def _block_mask(segment_ids_BL: Tensor) -> BlockMask:
+def _block_mask(segment_ids_BL: Tensor, window: int | None) -> BlockMask:
     """Flex attention's mask of packed rows, from the range of segment ids in each block of tokens.
 
     Two blocks whose ranges do not overlap share no segment; two that contain the same single id are
@@ -224,15 +276,21 @@ def _block_mask(segment_ids_BL: Tensor) -> BlockMask:
     overlap_BKK = (low_BK[:, :, None] <= high_BK[:, None, :]) & (low_BK[:, None, :] <= high_BK[:, :, None])
     single_BK = low_BK == high_BK
     full_BKK = overlap_BKK & single_BK[:, :, None] & single_BK[:, None, :]
+    if window is not None:
+        block_K = torch.arange(low_BK.shape[1], device=low_BK.device)
+        distance_KK = (block_K[:, None] - block_K[None, :]).abs() * FLEX_BLOCK
+        overlap_BKK = overlap_BKK & (distance_KK - FLEX_BLOCK < window)
+        full_BKK = full_BKK & (distance_KK + FLEX_BLOCK - 1 <= window)
 
-    def same_segment(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return segment_ids_BL[row, query] == segment_ids_BL[row, key]
+    def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_segment = segment_ids_BL[row, query] == segment_ids_BL[row, key]
+        return same_segment if window is None else same_segment & ((query - key).abs() <= window)
 
     mask: BlockMask = BlockMask.from_kv_blocks(
         *_dense_to_ordered(overlap_BKK & ~full_BKK),
         *_dense_to_ordered(full_BKK),
         BLOCK_SIZE=FLEX_BLOCK,
-        mask_mod=same_segment,
+        mask_mod=attends,
         seq_lengths=(length, length),
     )
     return mask

@@ -51,7 +51,9 @@ def choose_compute(config: Config, device: torch.device) -> ComputeConfig:
     """
     precision = choose_precision(config.train.precision, device)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    return ComputeConfig(choose_attention(config.model.attention, device, dtype, config.model.attention_dropout), dtype)
+    model = config.model
+    attention = choose_attention(model.attention, device, dtype, model.attention_dropout, model.local_attention)
+    return ComputeConfig(attention, dtype)
 
 
 def choose_precision(requested: str, device: torch.device) -> str:

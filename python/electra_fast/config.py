@@ -22,6 +22,8 @@ from electra_fast.presets import RECIPES, SIZE_RECIPES, SIZES
 Architecture = Literal["bert", "modern"]
 
 AUTO: Final = "auto"
+# Epsilon of the norms in the published encoders.
+NORM_EPS: dict[Architecture, float] = {"bert": 1e-12, "modern": 1e-5}
 # Keys whose `auto` depends on the hardware. Chosen when a run starts, recorded in its config.toml, and then kept.
 HARDWARE_KEYS = ("train.precision", "model.attention", "train.execution")
 
@@ -46,6 +48,15 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "varlen", "flex", "xformers"] = config_key(
         "auto", "attention backend; auto: varlen on CUDA in 16 bits, else sdpa"
     )
+    norm_eps: float = config_key(0.0, "epsilon of the norms; 0: 1e-12 in bert, 1e-5 in modern", low=0, high=1)
+    rope_theta: float = config_key(10_000.0, "base of the rotary angles (modern)", low=1)
+    local_rope_theta: float = config_key(10_000.0, "base of the rotary angles in layers with local attention", low=1)
+    local_attention: int = config_key(
+        0, "window of local attention (modern): this many tokens, half to each side; 0: all layers are global", low=0
+    )
+    global_attention_every: int = config_key(
+        3, "with local attention, one in so many layers is global, beginning with the first", low=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,6 +69,17 @@ class ModelConfig(Section):
                 f"model.hidden_size / model.num_heads = {self.hidden_size // self.num_heads} is odd; "
                 "rotary positions need an even head width"
             )
+        if self.architecture == "bert" and self.local_attention:
+            raise InputError(f'model.local_attention = {self.local_attention} needs model.architecture = "modern"')
+
+    @property
+    def eps(self) -> float:
+        """The epsilon of the norms."""
+        return self.norm_eps or NORM_EPS[self.architecture]
+
+    def is_local(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has local attention."""
+        return self.local_attention > 0 and layer % self.global_attention_every > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,7 @@ class Configuration:
             for key in values:
                 if key not in keys:
                     raise InputError(f"unknown key {name}.{key}{did_you_mean(key, keys)}")
-            sections[name] = dataclasses.replace(sections[name], **_integers_as_floats(sections[name], values))
+            sections[name] = dataclasses.replace(sections[name], **integers_as_floats(sections[name], values))
         return type(self)(**sections)
 
     def override(self, overrides: Mapping[str, str]) -> Self:
@@ -147,7 +147,7 @@ def _type_name(value: object) -> str:
     return TYPE_NAMES.get(type(value), type(value).__name__)
 
 
-def _integers_as_floats(section: object, values: Mapping[str, Any]) -> dict[str, Any]:
+def integers_as_floats(section: Section | type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
     """TOML writes 1 where a float may be meant; the reverse (1.5 for an integer) stays an error."""
     return {
         key: float(value) if type(value) is int and type(getattr(section, key)) is float else value

@@ -24,9 +24,6 @@ from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Network
 from electra_fast.ops import Dropout
 
-BERT_EPS = 1e-12
-MODERN_EPS = 1e-5
-ROPE_THETA = 10_000.0
 # Both networks may share modules, so the dropout call indices of the discriminator start past the generator's.
 FIRST_DISCRIMINATOR_CALL = 1 << 15
 
@@ -34,11 +31,11 @@ FIRST_DISCRIMINATOR_CALL = 1 << 15
 class Norm(nn.Module):
     """LayerNorm; without bias in the `modern` architecture."""
 
-    def __init__(self, width: int, architecture: str) -> None:
+    def __init__(self, width: int, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if architecture == "bert" else None
-        self.eps = BERT_EPS if architecture == "bert" else MODERN_EPS
+        self.bias = nn.Parameter(torch.zeros(width)) if config.architecture == "bert" else None
+        self.eps = config.eps
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
@@ -70,7 +67,7 @@ class Embeddings(nn.Module):
         if self.architecture == "bert":
             self.position = nn.Parameter(torch.empty(config.max_positions, width))
             self.token_type = nn.Parameter(torch.empty(2, width))
-            self.norm = Norm(width, "bert")
+            self.norm = Norm(width, config)
 
     def forward(
         self,
@@ -98,10 +95,10 @@ class BertLayer(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.qkv = Linear(hidden, 3 * hidden)
         self.attention_out = Linear(hidden, hidden)
-        self.attention_norm = Norm(hidden, "bert")
+        self.attention_norm = Norm(hidden, config)
         self.feed_forward_in = Linear(hidden, config.intermediate_size)
         self.feed_forward_out = Linear(config.intermediate_size, hidden)
-        self.feed_forward_norm = Norm(hidden, "bert")
+        self.feed_forward_norm = Norm(hidden, config)
 
     def forward(
         self, x_TD: Tensor, mask: AttentionMask, rotary: tuple[Tensor, Tensor] | None, dropout: Dropout
@@ -124,10 +121,10 @@ class ModernLayer(nn.Module):
         hidden = config.hidden_size
         self.num_heads = config.num_heads
         self.attention_dropout = config.attention_dropout
-        self.attention_norm = None if is_first else Norm(hidden, "modern")
+        self.attention_norm = None if is_first else Norm(hidden, config)
         self.qkv = Linear(hidden, 3 * hidden, bias=False)
         self.attention_out = Linear(hidden, hidden, bias=False)
-        self.feed_forward_norm = Norm(hidden, "modern")
+        self.feed_forward_norm = Norm(hidden, config)
         self.geglu_in = Linear(hidden, 2 * config.intermediate_size, bias=False)
         self.feed_forward_out = Linear(config.intermediate_size, hidden, bias=False)
 
@@ -151,21 +148,27 @@ class Encoder(nn.Module):
         modern = config.architecture == "modern"
         differs = config.embedding_size != config.hidden_size
         self.head_dim = config.hidden_size // config.num_heads
+        self.rope_theta, self.local_rope_theta = config.rope_theta, config.local_rope_theta
+        self.is_local = [config.is_local(i) for i in range(config.num_layers)]
         self.projection = Linear(config.embedding_size, config.hidden_size, bias=not modern) if differs else None
-        self.input_norm = Norm(config.hidden_size, "modern") if modern else None
+        self.input_norm = Norm(config.hidden_size, config) if modern else None
         self.layers = nn.ModuleList(
             ModernLayer(config, is_first=i == 0) if modern else BertLayer(config) for i in range(config.num_layers)
         )
-        self.output_norm = Norm(config.hidden_size, "modern") if modern else None
+        self.output_norm = Norm(config.hidden_size, config) if modern else None
 
     def forward(self, x_TE: Tensor, position_ids_T: Tensor, mask: AttentionMask, dropout: Dropout) -> Tensor:
         x_TD = x_TE if self.projection is None else self.projection(x_TE)
-        rotary = None
+        rotary = local_rotary = None
         if self.input_norm is not None:
             x_TD = self.input_norm(x_TD)
-            rotary = ops.rotary_angles(position_ids_T, self.head_dim, ROPE_THETA)
+            rotary = ops.rotary_angles(position_ids_T, self.head_dim, self.rope_theta)
+        if any(self.is_local):
+            assert mask.local is not None, "the mask was made without model.local_attention"
+            local_rotary = ops.rotary_angles(position_ids_T, self.head_dim, self.local_rope_theta)
         for i, layer in enumerate(self.layers):
-            x_TD = layer(x_TD, mask, rotary, dropout.call(1 + 2 * i))  # call 0 is the embeddings'
+            context = (mask.local, local_rotary) if self.is_local[i] else (mask, rotary)
+            x_TD = layer(x_TD, *context, dropout.call(1 + 2 * i))  # call 0 is the embeddings'
         return x_TD if self.output_norm is None else self.output_norm(x_TD)
 
 
@@ -181,7 +184,7 @@ class GeneratorHead(nn.Module):
         hidden, embedding = config.hidden_size, config.embedding_size
         inner = hidden if modern else embedding
         self.dense = Linear(hidden, inner, bias=not modern)
-        self.norm = Norm(inner, config.architecture)
+        self.norm = Norm(inner, config)
         self.projection = Linear(hidden, embedding, bias=False) if modern and hidden != embedding else None
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
@@ -206,7 +209,7 @@ class DiscriminatorHead(nn.Module):
         super().__init__()
         modern = config.architecture == "modern"
         self.dense = Linear(config.hidden_size, config.hidden_size, bias=not modern)
-        self.norm = Norm(config.hidden_size, "modern") if modern else None
+        self.norm = Norm(config.hidden_size, config) if modern else None
         self.classifier = Linear(config.hidden_size, 1)
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -328,7 +331,9 @@ class Electra(nn.Module):
             raise InputError(f"rows of {length} tokens; this model reads {self.config.model.max_positions}")
         types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         positions_T = torch.arange(length, device=input_ids.device).repeat(num_rows)
-        mask = AttentionMask.padded(num_rows, length, attention_mask)
+        if attention_mask is None and self.config.model.local_attention:
+            attention_mask = torch.ones_like(input_ids)
+        mask = AttentionMask.padded(num_rows, length, attention_mask, self.config.model.local_attention)
         return input_ids.reshape(-1), positions_T, types.reshape(-1), mask
 
 

@@ -139,7 +139,8 @@ def make_job(
 
 def _work(task: Task, config: FinetuneConfig, encoder: PretrainedEncoder, device: torch.device) -> FinetuningWork:
     dtype = torch.bfloat16 if choose_precision(config.precision, device) == "bf16" else torch.float32
-    attention = choose_attention(config.attention, device, dtype, config.attention_dropout)
+    local_attention = encoder.shape.local_attention
+    attention = choose_attention(config.attention, device, dtype, config.attention_dropout, local_attention)
     shape = dataclasses.replace(
         encoder.shape, dropout=config.dropout, attention_dropout=config.attention_dropout, attention="auto"
     )

@@ -55,7 +55,7 @@ class ModernHead(nn.Module):
     def __init__(self, shape: ModelConfig, num_outputs: int) -> None:
         super().__init__()
         self.dense = Linear(shape.hidden_size, shape.hidden_size, bias=False)
-        self.norm = Norm(shape.hidden_size, "modern")
+        self.norm = Norm(shape.hidden_size, shape)
         self.classifier = Linear(shape.hidden_size, num_outputs)
 
     def forward(self, x_nD: Tensor, dropout: Dropout) -> Tensor:

@@ -45,7 +45,8 @@ class FinetunedModel:
         self._tokenizer, self._max_length = tokenizer, classifier.sequence_length
         precision = choose_precision("auto", device)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        self._compute = ComputeConfig(choose_attention("auto", device, dtype, 0.0), dtype)
+        attention = choose_attention("auto", device, dtype, 0.0, classifier.shape.local_attention)
+        self._compute = ComputeConfig(attention, dtype)
         self._model = SequenceClassifier(classifier.shape, classifier.head, len(classifier.labels))
         self._model.load_state_dict(dict(classifier.state))
         self._model.to(device).eval()

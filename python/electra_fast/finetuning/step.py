@@ -54,7 +54,9 @@ def forward(
     device = next(model.parameters()).device
     columns = np.stack((batch.input_ids, batch.token_type_ids, batch.position_ids, batch.segment_ids))
     ids, types, positions, segments = _to_device(columns, device).unbind()
-    mask = AttentionMask.packed(segments, _to_device(batch.cu_seqlens, device), compute.attention)
+    mask = AttentionMask.packed(
+        segments, _to_device(batch.cu_seqlens, device), compute.attention, model.shape.local_attention
+    )
     inputs = (ids.flatten(), types.flatten(), positions.flatten(), _to_device(batch.first_tokens, device))
     outputs: Tensor = model(*inputs, mask, compute.dtype, dropout_key)
     return outputs

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from electra_fast.config import Architecture, Config, ModelConfig
+from electra_fast.config import NORM_EPS, Architecture, Config, ModelConfig
 from electra_fast.config_file import Scalar
+from electra_fast.config_section import integers_as_floats
 from electra_fast.errors import InputError
 from electra_fast.huggingface import weights
 from electra_fast.json_files import read_object
-from electra_fast.model import BERT_EPS, MODERN_EPS, ROPE_THETA
 from electra_fast.objectives import objective_of
 from electra_fast.presets import SIZES
 
@@ -57,18 +57,18 @@ SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
         "attention_dropout": ("attention_dropout", 0.0),
     },
 }
+_EPS_KEY = {"bert": "layer_norm_eps", "modern": "norm_eps"}
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 # What our encoders always compute; equal to the defaults in transformers.
 _FIXED: dict[str, dict[str, Any]] = {
     "bert": {
         "hidden_act": "gelu",
-        "layer_norm_eps": BERT_EPS,
         "type_vocab_size": 2,
         "is_decoder": False,
         "position_embedding_type": "absolute",
     },
     "modern": {
         "hidden_activation": "gelu",
-        "norm_eps": MODERN_EPS,
         "norm_bias": False,
         "attention_bias": False,
         "mlp_bias": False,
@@ -103,19 +103,24 @@ def describe_encoder(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict
     table: dict[str, Any] = {"model_type": model_type}
     table |= {hf_key: getattr(shape, key) for hf_key, (key, _) in SIZE_KEYS[architecture].items()}
     table |= _FIXED[architecture] | {"initializer_range": 0.02, "dtype": "float32", "torch_dtype": "float32"}
-    table |= {"pad_token_id": special_ids["pad"], "tie_word_embeddings": not weights.is_multiplied(shape)}
+    table |= {_EPS_KEY[architecture]: shape.eps, "pad_token_id": special_ids["pad"]}
+    table |= {"tie_word_embeddings": not weights.is_multiplied(shape)}
     return table | _modern_extras(shape, special_ids) if architecture == "modern" else table
 
 
 def _modern_extras(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:
-    """Global attention and the same rotary base in every layer, for both transformers 5 and 4.48+."""
-    rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
+    """Which layers attend globally, and the rotary bases, for both transformers 5 and 4.48+."""
+    has_local = shape.local_attention > 0
     return {
-        "layer_types": ["full_attention"] * shape.num_layers,
-        "rope_parameters": {"full_attention": rope, "sliding_attention": rope},
-        "global_attn_every_n_layers": 1,
-        "global_rope_theta": ROPE_THETA,
-        "local_rope_theta": ROPE_THETA,
+        "layer_types": _layer_types(shape),
+        "rope_parameters": {
+            _GLOBAL: {"rope_type": "default", "rope_theta": shape.rope_theta},
+            _LOCAL: {"rope_type": "default", "rope_theta": shape.local_rope_theta},
+        },
+        "global_attn_every_n_layers": shape.global_attention_every if has_local else 1,
+        "global_rope_theta": shape.rope_theta,
+        "local_rope_theta": shape.local_rope_theta,
+        **({"local_attention": shape.local_attention} if has_local else {}),
         "embedding_dropout": 0.0,
         "classifier_dropout": 0.0,
         "cls_token_id": special_ids["cls"],
@@ -163,14 +168,13 @@ def read_encoder_shape(folder: Path, table: Mapping[str, Any]) -> ModelConfig:
     path, architecture = folder / "config.json", MODEL_TYPES[table["model_type"]]
     _check_fixed(path, table, _FIXED[architecture])
     values = {key: table.get(hf_key, default) for hf_key, (key, default) in SIZE_KEYS[architecture].items()}
+    eps = table.get(_EPS_KEY[architecture], NORM_EPS[architecture])
+    values["norm_eps"] = 0.0 if eps == NORM_EPS[architecture] else eps
     if architecture == "modern":
-        _check_modern(path, table, values["num_layers"])
         values["embedding_size"] = values["hidden_size"]
-    for key, value in values.items():
-        if type(value) is int and type(getattr(ModelConfig, key)) is float:
-            values[key] = float(value)
     try:
-        return ModelConfig(architecture=architecture, **values)
+        shape = ModelConfig(architecture=architecture, **integers_as_floats(ModelConfig, values))
+        return _with_layers(shape, table) if architecture == "modern" else shape
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
@@ -189,16 +193,41 @@ def _check_fixed(path: Path, table: Mapping[str, Any], fixed: Mapping[str, Any])
             raise InputError(f"{path}: {name} = {table[name]!r} is not supported; it must be {value!r}")
 
 
-def _check_modern(path: Path, table: Mapping[str, Any], num_layers: int) -> None:
-    every = table.get("global_attn_every_n_layers", 3)
-    default = ["sliding_attention" if i % every else "full_attention" for i in range(num_layers)]
-    types = table.get("layer_types") or default
-    if set(types) != {"full_attention"}:
-        raise InputError(f"{path}: layer_types has {', '.join(sorted(set(types)))}; only full_attention is supported")
-    rope = (table.get("rope_parameters") or {}).get("full_attention") or {}
-    theta = rope.get("rope_theta", table.get("global_rope_theta", 160_000.0))
-    if theta != ROPE_THETA or rope.get("rope_type", "default") != "default":
-        raise InputError(f"{path}: rope_theta = {theta!r} is not supported; it must be {ROPE_THETA!r} of type default")
+def _with_layers(shape: ModelConfig, table: Mapping[str, Any]) -> ModelConfig:
+    """The shape with a ModernBERT's rotary bases, and with its local layers and their window if there are any."""
+    if table.get("rope_scaling"):
+        raise InputError(f"rope_scaling = {table['rope_scaling']!r} is not supported; it must be null")
+    shape = dataclasses.replace(
+        shape,
+        rope_theta=_rope_theta(table, _GLOBAL, "global_rope_theta", 160_000.0),
+        local_attention=table.get("local_attention", 128),
+        global_attention_every=table.get("global_attn_every_n_layers", 3),
+    )
+    types = table.get("layer_types") or _layer_types(shape)
+    if types != _layer_types(shape):  # layer_types takes precedence
+        every = [*types[1:], _GLOBAL].index(_GLOBAL) + 1
+        shape = dataclasses.replace(shape, global_attention_every=every)
+    if types != _layer_types(shape):
+        raise InputError(
+            f"layer_types = {types!r} is not supported; the first and every n-th layer after it must be {_GLOBAL}, "
+            f"the others {_LOCAL} with a local_attention above 0"
+        )
+    if _LOCAL in types:
+        return dataclasses.replace(shape, local_rope_theta=_rope_theta(table, _LOCAL, "local_rope_theta", 10_000.0))
+    return dataclasses.replace(shape, local_attention=0, global_attention_every=ModelConfig.global_attention_every)
+
+
+def _layer_types(shape: ModelConfig) -> list[str]:
+    return [_LOCAL if shape.is_local(i) else _GLOBAL for i in range(shape.num_layers)]
+
+
+def _rope_theta(table: Mapping[str, Any], layer_type: str, older_key: str, default: float) -> Any:
+    """The base of the rotary angles in layers of a type, as written by transformers 5 or 4.48+."""
+    rope = (table.get("rope_parameters") or {}).get(layer_type) or {}
+    if rope.get("rope_type", "default") != "default":
+        raise InputError(f"rope_type = {rope['rope_type']!r} of {layer_type} is not supported; it must be 'default'")
+    theta = rope.get("rope_theta", table.get(older_key, default))
+    return float(theta) if type(theta) is int else theta
 
 
 def own_config(path: Path, table: Mapping[str, Any]) -> Config | None:

@@ -38,6 +38,12 @@ from electra_fast.json_files import read_object, write_object
 from electra_fast.model import Electra
 from electra_fast.objectives import OBJECTIVES
 
+# What a discriminator and its generator have in common.
+_AGREEING = (
+    *("architecture", "vocab_size", "embedding_size", "max_positions", "norm_eps"),
+    *("rope_theta", "local_rope_theta", "local_attention", "global_attention_every"),
+)
+
 
 def write_model(
     directory: Path, model: Electra, role: str, special_ids: Mapping[str, int], token_type_1_trained: bool = True
@@ -181,7 +187,7 @@ def _tying(folders: Mapping[str, _Folder]) -> tuple[str, State]:
 
 
 def _check_agreement(discriminator: _Folder, generator: _Folder) -> None:
-    for name in ("architecture", "vocab_size", "embedding_size", "max_positions"):
+    for name in _AGREEING:
         found, expected = getattr(generator.shape, name), getattr(discriminator.shape, name)
         if found != expected:
             raise InputError(

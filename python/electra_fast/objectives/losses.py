@@ -55,7 +55,8 @@ def read_inputs(model: Electra, batch: Mapping[str, Tensor], compute: ComputeCon
     """The inputs of a packed micro-batch."""
     # Compiled code must not depend on the number of offsets, which grows with the batches, where nothing reads them.
     cu_seqlens = batch["cu_seqlens"] if reads_offsets(compute.attention) else None
-    mask = AttentionMask.packed(batch["segment_ids"], cu_seqlens, compute.attention)
+    local_attention = model.config.model.local_attention
+    mask = AttentionMask.packed(batch["segment_ids"], cu_seqlens, compute.attention, local_attention)
     dropout_key = rng_key.dropout_key(mask.length) if model.training and model.config.model.dropout else None
     positions_T, types_T = batch["position_ids"].flatten(), batch["token_type_ids"].flatten()
     return Inputs(

@@ -58,7 +58,7 @@ def flops_per_token(config: Config) -> Flops:
     """The true model FLOPs per token of training the objective's networks.
 
     A multiply-add counts as two operations, the backward pass as two forward passes, attention over the whole row
-    length, lookups as nothing, and each head for its share of the tokens.
+    length or the window of local attention, lookups as nothing, and each head for its share of the tokens.
     """
     networks, length = objective_of(config).networks(), config.data.sequence_length
     encoders = {role: 3.0 * _encoder(network.shape, length) for role, network in networks.items()}
@@ -77,8 +77,10 @@ def _encoder(shape: ModelConfig, length: int) -> int:
     """Forward FLOPs per token."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     matrices = 3 if shape.architecture == "modern" else 2  # GeGLU has a second input matrix
-    layer = 2 * 4 * hidden * hidden + 2 * matrices * hidden * inner + 2 * 2 * length * hidden
-    return shape.num_layers * layer + _projection(shape)
+    layer = 2 * 4 * hidden * hidden + 2 * matrices * hidden * inner
+    window = min(length, 2 * (shape.local_attention // 2) + 1)
+    attended = sum(window if shape.is_local(i) else length for i in range(shape.num_layers))
+    return shape.num_layers * layer + 2 * 2 * attended * hidden + _projection(shape)
 
 
 def _projection(shape: ModelConfig) -> int:
