@@ -114,14 +114,13 @@ def _read(
 
 
 def _check_folder(job: Job) -> None:
-    """Remembers what decides the results; ValueError where the folder has others."""
+    """Remembers what decides the results; ValueError where the folder has something that was made otherwise."""
     path, now = job.folder / _IDENTITY, json.loads(json.dumps(job.identity()))
-    if path.exists():
-        if found := first_difference(read_object(path), now):
-            raise InputError(
-                f"{job.folder}: was made with other settings ({found}); give the same to resume, or another --out"
-            )
-        return
+    made = [*job.folder.glob(f"seed-*/{RESULT}"), *job.folder.glob("seed-*/checkpoint/state.json")]
+    if made and (found := first_difference(read_object(path), now)):
+        raise InputError(
+            f"{job.folder}: was made with other settings ({found}); give the same to resume, or another --out"
+        )
     job.folder.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(now, indent=2) + "\n")
 
@@ -132,9 +131,7 @@ def _train_all(jobs: Sequence[Job], seeds: int, out: Path) -> Results:
         for job in jobs:
             for line in job.describe():
                 progress.say(line)
-            runs: list[dict[str, Any]] = []
-            for run in _runs(job, seeds, stop, progress):
-                runs.append(run)
+            for runs in _runs(job, seeds, stop, progress):
                 results[job.task.name] = _summary(job, runs)
                 replace_file(out / "results.json", json.dumps(_merged(out, results), indent=2) + "\n")
             if seeds > 1:
@@ -144,39 +141,39 @@ def _train_all(jobs: Sequence[Job], seeds: int, out: Path) -> Results:
     return results
 
 
-def _runs(job: Job, seeds: int, stop: StopRequest, progress: FinetuningProgress) -> Iterator[dict[str, Any]]:
-    """The results of all seeds, those of an earlier session first read and not trained again."""
-    finished = [(job.folder / f"seed-{seed}" / RESULT).exists() for seed in range(seeds)]
-    if all(finished):
-        for seed in range(seeds):
+def _runs(job: Job, seeds: int, stop: StopRequest, progress: FinetuningProgress) -> Iterator[list[dict[str, Any]]]:
+    """The results of the seeds that are finished: first those of earlier sessions, then after each seed."""
+    runs: dict[int, dict[str, Any]] = {}
+    for seed in range(seeds):
+        path = job.folder / f"seed-{seed}" / RESULT
+        if path.exists():
+            runs[seed] = read_object(path)
             progress.skip(job.num_tokens)
-            yield _finished(job, seed, progress)
+            progress.say(f"{_run_text(job, runs[seed])}, from an earlier session")
+    if runs:
+        yield list(runs.values())
+    if len(runs) == seeds:
         return
     model = job.work.model().to(job.device)
     with closing(FinetuneStep(model, job.work, job.num_processes)) as step:
         for seed in range(seeds):
-            if finished[seed]:
-                progress.skip(job.num_tokens)
-                yield _finished(job, seed, progress)
-                continue
-            progress.enter(f"{job.task.name} seed {seed}")
-            run = SeedRun(job, step, seed)
-            if run.state.step:
-                progress.say(f"{job.task.name} seed {seed}: resumes at step {run.state.step}")
-                progress.skip(job.num_tokens * run.state.step // job.num_steps)
-            if not run.train(stop, progress):
-                message = f"interrupted; {run.folder}: checkpoint at step {run.state.step}, run again to resume"
-                raise Interrupted(stop.signal, message)
-            result = run.finish()
-            progress.say(_run_text(job, result))
-            if "warning" in result:
-                progress.warn(f"{job.task.name} seed {seed}: {result['warning']}")
-            yield result
+            if seed not in runs:
+                runs[seed] = _train(SeedRun(job, step, seed), stop, progress)
+                yield [runs[each] for each in sorted(runs)]
 
 
-def _finished(job: Job, seed: int, progress: FinetuningProgress) -> dict[str, Any]:
-    result = read_object(job.folder / f"seed-{seed}" / RESULT)
-    progress.say(f"{_run_text(job, result)}, from an earlier session")
+def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress) -> dict[str, Any]:
+    job, name = run.job, f"{run.job.task.name} seed {run.seed}"
+    progress.enter(name)
+    if run.state.step:
+        progress.say(f"{name}: resumes at step {run.state.step}")
+        progress.skip(job.num_tokens * run.state.step // job.num_steps)
+    if not run.train(stop, progress):
+        message = f"interrupted; {run.folder}: checkpoint at step {run.state.step}, run again to resume"
+        raise Interrupted(stop.signal, message)
+    result = run.finish()
+    progress.say(_run_text(job, result))
+    progress.warn(f"{name}: {result['warning']}" if "warning" in result else None)
     return result
 
 

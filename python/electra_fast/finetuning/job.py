@@ -27,6 +27,9 @@ from electra_fast.finetuning.task import Task, TaskData
 from electra_fast.huggingface.encoder import PretrainedEncoder
 from electra_fast.training.step_processes import max_processes
 
+# Keys that a session may change: they do not change a result.
+FREE_KEYS = {"checkpoint_seconds"}
+
 
 @dataclass(frozen=True)
 class Job:
@@ -85,7 +88,9 @@ class Job:
             "data": _data_hash(self.data),
             "encoder": self.encoder.content_hash,
             "processes": self.num_processes,
-            "finetune": dataclasses.asdict(self.config),
+            "finetune": {
+                name: value for name, value in dataclasses.asdict(self.config).items() if name not in FREE_KEYS
+            },
         }
 
     def describe(self) -> Iterator[str]:

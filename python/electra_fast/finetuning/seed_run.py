@@ -70,7 +70,7 @@ class SeedRun:
         self.model.load_encoder(job.encoder.state)
         self.model.initialize_head(seed)
         step.optimizer.reset()
-        self.state, self._totals = SeedState(), torch.zeros(2, device=job.device)
+        self.state, self._totals = SeedState(), torch.zeros(2, dtype=torch.float64, device=job.device)
         if (self.checkpoint / "state.json").exists():
             self._restore()
 
