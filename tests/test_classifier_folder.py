@@ -1,0 +1,179 @@
+"""Fine-tuned folders: loaded by `transformers` with equal outputs, and read by `load_finetuned`."""
+
+import json
+import warnings
+
+import in_process
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_task import QUICK, save_encoder, write_mrpc, write_sst2, write_stsb
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    ElectraConfig,
+    ElectraForSequenceClassification,
+    pipeline,
+)
+
+import electra_fast as ef
+from electra_fast.errors import InputError
+
+SENTENCES = ["The class of a value", "false", "A method with a list of names, and more than that", ""]
+PAIRS = [("The class", "a value of it"), ("false", "true"), ("An object and a list", "")]
+
+
+@pytest.fixture(scope="module", params=["bert", "modern"])
+def encoder(request, tmp_path_factory, tiny_vocab):
+    return save_encoder(tmp_path_factory.mktemp("encoder"), tiny_vocab, request.param)
+
+
+def trained(task, encoder, out, write, **overrides):
+    data = write(out / "data")
+    ef.finetune(
+        task, model=encoder, data=data, out=out, overrides=QUICK | {"finetune.learning_rate": "1e-3"} | overrides
+    )
+    return out / task / "seed-0" / "model"
+
+
+def their_logits(folder, examples):
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSequenceClassification.from_pretrained(folder)
+    columns = [list(column) for column in zip(*examples, strict=True)] if isinstance(examples[0], tuple) else [examples]
+    with torch.no_grad():
+        return model.eval()(**tokenizer(*columns, return_tensors="pt", padding=True)).logits.numpy()
+
+
+def is_modern(folder):
+    return json.loads((folder / "config.json").read_text())["model_type"] == "modernbert"
+
+
+def test_default_head_has_equal_logits(encoder, tmp_path):
+    folder = trained("sst2", encoder, tmp_path, write_sst2)
+    np.testing.assert_allclose(ef.load_finetuned(folder).outputs(SENTENCES), their_logits(folder, SENTENCES), atol=1e-5)
+
+
+def test_published_head_on_electra_has_equal_logits(tmp_path, tiny_vocab):
+    """gelu(z) - gelu(-z) = z lets ElectraClassificationHead compute the raw head."""
+    encoder = save_encoder(tmp_path / "encoder", tiny_vocab)
+    folder = trained("mrpc", encoder, tmp_path, write_mrpc, **{"finetune.head": "google"})
+    ours, theirs = ef.load_finetuned(folder).outputs(PAIRS), their_logits(folder, PAIRS)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    tensors = load_file(folder / "model.safetensors")
+    weight = tensors["classifier.dense.weight"]
+    assert torch.equal(weight[0], -weight[2]) and not weight[4:].any()
+    assert "raw" not in (folder / "README.md").read_text() and "## Head" in (folder / "README.md").read_text()
+
+
+def test_published_head_on_modernbert_is_used_as_its_card_says(tmp_path, tiny_vocab, monkeypatch):
+    encoder = save_encoder(tmp_path / "encoder", tiny_vocab, "modern")
+    folder = trained("sst2", encoder, tmp_path, write_sst2, **{"finetune.head": "google"})
+    card = (folder / "README.md").read_text()
+    code = card.split("```python\n")[1].split("```")[0].replace("path/to/this/folder", str(folder))
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(code, found)
+    with torch.no_grad():
+        np.testing.assert_allclose(
+            ef.load_finetuned(folder).outputs(["a text"]), found["logits"].detach().numpy(), atol=1e-5
+        )
+    assert AutoModel.from_pretrained(folder).config.electra_fast_head == "google"
+
+
+def test_regression_gives_values_in_the_units_of_the_data(encoder, tmp_path):
+    folder = trained("stsb", encoder, tmp_path, write_stsb)
+    model = ef.load_finetuned(folder)
+    np.testing.assert_allclose(model.outputs(PAIRS), their_logits(folder, PAIRS), atol=1e-4)
+    values = [answer["value"] for answer in model.predict(PAIRS)]
+    assert values == pytest.approx(their_logits(folder, PAIRS)[:, 0].tolist(), abs=1e-4)
+    lines = (folder.parent / "predictions.dev.tsv").read_text().splitlines()[1:]
+    rows = [line.split("\t") for line in (tmp_path / "data" / "dev.tsv").read_text().splitlines()[1:]]
+    again = [answer["value"] for answer in model.predict([(row[1], row[2]) for row in rows])]
+    assert [float(line.split("\t")[1]) for line in lines] == pytest.approx(np.clip(again, 0, 5), abs=1e-3)
+
+
+def test_pipeline_and_predict_agree(encoder, tmp_path):
+    folder = trained("sst2", encoder, tmp_path, write_sst2)
+    classify = pipeline("text-classification", str(folder), device="cpu")
+    ours, theirs = ef.load_finetuned(folder).predict(SENTENCES), classify(SENTENCES)
+    for answer, found in zip(ours, theirs, strict=True):
+        assert answer["label"] == found["label"]
+        assert answer["scores"][found["label"]] == pytest.approx(found["score"], abs=1e-5)
+
+
+def test_multi_label(encoder, tmp_path):
+    rows = [{"text": f"value {i}", "labels": [["a"], ["b", "c"], [], ["a", "c"]][i % 4]} for i in range(40)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ef.finetune("classification", model=encoder, train=tmp_path / "train.jsonl", out=tmp_path / "out", overrides=QUICK)
+    folder = tmp_path / "out" / "classification" / "seed-0" / "model"
+    config = json.loads((folder / "config.json").read_text())
+    assert config["problem_type"] == "multi_label_classification" and config["id2label"] == {
+        "0": "a",
+        "1": "b",
+        "2": "c",
+    }
+    probabilities = 1 / (1 + np.exp(-their_logits(folder, SENTENCES)))
+    for answer, row in zip(ef.load_finetuned(folder).predict(SENTENCES), probabilities, strict=True):
+        assert list(answer["scores"].values()) == pytest.approx(row.tolist(), abs=1e-5)
+        assert answer["labels"] == [label for label, score in answer["scores"].items() if score > 0.5]
+
+
+def test_a_folder_from_elsewhere_predicts(tmp_path, tiny_vocab):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    save_encoder(tmp_path, tiny_vocab)  # for its tokenizer
+    size = len(tiny_vocab.read_text().splitlines())
+    model = ElectraForSequenceClassification(ElectraConfig(vocab_size=size, num_labels=3, **sizes))
+    model.save_pretrained(tmp_path)
+    np.testing.assert_allclose(ef.load_finetuned(tmp_path).outputs(PAIRS), their_logits(tmp_path, PAIRS), atol=1e-5)
+    assert ef.load_finetuned(tmp_path).labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+
+
+def test_a_fine_tuned_model_can_be_fine_tuned_again(encoder, tmp_path):
+    folder = trained("sst2", encoder, tmp_path, write_sst2)
+    found = ef.finetune("mrpc", model=folder, data=write_mrpc(tmp_path / "mrpc"), out=tmp_path / "out", overrides=QUICK)
+    assert found["mrpc"]["runs"][0]["seed"] == 0
+
+
+def test_predict_streams_in_the_order_of_the_input(encoder, tmp_path):
+    folder = trained("sst2", encoder, tmp_path, write_sst2)
+    expected = ef.load_finetuned(folder).predict(SENTENCES)
+    (tmp_path / "lines.txt").write_text("\n".join(SENTENCES[:3]) + "\n\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"sentence": text}) + "\n" for text in SENTENCES))
+    quoted = "".join(f'{i},"{text}"\n' for i, text in enumerate(SENTENCES))
+    (tmp_path / "rows.csv").write_text("id,body\n" + quoted)
+    for name, flags in {"lines.txt": [], "rows.jsonl": [], "rows.csv": ["--text", "body"]}.items():
+        found = in_process.run("predict", folder, tmp_path / name, *flags)
+        assert found.returncode == 0, found.stderr
+        assert [json.loads(line) for line in found.stdout.splitlines()] == expected
+    out = tmp_path / "answers.jsonl"
+    assert in_process.run("predict", folder, tmp_path / "lines.txt", "--out", out).returncode == 0
+    assert [json.loads(line) for line in out.read_text().splitlines()] == expected
+
+
+@pytest.mark.parametrize(
+    "name, content, flags, message",
+    [
+        ("rows.tsv", "a\tb\nx\ty\n", [], "no text column; there are: a, b; choose with --text"),
+        ("rows.tsv", "a\tb\nx\ty\n", ["--text", "c"], "no column 'c'; there are: a, b"),
+        ("rows.doc", "x", [], "unknown extension"),
+        ("rows.txt", "", [], "no rows"),
+        ("rows.jsonl", '{"text": "a"}\n{"text": 3}\n', [], "line 2"),
+    ],
+)
+def test_predict_names_a_mistake_in_one_line(tmp_path, tiny_vocab, name, content, flags, message):
+    encoder = save_encoder(tmp_path / "encoder", tiny_vocab)
+    folder = trained("sst2", encoder, tmp_path, write_sst2)
+    (tmp_path / name).write_text(content)
+    out = tmp_path / "answers.jsonl"
+    found = in_process.run("predict", folder, tmp_path / name, "--out", out, *flags)
+    assert found.returncode == 2 and len(found.stderr.splitlines()) == 1 and message in found.stderr
+    assert not list(tmp_path.glob("*answers*"))
+
+
+def test_a_folder_that_is_not_fine_tuned_is_refused(encoder):
+    with pytest.raises(InputError, match="which is not fine-tuned .*electra-fast finetune --model"):
+        ef.load_finetuned(encoder)
+    with pytest.raises(FileNotFoundError, match="no such folder; name a fine-tuned model"):
+        ef.load_finetuned("nowhere")

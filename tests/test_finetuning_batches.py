@@ -1,0 +1,146 @@
+"""Tokenized examples, their order and their packing, against the rules written out."""
+
+import collections
+import math
+import random
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+import electra_fast as ef
+from electra_fast.finetuning.batches import EncodedExamples, encode, num_steps, pack, training_order
+from electra_fast.finetuning.config import FinetuneConfig
+
+PUBLISHED = FinetuneConfig(order="buffer")
+
+
+def published_truncation(a, b, room):
+    """`_truncate_seq_pair` of the published code."""
+    a, b = list(a), list(b)
+    while len(a) + len(b) > room:
+        (a if len(a) > len(b) else b).pop()
+    return a, b
+
+
+def test_pairs_are_truncated_as_in_the_published_code(tiny_vocab):
+    tokenizer, rng = ef.Tokenizer(tiny_vocab), random.Random(0)
+    texts = [tuple(" ".join(["a"] * rng.randrange(0, 20)) for _ in range(2)) for _ in range(300)]
+    for max_length in (8, 13, 14):
+        encoded = encode(tokenizer, texts, max_length)
+        cut = 0
+        for i, (first, second) in enumerate(texts):
+            a, b = published_truncation(first.split(), second.split(), max_length - 3)
+            cut += len(a) + len(b) < len(first.split()) + len(second.split())
+            types = encoded.token_types[encoded.offsets[i] : encoded.offsets[i + 1]]
+            assert types.tolist() == [0] * (len(a) + 2) + [1] * (len(b) + 1)
+        assert encoded.num_truncated == cut > 0
+        assert encoded.empty == tuple(i for i, pair in enumerate(texts) if not any(pair))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ids_are_those_of_transformers(tiny_vocab, tmp_path, count):
+    (tmp_path / "vocab.txt").write_text(tiny_vocab.read_text())
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer", "do_lower_case": true}')
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    texts = [("The class statement.", "An object, a value"), ("", "Names and strings"), ("é ü", "é")]
+    texts = [example[:count] for example in texts]
+    encoded = encode(ef.Tokenizer(tiny_vocab), texts, 64)
+    for i, example in enumerate(texts):
+        expected = theirs(*example)
+        place = slice(encoded.offsets[i], encoded.offsets[i + 1])
+        assert encoded.ids[place].tolist() == expected["input_ids"]
+        assert encoded.token_types[place].tolist() == expected["token_type_ids"]
+
+
+@pytest.mark.parametrize(
+    "examples, epochs, steps",
+    [
+        (8_551, 3, 804), (2 * 3_668, 3, 690), (2 * 5_749, 10, 3_600), (2_490, 10, 780), (67_349, 3, 6_315),
+        (104_743, 3, 9_822), (392_702, 3, 36_816),
+    ],
+    ids=["cola", "mrpc", "stsb", "rte", "sst2", "qnli", "mnli"],
+)  # fmt: skip
+def test_steps_are_those_of_the_published_code(examples, epochs, steps):
+    assert num_steps(FinetuneConfig(epochs=float(epochs)), examples) == steps
+
+
+def test_every_epoch_is_a_new_order_of_all_examples():
+    order = training_order(FinetuneConfig(epochs=3.0, batch_size=8), 20, seed=1)
+    assert order.shape == (9, 8)
+    epochs = order.reshape(3, 24)
+    for epoch in epochs:
+        assert sorted(epoch[:20].tolist()) == list(range(20)) and (epoch[20:] == -1).all()
+    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 3
+    assert (order == training_order(FinetuneConfig(epochs=3.0, batch_size=8), 20, seed=1)).all()
+    assert (order != training_order(FinetuneConfig(epochs=3.0, batch_size=8), 20, seed=2)).any()
+
+
+def test_the_published_order_goes_through_a_buffer_of_100():
+    """One order, repeated: no example comes more than 100 places early, and all of the stream's beginning comes out."""
+    count, steps = 1_000, num_steps(PUBLISHED, 1_000)
+    order = training_order(PUBLISHED, count, seed=0).flatten()
+    per_epoch = math.ceil(count / 32) * 32
+    assert len(order) == steps * 32 == 3 * per_epoch
+    assert (order == -1).sum() == pytest.approx(3 * (per_epoch - count), abs=2 * (per_epoch - count))
+    counts = collections.Counter(order[order >= 0].tolist())
+    assert set(counts.values()) <= {2, 3, 4} and len(counts) == count
+    # The order that the buffer was filled with, from the mean place of each example's first appearance: draws run about
+    # 100 places behind the stream, and epochs overlap, so that an example may come twice within 200 draws.
+    places = collections.defaultdict(list)
+    for place, example in enumerate(order.tolist()):
+        places[example].append(place)
+    gaps = [b - a for example, found in places.items() if example >= 0 for a, b in zip(found, found[1:], strict=False)]
+    assert np.mean(gaps) == pytest.approx(per_epoch, rel=0.02)
+    assert 100 < np.std(gaps) < 180  # two independent waits, each geometric with mean 100: sqrt(2) * 100
+
+
+def test_a_buffer_never_holds_more_than_its_stream():
+    """With fewer examples than the buffer has places, it holds several copies, as the published code's does."""
+    order = training_order(FinetuneConfig(order="buffer", batch_size=4), 5, seed=0)
+    assert order.shape == (6, 4) and set(order.flatten().tolist()) <= {-1, 0, 1, 2, 3, 4}
+
+
+def random_examples(count, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(3, 60, count)
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    ids = np.arange(1, offsets[-1] + 1, dtype=np.int32)  # each token names its place
+    return EncodedExamples(ids, ids % 2, offsets, 0, ())
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 32])
+def test_packed_batches_hold_every_token_once(parts, count):
+    encoded = random_examples(50)
+    chosen = np.random.default_rng(1).permutation(50)[:count]
+    packed = pack(encoded, chosen, parts)
+    assert len(packed) == min(parts, count)
+    assert sorted(np.concatenate([part.examples for part in packed]).tolist()) == list(range(count))
+    for part in packed:
+        for place, item in zip(part.first_tokens, part.examples, strict=True):
+            start, end = encoded.offsets[chosen[item]], encoded.offsets[chosen[item] + 1]
+            span = slice(place, place + end - start)
+            assert part.input_ids.flatten()[span].tolist() == encoded.ids[start:end].tolist()
+            assert part.token_type_ids.flatten()[span].tolist() == encoded.token_types[start:end].tolist()
+            assert part.position_ids.flatten()[span].tolist() == list(range(end - start))
+            assert len(set(part.segment_ids.flatten()[span].tolist())) == 1
+            assert {place, place + end - start} <= set(part.cu_seqlens.tolist())
+        padding = part.segment_ids == 0
+        assert part.num_tokens == (~padding).sum() == encoded.lengths[chosen[part.examples]].sum()
+        assert (part.input_ids[padding] == 0).all()
+        assert part.cu_seqlens[-1] == part.input_ids.size and (np.diff(part.cu_seqlens) > 0).all()
+        # Rows are equally long up to the shortest example in them.
+        assert padding.sum() <= len(part.input_ids) * 60
+
+
+def test_packing_wastes_little():
+    encoded, filled, total = random_examples(640), 0, 0
+    for batch in np.arange(640).reshape(20, 32):
+        for part in pack(encoded, batch, 2):
+            filled, total = filled + part.num_tokens, total + part.input_ids.size
+    assert filled / total > 0.95
+
+
+def test_no_examples_make_no_batch():
+    assert pack(random_examples(3), np.zeros(0, np.int64), 2) == []
