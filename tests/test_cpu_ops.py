@@ -203,3 +203,54 @@ def test_the_cpu_ops_are_what_runs_on_a_cpu(monkeypatch):
     ops.geglu(random(4, 8), random(6, 8))
     ops.generator_head(*head_inputs(4, 20, 8), None)
     assert calls == ["rotary_qkv", "geglu", "generator_head"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("probability", [0.1, 0.5])
+def test_dropout_zeroes_a_share_and_keeps_the_mean(dtype, probability):
+    x = torch.ones(1000, 257, dtype=dtype, requires_grad=True)
+    torch.manual_seed(0)
+    out = cpu_ops.dropout(x, probability)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(gradient, out.detach())  # the mask is the same in both directions
+    values = out.detach().float()
+    kept = values[values != 0]
+    assert len(kept) / values.numel() == pytest.approx(1 - probability, abs=0.003)
+    assert (
+        kept.min() == kept.max() == pytest.approx(1 / (1 - probability), rel=5e-3 if dtype == torch.bfloat16 else 1e-4)
+    )
+    columns, rows = values.mean(0), values.mean(1)
+    assert columns.std() < 3 * rows.std() and rows.std() < 0.2  # no element, row or column is favored
+    assert (values[:, 1:] * values[:, :-1]).mean() == pytest.approx(1, abs=0.02)  # neighbors are independent
+
+
+def test_dropout_draws_anew_and_repeats_with_the_seed():
+    masks = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        masks += [cpu_ops.dropout(torch.ones(64, 64), 0.3), cpu_ops.dropout(torch.ones(64, 64), 0.3)]
+    assert torch.equal(masks[0], masks[2]) and torch.equal(masks[1], masks[3])
+    assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[4])
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_attention_with_dropout_is_the_formula(masked, dropout):
+    q, k, v, upstream = (random(2, 3, 17, 8) for _ in range(4))
+    segments = torch.tensor([1] * 9 + [2] * 8)
+    mask = (segments[:, None] == segments).expand(2, 1, 17, 17) if masked else None
+
+    def formula(q, k, v):
+        scores = q @ k.mT / 8**0.5
+        weights = (scores if mask is None else scores.masked_fill(~mask, float("-inf"))).softmax(-1)
+        return cpu_ops.dropout(weights, dropout) @ v if dropout else weights @ v
+
+    found = []
+    for operation in (lambda *x: cpu_ops.attention(*x, mask, dropout), formula):
+        torch.manual_seed(0)
+        found.append(run(operation, (q, k, v), (upstream,)))
+    for ours, expected in zip((*found[0][0], *found[0][1]), (*found[1][0], *found[1][1]), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    if dropout == 0:
+        exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        torch.testing.assert_close(found[0][0][0], exact, rtol=1e-5, atol=1e-6)

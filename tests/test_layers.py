@@ -38,7 +38,7 @@ PACKAGE_LAYERS = [
     {"objectives", "presets"},
     {"ops", "attention"},
     {"cpu_ops"},
-    {"sampling", "dispatch"},
+    {"sampling", "dispatch", "initialization"},
     {"kernels", "data"},
     # usable from everywhere
     {"config_section"},

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from electra_fast import cpu_ops
+from electra_fast.dispatch import uses_cpu_ops
 from electra_fast.errors import InputError
 
 if TYPE_CHECKING:
@@ -119,6 +121,27 @@ def attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, 
     return _BACKENDS[mask.backend](q_TNH, k_TNH, v_TNH, mask, dropout)
 
 
+@dataclass(frozen=True)
+class Queries:
+    """The tokens whose hidden states alone are wanted, so that the last layer computes no others.
+
+    Args:
+        index_n: Their places in the flat buffer, int64 [n].
+        allowed_nT: What each of them attends to, bool [n, T].
+    """
+
+    index_n: Tensor
+    allowed_nT: Tensor
+
+
+def query_attention(q_nNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, queries: Queries, dropout: float = 0.0) -> Tensor:
+    """`attention` for a few queries, softmax in fp32; [n, N, H], [T, N, H] twice → [n, N, H]."""
+    scores_NnT = torch.einsum("nah,tah->ant", q_nNH, k_TNH).float() * q_nNH.shape[-1] ** -0.5
+    weights_NnT = scores_NnT.masked_fill(~queries.allowed_nT, float("-inf")).softmax(-1)
+    weights_NnT = F.dropout(weights_NnT, dropout).to(v_TNH.dtype)
+    return torch.einsum("ant,tah->nah", weights_NnT, v_TNH)
+
+
 def attention_reference(
     q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Tensor, window: int | None = None
 ) -> Tensor:
@@ -212,7 +235,10 @@ def _rows(x_TNH: Tensor, mask: AttentionMask) -> Tensor:
 
 def _sdpa(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
     q, k, v = (_rows(x, mask) for x in (q_TNH, k_TNH, v_TNH))
-    out_BNLH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense_B1LL, dropout_p=dropout)
+    if dropout and uses_cpu_ops(q_TNH):
+        out_BNLH = cpu_ops.attention(q, k, v, mask.dense_B1LL, dropout)
+    else:
+        out_BNLH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense_B1LL, dropout_p=dropout)
     return out_BNLH.transpose(1, 2).reshape(q_TNH.shape)
 
 

@@ -72,6 +72,60 @@ def _rotate_(qkv_TD: Tensor, cis: Tensor, num_heads: int) -> None:
         qk_TD.copy_(pairs.view(qk_TD.shape))
 
 
+def dropout(x: Tensor, probability: float) -> Tensor:
+    """`F.dropout`, with masks of `_dropout_mask`."""
+    return x * _dropout_mask(x, probability)
+
+
+def _dropout_mask(like: Tensor, probability: float) -> Tensor:
+    """0 with a probability rounded to 2^-16, otherwise what keeps the mean; of the shape and dtype of `like`.
+
+    16 bits of torch's generator decide about an element, where `F.dropout` draws a double for each; and arithmetic on
+    integers is vectorized, where comparisons are not.
+    """
+    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    num_dropped = round(probability * 2**16)
+    first_kept = num_dropped - 2**15
+    bits = words.view(torch.int16)[: like.numel()].view(like.shape).clamp_(first_kept - 1, first_kept)
+    return (
+        bits.to(like.dtype if like.dtype != torch.bfloat16 else torch.float32)
+        .sub_(first_kept - 1)
+        .mul_(2**16 / (2**16 - num_dropped))
+        .to(like.dtype)
+    )
+
+
+def attention(q_BNLH: Tensor, k_BNLH: Tensor, v_BNLH: Tensor, mask_B1LL: Tensor | None, dropout: float) -> Tensor:
+    """Softmax attention with dropout of its weights; a bool mask, True = attend; [B, N, L, H] each → [B, N, L, H]."""
+    out_BNLH: Tensor = _Attention.apply(q_BNLH, k_BNLH, v_BNLH, mask_B1LL, dropout)
+    return out_BNLH
+
+
+class _Attention(torch.autograd.Function):
+    """Written out, as scaled_dot_product_attention has no fast form with dropout on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        scores = q @ k.mT
+        scores.mul_(q.shape[-1] ** -0.5)
+        if mask is not None:
+            scores.masked_fill_(~mask, float("-inf"))
+        weights = scores.softmax(-1)
+        drop = _dropout_mask(weights, dropout)
+        ctx.save_for_backward(q, k, v, weights, drop)
+        return (weights * drop) @ v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, weights, drop = ctx.saved_tensors
+        grad_v = (weights * drop).mT @ grad
+        grad_weights = (grad @ v.mT).mul_(drop)
+        grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+        grad_scores.mul_(q.shape[-1] ** -0.5)
+        return grad_scores @ k, grad_scores.mT @ q, grad_v, None, None
+
+
 def geglu(x_TD: Tensor, weight: Tensor) -> Tensor:
     """`ops.geglu`."""
     out_TF: Tensor = _GeGLU.apply(F.linear(x_TD, weight.to(x_TD.dtype)))

@@ -9,7 +9,6 @@ Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden, N 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import Any
 
@@ -17,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from electra_fast import ops
-from electra_fast.attention import AttentionMask, attention
+from electra_fast.attention import AttentionMask, Queries, attention, query_attention
 from electra_fast.config import Config, ModelConfig
 from electra_fast.errors import InputError
+from electra_fast.initialization import initialize
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Network
 from electra_fast.ops import Dropout
@@ -101,10 +101,21 @@ class BertLayer(nn.Module):
         self.feed_forward_norm = Norm(hidden, config)
 
     def forward(
-        self, x_TD: Tensor, mask: AttentionMask, rotary: tuple[Tensor, Tensor] | None, dropout: Dropout
+        self,
+        x_TD: Tensor,
+        mask: AttentionMask,
+        rotary: tuple[Tensor, Tensor] | None,
+        dropout: Dropout,
+        queries: Queries | None = None,
     ) -> Tensor:
-        q, k, v = self.qkv(x_TD).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
-        mixed = attention(q, k, v, mask, self.attention_dropout if self.training else 0.0)
+        attention_dropout = self.attention_dropout if self.training else 0.0
+        if queries is None:
+            q, k, v = self.qkv(x_TD).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
+            mixed = attention(q, k, v, mask, attention_dropout)
+        else:
+            q, k, v = _queries_keys_values(self.qkv, x_TD, queries.index_n, self.num_heads)
+            mixed = query_attention(q, k, v, queries, attention_dropout)
+            x_TD = ops.gather_rows(x_TD, queries.index_n)
         x_TD = self.attention_norm.after_residual(self.attention_out, mixed.flatten(1), x_TD, dropout)
         inner = ops.bias_gelu(x_TD, self.feed_forward_in.weight, self.feed_forward_in.bias)
         return self.feed_forward_norm.after_residual(self.feed_forward_out, inner, x_TD, dropout.call(1))
@@ -129,19 +140,43 @@ class ModernLayer(nn.Module):
         self.feed_forward_out = Linear(config.intermediate_size, hidden, bias=False)
 
     def forward(
-        self, x_TD: Tensor, mask: AttentionMask, rotary: tuple[Tensor, Tensor] | None, dropout: Dropout
+        self,
+        x_TD: Tensor,
+        mask: AttentionMask,
+        rotary: tuple[Tensor, Tensor] | None,
+        dropout: Dropout,
+        queries: Queries | None = None,
     ) -> Tensor:
         assert rotary is not None
+        attention_dropout = self.attention_dropout if self.training else 0.0
         normed = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
-        q, k, v = ops.rotary_qkv(normed, self.qkv.weight, *rotary, self.num_heads)
-        mixed = attention(q, k, v, mask, self.attention_dropout if self.training else 0.0)
+        if queries is None:
+            q, k, v = ops.rotary_qkv(normed, self.qkv.weight, *rotary, self.num_heads)
+            mixed = attention(q, k, v, mask, attention_dropout)
+        else:
+            q, k, v = _queries_keys_values(self.qkv, normed, queries.index_n, self.num_heads)
+            q = ops.rotate(q, *(angles[queries.index_n] for angles in rotary))
+            mixed = query_attention(q, ops.rotate(k, *rotary), v, queries, attention_dropout)
+            x_TD = ops.gather_rows(x_TD, queries.index_n)
         x_TD = x_TD + ops.dropout(self.attention_out(mixed.flatten(1)), dropout)
         inner = ops.geglu(self.feed_forward_norm(x_TD), self.geglu_in.weight)
         return x_TD + ops.dropout(self.feed_forward_out(inner), dropout.call(1))
 
 
+def _queries_keys_values(qkv: Linear, x_TD: Tensor, index_n: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of some tokens, keys and values of all; [T, D], [n] → [n, N, H], [T, N, H] twice."""
+    width = x_TD.shape[1]
+    bias_q, bias_kv = (None, None) if qkv.bias is None else (qkv.bias[:width], qkv.bias[width:])
+    q_nD = ops.linear(ops.gather_rows(x_TD, index_n), qkv.weight[:width], bias_q)
+    k, v = ops.linear(x_TD, qkv.weight[width:], bias_kv).view(x_TD.shape[0], 2, num_heads, -1).unbind(1)
+    return q_nD.view(len(index_n), num_heads, -1), k, v
+
+
 class Encoder(nn.Module):
-    """Projection E → D where the widths differ, then the layers; [T, E] → [T, D]."""
+    """Projection E → D where the widths differ, then the layers; [T, E] → [T, D].
+
+    With `queries`, the hidden states of some tokens only; → [n, D].
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -157,7 +192,14 @@ class Encoder(nn.Module):
         )
         self.output_norm = Norm(config.hidden_size, config) if modern else None
 
-    def forward(self, x_TE: Tensor, position_ids_T: Tensor, mask: AttentionMask, dropout: Dropout) -> Tensor:
+    def forward(
+        self,
+        x_TE: Tensor,
+        position_ids_T: Tensor,
+        mask: AttentionMask,
+        dropout: Dropout,
+        queries: Queries | None = None,
+    ) -> Tensor:
         x_TD = x_TE if self.projection is None else self.projection(x_TE)
         rotary = local_rotary = None
         if self.input_norm is not None:
@@ -168,7 +210,8 @@ class Encoder(nn.Module):
             local_rotary = ops.rotary_angles(position_ids_T, self.head_dim, self.local_rope_theta)
         for i, layer in enumerate(self.layers):
             context = (mask.local, local_rotary) if self.is_local[i] else (mask, rotary)
-            x_TD = layer(x_TD, *context, dropout.call(1 + 2 * i))  # call 0 is the embeddings'
+            only = queries if i == len(self.layers) - 1 else None
+            x_TD = layer(x_TD, *context, dropout.call(1 + 2 * i), only)  # call 0 is the embeddings'
         return x_TD if self.output_norm is None else self.output_norm(x_TD)
 
 
@@ -255,7 +298,7 @@ class Electra(nn.Module):
             self.embeddings = self.generator_embeddings if tying != "none" else Embeddings(network.shape)
             self.discriminator = self.generator if tying == "all" else Encoder(network.shape)
             self._add_heads(network)
-        initialize(self, config)
+        initialize(self, config.model.architecture, config.train.seed)
 
     def _add_heads(self, network: Network) -> None:
         for name, head in network.heads.items():
@@ -335,41 +378,3 @@ class Electra(nn.Module):
             attention_mask = torch.ones_like(input_ids)
         mask = AttentionMask.padded(num_rows, length, attention_mask, self.config.model.local_attention)
         return input_ids.reshape(-1), positions_T, types.reshape(-1), mask
-
-
-def initialize(model: Electra, config: Config) -> None:
-    """Sets every parameter from `train.seed`: biases 0, norms 1, matrices by the architecture's rule.
-
-    `bert`, as the published code: normal of standard deviation 0.02 truncated at two of them; Glorot
-    uniform, TensorFlow's default, where that code names no initializer: the projection E → D and the
-    discriminator's classifier. `modern`: tables by the normal; matrices uniform of variance
-    1 / (3 inputs), those that write to the residual stream 0, so that every layer starts as the identity.
-    """
-    random = torch.Generator().manual_seed(config.train.seed)
-    modern = config.model.architecture == "modern"
-    for name, parameter in model.named_parameters():
-        with torch.no_grad():
-            if parameter.dim() < 2:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # nn.Linear draws its biases
-            elif modern and name.endswith(("attention_out.weight", "feed_forward_out.weight")):
-                parameter.zero_()
-            elif modern and ".token" not in name:
-                _uniform(parameter, parameter.shape[1] ** -0.5, random)
-            elif not modern and name.endswith(("projection.weight", "classifier.weight")):
-                _uniform(parameter, math.sqrt(6 / sum(parameter.shape)), random)
-            else:
-                _truncated_normal(parameter, 0.02, random)
-
-
-def _uniform(x: Tensor, bound: float, random: torch.Generator) -> None:
-    x.uniform_(-bound, bound, generator=random)
-
-
-def _truncated_normal(x: Tensor, deviation: float, random: torch.Generator) -> None:
-    """Fills x from a normal truncated at two standard deviations, by inversion.
-
-    Not `nn.init.trunc_normal_`: torch 2.15 draws otherwise than 2.11, and twelve times slower.
-    """
-    mass = math.erf(2 / math.sqrt(2))
-    x.uniform_(-mass, mass, generator=random).erfinv_().mul_(deviation * math.sqrt(2))
-    x.clamp_(-2 * deviation, 2 * deviation)  # a draw at the edge may round beyond it

@@ -24,7 +24,7 @@ Ints = NDArray[Any]
 # Length of the published code's shuffle buffer.
 SHUFFLE_BUFFER = 100
 # A row's tokens attend to each other and are masked afterwards, so that long rows cost more, but short ones pack worse.
-ROW_TOKENS = 128
+ROW_TOKENS = 64
 # Texts that are tokenized together.
 _CHUNK = 8192
 

@@ -5,15 +5,15 @@ Shapes: T tokens of the flat buffer, n examples, D hidden, C outputs of the head
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from electra_fast import ops
-from electra_fast.attention import AttentionMask
+from electra_fast.attention import AttentionMask, Queries
 from electra_fast.config import ModelConfig
+from electra_fast.initialization import glorot_uniform_
 from electra_fast.model import Embeddings, Encoder, Linear, Norm
 from electra_fast.ops import Dropout
 
@@ -106,8 +106,7 @@ class SequenceClassifier(nn.Module):
                 if parameter.dim() < 2:
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 elif self.head_kind == "google":
-                    bound = math.sqrt(6 / sum(parameter.shape))
-                    parameter.uniform_(-bound, bound, generator=random)
+                    glorot_uniform_(parameter, random)
                 else:
                     parameter.normal_(0.0, 0.02, generator=random)
 
@@ -116,15 +115,15 @@ class SequenceClassifier(nn.Module):
         ids_T: Tensor,
         types_T: Tensor,
         positions_T: Tensor,
-        first_n: Tensor,
+        queries: Queries,
         mask: AttentionMask,
         dtype: torch.dtype,
         dropout_key: Tensor | None = None,
     ) -> Tensor:
-        """The head's outputs for the examples whose [CLS] lie at `first_n`; fp32 [n, C]."""
+        """The head's outputs for the examples whose [CLS] are the queries; fp32 [n, C]."""
         dropout = Dropout(self.shape.dropout if self.training else 0.0, dropout_key)
         x_TE = self.embeddings(ids_T, positions_T, types_T, dtype, dropout)
-        hidden_TD = self.encoder(x_TE, positions_T, mask, dropout)
+        hidden_nD = self.encoder(x_TE, positions_T, mask, dropout, queries)
         probability = self.head_dropout if self.training else 0.0
-        outputs: Tensor = self.head(ops.gather_rows(hidden_TD, first_n), Dropout(probability, dropout_key, _HEAD_CALL))
+        outputs: Tensor = self.head(hidden_nD, Dropout(probability, dropout_key, _HEAD_CALL))
         return outputs

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from electra_fast.attention import AttentionMask
+from electra_fast.attention import AttentionMask, Queries
 from electra_fast.compute import ComputeConfig, RngKey
 from electra_fast.config import ModelConfig
 from electra_fast.finetuning.batches import PackedBatch
@@ -57,9 +57,20 @@ def forward(
     mask = AttentionMask.packed(
         segments, _to_device(batch.cu_seqlens, device), compute.attention, model.shape.local_attention
     )
-    inputs = (ids.flatten(), types.flatten(), positions.flatten(), _to_device(batch.first_tokens, device))
-    outputs: Tensor = model(*inputs, mask, compute.dtype, dropout_key)
+    queries = _first_tokens(segments, positions, _to_device(batch.first_tokens, device), model.shape)
+    outputs: Tensor = model(
+        ids.flatten(), types.flatten(), positions.flatten(), queries, mask, compute.dtype, dropout_key
+    )
     return outputs
+
+
+def _first_tokens(segments_RL: Tensor, positions_RL: Tensor, first_n: Tensor, shape: ModelConfig) -> Queries:
+    """The [CLS] of each example, which attends to its segment, or in a local layer to the beginning of that."""
+    row_R1 = torch.arange(len(segments_RL), device=first_n.device)[:, None]
+    segment_T = (row_R1 * segments_RL.shape[1] + segments_RL).flatten()  # a row has fewer segments than tokens
+    if shape.is_local(shape.num_layers - 1):
+        segment_T = segment_T.where(positions_RL.flatten() <= shape.local_attention // 2, -1)
+    return Queries(first_n, segment_T[first_n][:, None] == segment_T)
 
 
 def _to_device(array: NDArray[Any], device: torch.device) -> Tensor:

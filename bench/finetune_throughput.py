@@ -1,0 +1,253 @@
+"""How fast is fine-tuning, compared with the Trainer of `transformers`, and prediction, compared with its pipeline?
+
+    python bench/finetune_throughput.py --data GLUE [--tasks cola sst2] [--model FOLDER] [--rounds 3]
+
+The same encoder, head, examples, batch size, learning rate and dropout for all. Without `--model` the encoder is a random
+one of the preset `mini`. The Trainer pads every example to 128 tokens (as `run_glue.py` does by default), to the longest
+of its batch, or that with examples of similar lengths in a batch. Each contender has a process of its own; rounds
+alternate, and the ratios of a round are compared, since a shared machine drifts. Needs `pip install accelerate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from results import Results, parse_arguments
+
+import electra_fast as ef
+from electra_fast.compute import choose_device
+from electra_fast.finetuning import batches, glue
+from electra_fast.finetuning.config import recipe_config
+from electra_fast.finetuning.job import Job, make_job
+from electra_fast.finetuning.losses import batch_weights
+from electra_fast.finetuning.optimization import lr_scale
+from electra_fast.finetuning.step import FinetuneStep, StepBatch
+from electra_fast.huggingface.classifier import Classifier, write_classifier
+from electra_fast.huggingface.encoder import load_encoder
+from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
+
+WARM_UP = 8
+MAX_LENGTH = 128
+TRAINERS = {
+    "Trainer, padded to 128": {"padding": "max_length"},
+    "Trainer, padded to the longest": {"padding": "longest"},
+    "Trainer, grouped by length": {"padding": "longest", "sampling": "group_by_length"},
+}
+
+
+def make_encoder(folder: Path, vocab: Path, recipe: str) -> None:
+    """A random run of `mini` at step 0, exported."""
+    from electra_fast import checkpoint
+    from electra_fast.checkpoint_folder import TrainState
+    from electra_fast.huggingface.tokenizer import write_tokenizer
+
+    tokenizer = ef.Tokenizer(vocab)
+    config = ef.Config.preset("mini", recipe).replace({"model": {"vocab_size": tokenizer.vocab_size}})
+    write_tokenizer(folder / "tokenizer", tokenizer, config.model.max_positions)
+    (folder / "config.toml").write_text(config.to_toml())
+    checkpoint.save(folder, ef.Electra(config), None, TrainState(), keep=1)
+
+
+def make_tasks(options: argparse.Namespace, task: str) -> tuple[Job, Path]:
+    """The job of a task, of which only the first examples are used, and its untrained model as `transformers` reads it."""
+    overrides = {"finetune.head": "hf", "finetune.epochs": "1"} | options.overrides
+    encoder = load_encoder(options.model)
+    data = glue.read(task, options.data)
+    job = make_job(data, recipe_config("fast", task, encoder.shape, overrides), encoder, Path(), choose_device())
+    folder = options.cache / "finetune" / f"{task}-{encoder.content_hash[:12]}"
+    if not (folder / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        model = job.work.model()
+        model.load_encoder(encoder.state)
+        model.initialize_head(0)
+        state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        copy_tokenizer(encoder.tokenizer, folder, INPUT_NAMES[job.work.shape.architecture])
+        labels = data.task.labels or ("value",)
+        classifier = Classifier(job.work.shape, job.config.head, data.task.kind, labels, MAX_LENGTH, state)
+        write_classifier(folder, classifier, special_ids(folder), job.config.head_dropout)
+    return job, folder
+
+
+def timed_steps(ends: list[float], num_tokens: int, num_examples: int) -> dict[str, float]:
+    """Median seconds per step after the warm-up, and what a step holds on average."""
+    seconds = np.diff(ends)[WARM_UP - 1 :]
+    return {"seconds": float(np.mean(seconds)), "tokens": num_tokens / len(ends), "examples": num_examples / len(ends)}
+
+
+def train_ours(job: Job, steps: int) -> dict[str, float]:
+    """Our step, with its packing."""
+    model = job.work.model().to(job.device)
+    model.load_encoder(job.encoder.state)
+    model.initialize_head(0)
+    step = FinetuneStep(model, job.work, job.num_processes)
+    order, ends, num_tokens, num_examples = batches.training_order(job.config, len(job.examples), 0), [], 0, 0
+    for number in range(steps):
+        chosen = order[number]
+        chosen = chosen[chosen >= 0]
+        parts = batches.pack(job.examples, chosen, job.num_processes, job.row_tokens)
+        weights = batch_weights(job.weights[chosen], job.config).astype(np.float32)
+        loss, _ = step(
+            StepBatch.of(parts, job.targets[chosen], weights, 0), number, lr_scale(job.config, number, len(order))
+        )
+        num_tokens, num_examples = num_tokens + sum(part.num_tokens for part in parts), num_examples + len(chosen)
+        if number == steps - 1 or job.device.type == "cpu":
+            loss.item()
+        ends.append(time.perf_counter())
+    step.close()
+    return timed_steps(ends, num_tokens, num_examples)
+
+
+def train_theirs(job: Job, folder: Path, steps: int, padding: str, sampling: str = "random") -> dict[str, float]:
+    """The Trainer with its defaults, on the same tokenized examples."""
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        DataCollatorWithPadding,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    collate = DataCollatorWithPadding(tokenizer, padding=padding, max_length=MAX_LENGTH)
+    ends: list[float] = []
+    counts = [0, 0]
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *arguments: Any, **keywords: Any) -> None:
+            ends.append(time.perf_counter())
+
+    def collate_and_count(rows: list[dict[str, Any]]) -> Any:
+        counts[0] += sum(len(row["input_ids"]) for row in rows)
+        counts[1] += len(rows)
+        return collate(rows)
+
+    config = job.config
+    with tempfile.TemporaryDirectory() as out:
+        arguments = TrainingArguments(
+            out,
+            per_device_train_batch_size=config.batch_size,
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+            warmup_steps=config.warmup_fraction,
+            max_steps=steps,
+            train_sampling_strategy=sampling,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            use_cpu=job.device.type == "cpu",
+            bf16=job.device.type == "cuda",
+        )
+        model = AutoModelForSequenceClassification.from_pretrained(folder)
+        trainer = Trainer(model, arguments, collate_and_count, list(rows_of(job)), callbacks=[Clock()])
+        trainer.train()
+    return timed_steps(ends, counts[0] * len(ends) // max(1, -(-counts[1] // config.batch_size)), counts[1])
+
+
+def rows_of(job: Job) -> Iterator[dict[str, Any]]:
+    """The tokenized examples as the Trainer takes them."""
+    examples = job.examples
+    has_types = job.work.shape.architecture == "bert"
+    for i in range(len(examples)):
+        place = slice(examples.offsets[i], examples.offsets[i + 1])
+        row = {"input_ids": examples.ids[place].tolist(), "labels": job.targets[i].item()}
+        yield row | ({"token_type_ids": examples.token_types[place].tolist()} if has_types else {})
+
+
+def predict(job: Job, folder: Path, contender: str) -> dict[str, float]:
+    """Sentences per second, from text to answers."""
+    texts = [example if len(example) == 2 else example[0] for example in job.data.dev[0].texts]
+    texts = (texts * (1 + 1500 // len(texts)))[:1500]
+    if contender == "pipeline":
+        from transformers import pipeline
+
+        classify = pipeline("text-classification", str(folder), device=job.device, batch_size=32)
+        given: Any = [{"text": t[0], "text_pair": t[1]} if isinstance(t, tuple) else t for t in texts]
+        run: Callable[[Any], Any] = lambda rows: classify(rows, truncation=True, max_length=MAX_LENGTH)  # noqa: E731
+    else:
+        given, run = texts, ef.load_finetuned(folder).predict
+    run(given[:64])
+    start = time.perf_counter()
+    run(given)
+    return {"seconds": time.perf_counter() - start, "examples": len(given)}
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    """One contender on one task, in this process."""
+    task, contender = options.contender
+    job, folder = make_tasks(options, task)
+    if contender == "ours":
+        return train_ours(job, options.steps)
+    if contender in TRAINERS:
+        return train_theirs(job, folder, options.steps, **TRAINERS[contender])
+    return predict(job, folder, contender)
+
+
+def child(options: argparse.Namespace, task: str, contender: str) -> dict[str, float]:
+    """`measure` in a process of its own."""
+    arguments = [sys.executable, __file__, "--contender", task, contender, "--data", str(options.data)]
+    arguments += ["--model", str(options.model), "--steps", str(options.steps), "--cache", str(options.cache)]
+    arguments += [word for name, value in options.overrides.items() for word in (f"--{name}", value)]
+    environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "true"}
+    found = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+    if found.returncode:
+        raise SystemExit(f"{task}, {contender}: {found.stderr}")
+    result: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
+    return result
+
+
+def compare(options: argparse.Namespace, results: Results, task: str, contenders: list[str], what: str) -> None:
+    """Rounds of all contenders, and a line for each with the median of its ratios to ours."""
+    rounds = [{name: child(options, task, name) for name in contenders} for _ in range(options.rounds)]
+    for name in contenders:
+        seconds = statistics.median(each[name]["seconds"] for each in rounds)
+        ratio = statistics.median(each[name]["seconds"] / each[contenders[0]]["seconds"] for each in rounds)
+        first = rounds[0][name]
+        speed = first["examples"] / seconds
+        tokens = f"  {first['tokens']:5.0f} tokens per step" if "tokens" in first else ""
+        line = f"{what} {task:5} {name:32} {speed:8,.0f} examples/s  {ratio:5.2f} times our time{tokens}"
+        results.add(line, task=task, contender=name, seconds=seconds, ratio=ratio, rounds=len(rounds))
+
+
+def main() -> None:
+    """All tasks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder of GLUE tasks")
+    parser.add_argument("--tasks", nargs="+", default=["cola", "sst2"])
+    parser.add_argument("--model", type=Path, help="run or Hugging Face folder")
+    parser.add_argument("--vocab", type=Path, help="of the random encoder")
+    parser.add_argument("--recipe", default="google", help="of the random encoder (%(default)s)")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--contender", nargs=2, metavar=("TASK", "NAME"), help="measure one, print JSON")
+    options = parse_arguments(parser, with_overrides=True, for_cpu=not torch.cuda.is_available())
+    if options.contender:
+        print(json.dumps(measure(options)))
+        return
+    if options.model is None:
+        if options.vocab is None:
+            parser.error("give --model, or --vocab for a random encoder")
+        options.model = options.cache / "finetune" / f"mini-{options.recipe}"
+        if not (options.model / "checkpoints").exists():
+            make_encoder(options.model, options.vocab, options.recipe)
+    results = Results(options.results, options.device)
+    for task in options.tasks:
+        compare(options, results, task, ["ours", *TRAINERS], "training  ")
+        compare(options, results, task, ["predict", "pipeline"], "prediction")
+
+
+if __name__ == "__main__":
+    main()
