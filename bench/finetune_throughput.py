@@ -1,11 +1,11 @@
-"""How fast is fine-tuning, compared with the Trainer of `transformers`, and prediction, compared with its pipeline?
+"""Fine-tuning compared with the Trainer of `transformers`, and prediction compared with its pipeline.
 
     python bench/finetune_throughput.py --data GLUE [--tasks cola sst2] [--model FOLDER] [--rounds 3]
 
-The same encoder, head, examples, batch size, learning rate and dropout for all. Without `--model` the encoder is a random
-one of the preset `mini`. The Trainer pads every example to 128 tokens (as `run_glue.py` does by default), to the longest
-of its batch, or that with examples of similar lengths in a batch. Each contender has a process of its own; rounds
-alternate, and the ratios of a round are compared, since a shared machine drifts. Needs `pip install accelerate`.
+The same encoder, head, examples, batch size, learning rate and dropout for all. Without `--model` the encoder is a
+random one of the preset `mini`. The Trainer pads every example to 128 tokens (as `run_glue.py` does by default), to the
+longest of its batch, or that with examples of similar lengths in a batch. Each contender has a process of its own;
+rounds alternate, and the ratios of a round are compared, since a shared machine drifts. Needs `pip install accelerate`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def make_encoder(folder: Path, vocab: Path, recipe: str) -> None:
 
 
 def make_tasks(options: argparse.Namespace, task: str) -> tuple[Job, Path]:
-    """The job of a task, of which only the first examples are used, and its untrained model as `transformers` reads it."""
+    """The job of a task, and the folder of its untrained model."""
     overrides = {"finetune.head": "hf", "finetune.epochs": "1"} | options.overrides
     encoder = load_encoder(options.model)
     data = glue.read(task, options.data)
@@ -96,8 +96,7 @@ def train_ours(job: Job, steps: int) -> dict[str, float]:
     for number in range(steps):
         chosen = order[number]
         chosen = chosen[chosen >= 0]
-        parts = batches.pack(job.examples, chosen, job.num_processes, job.row_tokens)
-        weights = batch_weights(job.weights[chosen], job.config).astype(np.float32)
+        parts, weights = job.pack(chosen), batch_weights(job.weights[chosen], job.config)
         loss, _ = step(
             StepBatch.of(parts, job.targets[chosen], weights, 0), number, lr_scale(job.config, number, len(order))
         )

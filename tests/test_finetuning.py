@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import in_process
 import numpy as np
@@ -178,8 +179,8 @@ def test_two_processes_compute_what_one_computes(encoder, glue_folder, tmp_path)
             step = FinetuneStep(model, job.work, num_processes)
             for number, row in enumerate(order):
                 chosen = row[row >= 0]
-                parts = batches.pack(job.examples, chosen, num_processes, row_tokens=32)
-                weights = batch_weights(job.weights[chosen], job.config).astype(np.float32)
+                parts = batches.pack(job.examples, chosen, num_processes)
+                weights = batch_weights(job.weights[chosen], job.config)
                 loss, _ = step(StepBatch.of(parts, job.targets[chosen], weights, 0), number, 1.0)
                 losses.append(float(loss))
             models.append({name: p.detach().clone() for name, p in model.named_parameters()})
@@ -190,6 +191,43 @@ def test_two_processes_compute_what_one_computes(encoder, glue_folder, tmp_path)
     assert losses[:half] == pytest.approx(losses[half:], rel=1e-5)
     for name, parameter in models[0].items():
         torch.testing.assert_close(parameter, models[1][name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+def trained(job, execution, device, pack, steps=12):
+    """Losses and parameters after a few steps, without dropout."""
+    work = replace(job.work, config=replace(job.config, execution=execution))
+    model = work.model()
+    model.load_encoder(job.encoder.state)
+    model.initialize_head(0)
+    step, found = FinetuneStep(model.to(device), work), []
+    for number in range(steps):
+        chosen = np.random.default_rng(number).permutation(len(job.examples))[: 8 - number % 3]
+        batch = StepBatch.of(pack(chosen), job.targets[chosen], batch_weights(job.weights[chosen], job.config), 0)
+        found.append(step(batch, number, 1.0))
+    return [[float(x) for x in pair] for pair in found], {name: p.cpu() for name, p in model.named_parameters()}
+
+
+def test_batches_of_fixed_shape_train_the_same(encoder, glue_folder, tmp_path):
+    config = FinetuningConfig().override(QUICK | NO_DROPOUT)
+    job = make_job(glue.read("mrpc", glue_folder), config, load_encoder(encoder), tmp_path, CPU)
+    length, size = job.config.sequence_length, job.config.batch_size
+    losses, parameters = trained(job, "eager", CPU, lambda chosen: batches.pack(job.examples, chosen))
+    static = trained(job, "eager", CPU, lambda chosen: [batches.pack_static(job.examples, chosen, length, size)])
+    np.testing.assert_allclose(losses, static[0], rtol=1e-4)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, static[1][name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_train_as_eager_steps_do(encoder, glue_folder, tmp_path):
+    device = torch.device("cuda")
+    config = FinetuningConfig().override(QUICK | NO_DROPOUT | {"finetune.precision": "fp32"})
+    job = make_job(glue.read("mrpc", glue_folder), config, load_encoder(encoder), tmp_path, device)
+    losses, parameters = trained(job, "eager", device, job.pack, steps=20)
+    graph = trained(job, "graph", device, job.pack, steps=20)
+    np.testing.assert_allclose(losses, graph[0], rtol=1e-4)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, graph[1][name], rtol=1e-4, atol=2e-5, msg=name)
 
 
 def test_it_learns(encoder, glue_folder, tmp_path):

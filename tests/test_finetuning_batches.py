@@ -9,7 +9,15 @@ import pytest
 from transformers import AutoTokenizer
 
 import electra_fast as ef
-from electra_fast.finetuning.batches import EncodedExamples, encode, num_steps, pack, training_order
+from electra_fast.finetuning.batches import (
+    ROW_MULTIPLE,
+    EncodedExamples,
+    encode,
+    num_steps,
+    pack,
+    pack_static,
+    training_order,
+)
 from electra_fast.finetuning.config import FinetuneConfig
 
 PUBLISHED = FinetuneConfig(order="buffer")
@@ -144,3 +152,26 @@ def test_packing_wastes_little():
 
 def test_no_examples_make_no_batch():
     assert pack(random_examples(3), np.zeros(0, np.int64), 2) == []
+
+
+def test_static_batches_have_few_shapes_and_every_token():
+    encoded, shapes = random_examples(2_000), set()
+    for chosen in np.random.default_rng(0).permutation(2_000)[:1_984].reshape(62, 32):
+        part = pack_static(encoded, chosen, 64, 32)
+        shapes.add((part.input_ids.shape, part.cu_seqlens.shape, part.first_tokens.shape))
+        assert part.input_ids.shape[1] == 64 and len(part.input_ids) % ROW_MULTIPLE == 0
+        for place, item in zip(part.first_tokens, part.examples, strict=True):
+            start, end = encoded.offsets[chosen[item]], encoded.offsets[chosen[item] + 1]
+            assert part.input_ids.flatten()[place : place + end - start].tolist() == encoded.ids[start:end].tolist()
+            assert place // 64 == (place + end - start - 1) // 64  # within one row
+    assert len(shapes) <= 5
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_static_batches_fill_up_with_nothing(count):
+    encoded = random_examples(10)
+    part = pack_static(encoded, np.arange(count), 64, 8)
+    assert part.examples.tolist().count(-1) == 8 - count == 8 - len(part.examples[part.examples >= 0])
+    assert part.input_ids.shape == (ROW_MULTIPLE, 64) and part.num_tokens == encoded.lengths[:count].sum()
+    assert part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == part.input_ids.size
+    assert (np.diff(part.cu_seqlens) >= 0).all() and (np.diff(part.cu_seqlens) <= 64).all()

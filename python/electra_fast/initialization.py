@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def initialize(model: nn.Module, architecture: str, seed: int) -> None:
-    """Sets every parameter of the pre-trained networks from a seed: biases 0, norms 1, matrices by the architecture's rule.
+    """Sets every parameter from a seed: biases 0, norms 1, matrices by the architecture's rule.
 
     `bert`, as the published code: normal of standard deviation 0.02 truncated at two of them; Glorot
     uniform, TensorFlow's default, where that code names no initializer: the projection E → D and the

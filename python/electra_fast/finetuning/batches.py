@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,11 @@ from electra_fast.finetuning.config import FinetuneConfig
 Ints = NDArray[Any]
 # Length of the published code's shuffle buffer.
 SHUFFLE_BUFFER = 100
-# A row's tokens attend to each other and are masked afterwards, so that long rows cost more, but short ones pack worse.
-ROW_TOKENS = 64
+# Length of a row: at least so many tokens, and so many examples of average length. On a CPU all tokens of a row attend to
+# each other and are masked afterwards, so long rows cost more; but rows of few examples are of unequal lengths.
+ROW_TOKENS, ROW_EXAMPLES = 64, 3
+# Rows of static batches come in multiples of this: more make fewer graphs, and more padding.
+ROW_MULTIPLE = 4
 # Texts that are tokenized together.
 _CHUNK = 8192
 
@@ -153,7 +156,7 @@ class PackedBatch:
         segment_ids: 1, 2, ... for the examples of a row; 0 on padding.
         cu_seqlens: Cumulative lengths of the segments, a row's padding being one; int32 [S + 1].
         first_tokens: Where each example's [CLS] lies in the flat buffer of R * L tokens; int64 [n].
-        examples: Which example each is, as an index into the batch; int64 [n].
+        examples: Which example each is, as an index into the batch; -1 for none; int64 [n].
         num_tokens: Tokens without padding.
     """
 
@@ -167,19 +170,50 @@ class PackedBatch:
     num_tokens: int
 
 
-def pack(
-    encoded: EncodedExamples, examples: Ints, num_parts: int = 1, row_tokens: int = ROW_TOKENS
-) -> list[PackedBatch]:
-    """Packs some examples into `num_parts` batches of about equally many tokens, each in rows of about `row_tokens`.
+def pack(encoded: EncodedExamples, examples: Ints, num_parts: int = 1) -> list[PackedBatch]:
+    """Packs some examples into `num_parts` batches of about equally many tokens, each in rows of about equal length.
 
     Where there are fewer examples than parts, each is a part of its own.
     """
     lengths, num_parts = encoded.lengths[examples], min(num_parts, len(examples))
     if not num_parts:
         return []
-    rows_per_part = max(1, round(int(lengths.sum()) / row_tokens / num_parts))
+    row_tokens = max(ROW_TOKENS, ROW_EXAMPLES * float(lengths.mean()))
+    rows_per_part = max(1, round(float(lengths.sum()) / row_tokens / num_parts))
     rows = _balanced(lengths, num_parts * rows_per_part)
-    return [_packed(encoded, examples, lengths, rows[part::num_parts]) for part in range(num_parts)]
+    parts = (rows[part::num_parts] for part in range(num_parts))
+    return [_packed(encoded, examples, own, max(int(lengths[row].sum()) for row in own)) for own in parts]
+
+
+def pack_static(encoded: EncodedExamples, examples: Ints, row_length: int, num_examples: int) -> PackedBatch:
+    """Packs some examples into rows of one length, such that all arrays have one of a few shapes.
+
+    For CUDA graphs, each of which has fixed shapes. The number of rows is a multiple of `ROW_MULTIPLE`; examples that
+    are fewer than `num_examples` are filled up with nothing, at the first token; offsets end with empty segments.
+    """
+    lengths = encoded.lengths[examples]
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        row = next((r for r, free in enumerate(room) if free >= length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(row_length)
+        rows[row].append(item)
+        room[row] -= length
+    rows += [[] for _ in range(-len(rows) % ROW_MULTIPLE or (0 if rows else ROW_MULTIPLE))]
+    packed = _packed(encoded, examples, rows, row_length)
+    missing = num_examples - len(examples)
+    num_ends = num_examples + len(rows) + 1
+    ends = np.full(num_ends, len(rows) * row_length, np.int32)
+    ends[: len(packed.cu_seqlens)] = packed.cu_seqlens
+    return replace(
+        packed,
+        cu_seqlens=ends,
+        first_tokens=np.concatenate((packed.first_tokens, np.zeros(missing, np.int64))),
+        examples=np.concatenate((packed.examples, np.full(missing, -1))),
+    )
 
 
 def _balanced(lengths: Ints, num_rows: int) -> list[list[int]]:
@@ -193,8 +227,8 @@ def _balanced(lengths: Ints, num_rows: int) -> list[list[int]]:
     return [row for row in rows if row]
 
 
-def _packed(encoded: EncodedExamples, examples: Ints, lengths: Ints, rows: list[list[int]]) -> PackedBatch:
-    width = max(int(lengths[row].sum()) for row in rows)
+def _packed(encoded: EncodedExamples, examples: Ints, rows: list[list[int]], width: int) -> PackedBatch:
+    lengths = encoded.lengths[examples]
     columns = np.zeros((4, len(rows), width), np.int32)
     ids, types, positions, segments = columns
     ends, first_tokens = [0], []
@@ -221,5 +255,5 @@ def _packed(encoded: EncodedExamples, examples: Ints, lengths: Ints, rows: list[
         np.array(ends, np.int32),
         np.array(first_tokens, np.int64),
         np.array([item for row in rows for item in row], np.int64),
-        sum(int(lengths[row].sum()) for row in rows),
+        int(lengths[[item for row in rows for item in row]].sum()),
     )

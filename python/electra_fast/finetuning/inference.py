@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from electra_fast.compute import ComputeConfig
 from electra_fast.finetuning.batches import EncodedExamples, pack
 from electra_fast.finetuning.model import SequenceClassifier
-from electra_fast.finetuning.step import forward
+from electra_fast.finetuning.step import Inputs
 
 # Tokens of a batch.
 BATCH_TOKENS = 4096
@@ -20,13 +20,13 @@ BATCH_TOKENS = 4096
 @torch.no_grad()
 def model_outputs(model: SequenceClassifier, encoded: EncodedExamples, compute: ComputeConfig) -> NDArray[Any]:
     """The model's outputs for all examples, in their order, without dropout; float32 [n, C]."""
-    was_training = model.training
+    was_training, device = model.training, next(model.parameters()).device
     model.eval()
     outputs: list[NDArray[Any]] = []
     order = np.argsort(encoded.lengths, kind="stable")
     for examples in np.split(order, _cuts(encoded.lengths[order])):
         for part in pack(encoded, examples):
-            found = forward(model, part, compute).float().cpu().numpy()
+            found = Inputs.of(part, device).forward(model, compute).cpu().numpy()
             outputs.append(found[np.argsort(part.examples)])
     model.train(was_training)
     back = np.empty_like(order)

@@ -19,7 +19,7 @@ from electra_fast.compute import ComputeConfig, choose_precision
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning import batches
-from electra_fast.finetuning.batches import EncodedExamples
+from electra_fast.finetuning.batches import EncodedExamples, PackedBatch
 from electra_fast.finetuning.config import FinetuneConfig, FinetuningConfig
 from electra_fast.finetuning.losses import example_weights
 from electra_fast.finetuning.step import FinetuningWork
@@ -76,10 +76,12 @@ class Job:
         """About how many tokens a seed trains on."""
         return math.ceil(len(self.examples.ids) * self.config.epochs)
 
-    @property
-    def row_tokens(self) -> int:
-        """Length of a row that batches are packed into; on CUDA each batch is one row."""
-        return batches.ROW_TOKENS if self.device.type == "cpu" else len(self.examples.ids)
+    def pack(self, chosen: NDArray[Any]) -> list[PackedBatch]:
+        """Some training examples, packed for a step."""
+        if self.work.captures(self.device):
+            config = self.config
+            return [batches.pack_static(self.examples, chosen, config.sequence_length, config.batch_size)]
+        return batches.pack(self.examples, chosen, self.num_processes)
 
     def identity(self) -> dict[str, Any]:
         """What decides a seed's result: a run resumes only where it is the same."""
@@ -149,6 +151,8 @@ def _work(task: Task, config: FinetuneConfig, encoder: PretrainedEncoder, device
     shape = dataclasses.replace(
         encoder.shape, dropout=config.dropout, attention_dropout=config.attention_dropout, attention="auto"
     )
+    if config.execution == "graph" and device.type != "cuda":
+        raise InputError(f'finetune.execution = "graph" needs a CUDA device, and this is {device.type}; set "auto"')
     num_outputs = max(1, len(task.labels))
     return FinetuningWork(shape, config, task.kind, num_outputs, ComputeConfig(attention, dtype))
 

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -106,8 +105,7 @@ class SeedRun:
         job, state = self.job, self.state
         chosen = self.order[state.step]
         chosen = chosen[chosen >= 0]
-        parts = batches.pack(job.examples, chosen, job.num_processes, job.row_tokens)
-        weights = batch_weights(job.weights[chosen], job.config).astype(np.float32)
+        parts, weights = job.pack(chosen), batch_weights(job.weights[chosen], job.config)
         batch = StepBatch.of(parts, job.targets[chosen], weights, self.seed)
         loss, norm = self.step(batch, state.step, lr_scale(job.config, state.step, job.num_steps))
         self._totals += torch.stack((loss, norm))

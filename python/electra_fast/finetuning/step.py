@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -22,6 +23,7 @@ from electra_fast.finetuning.optimization import lr_factors
 from electra_fast.training.allocator import keep_freed_memory
 from electra_fast.training.backward import GradientComputation, Work
 from electra_fast.training.optim import Optimizer
+from electra_fast.training.step import WARM_UP
 from electra_fast.training.step_processes import StepProcesses
 
 
@@ -43,25 +45,69 @@ class StepBatch:
 
     @classmethod
     def of(cls, parts: Sequence[PackedBatch], targets: NDArray[Any], weights: NDArray[Any], seed: int) -> Self:
-        """Gives each part its share of the batch's targets and weights."""
-        return cls([TrainingBatch(part, targets[part.examples], weights[part.examples]) for part in parts], seed)
+        """Gives each part its share of the batch's targets and weights; what is no example weighs nothing."""
+        batches = [
+            TrainingBatch(part, targets[part.examples], weights[part.examples] * (part.examples >= 0)) for part in parts
+        ]
+        return cls([replace(batch, weights=batch.weights.astype(np.float32)) for batch in batches], seed)
 
 
-def forward(
-    model: SequenceClassifier, batch: PackedBatch, compute: ComputeConfig, dropout_key: Tensor | None = None
-) -> Tensor:
-    """The model's outputs for a packed batch, in the order of `batch.examples`; fp32 [n, C]."""
-    device = next(model.parameters()).device
-    columns = np.stack((batch.input_ids, batch.token_type_ids, batch.position_ids, batch.segment_ids))
-    ids, types, positions, segments = _to_device(columns, device).unbind()
-    mask = AttentionMask.packed(
-        segments, _to_device(batch.cu_seqlens, device), compute.attention, model.shape.local_attention
-    )
-    queries = _first_tokens(segments, positions, _to_device(batch.first_tokens, device), model.shape)
-    outputs: Tensor = model(
-        ids.flatten(), types.flatten(), positions.flatten(), queries, mask, compute.dtype, dropout_key
-    )
-    return outputs
+@dataclass(frozen=True)
+class Inputs:
+    """What the model reads, on its device: ids, token types, positions and segments [4, R, L]; offsets; [CLS]."""
+
+    columns_4RL: Tensor
+    cu_seqlens: Tensor
+    first_n: Tensor
+
+    @classmethod
+    def of(cls, batch: PackedBatch, device: torch.device) -> Self:
+        """Copies a batch to the device, asynchronously on CUDA."""
+        columns = np.stack((batch.input_ids, batch.token_type_ids, batch.position_ids, batch.segment_ids))
+        arrays = (columns, batch.cu_seqlens, batch.first_tokens)
+        return cls(*(_to_device(array, device) for array in arrays))
+
+    def forward(self, model: SequenceClassifier, compute: ComputeConfig, dropout_key: Tensor | None = None) -> Tensor:
+        """The model's outputs in the order of `PackedBatch.examples`; fp32 [n, C]."""
+        ids, types, positions, segments = self.columns_4RL.unbind()
+        mask = AttentionMask.packed(segments, self.cu_seqlens, compute.attention, model.shape.local_attention)
+        queries = _first_tokens(segments, positions, self.first_n, model.shape)
+        flat = (ids.flatten(), types.flatten(), positions.flatten())
+        outputs: Tensor = model(*flat, queries, mask, compute.dtype, dropout_key)
+        return outputs
+
+
+@dataclass(frozen=True)
+class TrainingInputs:
+    """`Inputs`, with targets and weights of the examples, and the seed and number of the step, int64 [2]."""
+
+    inputs: Inputs
+    targets: Tensor
+    weights_n: Tensor
+    seed_and_step: Tensor
+
+    @classmethod
+    def of(cls, batch: TrainingBatch, seed: int, step: int, device: torch.device) -> Self:
+        """Copies a batch to the device, asynchronously on CUDA."""
+        arrays = (batch.targets, batch.weights, np.array([seed, step]))
+        return cls(Inputs.of(batch.packed, device), *(_to_device(array, device) for array in arrays))
+
+    def copy_(self, other: Self) -> None:
+        """Takes the values of a batch of the same shape; the tensors stay where they are."""
+        for own, new in zip(self._tensors(), other._tensors(), strict=True):
+            own.copy_(new)
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        inputs = self.inputs
+        return (
+            *(inputs.columns_4RL, inputs.cu_seqlens, inputs.first_n),
+            *(self.targets, self.weights_n, self.seed_and_step),
+        )
+
+
+def _to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _first_tokens(segments_RL: Tensor, positions_RL: Tensor, first_n: Tensor, shape: ModelConfig) -> Queries:
@@ -71,11 +117,6 @@ def _first_tokens(segments_RL: Tensor, positions_RL: Tensor, first_n: Tensor, sh
     if shape.is_local(shape.num_layers - 1):
         segment_T = segment_T.where(positions_RL.flatten() <= shape.local_attention // 2, -1)
     return Queries(first_n, segment_T[first_n][:, None] == segment_T)
-
-
-def _to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class ClassifierBackward(GradientComputation):
@@ -93,28 +134,26 @@ class ClassifierBackward(GradientComputation):
     def __init__(self, model: SequenceClassifier, kind: str, compute: ComputeConfig, rank: int = 0) -> None:
         self.model, self._kind, self._compute, self._rank = model, kind, compute, rank
         self._device = next(model.parameters()).device
-        self._batch: TrainingBatch | None = None
-        self._seed, self._step = 0, 0
+        self.batch: TrainingInputs | None = None
 
     def load(self, batch: StepBatch, step: int) -> None:
         """Takes this process' part, which a small batch may not have."""
-        self._batch = batch.parts[self._rank] if self._rank < len(batch.parts) else None
-        self._seed, self._step = batch.seed, step
+        self.batch = None
+        if self._rank < len(batch.parts):
+            self.batch = TrainingInputs.of(batch.parts[self._rank], batch.seed, step, self._device)
         # As in pre-training: torch's own generator is keyed by the step, so a resumed run draws the same from it.
-        seed = (self._seed * 0x9E3779B97F4A7C15 + self._rank * 0xD1B54A32D192ED03 + step) % 2**63
+        seed = (batch.seed * 0x9E3779B97F4A7C15 + self._rank * 0xD1B54A32D192ED03 + step) % 2**63
         torch.manual_seed(seed) if self._device.type == "cuda" else torch.default_generator.manual_seed(seed)
 
     def run(self) -> list[dict[str, Tensor]]:
-        """Adds the gradients; returns the total of the loss."""
-        if self._batch is None:
+        """Adds the gradients; returns the total of the loss. Never synchronizes with the host."""
+        batch = self.batch
+        if batch is None:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             return [{"loss": torch.zeros((), device=self._device)}]
-        key = RngKey(torch.tensor([self._seed, self._step], device=self._device)).dropout_key(0)
-        outputs = forward(self.model, self._batch.packed, self._compute, key)
-        targets = _to_device(self._batch.targets, self._device)
-        weights = _to_device(self._batch.weights, self._device)
-        loss = (losses(self._kind, outputs, targets) * weights).sum()
+        outputs = batch.inputs.forward(self.model, self._compute, RngKey(batch.seed_and_step).dropout_key(0))
+        loss = (losses(self._kind, outputs, batch.targets) * batch.weights_n).sum()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         return [{"loss": loss.detach()}]
 
@@ -133,6 +172,10 @@ class FinetuningWork(Work):
         """A model with parameters of any value, in training mode."""
         config = self.config
         return SequenceClassifier(self.shape, config.head, self.num_outputs, config.head_dropout).train()
+
+    def captures(self, device: torch.device) -> bool:
+        """Whether the steps are CUDA graphs."""
+        return device.type == "cuda" and self.config.execution != "eager"
 
     def optimizer(self, model: SequenceClassifier) -> Optimizer:
         """AdamW with the learning rates of the layers."""
@@ -156,7 +199,8 @@ class FinetuneStep:
     """
 
     def __init__(self, model: SequenceClassifier, work: FinetuningWork, num_processes: int = 1) -> None:
-        if next(model.parameters()).device.type == "cpu":
+        device = next(model.parameters()).device
+        if device.type == "cpu":
             keep_freed_memory()
         self.model = model
         self.optimizer = work.optimizer(model)
@@ -164,6 +208,7 @@ class FinetuneStep:
         self._processes: StepProcesses | None = None
         if num_processes > 1:
             self._processes = StepProcesses(self._backward, self.optimizer, work, num_processes)
+        self._graphs = StepGraphs(self._backward, self._run, device) if work.captures(device) else None
 
     def __call__(self, batch: StepBatch, step: int, lr_scale: float) -> tuple[Tensor, Tensor]:
         """Takes the step with this number (0-based), at a fraction of the peak rate; returns loss and gradient norm."""
@@ -171,6 +216,10 @@ class FinetuneStep:
             self._processes.start(batch, step, lr_scale)
         self._backward.load(batch, step)
         self.optimizer.set_step_scalars(lr_scale)
+        return self._run() if self._graphs is None else self._graphs.run()
+
+    def _run(self) -> tuple[Tensor, Tensor]:
+        """Forward, backward and update on what has been copied to the device: all that a graph holds."""
         if self._processes is None:
             self.optimizer.zero_grad()
             totals, norm = self._backward.run(), self.optimizer.step()
@@ -182,3 +231,52 @@ class FinetuneStep:
         """Ends the processes that help."""
         if self._processes is not None:
             self._processes.close()
+
+
+class StepGraphs:
+    """CUDA graphs of a step, one for each shape of a batch, captured after a few eager steps of that shape.
+
+    Args:
+        backward: Whose batch a graph reads.
+        run: The step.
+        device: CUDA.
+    """
+
+    def __init__(
+        self, backward: ClassifierBackward, run: Callable[[], tuple[Tensor, Tensor]], device: torch.device
+    ) -> None:
+        self._backward, self._run = backward, run
+        # A stream of its own: what runs before a capture must run where the capture does.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
+        self._batches: dict[torch.Size, TrainingInputs] = {}
+        self._num_eager: Counter[torch.Size] = Counter()
+        self._graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """The step on the batch that `backward` has loaded; returns loss and gradient norm."""
+        batch = self._backward.batch
+        assert batch is not None
+        shape, caller = batch.inputs.columns_4RL.shape, torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            static = self._batches.setdefault(shape, batch)
+            if static is not batch:
+                static.copy_(batch)
+            self._backward.batch = static
+            outputs = self._run_or_replay(shape)
+            found = tuple(output.clone() for output in outputs)
+        caller.wait_stream(self._stream)
+        return found[0], found[1]
+
+    def _run_or_replay(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        if shape not in self._graphs:
+            if self._num_eager[shape] < WARM_UP:
+                self._num_eager[shape] += 1
+                return self._run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self._stream):
+                outputs = self._run()
+            self._graphs[shape] = (graph, outputs)
+        graph, outputs = self._graphs[shape]
+        graph.replay()
+        return outputs
