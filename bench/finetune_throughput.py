@@ -1,6 +1,6 @@
 """Fine-tuning compared with the Trainer of `transformers`, and prediction compared with its pipeline.
 
-    python bench/finetune_throughput.py --data GLUE [--tasks cola sst2] [--model FOLDER] [--rounds 3]
+    python bench/finetune_throughput.py [--data GLUE] [--tasks cola sst2] [--model FOLDER] [--rounds 3]
 
 The same encoder, head, examples, batch size, learning rate and dropout for all. Without `--model` the encoder is a
 random one of the preset `mini`. The Trainer pads every example to 128 tokens (as `run_glue.py` does by default), to the
@@ -24,9 +24,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from results import Results, parse_arguments
+from results import Results, parse_arguments, processor
 
 import electra_fast as ef
+from electra_fast import checkpoint
+from electra_fast.checkpoint_folder import TrainState
 from electra_fast.compute import choose_device
 from electra_fast.finetuning import batches, glue
 from electra_fast.finetuning.config import recipe_config
@@ -36,7 +38,7 @@ from electra_fast.finetuning.optimization import lr_scale
 from electra_fast.finetuning.step import FinetuneStep, StepBatch
 from electra_fast.huggingface.classifier import Classifier, write_classifier
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
+from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids, write_tokenizer
 
 WARM_UP = 8
 MAX_LENGTH = 128
@@ -47,17 +49,28 @@ TRAINERS = {
 }
 
 
-def make_encoder(folder: Path, vocab: Path, recipe: str) -> None:
-    """A random run of `mini` at step 0, exported."""
-    from electra_fast import checkpoint
-    from electra_fast.checkpoint_folder import TrainState
-    from electra_fast.huggingface.tokenizer import write_tokenizer
-
+def make_encoder(folder: Path, vocab: Path, recipe: str, preset: str) -> None:
+    """A random run at step 0."""
     tokenizer = ef.Tokenizer(vocab)
-    config = ef.Config.preset("mini", recipe).replace({"model": {"vocab_size": tokenizer.vocab_size}})
+    config = ef.Config.preset(preset, recipe).replace({"model": {"vocab_size": tokenizer.vocab_size}})
     write_tokenizer(folder / "tokenizer", tokenizer, config.model.max_positions)
     (folder / "config.toml").write_text(config.to_toml())
     checkpoint.save(folder, ef.Electra(config), None, TrainState(), keep=1)
+
+
+def make_data(folder: Path, words: int = 8_192) -> None:
+    """Tasks and a vocabulary of made-up words, with sentences as long as those of CoLA and SST-2."""
+    names = [f"w{i}" for i in range(words - 5)]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *names]) + "\n")
+    random = np.random.default_rng(0)
+    for task, mean in (("CoLA", 9), ("SST-2", 11)):
+        (folder / task).mkdir(exist_ok=True)
+        for split, count in (("train", 4_000), ("dev", 800)):
+            lengths = random.gamma(2.5, mean / 2.5, count).clip(2, 60).astype(int)
+            texts = (" ".join(names[i] for i in random.zipf(1.2, length) % len(names)) for length in lengths)
+            lines = (f"x\t{i % 2}\t\t{t}\n" if task == "CoLA" else f"{t}\t{i % 2}\n" for i, t in enumerate(texts))
+            (folder / task / f"{split}.tsv").write_text("".join(lines))
 
 
 def make_tasks(options: argparse.Namespace, task: str) -> tuple[Job, Path]:
@@ -80,10 +93,10 @@ def make_tasks(options: argparse.Namespace, task: str) -> tuple[Job, Path]:
     return job, folder
 
 
-def timed_steps(ends: list[float], num_tokens: int, num_examples: int) -> dict[str, float]:
-    """Median seconds per step after the warm-up, and what a step holds on average."""
+def timed_steps(ends: list[float], num_tokens: int) -> dict[str, float]:
+    """Mean seconds per step after the warm-up, and tokens of text per step."""
     seconds = np.diff(ends)[WARM_UP - 1 :]
-    return {"seconds": float(np.mean(seconds)), "tokens": num_tokens / len(ends), "examples": num_examples / len(ends)}
+    return {"seconds": float(np.mean(seconds)), "tokens": num_tokens / len(ends)}
 
 
 def train_ours(job: Job, steps: int) -> dict[str, float]:
@@ -92,7 +105,7 @@ def train_ours(job: Job, steps: int) -> dict[str, float]:
     model.load_encoder(job.encoder.state)
     model.initialize_head(0)
     step = FinetuneStep(model, job.work, job.num_processes)
-    order, ends, num_tokens, num_examples = batches.training_order(job.config, len(job.examples), 0), [], 0, 0
+    order, ends, num_tokens = batches.training_order(job.config, len(job.examples), 0), [], 0
     for number in range(steps):
         chosen = order[number]
         chosen = chosen[chosen >= 0]
@@ -100,12 +113,12 @@ def train_ours(job: Job, steps: int) -> dict[str, float]:
         loss, _ = step(
             StepBatch.of(parts, job.targets[chosen], weights, 0), number, lr_scale(job.config, number, len(order))
         )
-        num_tokens, num_examples = num_tokens + sum(part.num_tokens for part in parts), num_examples + len(chosen)
+        num_tokens += sum(part.num_tokens for part in parts)
         if number == steps - 1 or job.device.type == "cpu":
             loss.item()
         ends.append(time.perf_counter())
     step.close()
-    return timed_steps(ends, num_tokens, num_examples)
+    return timed_steps(ends, num_tokens)
 
 
 def train_theirs(job: Job, folder: Path, steps: int, padding: str, sampling: str = "random") -> dict[str, float]:
@@ -122,15 +135,14 @@ def train_theirs(job: Job, folder: Path, steps: int, padding: str, sampling: str
     tokenizer = AutoTokenizer.from_pretrained(folder)
     collate = DataCollatorWithPadding(tokenizer, padding=padding, max_length=MAX_LENGTH)
     ends: list[float] = []
-    counts = [0, 0]
+    tokens: list[int] = []
 
     class Clock(TrainerCallback):
         def on_step_end(self, *arguments: Any, **keywords: Any) -> None:
             ends.append(time.perf_counter())
 
     def collate_and_count(rows: list[dict[str, Any]]) -> Any:
-        counts[0] += sum(len(row["input_ids"]) for row in rows)
-        counts[1] += len(rows)
+        tokens.append(sum(len(row["input_ids"]) for row in rows))
         return collate(rows)
 
     config = job.config
@@ -153,7 +165,7 @@ def train_theirs(job: Job, folder: Path, steps: int, padding: str, sampling: str
         model = AutoModelForSequenceClassification.from_pretrained(folder)
         trainer = Trainer(model, arguments, collate_and_count, list(rows_of(job)), callbacks=[Clock()])
         trainer.train()
-    return timed_steps(ends, counts[0] * len(ends) // max(1, -(-counts[1] // config.batch_size)), counts[1])
+    return timed_steps(ends, sum(tokens[: len(ends)]))  # the next batch may have been collated already
 
 
 def rows_of(job: Job) -> Iterator[dict[str, Any]]:
@@ -167,7 +179,7 @@ def rows_of(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def predict(job: Job, folder: Path, contender: str) -> dict[str, float]:
-    """Sentences per second, from text to answers."""
+    """From text to answers."""
     texts = [example if len(example) == 2 else example[0] for example in job.data.dev[0].texts]
     texts = (texts * (1 + 1500 // len(texts)))[:1500]
     if contender == "pipeline":
@@ -181,7 +193,9 @@ def predict(job: Job, folder: Path, contender: str) -> dict[str, float]:
     run(given[:64])
     start = time.perf_counter()
     run(given)
-    return {"seconds": time.perf_counter() - start, "examples": len(given)}
+    seconds = time.perf_counter() - start
+    lengths = job.splits[job.data.dev[0].name].lengths
+    return {"seconds": seconds, "tokens": len(given) * float(lengths.mean())}
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
@@ -209,25 +223,28 @@ def child(options: argparse.Namespace, task: str, contender: str) -> dict[str, f
 
 
 def compare(options: argparse.Namespace, results: Results, task: str, contenders: list[str], what: str) -> None:
-    """Rounds of all contenders, and a line for each with the median of its ratios to ours."""
+    """Rounds of all contenders, and a line for each with the median of its ratios to ours.
+
+    Times are per token of text, since the batches of a few steps are not equally long: sampling by length begins with
+    the longest.
+    """
     rounds = [{name: child(options, task, name) for name in contenders} for _ in range(options.rounds)]
+    times = [{name: found["seconds"] / found["tokens"] for name, found in each.items()} for each in rounds]
     for name in contenders:
-        seconds = statistics.median(each[name]["seconds"] for each in rounds)
-        ratio = statistics.median(each[name]["seconds"] / each[contenders[0]]["seconds"] for each in rounds)
-        first = rounds[0][name]
-        speed = first["examples"] / seconds
-        tokens = f"  {first['tokens']:5.0f} tokens per step" if "tokens" in first else ""
-        line = f"{what} {task:5} {name:32} {speed:8,.0f} examples/s  {ratio:5.2f} times our time{tokens}"
-        results.add(line, task=task, contender=name, seconds=seconds, ratio=ratio, rounds=len(rounds))
+        speed = statistics.median(1 / each[name] for each in times)
+        ratio = statistics.median(each[name] / each[contenders[0]] for each in times)
+        line = f"{what} {task:5} {name:32} {speed:8,.0f} tokens/s  {ratio:5.2f} times our time"
+        results.add(line, task=task, contender=name, tokens_per_second=speed, ratio=ratio, rounds=len(rounds))
 
 
 def main() -> None:
     """All tasks."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder of GLUE tasks")
+    parser.add_argument("--data", type=Path, help="folder of GLUE tasks (made-up sentences)")
     parser.add_argument("--tasks", nargs="+", default=["cola", "sst2"])
-    parser.add_argument("--model", type=Path, help="run or Hugging Face folder")
-    parser.add_argument("--vocab", type=Path, help="of the random encoder")
+    parser.add_argument("--model", type=Path, help="run or Hugging Face folder (a random encoder)")
+    parser.add_argument("--vocab", type=Path, help="of the random encoder (made-up words)")
+    parser.add_argument("--preset", default="mini", help="of the random encoder (%(default)s)")
     parser.add_argument("--recipe", default="google", help="of the random encoder (%(default)s)")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
@@ -236,13 +253,17 @@ def main() -> None:
     if options.contender:
         print(json.dumps(measure(options)))
         return
+    if options.quick:
+        options.preset, options.steps, options.rounds = "tiny", WARM_UP + 2, 1
+    if options.data is None or (options.model is None and options.vocab is None):
+        made = options.cache / "finetune" / "made-up"
+        make_data(made)
+        options.data, options.vocab = options.data or made, options.vocab or made / "vocab.txt"
     if options.model is None:
-        if options.vocab is None:
-            parser.error("give --model, or --vocab for a random encoder")
-        options.model = options.cache / "finetune" / f"mini-{options.recipe}"
+        options.model = options.cache / "finetune" / f"{options.preset}-{options.recipe}"
         if not (options.model / "checkpoints").exists():
-            make_encoder(options.model, options.vocab, options.recipe)
-    results = Results(options.results, options.device)
+            make_encoder(options.model, options.vocab, options.recipe, options.preset)
+    results = Results(options.results, options.device, processor() if options.device.type == "cpu" else None)
     for task in options.tasks:
         compare(options, results, task, ["ours", *TRAINERS], "training  ")
         compare(options, results, task, ["predict", "pipeline"], "prediction")

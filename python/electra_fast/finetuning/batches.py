@@ -23,8 +23,8 @@ from electra_fast.finetuning.config import FinetuneConfig
 Ints = NDArray[Any]
 # Length of the published code's shuffle buffer.
 SHUFFLE_BUFFER = 100
-# Length of a row: at least so many tokens, and so many examples of average length. On a CPU all tokens of a row attend to
-# each other and are masked afterwards, so long rows cost more; but rows of few examples are of unequal lengths.
+# Length of a row: at least so many tokens, and so many examples of average length. On a CPU all tokens of a row attend
+# to each other and are masked afterwards, so long rows cost more; but rows of few examples are of unequal lengths.
 ROW_TOKENS, ROW_EXAMPLES = 64, 3
 # Rows of static batches come in multiples of this: more make fewer graphs, and more padding.
 ROW_MULTIPLE = 4

@@ -84,15 +84,13 @@ class Job:
         return batches.pack(self.examples, chosen, self.num_processes)
 
     def identity(self) -> dict[str, Any]:
-        """What decides a seed's result: a run resumes only where it is the same."""
+        """What decides a seed's result, but for rounding and hardware: a run resumes only where it is the same."""
+        settings = dataclasses.asdict(self.config)
         return {
             "task": dataclasses.asdict(self.task) | {"labels": list(self.task.labels)},
             "data": _data_hash(self.data),
             "encoder": self.encoder.content_hash,
-            "processes": self.num_processes,
-            "finetune": {
-                name: value for name, value in dataclasses.asdict(self.config).items() if name not in FREE_KEYS
-            },
+            "finetune": {name: value for name, value in settings.items() if name not in FREE_KEYS},
         }
 
     def describe(self) -> Iterator[str]:
