@@ -104,8 +104,8 @@ class Job:
         )
         if self.examples.num_truncated:
             yield (
-                f"{self.task.name}: {self.examples.num_truncated / len(self.examples):.1%} of the training examples "
-                f"are longer than finetune.sequence_length = {self.config.sequence_length} and cut there"
+                f"{self.task.name}: {self.examples.num_truncated:,} of {len(self.examples):,} training examples are "
+                f"longer than finetune.sequence_length = {self.config.sequence_length} tokens and cut there"
             )
 
 
