@@ -88,7 +88,7 @@ def make_tasks(options: argparse.Namespace, task: str) -> tuple[Job, Path]:
         state = {name: parameter.detach() for name, parameter in model.named_parameters()}
         copy_tokenizer(encoder.tokenizer, folder, INPUT_NAMES[job.work.shape.architecture])
         labels = data.task.labels or ("value",)
-        classifier = Classifier(job.work.shape, job.config.head, data.task.kind, labels, MAX_LENGTH, state)
+        classifier = Classifier(job.work.shape, job.config.head, data.task.kind, labels, MAX_LENGTH, None, state)
         write_classifier(folder, classifier, special_ids(folder), job.config.head_dropout)
     return job, folder
 

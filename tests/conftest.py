@@ -108,6 +108,37 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, validation_corpus: Path)
     return out
 
 
+@pytest.fixture(scope="session")
+def encoder_folder(tmp_path_factory: pytest.TempPathFactory, tiny_vocab: Path) -> Path:
+    """A random encoder of a few thousand parameters, as `transformers` saves an ElectraModel."""
+    from tiny_task import save_encoder
+
+    return save_encoder(tmp_path_factory.mktemp("encoder"), tiny_vocab)
+
+
+@pytest.fixture(scope="session")
+def glue_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two GLUE tasks of a few dozen examples."""
+    from tiny_task import write_mrpc, write_sst2
+
+    folder = tmp_path_factory.mktemp("glue")
+    write_sst2(folder / "SST-2")
+    write_mrpc(folder / "MRPC")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finetuned(tmp_path_factory: pytest.TempPathFactory, encoder_folder: Path, glue_folder: Path) -> tuple[Path, Any]:
+    """Both tasks with two seeds, uninterrupted. Tests that write to the folder copy it first."""
+    from tiny_task import QUICK
+
+    import electra_fast
+
+    out = tmp_path_factory.mktemp("whole") / "out"
+    found = electra_fast.finetune("glue", model=encoder_folder, data=glue_folder, out=out, seeds=2, overrides=QUICK)
+    return out, found
+
+
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialized floats become NaN, so that an output which nobody wrote cannot pass as a result."""

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from pathlib import Path
 
 import in_process
 import numpy as np
@@ -33,9 +34,13 @@ def encoder(request, tmp_path_factory, tiny_vocab):
 def trained(task, encoder, out, write, **overrides):
     data = write(out / "data")
     ef.finetune(
-        task, model=encoder, data=data, out=out, overrides=QUICK | {"finetune.learning_rate": "1e-3"} | overrides
+        task,
+        model=encoder,
+        data=data,
+        out=out / "out",
+        overrides=QUICK | {"finetune.learning_rate": "1e-3"} | overrides,
     )
-    return out / task / "seed-0" / "model"
+    return out / "out" / task / "seed-0" / "model"
 
 
 def their_logits(folder, examples):
@@ -132,7 +137,9 @@ def test_a_folder_from_elsewhere_predicts(tmp_path, tiny_vocab):
 
 def test_a_fine_tuned_model_can_be_fine_tuned_again(encoder, tmp_path):
     folder = trained("sst2", encoder, tmp_path, write_sst2)
-    found = ef.finetune("mrpc", model=folder, data=write_mrpc(tmp_path / "mrpc"), out=tmp_path / "out", overrides=QUICK)
+    found = ef.finetune(
+        "mrpc", model=folder, data=write_mrpc(tmp_path / "mrpc"), out=tmp_path / "again", overrides=QUICK
+    )
     assert found["mrpc"]["runs"][0]["seed"] == 0
 
 
@@ -177,3 +184,51 @@ def test_a_folder_that_is_not_fine_tuned_is_refused(encoder):
         ef.load_finetuned(encoder)
     with pytest.raises(FileNotFoundError, match="no such folder; name a fine-tuned model"):
         ef.load_finetuned("nowhere")
+
+
+def test_predict_refuses_what_is_no_list_of_texts(encoder, tmp_path):
+    model = ef.load_finetuned(trained("sst2", encoder, tmp_path, write_sst2))
+    for texts, message in {
+        "a text": "put a single one into a list",
+        ("a", 3): "example 1 is 3; it must be a text",
+        (("a", "b"),): "example 0 has 2 texts, but this model reads one text",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            model.predict(texts)
+    assert model.predict([]) == [] and model.outputs([]).shape == (0, 2)
+
+
+def test_predict_needs_as_many_columns_as_the_model_reads(encoder, tmp_path):
+    folder = trained("mrpc", encoder, tmp_path, write_mrpc)
+    (tmp_path / "lines.txt").write_text("a text\n")
+    found = in_process.run("predict", folder, tmp_path / "lines.txt")
+    assert found.returncode == 2 and "text: this model reads a pair of texts" in found.stderr
+    for out in (tmp_path, tmp_path / "missing" / "x.jsonl"):
+        found = in_process.run("predict", folder, tmp_path / "lines.txt", "--out", out)
+        assert found.returncode == 2 and "--out names a file in a folder that exists" in found.stderr
+
+
+def test_predict_writes_through_a_link_and_to_a_pipe(tmp_path, tiny_vocab):
+    encoder = save_encoder(tmp_path / "encoder", tiny_vocab)
+    folder = trained("sst2", encoder, tmp_path, write_sst2)
+    (tmp_path / "lines.txt").write_text("a text\n")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    assert in_process.run("predict", folder, tmp_path / "lines.txt", "--out", tmp_path / "link").returncode == 0
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text().startswith("{")
+    assert in_process.run("predict", folder, tmp_path / "lines.txt", "--out", "/dev/null").returncode == 0
+    assert not Path("/dev/null").is_file()
+
+
+def test_special_tokens_in_a_text_are_text_in_both(encoder, tmp_path):
+    """As in the published tokenizer; `transformers` is told so in tokenizer_config.json."""
+    folder = trained("sst2", encoder, tmp_path, write_sst2)
+    texts = ["a [SEP] b", "[CLS]", "the [MASK] of a class"]
+    np.testing.assert_allclose(ef.load_finetuned(folder).outputs(texts), their_logits(folder, texts), atol=1e-5)
+
+
+def test_a_long_text_is_cut_at_the_same_place(encoder, tmp_path):
+    folder = trained("sst2", encoder, tmp_path, write_sst2)
+    texts = [" ".join(["class value name"] * 30)]
+    classify = pipeline("text-classification", str(folder), device="cpu", truncation=True)
+    (ours,), (theirs,) = ef.load_finetuned(folder).predict(texts), classify(texts)
+    assert ours["scores"][theirs["label"]] == pytest.approx(theirs["score"], abs=1e-5)

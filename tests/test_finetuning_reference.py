@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_task import NO_DROPOUT, QUICK, save_encoder, write_mrpc, write_stsb
+from tiny_task import NO_DROPOUT, QUICK, write_mrpc, write_stsb
 from transformers import AutoTokenizer, ElectraForSequenceClassification, ElectraModel
 
 import electra_fast as ef
@@ -18,11 +18,6 @@ from electra_fast.huggingface.encoder import load_encoder
 MAX_LENGTH = 24
 BATCH = 8
 READ = {"mrpc": write_mrpc, "stsb": write_stsb}
-
-
-@pytest.fixture(scope="module")
-def encoder_folder(tmp_path_factory, tiny_vocab):
-    return save_encoder(tmp_path_factory.mktemp("encoder"), tiny_vocab)
 
 
 def read_tsv(path):

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from electra_fast import __version__
 from electra_fast.config import Config
+from electra_fast.config_file import comma_separated
 from electra_fast.config_section import Configuration
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import DEFAULT_RECIPE, FinetuningConfig
@@ -177,16 +178,18 @@ def _add_preset(sub: argparse.ArgumentParser) -> None:
 def _add_own_data(own: argparse._ActionsContainer) -> None:
     own.add_argument("--train", type=Path, metavar="FILE", help="to train on")
     own.add_argument("--dev", type=Path, metavar="FILE", help="to validate on (a share of --train)")
-    own.add_argument("--test", type=Path, metavar="FILE", help="to predict; labels are not needed")
+    own.add_argument("--test", type=Path, metavar="FILE", help="to predict, and to score where it has labels")
     _add_text(own)
     own.add_argument(
         "--label",
-        type=_names,
+        type=comma_separated,
         default=(),
         metavar="COLUMN",
         help="column of the label; several with commas: a label each, 0 or 1 (label, labels, score or target)",
     )
-    own.add_argument("--labels", type=_names, default=(), metavar="A,B,...", help="the classes (those of --train)")
+    own.add_argument(
+        "--labels", type=comma_separated, default=(), metavar="A,B,...", help="the classes (those of --train)"
+    )
     own.add_argument("--label-separator", default="", metavar="TEXT", help="between the labels of one cell")
     own.add_argument(
         "--dev-fraction",
@@ -200,7 +203,7 @@ def _add_own_data(own: argparse._ActionsContainer) -> None:
 def _add_text(sub: argparse._ActionsContainer) -> None:
     sub.add_argument(
         "--text",
-        type=_names,
+        type=comma_separated,
         default=(),
         metavar="COLUMN[,COLUMN2]",
         help="column of the text, or those of a pair (text; sentence1,sentence2; ...)",
@@ -211,10 +214,6 @@ def _add_text(sub: argparse._ActionsContainer) -> None:
         choices=("auto", "csv", "none"),
         help="whether quotes enclose cells; auto: in .csv only",
     )
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
 
 
 def _key_help(configuration: type[Configuration]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -71,6 +72,12 @@ def take_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]
             value = words.pop(0)
         overrides[name.removeprefix("--")] = value
     return rest, overrides
+
+
+def comma_separated(text: str) -> tuple[str, ...]:
+    """The parts of a list without blanks around them; one that contains a comma is written in double quotes."""
+    (record,) = csv.reader([text], skipinitialspace=True)
+    return tuple(part.strip() for part in record)
 
 
 def nearest_keys(argument: str, keys: Sequence[str]) -> list[str]:

@@ -38,7 +38,7 @@ def _scores(job: Job, result: dict[str, Any]) -> Iterator[str]:
     for name, value in result.items():
         if name not in ("seed", "seconds", "warning"):
             yield f"- {name} {value:.4f}"
-    yield f"\nOn {len(job.data.dev[0].texts):,} validation examples, after the last step."
+    yield "\nOn the validation examples, after the last step."
 
 
 def _training(job: Job, result: dict[str, Any]) -> Iterator[str]:
@@ -57,7 +57,7 @@ def _use(class_name: str) -> str:
     return (
         "```python\n"
         "from transformers import pipeline\n"
-        'classify = pipeline("text-classification", "path/to/this/folder")\n'
+        'classify = pipeline("text-classification", "path/to/this/folder", truncation=True)\n'
         "```\n\n"
         f"or `{class_name}.from_pretrained`, or `electra-fast predict path/to/this/folder FILE`."
     )

@@ -23,7 +23,7 @@ class FinetuneConfig(Section):
     layer_decay_form: Literal["paper", "google"] = config_key(
         "paper", "top layer at layer_decay, or as in the published code at its square"
     )
-    epochs: float = config_key(3.0, "passes over the training data", low=0, high=10_000, open_low=True)
+    epochs: float = config_key(3.0, "passes over the training data", low=0, high=1_000, open_low=True)
     batch_size: int = config_key(32, "examples per step", low=1, high=65_536)
     schedule: Literal["linear", "product"] = config_key(
         "linear", "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0"

@@ -8,28 +8,26 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from electra_fast.atomic_files import replace_file
+from electra_fast.atomic_files import recover_all, replace_file
 from electra_fast.compute import choose_device
-from electra_fast.errors import InputError, Interrupted
-from electra_fast.finetuning import glue, own_data
+from electra_fast.errors import InputError
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
 from electra_fast.finetuning.job import Job, first_difference, make_job
 from electra_fast.finetuning.seed_run import RESULT, SeedRun
 from electra_fast.finetuning.step import FinetuneStep
-from electra_fast.finetuning.task import TaskData
-from electra_fast.huggingface.encoder import PretrainedEncoder, load_encoder
+from electra_fast.finetuning.submission import copy_submissions
+from electra_fast.finetuning.tasks import read_tasks
+from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.json_files import read_object
 from electra_fast.progress import FinetuningProgress
 from electra_fast.training.run import exclusive
 
-OwnKind = Literal["classification", "regression"]
-OWN_KINDS: tuple[str, ...] = get_args(OwnKind)
 Results = dict[str, dict[str, Any]]
 _IDENTITY = "task.json"
 
@@ -45,7 +43,7 @@ def finetune(
     test: str | Path | None = None,
     seeds: int = 1,
     recipe: str = DEFAULT_RECIPE,
-    overrides: Mapping[str, str] | None = None,
+    overrides: Mapping[str, object] | None = None,
     role: str | None = None,
     **columns: Any,
 ) -> Results:
@@ -63,13 +61,13 @@ def finetune(
         data: A GLUE task's folder, or one that has the tasks' folders.
         train: Own data: .tsv, .csv, .jsonl or .parquet.
         dev: The same to validate on; by default a share of `train`.
-        test: The same to predict; labels are not needed.
+        test: The same to predict, and to score where it has labels.
         seeds: How many.
         recipe: `fast`, `google` or `paper`.
-        overrides: Keys of the configuration as on the command line, `{"finetune.epochs": "5"}`.
+        overrides: Keys of the configuration as on the command line, `{"finetune.epochs": 5}`.
         role: `discriminator` or `generator`; by default the discriminator, where there is one.
         columns: Keyword arguments of `own_data.read`: `text`, `label`, `labels`, `label_separator`, `quoting`,
-            `dev_fraction`, `split_seed`.
+            `dev_fraction`, `seed`.
 
     Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; TrainingFailed where a loss is not
     a number; Interrupted after a checkpoint.
@@ -78,49 +76,45 @@ def finetune(
         raise InputError(f"seeds = {seeds}: must be at least 1")
     out, device = Path(out), choose_device()
     paths = {name: Path(path) for name, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
-    all_data = list(_read(task, Path(data) if data is not None else None, paths, columns))
+    settings = {name: str(value) for name, value in (overrides or {}).items()}
+    all_data = read_tasks(task, Path(data) if data is not None else None, paths, columns)
     encoder = load_encoder(model, role)
     with exclusive(out):
+        _check_out(out)
         jobs = []
         for each in all_data:
-            config = recipe_config(recipe, each.task.name, encoder.shape, overrides or {})
+            config = recipe_config(recipe, each.task.name, encoder.shape, settings)
             jobs.append(make_job(each, config, encoder, out / each.task.name, device))
         for job in jobs:
             _check_folder(job)
-        replace_file(out / "config.toml", _settings(recipe, encoder, overrides or {}))
+        # Tasks may differ in `finetune.epochs` and `finetune.both_orders`; each one's own are in its task.json.
+        replace_file(out / "config.toml", recipe_config(recipe, "", encoder.shape, settings).to_toml())
         return _train_all(jobs, seeds, out)
 
 
-def _settings(recipe: str, encoder: PretrainedEncoder, overrides: Mapping[str, str]) -> str:
-    """The configuration as TOML; tasks may differ in `finetune.epochs` and `finetune.both_orders`."""
-    return recipe_config(recipe, "", encoder.shape, overrides).to_toml()
-
-
-def _read(
-    task: str | Sequence[str], data: Path | None, paths: Mapping[str, Path], columns: Mapping[str, Any]
-) -> Iterator[TaskData]:
-    names = task.split(",") if isinstance(task, str) else list(task)
-    if len(names) == 1 and names[0] in OWN_KINDS:
-        if "train" not in paths:
-            raise InputError(f"--task {names[0]} needs --train FILE")
-        yield own_data.read(names[0], paths["train"], paths.get("dev"), paths.get("test"), **columns)  # type: ignore[arg-type]
-        return
-    if paths:
-        raise InputError(f"--{next(iter(paths))} is for --task {' or '.join(OWN_KINDS)}; GLUE tasks have --data DIR")
-    if data is None:
-        raise InputError(f"--task {','.join(names)} needs --data DIR, the folder of its files")
-    for name in glue.held_tasks(data) if names == ["glue"] else names:
-        yield glue.read(name, data)
+def _check_out(out: Path) -> None:
+    """Refuses a folder that is not one of fine-tuning: what it makes would replace what is there."""
+    foreign = sorted(path.name for path in out.iterdir() if path.name != ".lock")
+    settings = out / "config.toml"
+    if foreign and not (settings.is_file() and settings.read_text(errors="replace").startswith("[finetune]")):
+        raise InputError(f"{out}: holds {foreign[0]}, which is not of a fine-tuning; choose another folder for --out")
+    if "results.json" in foreign:
+        try:
+            read_object(out / "results.json")
+        except InputError as error:
+            raise InputError(f"{error}; remove it: each seed's folder has its result.json") from None
 
 
 def _check_folder(job: Job) -> None:
     """Remembers what decides the results; ValueError where the folder has something that was made otherwise."""
     path, now = job.folder / _IDENTITY, json.loads(json.dumps(job.identity()))
-    made = [*job.folder.glob(f"seed-*/{RESULT}"), *job.folder.glob("seed-*/checkpoint/state.json")]
+    for folder in job.folder.glob("seed-*"):
+        recover_all(folder)
+    if not path.exists() and job.folder.exists() and any(job.folder.iterdir()):
+        raise InputError(f"{path}: missing, though there are other files; choose another folder for --out")
+    made = [*job.folder.glob(f"seed-*/{RESULT}"), *job.folder.glob("seed-*/checkpoint")]
     if made and (found := first_difference(read_object(path), now)):
-        raise InputError(
-            f"{job.folder}: was made with other settings ({found}); give the same to resume, or another --out"
-        )
+        raise InputError(f"{job.folder}: {found}; give the same to resume, or another --out")
     job.folder.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(now, indent=2) + "\n")
 
@@ -136,6 +130,7 @@ def _train_all(jobs: Sequence[Job], seeds: int, out: Path) -> Results:
                 replace_file(out / "results.json", json.dumps(_merged(out, results), indent=2) + "\n")
             if seeds > 1:
                 progress.say(_summary_text(job, results[job.task.name]))
+            copy_submissions(out, job.folder, job.data, _median_seed(job, results[job.task.name]))
     if len(jobs) > 1:
         _print_table(results)
     return results
@@ -145,9 +140,9 @@ def _runs(job: Job, seeds: int, stop: StopRequest, progress: FinetuningProgress)
     """The results of the seeds that are finished: first those of earlier sessions, then after each seed."""
     runs: dict[int, dict[str, Any]] = {}
     for seed in range(seeds):
-        path = job.folder / f"seed-{seed}" / RESULT
-        if path.exists():
-            runs[seed] = read_object(path)
+        folder = job.folder / f"seed-{seed}"
+        if (folder / RESULT).exists():
+            runs[seed] = _finished(job, folder)
             progress.skip(job.num_tokens)
             progress.say(f"{_run_text(job, runs[seed])}, from an earlier session")
     if runs:
@@ -162,6 +157,18 @@ def _runs(job: Job, seeds: int, stop: StopRequest, progress: FinetuningProgress)
                 yield [runs[each] for each in sorted(runs)]
 
 
+def _finished(job: Job, folder: Path) -> dict[str, Any]:
+    """The result of a seed that an earlier session finished; ValueError where its folder is not whole."""
+    remedy = f"remove {folder} to train this seed again"
+    try:
+        result = read_object(folder / RESULT)
+    except InputError as error:
+        raise InputError(f"{error}; {remedy}") from None
+    if not {"seed", "seconds", job.task.metric} <= result.keys() or not (folder / "model" / "config.json").exists():
+        raise InputError(f"{folder}: not whole (model/ or an entry of {RESULT} is missing); {remedy}")
+    return result
+
+
 def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress) -> dict[str, Any]:
     job, name = run.job, f"{run.job.task.name} seed {run.seed}"
     progress.enter(name)
@@ -169,9 +176,8 @@ def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress) -> dic
         progress.say(f"{name}: resumes at step {run.state.step}")
         progress.skip(job.num_tokens * run.state.step // job.num_steps)
     if not run.train(stop, progress):
-        message = f"interrupted; {run.folder}: checkpoint at step {run.state.step}, run again to resume"
-        raise Interrupted(stop.signal, message)
-    result = run.finish()
+        raise run.interruption(stop)
+    result = run.finish(stop)
     progress.say(_run_text(job, result))
     progress.warn(f"{name}: {result['warning']}" if "warning" in result else None)
     return result
@@ -194,6 +200,12 @@ def _summary(job: Job, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "runs": list(runs),
         "seconds": round(sum(run["seconds"] for run in runs), 3),
     }
+
+
+def _median_seed(job: Job, found: Mapping[str, Any]) -> int:
+    """The seed whose score comes nearest to the median."""
+    run = min(found["runs"], key=lambda run: abs(run[job.task.metric] - found["median"]))
+    return int(run["seed"])
 
 
 def _summary_text(job: Job, found: Mapping[str, Any]) -> str:

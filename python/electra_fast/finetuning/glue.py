@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from electra_fast.atomic_files import replace_file
 from electra_fast.errors import InputError
-from electra_fast.finetuning.metrics import finite
 from electra_fast.finetuning.tables import abbreviated, iterate_cells
 from electra_fast.finetuning.task import Split, Task, TaskData, select
 
@@ -154,7 +152,7 @@ def read(name: str, folder: Path) -> TaskData:
         FileNotFoundError: The folder, the training file or a dev file is missing.
         InputError: A file cannot be used, with the line and the remedy.
     """
-    glue, folder = _glue_task(name), locate(name, folder)
+    glue, folder = TASKS[name], locate(name, folder)
     notes: list[str] = []
     if name == "mrpc" and not (folder / "train.tsv").is_file():
         return _read_original_mrpc(glue, folder)
@@ -176,44 +174,18 @@ def held_tasks(folder: Path) -> list[str]:
 
 def locate(name: str, folder: Path) -> Path:
     """The folder of a task: the one in `folder` that has its name, else `folder` itself if it has a training file."""
-    glue = _glue_task(name)
+    glue = TASKS[name]
     files = ("train.tsv", *MRPC_ORIGINAL[:1]) if name == "mrpc" else ("train.tsv",)
     for candidate in (_subfolder(name, folder), folder):
         if candidate and any((candidate / file).is_file() for file in files):
             return candidate
-    raise FileNotFoundError(f"{folder}: no {' or '.join(files)}, and no folder {glue.folder} that holds it")
+    raise FileNotFoundError(f"{folder}: no {' or '.join(files)} there, nor in a folder {glue.folder}")
 
 
-def submission_name(task: Task, split: Split) -> str:
-    """The file name that the GLUE server expects for a test split."""
-    if split.name == "diagnostic":
-        return "AX.tsv"
-    ending = {"test": "-m", "test-mismatched": "-mm"}[split.name] if task.name == "mnli" else ""
-    return f"{TASKS[task.name].folder}{ending}.tsv"
-
-
-def write_submission(path: Path, task: Task, split: Split, outputs: ArrayLike) -> None:
-    """Writes predictions for the GLUE server: a header, then index and label, or the similarity from 0 to 5.
-
-    Args:
-        path: Replaced atomically.
-        task: The `task` of a `TaskData` that `read` returned.
-        split: The test split.
-        outputs: Logits [n, classes], or for STS-B values [n].
-    """
-    values = finite(outputs)
-    if task.kind == "regression":
-        predictions = [f"{value:.3f}" for value in values.clip(0, MAX_SIMILARITY) + 0.0]  # + 0.0 turns -0.0 into 0.0
-    else:
-        predictions = [task.labels[label] for label in values.argmax(1)]
-    lines = (f"{index}\t{prediction}\n" for index, prediction in zip(split.ids, predictions, strict=True))
-    replace_file(path, "index\tprediction\n" + "".join(lines))
-
-
-def _glue_task(name: str) -> GlueTask:
-    if name not in TASKS:
-        raise InputError(f"{name!r} is not a GLUE task; they are {', '.join(TASKS)}")
-    return TASKS[name]
+def task_name(name: str) -> str | None:
+    """The key of `TASKS` for a task's usual names, such as `SST-2`; None for others."""
+    letters = _letters(name)
+    return next((key for key, glue in TASKS.items() if letters in (key, *glue.aliases)), None)
 
 
 def _subfolder(name: str, folder: Path) -> Path | None:

@@ -23,7 +23,7 @@ from electra_fast.finetuning.batches import EncodedExamples, PackedBatch
 from electra_fast.finetuning.config import FinetuneConfig, FinetuningConfig
 from electra_fast.finetuning.losses import example_weights
 from electra_fast.finetuning.step import FinetuningWork
-from electra_fast.finetuning.task import Task, TaskData
+from electra_fast.finetuning.task import Split, Task, TaskData
 from electra_fast.huggingface.encoder import PretrainedEncoder
 from electra_fast.training.step_processes import max_processes
 
@@ -88,7 +88,7 @@ class Job:
         settings = dataclasses.asdict(self.config)
         return {
             "task": dataclasses.asdict(self.task) | {"labels": list(self.task.labels)},
-            "data": _data_hash(self.data),
+            "data": {split.name: _content_hash(split) for split in (self.data.train, *self.data.dev)},
             "encoder": self.encoder.content_hash,
             "finetune": {name: value for name, value in settings.items() if name not in FREE_KEYS},
         }
@@ -97,15 +97,15 @@ class Job:
         """Lines about the data that a user should know before training."""
         yield from self.data.notes
         dev, *_ = self.data.dev
+        both = ", each in both orders" if len(self.examples) > len(self.data.train.texts) else ""
         yield (
-            f"{self.task.name}: {len(self.data.train.texts):,} training examples"
-            f"{', each in both orders' if len(self.examples) > len(self.data.train.texts) else ''}, "
-            f"{len(dev.texts):,} of {dev.name}; {self.num_steps:,} steps per seed"
+            f"{self.task.name}: examples: {len(self.data.train.texts):,} to train on{both}, {len(dev.texts):,} to "
+            f"validate on; steps per seed: {self.num_steps:,}"
         )
         if self.examples.num_truncated:
             yield (
-                f"{self.task.name}: {self.examples.num_truncated:,} of {len(self.examples):,} training examples are "
-                f"longer than finetune.sequence_length = {self.config.sequence_length} tokens and cut there"
+                f"{self.task.name}: cut at finetune.sequence_length = {self.config.sequence_length} tokens: "
+                f"{self.examples.num_truncated:,} of {len(self.examples):,} training examples"
             )
 
 
@@ -155,25 +155,27 @@ def _work(task: Task, config: FinetuneConfig, encoder: PretrainedEncoder, device
     return FinetuningWork(shape, config, task.kind, num_outputs, ComputeConfig(attention, dtype))
 
 
-def _data_hash(data: TaskData) -> str:
-    """Identifies texts and targets of all splits."""
-    digest = hashlib.sha256()
-    for split in (data.train, *data.dev, *data.test):
-        digest.update(repr((split.name, len(split.texts))).encode())
-        for texts in split.texts:
-            digest.update("\0".join((*texts, "")).encode("utf-8", "surrogatepass"))
-        if split.targets is not None:
-            digest.update(split.targets.tobytes())
+def _content_hash(split: Split) -> str:
+    """Identifies texts and targets."""
+    digest = hashlib.sha256(str(len(split.texts)).encode())
+    for texts in split.texts:
+        digest.update("\0".join((*texts, "")).encode("utf-8", "surrogatepass"))
+    if split.targets is not None:
+        digest.update(split.targets.tobytes())
     return digest.hexdigest()
 
 
 def first_difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str | None:
     """The first entry in which two identities differ, as text; None where they are equal."""
-    for name in before.keys() | now.keys():
+    for name in sorted(before.keys() | now.keys()):
         was, is_now = before.get(name), now.get(name)
         if isinstance(was, Mapping) and isinstance(is_now, Mapping):
             if found := first_difference(was, is_now, f"{prefix}{name}."):
                 return found
+        elif was != is_now and prefix == "data.":
+            return f"was made with other examples of {name}"
+        elif was != is_now and name == "encoder":
+            return "was made from another encoder"
         elif was != is_now:
-            return f"{prefix}{name} was {was!r} and is now {is_now!r}"
+            return f"was made with other settings ({prefix}{name} was {was!r} and is now {is_now!r})"
     return None

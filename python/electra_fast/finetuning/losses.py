@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from electra_fast.config_file import comma_separated
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuneConfig
 from electra_fast.finetuning.task import Task
@@ -41,12 +42,14 @@ def example_weights(task: Task, targets: NDArray[Any], config: FinetuneConfig) -
         weights = len(targets) / (len(task.labels) * np.maximum(counts, 1))
     else:
         weights = _given_weights(task, config.class_weights)
+    if not weights[targets].any():
+        raise InputError(f"finetune.class_weights = {config.class_weights!r}: no training example has a weight above 0")
     return np.asarray(weights[targets])
 
 
 def _given_weights(task: Task, text: str) -> NDArray[Any]:
     weights = dict.fromkeys(task.labels, 1.0)
-    for part in text.split(","):
+    for part in comma_separated(text):
         label, _, value = part.rpartition("=")
         try:
             number = float(value)

@@ -84,7 +84,7 @@ class SequenceClassifier(nn.Module):
 
     def __init__(self, shape: ModelConfig, head: str, num_outputs: int, head_dropout: float = 0.0) -> None:
         super().__init__()
-        self.shape, self.head_kind, self.head_dropout = shape, head, head_dropout
+        self.shape, self.head_kind, self.head_dropout, self.num_outputs = shape, head, head_dropout, num_outputs
         self.embeddings, self.encoder = Embeddings(shape), Encoder(shape)
         self.head = head_class(head, shape.architecture)(shape, num_outputs)
 

@@ -39,6 +39,15 @@ MAX_SPARSE_CLASSES = 1000
 # What a test file without labels may hold in the label column; -1 as in the `datasets` of Hugging Face.
 HIDDEN_LABELS = (None, "", -1, "-1")
 MAX_NAMED_LABELS = 20
+DEFAULTS: dict[str, Any] = {
+    "text": (),
+    "label": (),
+    "labels": (),
+    "label_separator": "",
+    "quoting": "auto",
+    "dev_fraction": 0.1,
+    "seed": 0,
+}
 INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
@@ -326,7 +335,14 @@ def _standardized(task: Task, train: Split) -> Task:
     assert values is not None
     if values.min() == values.max():
         raise InputError(f"{train.path}: every training value is {values[0]:g}; there is nothing to learn from it")
-    return dataclasses.replace(task, shift=float(values.mean()), scale=float(values.std()))
+    with np.errstate(over="ignore", invalid="ignore"):
+        shift, scale = float(values.mean()), float(values.std())
+    if not (math.isfinite(shift) and np.finfo(np.float32).tiny < scale < np.finfo(np.float32).max):
+        raise InputError(
+            f"{train.path}: training values from {values.min():g} to {values.max():g} are too large or too close "
+            "together to compute with; rescale them"
+        )
+    return dataclasses.replace(task, shift=shift, scale=scale)
 
 
 def _set_aside(train: Split, task: Task, fraction: float, seed: int) -> tuple[Split, Split]:

@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,7 +41,7 @@ class FinetunedModel:
     """
 
     def __init__(self, classifier: Classifier, tokenizer: Tokenizer, device: torch.device) -> None:
-        self.kind, self.labels = classifier.kind, classifier.labels
+        self.kind, self.labels, self.num_texts = classifier.kind, classifier.labels, classifier.num_texts
         self._tokenizer, self._max_length = tokenizer, classifier.sequence_length
         precision = choose_precision("auto", device)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -61,10 +61,19 @@ class FinetunedModel:
 
     def outputs(self, texts: Texts) -> NDArray[Any]:
         """Logits, or values for regression; float32 [n, labels]."""
-        examples = [(each,) if isinstance(each, str) else tuple(each) for each in texts]
-        if any(len(example) not in (1, 2) for example in examples):
-            raise InputError("an example must be a text or a pair of texts")
+        if isinstance(texts, (str, bytes, Mapping)):
+            raise InputError("predict takes a list of texts, or of pairs of texts; put a single one into a list")
+        examples = [self._checked(number, each) for number, each in enumerate(texts)]
         return model_outputs(self._model, batches.encode(self._tokenizer, examples, self._max_length), self._compute)
+
+    def _checked(self, number: int, example: object) -> tuple[str, ...]:
+        texts = (example,) if isinstance(example, str) else example
+        if not isinstance(texts, (tuple, list)) or not all(isinstance(text, str) for text in texts):
+            raise InputError(f"example {number} is {example!r}; it must be a text or a pair of texts")
+        if len(texts) not in ((1, 2) if self.num_texts is None else (self.num_texts,)):
+            expected = {None: "one text or two", 1: "one text", 2: "a pair of texts"}[self.num_texts]
+            raise InputError(f"example {number} has {len(texts)} texts, but this model reads {expected}")
+        return tuple(texts)
 
 
 def load_finetuned(folder: str | Path) -> FinetunedModel:
@@ -102,8 +111,13 @@ def predict_file(
         quoting: As for `tables.iterate_rows`.
     """
     file = Path(file)
+    if out is not None and (Path(out).is_dir() or not Path(out).parent.is_dir()):
+        raise InputError(f"{out}: cannot be written; --out names a file in a folder that exists")
     columns = tuple(text) or _default_columns(file, quoting)
     loaded, count, started = load_finetuned(model), 0, time.monotonic()
+    if loaded.num_texts not in (None, len(columns)):
+        names, expected = " and ".join(columns), {1: "one text", 2: "a pair of texts"}[loaded.num_texts]
+        raise InputError(f"{file}: {names}: this model reads {expected}; choose the columns with --text")
     with _output(Path(out) if out is not None else None) as stream:
         rows = tables.iterate_rows(file, columns, quoting=quoting)
         for chunk in _chunks(rows):
@@ -131,9 +145,14 @@ def _chunks(rows: Iterator[tuple[int, tables.Row]]) -> Iterator[list[tuple[int, 
 
 @contextlib.contextmanager
 def _output(path: Path | None) -> Iterator[TextIO]:
-    """Standard output, or a file that takes its name only when it is whole."""
+    """Standard output, or a file that takes its name only when it is whole; a pipe or a device is written at once."""
     if path is None:
         yield sys.stdout
+        return
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8") as stream:
+            yield stream
         return
     temporary = path.with_name(f".{path.name}.writing")
     try:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from electra_fast.atomic_files import recover_all, replace_file, replace_folder
 from electra_fast.checkpoint import read_tensors, write_tensors
-from electra_fast.errors import TrainingFailed
+from electra_fast.errors import InputError, Interrupted, TrainingFailed
 from electra_fast.finetuning import batches, glue, metrics
 from electra_fast.finetuning.answers import answers
 from electra_fast.finetuning.card import write_model_card
@@ -28,6 +28,7 @@ from electra_fast.finetuning.job import Job
 from electra_fast.finetuning.losses import batch_weights
 from electra_fast.finetuning.optimization import lr_scale
 from electra_fast.finetuning.step import FinetuneStep, StepBatch
+from electra_fast.finetuning.submission import write_submission
 from electra_fast.finetuning.task import Split
 from electra_fast.huggingface.classifier import Classifier, write_classifier
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
@@ -80,7 +81,7 @@ class SeedRun:
 
     def train(self, stop: StopRequest, progress: FinetuningProgress) -> bool:
         """Takes the remaining steps, or those until a stop; tells whether none remains."""
-        num_steps, state = self.job.num_steps, self.state
+        num_steps, state, first_step = self.job.num_steps, self.state, self.state.step
         log_every = max(1, num_steps // _NUM_LOGS)
         self.model.train()
         saved = started = time.monotonic()
@@ -94,11 +95,12 @@ class SeedRun:
                     log.write(record)
                     progress.report(record, num_steps)
                 if time.monotonic() - saved >= self.job.config.checkpoint_seconds and state.step < num_steps:
+                    state.seconds, started = state.seconds + time.monotonic() - started, time.monotonic()
                     self._save()
                     saved = time.monotonic()
         state.seconds += time.monotonic() - started
-        if state.step < num_steps:
-            self._save()
+        if state.step > first_step or not state.step:
+            self._save()  # after the last step too, since predictions may take long
         return state.step == num_steps
 
     def _take_step(self) -> int:
@@ -149,44 +151,62 @@ class SeedRun:
         self._replace(self.checkpoint, write)
 
     def _restore(self) -> None:
-        stored = read_tensors(self.checkpoint / "model.safetensors")
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(stored[name])
-        self.step.optimizer.load_state_dict(read_tensors(self.checkpoint / "optimizer.safetensors"))
-        self.state = SeedState(**read_object(self.checkpoint / "state.json"))
+        try:
+            self.state = SeedState(**read_object(self.checkpoint / "state.json"))
+            stored = read_tensors(self.checkpoint / "model.safetensors")
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    parameter.copy_(stored[name])
+            self.step.optimizer.load_state_dict(read_tensors(self.checkpoint / "optimizer.safetensors"))
+        except (InputError, FileNotFoundError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{self.checkpoint}: damaged ({error}); remove {self.folder} to train this seed again"
+            ) from None
 
-    def finish(self) -> dict[str, Any]:
-        """Scores and predictions of the trained model; writes everything, and returns what result.json says."""
+    def finish(self, stop: StopRequest) -> dict[str, Any]:
+        """Scores and predictions of the trained model; writes everything, and returns what result.json says.
+
+        Raises Interrupted where a stop is requested meanwhile.
+        """
         started = time.monotonic()
         result: dict[str, Any] = {"seed": self.seed}
-        for number, split in enumerate(self.job.data.dev):
-            outputs = self._outputs(split)
-            assert split.targets is not None
-            ending = "" if number == 0 else f"_{split.name.removeprefix('dev-')}"
-            scores = metrics.scores(self.job.task, split.targets, outputs)
-            result |= {f"{name}{ending}": value for name, value in scores.items()}
+        for split in (*self.job.data.dev, *self.job.data.test):
+            outputs = self._outputs(split, stop)
             self._write_predictions(split, outputs)
-            if number == 0 and (warning := metrics.collapse(self.job.task, outputs)):
+            ending = split.name.removeprefix("dev").replace("-", "_")
+            ending = f"_{ending}" if ending and not ending.startswith("_") else ending
+            if split.targets is not None:
+                scores = metrics.scores(self.job.task, split.targets, outputs)
+                result |= {f"{name}{ending}": value for name, value in scores.items()}
+            if split is self.job.data.dev[0] and (warning := metrics.collapse(self.job.task, outputs)):
                 result["warning"] = warning
-        for split in self.job.data.test:
-            self._write_predictions(split, self._outputs(split))
         result["seconds"] = round(self.state.seconds + time.monotonic() - started, 3)
         self._replace(self.folder / "model", lambda folder: self._write_model(folder, result))
         replace_file(self.folder / RESULT, json_text(result))
         shutil.rmtree(self.checkpoint, ignore_errors=True)
         return result
 
-    def _outputs(self, split: Split) -> NDArray[Any]:
+    def interruption(self, stop: StopRequest) -> Interrupted:
+        """What to raise at a stop, after a checkpoint."""
+        return Interrupted(
+            stop.signal, f"interrupted; {self.folder}: checkpoint at step {self.state.step}, run again to resume"
+        )
+
+    def _outputs(self, split: Split, stop: StopRequest) -> NDArray[Any]:
         """The model's outputs: logits [n, C], or values [n] in the units of the data."""
         job = self.job
-        outputs = model_outputs(self.model, job.splits[split.name], job.work.compute)
+
+        def check_stop() -> None:
+            if stop:
+                raise self.interruption(stop)
+
+        outputs = model_outputs(self.model, job.splits[split.name], job.work.compute, check_stop)
         return outputs[:, 0] * job.task.scale + job.task.shift if job.task.kind == "regression" else outputs
 
     def _write_predictions(self, split: Split, outputs: NDArray[Any]) -> None:
         task, path = self.job.task, self.folder / f"predictions.{split.name}"
         if task.name in glue.TASKS:
-            glue.write_submission(path.with_name(f"{path.name}.tsv"), task, split, outputs)
+            write_submission(path.with_name(f"{path.name}.tsv"), task, split, outputs)
             return
         rows = outputs.reshape(len(split.texts), -1)
         found = zip(split.ids, answers(task.kind, task.labels, rows), strict=True)
@@ -199,9 +219,12 @@ class SeedRun:
         if job.task.kind == "regression":
             state["head.classifier.weight"] = state["head.classifier.weight"] * job.task.scale
             state["head.classifier.bias"] = state["head.classifier.bias"] * job.task.scale + job.task.shift
-        copy_tokenizer(job.encoder.tokenizer, folder, INPUT_NAMES[shape.architecture])
+        settings = {"model_max_length": job.config.sequence_length, "split_special_tokens": True}
+        copy_tokenizer(job.encoder.tokenizer, folder, INPUT_NAMES[shape.architecture], settings)
         labels = job.task.labels or ("value",)
-        classifier = Classifier(shape, job.config.head, job.task.kind, labels, job.config.sequence_length, state)
+        num_texts = len(job.data.train.texts[0])
+        length = job.config.sequence_length
+        classifier = Classifier(shape, job.config.head, job.task.kind, labels, length, num_texts, state)
         name = write_classifier(folder, classifier, special_ids(folder), job.config.head_dropout)
         write_model_card(folder, job, name, result)
 

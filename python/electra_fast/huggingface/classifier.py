@@ -32,6 +32,8 @@ HEAD_KEY = "electra_fast_head"
 """Our key in config.json, for a raw head without a class in `transformers`: "google"."""
 LENGTH_KEY = "electra_fast_sequence_length"
 """Our key in config.json: the length at which the examples were cut in training."""
+TEXTS_KEY = "electra_fast_num_texts"
+"""Our key in config.json: 1 where an example is a text, 2 where it is a pair."""
 CLASSES = {"bert": "ElectraForSequenceClassification", "modern": "ModernBertForSequenceClassification"}
 RAW_CLASS = "ModernBertModel"
 _PROBLEM_TYPES = {
@@ -70,6 +72,7 @@ class Classifier:
         kind: `classification`, `multi-label` or `regression`.
         labels: Names by class id; one for regression, which has no meaning.
         sequence_length: At which examples are cut, in tokens.
+        num_texts: 1 where an example is a text, 2 where it is a pair; None where the folder does not say.
         state: fp32 parameters by the names of a module with `embeddings`, `encoder` and `head`.
     """
 
@@ -78,6 +81,7 @@ class Classifier:
     kind: str
     labels: tuple[str, ...]
     sequence_length: int
+    num_texts: int | None
     state: Mapping[str, Tensor]
 
 
@@ -94,6 +98,7 @@ def write_classifier(folder: Path, classifier: Classifier, special_ids: Mapping[
         "label2id": {label: i for i, label in enumerate(classifier.labels)},
         "problem_type": _PROBLEM_TYPES[classifier.kind],
         LENGTH_KEY: classifier.sequence_length,
+        TEXTS_KEY: classifier.num_texts,
     }
     if shape.architecture == "modern":
         table |= {"classifier_pooling": "cls", "classifier_activation": "gelu", "classifier_bias": False}
@@ -130,12 +135,14 @@ def read_classifier(folder: Path) -> Classifier:
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder; name a fine-tuned model, as DIR/TASK/seed-0/model")
+    if not (folder / "config.json").is_file():
+        what = "no config.json there" if folder.is_dir() else "no such folder"
+        raise FileNotFoundError(f"{folder}: {what}; name a fine-tuned model, as DIR/TASK/seed-0/model")
     table, path = read_table(folder), folder / "config.json"
     architecture = MODEL_TYPES[table["model_type"]]
     head = str(table.get(HEAD_KEY, "hf"))
-    classes = table.get("architectures") or []
+    classes = table.get("architectures")
+    classes = classes if isinstance(classes, list) else []
     if CLASSES[architecture] not in classes and HEAD_KEY not in table:
         raise InputError(
             f"{path}: architectures = {classes!r}, which is not fine-tuned for classification or regression "
@@ -148,15 +155,19 @@ def read_classifier(folder: Path) -> Classifier:
     kind, length = _kind(path, table, len(labels)), table.get(LENGTH_KEY, shape.max_positions)
     if type(length) is not int or not 8 <= length <= shape.max_positions:
         raise InputError(f"{path}: {LENGTH_KEY} = {length!r} must be between 8 and {shape.max_positions}")
-    return Classifier(shape, head, kind, labels, length, _state(folder, shape, head, len(labels)))
+    state = _state(folder, shape, head, len(labels))
+    return Classifier(shape, head, kind, labels, length, table.get(TEXTS_KEY), state)
 
 
 def _labels(path: Path, table: Mapping[str, Any]) -> tuple[str, ...]:
     names = table.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # the default in transformers
     try:
-        return tuple(str(names[str(i)]) for i in range(len(names)))
+        found = tuple(str(names[str(i)]) for i in range(len(names)))
     except (KeyError, TypeError):
-        raise InputError(f"{path}: id2label = {names!r} must name the ids 0, 1, ...") from None
+        found = ()
+    if not found or len(set(found)) < len(found):
+        raise InputError(f"{path}: id2label = {names!r} must give each of the ids 0, 1, ... a name of its own")
+    return found
 
 
 def _kind(path: Path, table: Mapping[str, Any], num_labels: int) -> str:

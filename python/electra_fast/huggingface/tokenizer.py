@@ -7,6 +7,7 @@ ensures that a run or an export is used only with corpora of the same vocabulary
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,12 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> N
         (directory / name).write_bytes(content)
 
 
-def copy_tokenizer(source: Path, directory: Path, input_names: list[str]) -> None:
+def copy_tokenizer(
+    source: Path, directory: Path, input_names: list[str], settings: Mapping[str, Any] | None = None
+) -> None:
     """Copies a tokenizer's files into the folder of a model with the inputs `input_names`.
+
+    `settings` are laid over those of tokenizer_config.json.
 
     If the source has only a vocab.txt, as the released ELECTRA models do, the other files are created.
     Raises FileNotFoundError if there is no tokenizer.
@@ -65,7 +70,7 @@ def copy_tokenizer(source: Path, directory: Path, input_names: list[str]) -> Non
         write_tokenizer(directory, Tokenizer(source), length)
     path = directory / "tokenizer_config.json"
     config = _read_config(path) or {"tokenizer_class": "PreTrainedTokenizerFast"}
-    write_object(path, config | {"model_input_names": input_names})
+    write_object(path, config | {"model_input_names": input_names} | dict(settings or {}))
 
 
 def special_ids(directory: Path) -> dict[str, int]:

@@ -78,7 +78,7 @@ class Run:
 def exclusive(folder: Path) -> Iterator[None]:
     """Holds a folder's lock; ValueError when another process trains there."""
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder}: is a file; --out (train.out) needs a folder for the run")
+        raise InputError(f"{folder}: is a file; --out needs a folder")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         try:

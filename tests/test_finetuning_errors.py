@@ -1,0 +1,151 @@
+"""What `finetune` refuses, and how it says so: one line, with what to do, and nothing is lost."""
+
+import json
+import shutil
+
+import in_process
+import pytest
+from tiny_task import QUICK, save_encoder, sentences, write_sst2
+
+import electra_fast as ef
+from electra_fast.errors import InputError, TrainingFailed
+
+
+def test_other_settings_data_or_encoder_are_refused(finetuned, encoder_folder, glue_folder, tmp_path, tiny_vocab):
+    out = tmp_path / "copy"
+    shutil.copytree(finetuned[0], out)
+    with pytest.raises(InputError, match=r"sst2: was made with other settings \(finetune.epochs was 1.0 and is now 2"):
+        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, overrides=QUICK | {"finetune.epochs": "2"})
+    other = save_encoder(tmp_path / "other", tiny_vocab, seed=1)
+    with pytest.raises(InputError, match="sst2: was made from another encoder; give the same"):
+        ef.finetune("sst2", model=other, data=glue_folder, out=out, overrides=QUICK)
+    with pytest.raises(InputError, match="was made with other examples of train"):
+        ef.finetune(
+            "sst2", model=encoder_folder, data=write_sst2(tmp_path / "data", train=41), out=out, overrides=QUICK
+        )
+
+
+def test_a_collapse_is_named(encoder_folder, tmp_path):
+    data = write_sst2(tmp_path / "data", train=16)
+    lines = [f"{text}\t1" for text, _ in sentences(40)] + ["a false name\t0"]
+    (data / "train.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
+    overrides = QUICK | {"finetune.epochs": "4", "finetune.learning_rate": "1e-3"}
+    found = in_process.run(
+        *("finetune", "--task", "sst2", "--model", encoder_folder, "--data", data, "--out", tmp_path / "out"),
+        *(word for name, value in overrides.items() for word in (f"--{name}", value)),
+    )
+    assert found.returncode == 0
+    assert "are the class '1'" in found.stderr and "finetune.learning_rate" in found.stderr
+    assert "warning" in json.loads((tmp_path / "out" / "results.json").read_text())["sst2"]["runs"][0]
+
+
+def test_a_loss_that_is_no_number_stops_the_run(encoder_folder, glue_folder, tmp_path):
+    overrides = QUICK | {"finetune.learning_rate": "1e30"}
+    with pytest.raises(TrainingFailed, match=r"seed-0: the loss became nan .* lower finetune.learning_rate"):
+        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path / "out", overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--task", "sst3"], "unknown task 'sst3'; did you mean sst2?"),
+        (["--task", "squad"], "unknown task 'squad'"),
+        (["--task", ","], "--task names no task; there are cola, sst2"),
+        (["--task", "sst2,classification"], "--train"),
+        (["--task", "qnli"], "nor in a folder QNLI"),
+        (["--task", "sst2", "--recipe", "fasst"], "unknown recipe 'fasst'; did you mean fast"),
+        (["--task", "sst2", "--seeds", "0"], "seeds = 0"),
+        (["--task", "sst2", "--finetune.epoch", "3"], "unknown key finetune.epoch; did you mean finetune.epochs"),
+        (["--task", "sst2", "--finetune.sequence_length", "100"], "longer than the 64 positions of the encoder"),
+        (["--task", "sst2", "--finetune.both_orders", "true"], "needs pairs of texts"),
+        (["--task", "sst2", "--finetune.class_weights", "0=1,2=3"], "'2=3' must be LABEL=WEIGHT"),
+        (["--task", "sst2", "--epochs", "3"], "did you mean --finetune.epochs"),
+        (["--task", "sst2", "--train", "x.tsv"], "--train is for --task classification or regression"),
+        (["--task", "classification"], "--data is for GLUE tasks"),
+        (["--task", "classification,sst2"], "--task classification goes alone"),
+        (["--task", "sst2", "--label", "x"], "--label is for --task classification or regression"),
+        (["--task", "sst2", "--dev-fraction", "0.2"], "--dev-fraction is for --task classification"),
+        (["--task", "sst2", "--finetune.batch_size", "1000000000000"], "at most 65536"),
+        (["--task", "sst2", "--finetune.epochs", "1e15"], "at most 1000"),
+        (["--task", "sst2", "--finetune.class_weights", "0=0,1=0"], "no training example has a weight above 0"),
+        (["--task", "sst2", "--finetune.execution", "graph"], "needs a CUDA device"),
+    ],
+)
+def test_a_mistake_is_one_line(encoder_folder, glue_folder, tmp_path, arguments, message):
+    common = ["--model", encoder_folder, "--data", glue_folder, "--out", tmp_path / "out"]
+    found = in_process.run("finetune", *common, *arguments)
+    assert found.returncode == 2 and len(found.stderr.splitlines()) == 1
+    assert message in found.stderr
+
+
+def test_a_folder_without_tasks_is_no_success(encoder_folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no folder of a GLUE task"):
+        ef.finetune("glue", model=encoder_folder, data=tmp_path / "empty", out=tmp_path / "out")
+
+
+def test_a_folder_of_something_else_is_left_alone(whole_run, encoder_folder, glue_folder, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole_run, run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    with pytest.raises(InputError, match="which is not of a fine-tuning; choose another folder for --out"):
+        ef.finetune("sst2", model=run, data=glue_folder, out=run, overrides=QUICK)
+    (tmp_path / "mine" / "sst2").mkdir(parents=True)
+    (tmp_path / "mine" / "config.toml").write_text("[finetune]\n")
+    (tmp_path / "mine" / "sst2" / "precious").write_text("x")
+    with pytest.raises(InputError, match="task.json: missing, though there are other files"):
+        ef.finetune("sst2", model=run, data=glue_folder, out=tmp_path / "mine", overrides=QUICK)
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_a_kill_between_two_renames_does_not_let_other_settings_in(finetuned, encoder_folder, glue_folder, tmp_path):
+    out = tmp_path / "copy"
+    shutil.copytree(finetuned[0], out)
+    for folder in out.glob("sst2/seed-*"):
+        (folder / "result.json").unlink()
+        (folder / ".checkpoint.replaced").mkdir()
+        (folder / ".checkpoint.replaced" / "state.json").write_text("{}")
+    with pytest.raises(InputError, match="was made with other settings"):
+        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, overrides=QUICK | {"finetune.epochs": "2"})
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("results.json", "[]", "results.json: not a JSON object; remove it"),
+        ("sst2/seed-0/result.json", "{}", "not whole .* remove .*seed-0 to train this seed again"),
+        ("sst2/seed-0/result.json", "", "remove .*seed-0 to train this seed again"),
+        ("sst2/seed-0/model/config.json", None, "not whole .* remove .*seed-0 to train this seed again"),
+    ],
+)
+def test_damage_is_named_with_what_to_remove(finetuned, encoder_folder, glue_folder, tmp_path, name, content, message):
+    out = tmp_path / "copy"
+    shutil.copytree(finetuned[0], out)
+    (out / name).unlink()
+    if content is not None:
+        (out / name).write_text(content)
+    with pytest.raises(InputError, match=message):
+        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=2, overrides=QUICK)
+
+
+def test_a_damaged_checkpoint_is_named_with_what_to_remove(finetuned, encoder_folder, glue_folder, tmp_path):
+    out = tmp_path / "copy"
+    shutil.copytree(finetuned[0], out)
+    (out / "sst2" / "seed-0" / "result.json").unlink()
+    checkpoint = out / "sst2" / "seed-0" / "checkpoint"
+    checkpoint.mkdir()
+    for content in ('{"step": 1}', '{"foreign": 1}'):
+        (checkpoint / "state.json").write_text(content)
+        with pytest.raises(InputError, match=r"checkpoint: damaged .* remove .*seed-0 to train this seed again"):
+            ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=2, overrides=QUICK)
+
+
+def test_missing_models_and_folders_are_named(glue_folder, encoder_folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
+        ef.finetune("sst2", model=tmp_path / "nowhere", data=glue_folder, out=tmp_path / "out")
+    with pytest.raises(InputError, match="needs --data DIR"):
+        ef.finetune("sst2", model=encoder_folder, out=tmp_path / "out")
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(InputError, match="model_type = 'bert' must be one of electra, modernbert"):
+        ef.finetune("sst2", model=tmp_path / "bert", data=glue_folder, out=tmp_path / "out")
