@@ -210,7 +210,7 @@ def test_the_cpu_ops_are_what_runs_on_a_cpu(monkeypatch):
 def test_dropout_zeroes_a_share_and_keeps_the_mean(dtype, probability):
     x = torch.ones(1000, 257, dtype=dtype, requires_grad=True)
     torch.manual_seed(0)
-    out = cpu_ops.dropout(x, probability)
+    out = cpu_ops.unkeyed_dropout(x, probability)
     (gradient,) = torch.autograd.grad(out.sum(), x)
     assert torch.equal(gradient, out.detach())  # the mask is the same in both directions
     values = out.detach().float()
@@ -228,7 +228,7 @@ def test_dropout_draws_anew_and_repeats_with_the_seed():
     masks = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        masks += [cpu_ops.dropout(torch.ones(64, 64), 0.3), cpu_ops.dropout(torch.ones(64, 64), 0.3)]
+        masks += [cpu_ops.unkeyed_dropout(torch.ones(64, 64), 0.3), cpu_ops.unkeyed_dropout(torch.ones(64, 64), 0.3)]
     assert torch.equal(masks[0], masks[2]) and torch.equal(masks[1], masks[3])
     assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[4])
 
@@ -243,7 +243,7 @@ def test_attention_with_dropout_is_the_formula(masked, dropout):
     def formula(q, k, v):
         scores = q @ k.mT / 8**0.5
         weights = (scores if mask is None else scores.masked_fill(~mask, float("-inf"))).softmax(-1)
-        return cpu_ops.dropout(weights, dropout) @ v if dropout else weights @ v
+        return cpu_ops.unkeyed_dropout(weights, dropout) @ v if dropout else weights @ v
 
     found = []
     for operation in (lambda *x: cpu_ops.attention(*x, mask, dropout), formula):

@@ -72,8 +72,8 @@ def _rotate_(qkv_TD: Tensor, cis: Tensor, num_heads: int) -> None:
         qk_TD.copy_(pairs.view(qk_TD.shape))
 
 
-def dropout(x: Tensor, probability: float) -> Tensor:
-    """`F.dropout`, with masks of `_dropout_mask`."""
+def unkeyed_dropout(x: Tensor, probability: float) -> Tensor:
+    """`ops.dropout` without a key, with masks of `_dropout_mask`."""
     return x * _dropout_mask(x, probability)
 
 

@@ -86,7 +86,7 @@ def dropout_reference(x_TD: Tensor, dropout: Dropout) -> Tensor:
     """
     if not dropout.probability or dropout.key is None:
         if dropout.probability and uses_cpu_ops(x_TD):
-            return cpu_ops.dropout(x_TD, dropout.probability)
+            return cpu_ops.unkeyed_dropout(x_TD, dropout.probability)
         return F.dropout(x_TD, dropout.probability)
     (num_tokens, width), (seed, step, first_token) = x_TD.shape, dropout.key.unbind()
     token_T1 = (torch.arange(num_tokens, device=x_TD.device)[:, None] + first_token) & 0xFFFFFFFF
