@@ -179,7 +179,7 @@ def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path: Path, text: str
     [
         ({"train.stepz": "1"}, "unknown key train.stepz; did you mean train.steps?"),
         ({"steps": "1"}, "unknown key steps; did you mean train.steps?"),
-        ({"qqqqqqqq": "1"}, "unknown key qqqqqqqq; `electra-fast pretrain --help` lists them"),
+        ({"qqqqqqqq": "1"}, "unknown key qqqqqqqq; --help lists them"),
         ({"train.steps": "many"}, "train.steps = 'many' must be an integer"),
         ({"train.steps": "1.5"}, "train.steps = '1.5' must be an integer"),
         ({"generator.fraction": "1/0"}, "generator.fraction = '1/0' must be a number"),

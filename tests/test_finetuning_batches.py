@@ -126,27 +126,28 @@ def test_packed_batches_hold_every_token_once(parts, count):
     assert len(packed) == min(parts, count)
     assert sorted(np.concatenate([part.examples for part in packed]).tolist()) == list(range(count))
     for part in packed:
+        ids, types, positions, segments = part.columns
         for place, item in zip(part.first_tokens, part.examples, strict=True):
             start, end = encoded.offsets[chosen[item]], encoded.offsets[chosen[item] + 1]
             span = slice(place, place + end - start)
-            assert part.input_ids.flatten()[span].tolist() == encoded.ids[start:end].tolist()
-            assert part.token_type_ids.flatten()[span].tolist() == encoded.token_types[start:end].tolist()
-            assert part.position_ids.flatten()[span].tolist() == list(range(end - start))
-            assert len(set(part.segment_ids.flatten()[span].tolist())) == 1
+            assert ids.flatten()[span].tolist() == encoded.ids[start:end].tolist()
+            assert types.flatten()[span].tolist() == encoded.token_types[start:end].tolist()
+            assert positions.flatten()[span].tolist() == list(range(end - start))
+            assert len(set(segments.flatten()[span].tolist())) == 1
             assert {place, place + end - start} <= set(part.cu_seqlens.tolist())
-        padding = part.segment_ids == 0
+        padding = segments == 0
         assert part.num_tokens == (~padding).sum() == encoded.lengths[chosen[part.examples]].sum()
-        assert (part.input_ids[padding] == 0).all()
-        assert part.cu_seqlens[-1] == part.input_ids.size and (np.diff(part.cu_seqlens) > 0).all()
+        assert (ids[padding] == 0).all()
+        assert part.cu_seqlens[-1] == ids.size and (np.diff(part.cu_seqlens) > 0).all()
         # Rows are equally long up to the shortest example in them.
-        assert padding.sum() <= len(part.input_ids) * 60
+        assert padding.sum() <= len(ids) * 60
 
 
 def test_packing_wastes_little():
     encoded, filled, total = random_examples(640), 0, 0
     for batch in np.arange(640).reshape(20, 32):
         for part in pack(encoded, batch, 2):
-            filled, total = filled + part.num_tokens, total + part.input_ids.size
+            filled, total = filled + part.num_tokens, total + part.columns[0].size
     assert filled / total > 0.95
 
 
@@ -158,11 +159,11 @@ def test_static_batches_have_few_shapes_and_every_token():
     encoded, shapes = random_examples(2_000), set()
     for chosen in np.random.default_rng(0).permutation(2_000)[:1_984].reshape(62, 32):
         part = pack_static(encoded, chosen, 64, 32)
-        shapes.add((part.input_ids.shape, part.cu_seqlens.shape, part.first_tokens.shape))
-        assert part.input_ids.shape[1] == 64 and len(part.input_ids) % ROW_MULTIPLE == 0
+        shapes.add((part.columns[0].shape, part.cu_seqlens.shape, part.first_tokens.shape))
+        assert part.columns[0].shape[1] == 64 and len(part.columns[0]) % ROW_MULTIPLE == 0
         for place, item in zip(part.first_tokens, part.examples, strict=True):
             start, end = encoded.offsets[chosen[item]], encoded.offsets[chosen[item] + 1]
-            assert part.input_ids.flatten()[place : place + end - start].tolist() == encoded.ids[start:end].tolist()
+            assert part.columns[0].flatten()[place : place + end - start].tolist() == encoded.ids[start:end].tolist()
             assert place // 64 == (place + end - start - 1) // 64  # within one row
     assert len(shapes) <= 5
 
@@ -172,6 +173,6 @@ def test_static_batches_fill_up_with_nothing(count):
     encoded = random_examples(10)
     part = pack_static(encoded, np.arange(count), 64, 8)
     assert part.examples.tolist().count(-1) == 8 - count == 8 - len(part.examples[part.examples >= 0])
-    assert part.input_ids.shape == (ROW_MULTIPLE, 64) and part.num_tokens == encoded.lengths[:count].sum()
-    assert part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == part.input_ids.size
+    assert part.columns[0].shape == (ROW_MULTIPLE, 64) and part.num_tokens == encoded.lengths[:count].sum()
+    assert part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == part.columns[0].size
     assert (np.diff(part.cu_seqlens) >= 0).all() and (np.diff(part.cu_seqlens) <= 64).all()

@@ -5,8 +5,9 @@ import pytest
 from electra_fast.config import Config
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuneConfig, recipe_config
-from electra_fast.finetuning.optimization import lr_factors, lr_scale
+from electra_fast.finetuning.optimization import lr_factors
 from electra_fast.finetuning.step import FinetuningWork
+from electra_fast.training.optim import lr_scale
 
 SMALL, BASE, LARGE = (
     Config.preset(size).replace({"model": {"vocab_size": 100}}).model for size in ("small", "base", "large")

@@ -94,4 +94,4 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {close[0]}?"
-    return f"; there are {', '.join(names)}" if len(names) < 12 else "; `electra-fast pretrain --help` lists them"
+    return f"; there are {', '.join(names)}" if len(names) <= 12 else "; --help lists them"

@@ -87,12 +87,7 @@ def _dropout_mask(like: Tensor, probability: float) -> Tensor:
     num_dropped = round(probability * 2**16)
     first_kept = num_dropped - 2**15
     bits = words.view(torch.int16)[: like.numel()].view(like.shape).clamp_(first_kept - 1, first_kept)
-    return (
-        bits.to(like.dtype if like.dtype != torch.bfloat16 else torch.float32)
-        .sub_(first_kept - 1)
-        .mul_(2**16 / (2**16 - num_dropped))
-        .to(like.dtype)
-    )
+    return bits.float().sub_(first_kept - 1).mul_(2**16 / (2**16 - num_dropped)).to(like.dtype)
 
 
 def attention(q_BNLH: Tensor, k_BNLH: Tensor, v_BNLH: Tensor, mask_B1LL: Tensor | None, dropout: float) -> Tensor:

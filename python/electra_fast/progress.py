@@ -159,7 +159,7 @@ class FinetuningProgress(_WorkProgress):
     """Tokens done of all tasks and seeds, the loss and ETA; without a terminal, a plain line every ten seconds."""
 
     def __init__(self, num_tokens: int) -> None:
-        super().__init__("finetune", PercentageColumn, num_tokens, 0, shown=True)
+        super().__init__("finetune", TaskProgressColumn, num_tokens, 0, shown=True)
         self._num_tokens, self._done, self._skipped, self._last_line = num_tokens, 0, 0, self.start
         self._name = ""
 
@@ -188,10 +188,6 @@ class FinetuningProgress(_WorkProgress):
             self._last_line = now
             remaining = timedelta(seconds=round(max(0, self._num_tokens - self._done) / max(speed, 1e-9)))
             self.say(f"{text}  {min(1.0, self._done / self._num_tokens):.0%}  eta {remaining}")
-
-
-class PercentageColumn(TaskProgressColumn):
-    """How much is done, in percent."""
 
 
 def metrics_text(record: Mapping[str, Any]) -> str:

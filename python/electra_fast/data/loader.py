@@ -175,10 +175,10 @@ def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str,
         raise TypeError(f"batch is of type {type(batch).__name__}; give a record batch, such as next(loader)")
     target = torch.device(device)
     if isinstance(batch, RecordBatch) and batch.num_rows > 0:
-        buffer = _to_device(torch.frombuffer(batch, dtype=torch.int32), target)
-        ends = _to_device(torch.frombuffer(batch.segment_ends(), dtype=torch.int32), target)
+        buffer = to_device(torch.frombuffer(batch, dtype=torch.int32), target)
+        ends = to_device(torch.frombuffer(batch.segment_ends(), dtype=torch.int32), target)
         return _views(buffer, batch.layout, slice(0, batch.num_rows)) | {"cu_seqlens": ends}
-    return {name: _to_device(tensor, target) for name, tensor in _from_columns(pa.record_batch(batch)).items()}
+    return {name: to_device(tensor, target) for name, tensor in _from_columns(pa.record_batch(batch)).items()}
 
 
 class HostBatch(NamedTuple):
@@ -264,7 +264,8 @@ def _pinned(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
     return tensor.pin_memory() if target.type == "cuda" else tensor
 
 
-def _to_device(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """The tensor on a device, copied asynchronously if that is a GPU."""
     return _pinned(tensor, target).to(target, non_blocking=True)
 
 

@@ -147,23 +147,18 @@ def _through_buffer(stream: Ints, random: np.random.Generator) -> Ints:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Examples as segments of rows, in the columns that the encoder reads; int32 [R, L] each.
+    """Examples as segments of rows.
 
     Args:
-        input_ids: Token ids; 0 on padding.
-        token_type_ids: Token types.
-        position_ids: Each token's position in its example.
-        segment_ids: 1, 2, ... for the examples of a row; 0 on padding.
+        columns: What the encoder reads, int32 [4, R, L]: token ids, 0 on padding; token types; each token's position
+            in its example; and segments, 1, 2, ... for the examples of a row and 0 on padding.
         cu_seqlens: Cumulative lengths of the segments, a row's padding being one; int32 [S + 1].
         first_tokens: Where each example's [CLS] lies in the flat buffer of R * L tokens; int64 [n].
         examples: Which example each is, as an index into the batch; -1 for none; int64 [n].
         num_tokens: Tokens without padding.
     """
 
-    input_ids: Ints
-    token_type_ids: Ints
-    position_ids: Ints
-    segment_ids: Ints
+    columns: Ints
     cu_seqlens: Ints
     first_tokens: Ints
     examples: Ints
@@ -248,10 +243,7 @@ def _packed(encoded: EncodedExamples, examples: Ints, rows: list[list[int]], wid
             positions[r, at:] = np.arange(width - at)
             ends.append((r + 1) * width)
     return PackedBatch(
-        ids,
-        types,
-        positions,
-        segments,
+        columns,
         np.array(ends, np.int32),
         np.array(first_tokens, np.int64),
         np.array([item for row in rows for item in row], np.int64),

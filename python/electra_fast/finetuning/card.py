@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from electra_fast.finetuning import metrics
 from electra_fast.huggingface.classifier import RAW_CLASS
 
 if TYPE_CHECKING:
@@ -35,9 +36,7 @@ def write_model_card(folder: Path, job: Job, class_name: str, result: dict[str, 
 
 
 def _scores(job: Job, result: dict[str, Any]) -> Iterator[str]:
-    for name, value in result.items():
-        if name not in ("seed", "seconds", "warning"):
-            yield f"- {name} {value:.4f}"
+    yield from (f"- {name} {value:.4f}" for name, value in metrics.scores_of(result).items())
     yield "\nOn the validation examples, after the last step."
 
 

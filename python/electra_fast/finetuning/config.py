@@ -59,8 +59,13 @@ class FinetuneConfig(Section):
     )
     checkpoint_seconds: float = config_key(60.0, "seconds between checkpoints, from which a killed run resumes", low=0)
 
+    def num_warmup_steps(self, num_steps: int) -> float:
+        """Steps of warmup in a run of `num_steps`; the published code, whose schedule is `product`, rounds nothing."""
+        steps = self.warmup_fraction * num_steps
+        return steps if self.schedule == "product" else int(steps)
+
     def optimizer(self) -> OptimizerConfig:
-        """The update rule: AdamW. The learning rate's schedule is `optimization.lr_scale`."""
+        """The update rule: AdamW."""
         return OptimizerConfig(
             name="adamw",
             learning_rate=self.learning_rate,

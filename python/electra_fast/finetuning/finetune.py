@@ -16,6 +16,7 @@ from rich.table import Table
 from electra_fast.atomic_files import recover_all, replace_file
 from electra_fast.compute import choose_device
 from electra_fast.errors import InputError
+from electra_fast.finetuning import metrics
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
 from electra_fast.finetuning.job import Job, first_difference, make_job
 from electra_fast.finetuning.seed_run import RESULT, SeedRun
@@ -80,7 +81,7 @@ def finetune(
     all_data = read_tasks(task, Path(data) if data is not None else None, paths, columns)
     encoder = load_encoder(model, role)
     with exclusive(out):
-        _check_out(out)
+        earlier = _earlier_results(out)
         jobs = []
         for each in all_data:
             config = recipe_config(recipe, each.task.name, encoder.shape, settings)
@@ -89,20 +90,21 @@ def finetune(
             _check_folder(job)
         # Tasks may differ in `finetune.epochs` and `finetune.both_orders`; each one's own are in its task.json.
         replace_file(out / "config.toml", recipe_config(recipe, "", encoder.shape, settings).to_toml())
-        return _train_all(jobs, seeds, out)
+        return _train_all(jobs, seeds, out, earlier)
 
 
-def _check_out(out: Path) -> None:
-    """Refuses a folder that is not one of fine-tuning: what it makes would replace what is there."""
+def _earlier_results(out: Path) -> Results:
+    """What other calls left in results.json; refuses a folder that is not one of fine-tuning, and would be spoilt."""
     foreign = sorted(path.name for path in out.iterdir() if path.name != ".lock")
     settings = out / "config.toml"
     if foreign and not (settings.is_file() and settings.read_text(errors="replace").startswith("[finetune]")):
         raise InputError(f"{out}: holds {foreign[0]}, which is not of a fine-tuning; choose another folder for --out")
-    if "results.json" in foreign:
-        try:
-            read_object(out / "results.json")
-        except InputError as error:
-            raise InputError(f"{error}; remove it: each seed's folder has its result.json") from None
+    if "results.json" not in foreign:
+        return {}
+    try:
+        return read_object(out / "results.json")
+    except InputError as error:
+        raise InputError(f"{error}; remove it: each seed's folder has its result.json") from None
 
 
 def _check_folder(job: Job) -> None:
@@ -119,7 +121,7 @@ def _check_folder(job: Job) -> None:
     replace_file(path, json.dumps(now, indent=2) + "\n")
 
 
-def _train_all(jobs: Sequence[Job], seeds: int, out: Path) -> Results:
+def _train_all(jobs: Sequence[Job], seeds: int, out: Path, earlier: Results) -> Results:
     results: Results = {}
     with stop_requests() as stop, FinetuningProgress(sum(job.num_tokens for job in jobs) * seeds) as progress:
         for job in jobs:
@@ -127,7 +129,7 @@ def _train_all(jobs: Sequence[Job], seeds: int, out: Path) -> Results:
                 progress.say(line)
             for runs in _runs(job, seeds, stop, progress):
                 results[job.task.name] = _summary(job, runs)
-                replace_file(out / "results.json", json.dumps(_merged(out, results), indent=2) + "\n")
+                replace_file(out / "results.json", json.dumps(earlier | results, indent=2) + "\n")
             if seeds > 1:
                 progress.say(_summary_text(job, results[job.task.name]))
             copy_submissions(out, job.folder, job.data, _median_seed(job, results[job.task.name]))
@@ -184,9 +186,7 @@ def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress) -> dic
 
 
 def _run_text(job: Job, run: Mapping[str, Any]) -> str:
-    scores = "  ".join(
-        f"{name} {value:.4f}" for name, value in run.items() if name not in ("seed", "seconds", "warning")
-    )
+    scores = "  ".join(f"{name} {value:.4f}" for name, value in metrics.scores_of(run).items())
     return f"{job.task.name} seed {run['seed']}: {scores}  ({run['seconds']:.0f} s)"
 
 
@@ -213,12 +213,6 @@ def _summary_text(job: Job, found: Mapping[str, Any]) -> str:
         f"{job.task.name}: median {found['metric']} {found['median']:.4f} of {len(found['runs'])} seeds, "
         f"{found['min']:.4f} to {found['max']:.4f}"
     )
-
-
-def _merged(out: Path, results: Results) -> Results:
-    """The results with those of other tasks that earlier calls left in the same folder."""
-    path = out / "results.json"
-    return (read_object(path) if path.exists() else {}) | results
 
 
 def _print_table(results: Results) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,11 @@ def scores(task: Task, targets: ArrayLike, outputs: ArrayLike) -> dict[str, floa
     if task.kind == "multi-label":
         return _multi_label_scores(targets, outputs > 0)
     return _classification_scores(task, targets, outputs.argmax(1))
+
+
+def scores_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """The scores of all splits in a seed's result.json."""
+    return {name: value for name, value in result.items() if name not in ("seed", "seconds", "warning")}
 
 
 def collapse(task: Task, outputs: ArrayLike) -> str | None:

@@ -1,4 +1,4 @@
-"""The learning rate of fine-tuning: by step, and by a parameter's depth in the encoder."""
+"""The learning rates of fine-tuning by a parameter's depth in the encoder."""
 
 from __future__ import annotations
 
@@ -8,21 +8,6 @@ from collections.abc import Iterable
 from electra_fast.finetuning.config import FinetuneConfig
 
 _LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
-
-
-def lr_scale(config: FinetuneConfig, step: int, num_steps: int) -> float:
-    """The learning rate at a step (0-based) of `num_steps`, as a fraction of its peak.
-
-    With t the step, T the number of steps and W = warmup_fraction * T: `product`, of the published code, is
-    (1 - t/T) * min(1, t/W), so that the first step's rate is 0; its W is not rounded. `linear` rises linearly over W
-    steps, rounded down, and then falls to 0.
-    """
-    warmup = config.warmup_fraction * num_steps
-    if config.schedule == "product":
-        return (1 - step / num_steps) * (min(1.0, step / warmup) if warmup else 1.0)
-    warmup = int(warmup)
-    rising = (step + 1) / warmup if warmup else 1.0
-    return min(1.0, rising, (num_steps - step) / max(1, num_steps - warmup))
 
 
 def lr_factors(names: Iterable[str], num_layers: int, config: FinetuneConfig) -> dict[str, float]:

@@ -39,15 +39,6 @@ MAX_SPARSE_CLASSES = 1000
 # What a test file without labels may hold in the label column; -1 as in the `datasets` of Hugging Face.
 HIDDEN_LABELS = (None, "", -1, "-1")
 MAX_NAMED_LABELS = 20
-DEFAULTS: dict[str, Any] = {
-    "text": (),
-    "label": (),
-    "labels": (),
-    "label_separator": "",
-    "quoting": "auto",
-    "dev_fraction": 0.1,
-    "seed": 0,
-}
 INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 
 

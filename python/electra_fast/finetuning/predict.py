@@ -29,6 +29,8 @@ from electra_fast.json_files import json_text
 Texts = Iterable[str | tuple[str, ...]]
 # Rows that are read, sorted by length and predicted together.
 _CHUNK = 4096
+# What an example is, by `Classifier.num_texts`.
+_READS = {None: "one text or two", 1: "one text", 2: "a pair of texts"}
 
 
 class FinetunedModel:
@@ -71,8 +73,7 @@ class FinetunedModel:
         if not isinstance(texts, (tuple, list)) or not all(isinstance(text, str) for text in texts):
             raise InputError(f"example {number} is {example!r}; it must be a text or a pair of texts")
         if len(texts) not in ((1, 2) if self.num_texts is None else (self.num_texts,)):
-            expected = {None: "one text or two", 1: "one text", 2: "a pair of texts"}[self.num_texts]
-            raise InputError(f"example {number} has {len(texts)} texts, but this model reads {expected}")
+            raise InputError(f"example {number} has {len(texts)} texts, but this model reads {_READS[self.num_texts]}")
         return tuple(texts)
 
 
@@ -116,8 +117,10 @@ def predict_file(
     columns = tuple(text) or _default_columns(file, quoting)
     loaded, count, started = load_finetuned(model), 0, time.monotonic()
     if loaded.num_texts not in (None, len(columns)):
-        names, expected = " and ".join(columns), {1: "one text", 2: "a pair of texts"}[loaded.num_texts]
-        raise InputError(f"{file}: {names}: this model reads {expected}; choose the columns with --text")
+        raise InputError(
+            f"{file}: {' and '.join(columns)}: this model reads {_READS[loaded.num_texts]}; "
+            "choose the columns with --text"
+        )
     with _output(Path(out) if out is not None else None) as stream:
         rows = tables.iterate_rows(file, columns, quoting=quoting)
         for chunk in _chunks(rows):

@@ -26,7 +26,6 @@ from electra_fast.finetuning.card import write_model_card
 from electra_fast.finetuning.inference import model_outputs
 from electra_fast.finetuning.job import Job
 from electra_fast.finetuning.losses import batch_weights
-from electra_fast.finetuning.optimization import lr_scale
 from electra_fast.finetuning.step import FinetuneStep, StepBatch
 from electra_fast.finetuning.submission import write_submission
 from electra_fast.finetuning.task import Split
@@ -35,6 +34,7 @@ from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, spec
 from electra_fast.interruption import StopRequest
 from electra_fast.json_files import JsonLines, json_text, read_object
 from electra_fast.progress import FinetuningProgress
+from electra_fast.training.optim import lr_scale
 
 RESULT = "result.json"
 # Lines of metrics.jsonl.
@@ -84,21 +84,18 @@ class SeedRun:
         num_steps, state, first_step = self.job.num_steps, self.state, self.state.step
         log_every = max(1, num_steps // _NUM_LOGS)
         self.model.train()
-        saved = started = time.monotonic()
+        began, saved = time.monotonic() - state.seconds, state.seconds
         with JsonLines(self.folder / "metrics.jsonl", state.step) as log:
             while state.step < num_steps and not stop:
-                tokens = self._take_step()
-                progress.advance(tokens)
+                progress.advance(self._take_step())
+                state.seconds = time.monotonic() - began
                 if state.step % log_every == 0 or state.step == num_steps:
-                    state.seconds, started = state.seconds + time.monotonic() - started, time.monotonic()
                     record = self._record()
                     log.write(record)
                     progress.report(record, num_steps)
-                if time.monotonic() - saved >= self.job.config.checkpoint_seconds and state.step < num_steps:
-                    state.seconds, started = state.seconds + time.monotonic() - started, time.monotonic()
+                if state.seconds - saved >= self.job.config.checkpoint_seconds and state.step < num_steps:
                     self._save()
-                    saved = time.monotonic()
-        state.seconds += time.monotonic() - started
+                    saved = time.monotonic() - began
         if state.step > first_step or not state.step:
             self._save()  # after the last step too, since predictions may take long
         return state.step == num_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra_fast.attention import AttentionMask, Queries
-from electra_fast.compute import ComputeConfig, RngKey
+from electra_fast.compute import ComputeConfig, RngKey, seed_generator
 from electra_fast.config import ModelConfig
+from electra_fast.data.loader import to_device
 from electra_fast.finetuning.batches import PackedBatch
 from electra_fast.finetuning.config import FinetuneConfig
 from electra_fast.finetuning.losses import losses
@@ -46,10 +47,11 @@ class StepBatch:
     @classmethod
     def of(cls, parts: Sequence[PackedBatch], targets: NDArray[Any], weights: NDArray[Any], seed: int) -> Self:
         """Gives each part its share of the batch's targets and weights; what is no example weighs nothing."""
+        weights_of = [np.where(part.examples >= 0, weights[part.examples], 0).astype(np.float32) for part in parts]
         batches = [
-            TrainingBatch(part, targets[part.examples], weights[part.examples] * (part.examples >= 0)) for part in parts
+            TrainingBatch(part, targets[part.examples], own) for part, own in zip(parts, weights_of, strict=True)
         ]
-        return cls([replace(batch, weights=batch.weights.astype(np.float32)) for batch in batches], seed)
+        return cls(batches, seed)
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,8 @@ class Inputs:
     @classmethod
     def of(cls, batch: PackedBatch, device: torch.device) -> Self:
         """Copies a batch to the device, asynchronously on CUDA."""
-        columns = np.stack((batch.input_ids, batch.token_type_ids, batch.position_ids, batch.segment_ids))
-        arrays = (columns, batch.cu_seqlens, batch.first_tokens)
-        return cls(*(_to_device(array, device) for array in arrays))
+        arrays = (batch.columns, batch.cu_seqlens, batch.first_tokens)
+        return cls(*(to_device(torch.from_numpy(array), device) for array in arrays))
 
     def forward(self, model: SequenceClassifier, compute: ComputeConfig, dropout_key: Tensor | None = None) -> Tensor:
         """The model's outputs in the order of `PackedBatch.examples`; fp32 [n, C]."""
@@ -90,7 +91,7 @@ class TrainingInputs:
     def of(cls, batch: TrainingBatch, seed: int, step: int, device: torch.device) -> Self:
         """Copies a batch to the device, asynchronously on CUDA."""
         arrays = (batch.targets, batch.weights, np.array([seed, step]))
-        return cls(Inputs.of(batch.packed, device), *(_to_device(array, device) for array in arrays))
+        return cls(Inputs.of(batch.packed, device), *(to_device(torch.from_numpy(array), device) for array in arrays))
 
     def copy_(self, other: Self) -> None:
         """Takes the values of a batch of the same shape; the tensors stay where they are."""
@@ -103,11 +104,6 @@ class TrainingInputs:
             *(inputs.columns_4RL, inputs.cu_seqlens, inputs.first_n),
             *(self.targets, self.weights_n, self.seed_and_step),
         )
-
-
-def _to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _first_tokens(segments_RL: Tensor, positions_RL: Tensor, first_n: Tensor, shape: ModelConfig) -> Queries:
@@ -141,9 +137,7 @@ class ClassifierBackward(GradientComputation):
         self.batch = None
         if self._rank < len(batch.parts):
             self.batch = TrainingInputs.of(batch.parts[self._rank], batch.seed, step, self._device)
-        # As in pre-training: torch's own generator is keyed by the step, so a resumed run draws the same from it.
-        seed = (batch.seed * 0x9E3779B97F4A7C15 + self._rank * 0xD1B54A32D192ED03 + step) % 2**63
-        torch.manual_seed(seed) if self._device.type == "cuda" else torch.default_generator.manual_seed(seed)
+        seed_generator(self._device, batch.seed, self._rank, step)
 
     def run(self) -> list[dict[str, Tensor]]:
         """Adds the gradients; returns the total of the loss. Never synchronizes with the host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ def read_tasks(
     chosen = list(dict.fromkeys(_known(name.strip()) for name in asked if name.strip()))
     if not chosen:
         raise InputError(f"--task names no task; there are {_all_names()}")
-    given = {name: value for name, value in columns.items() if value != own_data.DEFAULTS.get(name)}
+    options = inspect.signature(own_data.read).parameters
+    given = {name: value for name, value in columns.items() if name not in options or value != options[name].default}
     if not set(chosen).isdisjoint(OWN_KINDS):
         if len(chosen) > 1:
             raise InputError(f"--task {','.join(chosen)}: own data and GLUE tasks need calls of their own")
@@ -56,8 +58,7 @@ def read_tasks(
 def _known(name: str) -> str:
     found = name if name in (ALL, *OWN_KINDS) else glue.task_name(name)
     if found is None:
-        near = did_you_mean(name, (*glue.TASKS, *OWN_KINDS, ALL))
-        raise InputError(f"unknown task {name!r}{near if 'mean' in near else f'; there are {_all_names()}'}")
+        raise InputError(f"unknown task {name!r}{did_you_mean(name, (*glue.TASKS, ALL, *OWN_KINDS))}")
     return found
 
 

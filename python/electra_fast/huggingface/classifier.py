@@ -23,10 +23,9 @@ from electra_fast.config import ModelConfig
 from electra_fast.errors import InputError
 from electra_fast.huggingface import weights
 from electra_fast.huggingface.config import MODEL_TYPES, describe_encoder, read_encoder_shape, read_table
-from electra_fast.huggingface.folder import read_weights
+from electra_fast.huggingface.encoder import read_state
 from electra_fast.huggingface.weights import State
 from electra_fast.json_files import write_object
-from electra_fast.model import Embeddings, Encoder
 
 HEAD_KEY = "electra_fast_head"
 """Our key in config.json, for a raw head without a class in `transformers`: "google"."""
@@ -155,8 +154,11 @@ def read_classifier(folder: Path) -> Classifier:
     kind, length = _kind(path, table, len(labels)), table.get(LENGTH_KEY, shape.max_positions)
     if type(length) is not int or not 8 <= length <= shape.max_positions:
         raise InputError(f"{path}: {LENGTH_KEY} = {length!r} must be between 8 and {shape.max_positions}")
-    state = _state(folder, shape, head, len(labels))
-    return Classifier(shape, head, kind, labels, length, table.get(TEXTS_KEY), state)
+    num_texts = table.get(TEXTS_KEY)
+    if num_texts not in (None, 1, 2):
+        raise InputError(f"{path}: {TEXTS_KEY} = {num_texts!r} must be 1 or 2")
+    state = read_state(folder, shape, _HEADS[architecture, head], _head_sizes(shape.hidden_size, len(labels)))
+    return Classifier(shape, head, kind, labels, length, num_texts, state)
 
 
 def _labels(path: Path, table: Mapping[str, Any]) -> tuple[str, ...]:
@@ -180,21 +182,11 @@ def _kind(path: Path, table: Mapping[str, Any], num_labels: int) -> str:
     raise InputError(f"{path}: problem_type = {problem_type!r} must be one of {', '.join(_PROBLEM_TYPES.values())}")
 
 
-def _state(folder: Path, shape: ModelConfig, head: str, num_labels: int) -> State:
-    tensors = weights.with_prefix(read_weights(folder), shape.architecture)
-    with torch.device("meta"):
-        modules = nn.ModuleDict({"embeddings": Embeddings(shape), "encoder": Encoder(shape)})
-    expected = {name: parameter.shape for name, parameter in modules.named_parameters()}
-    width = shape.hidden_size
-    sizes = {
+def _head_sizes(width: int, num_labels: int) -> dict[str, torch.Size]:
+    return {
         "head.dense.weight": torch.Size((width, width)),
         "head.dense.bias": torch.Size((width,)),
         "head.norm.weight": torch.Size((width,)),
         "head.classifier.weight": torch.Size((num_labels, width)),
         "head.classifier.bias": torch.Size((num_labels,)),
     }
-    heads = [(own, (theirs,)) for own, theirs in _HEADS[shape.architecture, head].items()]
-    try:
-        return weights.from_hf(tensors, [*weights.encoder_pairs(shape), *heads], expected | sizes)
-    except InputError as error:
-        raise InputError(f"{folder}: {error}") from None

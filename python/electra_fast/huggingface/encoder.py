@@ -29,6 +29,8 @@ from electra_fast.huggingface.folder import read_weights
 from electra_fast.huggingface.source import checkpoint_of, folders_of, is_folder, origin, tokenizer_folder
 from electra_fast.model import Embeddings, Encoder
 
+Sizes = Mapping[str, torch.Size]
+
 
 @dataclass(frozen=True)
 class PretrainedEncoder:
@@ -96,12 +98,29 @@ def _read_folder(folder: Path, role: str | None) -> tuple[ModelConfig, dict[str,
     if role is not None:
         check_role(folder / "config.json", role, table)
     shape = read_encoder_shape(folder, table)
+    return shape, read_state(folder, shape)
+
+
+def read_state(
+    folder: Path, shape: ModelConfig, head_names: Mapping[str, str] | None = None, head_sizes: Sizes | None = None
+) -> weights.State:
+    """The fp32 parameters of a Hugging Face folder's encoder by the names of `PretrainedEncoder`, and of its head.
+
+    Args:
+        folder: That has the weights.
+        shape: Of the encoder.
+        head_names: Our names of the head's parameters, and those in the folder.
+        head_sizes: Their sizes by our names.
+
+    Raises FileNotFoundError, or ValueError for a tensor that is missing or of another size.
+    """
     tensors = weights.with_prefix(read_weights(folder), shape.architecture)
     with torch.device("meta"):
         modules = {"embeddings": Embeddings(shape), "encoder": Encoder(shape)}
-    expected = {name: parameter.shape for name, parameter in _parameters(modules).items()}
+    sizes = {name: parameter.shape for name, parameter in _parameters(modules).items()} | dict(head_sizes or {})
+    heads = [(own, (theirs,)) for own, theirs in (head_names or {}).items()]
     try:
-        return shape, weights.from_hf(tensors, weights.encoder_pairs(shape), expected)
+        return weights.from_hf(tensors, [*weights.encoder_pairs(shape), *heads], sizes)
     except InputError as error:
         raise InputError(f"{folder}: {error}") from None
 

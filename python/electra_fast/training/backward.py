@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from electra_fast.compute import ComputeConfig, RngKey
+from electra_fast.compute import ComputeConfig, RngKey, seed_generator
 from electra_fast.config import Config
 from electra_fast.data.loader import HostBatch, MicroBatches
 from electra_fast.model import Electra
@@ -121,10 +121,7 @@ class Backward(GradientComputation):
         self.micro_batches.load(batch)
         seed_and_step = torch.tensor([self._seed, step], pin_memory=self._seed_and_step.is_cuda)
         self._seed_and_step.copy_(seed_and_step, non_blocking=True)
-        # What draws from torch's own generator is keyed by the step, so that a resumed run draws the same. On a CPU
-        # `torch.manual_seed` takes half a millisecond, for a stack trace that it keeps in case CUDA comes into use.
-        seed = (self._seed * 0x9E3779B97F4A7C15 + self._rank * 0xD1B54A32D192ED03 + step) % 2**63
-        torch.manual_seed(seed) if self._seed_and_step.is_cuda else torch.default_generator.manual_seed(seed)
+        seed_generator(self._seed_and_step.device, self._seed, self._rank, step)
 
     def run(self) -> list[dict[str, Tensor]]:
         """Adds to the parameters' gradients those of the loaded batch; returns the metric totals of each micro-batch.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,18 @@ from electra_fast.errors import InputError
 _NOT_FOR_MUON = (".token", ".position", ".token_type", "classifier.weight")
 
 
-def lr_scale(config: OptimizerConfig, step: int, num_steps: int) -> float:
+class Schedule(Protocol):
+    """A configuration that says how the learning rate changes."""
+
+    @property
+    def schedule(self) -> str:
+        """`linear` or `product`."""
+
+    def num_warmup_steps(self, num_steps: int) -> float:
+        """Steps of warmup in a run of `num_steps`."""
+
+
+def lr_scale(config: Schedule, step: int, num_steps: int) -> float:
     """The learning rate at a step (0-based) of `num_steps`, as a fraction of its peak.
 
     With t the step, T the number of steps and W the warmup steps: `product`, of the published code, is
