@@ -1,11 +1,14 @@
 """Fine-tuning compared with the Trainer of `transformers`, and prediction compared with its pipeline.
 
     python bench/finetune_throughput.py [--data GLUE] [--tasks cola sst2] [--model FOLDER] [--rounds 3]
+    python bench/finetune_throughput.py --data GLUE --model FOLDER --scores 3   # whole trainings: the same scores?
 
 The same encoder, head, examples, batch size, learning rate and dropout for all. Without `--model` the encoder is a
 random one of the preset `mini`. The Trainer pads every example to 128 tokens (as `run_glue.py` does by default), to the
-longest of its batch, or that with examples of similar lengths in a batch. Each contender has a process of its own;
-rounds alternate, and the ratios of a round are compared, since a shared machine drifts. Needs `pip install accelerate`.
+longest of its batch, or that with examples of similar lengths in a batch. `--scores N` trains N seeds of each to the
+end, with one learning rate for all layers as the Trainer has, and prints their scores too. Each contender has a process
+of its own; rounds alternate, and the ratios of a round are compared, since a shared machine drifts. Needs
+`pip install accelerate`.
 """
 
 from __future__ import annotations
@@ -30,15 +33,16 @@ import electra_fast as ef
 from electra_fast import checkpoint
 from electra_fast.checkpoint_folder import TrainState
 from electra_fast.compute import choose_device
-from electra_fast.finetuning import batches, glue
+from electra_fast.finetuning import batches, glue, metrics
 from electra_fast.finetuning.config import recipe_config
+from electra_fast.finetuning.inference import model_outputs
 from electra_fast.finetuning.job import Job, make_job
 from electra_fast.finetuning.losses import batch_weights
-from electra_fast.finetuning.optimization import lr_scale
 from electra_fast.finetuning.step import FinetuneStep, StepBatch
 from electra_fast.huggingface.classifier import Classifier, write_classifier
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids, write_tokenizer
+from electra_fast.training.optim import lr_scale
 
 WARM_UP = 8
 MAX_LENGTH = 128
@@ -75,7 +79,7 @@ def make_data(folder: Path, words: int = 8_192) -> None:
 
 def make_tasks(options: argparse.Namespace, task: str) -> tuple[Job, Path]:
     """The job of a task, and the folder of its untrained model."""
-    overrides = {"finetune.head": "hf", "finetune.epochs": "1"} | options.overrides
+    overrides = {"finetune.head": "hf"} | options.overrides
     encoder = load_encoder(options.model)
     data = glue.read(task, options.data)
     job = make_job(data, recipe_config("fast", task, encoder.shape, overrides), encoder, Path(), choose_device())
@@ -99,30 +103,43 @@ def timed_steps(ends: list[float], num_tokens: int) -> dict[str, float]:
     return {"seconds": float(np.mean(seconds)), "tokens": num_tokens / len(ends)}
 
 
-def train_ours(job: Job, steps: int) -> dict[str, float]:
-    """Our step, with its packing."""
+def train_ours(job: Job, steps: int, seed: int) -> dict[str, float]:
+    """Our step, with its packing; `steps` 0: all, and the score."""
     model = job.work.model().to(job.device)
     model.load_encoder(job.encoder.state)
     model.initialize_head(0)
     step = FinetuneStep(model, job.work, job.num_processes)
-    order, ends, num_tokens = batches.training_order(job.config, len(job.examples), 0), [], 0
-    for number in range(steps):
-        chosen = order[number]
+    order, ends, num_tokens = batches.training_order(job.config, len(job.examples), seed), [], 0
+    taken = order[: steps or len(order)]
+    for number, chosen in enumerate(taken):
         chosen = chosen[chosen >= 0]
         parts, weights = job.pack(chosen), batch_weights(job.weights[chosen], job.config)
         loss, _ = step(
-            StepBatch.of(parts, job.targets[chosen], weights, 0), number, lr_scale(job.config, number, len(order))
+            StepBatch.of(parts, job.targets[chosen], weights, seed), number, lr_scale(job.config, number, len(order))
         )
         num_tokens += sum(part.num_tokens for part in parts)
-        if number == steps - 1 or job.device.type == "cpu":
+        if number == len(taken) - 1 or job.device.type == "cpu":
             loss.item()
         ends.append(time.perf_counter())
     step.close()
-    return timed_steps(ends, num_tokens)
+    found = timed_steps(ends, num_tokens)
+    if steps:
+        return found
+    outputs = model_outputs(model, job.splits[job.data.dev[0].name], job.work.compute)
+    return found | {"score": score(job, outputs)}
 
 
-def train_theirs(job: Job, folder: Path, steps: int, padding: str, sampling: str = "random") -> dict[str, float]:
-    """The Trainer with its defaults, on the same tokenized examples."""
+def score(job: Job, outputs: Any) -> float:
+    """The task's metric on its validation examples."""
+    targets = job.data.dev[0].targets
+    assert targets is not None
+    return metrics.scores(job.task, targets, outputs)[job.task.metric]
+
+
+def train_theirs(
+    job: Job, folder: Path, steps: int, seed: int, padding: str, sampling: str = "random"
+) -> dict[str, float]:
+    """The Trainer with its defaults, on the same tokenized examples; `steps` 0: all, and the score."""
     from transformers import (
         AutoModelForSequenceClassification,
         AutoTokenizer,
@@ -153,7 +170,9 @@ def train_theirs(job: Job, folder: Path, steps: int, padding: str, sampling: str
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
             warmup_steps=config.warmup_fraction,
-            max_steps=steps,
+            max_steps=steps or job.num_steps,
+            seed=seed,
+            per_device_eval_batch_size=config.batch_size,
             train_sampling_strategy=sampling,
             report_to="none",
             save_strategy="no",
@@ -163,18 +182,22 @@ def train_theirs(job: Job, folder: Path, steps: int, padding: str, sampling: str
             bf16=job.device.type == "cuda",
         )
         model = AutoModelForSequenceClassification.from_pretrained(folder)
-        trainer = Trainer(model, arguments, collate_and_count, list(rows_of(job)), callbacks=[Clock()])
+        rows = [row | {"labels": job.targets[i].item()} for i, row in enumerate(rows_of(job, job.examples))]
+        trainer = Trainer(model, arguments, collate_and_count, rows, callbacks=[Clock()])
         trainer.train()
-    return timed_steps(ends, sum(tokens[: len(ends)]))  # the next batch may have been collated already
+        found = timed_steps(ends, sum(tokens[: len(ends)]))  # the next batch may have been collated already
+        if steps:
+            return found
+        outputs = trainer.predict(list(rows_of(job, job.splits[job.data.dev[0].name]))).predictions
+    return found | {"score": score(job, outputs)}
 
 
-def rows_of(job: Job) -> Iterator[dict[str, Any]]:
-    """The tokenized examples as the Trainer takes them."""
-    examples = job.examples
+def rows_of(job: Job, examples: batches.EncodedExamples) -> Iterator[dict[str, Any]]:
+    """Tokenized examples as the Trainer takes them."""
     has_types = job.work.shape.architecture == "bert"
     for i in range(len(examples)):
         place = slice(examples.offsets[i], examples.offsets[i + 1])
-        row = {"input_ids": examples.ids[place].tolist(), "labels": job.targets[i].item()}
+        row = {"input_ids": examples.ids[place].tolist()}
         yield row | ({"token_type_ids": examples.token_types[place].tolist()} if has_types else {})
 
 
@@ -203,16 +226,17 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     task, contender = options.contender
     job, folder = make_tasks(options, task)
     if contender == "ours":
-        return train_ours(job, options.steps)
+        return train_ours(job, options.steps, options.seed)
     if contender in TRAINERS:
-        return train_theirs(job, folder, options.steps, **TRAINERS[contender])
+        return train_theirs(job, folder, options.steps, options.seed, **TRAINERS[contender])
     return predict(job, folder, contender)
 
 
-def child(options: argparse.Namespace, task: str, contender: str) -> dict[str, float]:
+def child(options: argparse.Namespace, task: str, contender: str, seed: int = 0) -> dict[str, float]:
     """`measure` in a process of its own."""
     arguments = [sys.executable, __file__, "--contender", task, contender, "--data", str(options.data)]
     arguments += ["--model", str(options.model), "--steps", str(options.steps), "--cache", str(options.cache)]
+    arguments += ["--seed", str(seed)]
     arguments += [word for name, value in options.overrides.items() for word in (f"--{name}", value)]
     environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "true"}
     found = subprocess.run(arguments, capture_output=True, text=True, env=environment)
@@ -228,13 +252,16 @@ def compare(options: argparse.Namespace, results: Results, task: str, contenders
     Times are per token of text, since the batches of a few steps are not equally long: sampling by length begins with
     the longest.
     """
-    rounds = [{name: child(options, task, name) for name in contenders} for _ in range(options.rounds)]
+    rounds = [{name: child(options, task, name, seed) for name in contenders} for seed in range(options.rounds)]
     times = [{name: found["seconds"] / found["tokens"] for name, found in each.items()} for each in rounds]
     for name in contenders:
         speed = statistics.median(1 / each[name] for each in times)
         ratio = statistics.median(each[name] / each[contenders[0]] for each in times)
         line = f"{what} {task:5} {name:32} {speed:8,.0f} tokens/s  {ratio:5.2f} times our time"
-        results.add(line, task=task, contender=name, tokens_per_second=speed, ratio=ratio, rounds=len(rounds))
+        scores = [each[name]["score"] for each in rounds if "score" in each[name]]
+        line += "  scores " + ", ".join(f"{each:.4f}" for each in scores) if scores else ""
+        found = {"tokens_per_second": speed, "ratio": ratio, "rounds": len(rounds), "scores": scores}
+        results.add(line, task=task, contender=name, **found)
 
 
 def main() -> None:
@@ -248,6 +275,8 @@ def main() -> None:
     parser.add_argument("--recipe", default="google", help="of the random encoder (%(default)s)")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scores", type=int, default=0, metavar="N", help="train N seeds to the end, print scores")
+    parser.add_argument("--seed", type=int, default=0, help="of --contender")
     parser.add_argument("--contender", nargs=2, metavar=("TASK", "NAME"), help="measure one, print JSON")
     options = parse_arguments(parser, with_overrides=True, for_cpu=not torch.cuda.is_available())
     if options.contender:
@@ -264,6 +293,14 @@ def main() -> None:
         if not (options.model / "checkpoints").exists():
             make_encoder(options.model, options.vocab, options.recipe, options.preset)
     results = Results(options.results, options.device, processor() if options.device.type == "cpu" else None)
+    if options.scores:
+        options.steps, options.rounds = 0, options.scores
+        options.overrides.setdefault("finetune.layer_decay", "1.0")
+        # Padding to 128 differs in nothing but time.
+        trainers = list(TRAINERS)[1:]
+        for task in options.tasks:
+            compare(options, results, task, ["ours", *trainers], "training  ")
+        return
     for task in options.tasks:
         compare(options, results, task, ["ours", *TRAINERS], "training  ")
         compare(options, results, task, ["predict", "pipeline"], "prediction")
