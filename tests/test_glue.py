@@ -143,6 +143,13 @@ def test_labels_are_words_or_numbers(tmp_path, name, labels, ids):
     assert glue.read(name, folder).train.targets.tolist() == ids
 
 
+@pytest.mark.parametrize(("name", "label"), [("cola", "1"), ("rte", "entailment"), ("stsb", "3.8")])
+def test_a_training_file_with_one_label_is_refused(tmp_path, name, label):
+    folder = write_task(tmp_path, name)
+    path = write(folder / "train.tsv", OFFICIAL[name][0], [label] * 3)
+    assert message_of(name, folder) == f"{path}: the label '{label}' in every example; there is nothing to learn"
+
+
 @pytest.mark.parametrize(
     ("name", "label", "allowed"),
     [

@@ -178,6 +178,21 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path, name):
     assert message_of(lambda: rows_of(path, ["body"], flag="--label")) == message
 
 
+@pytest.mark.parametrize(
+    ("name", "header", "hint"),
+    [
+        ("a.csv", "text;label", "a single column: commas separate the cells of a .csv file, tabs those of a .tsv file"),
+        ("a.tsv", "text,label", "a single column: commas separate the cells of a .csv file, tabs those of a .tsv file"),
+        ("a.tsv", '"text"\t"label"', "if quotes enclose cells, add --quoting csv"),
+    ],
+)
+def test_a_missing_column_may_be_due_to_the_delimiter(write, name, header, hint):
+    path = write(name, f"{header}\nx\n")
+    there = ", ".join(header.split("\t"))
+    expected = f"{path}: no column 'text'; there are: {there} ({hint}); choose with --text"
+    assert message_of(lambda: rows_of(path, ["text"])) == expected
+
+
 def test_a_json_line_may_lack_what_is_not_used(write):
     path = write("data.jsonl", '{"a": "x", "b": 1}\n{"c": null, "b": 2}\n')
     assert column_names(path) == ("a", "b", "c")

@@ -273,7 +273,10 @@ def _read_split(glue: GlueTask, name: str, path: Path, notes: list[str], id_colu
     notes += _malformed_note(path, malformed, len(lines) + len(malformed))
     are_hidden = _is_test(name) and set(labels) <= {"", "-1"}
     targets = None if are_hidden else _targets(glue, path, lines, labels)
-    return _decided(Split(name=name, path=path, texts=texts, targets=targets, ids=ids), notes)
+    split = _decided(Split(name=name, path=path, texts=texts, targets=targets, ids=ids), notes)
+    if name == "train" and split.targets is not None and len(np.unique(split.targets)) == 1:
+        raise InputError(f"{path}: the label {labels[0]!r} in every example; there is nothing to learn")
+    return split
 
 
 def _is_test(name: str) -> bool:

@@ -22,6 +22,7 @@ from electra_fast.finetuning.tables import (
     column_names,
     read_table,
     text_of,
+    there_are,
 )
 from electra_fast.finetuning.task import Split, Task, TaskData, select
 
@@ -135,7 +136,7 @@ def _choose_columns(
     label = label or tuple(name for name in LABEL_COLUMNS if name in available)[:1]
     for kind, names in (("text", text), ("label", label)):
         if not names:
-            raise InputError(f"{path}: no {kind} column; there are: {', '.join(available)}; choose with --{kind}")
+            raise InputError(f"{path}: no {kind} column; {there_are(available)}; choose with --{kind}")
         check_columns(path, available, names, f"--{kind}")
     if len(text) > 2:
         raise InputError(f"--text names {len(text)} columns ({', '.join(text)}); it can be one or two")

@@ -138,7 +138,7 @@ def _default_columns(file: Path, quoting: tables.Quoting) -> tuple[str, ...]:
     for columns in TEXT_COLUMNS:
         if set(columns) <= first.keys():
             return columns
-    raise InputError(f"{file}: no text column; there are: {', '.join(first)}; choose with --text")
+    raise InputError(f"{file}: no text column; {tables.there_are(first)}; choose with --text")
 
 
 def _chunks(rows: Iterator[tuple[int, tables.Row]]) -> Iterator[list[tuple[int, tables.Row]]]:

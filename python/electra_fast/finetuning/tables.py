@@ -108,7 +108,18 @@ def check_columns(path: Path, available: Iterable[str], wanted: Iterable[str], f
     """Raises InputError if the file lacks one of the wanted columns, naming those that it has."""
     for name in wanted:
         if name not in available:
-            raise InputError(f"{path}: no column {name!r}; there are: {', '.join(available)}; choose with {flag}")
+            raise InputError(f"{path}: no column {name!r}; {there_are(available)}; choose with {flag}")
+
+
+def there_are(names: Iterable[str]) -> str:
+    """For an error about a missing column: those that there are, and why they may not be what the user expects."""
+    names = tuple(names)
+    listed = f"there are: {', '.join(names)}"
+    if len(names) == 1 and any(delimiter in names[0] for delimiter in ",;\t"):
+        return f"{listed} (a single column: commas separate the cells of a .csv file, tabs those of a .tsv file)"
+    if names and all(len(name) > 1 and name[0] == name[-1] == '"' for name in names):
+        return f"{listed} (if quotes enclose cells, add --quoting csv)"
+    return listed
 
 
 def text_of(path: Path, line: int, row: Row, column: str, *, flag: str = "--text") -> str:
@@ -117,7 +128,7 @@ def text_of(path: Path, line: int, row: Row, column: str, *, flag: str = "--text
     if isinstance(value, str):
         return value
     if column not in row:
-        raise InputError(f"{place(path, line)}: no {column!r}; there are: {', '.join(row)}; choose with {flag}")
+        raise InputError(f"{place(path, line)}: no {column!r}; {there_are(row)}; choose with {flag}")
     raise InputError(f"{place(path, line)}: {column!r} is {'null' if value is None else abbreviated(value)}, not text")
 
 
