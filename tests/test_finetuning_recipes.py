@@ -1,5 +1,7 @@
 """The recipes' values, against the draft's table 6 and the published code."""
 
+from dataclasses import replace
+
 import pytest
 
 from electra_fast.config import Config
@@ -91,6 +93,17 @@ def test_google(shape, rate, decay, task, both_orders):
     assert (config.learning_rate, config.layer_decay, config.both_orders) == (rate, decay, both_orders)
     assert config.head == "google" and config.head_dropout == 0.1 and not config.bias_correction
     assert config.order == "buffer" and config.layer_decay_form == "google" and config.clip_norm == 1
+
+
+@pytest.mark.parametrize("shape, rate", [(SMALL, 3e-4), (BASE, 1e-4), (LARGE, 5e-5)])
+@pytest.mark.parametrize("dropout, attention_dropout", [(0.1, 0.1), (0.0, 0.2)])
+def test_fast_has_the_encoders_dropout(shape, rate, dropout, attention_dropout):
+    shape = replace(shape, dropout=dropout, attention_dropout=attention_dropout)
+    config = recipe_config("fast", "cola", shape, {}).finetune
+    assert (config.dropout, config.attention_dropout) == (dropout, attention_dropout)
+    assert (config.learning_rate, config.layer_decay, config.schedule) == (rate, 0.9, "linear")
+    assert config.head == "hf" and config.bias_correction
+    assert recipe_config("fast", "cola", shape, {"finetune.dropout": "0.3"}).finetune.dropout == 0.3
 
 
 def test_every_key_can_be_overridden():
