@@ -99,10 +99,10 @@ def test_google(shape, rate, decay, task, both_orders):
 @pytest.mark.parametrize("dropout, attention_dropout", [(0.1, 0.1), (0.0, 0.2)])
 def test_fast_has_the_encoders_dropout(shape, rate, dropout, attention_dropout):
     shape = replace(shape, dropout=dropout, attention_dropout=attention_dropout)
-    config = recipe_config("fast", "cola", shape, {}).finetune
+    config = recipe_config("fast", "stsb", shape, {}).finetune
     assert (config.dropout, config.attention_dropout) == (dropout, attention_dropout)
     assert (config.learning_rate, config.layer_decay, config.schedule) == (rate, 0.9, "linear")
-    assert config.head == "hf" and config.bias_correction
+    assert config.epochs == 3 and config.head == "hf" and config.bias_correction
     assert recipe_config("fast", "cola", shape, {"finetune.dropout": "0.3"}).finetune.dropout == 0.3
 
 
