@@ -133,7 +133,8 @@ def score(job: Job, outputs: Any) -> float:
     """The task's metric on its validation examples."""
     targets = job.data.dev[0].targets
     assert targets is not None
-    return metrics.scores(job.task, targets, outputs)[job.task.metric]
+    values = outputs[:, 0] if job.task.kind == "regression" else outputs
+    return metrics.scores(job.task, targets, values)[job.task.metric]
 
 
 def train_theirs(
