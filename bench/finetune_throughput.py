@@ -189,6 +189,7 @@ def train_theirs(
         found = timed_steps(ends, sum(tokens[: len(ends)]))  # the next batch may have been collated already
         if steps:
             return found
+        trainer.args.train_sampling_strategy = "random"  # by length it would order the predictions by length, too
         outputs = trainer.predict(list(rows_of(job, job.splits[job.data.dev[0].name]))).predictions
     return found | {"score": score(job, outputs)}
 
