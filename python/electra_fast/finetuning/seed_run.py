@@ -170,9 +170,8 @@ class SeedRun:
         for split in (*self.job.data.dev, *self.job.data.test):
             outputs = self._outputs(split, stop)
             self._write_predictions(split, outputs)
-            ending = split.name.removeprefix("dev").replace("-", "_")
-            ending = f"_{ending}" if ending and not ending.startswith("_") else ending
             if split.targets is not None:
+                ending = f"_{split.name}".removeprefix("_dev").replace("-", "_")
                 scores = metrics.scores(self.job.task, split.targets, outputs)
                 result |= {f"{name}{ending}": value for name, value in scores.items()}
             if split is self.job.data.dev[0] and (warning := metrics.collapse(self.job.task, outputs)):

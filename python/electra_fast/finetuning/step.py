@@ -47,9 +47,9 @@ class StepBatch:
     @classmethod
     def of(cls, parts: Sequence[PackedBatch], targets: NDArray[Any], weights: NDArray[Any], seed: int) -> Self:
         """Gives each part its share of the batch's targets and weights; what is no example weighs nothing."""
-        weights_of = [np.where(part.examples >= 0, weights[part.examples], 0).astype(np.float32) for part in parts]
+        weights = weights.astype(np.float32)
         batches = [
-            TrainingBatch(part, targets[part.examples], own) for part, own in zip(parts, weights_of, strict=True)
+            TrainingBatch(part, targets[part.examples], weights[part.examples] * (part.examples >= 0)) for part in parts
         ]
         return cls(batches, seed)
 
