@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Added to the call index in the counter's last word: the sampler uses 0 and 1 there.
+# Added to the call index in the counter's last word: samplers use 0, 1 and 2 there.
 FIRST_CALL = tl.constexpr(1 << 16)
 # Probabilities are multiples of 2^-24, so that the upper 24 bits of a word compare as signed integers.
 RESOLUTION = tl.constexpr(1 << 24)

@@ -7,6 +7,7 @@ from electra_fast.kernels.dropout import dropout
 from electra_fast.kernels.embedding_norm import embedding_norm
 from electra_fast.kernels.generator_head import generator_head
 from electra_fast.kernels.residual_norm import layer_norm, residual_norm
+from electra_fast.kernels.sample_alias import sample_alias
 
 __all__ = [
     "bias_gelu",
@@ -19,4 +20,5 @@ __all__ = [
     "generator_head",
     "layer_norm",
     "residual_norm",
+    "sample_alias",
 ]

@@ -1,4 +1,4 @@
-"""Philox draws and what samplers make of them, shared by the kernels of the generator head (Triton).
+"""Philox draws and what samplers make of them, shared by the kernels that sample (Triton).
 
 The counters' layout and the reference are in `electra_fast.sampling`.
 """
@@ -11,7 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def philox4(seed, step, slot, quad, stream):
-    """Four uint32 words: of tiles 4 * quad … 4 * quad + 3 (stream 0), or for the draw within a tile (stream 1)."""
+    """Four uint32 words: of tiles 4 * quad … 4 * quad + 3 (stream 0), or for the draw within a tile (stream 1).
+
+    Stream 2 is for the alias method.
+    """
     zero = slot * 0
     return tl.philox(seed, (zero + quad).to(tl.uint32), slot.to(tl.uint32), (zero + step).to(tl.uint32),
                      (zero + stream).to(tl.uint32))  # fmt: skip

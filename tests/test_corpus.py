@@ -13,6 +13,7 @@ import tokenizers
 
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.errors import InputError
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = "the token ##s shard mask café naïve cafe naive strasse ##ing mark ##ed un ##able Σοφος σοφος 東 京".split()
@@ -270,6 +271,23 @@ def test_wide_ids(tmp_path):
     vocab.write_text("\n".join(SPECIAL + [f"w{n}" for n in range(70_000)]))
     prepare(iter(["w0 w69999"]), vocab=vocab, out=tmp_path / "out", progress=False)
     assert Corpus(tmp_path / "out")[0].tolist() == [5, 70_004]
+
+
+@pytest.mark.parametrize("unused", [0, 70_000])
+def test_token_counts_are_those_of_the_documents(tmp_path, unused):
+    (tmp_path / "vocab.txt").write_text("\n".join(VOCAB + [f"unused{n}" for n in range(unused)]))
+    prepare(iter([*DOCUMENTS, "[MASK] \u0e01"]), vocab=tmp_path / "vocab.txt", out=tmp_path / "out", progress=False)
+    corpus = Corpus(tmp_path / "out")
+    counts = corpus.token_counts()
+    assert counts.dtype == np.int64 and counts.sum() == corpus.num_tokens
+    assert np.array_equal(counts, np.bincount(np.concatenate(list(corpus)), minlength=len(VOCAB) + unused))
+    assert counts[1] > 0 and not counts[[0, 2, 3, 4]].any()  # of the special tokens, only [UNK] is stored
+    tokens = tmp_path / "out/shard-000000-000.tokens"
+    data = bytearray(tokens.read_bytes())
+    data[len(data) // 2] ^= 4
+    tokens.write_bytes(data)
+    with pytest.raises(InputError, match=r"shard-000000-000\.tokens: block 0 of 1 is damaged"):
+        Corpus(tmp_path / "out").token_counts()
 
 
 def test_the_same_text_trains_the_same_vocabulary(tmp_path):

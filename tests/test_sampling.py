@@ -1,4 +1,4 @@
-"""Philox against its published test vectors, and samples against the distribution they are drawn from."""
+"""Philox against its published test vectors, and samples against the distributions they are drawn from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from electra_fast.sampling import philox, sample_categorical
+from electra_fast.errors import InputError
+from electra_fast.sampling import alias_table, philox, sample_alias_reference, sample_categorical
 
 ONES = 0xFFFFFFFF
 
@@ -121,3 +122,90 @@ def test_half_precision_logits_are_sampled_in_full_precision() -> None:
     logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(1)).bfloat16()
     slots, key = torch.arange(64), torch.tensor([1, 1])
     assert torch.equal(sample_categorical(logits, slots, key), sample_categorical(logits.float(), slots, key))
+
+
+def zipf(vocab_size: int) -> Tensor:
+    """Weights like those of words, some of which never occur."""
+    weights = 1 / (torch.arange(vocab_size).double() + 1)
+    random = torch.Generator().manual_seed(vocab_size)
+    weights[torch.randperm(vocab_size, generator=random)[: vocab_size // 4]] = 0
+    return weights
+
+
+WEIGHTS = {
+    "zipf": zipf(3000),
+    "long": zipf(250_000),
+    "uniform": torch.full((300,), 0.1, dtype=torch.float64),
+    "counts": torch.tensor([0, 0, 7, 1, 0, 123_456_789_012]),
+    "one": torch.tensor([0.0, 2.0, 0.0]),
+    "single": torch.tensor([5.0]),
+    "huge": torch.tensor([1e308, 1.5e308, 0, 1e308], dtype=torch.float64),
+    "tiny": torch.tensor([5e-324, 1e-323, 0], dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_an_alias_table_has_the_probabilities_of_its_weights(name: str) -> None:
+    weights = WEIGHTS[name]
+    vocab_size, table = len(weights), alias_table(weights)
+    assert table.shape == (vocab_size, 2) and table.dtype == torch.int64 and table.is_contiguous()
+    threshold, alias = table.unbind(1)
+    assert ((threshold >= 0) & (threshold <= 2**32)).all() and ((alias >= 0) & (alias < vocab_size)).all()
+    # In integers: every row has 2^32 units of probability, for its entry and its alias.
+    units = threshold.index_add(0, alias, 2**32 - threshold)
+    assert units.sum() == vocab_size * 2**32 and not units[weights == 0].any()
+    expected = weights.double() / weights.max()
+    expected /= expected.sum()
+    assert (units.double() / (vocab_size * 2**32) - expected).abs().max() < 2**-31
+
+
+def test_equal_weights_always_keep_the_entry() -> None:
+    for weight in (1, 0.1, 3e-300):
+        threshold, alias = alias_table(torch.full((30_522,), weight, dtype=torch.float64)).unbind(1)
+        assert (threshold == 2**32).all() and torch.equal(alias, torch.arange(30_522))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([0.0, 0.0], "the weights of all 2 entries are 0"),
+        ([], "the weights of all 0 entries are 0"),
+        ([1.0, -0.5], "the weight of entry 1 is -0.5"),
+        ([math.nan, 1.0], "the weight of entry 0 is nan"),
+        ([1.0, 2.0, math.inf], "the weight of entry 2 is inf"),
+    ],
+)
+def test_weights_that_are_no_distribution_are_refused(weights: list[float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        alias_table(torch.tensor(weights))
+
+
+def draw_alias(weights_V: Tensor, num_samples: int, seed: int = 3, step: int = 5) -> Tensor:
+    return sample_alias_reference(alias_table(weights_V), torch.arange(num_samples), torch.tensor([seed, step]))
+
+
+@pytest.mark.parametrize("name", ["zipf", "long", "uniform", "counts", "one", "single"])
+def test_samples_of_an_alias_table_follow_the_weights(name: str) -> None:
+    weights = WEIGHTS[name].double()
+    samples = draw_alias(weights, 300_000)
+    assert not weights[samples].eq(0).any()
+    assert (weights > 0).sum() == 1 or p_value(samples, weights / weights.sum()) > 1e-3
+    if name in ("zipf", "long"):  # the test has power: it rejects a slightly flatter distribution
+        assert p_value(samples, weights**0.95 / (weights**0.95).sum()) < 1e-6
+
+
+def test_uniform_samples_cover_the_whole_vocabulary() -> None:
+    samples = draw_alias(torch.ones(5000), 100_000)
+    assert len(samples.unique()) == 5000 and samples.min() == 0 and samples.max() == 4999
+
+
+def test_samples_of_an_alias_table_depend_on_slot_step_and_seed_only() -> None:
+    table, slots, key = alias_table(zipf(3000)), torch.arange(1000), torch.tensor([2**40 + 1, 9])
+    whole = sample_alias_reference(table, slots, key)
+    for part in (slots[5:10], slots.flip(0), slots[7:8], slots[:0]):
+        assert torch.equal(sample_alias_reference(table, part, key), whole[part])
+    uniform, pairs = torch.ones(16), torch.full((256,), 1 / 256)
+    first = draw_alias(uniform, 50_000)
+    others = {"step": draw_alias(uniform, 50_000, step=6), "seed": draw_alias(uniform, 50_000, seed=2**32 + 3)}
+    for name, other in (others | {"slot": first.roll(1)}).items():
+        assert p_value(first * 16 + other, pairs) > 1e-3, name

@@ -22,7 +22,7 @@ from torch import Tensor
 from electra_fast import cpu_ops
 from electra_fast.dispatch import kernels, uses_cpu_ops, uses_kernels
 from electra_fast.kernels import gather_rows as row_kernels
-from electra_fast.sampling import modify_logits, philox, sample_categorical
+from electra_fast.sampling import modify_logits, philox, sample_alias_reference, sample_categorical
 
 # What `discriminator_loss` counts over valid tokens, in this order.
 DISCRIMINATOR_TOTALS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
@@ -81,7 +81,7 @@ def dropout_reference(x_TD: Tensor, dropout: Dropout) -> Tensor:
     """`dropout` in plain PyTorch.
 
     With a key, one Philox call serves four adjacent columns. Its counter is (column // 4, token within the
-    step, step, 2^16 + call index); the sampler uses 0 and 1 as the last word. An element is dropped if the
+    step, step, 2^16 + call index); `sampling` uses smaller last words. An element is dropped if the
     upper 24 bits of its word are below probability * 2^24.
     """
     if not dropout.probability or dropout.key is None:
@@ -299,7 +299,7 @@ def replaced_logits_reference(
     return token_logits(bias_gelu_reference(x_TD, dense_weight_DD, dense_bias_D), weight_1D, bias_1)
 
 
-def token_logits(x_TD: Tensor, weight_1D: Tensor, bias_1: Tensor) -> Tensor:
+def token_logits(x_TD: Tensor, weight_1D: Tensor, bias_1: Tensor | None) -> Tensor:
     """The discriminator's classifier, in fp32 whatever x's dtype; [T, D] → fp32 [T].
 
     Early in training logits differ by less than bf16 resolves: rounded to bf16, most would tie.
@@ -388,3 +388,9 @@ def generator_head_reference(
         return nll_M, None, correct_M
     logits_MV = modify_logits(logits_MV, target_M, temperature, disallow_correct)
     return nll_M, sample_categorical(logits_MV, slot_M, seed_and_step), correct_M
+
+
+def sample_alias(table_V2: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
+    """One sample per slot of a fixed distribution, given its `sampling.alias_table`; [V, 2], int64 [M] → int64 [M]."""
+    sample = kernels().sample_alias if uses_kernels(slot_M) else sample_alias_reference
+    return sample(table_V2, slot_M, seed_and_step)

@@ -1,10 +1,13 @@
-"""Exact samples from softmax(logits) by Gumbel-max over tiles, from a counter-based generator.
+"""Exact samples from a counter-based generator: of softmax(logits), and of a fixed distribution.
 
-Gumbel-max over the logsumexps of tiles of 128 logits chooses a tile; inverting the CDF within it at one
+For logits, Gumbel-max over the logsumexps of tiles of 128 chooses a tile; inverting the CDF within it at one
 uniform draw chooses the entry. This is exact, and takes far fewer random numbers than one per logit.
 They depend on (seed, step, slot, tile) only, so a slot gets the same sample whatever the micro-batch,
 rank or backend. Seed and step are in a device tensor, so that every replay of a captured graph reads
-the current values.
+the current values. A fixed distribution is sampled by the alias method, in constant time per slot.
+
+The counters of Philox end in a word that tells their uses apart: 0 and 1 for logits, 2 for the alias method,
+2^16 and above for dropout.
 
 Shapes: M masked slots, V vocabulary, K tiles, t entries of one tile.
 """
@@ -17,8 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from electra_fast.errors import InputError
+
 TILE = 128
 _MASK32 = 0xFFFFFFFF
+_UNITS = 2**32  # of probability in a row of an alias table
 # Philox4x32-10 (Salmon et al., 2011): multipliers and Weyl constants.
 _M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 
@@ -112,3 +118,63 @@ def draw_noise(num_tiles: int, slot_M: Tensor, seed_and_step: Tensor) -> Noise:
     words = philox(counter, (seed & _MASK32, (seed >> 32) & _MASK32))
     word_MK = torch.stack([word[:, :num_quads] for word in words], dim=-1).flatten(1)[:, :num_tiles]
     return Noise(-torch.log(_exponential(_uniform(word_MK))), _uniform(words[0][:, num_quads:]))
+
+
+def alias_table(weights_V: Tensor) -> Tensor:
+    """The table that `sample_alias_reference` draws from: entries in proportion to `weights_V`, fp64 [V].
+
+    Walker's alias method in Vose's form (1991), in integers: every entry gets its share of V * 2^32 units, rounded,
+    and the heaviest entry takes up what rounding left. So each probability is exact to 2^-32, an entry of weight 0
+    is never drawn, and the same weights give the same table everywhere.
+
+    Returns:
+        int64 [V, 2] on the weights' device: the threshold, which keeps the drawn entry if a 32-bit word is below it
+        (2^32: always), and the alias, which is the sample otherwise. A row is 16 bytes of memory.
+
+    Raises:
+        ValueError: A weight is negative, infinite or not a number, or none is above 0.
+    """
+    device, weights_V = weights_V.device, weights_V.double().cpu()
+    usable_V = weights_V.isfinite() & (weights_V >= 0)
+    if not usable_V.all():
+        entry = int(usable_V.int().argmin())
+        raise InputError(f"the weight of entry {entry} is {weights_V[entry].item()}; weights are finite and 0 or above")
+    if not weights_V.any():
+        raise InputError(f"the weights of all {len(weights_V)} entries are 0; at least one must be above 0")
+    units = _in_units(weights_V)
+    alias = list(range(len(units)))
+    light = [entry for entry, each in enumerate(units) if each < _UNITS]
+    heavy = [entry for entry, each in enumerate(units) if each > _UNITS]
+    while light:  # in integers, the heavy entries exceed 2^32 by just as much as the light ones lack
+        entry, giver = light.pop(), heavy[-1]
+        alias[entry] = giver
+        units[giver] -= _UNITS - units[entry]
+        if units[giver] <= _UNITS:
+            heavy.pop()
+        if units[giver] < _UNITS:
+            light.append(giver)
+    return torch.tensor([units, alias]).T.contiguous().to(device)
+
+
+def _in_units(weights_V: Tensor) -> list[int]:
+    """The weights as integers with the sum V * 2^32."""
+    relative_V = weights_V / weights_V.max()  # the sum of large weights could overflow
+    # math.fsum rounds once; the result of torch's sum depends on the number of threads.
+    scale = len(weights_V) * _UNITS / math.fsum(relative_V.tolist())
+    units_V = (relative_V * scale).round().long()
+    units_V[relative_V.argmax()] += len(weights_V) * _UNITS - units_V.sum()
+    return units_V.tolist()
+
+
+def sample_alias_reference(table_V2: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
+    """One sample per slot of the distribution of an `alias_table`; int64 [V, 2], int64 [M] → int64 [M].
+
+    Slots, seed and step are those of `sample_categorical`. The counter is (0, slot, step, 2). The first word chooses
+    a row of the table, each with probability 1 / V to 2^-32 (V < 2^31). The second chooses the row's entry or alias.
+    """
+    seed, step = seed_and_step.unbind()
+    counter = (torch.zeros_like(step), slot_M, step, torch.full_like(step, 2))
+    word_M, coin_M, *_ = philox(counter, (seed & _MASK32, (seed >> 32) & _MASK32))
+    entry_M = (word_M * table_V2.shape[0]) >> 32
+    threshold_M, alias_M = table_V2[entry_M].unbind(1)
+    return torch.where(coin_M < threshold_M, entry_M, alias_M)

@@ -40,6 +40,7 @@ CALLS = [
     ("replaced_logits", "gelu_logit", (zeros(4, 8), zeros(8, 8), zeros(8), zeros(1, 8), zeros(1))),
     ("discriminator_loss", "discriminator_loss", (zeros(4), flags(4), flags(4))),
     ("generator_head", "generator_head", (zeros(4, 8), zeros(9, 8), zeros(9), ids(4), zeros(4), ids(4), KEY[:2])),
+    ("sample_alias", "sample_alias", (ids(9, 2), ids(4), KEY[:2])),
 ]
 
 

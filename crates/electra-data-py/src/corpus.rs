@@ -43,6 +43,14 @@ impl Corpus {
         found.map(coverage_tuple).map_err(raise)
     }
 
+    /// How often each id occurs, as the bytes of little-endian u64.
+    fn token_counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let inner = self.get(py)?;
+        let counts = py.detach(|| inner.token_counts()).map_err(raise)?;
+        let bytes: Vec<u8> = counts.into_iter().flat_map(u64::to_le_bytes).collect();
+        Ok(PyBytes::new(py, &bytes))
+    }
+
     #[getter]
     fn path(&self) -> &Path {
         &self.path

@@ -172,6 +172,14 @@ class Corpus(Sequence[Ids]):
         """How well the vocabulary covers the corpus: [UNK] per token, tokens per word."""
         return corpus_coverage(self._inner, Tokenizer.of(self)._inner)
 
+    def token_counts(self) -> NDArray[np.int64]:
+        """How often each id occurs in the documents: int64, shape [vocab_size].
+
+        The special tokens count 0, except [UNK]: the others are not stored. Reads the whole corpus, on all cores
+        without the GIL; a damaged block raises ValueError.
+        """
+        return np.frombuffer(self._inner.token_counts(), dtype="<u8").astype(np.int64)
+
     @property
     def content_hash(self) -> str:
         """Identifies tokens, order and tokenizer: 32 hexadecimal digits."""

@@ -11,6 +11,7 @@ mod shard;
 mod synthetic;
 #[cfg(test)]
 pub(crate) mod testing;
+mod token_counts;
 mod verify;
 mod writer;
 

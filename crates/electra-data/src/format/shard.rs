@@ -135,6 +135,13 @@ impl Shard {
         damaged(&self.lines_path, reason)
     }
 
+    /// The error for an id that is too large for the vocabulary.
+    #[cold]
+    pub(super) fn outside_vocabulary(&self, token: u64, id: u32, vocab_size: usize) -> Error {
+        let reason = format!("token {token}: id {id} is not in the vocabulary of {vocab_size}");
+        damaged(&self.tokens_path, reason)
+    }
+
     /// The token file, opened on first use.
     pub(super) fn tokens(&self) -> Result<&MappedFile> {
         let kind = FileKind::Tokens { width: self.width };

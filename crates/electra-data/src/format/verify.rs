@@ -118,8 +118,7 @@ fn check_ids(shard: &Shard, vocab_size: u32) -> Result<()> {
         shard.copy_tokens(start, ids)?;
         if let Some(index) = ids.iter().position(|&id| id as u32 >= vocab_size) {
             let (at, id) = (start + index as u64, ids[index] as u32);
-            let reason = format!("token {at}: id {id} is not in the vocabulary of {vocab_size}");
-            return Err(damaged(shard.tokens()?.path(), reason));
+            return Err(shard.outside_vocabulary(at, id, vocab_size as usize));
         }
         start += count;
     }

@@ -1,0 +1,116 @@
+//! How often each token occurs in a corpus: the weights of a unigram distribution.
+
+use rayon::prelude::*;
+
+use super::corpus::Corpus;
+use super::shard::Shard;
+use crate::error::Result;
+use crate::threads::on_all_cores;
+
+/// Tokens read at a time: their ids stay in the processor's cache.
+const CHUNK_TOKENS: u64 = 1 << 15;
+/// At least this many chunks share one table of counts, which has an entry for every entry of the vocabulary.
+const MIN_CHUNKS: usize = 32;
+
+impl Corpus {
+    /// How often each id occurs in all documents, of [`Corpus::vocab_size`] ids. Every block is verified, as
+    /// for [`Corpus::document`].
+    pub fn token_counts(&self) -> Result<Vec<u64>> {
+        let chunks: Vec<(&Shard, u64)> = self
+            .shards()
+            .iter()
+            .flat_map(|shard| {
+                (0..shard.num_tokens()).step_by(CHUNK_TOKENS as usize).map(move |start| (shard, start))
+            })
+            .collect();
+        let zeros = || vec![0; self.vocab_size() as usize];
+        let add = |mut sum: Vec<u64>, counts: Vec<u64>| {
+            sum.iter_mut().zip(counts).for_each(|(total, count)| *total += count);
+            Ok(sum)
+        };
+        on_all_cores(|| {
+            let chunks = chunks.par_iter().with_min_len(MIN_CHUNKS);
+            chunks
+                .try_fold(zeros, |counts, &(shard, start)| count_chunk(shard, start, counts))
+                .try_reduce(zeros, add)
+        })?
+    }
+}
+
+fn count_chunk(shard: &Shard, start: u64, mut counts: Vec<u64>) -> Result<Vec<u64>> {
+    let mut ids = vec![0; CHUNK_TOKENS.min(shard.num_tokens() - start) as usize];
+    shard.tokens()?.expect_whole()?;
+    shard.copy_tokens(start, &mut ids)?;
+    for (at, &id) in (start..).zip(&ids) {
+        match counts.get_mut(id as u32 as usize) {
+            Some(count) => *count += 1,
+            None => return Err(shard.outside_vocabulary(at, id as u32, counts.len())),
+        }
+    }
+    Ok(counts)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+    use crate::format::testing::{HEADER_BYTES, forge, write_corpus};
+
+    /// Ids of which some are frequent and some are absent, in documents of several chunks and several shards.
+    fn documents(size: u32) -> Vec<Vec<Vec<u32>>> {
+        let id = |n: u32| n.wrapping_mul(2_654_435_761) % size / (1 + n % 3);
+        (0..9).map(|d| vec![(0..50_000).map(|n| id(n + d)).collect(), vec![], vec![size - 1]]).collect()
+    }
+
+    #[test]
+    fn counts_are_those_of_the_documents() {
+        for size in [7, 60_000, 70_000] {
+            let dir = tempfile::tempdir().unwrap();
+            write_corpus(dir.path(), size, &documents(size), 120_000);
+            let corpus = Corpus::open(dir.path()).unwrap();
+            assert!(corpus.shards().len() > 1);
+            let mut expected = vec![0; size as usize];
+            for id in (0..corpus.num_documents()).flat_map(|index| corpus.document(index).unwrap()) {
+                expected[id as usize] += 1;
+            }
+            assert_eq!(corpus.token_counts().unwrap(), expected);
+        }
+    }
+
+    #[test]
+    fn an_empty_corpus_has_no_tokens() {
+        let dir = tempfile::tempdir().unwrap();
+        write_corpus(dir.path(), 9, &[], 100);
+        assert_eq!(Corpus::open(dir.path()).unwrap().token_counts().unwrap(), [0; 9]);
+    }
+
+    fn reason_of(dir: &std::path::Path) -> String {
+        match Corpus::open(dir).unwrap().token_counts() {
+            Err(Error::Damaged { path, reason }) => format!("{}: {reason}", path.display()),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn damage_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        write_corpus(dir.path(), 7, &documents(7), 120_000);
+        // An id outside the vocabulary, in a file whose checksums are right.
+        let at = HEADER_BYTES + 80_000;
+        forge(dir.path(), 1, false, |bytes| bytes[at] = 9);
+        let found = reason_of(dir.path());
+        assert!(
+            found.contains("shard-000000-001.tokens: token 40000: id 9 is not in the vocabulary of 7"),
+            "{found}"
+        );
+        forge(dir.path(), 1, false, |bytes| bytes[at] = 6);
+        assert!(Corpus::open(dir.path()).unwrap().token_counts().is_ok());
+        // A flipped bit.
+        let path = dir.path().join("shard-000000-001.tokens");
+        let mut bytes = std::fs::read(&path).unwrap();
+        bytes[150_000] ^= 1;
+        std::fs::write(&path, &bytes).unwrap();
+        let found = reason_of(dir.path());
+        assert!(found.contains("shard-000000-001.tokens: block 2 of 5 is damaged"), "{found}");
+    }
+}
