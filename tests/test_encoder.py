@@ -187,7 +187,7 @@ def test_packed_segments_are_separate_sequences(tmp_path: Path, name: str) -> No
 def own_hidden(model: Electra, role: str) -> Tensor:
     embeddings, encoder, _ = (getattr(model, part, None) for part in weights.PARTS[role])
     assert embeddings is not None and encoder is not None
-    ids_T, positions_T, types_T, mask = model._flat_inputs(IDS, MASK, None)
+    ids_T, positions_T, types_T, mask, _ = model._flat_inputs(IDS, MASK, None)
     dropout = Dropout(0.0)
     hidden: Tensor = encoder(
         embeddings(ids_T, positions_T, types_T, torch.float32, dropout), positions_T, mask, dropout

@@ -106,12 +106,12 @@ def test_true_counts_equal_what_torch_counts(recipe: str, embedding_size: int, o
         return counter.get_total_flops()
 
     def generator() -> torch.Tensor:
-        return model.generator_head_logits(model.generator_hidden(*inputs)[masked])
+        return model.generator_head(model.hidden("generator", *inputs)[masked], model.generator_embeddings.token)
 
     flops = flops_per_token(config)
     expected = {generator: flops.generator + flops.generator_head}
     if objective == "electra":
-        expected[lambda: model.replaced_logits(*inputs)] = flops.discriminator
+        expected[lambda: model.discriminator_head(model.hidden("discriminator", *inputs))] = flops.discriminator
     else:
         assert flops.discriminator == 0
     for run, per_token in expected.items():

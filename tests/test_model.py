@@ -165,8 +165,9 @@ def test_a_packed_segment_computes_what_it_computes_alone(recipe: str) -> None:
     weight = torch.randn(40, generator=torch.Generator().manual_seed(4))
     types = torch.zeros_like(ids)
     mask = AttentionMask.packed(segment_ids, borders, "sdpa")
-    packed = model.replaced_logits(ids, positions, types, mask, torch.float32)
-    words = model.generator_head_logits(model.generator_hidden(ids, positions, types, mask, torch.float32))
+    tokens = (ids, positions, types, mask, torch.float32)
+    packed = model.discriminator_head(model.hidden("discriminator", *tokens))
+    words = model.generator_head(model.hidden("generator", *tokens), model.generator_embeddings.token)
     (packed * weight).sum().backward()
     packed_grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

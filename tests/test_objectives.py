@@ -1,90 +1,137 @@
-"""The seam of objectives: what each in the table must give, and one that trains in two stages."""
+"""Every objective in a run: its contract, its needs, resuming, evaluation, export; and the two of `two-stage`."""
 
+import math
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_electra import COMPUTE, KEY, make_batch, make_config, make_model
 from tiny_run import STEPS, assert_same_run, lines, tiny_config, weights
+from variants import VARIANTS
 
+import electra_fast as ef
 from electra_fast import checkpoint_folder, ops
 from electra_fast.compute import RngKey
-from electra_fast.model import HEADS
-from electra_fast.objectives import OBJECTIVES, losses, objective_of
+from electra_fast.config import Config
+from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.objectives.electra import ElectraObjective
-from electra_fast.objectives.objective import Output, Stage
+from electra_fast.objectives.objective import METRICS, Output
+from electra_fast.training.evaluate import evaluate_model
+from electra_fast.training.optim import Optimizer
 from electra_fast.training.pretrain import pretrain
-
-GENERATOR = ("generator_embeddings", "generator", "generator_head")
-DISCRIMINATOR = ("embeddings", "discriminator", "discriminator_head")
-SWITCH = 9
+from electra_fast.training.step import TrainStep
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_an_objective_keeps_its_contract(name):
-    model, batch = make_model(make_config(**{"objective.name": name})), make_batch()
+    model, batch = make_model(make_config(**VARIANTS[name])), make_batch()
     objective = objective_of(model.config)
     denominators = objective.loss_denominators(batch)
     output = objective.forward(model, batch, COMPUTE, RngKey(KEY), denominators)
     assert output.loss.dtype == torch.float32 and output.loss.shape == ()
-    assert set(output.totals) == set(objective.metric_totals) and "tokens" in output.totals
+    assert set(output.totals) <= set(objective.metric_totals) and output.totals["tokens"] == 40
     assert all(total.shape == () and not total.requires_grad for total in output.totals.values())
-    found = objective.metrics({total: float(value) for total, value in output.totals.items()})
-    assert (
-        objective_of(make_config()).metrics(dict.fromkeys(ElectraObjective.metric_totals, 1.0)).keys() <= found.keys()
-    )
+    totals = dict.fromkeys(objective.metric_totals, 0.0)
+    found = objective.metrics(totals | {total: float(value) for total, value in output.totals.items()})
+    assert tuple(found)[: len(METRICS)] == METRICS
     assert found["loss"] == pytest.approx(output.loss.item(), rel=1e-5)
-    assert tuple(objective.networks()) == objective.roles == tuple(model.networks)
-    for role, network in objective.networks().items():
-        assert all(head.kind in HEADS and hasattr(model, at) for at, head in network.heads.items())
+    networks = objective.networks()
+    assert tuple(networks) == tuple(model.networks) == objective.roles[-len(networks) :]
+    for role, network in networks.items():
+        assert all(hasattr(model, at) for at in network.heads) and f"{role}_head" in network.heads
         assert all(objective.describe(role))
-    assert objective.stage(0) == objective.stage(model.config.train.steps - 1)
+    stages, num_steps = objective.stages(), model.config.train.steps
+    assert stages[0].first_step == 0 and sum(stage.num_steps for stage in stages) == num_steps
+    assert objective.stage(0) == stages[0] and objective.stage(num_steps - 1) == stages[-1]
 
 
-class GeneratorStage(ElectraObjective):
-    """Masked language modelling; the discriminator waits."""
-
-    def forward(self, model, batch, compute, rng_key, denominators):
-        inputs = losses.read_inputs(model, batch, compute, rng_key)
-        loss, totals = losses.mlm_loss(losses.generate(model, inputs, None), inputs.slots)
-        loss = losses.divide(loss, denominators, "masked_weight")
-        return Output(loss, totals | {"tokens": inputs.valid_T.sum()})
-
-
-class DiscriminatorStage(ElectraObjective):
-    """Replaced-token detection against a generator that learns no more."""
-
-    def begin_stage(self, model):
-        with torch.no_grad():
-            model.embeddings.token.copy_(model.generator_embeddings.token)
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("electra", "mlm")])
+def test_a_configuration_says_what_an_objective_needs(name):
+    config = Config.preset("tiny", "google")
+    with pytest.raises(ValueError, match=f'objective.name = "{name}" needs data.masking = "paper" or "bert".*twice'):
+        config.replace({"objective": {"name": name}})
+    assert config.with_objective(name).objective.name == name
+    assert config.with_objective(name).with_objective("mlm").data.masking == "paper"
 
 
-class TwoStages(ElectraObjective):
-    def stage(self, step):
-        if step < SWITCH:
-            return Stage("generator", GeneratorStage(self.config), 0, SWITCH, frozen=DISCRIMINATOR)
-        steps = self.config.train.steps - SWITCH
-        return Stage("discriminator", DiscriminatorStage(self.config), SWITCH, steps, frozen=GENERATOR)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective.name": "two-stage"}, 'needs generator.fraction = 1.0, and it is 0.5'),
+        ({"objective.name": "two-stage", "generator.fraction": "1"}, 'needs model.tying = "none", and it is "embedd'),
+        ({"objective.name": "adversarial", "objective.temperature": "2"}, "needs objective.temperature = 1.0"),
+        ({"objective.name": "adversarial", "generator.kind": "unigram"}, 'needs generator.kind = "model"'),
+        ({"objective.name": "mlm", "objective.contrastive_weight": "1"}, 'needs objective.name = "electra"'),
+        ({"generator.kind": "uniform", "objective.disallow_correct": "true"}, "needs objective.disallow_correct = f"),
+        ({"objective.name": "replace"}, "objective.name = 'replace' must be one of electra, mlm, electra15, replace"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Config.preset("tiny", "paper").override(changes)
+
+
+def resumed(original, to, step, data, settings):
+    """A copy of a run that goes on from its checkpoint of a step."""
+    shutil.copytree(original, to)
+    for later in checkpoint_folder.steps(to):
+        if later > step:
+            shutil.rmtree(checkpoint_folder.path_of(to, later))
+    pretrain(settings, data=data, out=to)
+    return to
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("electra", "mlm", "two-stage")])
+def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path):
+    """A run in which the losses fall, whose resume repeats it to the bit; `evaluate` and the export agree with it."""
+    changes = {"train.keep_checkpoints": "100", "train.log_every": "8", "model.dropout": "0.1"} | VARIANTS[name]
+    settings = tiny_config(**changes)
+    pretrain(settings, data=validation_corpus, out=tmp_path / "run")
+    first, *_, last = lines(tmp_path / "run")
+    assert all(value is None or math.isfinite(value) for value in last.values())
+    if "adversarial" not in name and "random" not in name:
+        assert last["loss"] < first["loss"]
+    assert_same_run(resumed(tmp_path / "run", tmp_path / "again", 15, validation_corpus, settings), tmp_path / "run")
+
+    found = ef.evaluate(tmp_path / "run", validation_corpus)
+    validation = lines(tmp_path / "run", "evaluations.jsonl")[-1]
+    assert found.keys() == validation.keys() - {"step"}
+    has_detector = "discriminator" in name or found["discriminator_accuracy"] is not None
+    assert (found["discriminator_auc"] is not None) == has_detector
+    if "plain" in name:
+        with pytest.raises(ValueError, match='no class of transformers has model.heads = "plain"'):
+            ef.export(tmp_path / "run", tmp_path / "hf")
+        return
+    ef.export(tmp_path / "run", tmp_path / "hf")
+    ours, theirs = ef.load(tmp_path / "run"), ef.load(tmp_path / "hf")
+    names = {f"{role}_logits" for role in ours.networks}
+    ids = torch.randint(5, 20, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert {folder.name for folder in (tmp_path / "hf").iterdir()} == set(ours.networks) == set(theirs.networks)
+    for logits in names:
+        assert torch.equal(getattr(theirs, logits)(ids), getattr(ours, logits)(ids))
+
+
+GENERATOR = ("generator_embeddings", "generator", "generator_head")
+DISCRIMINATOR = ("embeddings", "discriminator", "discriminator_head")
+SWITCH = STEPS // 2
 
 
 @pytest.fixture(scope="module")
 def two_stages(tmp_path_factory, validation_corpus):
     """A run in two stages, with a checkpoint every third step: before, at and after the switch."""
     out = tmp_path_factory.mktemp("stages") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(OBJECTIVES, "electra", TwoStages)
-        pretrain(config(), data=validation_corpus, out=out)
+    pretrain(two_stage_config(), data=validation_corpus, out=out)
     return out
 
 
-def config():
-    return tiny_config(**{"model.tying": "none", "train.keep_checkpoints": "100", "train.log_every": "1"})
+def two_stage_config():
+    # Log lines would fall on both sides of the switch, were there not one at the end of a stage.
+    return tiny_config(**VARIANTS["two-stage"] | {"train.keep_checkpoints": "100", "train.log_every": "5"})
 
 
-def test_a_switch_freezes_and_starts_afresh(two_stages, validation_corpus):
+def test_a_switch_copies_freezes_and_starts_afresh(two_stages):
     def at(step):
-        from safetensors.torch import load_file
-
         folder = checkpoint_folder.path_of(two_stages, step)
         return load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
 
@@ -98,24 +145,61 @@ def test_a_switch_freezes_and_starts_afresh(two_stages, validation_corpus):
     assert changed(switch, last, GENERATOR) == {False} and changed(switch, next_one, DISCRIMINATOR) == {True}
     assert (int(old["num_updates"]), int(new["num_updates"])) == (SWITCH, 3)
     assert any("generator_head" in name for name in old) and not any("generator_head" in name for name in new)
-    rates = [line["learning_rate"] for line in lines(two_stages)]
-    # The product schedule of each stage: 0 at its first step, and a warmup of 4 steps.
-    assert rates[0] == rates[SWITCH] == 0 and rates[SWITCH + 1] > 0 and rates[SWITCH - 1] < rates[4]
-    assert all(line["discriminator_loss"] == 0 for line in lines(two_stages)[:SWITCH])
-    assert all(line["discriminator_loss"] > 0 for line in lines(two_stages)[SWITCH:])
+    # After three small steps the discriminator is near what it was copied from, and far from what it was.
+    token, copied = next_one["embeddings.token"], switch["generator_embeddings.token"]
+    assert (token - copied).norm() < 0.2 * (token - switch["embeddings.token"]).norm()
+
+
+def test_the_log_and_the_schedule_of_two_stages(two_stages):
+    records = lines(two_stages)
+    assert [record["step"] for record in records] == [5, 10, 12, 15, 20, 24]
+    assert [record["discriminator_loss"] is None for record in records] == [True] * 3 + [False] * 3
+    assert all(record["generator_loss"] > 0 for record in records)
+    for record in records[:3]:
+        assert record["loss"] == record["generator_loss"]
+    for record in records[3:]:  # 50, the weight of its loss
+        assert record["loss"] == pytest.approx(50 * record["discriminator_loss"])
+    # A warmup of 4 steps and a decay to 0 by the product schedule, twice: at steps 5, 10, 12 of 12 and 3, 8, 12 of 12.
+    expected = [(1 - step / SWITCH) * min(1, step / 4) * 1e-3 for step in (4, 9, 11, 2, 7, 11)]
+    assert [record["learning_rate"] for record in records] == pytest.approx(expected)
+
+
+def test_stage_one_is_mlm_of_the_same_size(two_stages, validation_corpus, tmp_path):
+    """The generator's half of the run is a run of `mlm` of half the steps, to the bit: same rows, rates and dropout."""
+    changes = {"objective.name": "mlm", "data.masking": "paper", "train.steps": str(SWITCH), "train.log_every": "5"}
+    pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
+    alone, whole = (
+        weights(tmp_path / "run"),
+        load_file(checkpoint_folder.path_of(two_stages, SWITCH) / "model.safetensors"),
+    )
+    assert all(torch.equal(alone[name], whole[name]) for name in alone)
 
 
 @pytest.mark.parametrize("step", [SWITCH - 3, SWITCH, SWITCH + 3])
-def test_resumes_exactly_in_either_stage(two_stages, validation_corpus, tmp_path, monkeypatch, capsys, step):
-    shutil.copytree(two_stages, tmp_path / "run")
-    for later in checkpoint_folder.steps(tmp_path / "run"):
-        if later > step:
-            shutil.rmtree(checkpoint_folder.path_of(tmp_path / "run", later))
-    monkeypatch.setitem(OBJECTIVES, "electra", TwoStages)
-    pretrain(config(), data=validation_corpus, out=tmp_path / "run")
-    assert_same_run(tmp_path / "run", two_stages)
-    said = f"step {SWITCH}: discriminator begins, with a new optimizer state and schedule"
+def test_resumes_exactly_in_either_stage(two_stages, validation_corpus, tmp_path, capsys, step):
+    assert_same_run(resumed(two_stages, tmp_path / "run", step, validation_corpus, two_stage_config()), two_stages)
+    said = f"step {SWITCH}: replaced-token detection against the frozen generator begins: the optimizer's moments"
     assert (said in capsys.readouterr().err) == (step <= SWITCH)
+
+
+def test_the_frozen_generator_has_no_dropout(validation_corpus):
+    vocab_size = str(ef.Corpus(validation_corpus).vocab_size)
+    config = two_stage_config().override({"model.dropout": "0.5", "model.vocab_size": vocab_size})
+    model = ef.Electra(config)
+    optimizer = Optimizer(model.named_parameters(), config.optimizer)
+    step = TrainStep(model, optimizer, config, COMPUTE, num_processes=1)
+    assert model.generator.training and not model.discriminator.training
+    step._enter_stage(SWITCH)
+    assert model.discriminator.training and not any(module.training for module in model.generator.modules())
+    evaluate_model(model, validation_corpus, config.replace({"data": {"corpus": str(validation_corpus)}}), COMPUTE, 1)
+    assert model.discriminator.training and not model.generator.training
+
+
+def test_the_number_of_steps_of_two_stages_is_fixed(two_stages, validation_corpus, tmp_path):
+    shutil.copytree(two_stages, tmp_path / "run")
+    longer = two_stage_config().override({"train.steps": str(2 * STEPS)})
+    with pytest.raises(ValueError, match="train.steps = 24, now it is 48, which would move the border of its stages"):
+        pretrain(longer, data=validation_corpus, out=tmp_path / "run", allow_changes=True)
 
 
 def test_a_new_total_does_not_break_a_resume(whole_run, validation_corpus, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from electra_fast import checkpoint_folder
 from electra_fast.compute import ComputeConfig
 from electra_fast.data.loader import BatchLoader, HostBatch
 from electra_fast.errors import TrainingFailed
-from electra_fast.objectives import OBJECTIVES
+from electra_fast.heads import DiscriminatorHead
 from electra_fast.training.backward import Backward
 from electra_fast.training.optim import Optimizer
 from electra_fast.training.step import TrainStep
@@ -141,7 +141,7 @@ def test_operations_have_one_thread_each(tiny_corpus, monkeypatch):
     def note(function):
         return lambda *args: (seen.append(torch.get_num_threads()), function(*args))[1]
 
-    monkeypatch.setattr(ef.Electra, "replaced_logits", note(ef.Electra.replaced_logits))
+    monkeypatch.setattr(DiscriminatorHead, "forward", note(DiscriminatorHead.forward))
     monkeypatch.setattr(Optimizer, "step", note(Optimizer.step))
     trained(tiny_corpus, config, 2)
     assert seen == [1, 1] * FEW_STEPS and torch.get_num_threads() == 2
@@ -161,10 +161,9 @@ def test_a_run_resumes_to_the_bit(validation_corpus, tmp_path):
 
 
 @pytest.mark.usefixtures("two_cores")
-def test_stages_switch_in_all_processes(validation_corpus, tmp_path, monkeypatch):
+def test_stages_switch_in_all_processes(validation_corpus, tmp_path):
     """A run of two stages, against the same by one process, and resumed after the switch."""
-    monkeypatch.setitem(OBJECTIVES, "electra", test_objectives.TwoStages)
-    config = test_objectives.config().replace({"model": {"dropout": 0.0, "attention_dropout": 0.0}})
+    config = test_objectives.two_stage_config().replace({"model": {"dropout": 0.0, "attention_dropout": 0.0}})
     ef.pretrain(config, data=validation_corpus, out=tmp_path / "two")
     torch.set_num_threads(1)
     ef.pretrain(config, data=validation_corpus, out=tmp_path / "one")
@@ -177,6 +176,17 @@ def test_stages_switch_in_all_processes(validation_corpus, tmp_path, monkeypatch
             shutil.rmtree(checkpoint_folder.path_of(tmp_path / "run", step))
     ef.pretrain(config, data=validation_corpus, out=tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "two")
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_all_processes_sample_from_the_same_counts(validation_corpus, tmp_path):
+    changes = {"generator.kind": "unigram", "model.dropout": "0", "model.attention_dropout": "0"}
+    ef.pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "two")
+    torch.set_num_threads(1)
+    ef.pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "one")
+    two, one = (test_objectives.lines(tmp_path / name) for name in ("two", "one"))
+    assert [line["replaced_fraction"] for line in two] == [line["replaced_fraction"] for line in one]
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-3)
 
 
 @pytest.mark.usefixtures("two_cores")

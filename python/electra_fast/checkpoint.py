@@ -48,7 +48,7 @@ def save(run: Path, model: Electra, optimizer: Mapping[str, Tensor] | None, stat
 def save_model(directory: Path, model: Electra) -> None:
     """Writes config.toml and model.safetensors (fp32, shared parameters once) into an existing folder."""
     (directory / "config.toml").write_text(model.config.to_toml(), encoding="utf-8")
-    write_tensors(dict(model.named_parameters()), directory / "model.safetensors")
+    write_tensors(_stored(model), directory / "model.safetensors")
 
 
 def load_model(directory: Path) -> Electra:
@@ -63,7 +63,7 @@ def load_parameters(model: Electra, directory: Path) -> None:
     """Fills a model from a checkpoint; ValueError names the first parameter that doesn't fit."""
     path = directory / "model.safetensors"
     stored = read_tensors(path)
-    own = dict(model.named_parameters())
+    own = _stored(model)
     for name in sorted(own.keys() | stored.keys()):
         if name not in stored or name not in own:
             where = "missing from" if name not in stored else "unknown to this configuration but in"
@@ -76,6 +76,12 @@ def load_parameters(model: Electra, directory: Path) -> None:
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(stored[name])
+
+
+def _stored(model: Electra) -> dict[str, Tensor]:
+    """What a checkpoint has of a model: its parameters, shared ones once, and its persistent buffers."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

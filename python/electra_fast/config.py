@@ -44,6 +44,10 @@ class ModelConfig(Section):
     embedding_size: int = config_key(128, "width of the embedding table", low=1)
     dropout: float = config_key(0.1, "dropout on embeddings and sublayer outputs", low=0, high=0.99)
     attention_dropout: float = config_key(0.1, "dropout on attention probabilities", low=0, high=0.99)
+    heads: Literal["dense", "plain"] = config_key(
+        "dense",
+        "pre-training heads: a dense layer before the output, or plainly e(x)'h and w'h as in the paper's draft",
+    )
     tying: Literal["none", "embeddings", "all"] = config_key("embeddings", "what generator and discriminator share")
     attention: Literal["auto", "sdpa", "varlen", "flex", "xformers"] = config_key(
         "auto", "attention backend; auto: varlen on CUDA in 16 bits, else sdpa"
@@ -86,7 +90,9 @@ class ModelConfig(Section):
 class GeneratorConfig(Section):
     """`[generator]`: the network whose samples replace masked tokens."""
 
-    kind: Literal["model"] = config_key("model", "what proposes replacements")
+    kind: Literal["model", "uniform", "unigram"] = config_key(
+        "model", "what proposes replacements: a network, any entry of the vocabulary, or the corpus' token counts"
+    )
     fraction: float = config_key(
         0.25, "width, feed-forward and heads relative to the model's", low=0, high=1, open_low=True
     )
@@ -98,10 +104,17 @@ class ObjectiveConfig(Section):
     """`[objective]`: the loss."""
 
     name: str = config_key(
-        "electra", "replaced-token detection, or masked language modelling", choices=tuple(OBJECTIVES)
+        "electra", "what is trained: replaced-token detection or one of its variants", choices=tuple(OBJECTIVES)
     )
     gen_weight: float = config_key(1.0, "weight of the generator's loss", low=0)
     disc_weight: float = config_key(50.0, "weight of the discriminator's loss", low=0)
+    encoder_weight: float = config_key(1.0, "weight of the encoder's loss in replace-mlm and all-tokens-mlm", low=0)
+    contrastive_weight: float = config_key(
+        0.0, "weight of the loss that tells segments without replacements (electra); 0: none are kept whole", low=0
+    )
+    disc_positions: Literal["masked", "random"] = config_key(
+        "masked", "tokens of electra15's discriminator loss: the masked ones, or as many drawn independently"
+    )
     temperature: float = config_key(1.0, "temperature of the generator's samples", low=0, open_low=True)
     disallow_correct: bool = config_key(False, "never sample the original token")
 
@@ -207,6 +220,17 @@ class Config(Configuration):
             hidden_size=num_heads * (model.hidden_size // model.num_heads),
             intermediate_size=round(model.intermediate_size * hidden_fraction),
         )
+
+    def with_objective(self, name: str) -> Config:
+        """The same with another objective, and with what that needs wherever this has something else."""
+        changes: dict[str, dict[str, Scalar]] = {"objective": {"name": name}}
+        if name != "electra":
+            changes["objective"]["contrastive_weight"] = 0.0
+        for key, allowed in OBJECTIVES[name].needs.items():
+            section, _, field = key.partition(".")
+            if self.value(key) not in allowed:
+                changes.setdefault(section, {})[field] = allowed[0]
+        return self.replace(changes)
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, str] | None = None) -> Config:

@@ -1,4 +1,4 @@
-"""The networks: embeddings, encoders and heads, over one flat buffer of tokens.
+"""The networks: embeddings, encoders and what an objective makes of them, over one flat buffer of tokens.
 
 Two architectures share one shape of code: `bert`, the paper's post-norm encoder (exports to
 `transformers`' Electra), and `modern`, pre-norm with rotary positions, GeGLU and no biases (exports
@@ -10,7 +10,6 @@ Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden, N 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,41 +18,15 @@ from electra_fast import ops
 from electra_fast.attention import AttentionMask, Queries, attention, query_attention
 from electra_fast.config import Config, ModelConfig
 from electra_fast.errors import InputError
+from electra_fast.heads import HEADS, DiscriminatorHead, LogitHead, MaskedLMHead
 from electra_fast.initialization import initialize
+from electra_fast.layers import Linear, Norm
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import Network
 from electra_fast.ops import Dropout
+from electra_fast.proposal import Proposal
 
-# Both networks may share modules, so the dropout call indices of the discriminator start past the generator's.
-FIRST_DISCRIMINATOR_CALL = 1 << 15
-
-
-class Norm(nn.Module):
-    """LayerNorm; without bias in the `modern` architecture."""
-
-    def __init__(self, width: int, config: ModelConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if config.architecture == "bert" else None
-        self.eps = config.eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
-
-    def after_residual(self, linear: Linear, x_TF: Tensor, residual_TD: Tensor, dropout: Dropout) -> Tensor:
-        """LayerNorm(residual + dropout(linear(x)))."""
-        weights = (linear.weight, linear.bias, residual_TD, self.weight, self.bias)
-        return ops.residual_norm(x_TF, *weights, self.eps, dropout)
-
-
-class Linear(nn.Linear):
-    """A linear layer whose fp32 weights are cast to the activations' dtype where they are used."""
-
-    def reset_parameters(self) -> None:
-        """Leaves the weights to `initialize`, and the global random state alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+# Two networks may share modules, so the dropout call indices of the second start past the generator's.
+FIRST_CALL = {"generator": 0, "discriminator": 1 << 15, "encoder": 1 << 15}
 
 
 class Embeddings(nn.Module):
@@ -215,70 +188,25 @@ class Encoder(nn.Module):
         return x_TD if self.output_norm is None else self.output_norm(x_TD)
 
 
-class GeneratorHead(nn.Module):
-    """Hidden states → logits over the vocabulary through the embedding table; [M, D] → [M, V].
-
-    `bert`: dense D → E, gelu, norm, table. `modern`: dense D → D, gelu, norm, projection D → E, table.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        modern = config.architecture == "modern"
-        hidden, embedding = config.hidden_size, config.embedding_size
-        inner = hidden if modern else embedding
-        self.dense = Linear(hidden, inner, bias=not modern)
-        self.norm = Norm(inner, config)
-        self.projection = Linear(hidden, embedding, bias=False) if modern and hidden != embedding else None
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
-
-    def transform(self, x_MD: Tensor) -> Tensor:
-        """All that comes before the table; [M, D] → [M, E]."""
-        x: Tensor = self.norm(ops.bias_gelu(x_MD, self.dense.weight, self.dense.bias))
-        if self.projection is not None:
-            x = self.projection(x)
-        return x
-
-    def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
-        return ops.linear(self.transform(x_MD), table_VE, self.bias)
-
-
-class DiscriminatorHead(nn.Module):
-    """Hidden states → one logit per token, positive = "replaced"; [T, D] → fp32 [T].
-
-    `bert`: dense, gelu, dense(1). `modern`: dense, gelu, norm, dense(1).
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        modern = config.architecture == "modern"
-        self.dense = Linear(config.hidden_size, config.hidden_size, bias=not modern)
-        self.norm = Norm(config.hidden_size, config) if modern else None
-        self.classifier = Linear(config.hidden_size, 1)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        dense, classifier = self.dense, self.classifier
-        if self.norm is None:
-            return ops.replaced_logits(x_TD, dense.weight, dense.bias, classifier.weight, classifier.bias)
-        x_TD = self.norm(ops.bias_gelu(x_TD, dense.weight, dense.bias))
-        return ops.token_logits(x_TD, classifier.weight, classifier.bias)
-
-
-HEADS: dict[str, Any] = {"masked_lm": GeneratorHead, "replaced_token": DiscriminatorHead}
-
-
 class Electra(nn.Module):
     """The networks of an objective by role, their heads, and what they share by `model.tying`.
 
-    The generator's parts are `generator_embeddings`, `generator` and `generator_head`, the discriminator's
-    `embeddings`, `discriminator` and `discriminator_head`. `networks` says which of the two there are.
+    The generator's parts are `generator_embeddings`, `generator` and `generator_head`. The other network has
+    `embeddings`, and `discriminator` and `discriminator_head`, or `encoder` and `encoder_head` where it predicts
+    tokens. `networks` says which there are. Some objectives have more heads. `proposal` takes the generator's place
+    where `generator.kind` is not `model`.
 
     Args:
         config: Sizes, objective and tying; `model.vocab_size` must be set.
         roles: Which of the objective's networks to build; all by default.
     """
 
-    generator_head: GeneratorHead
+    generator_head: MaskedLMHead
     discriminator_head: DiscriminatorHead
+    encoder_head: MaskedLMHead
+    baseline_head: LogitHead
+    sentence_head: LogitHead
+    copy_head: LogitHead
 
     def __init__(self, config: Config, roles: Collection[str] | None = None) -> None:
         super().__init__()
@@ -288,32 +216,29 @@ class Electra(nn.Module):
         networks = objective_of(config).networks()
         self.networks = {role: network for role, network in networks.items() if roles is None or role in roles}
         tying = config.model.tying if len(self.networks) > 1 else "none"
-        if "generator" in self.networks:
-            network = self.networks["generator"]
-            self.generator_embeddings = Embeddings(network.shape)
-            self.generator = Encoder(network.shape)
-            self._add_heads(network)
-        if "discriminator" in self.networks:
-            network = self.networks["discriminator"]
-            self.embeddings = self.generator_embeddings if tying != "none" else Embeddings(network.shape)
-            self.discriminator = self.generator if tying == "all" else Encoder(network.shape)
-            self._add_heads(network)
+        for role, network in self.networks.items():
+            if role == "generator":
+                self.generator_embeddings = Embeddings(network.shape)
+            else:
+                self.embeddings = self.generator_embeddings if tying != "none" else Embeddings(network.shape)
+            shares_encoder = tying == "all" and role != "generator"
+            self.add_module(role, self.get_submodule("generator") if shares_encoder else Encoder(network.shape))
+            for name, head in network.heads.items():
+                self.add_module(name, HEADS[config.model.heads][head.kind](network.shape))
+        self.proposal = None if config.generator.kind == "model" else Proposal(config)
         initialize(self, config.model.architecture, config.train.seed)
-
-    def _add_heads(self, network: Network) -> None:
-        for name, head in network.heads.items():
-            self.add_module(name, HEADS[head.kind](network.shape))
 
     def _require(self, role: str) -> None:
         if role not in self.networks:
-            (present,) = self.networks
-            if role in objective_of(self.config).roles:
+            present = " and a ".join(self.networks)
+            if role in objective_of(self.config).networks():
                 raise InputError(f"this model was read from a {present} alone and has no {role}")
             name = self.config.objective.name
             raise InputError(f'this model has a {present} only (objective.name = "{name}") and no {role}')
 
-    def generator_hidden(
+    def hidden(
         self,
+        role: str,
         ids_T: Tensor,
         positions_T: Tensor,
         types_T: Tensor,
@@ -321,54 +246,45 @@ class Electra(nn.Module):
         dtype: torch.dtype,
         dropout_key: Tensor | None = None,
     ) -> Tensor:
-        """The generator's last hidden states; [T] → [T, D of the generator]."""
-        self._require("generator")
-        dropout = self._dropout(dropout_key, 0)
-        x_TE = self.generator_embeddings(ids_T, positions_T, types_T, dtype, dropout)
-        hidden: Tensor = self.generator(x_TE, positions_T, mask, dropout)
-        return hidden
+        """The last hidden states of a network; [T] → [T, D]. ValueError if there is no such network.
 
-    def generator_head_logits(self, hidden_MD: Tensor) -> Tensor:
-        """Vocabulary logits of chosen hidden states; [M, D] → [M, V]."""
-        logits: Tensor = self.generator_head(hidden_MD, self.generator_embeddings.token)
-        return logits
-
-    def replaced_logits(
-        self,
-        ids_T: Tensor,
-        positions_T: Tensor,
-        types_T: Tensor,
-        mask: AttentionMask,
-        dtype: torch.dtype,
-        dropout_key: Tensor | None = None,
-    ) -> Tensor:
-        """The discriminator's logits, positive = "replaced"; [T] → [T]."""
-        self._require("discriminator")
-        dropout = self._dropout(dropout_key, FIRST_DISCRIMINATOR_CALL)
-        x_TE = self.embeddings(ids_T, positions_T, types_T, dtype, dropout)
-        logits: Tensor = self.discriminator_head(self.discriminator(x_TE, positions_T, mask, dropout))
-        return logits
-
-    def _dropout(self, key: Tensor | None, first_call: int) -> Dropout:
-        return Dropout(self.config.model.dropout if self.training else 0.0, key, first_call)
+        Whether there is dropout depends on the mode of the network's encoder.
+        """
+        self._require(role)
+        encoder = self.get_submodule(role)
+        embeddings = self.generator_embeddings if role == "generator" else self.embeddings
+        dropout = Dropout(self.config.model.dropout if encoder.training else 0.0, dropout_key, FIRST_CALL[role])
+        x_TE = embeddings(ids_T, positions_T, types_T, dtype, dropout)
+        hidden_TD: Tensor = encoder(x_TE, positions_T, mask, dropout)
+        return hidden_TD
 
     def discriminator_logits(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
         """Replaced-token logits as `transformers` computes them; integer [B, L] → fp32 [B, L]."""
-        inputs = self._flat_inputs(input_ids, attention_mask, token_type_ids)
-        return self.replaced_logits(*inputs, torch.float32).view(input_ids.shape)
+        hidden_TD = self.hidden("discriminator", *self._flat_inputs(input_ids, attention_mask, token_type_ids))
+        logits_T: Tensor = self.discriminator_head(hidden_TD)
+        return logits_T.view(input_ids.shape)
 
     def generator_logits(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
         """Vocabulary logits as `transformers` computes them; integer [B, L] → fp32 [B, L, V]."""
-        hidden_TD = self.generator_hidden(*self._flat_inputs(input_ids, attention_mask, token_type_ids), torch.float32)
-        return self.generator_head_logits(hidden_TD).view(*input_ids.shape, -1)
+        hidden_TD = self.hidden("generator", *self._flat_inputs(input_ids, attention_mask, token_type_ids))
+        logits_TV: Tensor = self.generator_head(hidden_TD, self.generator_embeddings.token)
+        return logits_TV.view(*input_ids.shape, -1)
+
+    def encoder_logits(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """`generator_logits` of the encoder that `replace-mlm` and `all-tokens-mlm` train, without a copy head."""
+        hidden_TD = self.hidden("encoder", *self._flat_inputs(input_ids, attention_mask, token_type_ids))
+        logits_TV: Tensor = self.encoder_head(hidden_TD, self.embeddings.token)
+        return logits_TV.view(*input_ids.shape, -1)
 
     def _flat_inputs(
         self, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, AttentionMask]:
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionMask, torch.dtype]:
         num_rows, length = input_ids.shape
         if length > self.config.model.max_positions and self.config.model.architecture == "bert":
             raise InputError(f"rows of {length} tokens; this model reads {self.config.model.max_positions}")
@@ -377,4 +293,4 @@ class Electra(nn.Module):
         if attention_mask is None and self.config.model.local_attention:
             attention_mask = torch.ones_like(input_ids)
         mask = AttentionMask.padded(num_rows, length, attention_mask, self.config.model.local_attention)
-        return input_ids.reshape(-1), positions_T, types.reshape(-1), mask
+        return input_ids.reshape(-1), positions_T, types.reshape(-1), mask, torch.float32

@@ -190,11 +190,20 @@ class FinetuningProgress(_WorkProgress):
             self.say(f"{text}  {min(1.0, self._done / self._num_tokens):.0%}  eta {remaining}")
 
 
+_SHOWN = (
+    ("generator_loss", "gen", ".3f"),
+    ("encoder_loss", "enc", ".3f"),
+    ("discriminator_loss", "disc", ".4f"),
+    ("discriminator_recall", "recall", ".1%"),
+)
+
+
 def metrics_text(record: Mapping[str, Any]) -> str:
     """Losses, the discriminator's recall, tokens/s and MFU as one short text."""
-    parts = [f"loss {record['loss']:.3f}", f"gen {record['generator_loss']:.3f}"]
-    if record["discriminator_loss"] is not None:
-        parts += [f"disc {record['discriminator_loss']:.4f}", f"recall {record['discriminator_recall']:.1%}"]
+    parts = [f"loss {record['loss']:.3f}"]
+    for name, label, form in _SHOWN:
+        if record[name] is not None:
+            parts.append(f"{label} {record[name]:{form}}")
     parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
     parts.append(f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "MFU n/a")
     return "  ".join(parts)

@@ -66,7 +66,7 @@ def finetune(
         seeds: How many.
         recipe: `fast`, `google` or `paper`.
         overrides: Keys of the configuration as on the command line, `{"finetune.epochs": 5}`.
-        role: `discriminator` or `generator`; by default the discriminator, where there is one.
+        role: `discriminator`, `encoder` or `generator`; by default the first of them that the model has.
         columns: Keyword arguments of `own_data.read`: `text`, `label`, `labels`, `label_separator`, `quoting`,
             `dev_fraction`, `seed`.
 

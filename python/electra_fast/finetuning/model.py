@@ -14,7 +14,8 @@ from electra_fast import ops
 from electra_fast.attention import AttentionMask, Queries
 from electra_fast.config import ModelConfig
 from electra_fast.initialization import glorot_uniform_
-from electra_fast.model import Embeddings, Encoder, Linear, Norm
+from electra_fast.layers import Linear, Norm
+from electra_fast.model import Embeddings, Encoder
 from electra_fast.ops import Dropout
 
 # Call indices of the head's dropout, past those of any encoder.

@@ -46,7 +46,7 @@ def model_card(config: Config, role: str, num_parameters: int, origin: Origin) -
 
 
 def _front_matter(config: Config, role: str) -> str:
-    task = "replaced-token-detection" if role == "discriminator" else "fill-mask"
+    task = {"discriminator": "replaced-token-detection", "encoder": "masked-lm", "generator": "fill-mask"}[role]
     family = "electra" if config.model.architecture == "bert" else "modernbert"
     lines = ["library_name: transformers", "tags:", f"- {family}", "- pretraining", f"- {task}"]
     if role == "generator":

@@ -31,6 +31,9 @@ CLASSES = {
     ("bert", "generator"): "ElectraForMaskedLM",
     ("modern", "discriminator"): "ModernBertForTokenClassification",
     ("modern", "generator"): "ModernBertForMaskedLM",
+    # Last: a folder of its own is read as a masked language model, a generator.
+    ("bert", "encoder"): "ElectraForMaskedLM",
+    ("modern", "encoder"): "ModernBertForMaskedLM",
 }
 
 # Hugging Face key: (our key in [model], the default in transformers).
@@ -82,7 +85,7 @@ _FIXED_HEAD: dict[str, dict[str, Any]] = {
 
 
 def describe(config: Config, role: str, special_ids: Mapping[str, int]) -> dict[str, Any]:
-    """The content of config.json for one role ("discriminator" or "generator") of a model.
+    """The content of config.json for one role ("discriminator", "encoder" or "generator") of a model.
 
     `special_ids` are the ids of `pad`, `cls`, `sep` as returned by `huggingface.tokenizer.special_ids`.
     """

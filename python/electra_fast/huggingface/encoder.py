@@ -26,7 +26,7 @@ from electra_fast.huggingface.config import (
     token_type_1_trained,
 )
 from electra_fast.huggingface.folder import read_weights
-from electra_fast.huggingface.source import checkpoint_of, folders_of, is_folder, origin, tokenizer_folder
+from electra_fast.huggingface.source import ROLES, checkpoint_of, folders_of, is_folder, origin, tokenizer_folder
 from electra_fast.model import Embeddings, Encoder
 
 Sizes = Mapping[str, torch.Size]
@@ -53,7 +53,7 @@ def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncod
 
     Args:
         source: Where the model is.
-        role: "discriminator" or "generator"; by default the discriminator where there is one.
+        role: "discriminator", "encoder" or "generator"; by default the first of them that there is.
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
@@ -78,8 +78,8 @@ def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncod
 
 
 def _choose(source: Path, roles: Collection[str], role: str | None) -> str:
-    """The requested role, checked; by default the discriminator where there is one."""
-    role = role or ("discriminator" if "discriminator" in roles else "generator")
+    """The requested role, checked; by default that of the result, not of its generator."""
+    role = role or next(each for each in ROLES if each in roles)
     if role not in roles:
         raise InputError(f"{source}: has no {role}, only a {' and a '.join(roles)}")
     return role

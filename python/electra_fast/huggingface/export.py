@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,13 +21,14 @@ from electra_fast.huggingface.source import ROLES, checkpoint_of, folders_of, or
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.huggingface.weights import PARTS
 from electra_fast.model import Electra
+from electra_fast.objectives import objective_of
 
 
 def load(path: str | Path) -> Electra:
     """The model of a run (its latest checkpoint), a checkpoint or a Hugging Face folder; fp32, in eval mode.
 
-    A folder with only a discriminator or only a generator gives a model that raises ValueError when the
-    other is called. Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
+    A folder without one of an objective's networks gives a model that raises ValueError when that is called. Raises
+    FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
     source = Path(path)
     stored = checkpoint_of(source)
@@ -37,7 +39,9 @@ def load(path: str | Path) -> Electra:
 def export(source: str | Path, out: str | Path) -> None:
     """Writes out/discriminator and out/generator, each with its tokenizer and model card, for `transformers`.
 
-    If token type 1 never occurred in training, its embedding becomes a copy of type 0's.
+    Objectives without a discriminator have out/encoder in its place, or nothing. Heads that no class of `transformers`
+    has are left out, and standard error names them. If token type 1 never occurred in training, its embedding becomes
+    a copy of type 0's.
 
     Replaces an earlier export in `out`, atomically; raises ValueError if `out` has anything else in it.
     """
@@ -46,8 +50,12 @@ def export(source: str | Path, out: str | Path) -> None:
         raise InputError(f"{out}: not empty and not an earlier export; choose another folder")
     model, source_origin = load(source), origin(source)
     tokenizer = tokenizer_folder(source, model.config.model.vocab_size)
-    if "generator" not in model.networks:
-        raise InputError(f"{source}: a discriminator alone; export needs a generator beside it")
+    _check_whole(source, model, "export needs")
+    if model.config.model.heads != "dense":
+        raise InputError(
+            f'{source}: no class of transformers has model.heads = "{model.config.model.heads}"; fine-tune from the run'
+        )
+    _say_own_heads(model, "not exported, since no class of transformers has such a head")
 
     if not source_origin.token_type_1_trained:
         _copy_token_type_0(model)
@@ -65,19 +73,17 @@ def export(source: str | Path, out: str | Path) -> None:
 def import_folder(directory: str | Path, out: str | Path) -> None:
     """Creates a run at step 0 from Hugging Face folders, which `pretrain` can continue.
 
-    `directory` has discriminator/ and generator/ (or only generator/: objective `mlm`); `out` must
-    not exist or be empty. Sizes and tying come from the folders; the rest of config.toml comes from the
-    run that was exported or, for other models, from the preset of that size. The learning-rate schedule
-    restarts, with a warmup of a twentieth of the steps unless set; precision, attention backend and execution
-    are `auto` again.
+    `directory` has what `export` writes, or discriminator/ and generator/ (or only generator/: objective `mlm`) of
+    others; `out` must not exist or be empty. Sizes and tying come from the folders; the rest of config.toml comes from
+    the run that was exported or, for other models, from the preset of that size. The learning-rate schedule restarts,
+    with a warmup of a twentieth of the steps unless set; precision, attention backend and execution are `auto` again.
     """
     source, out = Path(directory), Path(out)
     if not _is_empty(out):
         raise InputError(f"{out}: not empty; choose another folder for the run")
-    folders = folders_of(source)
-    if "generator" not in folders:
-        raise InputError(f"{source}: no generator; training goes on from discriminator/ and generator/ side by side")
-    model = read_models(folders)
+    model = read_models(folders_of(source))
+    _check_whole(source, model, "training needs")
+    _say_own_heads(model, "not in the folder and begins untrained")
     tokenizer = tokenizer_folder(source, model.config.model.vocab_size)
     # Chosen when the training starts: how long it is and where it runs may differ from the exported run.
     fresh = {"optimizer.warmup_steps": "-1"} | dict.fromkeys(HARDWARE_KEYS, AUTO)
@@ -90,6 +96,20 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
         checkpoint.save(folder, model, None, state, keep=1)
 
     _write_folder(out, write)
+
+
+def _check_whole(source: Path, model: Electra, needs: str) -> None:
+    missing = objective_of(model.config).networks().keys() - model.networks.keys()
+    if missing:
+        present = " and a ".join(model.networks)
+        raise InputError(f"{source}: a {present} alone; {needs} a {' and a '.join(sorted(missing))} beside it")
+
+
+def _say_own_heads(model: Electra, what: str) -> None:
+    """Names the heads that Hugging Face folders do not have."""
+    for role, network in model.networks.items():
+        for name in network.heads.keys() - {f"{role}_head"}:
+            print(f"note: {name}: {what}", file=sys.stderr)
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ from electra_fast.json_files import read_object, write_object
 from electra_fast.model import Electra
 from electra_fast.objectives import OBJECTIVES
 
-# What a discriminator and its generator have in common.
+# What the result and its generator have in common.
 _AGREEING = (
     *("architecture", "vocab_size", "embedding_size", "max_positions", "norm_eps"),
     *("rope_theta", "local_rope_theta", "local_attention", "global_attention_every"),
@@ -79,10 +79,10 @@ class _Folder:
 
 
 def read_models(paths: Mapping[str, Path]) -> Electra:
-    """The model of a "discriminator" and a "generator" folder, or of one of them.
+    """The model of a "discriminator" or "encoder" folder and a "generator" folder, or of one of them.
 
     Tying is inferred from the tensors: bitwise equal embeddings are shared. A generator alone is a model
-    of the objective `mlm`.
+    of the objective `mlm`. Heads that no folder has keep their first values.
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
     folders = {role: _read_folder(paths[role], role) for role in weights.PARTS if role in paths}
@@ -149,7 +149,7 @@ def _check_tables(folder: _Folder) -> None:
     shape, tensors, architecture = folder.shape, folder.tensors, folder.shape.architecture
     table, output = INPUT_TABLE[architecture], OUTPUT_TABLE[architecture]
     width = shape.hidden_size if architecture == "modern" else shape.embedding_size
-    multiplied = folder.role == "generator" and weights.is_multiplied(shape)
+    multiplied = folder.role != "discriminator" and weights.is_multiplied(shape)
     try:
         for name in (table, output) if multiplied else (table,):
             weights.check_shape(tensors, name, (shape.vocab_size, width))
@@ -164,7 +164,7 @@ def _check_tables(folder: _Folder) -> None:
 def _tying(folders: Mapping[str, _Folder]) -> tuple[str, State]:
     """What the two networks share, and the factors of tables that have a projection multiplied in."""
     if len(folders) == 2:
-        _check_agreement(folders["discriminator"], folders["generator"])
+        _check_agreement(*folders.values())
     multiplied = any(weights.is_multiplied(folder.shape) for folder in folders.values())
     state: State = {}
     if multiplied:
@@ -175,23 +175,23 @@ def _tying(folders: Mapping[str, _Folder]) -> tuple[str, State]:
         shared = joint is not None
         state = _factored_separately(folders) if joint is None else joint
     if len(folders) == 1:
-        return "all", state
-    discriminator, generator = folders["discriminator"], folders["generator"]
+        return "none", state
+    main, generator = folders.values()
     if not multiplied:
-        shared = _tensors_equal(discriminator, generator, _embedding_names(discriminator))
+        shared = _tensors_equal(main, generator, _embedding_names(main))
     if not shared:
         return "none", state
-    names = [name for name in discriminator.tensors if name.startswith(("electra.", "model."))]
-    same_size = _shape_without_dropout(discriminator) == _shape_without_dropout(generator)
-    return "all" if same_size and _tensors_equal(discriminator, generator, names) else "embeddings", state
+    names = [name for name in main.tensors if name.startswith(("electra.", "model."))]
+    same_size = _shape_without_dropout(main) == _shape_without_dropout(generator)
+    return "all" if same_size and _tensors_equal(main, generator, names) else "embeddings", state
 
 
-def _check_agreement(discriminator: _Folder, generator: _Folder) -> None:
+def _check_agreement(main: _Folder, generator: _Folder) -> None:
     for name in _AGREEING:
-        found, expected = getattr(generator.shape, name), getattr(discriminator.shape, name)
+        found, expected = getattr(generator.shape, name), getattr(main.shape, name)
         if found != expected:
             raise InputError(
-                f"{generator.config_file}: {name} = {found!r}, and the discriminator's is {expected!r}; "
+                f"{generator.config_file}: {name} = {found!r}, and the {main.role}'s is {expected!r}; "
                 "the two must agree"
             )
 
@@ -251,13 +251,10 @@ def _joint_config(folders: Mapping[str, _Folder], tying: str) -> Config:
     shape, small = main.shape, folders.get("generator", main).shape
     base = own_config(main.config_file, main.table) or preset_of_size(shape)
     # The configuration's objective, unless it trains other networks than the folders have.
-    objective = next(
-        name
-        for name in (base.objective.name, *OBJECTIVES)
-        if ("discriminator" in OBJECTIVES[name].roles) == ("discriminator" in folders)
-    )
+    objective = next(name for name in (base.objective.name, *OBJECTIVES) if OBJECTIVES[name].roles[-1] == main.role)
+    base = base if objective == base.objective.name else base.with_objective(objective)
     generator: dict[str, Scalar] = {
-        "kind": "model",
+        "kind": "model" if "generator" in folders else base.generator.kind,
         "fraction": small.num_heads / shape.num_heads,
         "num_layers": 0 if small.num_layers == shape.num_layers else small.num_layers,
     }
@@ -266,7 +263,6 @@ def _joint_config(folders: Mapping[str, _Folder], tying: str) -> Config:
             {
                 "model": dataclasses.asdict(shape) | {"tying": tying, "attention": base.model.attention},
                 "generator": generator,
-                "objective": {"name": objective},
                 "data": {"sequence_length": min(base.data.sequence_length, shape.max_positions)},
             }
         )

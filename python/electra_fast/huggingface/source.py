@@ -1,7 +1,7 @@
 """What a source of a model is: a run, one of its checkpoints, or Hugging Face folders; its tokenizer and origin.
 
-A Hugging Face source is a single model, or a folder with `discriminator/` and `generator/` (only the
-latter for the objective `mlm`). `export` reads whole models from a source, `encoder` an encoder alone.
+A Hugging Face source is a single model, or a folder with one per network: `discriminator/` or `encoder/`, and
+`generator/`. `export` reads whole models from a source, `encoder` an encoder alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from electra_fast.huggingface.config import CLASSES, token_type_1_trained
 from electra_fast.huggingface.tokenizer import run_tokenizer
 from electra_fast.json_files import read_object
 
-ROLES = ("discriminator", "generator")
+ROLES = ("discriminator", "encoder", "generator")
 
 
 def checkpoint_of(source: Path) -> Path | None:
@@ -37,9 +37,10 @@ def folders_of(source: Path) -> dict[str, Path]:
         return {_role(source / "config.json"): source}
     folders = {role: source / role for role in ROLES if (source / role).is_dir()}
     if not folders:
-        raise FileNotFoundError(
-            f"{source}: no model here (looked for checkpoints/, state.json, config.json, discriminator/, generator/)"
-        )
+        looked_for = ", ".join(("checkpoints/", "state.json", "config.json", *(f"{role}/" for role in ROLES)))
+        raise FileNotFoundError(f"{source}: no model here (looked for {looked_for})")
+    if len(folders) == len(ROLES):
+        raise InputError(f"{source}: has discriminator/ and encoder/, which no model has; remove one")
     return folders
 
 

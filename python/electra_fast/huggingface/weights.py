@@ -23,6 +23,7 @@ Pair = tuple[str, tuple[str, ...]]
 # Our module names: embeddings, encoder, head.
 PARTS = {
     "discriminator": ("embeddings", "discriminator", "discriminator_head"),
+    "encoder": ("embeddings", "encoder", "encoder_head"),
     "generator": ("generator_embeddings", "generator", "generator_head"),
 }
 PREFIX = {"bert": "electra.", "modern": "model."}
@@ -42,11 +43,11 @@ _BERT_HEAD = {
         "dense": "discriminator_predictions.dense",
         "classifier": "discriminator_predictions.dense_prediction",
     },
-    "generator": {"dense": "generator_predictions.dense", "norm": "generator_predictions.LayerNorm"},
+    "masked_lm": {"dense": "generator_predictions.dense", "norm": "generator_predictions.LayerNorm"},
 }
 _MODERN_HEAD = {
     "discriminator": {"dense": "head.dense", "norm": "head.norm", "classifier": "classifier"},
-    "generator": {"dense": "head.dense", "norm": "head.norm"},
+    "masked_lm": {"dense": "head.dense", "norm": "head.norm"},
 }
 _MODERN_LAYER = {
     "attention_norm": "attn_norm",
@@ -104,9 +105,10 @@ def _modern_encoder_pairs(shape: ModelConfig, embeddings: str, encoder: str) -> 
 
 def _head_pairs(role: str, shape: ModelConfig, head: str) -> Iterator[Pair]:
     bert = shape.architecture == "bert"
-    if role == "generator":
+    kind = role if role == "discriminator" else "masked_lm"
+    if kind == "masked_lm":
         yield f"{head}.bias", ("generator_lm_head.bias" if bert else "decoder.bias",)
-    names = _BERT_HEAD[role] if bert else _MODERN_HEAD[role]
+    names = _BERT_HEAD[kind] if bert else _MODERN_HEAD[kind]
     for part, hf_part in names.items():
         for kind in ("weight", "bias") if bert or part == "classifier" else ("weight",):
             yield f"{head}.{part}.{kind}", (f"{hf_part}.{kind}",)
@@ -121,7 +123,7 @@ def to_hf(state: Mapping[str, Tensor], role: str, shape: ModelConfig) -> State:
     """One folder's tensors, fp32 and contiguous; without the output table if it is tied to the input table."""
     embeddings, encoder, head = PARTS[role]
     tensors = encoder_to_hf(state, shape, embeddings, encoder) | _renamed(state, _head_pairs(role, shape, head))
-    if is_multiplied(shape) and role == "generator":
+    if is_multiplied(shape) and role != "discriminator":
         tensors[OUTPUT_TABLE["modern"]] = _product(state[f"{embeddings}.token"], state[f"{head}.projection.weight"])
     return tensors
 

@@ -1,16 +1,21 @@
 """What a model is trained to do: one frozen class per objective, and the table that names them.
 
-`objective` has the contract, `losses` the pieces that objectives share. A configuration asks its objective without
-torch being loaded, so these modules import torch only inside the methods that compute.
+`objective` has the contract, `losses` and `contrastive` the pieces that objectives share. A configuration asks its
+objective without torch being loaded, so the objectives import torch only inside the methods that compute.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from electra_fast.objectives.adversarial import AdversarialObjective
+from electra_fast.objectives.all_tokens_mlm import AllTokensMLMObjective
 from electra_fast.objectives.electra import ElectraObjective
+from electra_fast.objectives.electra15 import Electra15Objective
 from electra_fast.objectives.mlm import MaskedLMObjective
 from electra_fast.objectives.objective import Objective
+from electra_fast.objectives.replace_mlm import ReplaceMLMObjective
+from electra_fast.objectives.two_stage import TwoStageObjective
 
 if TYPE_CHECKING:
     from electra_fast.config import Config
@@ -18,6 +23,11 @@ if TYPE_CHECKING:
 OBJECTIVES: dict[str, type[Objective]] = {
     "electra": ElectraObjective,
     "mlm": MaskedLMObjective,
+    "electra15": Electra15Objective,
+    "replace-mlm": ReplaceMLMObjective,
+    "all-tokens-mlm": AllTokensMLMObjective,
+    "two-stage": TwoStageObjective,
+    "adversarial": AdversarialObjective,
 }
 
 

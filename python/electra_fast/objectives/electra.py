@@ -4,27 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from electra_fast.errors import InputError
-from electra_fast.objectives.objective import Head, Network, Number, Objective, Output, Predictions, ratio
+from electra_fast.objectives.objective import (
+    Head,
+    Network,
+    Number,
+    Objective,
+    Output,
+    Predictions,
+    ratio,
+    report,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from electra_fast.compute import ComputeConfig, RngKey
     from electra_fast.model import Electra
+    from electra_fast.objectives.losses import Inputs
 
 
 @dataclass(frozen=True)
 class ElectraObjective(Objective):
     """gen_weight * masked language modelling of the generator + disc_weight * replaced-token detection.
 
-    No gradient flows from the discriminator to the generator through the samples.
+    No gradient flows from the discriminator to the generator through the samples. With a contrastive weight, a fifth
+    of the segments stay whole, and a head on [CLS] tells them (`contrastive`).
     """
 
     roles = ("generator", "discriminator")
-    metric_totals = (
+    metric_totals: ClassVar[tuple[str, ...]] = (
         "generator_loss",
         "masked_weight",
         "generator_correct",
@@ -34,22 +45,50 @@ class ElectraObjective(Objective):
         "true_positives",
         "predicted_positives",
         "replaced",
+        "contrastive_loss",
+        "segments",
+        "contrastive_correct",
     )
+    denominator: ClassVar[str] = "tokens"
+    """The total that counts the tokens of the discriminator's loss."""
+
+    @property
+    def gen_weight(self) -> float:
+        """Weight of the generator's loss."""
+        return self.config.objective.gen_weight
 
     def networks(self) -> dict[str, Network]:
-        """A generator that is a fraction of the model, and the model as discriminator."""
+        """A generator that is a fraction of the model, or none for a fixed distribution; the model as discriminator."""
         config = self.config
-        generator, model = config.generator_shape(), config.model
-        same = (generator.hidden_size, generator.num_layers) == (model.hidden_size, model.num_layers)
+        heads = {"discriminator_head": Head("replaced_token")}
+        if config.objective.contrastive_weight:
+            heads["sentence_head"] = Head("logit")
+        return self.generator() | {"discriminator": Network(config.model, heads)}
+
+    def generator(self) -> dict[str, Network]:
+        """The generator's part of `networks`."""
+        config = self.config
+        if config.generator.kind != "model":
+            return {}
+        shape, model = config.generator_shape(), config.model
+        same = (shape.hidden_size, shape.num_layers) == (model.hidden_size, model.num_layers)
         if model.tying == "all" and not same:
             raise InputError(
                 'model.tying = "all" needs a generator of the same size: set generator.fraction = 1.0 '
                 "and generator.num_layers = 0"
             )
-        return {
-            "generator": Network(generator, {"generator_head": Head("masked_lm", config.data.mask_prob)}),
-            "discriminator": Network(model, {"discriminator_head": Head("replaced_token")}),
-        }
+        return {"generator": Network(shape, {"generator_head": Head("masked_lm", config.data.mask_prob)})}
+
+    def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weight of the masked slots and the number of tokens; of segments where they have a loss."""
+        found = super().loss_denominators(batch)
+        if self.config.objective.contrastive_weight:
+            found["segments"] = ((batch["position_ids"] == 0) & (batch["segment_ids"] > 0)).sum().double()
+        return found
+
+    def counted(self, inputs: Inputs, rng_key: RngKey) -> Tensor:
+        """The tokens of the discriminator's loss, bool [T]: all that are not padding."""
+        return inputs.valid_T
 
     def forward(
         self,
@@ -60,38 +99,56 @@ class ElectraObjective(Objective):
         denominators: Mapping[str, Tensor],
     ) -> Output:
         """Generator → sample → discriminator → loss."""
-        from electra_fast.objectives import losses
+        from electra_fast.objectives import contrastive, losses
 
+        weights = self.config.objective
         inputs = losses.read_inputs(model, batch, compute, rng_key)
         generated = losses.generate(model, inputs, rng_key)
-        generator_loss, totals = losses.mlm_loss(generated, inputs.slots)
-
         assert generated.sample_M is not None
-        corrupted_T, replaced_T = losses.corrupt(inputs, generated.sample_M)
-        logits_T = model.replaced_logits(corrupted_T, *inputs.context)
-        discriminator_loss, discriminator_totals = losses.rtd_loss(logits_T, replaced_T, inputs.valid_T)
+        sample_M = generated.sample_M
+        if weights.contrastive_weight:
+            sample_M = contrastive.keep_some_whole(inputs, sample_M, rng_key)
+        corrupted_T, replaced_T = losses.corrupt(inputs, sample_M)
+        hidden_TD = model.hidden("discriminator", corrupted_T, *inputs.context)
+        logits_T = model.discriminator_head(hidden_TD)
+        counted_T = self.counted(inputs, rng_key)
+        discriminator_loss, discriminator_totals = losses.rtd_loss(logits_T, replaced_T, counted_T)
 
-        weights = self.config.objective
-        loss = losses.divide(weights.gen_weight * generator_loss, denominators, "masked_weight")
-        loss = loss + losses.divide(weights.disc_weight * discriminator_loss, denominators, "tokens")
-        predictions = Predictions(corrupted_T, replaced_T, logits_T.detach(), inputs.valid_T)
-        return Output(loss, totals | discriminator_totals, predictions)
+        loss = losses.divide(self.gen_weight * generated.loss, denominators, "masked_weight")
+        loss = loss + losses.divide(weights.disc_weight * discriminator_loss, denominators, self.denominator)
+        totals = generated.totals(inputs.slots, "generator") | discriminator_totals
+        if weights.contrastive_weight:
+            sentence_loss, sentence_totals = contrastive.sentence_loss(model, inputs, hidden_TD, replaced_T)
+            loss = loss + losses.divide(weights.contrastive_weight * sentence_loss, denominators, "segments")
+            totals |= sentence_totals
+        if self.denominator != "tokens":
+            totals["tokens"] = inputs.valid_T.sum()
+        return Output(loss, totals, Predictions(corrupted_T, replaced_T, logits_T.detach(), counted_T))
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Losses in nats per masked token and per token, accuracies, precision and recall of "replaced"."""
+        """Losses in nats per masked token and per token, accuracies, precision and recall of "replaced".
+
+        The discriminator's are over the tokens that its loss is over.
+        """
+        weights, has_generator = self.config.objective, self.config.generator.kind == "model"
         generator_loss = ratio(totals, "generator_loss", "masked_weight")
-        discriminator_loss = ratio(totals, "discriminator_loss", "tokens")
-        weights = self.config.objective
-        return {
-            "loss": weights.gen_weight * generator_loss + weights.disc_weight * discriminator_loss,
-            "generator_loss": generator_loss,
+        discriminator_loss = ratio(totals, "discriminator_loss", self.denominator)
+        loss = self.gen_weight * generator_loss + weights.disc_weight * discriminator_loss
+        found: dict[str, Number] = {
+            "generator_loss": generator_loss if has_generator else None,
             "discriminator_loss": discriminator_loss,
-            "generator_accuracy": ratio(totals, "generator_correct", "masked_weight"),
-            "discriminator_accuracy": ratio(totals, "discriminator_correct", "tokens"),
+            "generator_accuracy": ratio(totals, "generator_correct", "masked_weight") if has_generator else None,
+            "discriminator_accuracy": ratio(totals, "discriminator_correct", self.denominator),
             "discriminator_precision": ratio(totals, "true_positives", "predicted_positives"),
             "discriminator_recall": ratio(totals, "true_positives", "replaced"),
-            "replaced_fraction": ratio(totals, "replaced", "tokens"),
+            "replaced_fraction": ratio(totals, "replaced", self.denominator),
         }
+        if weights.contrastive_weight:
+            contrastive_loss = ratio(totals, "contrastive_loss", "segments")
+            loss += weights.contrastive_weight * contrastive_loss
+            found["contrastive_loss"] = contrastive_loss
+            found["contrastive_accuracy"] = ratio(totals, "contrastive_correct", "segments")
+        return report(found | {"loss": loss})
 
     def describe(self, role: str) -> tuple[str, str]:
         """By role."""

@@ -1,4 +1,4 @@
-"""The pieces that objectives share: what the networks read, the generator's samples, the corrupted text, both losses.
+"""The pieces that objectives share: what the networks read, the samples, the corrupted text, and the losses.
 
 All shapes are static (unused mask slots write to a spare position after the flat buffer), and nothing is read back
 to the host. Losses are sums; an objective divides them by the denominators of the whole step.
@@ -17,9 +17,12 @@ from torch import Tensor
 
 from electra_fast import ops
 from electra_fast.attention import AttentionMask, reads_offsets
+from electra_fast.sampling import philox
 
 if TYPE_CHECKING:
     from electra_fast.compute import ComputeConfig, RngKey
+    from electra_fast.config import Config
+    from electra_fast.heads import MaskedLMHead
     from electra_fast.model import Electra
 
 Totals = dict[str, Tensor]
@@ -42,7 +45,7 @@ class Slots:
 class Inputs:
     """A micro-batch as the networks read it: the masked ids, what stands beside them, and the masked slots.
 
-    `context` is what `Electra.generator_hidden` and `Electra.replaced_logits` take after the ids.
+    `context` is what `Electra.hidden` takes after the ids.
     """
 
     masked_ids_BL: Tensor
@@ -96,27 +99,52 @@ def divide(loss: Tensor, denominators: Mapping[str, Tensor], name: str) -> Tenso
 
 @dataclass(frozen=True)
 class Generated:
-    """The generator's answer at the masked slots: its summed loss, a sample if wanted, whether the argmax is right."""
+    """Answers at the masked slots: their summed cross-entropy, samples if wanted, whether the argmax is right."""
 
     loss: Tensor
     sample_M: Tensor | None
     correct_M: Tensor
 
+    def totals(self, slots: Slots, role: str) -> Totals:
+        """The loss, the weight of the slots and the weight of those where the argmax is right."""
+        return {
+            f"{role}_loss": self.loss.detach(),
+            "masked_weight": slots.weight_M.sum(),
+            f"{role}_correct": (self.correct_M * slots.weight_M).sum(),
+        }
+
 
 def generate(model: Electra, inputs: Inputs, rng_key: RngKey | None) -> Generated:
-    """Runs the generator over the masked text; without a key nothing is sampled."""
-    hidden_TD = model.generator_hidden(inputs.masked_ids_BL.flatten(), *inputs.context)
-    # Unused slots read any row: their weight is 0.
-    hidden_MD = ops.gather_rows(hidden_TD, inputs.slots.position_M.clamp(max=hidden_TD.shape[0] - 1))
-    objective, head = model.config.objective, model.generator_head
+    """Runs the generator over the masked text; without a key nothing is sampled.
+
+    A generator that is a fixed distribution has samples only, and a loss of 0.
+    """
+    if model.proposal is not None and rng_key is not None:
+        zero = torch.zeros((), device=inputs.slots.weight_M.device)
+        return Generated(zero, model.proposal.sample(inputs.slots.number_M, rng_key), zero)
+    hidden_TD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context)
+    head, table_VE = model.generator_head, model.generator_embeddings.token
+    return predict(model.config, head, table_VE, at_slots(hidden_TD, inputs.slots), inputs.slots, rng_key)
+
+
+def at_slots(x_TD: Tensor, slots: Slots) -> Tensor:
+    """Rows at the masked slots; unused ones read any row, since their weight is 0; [T, D] → [M, D]."""
+    return ops.gather_rows(x_TD, slots.position_M.clamp(max=x_TD.shape[0] - 1))
+
+
+def predict(
+    config: Config, head: MaskedLMHead, table_VE: Tensor, hidden_MD: Tensor, slots: Slots, rng_key: RngKey | None
+) -> Generated:
+    """What a head makes of the hidden states at the masked slots, against the tokens that are masked there."""
+    objective = config.objective
     return Generated(
         *ops.generator_head(
             head.transform(hidden_MD),
-            model.generator_embeddings.token,
+            table_VE,
             head.bias,
-            inputs.slots.target_M,
-            inputs.slots.weight_M,
-            inputs.slots.number_M,
+            slots.target_M,
+            slots.weight_M,
+            slots.number_M,
             None if rng_key is None else rng_key.seed_and_step,
             objective.temperature,
             objective.disallow_correct,
@@ -124,25 +152,32 @@ def generate(model: Electra, inputs: Inputs, rng_key: RngKey | None) -> Generate
     )
 
 
-def mlm_loss(generated: Generated, slots: Slots) -> tuple[Tensor, Totals]:
-    """The generator's cross-entropy summed over the masked slots, and its totals."""
-    return generated.loss, {
-        "generator_loss": generated.loss.detach(),
-        "masked_weight": slots.weight_M.sum(),
-        "generator_correct": (generated.correct_M * slots.weight_M).sum(),
-    }
-
-
-def corrupt(inputs: Inputs, sample_M: Tensor) -> tuple[Tensor, Tensor]:
+def corrupt(inputs: Inputs, sample_M: Tensor | None) -> tuple[Tensor, Tensor]:
     """The text with the samples in place of the masks, and which of its tokens differ from the original; [T] each."""
+    assert sample_M is not None
     slots = inputs.slots
     return ops.corrupt(inputs.masked_ids_BL, slots.position_M, slots.target_M, sample_M)
 
 
-def rtd_loss(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Totals]:
-    """The discriminator's binary cross-entropy summed over the valid tokens, and its totals."""
-    loss, totals_5 = ops.discriminator_loss(logits_T, replaced_T, valid_T)
+def rtd_loss(logits_T: Tensor, replaced_T: Tensor, counted_T: Tensor) -> tuple[Tensor, Totals]:
+    """The discriminator's binary cross-entropy summed over the tokens that count, and its totals over them."""
+    loss, totals_5 = ops.discriminator_loss(logits_T, replaced_T, counted_T)
     return loss, {
         "discriminator_loss": loss.detach(),
         **dict(zip(ops.DISCRIMINATOR_TOTALS, totals_5.unbind(), strict=True)),
     }
+
+
+def random_words(rng_key: RngKey, column_BL: Tensor, stream: int) -> Tensor:
+    """32 random bits for each element, a function of seed, step, row within the step and column; int64 [B, L].
+
+    Args:
+        rng_key: Of the micro-batch.
+        column_BL: Elements of a row with the same number have the same bits, int64.
+        stream: Tells apart what is drawn: the last word of Philox' counter. 0 to 2 belong to `sampling`, 2^16 and
+            more to dropout.
+    """
+    seed, step = rng_key.seed_and_step.unbind()
+    row_B1 = torch.arange(column_BL.shape[0], device=column_BL.device)[:, None] + rng_key.first_row
+    key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+    return philox((column_BL, row_B1, step, torch.full_like(step, stream)), key)[0]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from electra_fast.objectives.objective import Head, Network, Number, Objective, Output, ratio
+from electra_fast.objectives.objective import Head, Network, Number, Objective, Output, ratio, report
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,7 @@ class MaskedLMObjective(Objective):
 
     roles = ("generator",)
     metric_totals = ("generator_loss", "masked_weight", "generator_correct", "tokens")
+    needs = {"generator.kind": ("model",)}
 
     def networks(self) -> dict[str, Network]:
         """The model itself."""
@@ -39,23 +40,20 @@ class MaskedLMObjective(Objective):
         from electra_fast.objectives import losses
 
         inputs = losses.read_inputs(model, batch, compute, rng_key)
-        generator_loss, totals = losses.mlm_loss(losses.generate(model, inputs, None), inputs.slots)
-        loss = losses.divide(self.config.objective.gen_weight * generator_loss, denominators, "masked_weight")
-        return Output(loss, totals | {"tokens": inputs.valid_T.sum()})
+        generated = losses.generate(model, inputs, None)
+        loss = losses.divide(self.config.objective.gen_weight * generated.loss, denominators, "masked_weight")
+        return Output(loss, generated.totals(inputs.slots, "generator") | {"tokens": inputs.valid_T.sum()})
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Loss in nats per masked token, and accuracy; the discriminator's metrics are None."""
+        """Loss in nats per masked token, and accuracy."""
         generator_loss = ratio(totals, "generator_loss", "masked_weight")
-        return {
-            "loss": self.config.objective.gen_weight * generator_loss,
-            "generator_loss": generator_loss,
-            "discriminator_loss": None,
-            "generator_accuracy": ratio(totals, "generator_correct", "masked_weight"),
-            "discriminator_accuracy": None,
-            "discriminator_precision": None,
-            "discriminator_recall": None,
-            "replaced_fraction": None,
-        }
+        return report(
+            {
+                "loss": self.config.objective.gen_weight * generator_loss,
+                "generator_loss": generator_loss,
+                "generator_accuracy": ratio(totals, "generator_correct", "masked_weight"),
+            }
+        )
 
     def describe(self, role: str) -> tuple[str, str]:
         """Of the one encoder."""

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from electra_fast.config_file import Scalar, format_value
+from electra_fast.errors import InputError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -19,31 +22,53 @@ if TYPE_CHECKING:
 
 Number = float | int | None
 
+METRICS = (
+    "loss",
+    "generator_loss",
+    "discriminator_loss",
+    "encoder_loss",
+    "generator_accuracy",
+    "discriminator_accuracy",
+    "encoder_accuracy",
+    "discriminator_precision",
+    "discriminator_recall",
+    "replaced_fraction",
+)
+"""What every objective reports, None where it has no such thing; an objective may report more."""
+
+DISTINCT = ("paper", "bert")
+"""The values of `data.masking` that draw no position twice."""
+_WHY_DISTINCT = "google draws some positions twice and averages their samples, which then have no probability"
+
 
 @dataclass(frozen=True)
 class Head:
     """A head on an encoder.
 
     Args:
-        kind: A name of `model.HEADS`.
+        kind: A name in `heads.HEADS`.
         token_fraction: Fraction of the tokens that it computes for, which is what it costs.
+        num_forward: How many forward passes it makes in a step.
     """
 
     kind: str
     token_fraction: float = 1.0
+    num_forward: int = 1
 
 
 @dataclass(frozen=True)
 class Network:
-    """An encoder that an objective trains, and its heads.
+    """An encoder of an objective, and its heads.
 
     Args:
         shape: Sizes of the encoder, and of its embeddings unless they are shared.
-        heads: By the attribute of `Electra` that holds each.
+        heads: By the attribute of `Electra` that holds each. One that is called by its role is exported with it.
+        is_trained: Whether it computes gradients, or runs forward only.
     """
 
     shape: ModelConfig
     heads: dict[str, Head]
+    is_trained: bool = True
 
 
 @dataclass(frozen=True)
@@ -91,9 +116,11 @@ class Objective(ABC):
     config: Config
 
     roles: ClassVar[tuple[str, ...]]
-    """The networks that it trains, in the order in which they are built; each can be exported."""
+    """The networks that it trains, in the order in which they are built, the result last; each can be exported."""
     metric_totals: ClassVar[tuple[str, ...]]
     """Names of the totals that `forward` may return."""
+    needs: ClassVar[Mapping[str, tuple[Scalar, ...]]] = {}
+    """Values that the objective can be trained with, the first of which is the usual one, by configuration key."""
 
     @abstractmethod
     def networks(self) -> dict[str, Network]:
@@ -138,14 +165,40 @@ class Objective(ABC):
 
     def check(self) -> None:
         """Raises ValueError where the configuration does not suit the objective."""
+        config, name = self.config, format_value(self.config.objective.name)
+        for key, allowed in self.needs.items():
+            self._require(f"objective.name = {name}", key, allowed)
+        if config.objective.contrastive_weight:
+            self._require("objective.contrastive_weight", "objective.name", ("electra",))
+            self._require("objective.contrastive_weight", "data.masking", DISTINCT)
+        if config.generator.kind != "model":
+            kind = f"generator.kind = {format_value(config.generator.kind)}"
+            self._require(kind, "objective.temperature", (1.0,))
+            self._require(kind, "objective.disallow_correct", (False,))
         self.networks()
+
+    def _require(self, what: str, key: str, allowed: tuple[Scalar, ...]) -> None:
+        value = self.config.value(key)
+        if value not in allowed:
+            values = " or ".join(format_value(each) for each in allowed)
+            why = f"; {_WHY_DISTINCT}" if key == "data.masking" else ""
+            raise InputError(f"{what} needs {key} = {values}, and it is {format_value(value)}{why}")
+
+    def stages(self) -> tuple[Stage, ...]:
+        """Its stages, in order; where one ends, the next begins. The last one ends with the run."""
+        return (Stage("pre-training", self, first_step=0, num_steps=self.config.train.steps),)
 
     def stage(self, step: int) -> Stage:
         """The stage that a step (0-based) belongs to. Where it changes, the optimizer starts afresh."""
-        return Stage("pre-training", self, first_step=0, num_steps=self.config.train.steps)
+        return [stage for stage in self.stages() if stage.first_step <= step][-1]
 
     def begin_stage(self, model: Electra) -> None:  # noqa: B027  # most objectives have one stage
         """Prepares a model that an earlier stage has trained, before the first step of a later one."""
+
+
+def report(metrics: Mapping[str, Number]) -> dict[str, Number]:
+    """Some metrics, and None for those of `METRICS` that are not among them."""
+    return dict.fromkeys(METRICS) | dict(metrics)
 
 
 def ratio(totals: Mapping[str, float], numerator: str, denominator: str) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from electra_fast.compute import ComputeConfig, RngKey, seed_generator
@@ -57,11 +59,15 @@ class PretrainingWork(Work):
     """The class that the configuration names, which may be one that this package does not have."""
     compute: ComputeConfig
     execution: str
+    buffers: Mapping[str, NDArray[Any]]
+    """Of the model, by name."""
 
     def share(self, rank: int, num_processes: int) -> tuple[Backward, Optimizer]:
         """The gradients of the process' rows."""
         OBJECTIVES[self.config.objective.name] = self.objective
-        model = Electra(self.config).train()
+        model = Electra(self.config)
+        for name, values in self.buffers.items():
+            model.get_buffer(name).copy_(torch.from_numpy(values))
         backward = Backward(model, self.config, self.compute, self.execution, rank, num_processes)
         return backward, Optimizer(model.named_parameters(), self.config.optimizer)  # of what the first stage trains
 
@@ -70,7 +76,7 @@ class Backward(GradientComputation):
     """Computes the gradients of a step's micro-batches, or one process' share of them.
 
     Args:
-        model: On its device, in training mode.
+        model: On its device.
         config: Objective, micro-batches and seed.
         compute: Attention backend and activation dtype.
         execution: `compile` for torch.compile; otherwise eager.
@@ -100,11 +106,11 @@ class Backward(GradientComputation):
         self.set_stage(objective_of(config).stage(0))
 
     def set_stage(self, stage: Stage) -> None:
-        """Trains by a stage's loss what the stage does not freeze."""
+        """Trains by a stage's loss what the stage does not freeze, which is put into evaluation mode."""
         self.stage = stage
-        self.model.requires_grad_(True)
+        self.model.train().requires_grad_(True)
         for name in stage.frozen:
-            self.model.get_submodule(name).requires_grad_(False)
+            self.model.get_submodule(name).eval().requires_grad_(False)
         forward = stage.objective.forward
         self._forward = torch.compile(forward, fullgraph=True, dynamic=False) if self.is_compiled else forward
 

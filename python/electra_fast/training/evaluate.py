@@ -13,12 +13,13 @@ from electra_fast.compute import ComputeConfig, RngKey, choose_device
 from electra_fast.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.errors import InputError
 from electra_fast.huggingface.export import load
 from electra_fast.huggingface.source import origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import check_vocabulary
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import Number
+from electra_fast.objectives.objective import Number, Objective
 from electra_fast.training import metrics
 
 # Masks and samples of an evaluation come from this seed, whatever the run's own.
@@ -58,6 +59,10 @@ def evaluate(
     elif origin(Path(source)).corpus == corpus.content_hash:
         remedy = "prepare the text with --holdout to have metrics of unseen text"
         print(f"warning: {data}: the model was trained on all of this corpus; {remedy}", file=sys.stderr)
+    if model.proposal is not None and not model.proposal.has_counts:
+        raise InputError(
+            f"{source}: a unigram generator's token counts are not exported; evaluate the run or one of its checkpoints"
+        )
     check_vocabulary(tokenizer_folder(Path(source), model.config.model.vocab_size), corpus)
     config = model.config
     changes = {"sequence_length": sequence_length or min(config.data.sequence_length, config.model.max_positions)}
@@ -69,13 +74,21 @@ def evaluate(
 
 @torch.no_grad()
 def evaluate_model(
-    model: Electra, corpus: Path, config: Config, compute: ComputeConfig, max_batches: int = 0
+    model: Electra,
+    corpus: Path,
+    config: Config,
+    compute: ComputeConfig,
+    max_batches: int = 0,
+    objective: Objective | None = None,
 ) -> dict[str, Number]:
-    """One pass (or `max_batches` batches) over a corpus, masked and sampled by `SEED`."""
-    objective, device = objective_of(config), next(model.parameters()).device
+    """One pass (or `max_batches` batches) over a corpus, masked and sampled by `SEED`, by the configured objective.
+
+    `objective` takes its place: that of a run's stage.
+    """
+    objective, device = objective or objective_of(config), next(model.parameters()).device
     totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in objective.metric_totals}
     logits, labels, num_rows = [], [], 0
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}  # frozen parts are in evaluation mode
     model.eval()
     loader = BatchLoader.from_config(config, corpus=corpus, seed=SEED, epochs=1)
     for number, rows in enumerate(itertools.islice(loader, max_batches or None)):
@@ -89,7 +102,8 @@ def evaluate_model(
         if found is not None:
             logits.append(found.logits_T[found.valid_T].float().cpu().numpy())
             labels.append(found.replaced_T[found.valid_T].cpu().numpy())
-    model.train(was_training)
+    for module, is_training in modes.items():
+        module.training = is_training
     read = {name: float(total) for name, total in totals.items()}
     auc = metrics.area_under_curve(np.concatenate(logits), np.concatenate(labels)) if logits else None
     return {"discriminator_auc": auc, **objective.metrics(read), "rows": num_rows, "tokens": int(read["tokens"])}

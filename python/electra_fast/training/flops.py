@@ -9,12 +9,13 @@ multiplies.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from electra_fast.config import Config, ModelConfig
 from electra_fast.errors import InputError
-from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import Network
+from electra_fast.objectives import OBJECTIVES, objective_of
+from electra_fast.objectives.objective import Network, Stage
 
 PUBLISHED_VOCABULARY = 30522
 # The published count has 20 of 128 positions predicted, whatever the masking probability.
@@ -42,35 +43,43 @@ _VARIANTS = {"MIG", "LAPTOP", "MAX", "TI", "D", "SUPER"}
 
 @dataclass(frozen=True)
 class Flops:
-    """Training FLOPs per token (forward and backward) of each part: matrix products and attention only."""
+    """Training FLOPs per token of each part: matrix products and attention only. A discriminator includes its head."""
 
-    discriminator: float
-    generator: float
-    generator_head: float
+    discriminator: float = 0.0
+    generator: float = 0.0
+    generator_head: float = 0.0
+    encoder: float = 0.0
+    encoder_head: float = 0.0
 
     @property
     def total(self) -> float:
         """All parts together."""
-        return self.discriminator + self.generator + self.generator_head
+        return self.discriminator + self.generator + self.generator_head + self.encoder + self.encoder_head
 
 
-def flops_per_token(config: Config) -> Flops:
+def flops_per_token(config: Config, stages: Sequence[Stage] | None = None) -> Flops:
     """The true model FLOPs per token of training the objective's networks.
 
     A multiply-add counts as two operations, the backward pass as two forward passes, attention over the whole row
     length or the window of local attention, lookups as nothing, and each head for its share of the tokens.
+
+    Args:
+        config: Of the run.
+        stages: The mean over the steps of these; by default over the whole run.
     """
-    networks, length = objective_of(config).networks(), config.data.sequence_length
-    encoders = {role: 3.0 * _encoder(network.shape, length) for role, network in networks.items()}
-    heads = {
-        role: sum(3.0 * head.token_fraction * _head(head.kind, network.shape) for head in network.heads.values())
-        for role, network in networks.items()
-    }
-    return Flops(
-        discriminator=encoders.get("discriminator", 0.0) + heads.get("discriminator", 0.0),
-        generator=encoders.get("generator", 0.0),
-        generator_head=heads.get("generator", 0.0),
-    )
+    stages, length = stages or objective_of(config).stages(), config.data.sequence_length
+    num_steps = sum(stage.num_steps for stage in stages)
+    parts = dict.fromkeys(asdict(Flops()), 0.0)
+    for stage in stages:
+        share = stage.num_steps / num_steps
+        for role, network in stage.objective.networks().items():
+            backward = 2 if network.is_trained else 0
+            parts[role] += share * (1 + backward) * _encoder(network.shape, length)
+            head_part = role if role == "discriminator" else f"{role}_head"
+            for head in network.heads.values():
+                cost = head.token_fraction * _head(head.kind, network.shape)
+                parts[head_part] += share * (head.num_forward + backward) * cost
+    return Flops(**parts)
 
 
 def _encoder(shape: ModelConfig, length: int) -> int:
@@ -88,11 +97,15 @@ def _projection(shape: ModelConfig) -> int:
 
 
 def _head(kind: str, shape: ModelConfig) -> int:
-    """Forward FLOPs per token that a head of `model.HEADS` computes for."""
-    hidden, width = shape.hidden_size, shape.embedding_size
+    """Forward FLOPs per token that a head computes for."""
+    hidden, width, is_plain = shape.hidden_size, shape.embedding_size, shape.heads == "plain"
+    if kind == "logit" or (kind == "replaced_token" and is_plain):
+        return 2 * hidden
     if kind == "replaced_token":
         return 2 * hidden * (hidden + 1)
     table = 2 * width * _vocabulary(shape)
+    if is_plain:
+        return _projection(shape) + table
     if shape.architecture == "modern":
         return 2 * hidden * hidden + _projection(shape) + table
     return 2 * hidden * width + table
@@ -125,21 +138,28 @@ class _Published:
         e, h = self.e, self.h
         return 2 * e * self.v + 2 * e * (self.s + 2) + 11 * e + (2 * h * e + h if e != h else 0)
 
-    def train(self, batch: int, steps: int, is_discriminator: bool) -> float:
-        """Forward and backward FLOPs of a run."""
+    def head(self, kind: str, token_fraction: float = PUBLISHED_PREDICTED) -> float:
+        """A head, per token of the input; a single logit is ours, the published count has none."""
         h, e = self.h, self.e
-        masked_head = PUBLISHED_PREDICTED * (2 * e * self.v + 2 * h * e + 14 * e + 7 * self.v)
-        head = 2 * h * h + 11 * h if is_discriminator else masked_head
-        return float(2 * batch * steps * (self.s * (self.layers * self.layer() + self.embedding() + head)))
+        if kind == "masked_lm":
+            return token_fraction * (2 * e * self.v + 2 * h * e + 14 * e + 7 * self.v)
+        return 2 * h * h + 11 * h if kind == "replaced_token" else 2 * h
+
+    def train(self, batch: int, steps: int, heads: float, num_passes: int = 2) -> float:
+        """FLOPs of a run whose encoder makes so many passes per step, and whose heads' passes cost so much."""
+        encoder = num_passes * (self.layers * self.layer() + self.embedding())
+        return float(batch * steps * (self.s * (encoder + heads)))
 
 
 def _bert(h: int, layers: int, s: int, e: int, batch: int, steps: int) -> float:
-    return _Published(h, layers, s, e, 4 * h, max(h // 64, 1)).train(batch, steps, False)
+    published = _Published(h, layers, s, e, 4 * h, max(h // 64, 1))
+    return published.train(batch, steps, 2 * published.head("masked_lm"))
 
 
 def _electra(h: int, generator: int, layers: int, s: int, e: int, batch: int, steps: int) -> float:
-    discriminator = _Published(h, layers, s, e, 4 * h, h // 64).train(batch, steps, True)
-    return discriminator + _bert(generator, layers, s, e, batch, steps)
+    discriminator = _Published(h, layers, s, e, 4 * h, h // 64)
+    trained = discriminator.train(batch, steps, 2 * discriminator.head("replaced_token"))
+    return trained + _bert(generator, layers, s, e, batch, steps)
 
 
 def published_flops(name: str) -> float:
@@ -160,12 +180,16 @@ def published_flops(name: str) -> float:
 
 
 def published_training_flops(config: Config) -> float:
-    """The published count of any `bert` configuration; ValueError for `modern`, which it doesn't know."""
-    if config.model.architecture != "bert":
-        raise InputError('the published count is of model.architecture = "bert" only')
+    """The published count of a `bert` configuration with dense heads; ValueError for others, which it doesn't know.
 
-    def total(network: Network) -> float:
-        shape = network.shape
+    The published script knows `electra` and `mlm`. Of other objectives it is what its formulas give for their networks
+    and heads: those that do not train run forward only, and a head on all tokens is counted for all.
+    """
+    if config.model.architecture != "bert" or config.model.heads != "dense":
+        raise InputError('the published count is of model.architecture = "bert" with model.heads = "dense" only')
+
+    def total(network: Network, num_steps: int) -> float:
+        shape, backward = network.shape, 1 if network.is_trained else 0
         published = _Published(
             shape.hidden_size,
             shape.num_layers,
@@ -175,10 +199,18 @@ def published_training_flops(config: Config) -> float:
             shape.num_heads,
             _vocabulary(shape),
         )
-        return published.train(config.train.batch_size, config.train.steps, "discriminator_head" in network.heads)
+        heads = 0.0
+        for head in network.heads.values():
+            fraction = 1.0 if head.token_fraction == 1.0 else PUBLISHED_PREDICTED
+            heads += (head.num_forward + backward) * published.head(head.kind, fraction)
+        return published.train(config.train.batch_size, num_steps, heads, 1 + backward)
 
-    networks = objective_of(config).networks()
-    return sum(total(networks[role]) for role in ("discriminator", "generator") if role in networks)
+    # The discriminator first, as the published script adds.
+    return sum(
+        total(network, stage.num_steps)
+        for stage in objective_of(config).stages()
+        for _, network in sorted(stage.objective.networks().items())
+    )
 
 
 def device_peak(name: str) -> float | None:
@@ -189,19 +221,41 @@ def device_peak(name: str) -> float | None:
     return next((peak for known, peak in _PEAKS if known <= words), None)
 
 
+def objectives_report(config: Config) -> dict[str, dict[str, float | None]]:
+    """FLOPs per token of every objective, and how many times those of `electra`: true and, where known, published."""
+    electra = config.with_objective("electra")
+    true_of_electra, published_of_electra = flops_per_token(electra).total, _published(electra)
+    found: dict[str, dict[str, float | None]] = {}
+    for name in OBJECTIVES:
+        other = config.with_objective(name)
+        true, published = flops_per_token(other).total, _published(other)
+        found[name] = {
+            "per_token": true,
+            "times_electra": true / true_of_electra,
+            "published_times_electra": published / published_of_electra if published and published_of_electra else None,
+        }
+    return found
+
+
+def _published(config: Config) -> float | None:
+    knows = config.model.architecture == "bert" and config.model.heads == "dense"
+    return published_training_flops(config) if knows else None
+
+
 def report(config: Config) -> dict[str, object]:
-    """What `electra-fast flops` prints: both counts, per token and in total (published: None for `modern`)."""
+    """What `electra-fast flops` prints: both counts, per token and in total (published: None where it knows none)."""
     per_token = flops_per_token(config)
     tokens_per_step = config.train.batch_size * config.data.sequence_length
     tokens = config.train.steps * tokens_per_step
-    published = published_training_flops(config) if config.model.architecture == "bert" else None
+    published = _published(config)
     return {
         "published_total": published,
         "published_per_token": None if published is None else published / tokens,
-        "per_token": asdict(per_token) | {"total": per_token.total},
+        "per_token": {part: flops for part, flops in asdict(per_token).items() if flops} | {"total": per_token.total},
         "per_step": per_token.total * tokens_per_step,
         "total": per_token.total * tokens,
         "tokens": tokens,
         "tokens_per_step": tokens_per_step,
         "vocab_size": _vocabulary(config.model),
+        "objectives": objectives_report(config),
     }

@@ -31,6 +31,8 @@ def warning(metrics: Mapping[str, Number]) -> str | None:
             f"the generator is nearly always right: only {replaced:.1%} of the tokens are replaced, which teaches the "
             "discriminator little; use a smaller generator.fraction or a higher objective.temperature"
         )
+    if replaced == 1:
+        return None
     majority = -(replaced * math.log(replaced) + (1 - replaced) * math.log1p(-replaced))
     if loss > 1.02 * majority:
         return (

@@ -22,6 +22,7 @@ from electra_fast.config_file import Scalar
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.huggingface.tokenizer import check_vocabulary, run_tokenizer, write_tokenizer
+from electra_fast.objectives import objective_of
 
 Changes = dict[str, tuple[Scalar, Scalar]]
 
@@ -181,6 +182,11 @@ def _refuse(folder: Path, directory: Path, changes: Changes, config: Config, all
             raise InputError(
                 f"{folder}: this run was started with {name} = {was!r}, now it is {now!r}, which would be another "
                 "model or optimizer state; leave it as it was to resume, or give another --out"
+            )
+        if name == "train.steps" and len(objective_of(config).stages()) > 1:
+            raise InputError(
+                f"{folder}: this run was started with train.steps = {was}, now it is {now}, which would move the "
+                "border of its stages; leave it as it was to resume, or give another --out"
             )
         if allow_changes or name == "train.steps":
             continue

@@ -59,7 +59,7 @@ class TrainStep:
     """Trains on one batch per call, without waiting for the device.
 
     Args:
-        model: On its device, in training mode.
+        model: On its device; its parts that train are put into training mode, frozen ones into evaluation mode.
         optimizer: Of the model's parameters.
         config: Objective, micro-batches, schedule and seed.
         compute: Attention backend and activation dtype.
@@ -95,7 +95,8 @@ class TrainStep:
         self.backward = Backward(model, config, compute, execution, num_processes=num_processes)
         self.processes: StepProcesses | None = None
         if num_processes > 1:
-            work = PretrainingWork(config, type(self.objective), compute, execution)
+            buffers = {name: buffer.numpy() for name, buffer in model.named_buffers()}
+            work = PretrainingWork(config, type(self.objective), compute, execution, buffers)
             self.processes = StepProcesses(self.backward, optimizer, work, num_processes)
         self._captures = device.type == "cuda" and execution != "eager"
         # A stream of its own throughout: what runs before a capture must run where the capture does.

@@ -50,6 +50,11 @@ class Trainer:
         self.run, self.config, self.corpus = run, run.config, corpus
         self.compute = choose_compute(self.config, self.device)
         self.model = Electra(self.config).to(self.device)
+        if run.checkpoint is not None:
+            checkpoint.load_parameters(self.model, run.checkpoint)
+        if self.config.generator.kind == "unigram":
+            assert self.model.proposal is not None
+            self.model.proposal.set_counts(torch.from_numpy(corpus.token_counts()))
         self.optimizer = Optimizer(self.model.named_parameters(), self.config.optimizer)
         self.loader = BatchLoader.from_config(self.config)
         execution = self.config.train.execution
@@ -61,7 +66,6 @@ class Trainer:
         if run.checkpoint is not None and run.state is not None:
             self._restore(run.checkpoint, run.state)
         self.stage = self.train_step.stage
-        self.flops = flops_per_token(self.config).total
         self.peak = device_peak(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         train = self.config.train
         self.every = {"log": train.log_every, "checkpoint": train.checkpoint_every}
@@ -75,7 +79,6 @@ class Trainer:
         """
         state, num_steps = self.state, self.config.train.steps
         record_environment(self.run.folder, environment(self.device, self.compute, self.config.train.execution))
-        self.model.train()
         with (
             closing(self.train_step),
             JsonLines(self.run.folder / "metrics.jsonl", state.step) as log,
@@ -92,7 +95,9 @@ class Trainer:
                 state.step += 1
                 state.log_window.steps += 1
                 progress.advance(state.step)
-                due = {what for what, every in self.every.items() if state.step % every == 0 or state.step == num_steps}
+                # A log window does not span two stages.
+                is_last = state.step == self.stage.first_step + self.stage.num_steps
+                due = {what for what, every in self.every.items() if state.step % every == 0 or is_last}
                 if due:
                     self._stop_timer()
                     if "log" in due:
@@ -145,11 +150,11 @@ class Trainer:
         speed = tokens / window.seconds if window.seconds > 0 else 0.0
         return {
             "step": state.step,
-            **self.train_step.objective.metrics(window.totals),
+            **self.stage.objective.metrics(window.totals),
             "learning_rate": self.train_step.lr_scale(state.step - 1) * self.config.optimizer.learning_rate,
             "grad_norm": window.totals[GRAD_NORM] / window.steps,
             "tokens_per_second": speed,
-            "mfu": speed * self.flops / self.peak if self.peak else None,
+            "mfu": speed * flops_per_token(self.config, [self.stage]).total / self.peak if self.peak else None,
             "seconds": state.seconds,
             "tokens": state.tokens,
             "step_seconds": times.median if times else None,
@@ -159,7 +164,9 @@ class Trainer:
     def _evaluate(self, evaluations: JsonLines, progress: TrainingProgress) -> None:
         assert self.corpus.holdout is not None
         num_batches = self.config.train.eval_batches
-        found = evaluate_model(self.model, self.corpus.holdout, self.config, self.compute, num_batches)
+        found = evaluate_model(
+            self.model, self.corpus.holdout, self.config, self.compute, num_batches, self.stage.objective
+        )
         evaluations.write({"step": self.state.step, **found})
         progress.say(f"step {self.state.step}: validation: {_validation_text(found)}")
 
@@ -167,7 +174,10 @@ class Trainer:
         """Reports a new stage, and each capture of the graph, which takes as long as many steps."""
         if self.train_step.stage != self.stage:
             self.stage = self.train_step.stage
-            progress.say(f"step {self.state.step}: {self.stage.name} begins, with a new optimizer state and schedule")
+            progress.say(
+                f"step {self.state.step}: {self.stage.name} begins: the optimizer's moments are reset, the learning "
+                f"rate's schedule restarts"
+            )
         for compilation in self.train_step.compilations[self.num_compilations :]:
             progress.say(f"step {compilation.step}: compiled the step in {compilation.seconds:.0f} s")
             self.num_compilations += 1
@@ -192,7 +202,6 @@ class Trainer:
         self.saved_step = state.step
 
     def _restore(self, directory: Path, state: TrainState) -> None:
-        checkpoint.load_parameters(self.model, directory)
         self.state, self.saved_step = state, state.step
         if state.loader is None:
             return  # an imported model: its training starts here
@@ -218,7 +227,8 @@ class Trainer:
         peak = "" if self.peak else "; no known peak for this device, so no MFU"
         yield (
             f"{self.run.folder}: {start}, {num_parameters / 1e6:.2f} M parameters, "
-            f"{self.corpus.num_tokens / 1e6:.2f} M tokens in the corpus, {self.flops / 1e6:.3g} MFLOP per token{peak}"
+            f"{self.corpus.num_tokens / 1e6:.2f} M tokens in the corpus, "
+            f"{flops_per_token(self.config).total / 1e6:.3g} MFLOP per token{peak}"
         )
         yield from self.hardware_lines
         data = self.config.data
@@ -268,5 +278,10 @@ class Trainer:
 
 
 def _validation_text(found: dict[str, Number]) -> str:
-    named = {"discriminator_auc": "AUC", "discriminator_loss": "disc", "generator_loss": "gen"}
+    named = {
+        "discriminator_auc": "AUC",
+        "discriminator_loss": "disc",
+        "encoder_loss": "enc",
+        "generator_loss": "gen",
+    }
     return "  ".join(f"{label} {found[name]:.4f}" for name, label in named.items() if found[name] is not None)

@@ -1,0 +1,109 @@
+"""`adversarial`: a generator that learns to raise the discriminator's loss, by REINFORCE (Appendix F)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from electra_fast.objectives.electra import ElectraObjective
+from electra_fast.objectives.objective import DISTINCT, Head, Network, Number, Output, Predictions, ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from electra_fast.compute import ComputeConfig, RngKey
+    from electra_fast.model import Electra
+
+
+@dataclass(frozen=True)
+class AdversarialObjective(ElectraObjective):
+    """gen_weight * REINFORCE of the generator + its baseline's cross-entropy + disc_weight * replaced-token detection.
+
+    The reward of a sample is the discriminator's cross-entropy at its position, R = -log q, where q is the probability
+    that the discriminator gives to what is true. (In the draft's formula the loss has no minus sign; followed to the
+    letter, the generator would help.) The baseline -log sigmoid(w'h) predicts it: sigmoid(w'h) learns q by
+    cross-entropy, and passes nothing on to h, so that the generator has the policy's gradient only.
+    """
+
+    metric_totals: ClassVar[tuple[str, ...]] = (
+        *ElectraObjective.metric_totals,
+        "policy_loss",
+        "baseline_loss",
+        "reward",
+    )
+    needs = {
+        "data.masking": DISTINCT,
+        "generator.kind": ("model",),
+        "objective.temperature": (1.0,),
+        "objective.disallow_correct": (False,),
+    }
+
+    def generator(self) -> dict[str, Network]:
+        """A generator as `electra` has it, with a baseline; its head runs for the samples and for their likelihood."""
+        mask_prob = self.config.data.mask_prob
+        heads = {
+            "generator_head": Head("masked_lm", mask_prob, num_forward=2),
+            "baseline_head": Head("logit", mask_prob),
+        }
+        return {role: replace(network, heads=heads) for role, network in super().generator().items()}
+
+    def forward(
+        self,
+        model: Electra,
+        batch: Mapping[str, Tensor],
+        compute: ComputeConfig,
+        rng_key: RngKey,
+        denominators: Mapping[str, Tensor],
+    ) -> Output:
+        """Generator → sample → discriminator → reward → likelihood of the sample → loss."""
+        import torch
+        import torch.nn.functional as F
+
+        from electra_fast import ops
+        from electra_fast.objectives import losses
+
+        inputs, weights = losses.read_inputs(model, batch, compute, rng_key), self.config.objective
+        slots, head, table_VE = inputs.slots, model.generator_head, model.generator_embeddings.token
+        hidden_TD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context)
+        hidden_MD = losses.at_slots(hidden_TD, slots)
+        with torch.no_grad():
+            generated = losses.predict(model.config, head, table_VE, hidden_MD, slots, rng_key)
+        assert generated.sample_M is not None
+        corrupted_T, replaced_T = losses.corrupt(inputs, generated.sample_M)
+        logits_T = model.discriminator_head(model.hidden("discriminator", corrupted_T, *inputs.context))
+        discriminator_loss, discriminator_totals = losses.rtd_loss(logits_T, replaced_T, inputs.valid_T)
+
+        index_M = slots.position_M.clamp(max=len(logits_T) - 1)
+        reward_M = ops.binary_cross_entropy(logits_T.detach(), replaced_T)[index_M]
+        baseline_M = model.baseline_head(hidden_MD.detach())
+        advantage_M = reward_M - F.softplus(-baseline_M.detach())
+        # Descending the samples' negative log-likelihood times their advantage ascends the expected reward.
+        sampled = replace(slots, target_M=generated.sample_M, weight_M=slots.weight_M * advantage_M)
+        policy_loss = losses.predict(model.config, head, table_VE, hidden_MD, sampled, None).loss
+        cross_entropy_M = F.binary_cross_entropy_with_logits(baseline_M, torch.exp(-reward_M), reduction="none")
+        baseline_loss = (cross_entropy_M * slots.weight_M).sum()
+
+        loss = losses.divide(weights.gen_weight * policy_loss + baseline_loss, denominators, "masked_weight")
+        loss = loss + losses.divide(weights.disc_weight * discriminator_loss, denominators, "tokens")
+        totals = generated.totals(slots, "generator") | discriminator_totals
+        totals |= {
+            "policy_loss": policy_loss.detach(),
+            "baseline_loss": baseline_loss.detach(),
+            "reward": (reward_M * slots.weight_M).sum(),
+        }
+        return Output(loss, totals, Predictions(corrupted_T, replaced_T, logits_T.detach(), inputs.valid_T))
+
+    def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
+        """As `electra`; the generator's loss is its cross-entropy, which is measured and not trained."""
+        weights = self.config.objective
+        policy_loss = ratio(totals, "policy_loss", "masked_weight")
+        baseline_loss = ratio(totals, "baseline_loss", "masked_weight")
+        found = super().metrics(totals)
+        discriminator_loss = ratio(totals, "discriminator_loss", "tokens")
+        return found | {
+            "loss": weights.gen_weight * policy_loss + baseline_loss + weights.disc_weight * discriminator_loss,
+            "policy_loss": policy_loss,
+            "baseline_loss": baseline_loss,
+            "reward": ratio(totals, "reward", "masked_weight"),
+        }

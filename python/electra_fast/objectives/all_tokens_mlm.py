@@ -1,0 +1,89 @@
+"""`all-tokens-mlm`: predicts every token of corrupted text, by copying it or from the vocabulary (section 3.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from electra_fast.objectives.objective import Head, Network, Number, Output, Predictions, ratio
+from electra_fast.objectives.replace_mlm import ReplaceMLMObjective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from electra_fast.compute import ComputeConfig, RngKey
+    from electra_fast.model import Electra
+
+
+@dataclass(frozen=True)
+class AllTokensMLMObjective(ReplaceMLMObjective):
+    """As `replace-mlm`, with the encoder's loss over all tokens: -log(D [x = input] + (1 - D) softmax(x)), their mean.
+
+    D = sigmoid(c) is the probability to copy the input. -c is therefore a detector of replaced tokens, whose accuracy,
+    precision, recall and AUC are reported as a discriminator's.
+    """
+
+    metric_totals: ClassVar[tuple[str, ...]] = (
+        *ReplaceMLMObjective.metric_totals,
+        *("discriminator_correct", "true_positives", "predicted_positives"),
+    )
+    encoder_denominator = "tokens"
+
+    def networks(self) -> dict[str, Network]:
+        """A generator as `electra` has it, and the model as encoder, with a head that copies."""
+        heads = {"encoder_head": Head("masked_lm"), "copy_head": Head("logit")}
+        return self.generator() | {"encoder": Network(self.config.model, heads)}
+
+    def describe(self, role: str) -> tuple[str, str]:
+        """By role."""
+        title, summary = super().describe(role)
+        copies = " Its logits are those of the softmax; the head that decides whether to copy a token is left out."
+        return title, summary + (copies if role == "encoder" else "")
+
+    def forward(
+        self,
+        model: Electra,
+        batch: Mapping[str, Tensor],
+        compute: ComputeConfig,
+        rng_key: RngKey,
+        denominators: Mapping[str, Tensor],
+    ) -> Output:
+        """Generator → sample → encoder → loss."""
+        import torch
+        import torch.nn.functional as F
+
+        from electra_fast.objectives import losses
+        from electra_fast.vocabulary_nll import vocabulary_nll
+
+        inputs, weights = losses.read_inputs(model, batch, compute, rng_key), self.config.objective
+        generated = losses.generate(model, inputs, rng_key)
+        corrupted_T, replaced_T = losses.corrupt(inputs, generated.sample_M)
+        original_T, _ = losses.corrupt(inputs, inputs.slots.target_M)
+        hidden_TD = model.hidden("encoder", corrupted_T, *inputs.context)
+        head, copy_T = model.encoder_head, model.copy_head(hidden_TD)
+        x_TE, table_VE = head.transform(hidden_TD), model.embeddings.token
+        nll_T, is_argmax_T = vocabulary_nll(x_TE, table_VE, head.bias, original_T.long())
+        by_softmax_T = F.logsigmoid(-copy_T) - nll_T
+        either_T = torch.logaddexp(F.logsigmoid(copy_T), by_softmax_T)
+        encoder_loss = -(torch.where(replaced_T, by_softmax_T, either_T) * inputs.valid_T).sum()
+
+        loss = losses.divide(self.gen_weight * generated.loss, denominators, "masked_weight")
+        loss = loss + losses.divide(weights.encoder_weight * encoder_loss, denominators, "tokens")
+        is_argmax_M = is_argmax_T[inputs.slots.position_M.clamp(max=is_argmax_T.shape[0] - 1)]
+        _, copy_totals = losses.rtd_loss(-copy_T.detach(), replaced_T, inputs.valid_T)
+        del copy_totals["discriminator_loss"]  # of a probability that the softmax completes
+        totals = generated.totals(inputs.slots, "generator") | copy_totals
+        totals |= {
+            "encoder_loss": encoder_loss.detach(),
+            "encoder_correct": (is_argmax_M * inputs.slots.weight_M).sum(),
+        }
+        return Output(loss, totals, Predictions(corrupted_T, replaced_T, -copy_T.detach(), inputs.valid_T))
+
+    def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
+        """The encoder's loss in nats per token; its accuracy is that of the softmax at the masked positions."""
+        return super().metrics(totals) | {
+            "discriminator_accuracy": ratio(totals, "discriminator_correct", "tokens"),
+            "discriminator_precision": ratio(totals, "true_positives", "predicted_positives"),
+            "discriminator_recall": ratio(totals, "true_positives", "replaced"),
+        }

@@ -1,0 +1,54 @@
+"""The sentence-level contrastive loss of the paper's Appendix H, which asks whether a text is as it was written.
+
+Shapes: B rows, L row length, T = B*L flat tokens, M masked slots, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from electra_fast import ops
+from electra_fast.objectives.losses import Inputs, Totals, random_words
+
+if TYPE_CHECKING:
+    from electra_fast.compute import RngKey
+    from electra_fast.model import Electra
+
+WHOLE = 0.2
+"""The probability that a segment is left as it was."""
+_STREAM = 4
+
+
+def keep_some_whole(inputs: Inputs, sample_M: Tensor, rng_key: RngKey) -> Tensor:
+    """The samples, with the original tokens in their place in a fifth of the attention segments; int64 [M].
+
+    Which segments depends on seed, step, row within the step and the column of their first token.
+    """
+    is_whole_T = (random_words(rng_key, _first_column(inputs), _STREAM) < round(WHOLE * 2**32)).flatten()
+    is_whole_M = is_whole_T[inputs.slots.position_M.clamp(max=is_whole_T.shape[0] - 1)]
+    return torch.where(is_whole_M, inputs.slots.target_M, sample_M)
+
+
+def sentence_loss(model: Electra, inputs: Inputs, hidden_TD: Tensor, replaced_T: Tensor) -> tuple[Tensor, Totals]:
+    """Binary cross-entropy of `sentence_head` summed over all [CLS]; positive = a token of the segment is replaced."""
+    first_BL = _first_column(inputs)
+    num_rows, length = first_BL.shape
+    first_T = (first_BL + torch.arange(num_rows, device=first_BL.device)[:, None] * length).flatten()
+    has_replaced_T = torch.zeros_like(first_T).index_add(0, first_T, replaced_T.long()) > 0
+    is_cls_T = (inputs.context[0] == 0) & inputs.valid_T
+    logits_T = model.sentence_head(hidden_TD)
+    loss = (ops.binary_cross_entropy(logits_T, has_replaced_T) * is_cls_T).sum()
+    return loss, {
+        "contrastive_loss": loss.detach(),
+        "segments": is_cls_T.sum(),
+        "contrastive_correct": (((logits_T.detach() > 0) == has_replaced_T) & is_cls_T).sum(),
+    }
+
+
+def _first_column(inputs: Inputs) -> Tensor:
+    """The column of the [CLS] of each token's segment, since positions count from there; int64 [B, L]."""
+    positions_BL = inputs.context[0].view(inputs.masked_ids_BL.shape).long()
+    return torch.arange(positions_BL.shape[1], device=positions_BL.device) - positions_BL

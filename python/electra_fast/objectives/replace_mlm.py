@@ -1,0 +1,85 @@
+"""`replace-mlm`: masked language modelling of text in which a generator's samples stand for the masks (section 3.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from electra_fast.objectives.electra import ElectraObjective
+from electra_fast.objectives.objective import DISTINCT, Head, Network, Number, Output, ratio, report
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from electra_fast.compute import ComputeConfig, RngKey
+    from electra_fast.model import Electra
+
+
+@dataclass(frozen=True)
+class ReplaceMLMObjective(ElectraObjective):
+    """gen_weight * masked language modelling of the generator + encoder_weight * the same of the encoder.
+
+    The encoder, of the model's size, reads the corrupted text and predicts the originals at the masked positions, also
+    where the sample is right. No gradient flows to the generator through the samples.
+    """
+
+    roles = ("generator", "encoder")
+    metric_totals: ClassVar[tuple[str, ...]] = (
+        *("generator_loss", "masked_weight", "generator_correct"),
+        *("encoder_loss", "encoder_correct", "replaced", "tokens"),
+    )
+    needs = {"data.masking": DISTINCT}
+    encoder_denominator: ClassVar[str] = "masked_weight"
+    """The total that counts the tokens of the encoder's loss."""
+
+    def networks(self) -> dict[str, Network]:
+        """A generator as `electra` has it, and the model as encoder."""
+        heads = {"encoder_head": Head("masked_lm", self.config.data.mask_prob)}
+        return self.generator() | {"encoder": Network(self.config.model, heads)}
+
+    def forward(
+        self,
+        model: Electra,
+        batch: Mapping[str, Tensor],
+        compute: ComputeConfig,
+        rng_key: RngKey,
+        denominators: Mapping[str, Tensor],
+    ) -> Output:
+        """Generator → sample → encoder → loss."""
+        from electra_fast.objectives import losses
+
+        inputs, weights = losses.read_inputs(model, batch, compute, rng_key), self.config.objective
+        generated = losses.generate(model, inputs, rng_key)
+        corrupted_T, replaced_T = losses.corrupt(inputs, generated.sample_M)
+        hidden_MD = losses.at_slots(model.hidden("encoder", corrupted_T, *inputs.context), inputs.slots)
+        head, table_VE = model.encoder_head, model.embeddings.token
+        predicted = losses.predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
+
+        loss = losses.divide(self.gen_weight * generated.loss, denominators, "masked_weight")
+        loss = loss + losses.divide(weights.encoder_weight * predicted.loss, denominators, "masked_weight")
+        totals = generated.totals(inputs.slots, "generator") | predicted.totals(inputs.slots, "encoder")
+        return Output(loss, totals | {"replaced": replaced_T.sum(), "tokens": inputs.valid_T.sum()})
+
+    def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
+        """Losses in nats per token that they are over, and accuracies at the masked positions."""
+        weights, has_generator = self.config.objective, self.config.generator.kind == "model"
+        generator_loss = ratio(totals, "generator_loss", "masked_weight")
+        encoder_loss = ratio(totals, "encoder_loss", self.encoder_denominator)
+        return report(
+            {
+                "loss": self.gen_weight * generator_loss + weights.encoder_weight * encoder_loss,
+                "generator_loss": generator_loss if has_generator else None,
+                "encoder_loss": encoder_loss,
+                "generator_accuracy": ratio(totals, "generator_correct", "masked_weight") if has_generator else None,
+                "encoder_accuracy": ratio(totals, "encoder_correct", "masked_weight"),
+                "replaced_fraction": ratio(totals, "replaced", "tokens"),
+            }
+        )
+
+    def describe(self, role: str) -> tuple[str, str]:
+        """By role."""
+        if role == "encoder":
+            summary = "A text encoder pre-trained to predict the original tokens of text that a generator corrupted."
+            return "Masked language model of corrupted text", summary
+        return "Generator", "The small masked language model whose samples a text encoder was trained on."

@@ -1,0 +1,55 @@
+"""`two-stage`: first the generator alone, then a discriminator that starts from its weights (section 3.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from electra_fast.objectives.electra import ElectraObjective
+from electra_fast.objectives.mlm import MaskedLMObjective
+from electra_fast.objectives.objective import DISTINCT, Network, Stage
+
+if TYPE_CHECKING:
+    from electra_fast.model import Electra
+
+_GENERATOR = ("generator_embeddings", "generator", "generator_head")
+_DISCRIMINATOR = ("embeddings", "discriminator", "discriminator_head")
+
+
+@dataclass(frozen=True)
+class TwoStageObjective(ElectraObjective):
+    """Half of the steps masked language modelling, half replaced-token detection against a frozen generator.
+
+    As an objective of its own it is the second stage, whose loss is the discriminator's.
+    """
+
+    needs = {
+        "data.masking": DISTINCT,
+        "generator.kind": ("model",),
+        "generator.fraction": (1.0,),
+        "generator.num_layers": (0,),
+        "model.tying": ("none",),
+    }
+
+    @property
+    def gen_weight(self) -> float:
+        """The generator does not train beside the discriminator."""
+        return 0.0
+
+    def generator(self) -> dict[str, Network]:
+        """A generator of the model's size."""
+        return {role: replace(network, is_trained=False) for role, network in super().generator().items()}
+
+    def stages(self) -> tuple[Stage, ...]:
+        """The generator's and the discriminator's; of an odd number of steps the second has one more."""
+        steps = self.config.train.steps
+        first, name = steps // 2, "replaced-token detection against the frozen generator"
+        return (
+            Stage("masked language modelling", MaskedLMObjective(self.config), 0, first, frozen=_DISCRIMINATOR),
+            Stage(name, self, first, steps - first, frozen=_GENERATOR),
+        )
+
+    def begin_stage(self, model: Electra) -> None:
+        """Copies embeddings and encoder; the heads differ."""
+        for ours, theirs in zip(_DISCRIMINATOR[:2], _GENERATOR[:2], strict=True):
+            model.get_submodule(ours).load_state_dict(model.get_submodule(theirs).state_dict())

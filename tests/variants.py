@@ -1,0 +1,24 @@
+"""Every objective, and every option that changes what one computes, as configuration keys by name."""
+
+from electra_fast.config import Config
+from electra_fast.objectives import OBJECTIVES
+
+
+def needs(name):
+    """The keys that an objective needs, as they stand on a command line."""
+    changes = {"objective.name": name}
+    for key, allowed in OBJECTIVES[name].needs.items():
+        if Config.preset("tiny").value(key) not in allowed:
+            changes[key] = str(allowed[0])
+    return changes
+
+
+VARIANTS = {name: needs(name) for name in OBJECTIVES} | {
+    "electra15, random positions": needs("electra15") | {"objective.disc_positions": "random"},
+    "contrastive": {"objective.contrastive_weight": "2", "data.masking": "paper"},
+    "uniform": {"generator.kind": "uniform"},
+    "unigram": {"generator.kind": "unigram"},
+    "replace-mlm, unigram": needs("replace-mlm") | {"generator.kind": "unigram"},
+    "plain heads": {"model.heads": "plain"},
+    "adversarial, plain heads": needs("adversarial") | {"model.heads": "plain"},
+}
