@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from variants import VARIANTS
 
+from electra_fast import ops
 from electra_fast.attention import AttentionMask
+from electra_fast.compute import ComputeConfig, RngKey
 from electra_fast.config import Config
+from electra_fast.dispatch import use_impl
 from electra_fast.model import Electra
+from electra_fast.objectives import objective_of
 from electra_fast.training.flops import device_peak, flops_per_token, published_flops, published_training_flops, report
 
 # As `flops_computation.py` of the published code prints them.
@@ -22,6 +28,10 @@ PUBLISHED = {
     "bert_base": 6.428335104e19,
     "bert_large": 1.91720905883648e20,
 }
+
+# The published head of masked language modelling at small, per token: 20 of 128 positions, V = 30522, e = 128, h = 256.
+MASKED_HEAD = 0.15625 * (2 * 128 * 30522 + 2 * 256 * 128 + 14 * 128 + 7 * 30522)
+RTD_HEAD = 2 * 256**2 + 11 * 256
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -117,6 +127,91 @@ def test_true_counts_equal_what_torch_counts(recipe: str, embedding_size: int, o
     for run, per_token in expected.items():
         assert count(run, backward=True) == per_token * num_tokens
         assert count(run, backward=False) == per_token * num_tokens / 3
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_true_counts_of_whole_steps_equal_what_torch_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of each stage, by the references, whose products torch sees."""
+
+    def nll(x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
+        logits = ops.linear(x_TE, table_VE, bias_V)
+        return torch.nn.functional.cross_entropy(logits, target_T, reduction="none"), logits.argmax(-1) == target_T
+
+    monkeypatch.setattr("electra_fast.vocabulary_nll.vocabulary_nll", nll)
+    sizes = {"model.vocab_size": "300", "data.mask_prob": "0.25", "data.sequence_length": "32"}
+    sizes |= {"model.dropout": "0", "model.attention_dropout": "0"}
+    config = Config.preset("tiny").override(sizes | VARIANTS[name])
+    num_rows, length, slots = 4, 32, 8
+    shape, mask_shape = (num_rows, length), (num_rows, slots)
+    batch = {
+        "input_ids": torch.randint(5, 300, shape, dtype=torch.int32),
+        "token_type_ids": torch.zeros(shape, dtype=torch.int32),
+        "position_ids": torch.arange(length, dtype=torch.int32).expand(shape),
+        "segment_ids": torch.ones(shape, dtype=torch.int32),
+        "cu_seqlens": torch.arange(0, num_rows * length + 1, length, dtype=torch.int32),
+        "masked_positions": torch.arange(0, length, 4, dtype=torch.int32).expand(mask_shape).contiguous(),
+        "masked_ids": torch.randint(5, 300, mask_shape, dtype=torch.int32),
+        "masked_weights": torch.ones(mask_shape),
+    }
+    for stage in objective_of(config).stages():
+        model = Electra(config)
+        for part in stage.frozen:
+            model.get_submodule(part).requires_grad_(False)
+        denominators = stage.objective.loss_denominators(batch)
+        compute, key = ComputeConfig("sdpa", torch.float32), RngKey(torch.tensor([1, 2]))
+        with (
+            use_impl("reference"),
+            FlopCounterMode(display=False) as counter,
+            sdpa_kernel(SDPBackend.MATH),
+        ):
+            stage.objective.forward(model, batch, compute, key, denominators).loss.backward()
+        expected = flops_per_token(config, [stage]).total * num_rows * length
+        # The baseline passes no gradient on, and is counted as if it did.
+        assert counter.get_total_flops() == pytest.approx(expected, rel=2e-4 if "adversarial" in name else 1e-12)
+
+
+def test_a_run_costs_what_its_stages_cost() -> None:
+    config = Config.preset("small", "paper").with_objective("two-stage")
+    stages = objective_of(config).stages()
+    first, second = (flops_per_token(config, [stage]) for stage in stages)
+    mlm = flops_per_token(config.with_objective("mlm"))
+    assert (first, mlm.generator) == (mlm, first.generator)
+    assert second.generator == pytest.approx(mlm.generator / 3)  # frozen: forward only
+    assert second.discriminator == flops_per_token(config.with_objective("electra")).discriminator
+    assert flops_per_token(config).total == pytest.approx((first.total + second.total) / 2)
+
+
+def test_the_head_of_all_tokens_costs_as_much_more_as_there_are_tokens() -> None:
+    config = Config.preset("small", "paper")
+    all_tokens, replaced = (flops_per_token(config.with_objective(n)) for n in ("all-tokens-mlm", "replace-mlm"))
+    copy_head = 3 * 2 * 256
+    assert (all_tokens.encoder_head - copy_head) / replaced.encoder_head == pytest.approx(1 / 0.15)
+    assert all_tokens.encoder == replaced.encoder and all_tokens.generator_head == replaced.generator_head
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # With the published script's own terms for small: 128 tokens, batch 128, a million steps.
+        ("electra15", PUBLISHED["electra_small"]),
+        ("mlm", PUBLISHED["bert_small"] / 1.45),
+        # A generator and an encoder with BERT's head in place of the discriminator's.
+        ("replace-mlm", PUBLISHED["electra_small"] + 2 * 128e6 * 128 * (MASKED_HEAD - RTD_HEAD)),
+        ("all-tokens-mlm", PUBLISHED["electra_small"] + 2 * 128e6 * 128 * (MASKED_HEAD / 0.15625 + 2 * 256 - RTD_HEAD)),
+    ],
+)
+def test_published_count_of_other_objectives(name: str, expected: float) -> None:
+    assert published_training_flops(Config.preset("small", "paper").with_objective(name)) == pytest.approx(expected)
+
+
+def test_plain_heads_have_no_published_count() -> None:
+    config = Config.preset("small").replace({"model": {"heads": "plain"}})
+    with pytest.raises(ValueError, match="model.heads"):
+        published_training_flops(config)
+    dense = flops_per_token(Config.preset("small"))
+    plain = flops_per_token(config)
+    assert dense.discriminator - plain.discriminator == 3 * 2 * 256 * 256
+    assert plain.generator == dense.generator
 
 
 def test_local_attention_counts_the_window() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from variants import VARIANTS
 
 import electra_fast as ef
 from electra_fast.compute import ComputeConfig, RngKey
@@ -77,22 +78,42 @@ class NothingFromTheHost(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("changes", [{}, {"optimizer": {"name": "lamb"}}, {"optimizer": {"name": "muon"}}])
-def test_a_step_can_be_captured(tiny_corpus, config, changes):
-    config = config.replace(changes)
-    model = ef.Electra(config).train()
+OPTIMIZERS = {name: {"optimizer.name": name} for name in ("lamb", "muon")}
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *OPTIMIZERS])
+def test_a_step_can_be_captured(tiny_corpus, config, name):
+    config = config.override((VARIANTS | OPTIMIZERS)[name])
+    model = ef.Electra(config)
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
     step = TrainStep(model, optimizer, config, COMPUTE)
     rows = open_loader(tiny_corpus, config)
-    step(next(rows), 0)
+    step(next(rows), STEPS - 2)  # of two stages the second; the first is a step of `mlm`
     kept = [*model.parameters(), optimizer.scalars]
     kept += [*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
     kept += [tensor for part in step.backward.micro_batches.parts for tensor in part.values()]
     places = [tensor.data_ptr() for tensor in kept]
     with NothingFromTheHost():
         step.run()
-    step(next(rows), 1)
+    step(next(rows), STEPS - 1)
     assert [tensor.data_ptr() for tensor in kept] == places
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA only")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_graphs_equal_eager_steps(tiny_corpus, config, name):
+    """Of two stages each has a graph of its own."""
+    config, totals = config.override(VARIANTS[name]).replace({"train": {"steps": 16}}), []
+    for execution in ("eager", "graph"):
+        model = ef.Electra(config).to("cuda")
+        optimizer = Optimizer(model.named_parameters(), config.optimizer)
+        step = TrainStep(model, optimizer, config, COMPUTE, execution)
+        for number, rows in zip(range(16), open_loader(tiny_corpus, config), strict=False):
+            step(rows, number)
+        totals.append(step.read_totals())
+        expected = [3, 11] if name == "two-stage" else [3]
+        assert [capture.step for capture in step.captures] == (expected if execution == "graph" else [])
+    assert totals[0] == totals[1]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA only")
@@ -112,15 +133,17 @@ def test_a_graph_equals_eager_steps_and_is_captured_again_when_a_batch_outgrows_
     assert totals[0] == totals[1]
 
 
-def test_compiles_without_a_break(tiny_corpus, config, monkeypatch):
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compiles_without_a_break(tiny_corpus, config, monkeypatch, name):
     """`fullgraph` fails at the first operation that torch.compile can't take; what runs is eager's code."""
     torch.compiler.reset()  # other tests compile the same function
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend="aot_eager", **options))
-    changes = {"model": {"dropout": 0.0, "attention_dropout": 0.0}, "train": {"accumulate": 4}}
-    with torch._dynamo.config.patch(recompile_limit=1):  # one graph serves all micro-batches
-        compiled, totals = trained(tiny_corpus, config.replace(changes), "compile")
-    eager, expected = trained(tiny_corpus, config.replace(changes))
+    changes = {"model.dropout": "0", "model.attention_dropout": "0", "train.accumulate": "4"}
+    config = config.override(VARIANTS[name] | changes)
+    with torch._dynamo.config.patch(recompile_limit=1):  # one graph serves all micro-batches of a stage
+        compiled, totals = trained(tiny_corpus, config, "compile")
+    eager, expected = trained(tiny_corpus, config)
     assert totals == pytest.approx(expected, rel=1e-4, abs=1e-3)
     for name in eager:
         torch.testing.assert_close(compiled[name], eager[name], rtol=1e-3, atol=1e-4)

@@ -47,15 +47,15 @@ def tokens():
     return ids, positions, types, AttentionMask.padded(NUM_ROWS, LENGTH, None), torch.float32
 
 
-def replaced_logits(model, key):
-    return model.discriminator_head(model.hidden("discriminator", *tokens(), key))
+def replaced_logits(model, *inputs):
+    return model.discriminator_head(model.hidden("discriminator", *inputs))
 
 
 def logits_and_gradients(model, key=KEY):
     model.zero_grad()
     hidden = model.hidden("generator", *tokens(), key)
     words = model.generator_head(hidden[::5], model.generator_embeddings.token)
-    logits = (words, replaced_logits(model, key))
+    logits = (words, replaced_logits(model, *tokens(), key))
     sum((x * torch.linspace(-1, 1, x.numel(), device=DEVICE).view(x.shape)).sum() for x in logits).backward()
     return [x.detach() for x in logits], {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
@@ -79,11 +79,11 @@ def test_compiles_without_a_graph_break(architecture):
     """torch.compile traces the whole model and its gradients through the kernels."""
     model = tiny_model(architecture)
     with dispatch.use_impl("kernel"):
-        expected = replaced_logits(model, KEY)
+        expected = replaced_logits(model, *tokens(), KEY)
         expected.sum().backward()
         gradients = [x.grad.clone() for x in model.discriminator.parameters()]
         model.zero_grad()
-        found = torch.compile(replaced_logits, backend="aot_eager", fullgraph=True)(model, KEY)
+        found = torch.compile(replaced_logits, backend="aot_eager", fullgraph=True)(model, *tokens(), KEY)
         found.sum().backward()
     assert torch.equal(found, expected)
     assert all(torch.equal(a, b.grad) for a, b in zip(gradients, model.discriminator.parameters(), strict=True))

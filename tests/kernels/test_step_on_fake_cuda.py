@@ -7,6 +7,7 @@ are used. Autograd's engine needs a real device; the backward passes are tested 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from variants import VARIANTS
 
 import electra_fast as ef
 from electra_fast.compute import ComputeConfig, RngKey
@@ -19,15 +20,26 @@ def on_cuda(x):
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda:0")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the real thing runs in the other tests")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real thing runs in the other tests")
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("attention", ["varlen", "sdpa"])
 @pytest.mark.parametrize("recipe", ["google", "modern"])
 def test_a_step_stays_on_the_device(tiny_corpus, recipe, attention, dropout, optimizer, monkeypatch):
+    config = ef.Config.preset("tiny", recipe).replace({"optimizer": {"name": optimizer}, "model": {"dropout": dropout}})
+    check_step(tiny_corpus, config, attention, monkeypatch)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_step_of_every_objective_stays_on_the_device(tiny_corpus, name, monkeypatch):
+    check_step(tiny_corpus, ef.Config.preset("tiny").override(VARIANTS[name]), "varlen", monkeypatch)
+
+
+def check_step(tiny_corpus, config, attention, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # asked by torch's flash attention
-    model = {"vocab_size": ef.Corpus(tiny_corpus).vocab_size, "dropout": dropout, "attention_dropout": 0.0}
-    config = ef.Config.preset("tiny", recipe).replace({"model": model, "optimizer": {"name": optimizer}})
+    config = config.replace({"model": {"vocab_size": ef.Corpus(tiny_corpus).vocab_size, "attention_dropout": 0.0}})
     batch = ef.to_torch(next(ef.BatchLoader(tiny_corpus, sequence_length=32, batch_size=4)))
     network = ef.Electra(config).train()
     with FakeTensorMode():
@@ -35,6 +47,8 @@ def test_a_step_stays_on_the_device(tiny_corpus, recipe, attention, dropout, opt
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = torch.nn.Parameter(on_cuda(parameter))
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = on_cuda(buffer)
         batch = {name: on_cuda(tensor) for name, tensor in batch.items()}
         seed_and_step, first_row = (torch.zeros(shape, dtype=torch.int64, device="cuda:0") for shape in (2, ()))
         objective, compute = objective_of(config), ComputeConfig(attention, torch.bfloat16)
@@ -42,8 +56,9 @@ def test_a_step_stays_on_the_device(tiny_corpus, recipe, attention, dropout, opt
         output = objective.forward(network, batch, compute, RngKey(seed_and_step, first_row), denominators)
         found = output.predictions
         assert output.loss.dtype == torch.float32 and denominators["tokens"].dtype == torch.float64
-        assert found.logits_T.shape == found.replaced_T.shape == (4 * 32,)
-        for tensor in (output.loss, *output.totals.values(), *vars(found).values(), *denominators.values()):
+        assert found is None or found.logits_T.shape == found.replaced_T.shape == (4 * 32,)
+        predicted = [] if found is None else vars(found).values()
+        for tensor in (output.loss, *output.totals.values(), *predicted, *denominators.values()):
             assert tensor.is_cuda
         for parameter in network.parameters():
             parameter.grad = torch.empty_like(parameter)
