@@ -21,6 +21,7 @@ CHECKS = (
     Group("kernel numerics", ("kernel_numerics.py",), 150),
     Group("samples and attention", ("step_numerics.py", "--only", "samples", "attention"), 75),
     Group("losses", ("step_numerics.py", "--only", "eager", "graph"), 75),
+    Group("objectives", ("step_numerics.py", "--only", "objectives"), 90),
 )
 
 GROUPS = (

@@ -1,6 +1,6 @@
 """Checks a training step on this device: samples, attention backends, losses, and the same bits again.
 
-    python bench/step_numerics.py [--only samples attention eager graph compile] [--device cpu]
+    python bench/step_numerics.py [--only samples attention eager graph compile objectives] [--device cpu]
 
 Kernels by themselves are `kernel_numerics.py`'s.
 """
@@ -21,8 +21,9 @@ from workload import loader, make_corpus, new_step, shape
 
 from electra_fast import attention, dispatch, ops
 from electra_fast.compute import ComputeConfig, choose_compute
+from electra_fast.objectives import OBJECTIVES
 
-PARTS = ("samples", "attention", "eager", "graph", "compile")
+PARTS = ("samples", "attention", "eager", "graph", "compile", "objectives")
 Check = Callable[[], dict[str, Any]]
 
 
@@ -109,15 +110,35 @@ def true_losses(corpus: Path, steps: int) -> list[float]:
     return losses(corpus, torch.device("cpu"), "eager", steps, ComputeConfig("sdpa", torch.float32))
 
 
+def check_objective(corpus: Path, device: torch.device, name: str, execution: str, steps: int) -> dict[str, Any]:
+    """The first loss of an objective against fp32 on the CPU; all against eager ones, and the same bits again.
+
+    Later losses differ by their samples, which in 16 bits are others.
+    """
+    truth = losses(corpus, torch.device("cpu"), "eager", 1, ComputeConfig("sdpa", torch.float32), name)[0]
+    found, again = (losses(corpus, device, execution, steps, objective=name) for _ in range(2))
+    gap = abs(found[0] - truth) / truth
+    result = {"first": found[0], "last": found[-1], "gap_of_first": gap, "same_bits_again": found == again}
+    result["equals_eager"] = found == losses(corpus, device, "eager", steps, objective=name)
+    return {"ok": gap < 0.02 and result["same_bits_again"] and result["equals_eager"], **result}
+
+
 def losses(
-    corpus: Path, device: torch.device, execution: str, steps: int, compute: ComputeConfig | None = None
+    corpus: Path,
+    device: torch.device,
+    execution: str,
+    steps: int,
+    compute: ComputeConfig | None = None,
+    objective: str = "electra",
 ) -> list[float]:
-    """Each step's generator plus weighted discriminator loss, of a tiny model without dropout."""
-    config = shape("tiny:64", {"data.sequence_length": "64"})
-    step, found = new_step(config, device, execution, compute), []
+    """Each step's loss, of a tiny model without dropout, over both stages where there are two."""
+    config = shape("tiny:64", {"data.sequence_length": "64", "train.steps": str(max(2, steps))})
+    if objective != "electra":
+        config = config.with_objective(objective)
+    step, found = new_step(config, device, execution, compute, num_processes=1), []
     for number, rows in zip(range(steps), loader(corpus, config), strict=False):
         step(rows, number)
-        found.append(float(step.objective.metrics(step.read_totals())["loss"] or 0))
+        found.append(float(step.stage.objective.metrics(step.read_totals())["loss"] or 0))
         step.set_totals({})
     return found
 
@@ -133,6 +154,10 @@ def checks(parts: list[str], device: torch.device, cache: Path, quick: bool) -> 
         for name in dict.fromkeys(("sdpa", compute.attention, *(("flex", "xformers") if not quick else ()))):
             yield f"attention {name}", lambda n=name: check_attention(device, ComputeConfig(n, compute.dtype))
         yield f"attention dropout, {compute.attention}", lambda: check_attention_dropout(device, compute)
+    if "objectives" in parts:
+        execution = "graph" if device.type == "cuda" else "eager"
+        for name in OBJECTIVES:
+            yield f"{name}, {execution}", lambda n=name: check_objective(corpus, device, n, execution, 12)
     # Compiling for a CPU would take minutes and tell nothing, and graphs it has none.
     for execution in ("eager", "graph", "compile") if device.type == "cuda" else ("eager",):
         if execution in parts:

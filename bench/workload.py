@@ -54,12 +54,16 @@ def shape(text: str, overrides: dict[str, str] | None = None, recipe: str = "goo
 
 
 def new_step(
-    config: ef.Config, device: torch.device, execution: str, compute: ComputeConfig | None = None
+    config: ef.Config,
+    device: torch.device,
+    execution: str,
+    compute: ComputeConfig | None = None,
+    num_processes: int | None = None,
 ) -> TrainStep:
     """The training step of a new model on the device, as in `pretrain`."""
     model = ef.Electra(config).to(device).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    return TrainStep(model, optimizer, config, compute or choose_compute(config, device), execution)
+    return TrainStep(model, optimizer, config, compute or choose_compute(config, device), execution, num_processes)
 
 
 def label(config: ef.Config, text: str) -> str:

@@ -60,7 +60,7 @@ def losses(corpus: Path, out: Path, recipe: str, name: str) -> list[dict[str, An
     records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     kept = ("step", *METRICS)
     run = {"run": f"{recipe} {name}"}
-    return [run | {name: record[name] for name in kept if record[name] is not None} for record in records]
+    return [run | {name: record[name] for name in kept if record.get(name) is not None} for record in records]
 
 
 @pytest.fixture(scope="module")

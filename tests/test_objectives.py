@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from test_electra import COMPUTE, KEY, make_batch, make_config, make_model
 from tiny_run import STEPS, assert_same_run, lines, tiny_config, weights
@@ -14,9 +15,11 @@ import electra_fast as ef
 from electra_fast import checkpoint_folder, ops
 from electra_fast.compute import RngKey
 from electra_fast.config import Config
+from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.objectives.electra import ElectraObjective
 from electra_fast.objectives.objective import METRICS, Output
+from electra_fast.sampling import alias_table
 from electra_fast.training.evaluate import evaluate_model
 from electra_fast.training.optim import Optimizer
 from electra_fast.training.pretrain import pretrain
@@ -110,6 +113,46 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
     assert {folder.name for folder in (tmp_path / "hf").iterdir()} == set(ours.networks) == set(theirs.networks)
     for logits in names:
         assert torch.equal(getattr(theirs, logits)(ids), getattr(ours, logits)(ids))
+    # What is fine-tuned is the result, not its generator, from the run as from the export.
+    encoder, again = load_encoder(tmp_path / "run"), load_encoder(tmp_path / "hf")
+    assert encoder.content_hash == again.content_hash
+    assert torch.equal(encoder.state["embeddings.token"], ours.embeddings.token)
+    ef.import_folder(tmp_path / "hf", tmp_path / "imported")
+    assert ef.load(tmp_path / "imported").config.objective == ours.config.objective
+    few = settings.override({"train.steps": "2", "optimizer.warmup_steps": "1", "train.eval_every": "0"})
+    assert pretrain(few, data=validation_corpus, out=tmp_path / "imported").step == 2
+
+
+def test_heads_that_transformers_does_not_have_are_named(validation_corpus, tmp_path, capsys):
+    settings = tiny_config(**VARIANTS["all-tokens-mlm"] | {"train.steps": "2", "train.eval_every": "0"})
+    pretrain(settings, data=validation_corpus, out=tmp_path / "run")
+    capsys.readouterr()
+    ef.export(tmp_path / "run", tmp_path / "hf")
+    assert "note: copy_head: not exported, since no class of transformers has such a head" in capsys.readouterr().err
+    assert (
+        "the head that decides whether to copy a token is left out" in (tmp_path / "hf/encoder/README.md").read_text()
+    )
+    ids = torch.randint(5, 20, (2, 9))
+    for role in ("encoder", "generator"):
+        folder = tmp_path / "hf" / role
+        theirs, info = transformers.ElectraForMaskedLM.from_pretrained(folder, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        with torch.no_grad():
+            expected = getattr(ef.load(tmp_path / "run"), f"{role}_logits")(ids)
+            assert (theirs.eval()(ids).logits - expected).abs().max() < 1e-5
+    ef.import_folder(tmp_path / "hf", tmp_path / "again")
+    assert "note: copy_head: not in the folder and begins untrained" in capsys.readouterr().err
+
+
+def test_an_exported_unigram_model_cannot_be_evaluated(validation_corpus, tmp_path):
+    changes = {"generator.kind": "unigram", "train.steps": "2", "train.eval_every": "0"}
+    pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
+    ef.export(tmp_path / "run", tmp_path / "hf")
+    assert ef.evaluate(tmp_path / "run", validation_corpus)["discriminator_auc"] > 0
+    with pytest.raises(ValueError, match="token counts are not exported; evaluate the run or one of its checkpoints"):
+        ef.evaluate(tmp_path / "hf", validation_corpus)
+    table = ef.load(tmp_path / "run").proposal.table_V2
+    assert torch.equal(table, alias_table(torch.from_numpy(ef.Corpus(validation_corpus).token_counts())))
 
 
 GENERATOR = ("generator_embeddings", "generator", "generator_head")

@@ -11,7 +11,6 @@ RECORD = {
     "step": 500_000,
     "loss": 12.345,
     "generator_loss": 7.123,
-    "encoder_loss": None,
     "discriminator_loss": 0.1234,
     "discriminator_recall": 0.123,
     "tokens_per_second": 123_456.0,

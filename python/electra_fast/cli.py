@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +88,28 @@ def _say(message: str) -> None:
 
 
 def _print_report(report: Mapping[str, Any], as_json: bool) -> None:
-    """One JSON object on standard output, or a line per value on standard error."""
+    """One JSON object on standard output, or a line per value on standard error; tables are indented."""
     if as_json:
         print(json.dumps(dict(report)))
         return
+    for line in _report_lines(report):
+        _say(line)
+
+
+def _report_lines(report: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     width = max(map(len, report))
     for name, value in report.items():
-        _say(f"{name:<{width}}  {f'{value:.6g}' if isinstance(value, float) else value}")
+        if isinstance(value, Mapping) and any(isinstance(each, Mapping) for each in value.values()):
+            yield f"{indent}{name}"
+            yield from _report_lines(value, indent + "  ")
+        elif isinstance(value, Mapping):
+            yield f"{indent}{name:<{width}}  " + "  ".join(f"{key} {_number(each)}" for key, each in value.items())
+        else:
+            yield f"{indent}{name:<{width}}  {_number(value)}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _config(options: argparse.Namespace) -> Config:

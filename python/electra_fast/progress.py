@@ -202,7 +202,7 @@ def metrics_text(record: Mapping[str, Any]) -> str:
     """Losses, the discriminator's recall, tokens/s and MFU as one short text."""
     parts = [f"loss {record['loss']:.3f}"]
     for name, label, form in _SHOWN:
-        if record[name] is not None:
+        if record.get(name) is not None:
             parts.append(f"{label} {record[name]:{form}}")
     parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
     parts.append(f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "MFU n/a")

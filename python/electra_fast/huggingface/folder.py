@@ -175,7 +175,8 @@ def _tying(folders: Mapping[str, _Folder]) -> tuple[str, State]:
         shared = joint is not None
         state = _factored_separately(folders) if joint is None else joint
     if len(folders) == 1:
-        return "none", state
+        own = next(own_config(folder.config_file, folder.table) for folder in folders.values())
+        return ("none" if own is None else own.model.tying), state
     main, generator = folders.values()
     if not multiplied:
         shared = _tensors_equal(main, generator, _embedding_names(main))
@@ -249,15 +250,18 @@ def _joint_config(folders: Mapping[str, _Folder], tying: str) -> Config:
     """The folder's own configuration if it has one, else the preset of that size, with the folders' shapes."""
     main = next(iter(folders.values()))
     shape, small = main.shape, folders.get("generator", main).shape
-    base = own_config(main.config_file, main.table) or preset_of_size(shape)
+    own = own_config(main.config_file, main.table)
+    base = own or preset_of_size(shape)
     # The configuration's objective, unless it trains other networks than the folders have.
     objective = next(name for name in (base.objective.name, *OBJECTIVES) if OBJECTIVES[name].roles[-1] == main.role)
     base = base if objective == base.objective.name else base.with_objective(objective)
-    generator: dict[str, Scalar] = {
-        "kind": "model" if "generator" in folders else base.generator.kind,
-        "fraction": small.num_heads / shape.num_heads,
-        "num_layers": 0 if small.num_layers == shape.num_layers else small.num_layers,
-    }
+    generator: dict[str, Scalar] = {}
+    if "generator" in folders or own is None:
+        generator = {
+            "kind": "model",
+            "fraction": small.num_heads / shape.num_heads,
+            "num_layers": 0 if small.num_layers == shape.num_layers else small.num_layers,
+        }
     try:
         config = base.replace(
             {

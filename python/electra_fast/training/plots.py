@@ -12,7 +12,7 @@ from electra_fast.errors import InputError
 from electra_fast.json_files import read_records
 
 # Colors that stay apart for color-blind readers (Okabe and Ito, 2008).
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#999999"
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#999999"
 
 Record = dict[str, Any]
 
@@ -25,8 +25,14 @@ def plot_metrics(run: Path, picture: Path) -> None:
     figure = Figure(figsize=(11, 7), layout="constrained")
     axes = figure.subplots(2, 2)
     _lines(axes[0, 0], records, validation, {"generator_loss": BLUE}, "Generator loss (nats per masked token)")
-    _lines(axes[0, 1], records, validation, {"discriminator_loss": ORANGE}, "Discriminator loss (nats per token)")
-    rates = {"discriminator_recall": ORANGE, "discriminator_precision": GREEN, "generator_accuracy": BLUE}
+    role = "encoder" if any(record.get("encoder_loss") is not None for record in records) else "discriminator"
+    _lines(axes[0, 1], records, validation, {f"{role}_loss": ORANGE}, f"{role.title()} loss (nats per token)")
+    rates = {
+        "discriminator_recall": ORANGE,
+        "discriminator_precision": GREEN,
+        "generator_accuracy": BLUE,
+        "encoder_accuracy": PURPLE,
+    }
     _lines(axes[1, 0], records, [], rates, "Rates")
     _lines(axes[1, 0], validation, [], {"discriminator_auc": GREY}, "Rates", "o--", suffix=", validation")
     axes[1, 0].set_ylim(0, 1)

@@ -284,4 +284,4 @@ def _validation_text(found: dict[str, Number]) -> str:
         "encoder_loss": "enc",
         "generator_loss": "gen",
     }
-    return "  ".join(f"{label} {found[name]:.4f}" for name, label in named.items() if found[name] is not None)
+    return "  ".join(f"{label} {found[name]:.4f}" for name, label in named.items() if found.get(name) is not None)
