@@ -36,6 +36,10 @@ def samples_of(model, batch):
     return sample_M.view(-1, SLOTS)
 
 
+def linear(layer, state):
+    return layer.weight @ state + (0 if layer.bias is None else layer.bias)
+
+
 class Transcription:
     """The loss of a batch in fp64, from a copy of a model."""
 
@@ -52,22 +56,28 @@ class Transcription:
         head = self.model.get_submodule(f"{role}_head")
         table = (self.model.generator_embeddings if role == "generator" else self.model.embeddings).token
         if self.config.model.heads == "plain":
-            state = state if head.projection is None else head.projection.weight @ state
+            state = state if head.projection is None else linear(head.projection, state)
             return torch.log_softmax(table @ state, 0)
-        x = F.gelu(head.dense.weight @ state + head.dense.bias)
-        x = F.layer_norm(x, x.shape, head.norm.weight, head.norm.bias, 1e-12)
+        x = self.normed(head, F.gelu(linear(head.dense, state)))
+        if head.projection is not None:
+            x = linear(head.projection, x)
         return torch.log_softmax(table @ x + head.bias, 0)
 
     def replaced(self, state):
         """The probability that the discriminator calls a token replaced."""
         head = self.model.discriminator_head
         if self.config.model.heads == "plain":
-            return torch.sigmoid(head.classifier.weight[0] @ state)
-        x = F.gelu(head.dense.weight @ state + head.dense.bias)
-        return torch.sigmoid(head.classifier.weight[0] @ x + head.classifier.bias[0])
+            return self.sigmoid("discriminator_head", state)
+        x = F.gelu(linear(head.dense, state))
+        if self.config.model.architecture == "modern":
+            x = self.normed(head, x)
+        return torch.sigmoid(linear(head.classifier, x)[0])
 
     def sigmoid(self, name, state):
-        return torch.sigmoid(self.model.get_submodule(name).classifier.weight[0] @ state)
+        return torch.sigmoid(linear(self.model.get_submodule(name).classifier, state)[0])
+
+    def normed(self, head, x):
+        return F.layer_norm(x, x.shape, head.norm.weight, head.norm.bias, self.config.model.eps)
 
     def loss(self, batch, samples, counted=None):
         objective, name = self.config.objective, self.config.objective.name
@@ -131,11 +141,11 @@ class Transcription:
         )
 
 
-@pytest.mark.parametrize("tying", ["none", "embeddings"])
+@pytest.mark.parametrize(("architecture", "tying"), [("bert", "none"), ("bert", "embeddings"), ("modern", "none")])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_loss_and_gradients_are_those_of_the_formula(name, tying):
+def test_loss_and_gradients_are_those_of_the_formula(name, architecture, tying):
     changes = {"model.tying": tying, "objective.gen_weight": "1.5", "objective.encoder_weight": "0.75"}
-    model, batch = model_and_batch(**changes | VARIANTS[name])
+    model, batch = model_and_batch(**changes | {"model.architecture": architecture} | VARIANTS[name])
     objective = objective_of(model.config)
     output = objective.forward(model, batch, COMPUTE, RngKey(KEY), objective.loss_denominators(batch))
     output.loss.backward()
@@ -160,7 +170,7 @@ def test_loss_and_gradients_are_those_of_the_formula(name, tying):
             continue
         bound = 1e-4 * max(1e-3, gradient.abs().max().item())
         assert (found - gradient).abs().max() <= bound, parameter_name
-    assert sum(gradient.grad is not None for gradient in theirs.values()) > 20
+    assert sum(gradient.grad is not None for gradient in theirs.values()) > 15
     summary = objective.metrics({total: float(value) for total, value in output.totals.items()})
     assert summary["loss"] == pytest.approx(expected.item(), rel=1e-5)
 

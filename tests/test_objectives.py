@@ -61,11 +61,16 @@ def test_a_configuration_says_what_an_objective_needs(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"objective.name": "two-stage"}, 'needs generator.fraction = 1.0, and it is 0.5'),
-        ({"objective.name": "two-stage", "generator.fraction": "1"}, 'needs model.tying = "none", and it is "embedd'),
+        (
+            {"objective.name": "two-stage"},
+            r'generator.fraction = 1.0 \(it is 0.5\), model.tying = "none" \(it is "embeddings"\)$',
+        ),
+        (VARIANTS["two-stage"] | {"train.steps": "1"}, "needs train.steps = 2 or more, one for each stage"),
         ({"objective.name": "adversarial", "objective.temperature": "2"}, "needs objective.temperature = 1.0"),
         ({"objective.name": "adversarial", "generator.kind": "unigram"}, 'needs generator.kind = "model"'),
         ({"objective.name": "mlm", "objective.contrastive_weight": "1"}, 'needs objective.name = "electra"'),
+        ({"objective.contrastive_weight": "1", "data.masking": "google"}, "needs data.masking = .*twice"),
+        ({"objective.disc_positions": "random"}, '= "random" needs objective.name = "electra15"'),
         ({"generator.kind": "uniform", "objective.disallow_correct": "true"}, "needs objective.disallow_correct = f"),
         ({"objective.name": "replace"}, "objective.name = 'replace' must be one of electra, mlm, electra15, replace"),
     ],

@@ -17,6 +17,7 @@ from electra_fast.config_file import Scalar, did_you_mean, read_toml
 from electra_fast.config_section import Configuration, Section, config_key
 from electra_fast.errors import InputError
 from electra_fast.objectives import OBJECTIVES, objective_of
+from electra_fast.objectives.objective import OPTION_NEEDS
 from electra_fast.presets import RECIPES, SIZE_RECIPES, SIZES
 
 Architecture = Literal["bert", "modern"]
@@ -223,14 +224,14 @@ class Config(Configuration):
 
     def with_objective(self, name: str) -> Config:
         """The same with another objective, and with what that needs wherever this has something else."""
-        changes: dict[str, dict[str, Scalar]] = {"objective": {"name": name}}
-        if name != "electra":
-            changes["objective"]["contrastive_weight"] = 0.0
+        changes: dict[str, Scalar] = {"objective.name": name}
+        for key, (off, needs) in OPTION_NEEDS.items():
+            if name not in needs.get("objective.name", (name,)):
+                changes[key] = off
         for key, allowed in OBJECTIVES[name].needs.items():
-            section, _, field = key.partition(".")
             if self.value(key) not in allowed:
-                changes.setdefault(section, {})[field] = allowed[0]
-        return self.replace(changes)
+                changes[key] = allowed[0]
+        return self.replace(by_section(changes))
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, str] | None = None) -> Config:
@@ -255,9 +256,13 @@ class Config(Configuration):
             raise InputError(f"unknown preset {name!r}{did_you_mean(name, SIZES)}")
         if recipe not in RECIPES:
             raise InputError(f"unknown recipe {recipe!r}{did_you_mean(recipe, RECIPES)}")
-        tables = (SIZES[name], RECIPES[recipe], SIZE_RECIPES.get((name, recipe), {}))
-        merged: dict[str, dict[str, Scalar]] = {}
-        for key, value in (item for table in tables for item in table.items()):
-            section, _, field = key.partition(".")
-            merged.setdefault(section, {})[field] = value
-        return cls().replace(merged)
+        return cls().replace(by_section(SIZES[name] | RECIPES[recipe] | SIZE_RECIPES.get((name, recipe), {})))
+
+
+def by_section(values: Mapping[str, Scalar]) -> dict[str, dict[str, Scalar]]:
+    """Values by `section.key` as a table of sections."""
+    tables: dict[str, dict[str, Scalar]] = {}
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        tables.setdefault(section, {})[key] = value
+    return tables

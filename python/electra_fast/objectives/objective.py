@@ -34,9 +34,19 @@ METRICS = (
 )
 """What every objective reports, None where it has no such thing; an objective may report more."""
 
+Needs = Mapping[str, tuple[Scalar, ...]]
+"""Values that are allowed, by configuration key; the first is the usual one."""
+
 DISTINCT = ("paper", "bert")
 """The values of `data.masking` that draw no position twice."""
 _WHY_DISTINCT = "google draws some positions twice and averages their samples, which then have no probability"
+
+OPTION_NEEDS: dict[str, tuple[Scalar, Needs]] = {
+    "objective.contrastive_weight": (0.0, {"data.masking": DISTINCT, "objective.name": ("electra",)}),
+    "objective.disc_positions": ("masked", {"objective.name": ("electra15",)}),
+    "generator.kind": ("model", {"objective.temperature": (1.0,), "objective.disallow_correct": (False,)}),
+}
+"""What an option needs wherever it has another value than this."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +127,8 @@ class Objective(ABC):
     """The networks that it trains, in the order in which they are built, the result last; each can be exported."""
     metric_totals: ClassVar[tuple[str, ...]]
     """Names of the totals that `forward` may return."""
-    needs: ClassVar[Mapping[str, tuple[Scalar, ...]]] = {}
-    """Values that the objective can be trained with, the first of which is the usual one, by configuration key."""
+    needs: ClassVar[Needs] = {}
+    """What it can be trained with, where that is not everything."""
 
     @abstractmethod
     def networks(self) -> dict[str, Network]:
@@ -163,24 +173,22 @@ class Objective(ABC):
 
     def check(self) -> None:
         """Raises ValueError where the configuration does not suit the objective."""
-        config, name = self.config, format_value(self.config.objective.name)
-        for key, allowed in self.needs.items():
-            self._require(f"objective.name = {name}", key, allowed)
-        if config.objective.contrastive_weight:
-            self._require("objective.contrastive_weight", "objective.name", ("electra",))
-            self._require("objective.contrastive_weight", "data.masking", DISTINCT)
-        if config.generator.kind != "model":
-            kind = f"generator.kind = {format_value(config.generator.kind)}"
-            self._require(kind, "objective.temperature", (1.0,))
-            self._require(kind, "objective.disallow_correct", (False,))
+        self._require(f"objective.name = {format_value(self.config.objective.name)}", self.needs)
+        for key, (off, needs) in OPTION_NEEDS.items():
+            if self.config.value(key) != off:
+                self._require(f"{key} = {format_value(self.config.value(key))}", needs)
         self.networks()
 
-    def _require(self, what: str, key: str, allowed: tuple[Scalar, ...]) -> None:
-        value = self.config.value(key)
-        if value not in allowed:
-            values = " or ".join(format_value(each) for each in allowed)
-            why = f"; {_WHY_DISTINCT}" if key == "data.masking" else ""
-            raise InputError(f"{what} needs {key} = {values}, and it is {format_value(value)}{why}")
+    def _require(self, what: str, needs: Needs) -> None:
+        found = {key: (allowed, self.config.value(key)) for key, allowed in needs.items()}
+        missing = [
+            f"{key} = {' or '.join(map(format_value, allowed))} (it is {format_value(value)})"
+            for key, (allowed, value) in found.items()
+            if value not in allowed
+        ]
+        if missing:
+            why = f"; {_WHY_DISTINCT}" if missing[0].startswith("data.masking") else ""
+            raise InputError(f"{what} needs {', '.join(missing)}{why}")
 
     def stages(self) -> tuple[Stage, ...]:
         """Its stages, in order; where one ends, the next begins. The last one ends with the run."""

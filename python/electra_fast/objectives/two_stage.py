@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from electra_fast.errors import InputError
 from electra_fast.objectives.electra import ElectraObjective
 from electra_fast.objectives.mlm import MaskedLMObjective
 from electra_fast.objectives.objective import DISTINCT, Network, Stage
@@ -30,6 +31,12 @@ class TwoStageObjective(ElectraObjective):
         "generator.num_layers": (0,),
         "model.tying": ("none",),
     }
+
+    def check(self) -> None:
+        """Each stage needs a step."""
+        super().check()
+        if self.config.train.steps < 2:
+            raise InputError('objective.name = "two-stage" needs train.steps = 2 or more, one for each stage')
 
     @property
     def gen_weight(self) -> float:
