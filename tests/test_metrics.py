@@ -67,6 +67,7 @@ def test_warnings():
     assert "nearly always right" in said(replaced=5.0)
     assert "calls every token original" in said(true_positives=0.0, predicted_positives=0.0)
     assert warning(metrics("mlm")) is None
+    assert not said(replaced=1000.0)  # of masked tokens alone, all may be replaced at first: there is no other class
 
 
 def test_json_lines_are_cut_back_to_the_checkpoint(tmp_path):

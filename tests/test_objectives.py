@@ -20,6 +20,7 @@ from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.objectives.electra import ElectraObjective
 from electra_fast.objectives.objective import METRICS, Output
 from electra_fast.sampling import alias_table
+from electra_fast.training import metrics
 from electra_fast.training.evaluate import evaluate_model
 from electra_fast.training.optim import Optimizer
 from electra_fast.training.pretrain import pretrain
@@ -171,6 +172,14 @@ def two_stages(tmp_path_factory, validation_corpus):
     out = tmp_path_factory.mktemp("stages") / "run"
     pretrain(two_stage_config(), data=validation_corpus, out=out)
     return out
+
+
+def test_a_stage_is_not_judged_before_its_warmup(two_stages, validation_corpus, tmp_path, monkeypatch):
+    """The discriminator is untrained when its stage begins."""
+    judged = []
+    monkeypatch.setattr(metrics, "warning", lambda record: judged.append(record["step"]))
+    again = resumed(two_stages, tmp_path / "run", 3, validation_corpus, two_stage_config())
+    assert judged == [5, 10, 12, 20, 24] and len(lines(again)) == 6  # 15 is within the warmup of 4 steps after 12
 
 
 def two_stage_config():

@@ -188,7 +188,8 @@ class Trainer:
 
     def _warn(self, record: dict[str, Number], progress: TrainingProgress) -> None:
         step = self.state.step
-        message = metrics.warning(record) if step > self.config.optimizer.warmup_steps else None
+        is_warm = step - self.stage.first_step > self.config.optimizer.warmup_steps
+        message = metrics.warning(record) if is_warm else None
         if message and step >= self.next_warning:
             progress.say(f"step {step}: warning: {message}")
             self.next_warning = step + 20 * self.config.train.log_every
