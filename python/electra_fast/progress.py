@@ -195,6 +195,7 @@ _SHOWN = (
     ("encoder_loss", "enc", ".3f"),
     ("discriminator_loss", "disc", ".4f"),
     ("discriminator_recall", "recall", ".1%"),
+    ("reward", "reward", ".3f"),
 )
 
 

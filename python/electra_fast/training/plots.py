@@ -23,7 +23,7 @@ def plot_metrics(run: Path, picture: Path) -> None:
     if not records:
         raise InputError(f"{run / 'metrics.jsonl'}: no line yet; train for at least train.log_every steps")
     figure = Figure(figsize=(11, 7), layout="constrained")
-    axes = figure.subplots(2, 2)
+    axes = figure.subplots(2, 2, sharex=True)
     _lines(axes[0, 0], records, validation, {"generator_loss": BLUE}, "Generator loss (nats per masked token)")
     role = "encoder" if any(record.get("encoder_loss") is not None for record in records) else "discriminator"
     _lines(axes[0, 1], records, validation, {f"{role}_loss": ORANGE}, f"{role.title()} loss (nats per token)")
@@ -59,6 +59,7 @@ def _lines(
                 axes.plot(*zip(*points, strict=True), mark, color=color, label=text, markersize=4)
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("step", fontsize=9)
+    axes.tick_params(labelbottom=True)  # of shared axes only the lowest have labels by default
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
