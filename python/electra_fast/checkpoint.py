@@ -80,7 +80,8 @@ def load_parameters(model: Electra, directory: Path) -> None:
 
 def _stored(model: Electra) -> dict[str, Tensor]:
     """What a checkpoint has of a model: its parameters, shared ones once, and its persistent buffers."""
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {**dict(model.named_parameters()), **buffers}
 
 

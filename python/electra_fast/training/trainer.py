@@ -7,6 +7,7 @@ run that was killed resumes from its newest checkpoint with the same losses to t
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -46,15 +47,14 @@ class Trainer:
 
     def __init__(self, run: Run, corpus: Corpus) -> None:
         self.device = choose_device()
-        run, self.hardware_lines = settle_hardware(run, self.device)
+        run, self.notes = settle_hardware(run, self.device)
         self.run, self.config, self.corpus = run, run.config, corpus
         self.compute = choose_compute(self.config, self.device)
         self.model = Electra(self.config).to(self.device)
         if run.checkpoint is not None:
             checkpoint.load_parameters(self.model, run.checkpoint)
         if self.config.generator.kind == "unigram":
-            assert self.model.proposal is not None
-            self.model.proposal.set_counts(torch.from_numpy(corpus.token_counts()))
+            self._count_tokens()
         self.optimizer = Optimizer(self.model.named_parameters(), self.config.optimizer)
         self.loader = BatchLoader.from_config(self.config)
         execution = self.config.train.execution
@@ -71,6 +71,16 @@ class Trainer:
         self.every = {"log": train.log_every, "checkpoint": train.checkpoint_every}
         if train.eval_every and corpus.holdout is not None:
             self.every["evaluation"] = train.eval_every
+
+    def _count_tokens(self) -> None:
+        """Gives the proposal the token counts of the corpus; seconds where that has billions."""
+        assert self.model.proposal is not None
+        start = time.perf_counter()
+        self.model.proposal.set_counts(torch.from_numpy(self.corpus.token_counts()))
+        seconds = time.perf_counter() - start
+        self.notes.append(
+            f"generator.kind = unigram: counted {self.corpus.num_tokens / 1e6:.2f} M tokens in {seconds:.1f} s"
+        )
 
     def train(self, stop: StopRequest) -> int:
         """The loop, to the last step or to a stop; returns the step reached, of which there is a checkpoint.
@@ -231,7 +241,7 @@ class Trainer:
             f"{self.corpus.num_tokens / 1e6:.2f} M tokens in the corpus, "
             f"{flops_per_token(self.config).total / 1e6:.3g} MFLOP per token{peak}"
         )
-        yield from self.hardware_lines
+        yield from self.notes
         data = self.config.data
         if data.packing == "google" and not self.state.step:
             seed = self.config.train.seed
