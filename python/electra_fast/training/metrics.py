@@ -37,7 +37,7 @@ def warning(metrics: Mapping[str, Number]) -> str | None:
     if loss > 1.02 * majority:
         return (
             f"the discriminator has collapsed: loss {loss:.4f} is worse than always answering the class shares "
-            f"({majority:.4f}); lower optimizer.learning_rate, or make the generator weaker (a smaller generator.fraction)"
+            f"({majority:.4f}); lower optimizer.learning_rate, or make the generator weaker (generator.fraction)"
         )
     if recall == 0:
         return f"the discriminator calls every token original (loss {loss:.4f}, class shares alone {majority:.4f})"
