@@ -1,7 +1,7 @@
 """What a model is trained to do: one frozen class per objective, and the table that names them.
 
-`objective` has the contract, `losses` and `contrastive` the pieces that objectives share. A configuration asks its
-objective without torch being loaded, so the objectives import torch only inside the methods that compute.
+`objective` has the contract; `generator`, `losses` and `contrastive` have the pieces that objectives share. A
+configuration asks its objective without torch being loaded, so objectives import torch only where they compute.
 """
 
 from __future__ import annotations

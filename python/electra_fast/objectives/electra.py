@@ -6,17 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from electra_fast.errors import InputError
-from electra_fast.objectives.objective import (
-    Head,
-    Network,
-    Number,
-    Objective,
-    Output,
-    Predictions,
-    ratio,
-    report,
-)
+from electra_fast.objectives.generator import GeneratorObjective
+from electra_fast.objectives.objective import Head, Network, Number, Output, Predictions, ratio, report
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ElectraObjective(Objective):
+class ElectraObjective(GeneratorObjective):
     """gen_weight * masked language modelling of the generator + disc_weight * replaced-token detection.
 
     No gradient flows from the discriminator to the generator through the samples. With a contrastive weight, a fifth
@@ -52,11 +43,6 @@ class ElectraObjective(Objective):
     denominator: ClassVar[str] = "tokens"
     """The total that counts the tokens of the discriminator's loss."""
 
-    @property
-    def gen_weight(self) -> float:
-        """Weight of the generator's loss."""
-        return self.config.objective.gen_weight
-
     def networks(self) -> dict[str, Network]:
         """A generator that is a fraction of the model, or none for a fixed distribution; the model as discriminator."""
         config = self.config
@@ -64,20 +50,6 @@ class ElectraObjective(Objective):
         if config.objective.contrastive_weight:
             heads["sentence_head"] = Head("logit")
         return self.generator() | {"discriminator": Network(config.model, heads)}
-
-    def generator(self) -> dict[str, Network]:
-        """The generator's part of `networks`."""
-        config = self.config
-        if config.generator.kind != "model":
-            return {}
-        shape, model = config.generator_shape(), config.model
-        same = (shape.hidden_size, shape.num_layers) == (model.hidden_size, model.num_layers)
-        if model.tying == "all" and not same:
-            raise InputError(
-                'model.tying = "all" needs a generator of the same size: set generator.fraction = 1.0 '
-                "and generator.num_layers = 0"
-            )
-        return {"generator": Network(shape, {"generator_head": Head("masked_lm", config.data.mask_prob)})}
 
     def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weight of the masked slots and the number of tokens; of segments where they have a loss."""
@@ -130,14 +102,12 @@ class ElectraObjective(Objective):
 
         The discriminator's are over the tokens that its loss is over.
         """
-        weights, has_generator = self.config.objective, self.config.generator.kind == "model"
-        generator_loss = ratio(totals, "generator_loss", "masked_weight")
+        weights = self.config.objective
         discriminator_loss = ratio(totals, "discriminator_loss", self.denominator)
-        loss = self.gen_weight * generator_loss + weights.disc_weight * discriminator_loss
+        loss = self.generator_loss(totals) + weights.disc_weight * discriminator_loss
         found: dict[str, Number] = {
-            "generator_loss": generator_loss if has_generator else None,
+            **self.generator_metrics(totals),
             "discriminator_loss": discriminator_loss,
-            "generator_accuracy": ratio(totals, "generator_correct", "masked_weight") if has_generator else None,
             "discriminator_accuracy": ratio(totals, "discriminator_correct", self.denominator),
             "discriminator_precision": ratio(totals, "true_positives", "predicted_positives"),
             "discriminator_recall": ratio(totals, "true_positives", "replaced"),

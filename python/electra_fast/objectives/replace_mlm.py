@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from electra_fast.objectives.electra import ElectraObjective
+from electra_fast.objectives.generator import GeneratorObjective
 from electra_fast.objectives.objective import DISTINCT, Head, Network, Number, Output, ratio, report
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ReplaceMLMObjective(ElectraObjective):
+class ReplaceMLMObjective(GeneratorObjective):
     """gen_weight * masked language modelling of the generator + encoder_weight * the same of the encoder.
 
     The encoder, of the model's size, reads the corrupted text and predicts the originals at the masked positions, also
@@ -63,15 +63,12 @@ class ReplaceMLMObjective(ElectraObjective):
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
         """Losses in nats per token that they are over, and accuracies at the masked positions."""
-        weights, has_generator = self.config.objective, self.config.generator.kind == "model"
-        generator_loss = ratio(totals, "generator_loss", "masked_weight")
         encoder_loss = ratio(totals, "encoder_loss", self.encoder_denominator)
         return report(
             {
-                "loss": self.gen_weight * generator_loss + weights.encoder_weight * encoder_loss,
-                "generator_loss": generator_loss if has_generator else None,
+                **self.generator_metrics(totals),
+                "loss": self.generator_loss(totals) + self.config.objective.encoder_weight * encoder_loss,
                 "encoder_loss": encoder_loss,
-                "generator_accuracy": ratio(totals, "generator_correct", "masked_weight") if has_generator else None,
                 "encoder_accuracy": ratio(totals, "encoder_correct", "masked_weight"),
                 "replaced_fraction": ratio(totals, "replaced", "tokens"),
             }

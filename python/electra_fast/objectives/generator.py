@@ -1,0 +1,43 @@
+"""What objectives share whose text a generator corrupts: the generator, its loss and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from electra_fast.errors import InputError
+from electra_fast.objectives.objective import Head, Network, Number, Objective, ratio
+
+
+@dataclass(frozen=True)
+class GeneratorObjective(Objective):
+    """Has a generator beside the network that is its result: a smaller network, or a fixed distribution."""
+
+    @property
+    def gen_weight(self) -> float:
+        """Weight of the generator's loss."""
+        return self.config.objective.gen_weight
+
+    def generator(self) -> dict[str, Network]:
+        """The generator's part of `networks`: a fraction of the model, or nothing for a fixed distribution."""
+        config = self.config
+        if config.generator.kind != "model":
+            return {}
+        shape, model = config.generator_shape(), config.model
+        same = (shape.hidden_size, shape.num_layers) == (model.hidden_size, model.num_layers)
+        if model.tying == "all" and not same:
+            raise InputError(
+                'model.tying = "all" needs a generator of the same size: set generator.fraction = 1.0 '
+                "and generator.num_layers = 0"
+            )
+        return {"generator": Network(shape, {"generator_head": Head("masked_lm", config.data.mask_prob)})}
+
+    def generator_metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
+        """Loss in nats per masked token, and accuracy; None for a fixed distribution."""
+        is_network = self.config.generator.kind == "model"
+        names = {"generator_loss": "generator_loss", "generator_accuracy": "generator_correct"}
+        return {name: ratio(totals, total, "masked_weight") if is_network else None for name, total in names.items()}
+
+    def generator_loss(self, totals: Mapping[str, float]) -> float:
+        """Its part of the loss."""
+        return self.gen_weight * ratio(totals, "generator_loss", "masked_weight")
