@@ -277,14 +277,14 @@ def test_a_role_that_a_source_lacks_is_named(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "google", {})
     export(tmp_path / "run", tmp_path / "out")
     hf_folder(tmp_path / "base", "ElectraModel")
-    with pytest.raises(ValueError, match="step-3: has no discriminator, only a generator"):
+    with pytest.raises(ValueError, match="step-3: has no discriminator, only the generator"):
         load_encoder(tmp_path / "mlm", "discriminator")
     with pytest.raises(ValueError, match="ElectraForPreTraining'.; a generator is ElectraForMaskedLM"):
         load_encoder(tmp_path / "out" / "discriminator", "generator")
     with pytest.raises(ValueError, match="ElectraModel'.; a discriminator is ElectraForPreTraining"):
         load_encoder(tmp_path / "base", "discriminator")
     shutil.rmtree(tmp_path / "out" / "generator")
-    with pytest.raises(ValueError, match="out: has no generator, only a discriminator"):
+    with pytest.raises(ValueError, match="out: has no generator, only the discriminator"):
         load_encoder(tmp_path / "out", "generator")
 
 

@@ -258,15 +258,15 @@ def test_one_folder_alone_answers_for_itself(tmp_path: Path, recipe: str) -> Non
     assert_same(
         {"discriminator": discriminator.discriminator_logits(IDS, MASK)}, {"discriminator": expected["discriminator"]}
     )
-    with pytest.raises(ValueError, match="read from a discriminator alone and has no generator"):
+    with pytest.raises(ValueError, match="read from the discriminator alone and has no generator"):
         discriminator.generator_logits(IDS)
     generator = load(tmp_path / "out" / "generator")
     assert_same(logits(generator), {"generator": expected["generator"]})
     with pytest.raises(ValueError, match="generator only .* and no discriminator"):
         generator.discriminator_logits(IDS)
-    with pytest.raises(ValueError, match="a discriminator alone; training needs a generator"):
+    with pytest.raises(ValueError, match="the discriminator alone; training needs the generator"):
         import_folder(tmp_path / "out" / "discriminator", tmp_path / "again")
-    with pytest.raises(ValueError, match="a discriminator alone; export needs a generator"):
+    with pytest.raises(ValueError, match="the discriminator alone; export needs the generator"):
         export(tmp_path / "out" / "discriminator", tmp_path / "more")
     assert not (tmp_path / "again").exists() and not (tmp_path / "more").exists()
 

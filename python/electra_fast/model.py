@@ -230,11 +230,11 @@ class Electra(nn.Module):
 
     def _require(self, role: str) -> None:
         if role not in self.networks:
-            present = " and a ".join(self.networks)
+            present = " and ".join(self.networks)
             if role in objective_of(self.config).networks():
-                raise InputError(f"this model was read from a {present} alone and has no {role}")
+                raise InputError(f"this model was read from the {present} alone and has no {role}")
             name = self.config.objective.name
-            raise InputError(f'this model has a {present} only (objective.name = "{name}") and no {role}')
+            raise InputError(f'this model has the {present} only (objective.name = "{name}") and no {role}')
 
     def hidden(
         self,

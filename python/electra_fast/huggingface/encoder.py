@@ -81,7 +81,7 @@ def _choose(source: Path, roles: Collection[str], role: str | None) -> str:
     """The requested role, checked; by default that of the result, not of its generator."""
     role = role or next(each for each in ROLES if each in roles)
     if role not in roles:
-        raise InputError(f"{source}: has no {role}, only a {' and a '.join(roles)}")
+        raise InputError(f"{source}: has no {role}, only the {' and the '.join(roles)}")
     return role
 
 

@@ -101,8 +101,8 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
 def _check_whole(source: Path, model: Electra, needs: str) -> None:
     missing = objective_of(model.config).networks().keys() - model.networks.keys()
     if missing:
-        present = " and a ".join(model.networks)
-        raise InputError(f"{source}: a {present} alone; {needs} a {' and a '.join(sorted(missing))} beside it")
+        present = " and ".join(model.networks)
+        raise InputError(f"{source}: the {present} alone; {needs} the {' and '.join(sorted(missing))} beside it")
 
 
 def _say_own_heads(model: Electra, what: str) -> None:
