@@ -22,3 +22,7 @@ VARIANTS = {name: needs(name) for name in OBJECTIVES} | {
     "plain heads": {"model.heads": "plain"},
     "adversarial, plain heads": needs("adversarial") | {"model.heads": "plain"},
 }
+
+# Those that compute with other operations than the rest: for tests that take seconds each.
+DIFFERENT = ("electra", "mlm", "electra15, random positions", "contrastive", "unigram", "plain heads")
+DIFFERENT += ("replace-mlm", "all-tokens-mlm", "two-stage", "adversarial")
