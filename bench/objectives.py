@@ -9,6 +9,7 @@ timed: the first is a step of `mlm`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -29,12 +30,12 @@ VARIANTS = {
 }
 
 
-def seconds(step: TrainStep, batches: Iterator[RecordBatch], first: int, count: int) -> float:
+def seconds(step: TrainStep, batches: Iterator[RecordBatch], numbers: Iterator[int], count: int) -> float:
     """Of one step, the mean of so many."""
     step.synchronize()
     start = time.perf_counter()
-    for number in range(first, first + count):
-        step(next(batches), number)
+    for _ in range(count):
+        step(next(batches), next(numbers))
     step.synchronize()
     return (time.perf_counter() - start) / count
 
@@ -52,14 +53,13 @@ def main() -> int:
     configs, steps, times = {}, {}, {}
     for name, changes in VARIANTS.items():
         config = configs[name] = base.with_objective(changes.get("objective.name", "electra")).override(changes)
-        steps[name] = new_step(config, options.device, execution), loader(corpus, config)
-        last_stage = config.train.steps // 2
-        seconds(*steps[name], last_stage, WARM_UP + 2)
+        numbers = itertools.count(config.train.steps // 2)  # in the last stage
+        steps[name] = new_step(config, options.device, execution), loader(corpus, config), numbers
+        seconds(*steps[name], WARM_UP + 2)
         times[name] = []
-    for number in range(options.rounds):
-        for name, (step, batches) in steps.items():
-            last_stage = configs[name].train.steps // 2
-            times[name].append(seconds(step, batches, last_stage + WARM_UP + 2 + number * count, count))
+    for _ in range(options.rounds):
+        for name, each in steps.items():
+            times[name].append(seconds(*each, count))
     results.add(f"{label(base, options.shape)}, {execution}: median of {options.rounds}, beside electra's")
     electra_flops = flops_per_token(base).total
     for name, found in times.items():
@@ -73,7 +73,7 @@ def main() -> int:
             times_electra=ratio,
             flops_times_electra=flops,
         )
-    for step, _ in steps.values():
+    for step, *_ in steps.values():
         step.close()
     return results.exit_code()
 

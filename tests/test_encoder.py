@@ -23,6 +23,7 @@ from electra_fast.huggingface.config import describe_encoder
 from electra_fast.huggingface.encoder import PretrainedEncoder, load_encoder
 from electra_fast.huggingface.export import export
 from electra_fast.model import Electra, Embeddings, Encoder
+from electra_fast.objectives.objective import PARTS
 from electra_fast.ops import Dropout
 
 LENGTH = 40
@@ -185,7 +186,7 @@ def test_packed_segments_are_separate_sequences(tmp_path: Path, name: str) -> No
 
 @torch.no_grad()
 def own_hidden(model: Electra, role: str) -> Tensor:
-    embeddings, encoder, _ = (getattr(model, part, None) for part in weights.PARTS[role])
+    embeddings, encoder, _ = (getattr(model, part, None) for part in PARTS[role])
     assert embeddings is not None and encoder is not None
     ids_T, positions_T, types_T, mask, _ = model._flat_inputs(IDS, MASK, None)
     dropout = Dropout(0.0)

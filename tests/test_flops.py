@@ -16,7 +16,14 @@ from electra_fast.config import Config
 from electra_fast.dispatch import use_impl
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
-from electra_fast.training.flops import device_peak, flops_per_token, published_flops, published_training_flops, report
+from electra_fast.training.flops import (
+    device_peak,
+    flops_per_token,
+    objectives_report,
+    published_flops,
+    published_training_flops,
+    report,
+)
 
 # As `flops_computation.py` of the published code prints them.
 PUBLISHED = {
@@ -202,6 +209,28 @@ def test_the_head_of_all_tokens_costs_as_much_more_as_there_are_tokens() -> None
 )
 def test_published_count_of_other_objectives(name: str, expected: float) -> None:
     assert published_training_flops(Config.preset("small", "paper").with_objective(name)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"train.steps": "1"}, {"two-stage"}),
+        ({"generator.kind": "uniform", "generator.fraction": "0.3"}, {"adversarial"}),
+        (
+            {"objective.name": "mlm", "model.tying": "all"},
+            {"electra", "electra15", "replace-mlm", "all-tokens-mlm", "adversarial"},
+        ),
+    ],
+)
+def test_objectives_that_a_configuration_cannot_have_are_left_open(changes: dict[str, str], missing: set[str]) -> None:
+    """What trains has its own count, whatever the others need."""
+    config = Config.preset("small", "paper").override(changes)
+    content = report(config)
+    assert content["per_token"]["total"] == flops_per_token(config).total  # type: ignore[index]
+    found = objectives_report(config)
+    assert {name for name, each in found.items() if each["per_token"] is None} == missing
+    for each in found.values():
+        assert (each["times_electra"] is None) == (each["per_token"] is None or "electra" in missing)
 
 
 def test_plain_heads_have_no_published_count() -> None:

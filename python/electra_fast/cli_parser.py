@@ -13,6 +13,7 @@ from electra_fast.config_section import Configuration
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import DEFAULT_RECIPE, FinetuningConfig
 from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
+from electra_fast.objectives.objective import PARTS
 from electra_fast.presets import RECIPES, SIZES
 
 
@@ -112,8 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", type=Path, required=True, help="folder for models, predictions and results.json")
     sub.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per task: seeds 0 to N-1 (%(default)s)")
     sub.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"{', '.join(FINETUNING_RECIPES)} (%(default)s)")
-    roles = ("discriminator", "encoder", "generator")
-    sub.add_argument("--role", choices=roles, help="network of a run (the first of these that it has)")
+    sub.add_argument("--role", choices=tuple(PARTS), help="network of a run (the first of these that it has)")
     sub.add_argument("--data", type=Path, help="GLUE: the task's folder, or one with the tasks' folders")
     sub.add_argument("--json", action="store_true", help="one object on standard output")
     _add_own_data(sub.add_argument_group("own data (.tsv, .csv, .jsonl, .parquet)"))

@@ -26,8 +26,9 @@ from electra_fast.huggingface.config import (
     token_type_1_trained,
 )
 from electra_fast.huggingface.folder import read_weights
-from electra_fast.huggingface.source import ROLES, checkpoint_of, folders_of, is_folder, origin, tokenizer_folder
+from electra_fast.huggingface.source import checkpoint_of, folders_of, is_folder, origin, tokenizer_folder
 from electra_fast.model import Embeddings, Encoder
+from electra_fast.objectives.objective import PARTS
 
 Sizes = Mapping[str, torch.Size]
 
@@ -79,7 +80,7 @@ def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncod
 
 def _choose(source: Path, roles: Collection[str], role: str | None) -> str:
     """The requested role, checked; by default that of the result, not of its generator."""
-    role = role or next(each for each in ROLES if each in roles)
+    role = role or next(each for each in PARTS if each in roles)
     if role not in roles:
         raise InputError(f"{source}: has no {role}, only the {' and the '.join(roles)}")
     return role
@@ -88,7 +89,7 @@ def _choose(source: Path, roles: Collection[str], role: str | None) -> str:
 def _read_checkpoint(folder: Path, role: str | None) -> tuple[ModelConfig, dict[str, Tensor]]:
     model = checkpoint.load_model(folder)
     role = _choose(folder, model.networks, role)
-    embeddings, encoder, _ = weights.PARTS[role]
+    embeddings, encoder, _ = PARTS[role]
     parts = {"embeddings": model.get_submodule(embeddings), "encoder": model.get_submodule(encoder)}
     return dataclasses.replace(role_shape(model.config, role), attention=AUTO), _parameters(parts)
 

@@ -17,11 +17,11 @@ from electra_fast.errors import InputError
 from electra_fast.huggingface.card import model_card
 from electra_fast.huggingface.config import OWN_KEY
 from electra_fast.huggingface.folder import read_models, write_model
-from electra_fast.huggingface.source import ROLES, checkpoint_of, folders_of, origin, tokenizer_folder
+from electra_fast.huggingface.source import checkpoint_of, folders_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
-from electra_fast.huggingface.weights import PARTS
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import PARTS
 
 
 def load(path: str | Path) -> Electra:
@@ -133,7 +133,7 @@ def _is_empty(folder: Path) -> bool:
 def _is_export(folder: Path) -> bool:
     """Whether a folder contains what `export` writes and nothing else."""
     entries = list(folder.iterdir())
-    configs = [entry / "config.json" for entry in entries if entry.name in ROLES]
+    configs = [entry / "config.json" for entry in entries if entry.name in PARTS]
     return len(configs) == len(entries) and all(
         path.is_file() and f'"{OWN_KEY}"' in path.read_text(encoding="utf-8", errors="replace") for path in configs
     )

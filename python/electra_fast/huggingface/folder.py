@@ -37,6 +37,7 @@ from electra_fast.huggingface.weights import INPUT_TABLE, OUTPUT_TABLE, State
 from electra_fast.json_files import read_object, write_object
 from electra_fast.model import Electra
 from electra_fast.objectives import OBJECTIVES
+from electra_fast.objectives.objective import PARTS
 
 # What the result and its generator have in common.
 _AGREEING = (
@@ -85,7 +86,7 @@ def read_models(paths: Mapping[str, Path]) -> Electra:
     of the objective `mlm`. Heads that no folder has keep their first values.
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
-    folders = {role: _read_folder(paths[role], role) for role in weights.PARTS if role in paths}
+    folders = {role: _read_folder(paths[role], role) for role in PARTS if role in paths}
     tying, state = _tying(folders)
     config = _joint_config(folders, tying)
     model = Electra(config, roles=folders)
@@ -161,8 +162,8 @@ def _check_tables(folder: _Folder) -> None:
         )
 
 
-def _tying(folders: Mapping[str, _Folder]) -> tuple[str, State]:
-    """What the two networks share, and the factors of tables that have a projection multiplied in."""
+def _tying(folders: Mapping[str, _Folder]) -> tuple[str | None, State]:
+    """What two networks share (None: there is one), and the factors of tables that have a projection multiplied in."""
     if len(folders) == 2:
         _check_agreement(*folders.values())
     multiplied = any(weights.is_multiplied(folder.shape) for folder in folders.values())
@@ -175,8 +176,7 @@ def _tying(folders: Mapping[str, _Folder]) -> tuple[str, State]:
         shared = joint is not None
         state = _factored_separately(folders) if joint is None else joint
     if len(folders) == 1:
-        own = next(own_config(folder.config_file, folder.table) for folder in folders.values())
-        return ("none" if own is None else own.model.tying), state
+        return None, state
     main, generator = folders.values()
     if not multiplied:
         shared = _tensors_equal(main, generator, _embedding_names(main))
@@ -230,7 +230,7 @@ def _factored_separately(folders: Mapping[str, _Folder]) -> State:
 
 
 def _embedding_names(folder: _Folder) -> list[str]:
-    prefix = f"{weights.PARTS[folder.role][0]}."
+    prefix = f"{PARTS[folder.role][0]}."
     return [hf_names[0] for name, hf_names in weights.pairs(folder.role, folder.shape) if name.startswith(prefix)]
 
 
@@ -246,7 +246,7 @@ def _shape_without_dropout(folder: _Folder) -> ModelConfig:
     return dataclasses.replace(folder.shape, dropout=0.0, attention_dropout=0.0)
 
 
-def _joint_config(folders: Mapping[str, _Folder], tying: str) -> Config:
+def _joint_config(folders: Mapping[str, _Folder], tying: str | None) -> Config:
     """The folder's own configuration if it has one, else the preset of that size, with the folders' shapes."""
     main = next(iter(folders.values()))
     shape, small = main.shape, folders.get("generator", main).shape
@@ -265,7 +265,8 @@ def _joint_config(folders: Mapping[str, _Folder], tying: str) -> Config:
     try:
         config = base.replace(
             {
-                "model": dataclasses.asdict(shape) | {"tying": tying, "attention": base.model.attention},
+                "model": dataclasses.asdict(shape)
+                | {"tying": tying or base.model.tying, "attention": base.model.attention},
                 "generator": generator,
                 "data": {"sequence_length": min(base.data.sequence_length, shape.max_positions)},
             }

@@ -16,8 +16,7 @@ from electra_fast.huggingface.card import Origin
 from electra_fast.huggingface.config import CLASSES, token_type_1_trained
 from electra_fast.huggingface.tokenizer import run_tokenizer
 from electra_fast.json_files import read_object
-
-ROLES = ("discriminator", "encoder", "generator")
+from electra_fast.objectives.objective import PARTS
 
 
 def checkpoint_of(source: Path) -> Path | None:
@@ -35,11 +34,11 @@ def folders_of(source: Path) -> dict[str, Path]:
         raise FileNotFoundError(f"{source}: no such folder; name one with discriminator/ and generator/")
     if is_folder(source):
         return {_role(source / "config.json"): source}
-    folders = {role: source / role for role in ROLES if (source / role).is_dir()}
+    folders = {role: source / role for role in PARTS if (source / role).is_dir()}
     if not folders:
-        looked_for = ", ".join(("checkpoints/", "state.json", "config.json", *(f"{role}/" for role in ROLES)))
+        looked_for = ", ".join(("checkpoints/", "state.json", "config.json", *(f"{role}/" for role in PARTS)))
         raise FileNotFoundError(f"{source}: no model here (looked for {looked_for})")
-    if len(folders) == len(ROLES):
+    if len(folders) == len(PARTS):
         raise InputError(f"{source}: has discriminator/ and encoder/, which no model has; remove one")
     return folders
 

@@ -16,16 +16,11 @@ from torch import Tensor
 
 from electra_fast.config import ModelConfig
 from electra_fast.errors import InputError
+from electra_fast.objectives.objective import PARTS
 
 State = dict[str, Tensor]
 Pair = tuple[str, tuple[str, ...]]
 
-# Our module names: embeddings, encoder, head.
-PARTS = {
-    "discriminator": ("embeddings", "discriminator", "discriminator_head"),
-    "encoder": ("embeddings", "encoder", "encoder_head"),
-    "generator": ("generator_embeddings", "generator", "generator_head"),
-}
 PREFIX = {"bert": "electra.", "modern": "model."}
 """Of the encoder's tensors in a class with heads; `ElectraModel` and `ModernBertModel` save them without it."""
 INPUT_TABLE = {"bert": "electra.embeddings.word_embeddings.weight", "modern": "model.embeddings.tok_embeddings.weight"}

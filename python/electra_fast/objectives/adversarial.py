@@ -65,21 +65,18 @@ class AdversarialObjective(ElectraObjective):
 
         inputs, weights = losses.read_inputs(model, batch, compute, rng_key), self.config.objective
         slots, head, table_VE = inputs.slots, model.generator_head, model.generator_embeddings.token
-        hidden_TD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context)
-        hidden_MD = losses.at_slots(hidden_TD, slots)
+        hidden_MD = slots.of_states(model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context))
         with torch.no_grad():
             generated = losses.predict(model.config, head, table_VE, hidden_MD, slots, rng_key)
-        assert generated.sample_M is not None
-        corrupted_T, replaced_T = losses.corrupt(inputs, generated.sample_M)
+        corrupted_T, replaced_T = losses.corrupt(inputs, generated.drawn_M)
         logits_T = model.discriminator_head(model.hidden("discriminator", corrupted_T, *inputs.context))
         discriminator_loss, discriminator_totals = losses.rtd_loss(logits_T, replaced_T, inputs.valid_T)
 
-        index_M = slots.position_M.clamp(max=len(logits_T) - 1)
-        reward_M = ops.binary_cross_entropy(logits_T.detach(), replaced_T)[index_M]
+        reward_M = slots.of_tokens(ops.binary_cross_entropy(logits_T.detach(), replaced_T))
         baseline_M = model.baseline_head(hidden_MD.detach())
         advantage_M = reward_M - F.softplus(-baseline_M.detach())
         # Descending the samples' negative log-likelihood times their advantage ascends the expected reward.
-        sampled = replace(slots, target_M=generated.sample_M, weight_M=slots.weight_M * advantage_M)
+        sampled = replace(slots, target_M=generated.drawn_M, weight_M=slots.weight_M * advantage_M)
         policy_loss = losses.predict(model.config, head, table_VE, hidden_MD, sampled, None).loss
         cross_entropy_M = F.binary_cross_entropy_with_logits(baseline_M, torch.exp(-reward_M), reduction="none")
         baseline_loss = (cross_entropy_M * slots.weight_M).sum()

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from electra_fast.objectives.objective import Head, Network, Number, Output, Predictions, ratio
+from electra_fast.objectives.generator import detection_metrics
+from electra_fast.objectives.objective import Head, Network, Number, Output, Predictions
 from electra_fast.objectives.replace_mlm import ReplaceMLMObjective
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
 
         inputs, weights = losses.read_inputs(model, batch, compute, rng_key), self.config.objective
         generated = losses.generate(model, inputs, rng_key)
-        corrupted_T, replaced_T = losses.corrupt(inputs, generated.sample_M)
+        corrupted_T, replaced_T = losses.corrupt(inputs, generated.drawn_M)
         original_T, _ = losses.corrupt(inputs, inputs.slots.target_M)
         hidden_TD = model.hidden("encoder", corrupted_T, *inputs.context)
         head, copy_T = model.encoder_head, model.copy_head(hidden_TD)
@@ -70,20 +71,15 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
 
         loss = losses.divide(self.gen_weight * generated.loss, denominators, "masked_weight")
         loss = loss + losses.divide(weights.encoder_weight * encoder_loss, denominators, "tokens")
-        is_argmax_M = is_argmax_T[inputs.slots.position_M.clamp(max=is_argmax_T.shape[0] - 1)]
         _, copy_totals = losses.rtd_loss(-copy_T.detach(), replaced_T, inputs.valid_T)
         del copy_totals["discriminator_loss"]  # of a probability that the softmax completes
         totals = generated.totals(inputs.slots, "generator") | copy_totals
         totals |= {
             "encoder_loss": encoder_loss.detach(),
-            "encoder_correct": (is_argmax_M * inputs.slots.weight_M).sum(),
+            "encoder_correct": (inputs.slots.of_tokens(is_argmax_T) * inputs.slots.weight_M).sum(),
         }
         return Output(loss, totals, Predictions(corrupted_T, replaced_T, -copy_T.detach(), inputs.valid_T))
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
         """The encoder's loss in nats per token; its accuracy is that of the softmax at the masked positions."""
-        return super().metrics(totals) | {
-            "discriminator_accuracy": ratio(totals, "discriminator_correct", "tokens"),
-            "discriminator_precision": ratio(totals, "true_positives", "predicted_positives"),
-            "discriminator_recall": ratio(totals, "true_positives", "replaced"),
-        }
+        return super().metrics(totals) | detection_metrics(totals, "tokens")

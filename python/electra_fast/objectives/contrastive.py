@@ -28,8 +28,7 @@ def keep_some_whole(inputs: Inputs, sample_M: Tensor, rng_key: RngKey) -> Tensor
     Which segments depends on seed, step, row within the step and the column of their first token.
     """
     is_whole_T = (random_words(rng_key, _first_column(inputs), _STREAM) < round(WHOLE * 2**32)).flatten()
-    is_whole_M = is_whole_T[inputs.slots.position_M.clamp(max=is_whole_T.shape[0] - 1)]
-    return torch.where(is_whole_M, inputs.slots.target_M, sample_M)
+    return torch.where(inputs.slots.of_tokens(is_whole_T), inputs.slots.target_M, sample_M)
 
 
 def sentence_loss(model: Electra, inputs: Inputs, hidden_TD: Tensor, replaced_T: Tensor) -> tuple[Tensor, Totals]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from electra_fast.objectives.generator import GeneratorObjective
+from electra_fast.objectives.generator import GeneratorObjective, detection_metrics
 from electra_fast.objectives.objective import Head, Network, Number, Output, Predictions, ratio, report
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ class ElectraObjective(GeneratorObjective):
         weights = self.config.objective
         inputs = losses.read_inputs(model, batch, compute, rng_key)
         generated = losses.generate(model, inputs, rng_key)
-        assert generated.sample_M is not None
-        sample_M = generated.sample_M
+        sample_M = generated.drawn_M
         if weights.contrastive_weight:
             sample_M = contrastive.keep_some_whole(inputs, sample_M, rng_key)
         corrupted_T, replaced_T = losses.corrupt(inputs, sample_M)
@@ -108,10 +107,7 @@ class ElectraObjective(GeneratorObjective):
         found: dict[str, Number] = {
             **self.generator_metrics(totals),
             "discriminator_loss": discriminator_loss,
-            "discriminator_accuracy": ratio(totals, "discriminator_correct", self.denominator),
-            "discriminator_precision": ratio(totals, "true_positives", "predicted_positives"),
-            "discriminator_recall": ratio(totals, "true_positives", "replaced"),
-            "replaced_fraction": ratio(totals, "replaced", self.denominator),
+            **detection_metrics(totals, self.denominator),
         }
         if weights.contrastive_weight:
             contrastive_loss = ratio(totals, "contrastive_loss", "segments")

@@ -1,4 +1,4 @@
-"""What objectives share whose text a generator corrupts: the generator, its loss and its metrics."""
+"""What objectives share whose text a generator corrupts: the generator, its loss, and metrics."""
 
 from __future__ import annotations
 
@@ -41,3 +41,13 @@ class GeneratorObjective(Objective):
     def generator_loss(self, totals: Mapping[str, float]) -> float:
         """Its part of the loss."""
         return self.gen_weight * ratio(totals, "generator_loss", "masked_weight")
+
+
+def detection_metrics(totals: Mapping[str, float], denominator: str) -> dict[str, Number]:
+    """Accuracy, precision and recall of "replaced" over the tokens that a total counts, and how many of them are."""
+    return {
+        "discriminator_accuracy": ratio(totals, "discriminator_correct", denominator),
+        "discriminator_precision": ratio(totals, "true_positives", "predicted_positives"),
+        "discriminator_recall": ratio(totals, "true_positives", "replaced"),
+        "replaced_fraction": ratio(totals, "replaced", denominator),
+    }

@@ -40,6 +40,17 @@ class Slots:
     target_M: Tensor
     weight_M: Tensor
 
+    def of_tokens(self, x_T: Tensor) -> Tensor:
+        """What stands at the slots; unused ones read any token, since their weight is 0; [T] → [M]."""
+        return x_T[self._readable(x_T.shape[0])]
+
+    def of_states(self, x_TD: Tensor) -> Tensor:
+        """`of_tokens` of differentiable vectors; [T, D] → [M, D]."""
+        return ops.gather_rows(x_TD, self._readable(x_TD.shape[0]))
+
+    def _readable(self, num_tokens: int) -> Tensor:
+        return self.position_M.clamp(max=num_tokens - 1)
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -105,6 +116,12 @@ class Generated:
     sample_M: Tensor | None
     correct_M: Tensor
 
+    @property
+    def drawn_M(self) -> Tensor:
+        """The samples, which were wanted."""
+        assert self.sample_M is not None
+        return self.sample_M
+
     def totals(self, slots: Slots, role: str) -> Totals:
         """The loss, the weight of the slots and the weight of those where the argmax is right."""
         return {
@@ -124,12 +141,7 @@ def generate(model: Electra, inputs: Inputs, rng_key: RngKey | None) -> Generate
         return Generated(zero, model.proposal.sample(inputs.slots.number_M, rng_key), zero)
     hidden_TD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context)
     head, table_VE = model.generator_head, model.generator_embeddings.token
-    return predict(model.config, head, table_VE, at_slots(hidden_TD, inputs.slots), inputs.slots, rng_key)
-
-
-def at_slots(x_TD: Tensor, slots: Slots) -> Tensor:
-    """Rows at the masked slots; unused ones read any row, since their weight is 0; [T, D] → [M, D]."""
-    return ops.gather_rows(x_TD, slots.position_M.clamp(max=x_TD.shape[0] - 1))
+    return predict(model.config, head, table_VE, inputs.slots.of_states(hidden_TD), inputs.slots, rng_key)
 
 
 def predict(
@@ -152,9 +164,8 @@ def predict(
     )
 
 
-def corrupt(inputs: Inputs, sample_M: Tensor | None) -> tuple[Tensor, Tensor]:
+def corrupt(inputs: Inputs, sample_M: Tensor) -> tuple[Tensor, Tensor]:
     """The text with the samples in place of the masks, and which of its tokens differ from the original; [T] each."""
-    assert sample_M is not None
     slots = inputs.slots
     return ops.corrupt(inputs.masked_ids_BL, slots.position_M, slots.target_M, sample_M)
 

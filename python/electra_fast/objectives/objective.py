@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 Number = float | int | None
 
+PARTS = {
+    "discriminator": ("embeddings", "discriminator", "discriminator_head"),
+    "encoder": ("embeddings", "encoder", "encoder_head"),
+    "generator": ("generator_embeddings", "generator", "generator_head"),
+}
+"""Submodules of `Electra` by role: embeddings, encoder, head. The result of an objective comes before its generator."""
+
 METRICS = (
     "loss",
     "generator_loss",

@@ -51,8 +51,8 @@ class ReplaceMLMObjective(GeneratorObjective):
 
         inputs, weights = losses.read_inputs(model, batch, compute, rng_key), self.config.objective
         generated = losses.generate(model, inputs, rng_key)
-        corrupted_T, replaced_T = losses.corrupt(inputs, generated.sample_M)
-        hidden_MD = losses.at_slots(model.hidden("encoder", corrupted_T, *inputs.context), inputs.slots)
+        corrupted_T, replaced_T = losses.corrupt(inputs, generated.drawn_M)
+        hidden_MD = inputs.slots.of_states(model.hidden("encoder", corrupted_T, *inputs.context))
         head, table_VE = model.encoder_head, model.embeddings.token
         predicted = losses.predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
 

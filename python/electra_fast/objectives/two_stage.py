@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING
 from electra_fast.errors import InputError
 from electra_fast.objectives.electra import ElectraObjective
 from electra_fast.objectives.mlm import MaskedLMObjective
-from electra_fast.objectives.objective import DISTINCT, Network, Stage
+from electra_fast.objectives.objective import DISTINCT, PARTS, Network, Stage
 
 if TYPE_CHECKING:
     from electra_fast.model import Electra
-
-_GENERATOR = ("generator_embeddings", "generator", "generator_head")
-_DISCRIMINATOR = ("embeddings", "discriminator", "discriminator_head")
 
 
 @dataclass(frozen=True)
@@ -52,11 +49,11 @@ class TwoStageObjective(ElectraObjective):
         steps = self.config.train.steps
         first, name = steps // 2, "replaced-token detection against the frozen generator"
         return (
-            Stage("masked language modelling", MaskedLMObjective(self.config), 0, first, frozen=_DISCRIMINATOR),
-            Stage(name, self, first, steps - first, frozen=_GENERATOR),
+            Stage("masked language modelling", MaskedLMObjective(self.config), 0, first, frozen=PARTS["discriminator"]),
+            Stage(name, self, first, steps - first, frozen=PARTS["generator"]),
         )
 
     def begin_stage(self, model: Electra) -> None:
         """Copies embeddings and encoder; the heads differ."""
-        for ours, theirs in zip(_DISCRIMINATOR[:2], _GENERATOR[:2], strict=True):
+        for ours, theirs in zip(PARTS["discriminator"][:2], PARTS["generator"][:2], strict=True):
             model.get_submodule(ours).load_state_dict(model.get_submodule(theirs).state_dict())

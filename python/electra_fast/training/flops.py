@@ -185,7 +185,7 @@ def published_training_flops(config: Config) -> float:
     The published script knows `electra` and `mlm`. Of other objectives it is what its formulas give for their networks
     and heads: those that do not train run forward only, and a head on all tokens is counted for all.
     """
-    if config.model.architecture != "bert" or config.model.heads != "dense":
+    if not _is_published(config):
         raise InputError('the published count is of model.architecture = "bert" with model.heads = "dense" only')
 
     def total(network: Network, num_steps: int) -> float:
@@ -222,24 +222,37 @@ def device_peak(name: str) -> float | None:
 
 
 def objectives_report(config: Config) -> dict[str, dict[str, float | None]]:
-    """FLOPs per token of every objective, and how many times those of `electra`: true and, where known, published."""
-    electra = config.with_objective("electra")
-    true_of_electra, published_of_electra = flops_per_token(electra).total, _published(electra)
-    found: dict[str, dict[str, float | None]] = {}
-    for name in OBJECTIVES:
-        other = config.with_objective(name)
-        true, published = flops_per_token(other).total, _published(other)
-        found[name] = {
+    """FLOPs per token of every objective, and how many times those of `electra`: true and, where known, published.
+
+    None for an objective that the configuration cannot have.
+    """
+    counts = {name: _counts(config, name) for name in OBJECTIVES}
+    electra = counts["electra"]
+    return {
+        name: {
             "per_token": true,
-            "times_electra": true / true_of_electra,
-            "published_times_electra": published / published_of_electra if published and published_of_electra else None,
+            "times_electra": true / electra[0] if true and electra[0] else None,
+            "published_times_electra": published / electra[1] if published and electra[1] else None,
         }
-    return found
+        for name, (true, published) in counts.items()
+    }
+
+
+def _counts(config: Config, name: str) -> tuple[float | None, float | None]:
+    """The true count per token and the published total of a configuration with another objective."""
+    try:
+        other = config.with_objective(name)
+    except InputError:  # such as one step, which two stages cannot share
+        return None, None
+    return flops_per_token(other).total, _published(other)
+
+
+def _is_published(config: Config) -> bool:
+    return config.model.architecture == "bert" and config.model.heads == "dense"
 
 
 def _published(config: Config) -> float | None:
-    knows = config.model.architecture == "bert" and config.model.heads == "dense"
-    return published_training_flops(config) if knows else None
+    return published_training_flops(config) if _is_published(config) else None
 
 
 def report(config: Config) -> dict[str, object]:
