@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,14 +32,25 @@ def test_leaves_what_it_promises(demo):
     assert "\x1b[" in done.stderr and "really replaced" in done.stderr
 
 
+def plain(text):
+    """Without colors and line breaks."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
+
+
 def test_discriminator_beats_the_majority_on_held_out_text(demo):
-    out, _ = demo
-    done = run("evaluate", out / "run", "--data", out / "shards", "--json")
-    metrics = json.loads(done.stdout)
+    out, done = demo
+    evaluated = run("evaluate", out / "run", "--data", out / "shards", "--json")
+    metrics = json.loads(evaluated.stdout)
     assert metrics["discriminator_auc"] >= 0.70
     assert metrics["discriminator_accuracy"] > 1 - metrics["replaced_fraction"]
     # The generator has learned too: replacements near the unigram distribution would be easy to detect.
     assert metrics["generator_accuracy"] > 0.15
+    # Appendix G: the discriminator's choice among the generator's candidates.
+    assert metrics["mlm_recall_at_100"] > metrics["mlm_accuracy"] > 0.1 and metrics["mlm_examples"] == 200
+    fixed = run("evaluate", out / "run", "--data", out / "shards", "--corrupted-by", "unigram", "--json",
+                "--sequence-length", 32, "--mlm-examples", 0)  # fmt: skip
+    compared = json.loads(fixed.stdout)
+    assert compared["discriminator_auc"] > 0.7 and f"AUC {compared['discriminator_auc']:.3f} with" in plain(done.stderr)
 
 
 def test_transformers_loads_the_export_with_equal_logits(demo):

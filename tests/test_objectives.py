@@ -103,7 +103,7 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
         assert last["loss"] < first["loss"]
     assert_same_run(resumed(tmp_path / "run", tmp_path / "again", 15, validation_corpus, settings), tmp_path / "run")
 
-    found = ef.evaluate(tmp_path / "run", validation_corpus)
+    found = ef.evaluate(tmp_path / "run", validation_corpus, mlm_examples=0)
     validation = lines(tmp_path / "run", "evaluations.jsonl")[-1]
     assert found.keys() == validation.keys() - {"step"}
     has_detector = "discriminator" in name or found["discriminator_accuracy"] is not None
@@ -154,7 +154,7 @@ def test_an_exported_unigram_model_cannot_be_evaluated(validation_corpus, tmp_pa
     changes = {"generator.kind": "unigram", "train.steps": "2", "train.eval_every": "0"}
     pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
     ef.export(tmp_path / "run", tmp_path / "hf")
-    assert ef.evaluate(tmp_path / "run", validation_corpus)["discriminator_auc"] > 0
+    assert ef.evaluate(tmp_path / "run", validation_corpus, mlm_examples=0)["discriminator_auc"] > 0
     with pytest.raises(ValueError, match="token counts are not exported; evaluate the run or one of its checkpoints"):
         ef.evaluate(tmp_path / "hf", validation_corpus)
     table = ef.load(tmp_path / "run").proposal.table_V2

@@ -230,6 +230,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         sequence_length=options.sequence_length,
         batch_size=options.batch_size,
         max_batches=options.batches,
+        corrupted_by=options.corrupted_by,
+        mlm_examples=options.mlm_examples,
     )
     _print_report(report, options.json)
 

@@ -89,7 +89,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sub.epilog = _key_help(Config)
 
-    sub = command("evaluate", "validation losses, accuracies and AUC of a run or an exported folder")
+    sub = command(
+        "evaluate",
+        "validation losses, accuracies and AUC of a run or an exported folder; the same fakes for several models",
+    )
     sub.add_argument("source", type=Path, metavar="RUN", help="run, checkpoint or Hugging Face folder")
     sub.add_argument(
         "--data",
@@ -97,9 +100,22 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         help="corpus; its validation part (prepare --holdout) where it has one, else all of it",
     )
-    sub.add_argument("--sequence-length", type=int, help="tokens per row (the run's own)")
+    sub.add_argument("--sequence-length", type=int, help="tokens per row (the run's own, or the corruptor's)")
     sub.add_argument("--batch-size", type=int, help="rows per batch (the run's own)")
     sub.add_argument("--batches", type=int, default=0, help="stop after so many; 0: all (%(default)s)")
+    sub.add_argument(
+        "--corrupted-by",
+        metavar="FOLDER",
+        help="what replaces masked tokens, so that models compare: the generator of this run, checkpoint or Hugging "
+        "Face folder; unigram: the corpus' token counts (the model's own generator)",
+    )
+    sub.add_argument(
+        "--mlm-examples",
+        type=int,
+        default=200,
+        metavar="N",
+        help="rows with one masked token, for the masked-language-model accuracy; 0: none (%(default)s)",
+    )
     sub.add_argument("--json", action="store_true", help="one object on standard output")
 
     sub = command("finetune", "fine-tune an encoder on GLUE or on own data; run again to resume")

@@ -9,7 +9,7 @@ Shapes: B rows, L row length, T = B*L flat tokens, M = B*N masked slots, D hidde
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,17 +56,21 @@ class Slots:
 class Inputs:
     """A micro-batch as the networks read it: the masked ids, what stands beside them, and the masked slots.
 
-    `context` is what `Electra.hidden` takes after the ids.
+    `context` is what `Electra.hidden` takes after the ids. `sampled_M` are samples that come with the batch, int64.
     """
 
     masked_ids_BL: Tensor
     valid_T: Tensor
     slots: Slots
     context: tuple[Tensor, Tensor, AttentionMask, torch.dtype, Tensor | None]
+    sampled_M: Tensor | None = None
 
 
 def read_inputs(model: Electra, batch: Mapping[str, Tensor], compute: ComputeConfig, rng_key: RngKey) -> Inputs:
-    """The inputs of a packed micro-batch."""
+    """The inputs of a packed micro-batch.
+
+    An entry `sampled_ids` (int64, as `masked_ids`) has samples that take the place of the generator's own.
+    """
     # Compiled code must not depend on the number of offsets, which grows with the batches, where nothing reads them.
     cu_seqlens = batch["cu_seqlens"] if reads_offsets(compute.attention) else None
     local_attention = model.config.model.local_attention
@@ -78,6 +82,7 @@ def read_inputs(model: Electra, batch: Mapping[str, Tensor], compute: ComputeCon
         valid_T=batch["segment_ids"].flatten() > 0,
         slots=_slots(batch, rng_key.first_row),
         context=(positions_T, types_T, mask, compute.dtype, dropout_key),
+        sampled_M=batch["sampled_ids"].flatten() if "sampled_ids" in batch else None,
     )
 
 
@@ -134,14 +139,24 @@ class Generated:
 def generate(model: Electra, inputs: Inputs, rng_key: RngKey | None) -> Generated:
     """Runs the generator over the masked text; without a key nothing is sampled.
 
-    A generator that is a fixed distribution has samples only, and a loss of 0.
+    A generator that is a fixed distribution has samples only, and a loss of 0; so has a model without a generator
+    whose batch brings samples.
     """
+    slots, given_M = inputs.slots, inputs.sampled_M
+    if given_M is not None and "generator" not in model.networks:
+        return _samples_alone(given_M)
     if model.proposal is not None and rng_key is not None:
-        zero = torch.zeros((), device=inputs.slots.weight_M.device)
-        return Generated(zero, model.proposal.sample(inputs.slots.number_M, rng_key), zero)
+        return _samples_alone(model.proposal.sample(slots.number_M, rng_key))
     hidden_TD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context)
     head, table_VE = model.generator_head, model.generator_embeddings.token
-    return predict(model.config, head, table_VE, inputs.slots.of_states(hidden_TD), inputs.slots, rng_key)
+    rng_key = rng_key if given_M is None else None
+    generated = predict(model.config, head, table_VE, slots.of_states(hidden_TD), slots, rng_key)
+    return generated if given_M is None else replace(generated, sample_M=given_M)
+
+
+def _samples_alone(sample_M: Tensor) -> Generated:
+    zero = torch.zeros((), device=sample_M.device)
+    return Generated(zero, sample_M, zero)
 
 
 def predict(
@@ -185,8 +200,8 @@ def random_words(rng_key: RngKey, column_BL: Tensor, stream: int) -> Tensor:
     Args:
         rng_key: Of the micro-batch.
         column_BL: Elements of a row with the same number have the same bits, int64.
-        stream: Tells apart what is drawn: the last word of Philox' counter. 0 to 2 belong to `sampling`, 2^16 and
-            more to dropout.
+        stream: Tells apart what is drawn: the last word of Philox' counter. 0 to 2 belong to `sampling`, 5 to
+            `training.corruptor`, 2^16 and more to dropout.
     """
     seed, step = rng_key.seed_and_step.unbind()
     row_B1 = torch.arange(column_BL.shape[0], device=column_BL.device)[:, None] + rng_key.first_row

@@ -1,13 +1,20 @@
-"""Validation metrics of a model: losses, accuracies, and the discriminator's AUC."""
+"""Validation metrics of a model: losses, accuracies, the discriminator's AUC, and masked-language-model accuracy.
+
+The AUC is that of telling a corruptor's samples from the text, so those of two models compare only if one corruptor
+serves both. By default a model's own generator does, as in training; `corrupted_by` names another.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from electra_fast.compute import ComputeConfig, RngKey, choose_device
 from electra_fast.config import Config
@@ -21,9 +28,13 @@ from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Number, Objective
 from electra_fast.training import metrics
+from electra_fast.training.corruptor import UNIGRAM, Corruptor, corrupted_rows, max_positions
+from electra_fast.training.mlm_accuracy import mlm_accuracy
 
 # Masks and samples of an evaluation come from this seed, whatever the run's own.
 SEED = 20_190_925
+
+_Batches = Iterator[Mapping[str, Tensor]]
 
 
 def evaluate(
@@ -34,45 +45,65 @@ def evaluate(
     batch_size: int | None = None,
     max_batches: int = 0,
     device: str | None = None,
-) -> dict[str, Number]:
+    corrupted_by: str | Path | None = None,
+    mlm_examples: int = 200,
+) -> dict[str, Number | str]:
     """Validation metrics of a run, a checkpoint or an exported folder.
 
     Args:
         source: run, checkpoint or Hugging Face folder.
         data: corpus; its validation part (`prepare --holdout`) where it has one, else all of it.
-        sequence_length: tokens per row; the run's own by default.
+        sequence_length: tokens per row; the run's own by default, or the corruptor's where there is one.
         batch_size: rows per batch; the run's own by default.
         max_batches: stop after so many; 0 for one whole pass.
         device: e.g. "cpu"; CUDA where there is one by default.
+        corrupted_by: what replaces masked tokens, so that several models can be judged on the same text: the generator
+            of a run, checkpoint or Hugging Face folder; or "unigram" for the token counts of `data` (rows of 128
+            tokens by default). Rows are then packed, masked and sampled as the recipe `paper` does, whatever the
+            model's own, and every discriminator is judged over all tokens. By default the model's generator.
+        mlm_examples: rows of which one token is masked, for the masked-language-model accuracy; 0 for none.
 
     Returns:
         `discriminator_auc` and the means of `metrics.jsonl`, and the `rows` and `tokens` they are over. A warning says
         where the corpus is all that the model was trained on.
 
-    Raises FileNotFoundError or ValueError where a folder is missing or not of the expected kind, or where
-    the corpus was prepared with another vocabulary than the model's.
+        With `corrupted_by`, `loss` is None, since weights differ between models, and there are `sequence_length` and
+        `corruption`, 16 hexadecimal digits: they are equal where two models read the same text, to the last token.
+
+        With `mlm_examples`, what `mlm_accuracy.mlm_accuracy` returns.
+
+    Raises FileNotFoundError or ValueError where a folder is missing or not of the expected kind, where the corpus was
+    prepared with another vocabulary than the model's or the corruptor's, or where the model cannot read such rows.
     """
-    model = load(source).to(torch.device(device) if device else choose_device())
-    corpus = Corpus(data)
-    if corpus.holdout is not None:
-        corpus = Corpus(corpus.holdout)
-    elif origin(Path(source)).corpus == corpus.content_hash:
-        remedy = "prepare the text with --holdout to have metrics of unseen text"
-        print(f"warning: {data}: the model was trained on all of this corpus; {remedy}", file=sys.stderr)
-    if model.proposal is not None and not model.proposal.has_counts:
+    if mlm_examples < 0:
+        raise InputError(f"mlm_examples = {mlm_examples}: must be 0 (none) or more")
+    target = torch.device(device) if device else choose_device()
+    model, corpus = load(source).to(target), _validation_part(source, data)
+    if corrupted_by is None and model.proposal is not None and not model.proposal.has_counts:
         raise InputError(
             f"{source}: a unigram generator's token counts are not exported; evaluate the run or one of its checkpoints"
         )
     check_vocabulary(tokenizer_folder(Path(source), model.config.model.vocab_size), corpus)
-    config = model.config
-    changes = {"sequence_length": sequence_length or min(config.data.sequence_length, config.model.max_positions)}
-    config = config.replace({"data": changes, "train": {"batch_size": batch_size or config.train.batch_size}})
+    rows_per_batch = batch_size or model.config.train.batch_size
+    config = model.config.replace({"train": {"batch_size": rows_per_batch, "accumulate": 1}})
     # fp32 and the backend that runs everywhere, whatever the model was trained with.
     compute = ComputeConfig("sdpa", torch.float32)
-    return evaluate_model(model, corpus.path, config, compute, max_batches)
+    report: dict[str, Number | str] = {}
+    if corrupted_by is None:
+        own_length = min(config.data.sequence_length, config.model.max_positions)
+        config = config.replace({"data": {"sequence_length": sequence_length or own_length}})
+        report |= evaluate_model(model, corpus.path, config, compute, max_batches)
+    else:
+        corruptor = _corruptor(corrupted_by, Corpus(data), target)
+        config = _common_config(config, sequence_length or corruptor.sequence_length)
+        _check_length(source, model, corrupted_by, corruptor, config.data.sequence_length)
+        report |= _evaluate_corrupted(model, corpus.path, config, compute, max_batches, corruptor)
+    if mlm_examples:
+        length = config.data.sequence_length
+        report |= mlm_accuracy(model, corpus.path, sequence_length=length, seed=SEED, num_examples=mlm_examples)
+    return report
 
 
-@torch.no_grad()
 def evaluate_model(
     model: Electra,
     corpus: Path,
@@ -85,14 +116,51 @@ def evaluate_model(
 
     `objective` takes its place: that of a run's stage.
     """
-    objective, device = objective or objective_of(config), next(model.parameters()).device
+    batches = _batches(corpus, config, max_batches, next(model.parameters()).device)
+    return _judge(model, objective or objective_of(config), compute, batches)
+
+
+def _evaluate_corrupted(
+    model: Electra, corpus: Path, config: Config, compute: ComputeConfig, max_batches: int, corruptor: Corruptor
+) -> dict[str, Number | str]:
+    """`evaluate_model` of text that a corruptor fills, for the metrics that compare between models."""
+    digest = hashlib.sha256()
+
+    def corrupted(batches: _Batches) -> _Batches:
+        num_rows = 0
+        for batch in batches:
+            batch = {**batch, "sampled_ids": corruptor.sample(batch, num_rows)}
+            for ids in corrupted_rows(batch):
+                digest.update(ids.cpu().numpy().astype("<i4").tobytes())
+            num_rows += batch["input_ids"].shape[0]
+            yield batch
+
+    if "discriminator" in model.networks:
+        # Judged over all tokens and no segment kept whole, whatever it was trained over.
+        config = config.with_objective("electra").replace({"objective": {"contrastive_weight": 0.0}})
+    batches = _batches(corpus, config, max_batches, next(model.parameters()).device)
+    found: dict[str, Number | str] = {**_judge(model, objective_of(config), compute, corrupted(batches))}
+    found["loss"] = None
+    if "generator" not in model.networks:
+        found |= {"generator_loss": None, "generator_accuracy": None}
+    return found | {"sequence_length": config.data.sequence_length, "corruption": digest.hexdigest()[:16]}
+
+
+def _batches(corpus: Path, config: Config, max_batches: int, device: torch.device) -> _Batches:
+    loader = BatchLoader.from_config(config, corpus=corpus, seed=SEED, epochs=1)
+    for rows in itertools.islice(loader, max_batches or None):
+        yield to_torch(rows, device=device)
+
+
+@torch.no_grad()
+def _judge(model: Electra, objective: Objective, compute: ComputeConfig, batches: _Batches) -> dict[str, Number]:
+    """The metrics of an objective over some batches, and the discriminator's AUC."""
+    device = next(model.parameters()).device
     totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in objective.metric_totals}
     logits, labels, num_rows = [], [], 0
     modes = {module: module.training for module in model.modules()}  # frozen parts are in evaluation mode
     model.eval()
-    loader = BatchLoader.from_config(config, corpus=corpus, seed=SEED, epochs=1)
-    for number, rows in enumerate(itertools.islice(loader, max_batches or None)):
-        batch = to_torch(rows, device=device)
+    for number, batch in enumerate(batches):
         key = RngKey(torch.tensor([SEED, number], device=device))
         output = objective.forward(model, batch, compute, key, objective.loss_denominators(batch))
         for name, total in output.totals.items():
@@ -107,3 +175,45 @@ def evaluate_model(
     read = {name: float(total) for name, total in totals.items()}
     auc = metrics.area_under_curve(np.concatenate(logits), np.concatenate(labels)) if logits else None
     return {"discriminator_auc": auc, **objective.metrics(read), "rows": num_rows, "tokens": int(read["tokens"])}
+
+
+def _validation_part(source: str | Path, data: str | Path) -> Corpus:
+    """The corpus to judge a model by; warns where the model was trained on all of it."""
+    corpus = Corpus(data)
+    if corpus.holdout is not None:
+        return Corpus(corpus.holdout)
+    if origin(Path(source)).corpus == corpus.content_hash:
+        remedy = "prepare the text with --holdout to have metrics of unseen text"
+        print(f"warning: {data}: the model was trained on all of this corpus; {remedy}", file=sys.stderr)
+    return corpus
+
+
+def _corruptor(corrupted_by: str | Path, data: Corpus, device: torch.device) -> Corruptor:
+    if corrupted_by == UNIGRAM:
+        return Corruptor.unigram(data, SEED, device)
+    return Corruptor.load(Path(corrupted_by), data, SEED, device)
+
+
+def _common_config(config: Config, length: int) -> Config:
+    """The rows that every model reads: none depends on how a model was trained."""
+    rows = {"sequence_length": length, "packing": "best-fit", "masking": "paper", "mask_prob": 0.15}
+    # The limit of this model's positions is `_check_length`'s to tell; a configuration has it for training.
+    limit = {"max_positions": max(config.model.max_positions, length)}
+    return config.replace({"data": rows, "model": limit})
+
+
+def _check_length(
+    source: str | Path, model: Electra, corrupted_by: str | Path, corruptor: Corruptor, length: int
+) -> None:
+    """Raises ValueError where model or corruptor cannot read the rows; warns where the model was trained on shorter."""
+    for folder, longest in ((source, max_positions(model)), (corrupted_by, corruptor.max_positions)):
+        if longest is not None and length > longest:
+            raise InputError(
+                f"{folder}: reads {longest} tokens, and the rows have {length}; pass --sequence-length {longest} "
+                "or less, the same for all the models that are compared"
+            )
+    trained = model.config.data.sequence_length
+    if trained < length:
+        what = f"was trained on rows of {trained} tokens and is judged by rows of {length}"
+        remedy = f"pass --sequence-length {trained} for all the models that are compared"
+        print(f"warning: {source}: {what}; {remedy}", file=sys.stderr)

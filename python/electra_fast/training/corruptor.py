@@ -1,0 +1,177 @@
+"""A fixed corruptor: one source of replacements for all models of a comparison, so that they read the same text.
+
+Its samples are a function of the seed, the row's number in the loader's stream and the masked text alone.
+
+Shapes: B rows, L row length, T = B*L flat tokens, N mask slots per row, M = B*N slots, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from electra_fast import ops
+from electra_fast.compute import ComputeConfig, RngKey
+from electra_fast.data.corpus import Corpus
+from electra_fast.dispatch import use_impl
+from electra_fast.errors import InputError
+from electra_fast.huggingface.export import load
+from electra_fast.huggingface.source import tokenizer_folder
+from electra_fast.huggingface.tokenizer import check_vocabulary
+from electra_fast.model import Electra
+from electra_fast.objectives import losses
+from electra_fast.sampling import alias_table, philox
+
+UNIGRAM = "unigram"
+"""The name of the corruptor that samples from the token counts of the corpus."""
+_UNIGRAM_LENGTH = 128
+# The last word of Philox' counter; `losses.random_words` lists whose the others are.
+_STREAM = 5
+# Slots whose logits are in memory at a time: in fp64, 256 times 30,000 of them are 61 MB.
+_CHUNK = 256
+_MASK32 = 0xFFFFFFFF
+
+# A sample must not depend on batch size, threads or device, and sums of floating-point numbers do. In fp64 they do by
+# 1e-16, so that a sample flips once in some 10^10 slots; in fp32 it would flip in every longer evaluation. The
+# references alone compute in any dtype.
+_COMPUTE = ComputeConfig("sdpa", torch.float64)
+
+
+@dataclass(frozen=True)
+class Corruptor:
+    """Replaces masked tokens by samples, at temperature 1, of a generator network or of a fixed distribution.
+
+    Args:
+        generator: A model with a generator, or the `sampling.alias_table` of the distribution, int64 [V, 2].
+        vocab_size: Samples are smaller than this, the size of the corpus's vocabulary.
+        sequence_length: Tokens per row that suit it.
+        seed: Of the samples.
+    """
+
+    generator: Electra | Tensor
+    vocab_size: int
+    sequence_length: int
+    seed: int
+
+    @classmethod
+    def unigram(cls, corpus: Corpus, seed: int, device: torch.device) -> Self:
+        """Samples in proportion to the token counts of a corpus, which are read."""
+        table_V2 = alias_table(torch.from_numpy(corpus.token_counts())).to(device)
+        return cls(table_V2, corpus.vocab_size, _UNIGRAM_LENGTH, seed)
+
+    @classmethod
+    def load(cls, source: Path, corpus: Corpus, seed: int, device: torch.device) -> Self:
+        """The generator of a run, checkpoint or Hugging Face folder: a network, or the distribution in its place.
+
+        Raises FileNotFoundError where there is no model, and ValueError, naming the folder, where it has no generator
+        or another vocabulary than the corpus.
+        """
+        model = load(source).to(device)
+        _check_vocabulary(source, model, corpus)
+        shape, data = model.config.model, model.config.data
+        generator = _generator(source, model, corpus.vocab_size)
+        return cls(generator, corpus.vocab_size, min(data.sequence_length, shape.max_positions), seed)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest row that it reads, in tokens; None where there is no limit."""
+        return None if isinstance(self.generator, Tensor) else max_positions(self.generator)
+
+    @torch.no_grad()
+    def sample(self, batch: Mapping[str, Tensor], first_row: int) -> Tensor:
+        """A sample for each mask slot of a batch; those of unused slots mean nothing.
+
+        Args:
+            batch: Tensors of `data.loader.to_torch`, masked at distinct positions.
+            first_row: The number of the batch's first row in the loader's stream.
+
+        Returns:
+            int64 [B, N].
+        """
+        num_rows, slots_per_row = batch["masked_ids"].shape
+        device = batch["masked_ids"].device
+        seed_and_step = torch.tensor([self.seed, 0], device=device)
+        number_M = torch.arange(num_rows * slots_per_row, device=device) + first_row * slots_per_row
+        with use_impl("reference"):
+            if isinstance(self.generator, Tensor):
+                sample_M = ops.sample_alias(self.generator, number_M, seed_and_step)
+            else:
+                sample_M = self._sample_network(self.generator, batch, number_M, seed_and_step)
+        return sample_M.view(num_rows, slots_per_row)
+
+    def _sample_network(
+        self, model: Electra, batch: Mapping[str, Tensor], number_M: Tensor, seed_and_step: Tensor
+    ) -> Tensor:
+        parts = zip(torch.split(masked_states(model, batch), _CHUNK), torch.split(number_M, _CHUNK), strict=True)
+        samples = []
+        for hidden_MD, number in parts:
+            logits_MV = model.generator_head(hidden_MD, model.generator_embeddings.token)
+            samples.append(sample_softmax(logits_MV[:, : self.vocab_size], number, seed_and_step))
+        return torch.cat(samples)
+
+
+@torch.no_grad()
+def masked_states(model: Electra, batch: Mapping[str, Tensor]) -> Tensor:
+    """The generator's last hidden states at the mask slots, fp64 [M, D]; within `use_impl("reference")`."""
+    rng_key = RngKey(torch.zeros(2, dtype=torch.int64, device=batch["masked_ids"].device))  # nothing is drawn
+    inputs = losses.read_inputs(model, batch, _COMPUTE, rng_key)
+    hidden_TD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context)
+    return inputs.slots.of_states(hidden_TD)
+
+
+def sample_softmax(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
+    """A sample of softmax(logits) per slot, by inverting the CDF in fp64 at 64 random bits; [M, V] → int64 [M].
+
+    `sampling.sample_categorical`, which trains, is in fp32 and takes logarithms of its random numbers, whose last bits
+    differ between devices. Here the first two words of Philox' counter (0, slot, step, 5) become the uniform number
+    exactly.
+    """
+    seed, step = seed_and_step.unbind()
+    counter = (torch.zeros_like(step), slot_M, step, torch.full_like(step, _STREAM))
+    high_M, low_M, *_ = philox(counter, (seed & _MASK32, (seed >> 32) & _MASK32))
+    uniform_M1 = ((high_M.double() + (low_M.double() + 0.5) * 2.0**-32) * 2.0**-32)[:, None]
+    cumulative_MV = logits_MV.double().softmax(-1).cumsum(-1)
+    # The first entry whose cumulative sum reaches the threshold; never one of probability 0.
+    return (cumulative_MV < uniform_M1 * cumulative_MV[:, -1:]).sum(-1)
+
+
+def corrupted_rows(batch: Mapping[str, Tensor]) -> list[Tensor]:
+    """The text of a batch with its `sampled_ids` in place of the masks, without padding: B tensors of int32 [≤ L]."""
+    ids_BL = batch["input_ids"].clone()
+    is_used_BN = batch["masked_weights"] > 0
+    row_M = is_used_BN.nonzero()[:, 0]
+    ids_BL[row_M, batch["masked_positions"][is_used_BN].long()] = batch["sampled_ids"][is_used_BN].to(ids_BL.dtype)
+    return [ids_L[segments_L > 0] for ids_L, segments_L in zip(ids_BL, batch["segment_ids"], strict=True)]
+
+
+def max_positions(model: Electra) -> int | None:
+    """The longest row that a model reads, in tokens; None for rotary positions, which have no end."""
+    return model.config.model.max_positions if model.config.model.architecture == "bert" else None
+
+
+def _check_vocabulary(source: Path, model: Electra, corpus: Corpus) -> None:
+    try:
+        check_vocabulary(tokenizer_folder(source, model.config.model.vocab_size), corpus)
+    except InputError as error:
+        raise InputError(f"{source} cannot corrupt this text: {error}") from None
+
+
+def _generator(source: Path, model: Electra, vocab_size: int) -> Electra | Tensor:
+    if "generator" in model.networks:
+        return model
+    if model.proposal is None:
+        present = " and ".join(model.networks)
+        raise InputError(f"{source}: the {present} alone, which cannot corrupt text; name a folder with a generator")
+    if not model.proposal.has_counts:
+        raise InputError(
+            f"{source}: a unigram generator's token counts are not exported; name the run or one of its checkpoints"
+        )
+    table_V2 = model.proposal.table_V2
+    if model.config.generator.kind == "uniform":  # the model's table may have more entries than the vocabulary
+        return alias_table(torch.ones(vocab_size)).to(table_V2.device)
+    return table_V2

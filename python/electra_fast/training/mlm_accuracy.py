@@ -1,0 +1,187 @@
+"""A model as a masked language model, by Appendix G of the paper: its discriminator judges its generator's candidates.
+
+Each example is a text in which one token is masked. With D the probability that the discriminator gives to "original"
+for a candidate x in its context c, p_G the generator's, and a = (1 - p) / p unmasked tokens for every masked one,
+
+    p_data(x | c) = D p_G / (a (1 - D) + p_G),
+
+and the prediction is the candidate of which that is largest.
+
+Shapes: C candidates, n tokens of a text, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from electra_fast.attention import AttentionMask
+from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.model import Electra
+from electra_fast.objectives.objective import Number
+from electra_fast.progress import LINE_SECONDS
+
+NUM_CANDIDATES = 100
+"""How many of the generator's most likely tokens the paper lets the discriminator judge."""
+# Rows per batch of the loader, which has no say in what they hold.
+_BATCH = 32
+# So small that the masking `paper`, which rounds up, masks one token of every row.
+_ONE_TOKEN = 1e-6
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text, one token of which is masked.
+
+    Args:
+        ids_n: What the generator reads, int32, with [MASK] at the position.
+        types_n: Token types, int32.
+        position: Of the masked token.
+        target: The token that was there.
+    """
+
+    ids_n: Tensor
+    types_n: Tensor
+    position: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model answers to an example.
+
+    Args:
+        candidates_C: The generator's most likely tokens, the likeliest first, int64.
+        prediction: The token that the whole model predicts.
+    """
+
+    candidates_C: Tensor
+    prediction: int
+
+
+def mlm_accuracy(
+    model: Electra,
+    corpus: Path,
+    *,
+    sequence_length: int,
+    seed: int,
+    num_examples: int,
+    num_candidates: int = NUM_CANDIDATES,
+) -> dict[str, Number]:
+    """How often a model predicts a masked token, over the first `num_examples` rows of a corpus.
+
+    Args:
+        model: In evaluation mode.
+        corpus: A prepared corpus; the examples depend on it, the sequence length and the seed alone.
+        sequence_length: Tokens per row. The context is the masked token's segment of its row.
+        seed: Of the rows and masks.
+        num_examples: At most so many; a corpus may have fewer rows.
+        num_candidates: How many tokens the discriminator judges.
+
+    Returns:
+        `mlm_accuracy`, `mlm_recall_at_100` (the true token is a candidate), `mlm_generator_accuracy` (the likeliest
+        candidate is right; None where that is the model's prediction), and `mlm_examples`, how many there were. All
+        None, and 0 examples, for a model that is neither a generator and a discriminator nor a generator alone.
+    """
+    networks = model.networks.keys()
+    examples: list[Example] = []
+    if networks in ({"generator", "discriminator"}, {"generator"}):
+        rows = _examples(corpus, sequence_length, seed)
+        examples = list(itertools.islice(rows, num_examples))
+    counts = _count(model, examples, num_candidates)
+    shares: list[Number] = [count / len(examples) if examples else None for count in counts]
+    return {
+        "mlm_accuracy": shares[0],
+        "mlm_recall_at_100": shares[1],
+        "mlm_generator_accuracy": shares[2] if "discriminator" in networks else None,
+        "mlm_examples": len(examples),
+    }
+
+
+@torch.no_grad()
+def answer(model: Electra, example: Example, num_candidates: int) -> Answer:
+    """The generator's candidates for an example, and the discriminator's choice among them if there is one."""
+    device = next(model.parameters()).device
+    hidden_D = _hidden(model, "generator", example.ids_n[None].to(device), example)[0]
+    logits_V = model.generator_head(hidden_D[None], model.generator_embeddings.token)[0]
+    log_p_V = F.log_softmax(logits_V.double(), dim=-1)
+    log_p_C, candidates_C = log_p_V.topk(min(num_candidates, len(log_p_V)))
+    if "discriminator" not in model.networks:
+        return Answer(candidates_C, int(candidates_C[0]))
+    ids_Cn = example.ids_n.to(device).repeat(len(candidates_C), 1)
+    ids_Cn[:, example.position] = candidates_C.to(ids_Cn.dtype)
+    logits_C = model.discriminator_head(_hidden(model, "discriminator", ids_Cn, example))
+    scores_C = log_odds(log_p_C, logits_C.double(), model.config.data.mask_prob)
+    return Answer(candidates_C, int(candidates_C[scores_C.argmax()]))
+
+
+def log_odds(log_p_C: Tensor, logits_C: Tensor, mask_prob: float) -> Tensor:
+    """The logit of the candidates' p_data; fp64 [C] twice → fp64 [C].
+
+    Our logits z are positive for "replaced", so D = 1 / (1 + exp z). Appendix G's D p / (a (1 - D) + p) is then
+    1 / (1 + exp(z) (a + p) / p), whose logit does not round off to a tie where the discriminator is sure.
+    """
+    unmasked_per_masked = (1 - mask_prob) / mask_prob
+    return log_p_C - torch.log(unmasked_per_masked + log_p_C.exp()) - logits_C
+
+
+def _count(model: Electra, examples: list[Example], num_candidates: int) -> list[int]:
+    """How often the prediction, any of the candidates and the first of them are right."""
+    counts, start = [0, 0, 0], time.monotonic()
+    last_line = start
+    for number, example in enumerate(examples):
+        found = answer(model, example, num_candidates)
+        candidates = found.candidates_C.tolist()
+        right = (found.prediction == example.target, example.target in candidates, candidates[0] == example.target)
+        counts = [count + is_right for count, is_right in zip(counts, right, strict=True)]
+        if (now := time.monotonic()) - last_line >= LINE_SECONDS:
+            last_line, done = now, number + 1
+            eta = timedelta(seconds=round((now - start) / done * (len(examples) - done)))
+            print(f"masked language modelling: {done}/{len(examples)} examples, eta {eta}", file=sys.stderr)
+    return counts
+
+
+def _examples(corpus: Path, sequence_length: int, seed: int) -> Iterator[Example]:
+    """One example per row that has an ordinary token, for one pass."""
+    loader = BatchLoader(
+        corpus,
+        sequence_length=sequence_length,
+        batch_size=_BATCH,
+        seed=seed,
+        masking="paper",
+        mask_prob=_ONE_TOKEN,
+        packing="best-fit",
+        epochs=1,
+    )
+    for rows in loader:
+        batch = to_torch(rows)
+        for row in (batch["masked_weights"][:, 0] > 0).nonzero()[:, 0].tolist():
+            column = int(batch["masked_positions"][row, 0])
+            segments_L = batch["segment_ids"][row]
+            inside_n = (segments_L == segments_L[column]).nonzero()[:, 0]
+            yield Example(
+                ids_n=batch["input_ids"][row, inside_n],
+                types_n=batch["token_type_ids"][row, inside_n],
+                position=column - int(inside_n[0]),
+                target=int(batch["masked_ids"][row, 0]),
+            )
+
+
+def _hidden(model: Electra, role: str, ids_Bn: Tensor, example: Example) -> Tensor:
+    """The hidden states at the masked position of an example's texts; int [B, n] → fp32 [B, D]."""
+    num_rows, length = ids_Bn.shape
+    window = model.config.model.local_attention
+    mask = AttentionMask.padded(num_rows, length, torch.ones_like(ids_Bn) if window else None, window)
+    positions_T = torch.arange(length, device=ids_Bn.device).repeat(num_rows)
+    types_T = example.types_n.to(ids_Bn.device).repeat(num_rows)
+    hidden_TD = model.hidden(role, ids_Bn.flatten(), positions_T, types_T, mask, torch.float32)
+    return hidden_TD.view(num_rows, length, -1)[:, example.position]

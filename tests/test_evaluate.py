@@ -1,0 +1,134 @@
+"""Masked-language-model accuracy by Appendix G of the paper, against its formula written out."""
+
+import math
+
+import pytest
+import torch
+from test_corruptor import MLM, save_run
+from test_electra import LOCAL
+from variants import VARIANTS
+
+import electra_fast as ef
+from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.training.evaluate import SEED, evaluate
+from electra_fast.training.mlm_accuracy import Example, answer, log_odds, mlm_accuracy
+
+
+def texts(corpus, length, count):
+    """Segments of which one token is masked, its place and the token: lists of ids of single texts, without padding."""
+    loader = BatchLoader(
+        ef.Corpus(corpus).holdout,
+        sequence_length=length,
+        batch_size=1,
+        seed=SEED,
+        masking="paper",
+        mask_prob=1e-6,
+        packing="best-fit",
+        epochs=1,
+    )
+    for _, batch in zip(range(count), map(to_torch, loader), strict=False):
+        assert batch["masked_weights"].tolist() == [[1.0]] and (batch["input_ids"] == 4).sum() == 1
+        column, segments = int(batch["masked_positions"]), batch["segment_ids"][0].tolist()
+        inside = [i for i, segment in enumerate(segments) if segment == segments[column]]
+        yield batch["input_ids"][0, inside].tolist(), inside.index(column), int(batch["masked_ids"])
+
+
+def by_the_paper(model, ids, position, num_candidates, sign=1, p_mask=None):
+    """Candidates and prediction: Appendix G, candidate by candidate."""
+    p_mask = p_mask or model.config.data.mask_prob
+    a = (1 - p_mask) / p_mask
+    p_G = model.generator_logits(torch.tensor([ids]))[0, position].double().softmax(-1).tolist()
+    candidates = sorted(range(len(p_G)), key=lambda x: -p_G[x])[:num_candidates]
+    scores = []
+    for x in candidates:
+        text = [*ids[:position], x, *ids[position + 1 :]]
+        z = sign * model.discriminator_logits(torch.tensor([text]))[0, position].item()
+        D = 1 - 1 / (1 + math.exp(-z))  # our logit is positive for "replaced"
+        scores.append(D * p_G[x] / (a * (1 - D) + p_G[x]))
+    return candidates, candidates[max(range(len(scores)), key=scores.__getitem__)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, validation_corpus, whole_run):
+    """Untrained models of both architectures whose logits differ from 0, and one that is trained a little."""
+    folder = tmp_path_factory.mktemp("untrained")
+    changes = {"data.sequence_length": "32", "data.mask_prob": "0.9"}
+    google = ef.load(save_run(folder / "google", validation_corpus, **changes))
+    modern = ef.load(save_run(folder / "modern", validation_corpus, "modern", **changes, **LOCAL))
+    with torch.no_grad():  # a generator that is sure, so that it matters how the formula weighs its probabilities
+        google.generator_head.norm.weight.mul_(6)
+    return {"google": google, "modern": modern, "trained": ef.load(whole_run)}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_candidates", "count"),
+    [("google", 5, 40), ("modern", 5, 40), ("trained", 5, 40), ("google", 100, 4), ("trained", 100, 6)],
+)
+@torch.no_grad()
+def test_the_prediction_is_the_papers(name, num_candidates, count, models, validation_corpus):
+    model, corpus = models[name], ef.Corpus(validation_corpus).holdout
+    right, found, first, wrong_sign, wrong_share = [], [], [], [], []
+    for ids, position, target in texts(validation_corpus, 32, count):
+        candidates, prediction = by_the_paper(model, ids, position, num_candidates)
+        example = Example(torch.tensor(ids, dtype=torch.int32), torch.zeros(len(ids)).int(), position, target)
+        given = answer(model, example, num_candidates)
+        assert given.candidates_C.tolist() == candidates and given.prediction == prediction
+        right.append(prediction == target)
+        found.append(target in candidates)
+        first.append(candidates[0] == target)
+        if num_candidates == 5:
+            wrong_sign.append(by_the_paper(model, ids, position, 5, sign=-1)[1] != prediction)
+            wrong_share.append(by_the_paper(model, ids, position, 5, p_mask=0.15)[1] != prediction)
+    report = mlm_accuracy(
+        model, corpus, sequence_length=32, seed=SEED, num_examples=count, num_candidates=num_candidates
+    )
+    shares = [sum(each) / count for each in (right, found, first)]
+    assert [report[name] for name in MLM] == pytest.approx(shares) and report["mlm_examples"] == count
+    assert 0 < shares[1] < 1 or name != "trained"
+    assert any(wrong_sign) or num_candidates == 100
+    assert any(wrong_share) == (name == "google" and num_candidates == 5)
+
+
+def test_the_discriminator_decides_between_likely_candidates():
+    """A candidate that it takes for a replacement loses, though the generator prefers it; sure ones don't tie."""
+    p, z = torch.tensor([0.6, 0.4], dtype=torch.float64), torch.tensor([3.0, -3.0], dtype=torch.float64)
+    scores = log_odds(p.log(), z, 0.15).sigmoid()
+    D, a = (-z).sigmoid(), 0.85 / 0.15
+    assert torch.allclose(scores, D * p / (a * (1 - D) + p)) and scores[1] > scores[0]
+    sure = log_odds(p.log(), torch.tensor([-60.0, -61.0], dtype=torch.float64), 0.15)
+    assert sure[1] > sure[0] and sure.sigmoid()[1] == sure.sigmoid()[0] == 1
+
+
+def test_a_generator_alone_predicts_its_likeliest_token(validation_corpus, tmp_path):
+    run = save_run(tmp_path / "run", validation_corpus, **VARIANTS["mlm"] | {"data.sequence_length": "32"})
+    model, first, found = ef.load(run), [], []
+    for ids, position, target in texts(validation_corpus, 32, 100):
+        order = model.generator_logits(torch.tensor([ids]))[0, position].argsort(descending=True).tolist()
+        first.append(order[0] == target)
+        found.append(target in order[:100])
+    report = evaluate(run, validation_corpus, mlm_examples=100)
+    assert report["mlm_generator_accuracy"] is None and report["mlm_examples"] == 100
+    assert (report["mlm_accuracy"], report["mlm_recall_at_100"]) == (sum(first) / 100, sum(found) / 100)
+    assert 0 < report["mlm_recall_at_100"] < 1
+
+
+def test_the_examples_are_rows_of_the_evaluation(whole_run, validation_corpus):
+    """At its sequence length; a corruptor, a batch size and a limit change nothing."""
+    names = [*MLM, "mlm_examples"]
+    few = {"mlm_examples": 20, "max_batches": 2}
+    own = evaluate(whole_run, validation_corpus, **few)
+    other = evaluate(whole_run, validation_corpus, batch_size=3, corrupted_by="unigram", sequence_length=16, **few)
+    longer = evaluate(whole_run, validation_corpus, sequence_length=128, **few)
+    ours, theirs, others = ([report[name] for name in names] for report in (own, other, longer))
+    assert ours == theirs != others and ours[-1] == others[-1] == 20
+    none = evaluate(whole_run, validation_corpus, max_batches=2, mlm_examples=0)
+    assert none == {name: value for name, value in own.items() if name not in names}
+
+
+def test_there_are_no_more_examples_than_rows(models, validation_corpus):
+    corpus = ef.Corpus(validation_corpus).holdout
+    report = mlm_accuracy(
+        models["trained"], corpus, sequence_length=128, seed=SEED, num_examples=1000, num_candidates=1
+    )
+    assert report["mlm_examples"] == len(list(texts(validation_corpus, 128, 1000))) < 200
+    assert report["mlm_accuracy"] == report["mlm_generator_accuracy"] == report["mlm_recall_at_100"]
