@@ -28,7 +28,7 @@ PACKAGE_LAYERS = [
     {"cli"},
     {"cli_parser"},
     {"__init__"},
-    {"demo", "reproduce"},
+    {"demo", "reproduction"},
     {"finetuning"},
     {"training"},
     {"huggingface"},

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from electra_fast.finetuning.predict import load_finetuned
     from electra_fast.huggingface.export import export, import_folder, load
     from electra_fast.model import Electra
+    from electra_fast.reproduction.reproduce import reproduce
     from electra_fast.training.evaluate import evaluate
     from electra_fast.training.pretrain import pretrain
 
@@ -45,6 +46,7 @@ _MODULES = {
     "load_finetuned": "finetuning.predict",
     "prepare": "data.prepare",
     "pretrain": "training.pretrain",
+    "reproduce": "reproduction.reproduce",
     "to_torch": "data.loader",
     "train_vocab": "data.prepare",
     "verify": "data.corpus",
@@ -69,6 +71,7 @@ __all__ = [
     "load_finetuned",
     "prepare",
     "pretrain",
+    "reproduce",
     "to_torch",
     "train_vocab",
     "verify",

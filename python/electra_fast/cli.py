@@ -26,10 +26,15 @@ from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.interruption import interrupt_at_once
 
 # The commands that take `--section.key value`.
-CONFIGURED: dict[str, type[Configuration]] = {"pretrain": Config, "flops": Config, "finetune": FinetuningConfig}
+CONFIGURED: dict[str, tuple[type[Configuration], ...]] = {
+    "pretrain": (Config,),
+    "flops": (Config,),
+    "finetune": (FinetuningConfig,),
+    "reproduce": (Config, FinetuningConfig),
+}
 
 # The commands that resume where they were interrupted; any other has written nothing (`pretrain` speaks for itself).
-RESUMABLE = ("demo", "prepare", "finetune")
+RESUMABLE = ("demo", "prepare", "finetune", "reproduce")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,8 +80,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed arguments; an unknown one is refused with the configuration key that it may mean."""
     parser = build_parser()
     options, unknown = parser.parse_known_args(arguments)
-    configuration = CONFIGURED.get(options.command)
-    if unknown and configuration and (keys := nearest_keys(unknown[0], configuration.key_names())):
+    known = [name for each in CONFIGURED.get(options.command, ()) for name in each.key_names()]
+    if unknown and (keys := nearest_keys(unknown[0], known)):
         raise InputError(f"unrecognized arguments: {unknown[0]}; did you mean --{' or --'.join(keys)}?")
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -281,6 +286,18 @@ def _finetune(options: argparse.Namespace) -> None:
         print(json.dumps(results))
 
 
+def _reproduce(options: argparse.Namespace) -> None:
+    from electra_fast.reproduction.reproduce import reproduce
+
+    names = (
+        *("data", "tasks", "out", "preset", "recipe", "budget", "minutes", "seeds", "task"),
+        *("finetune_seeds", "corrupted_by", "workers", "overrides"),
+    )
+    results = reproduce(options.experiment, **{name: getattr(options, name) for name in names})
+    if options.json:
+        print(json.dumps(results))
+
+
 def _predict(options: argparse.Namespace) -> None:
     from electra_fast.finetuning.predict import predict_file
 
@@ -297,6 +314,7 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "evaluate": _evaluate,
     "finetune": _finetune,
     "predict": _predict,
+    "reproduce": _reproduce,
     "export": _export,
     "import": _import,
     "flops": _flops,

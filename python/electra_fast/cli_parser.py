@@ -141,6 +141,31 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", type=Path, help="file to write (standard output)")
     _add_text(sub)
 
+    sub = command("reproduce", "the paper's comparisons at equal compute; run again to resume")
+    sub.add_argument("experiment", metavar="EXPERIMENT", help="objectives, generators, tying or sizes")
+    sub.add_argument("--data", type=Path, required=True, help="corpus with a validation part (prepare --holdout)")
+    sub.add_argument("--tasks", type=Path, required=True, help="folder that has the GLUE tasks' folders")
+    sub.add_argument("--out", type=Path, required=True, help="folder for the table, the picture and all runs")
+    _add_preset(sub, "small", "google")
+    sub.add_argument("--budget", type=float, metavar="FLOPS", help="true FLOPs of each run's pre-training, as 3e15")
+    sub.add_argument(
+        "--minutes", type=float, metavar="M", help="instead: about how long a run of the first row pre-trains here"
+    )
+    sub.add_argument("--seeds", type=int, default=3, metavar="N", help="runs per row: seeds 0 to N-1 (%(default)s)")
+    sub.add_argument("--task", default="glue", help="tasks as for finetune; glue: all that --tasks has (%(default)s)")
+    sub.add_argument(
+        "--finetune-seeds", type=int, default=1, metavar="N", help="fine-tunings per task; their median (%(default)s)"
+    )
+    sub.add_argument(
+        "--corrupted-by",
+        default="unigram",
+        metavar="FOLDER",
+        help="what replaces masked tokens where the rows are evaluated, as for evaluate (%(default)s)",
+    )
+    sub.add_argument("--workers", type=int, default=0, metavar="N", help="runs side by side; 0: a GPU or core each")
+    sub.add_argument("--json", action="store_true", help="results.json on standard output")
+    sub.epilog = _key_help(Config, FinetuningConfig)
+
     sub = command("export", "write discriminator/ and generator/ as Hugging Face folders")
     sub.add_argument("source", type=Path, metavar="RUN", help="run or checkpoint")
     sub.add_argument("--out", type=Path, required=True)
@@ -187,9 +212,9 @@ def _add_inputs(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_preset(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--preset", help=f"size: {', '.join(SIZES)}")
-    sub.add_argument("--recipe", help=f"method: {', '.join(RECIPES)} (google)")
+def _add_preset(sub: argparse.ArgumentParser, preset: str | None = None, recipe: str | None = None) -> None:
+    sub.add_argument("--preset", default=preset, help=f"size: {', '.join(SIZES)} (small)")
+    sub.add_argument("--recipe", default=recipe, help=f"method: {', '.join(RECIPES)} (google)")
 
 
 def _add_own_data(own: argparse._ActionsContainer) -> None:
@@ -233,7 +258,7 @@ def _add_text(sub: argparse._ActionsContainer) -> None:
     )
 
 
-def _key_help(configuration: type[Configuration]) -> str:
+def _key_help(*configurations: type[Configuration]) -> str:
     return "configuration keys, as --section.key value:\n" + "\n".join(
-        f"  --{name:<30} {configuration.describe_key(name)}" for name in configuration.key_names()
+        f"  --{name:<30} {each.describe_key(name)}" for each in configurations for name in each.key_names()
     )

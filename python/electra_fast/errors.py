@@ -15,7 +15,11 @@ class InputError(ElectraFastError, ValueError):
 
 
 class TrainingFailed(ElectraFastError, ArithmeticError):
-    """Training cannot continue: the loss or the gradient is not a number."""
+    """Training cannot continue."""
+
+
+class Diverged(TrainingFailed):
+    """The loss, the gradient or the outputs are not numbers; the same training would end so again."""
 
 
 class Interrupted(KeyboardInterrupt):

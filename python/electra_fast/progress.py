@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TextIO, cast
@@ -188,6 +188,26 @@ class FinetuningProgress(_WorkProgress):
             self._last_line = now
             remaining = timedelta(seconds=round(max(0, self._num_tokens - self._done) / max(speed, 1e-9)))
             self.say(f"{text}  {min(1.0, self._done / self._num_tokens):.0%}  eta {remaining}")
+
+
+class RunsProgress(_WorkProgress):
+    """Runs of a comparison done, and where those that run now stand; a permanent line per finished run."""
+
+    def __init__(self, num_runs: int, num_done: int) -> None:
+        super().__init__("reproduce", MofNCompleteColumn, num_runs, num_done, shown=True)
+        self._num_runs, self._num_before, self._num_done = num_runs, num_done, num_done
+
+    def show(self, standing: Sequence[str]) -> None:
+        """Shows where the runs stand."""
+        self._move(status="  |  ".join(standing))
+
+    def finish(self, message: str) -> None:
+        """Counts a run, and says what came of it and about how long the others take."""
+        self._num_done += 1
+        self._move(completed=self._num_done)
+        seconds_per_run = (time.monotonic() - self.start) / (self._num_done - self._num_before)
+        remaining = timedelta(seconds=round(seconds_per_run * (self._num_runs - self._num_done)))
+        self.say(f"{message}; {self._num_done} of {self._num_runs} runs done, eta {remaining}")
 
 
 _SHOWN = (

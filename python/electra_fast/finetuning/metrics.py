@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from electra_fast.errors import TrainingFailed
+from electra_fast.errors import Diverged
 from electra_fast.finetuning.task import Task
 
 # Predictions that vary by less than this share of the targets' scale are constant in all but name.
@@ -30,7 +30,7 @@ def scores(task: Task, targets: ArrayLike, outputs: ArrayLike) -> dict[str, floa
         outputs: Logits [n, classes], logits [n, labels] (multi-label: yes above 0), or values [n] in the data's units.
 
     Raises:
-        TrainingFailed: An output is not finite.
+        Diverged: An output is not finite.
     """
     targets, outputs = np.asarray(targets), finite(outputs)
     if task.kind == "regression":
@@ -61,11 +61,11 @@ def collapse(task: Task, outputs: ArrayLike) -> str | None:
 
 
 def finite(outputs: ArrayLike) -> NDArray[np.float64]:
-    """The outputs as float64; raises TrainingFailed if one is NaN or infinite."""
+    """The outputs as float64; raises Diverged if one is NaN or infinite."""
     values = np.asarray(outputs, dtype=np.float64)
     num_bad = int((~np.isfinite(values.reshape(len(values), -1))).any(1).sum())
     if num_bad:
-        raise TrainingFailed(
+        raise Diverged(
             f"the model's outputs for {num_bad:,} of {len(values):,} examples are not finite: "
             "try a lower finetune.learning_rate"
         )

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from electra_fast.atomic_files import recover_all, replace_file, replace_folder
 from electra_fast.checkpoint import read_tensors, write_tensors
-from electra_fast.errors import InputError, Interrupted, TrainingFailed
+from electra_fast.errors import Diverged, InputError, Interrupted
 from electra_fast.finetuning import batches, glue, metrics
 from electra_fast.finetuning.answers import answers
 from electra_fast.finetuning.card import write_model_card
@@ -113,13 +113,13 @@ class SeedRun:
         return sum(part.num_tokens for part in parts)
 
     def _collect_totals(self) -> None:
-        """Reads the totals from the device; raises TrainingFailed where they are not numbers."""
+        """Reads the totals from the device; raises Diverged where they are not numbers."""
         state = self.state
         loss, norm = self._totals.tolist()
         self._totals.zero_()
         state.window_loss, state.window_norm = state.window_loss + loss, state.window_norm + norm
         if not math.isfinite(loss + norm):
-            raise TrainingFailed(
+            raise Diverged(
                 f"{self.folder}: the loss became nan or infinite in steps {state.step - state.window_steps + 1}-"
                 f"{state.step}; start again in another --out with a lower finetune.learning_rate"
             )

@@ -21,7 +21,7 @@ from electra_fast.compute import choose_compute, choose_device
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader
 from electra_fast.data.prepare_report import google_drops
-from electra_fast.errors import TrainingFailed
+from electra_fast.errors import Diverged
 from electra_fast.interruption import StopRequest
 from electra_fast.json_files import JsonLines
 from electra_fast.model import Electra
@@ -125,7 +125,7 @@ class Trainer:
         return state.step
 
     def _stop_timer(self) -> None:
-        """Waits for the device and counts the seconds; raises TrainingFailed where the steps gave no numbers."""
+        """Waits for the device and counts the seconds; raises Diverged where the steps gave no numbers."""
         self.state.log_window.totals = self.train_step.read_totals()
         self._check_finite()
         seconds = self.timer.stop()
@@ -139,7 +139,7 @@ class Trainer:
             return
         kept = checkpoint_folder.steps(self.run.folder)
         remedy = f"step-{kept[-1]} is the last good checkpoint" if kept else "there is no checkpoint yet"
-        raise TrainingFailed(
+        raise Diverged(
             f"{self.run.folder}: {' and '.join(bad)} became nan or infinite in steps {step - window.steps + 1}-{step}; "
             f"{remedy}; start again with a lower optimizer.learning_rate or a longer optimizer.warmup_steps"
         )

@@ -1,0 +1,233 @@
+"""The paper's comparisons as rows: a configuration each, what the paper reports of it, and what it concludes.
+
+Rows of an experiment differ in what it compares and in nothing else, so all mask as the paper does, and all get the
+same budget of true FLOPs. The paper gives the generators' and the tying experiment equal steps instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from electra_fast.config import Config
+from electra_fast.config_file import did_you_mean
+from electra_fast.errors import InputError
+from electra_fast.training.flops import flops_per_token
+
+# Fewer steps are no training: a warmup of a twentieth would be under five.
+MIN_STEPS = 100
+
+PUBLISHED = {"ELECTRA": {256: 79.9, 768: 85.1, 1024: 89.0}, "BERT": {256: 75.1, 768: 82.2, 1024: 87.2}}
+"""GLUE scores of small, base and large by hidden size (Tables 1 and 2): validation, compute equal within a size."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a comparison.
+
+    Args:
+        name: Its folder's name, and what claims and results call it.
+        title: As the paper calls it.
+        config: What is trained; the steps follow from the budget, the seed from the run.
+        paper: The GLUE score that the paper reports (mean over tasks, validation), if it does.
+        group: Rows of one group are one line of the picture, along `width`.
+        width: Of the network that the experiment varies.
+    """
+
+    name: str
+    title: str
+    config: Config
+    paper: float | None = None
+    group: str = ""
+    width: int = 0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the paper concludes: that a weighted sum of scores, by row, is above 0."""
+
+    text: str
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A comparison of the paper.
+
+    Args:
+        name: As on the command line.
+        title: Of its report.
+        source: Where the paper has it.
+        rows: What is compared, in the order of the report.
+        claims: What the paper concludes from it.
+        axis: What `width` of its rows is, if they have one.
+        published: The paper's scores along such a width, by group: of its own models, whatever the rows are.
+    """
+
+    name: str
+    title: str
+    source: str
+    rows: tuple[Row, ...]
+    claims: tuple[Claim, ...]
+    axis: str = ""
+    published: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+
+
+def make_experiment(name: str, base: Config, overrides: Mapping[str, str]) -> Experiment:
+    """The experiment of this name around a configuration.
+
+    Args:
+        name: A name in `EXPERIMENTS`.
+        base: Preset and recipe.
+        overrides: Keys of the command line, laid over the base.
+
+    Raises ValueError for an unknown name, for keys that the rows or the budget decide, and for a base that a row cannot
+    have.
+    """
+    if name not in EXPERIMENTS:
+        raise InputError(f"unknown experiment {name!r}{did_you_mean(name, EXPERIMENTS)}")
+    varied, make = EXPERIMENTS[name]
+    for key in overrides:
+        if key in (*varied, *DECIDED):
+            raise InputError(f"--{key}: cannot be set, because `reproduce {name}` decides it")
+    return make(base.override({"data.masking": "paper"} | dict(overrides)))
+
+
+def with_steps(row: Row, budget: float) -> Config:
+    """The row's configuration with the number of steps that takes `budget` FLOPs, rounded to the nearest.
+
+    Raises ValueError where that is no training, or the warmup would not fit.
+    """
+    config = row.config.replace({"train": {"steps": 100_000}})
+    per_step = flops_per_token(config).total * config.train.batch_size * config.data.sequence_length
+    steps = round(budget / per_step)
+    needed = max(MIN_STEPS, 2 * config.optimizer.warmup_steps)
+    if steps < needed:
+        what = f"a warmup of {needed // 2} steps" if needed > MIN_STEPS else "a schedule with a warmup"
+        raise InputError(
+            f"a budget of {budget:.3g} FLOPs is {steps} steps of {row.name}, and {what} needs {needed}; "
+            f"give --budget {1.01 * needed * per_step:.2g} or more"
+        )
+    return config.replace({"train": {"steps": steps}})
+
+
+def _objectives(base: Config) -> Experiment:
+    rows = (
+        Row("electra", "ELECTRA", base.with_objective("electra"), 85.0),
+        Row("all-tokens-mlm", "All-Tokens MLM", base.with_objective("all-tokens-mlm"), 84.3),
+        Row("replace-mlm", "Replace MLM", base.with_objective("replace-mlm"), 82.4),
+        Row("electra15", "ELECTRA 15%", base.with_objective("electra15"), 82.4),
+        Row("mlm", "BERT", _bert(base), 82.2),
+        Row("two-stage", "Two-stage ELECTRA", base.with_objective("two-stage")),
+        Row("adversarial", "Adversarial ELECTRA", base.with_objective("adversarial")),
+    )
+    claims = (
+        _above("electra", "mlm", "ELECTRA is better than BERT"),
+        _above("electra", "electra15", "a loss over all tokens is better than over 15 %"),
+        _above("electra", "all-tokens-mlm", "ELECTRA is better than All-Tokens MLM"),
+        _above("all-tokens-mlm", "mlm", "All-Tokens MLM is better than BERT"),
+        _above("replace-mlm", "mlm", "Replace MLM is slightly better than BERT"),
+        _above("electra", "two-stage", "joint training is better than two stages"),
+        _above("electra", "adversarial", "a generator of maximum likelihood is better than an adversarial one"),
+        _above("adversarial", "mlm", "adversarial ELECTRA is better than BERT"),
+    )
+    return Experiment("objectives", "Pre-training objectives", "Table 4 and Figure 3, right", rows, claims)
+
+
+def _generators(base: Config) -> Experiment:
+    """Every multiple of a quarter of the model's width that has whole heads, and generators that read nothing."""
+    electra = base.with_objective("electra")
+    rows = [Row("unigram", "unigram", electra.override({"generator.kind": "unigram"}))]
+    fractions = [fraction for fraction in (0.25, 0.5, 0.75, 1.0) if base.model.num_heads * fraction % 1 == 0]
+    for fraction in fractions:
+        config = electra.override({"generator.fraction": str(fraction)})
+        width = config.generator_shape().hidden_size
+        rows.append(Row(f"fraction-{fraction:g}", f"{fraction:g} of the width", config, None, "ELECTRA", width))
+    claims = [
+        _above(f"fraction-{fraction:g}", "fraction-1", f"{fraction:g} of the width is better than all of it")
+        for fraction in fractions
+        if fraction <= 0.5
+    ]
+    axis = f"hidden size of the generator (discriminator: {base.model.hidden_size})"
+    return Experiment("generators", "Generator sizes", "Figure 3, left", tuple(rows), tuple(claims), axis)
+
+
+def _tying(base: Config) -> Experiment:
+    same = base.with_objective("electra").override({"generator.fraction": "1", "generator.num_layers": "0"})
+    rows = tuple(
+        Row(f"tying-{tying}", title, same.override({"model.tying": tying}), paper)
+        for tying, title, paper in (
+            ("none", "nothing tied", 83.6),
+            ("embeddings", "embeddings tied", 84.3),
+            ("all", "all weights tied", 84.4),
+        )
+    )
+    claims = (
+        _above("tying-embeddings", "tying-none", "tied embeddings are better than none"),
+        _above("tying-all", "tying-embeddings", "tying all weights is slightly better than embeddings"),
+    )
+    return Experiment("tying", "Weight sharing, with a generator as large as the model", "Section 3.2", rows, claims)
+
+
+def _sizes(base: Config) -> Experiment:
+    """The model at a quarter, half and all of its widths, with the same heads and layers."""
+    rows, widths = [], []
+    for divisor in (4, 2, 1):
+        config = _narrow(base, divisor)
+        width = config.model.hidden_size
+        widths.append(width)
+        is_published = (width, config.model.num_layers) in _published_shapes()
+        paper = {group: scores[width] if is_published else None for group, scores in PUBLISHED.items()}
+        electra, bert = config.with_objective("electra"), _bert(config)
+        rows.append(Row(f"electra-{width}", f"ELECTRA {width}", electra, paper["ELECTRA"], "ELECTRA", width))
+        rows.append(Row(f"mlm-{width}", f"BERT {width}", bert, paper["BERT"], "BERT", width))
+    claims = [_above(f"electra-{width}", f"mlm-{width}", f"ELECTRA is better than BERT at {width}") for width in widths]
+    small, large = widths[0], widths[-1]
+    gains = {f"electra-{small}": 1.0, f"mlm-{small}": -1.0, f"electra-{large}": -1.0, f"mlm-{large}": 1.0}
+    claims.append(Claim(f"the gain is larger at {small} than at {large}", gains))
+    return Experiment(
+        "sizes",
+        "ELECTRA and BERT by size",
+        "Figure 4; scores of Tables 1 and 2",
+        tuple(rows),
+        tuple(claims),
+        "hidden size",
+        PUBLISHED,
+    )
+
+
+EXPERIMENTS: dict[str, tuple[tuple[str, ...], Callable[[Config], Experiment]]] = {
+    "objectives": (("objective.name",), _objectives),
+    "generators": (("objective.name", "generator.fraction", "generator.kind"), _generators),
+    "tying": (("objective.name", "model.tying", "generator.fraction", "generator.num_layers"), _tying),
+    "sizes": (("objective.name", "model.hidden_size", "model.intermediate_size", "model.embedding_size"), _sizes),
+}
+"""The keys that an experiment varies, and the function that makes it."""
+
+DECIDED = ("train.steps", "train.seed", "train.out", "data.corpus", "train.max_minutes")
+"""Keys that follow from the budget, the seed and the folders."""
+
+
+def _above(better: str, worse: str, text: str) -> Claim:
+    return Claim(text, {better: 1.0, worse: -1.0})
+
+
+def _bert(base: Config) -> Config:
+    """The paper's baseline: 80 % [MASK], 10 % random tokens, 10 % unchanged."""
+    return base.with_objective("mlm").override({"data.masking": "bert"})
+
+
+def _narrow(base: Config, divisor: int) -> Config:
+    model = base.model
+    sizes = {
+        "hidden_size": model.hidden_size // divisor,
+        "intermediate_size": model.intermediate_size // divisor,
+        "embedding_size": max(1, model.embedding_size // divisor),
+    }
+    return base.replace({"model": sizes})
+
+
+def _published_shapes() -> set[tuple[int, int]]:
+    """Hidden size and layers of the models that the paper reports."""
+    models = [Config.preset(name).model for name in ("small", "base", "large")]
+    return {(model.hidden_size, model.num_layers) for model in models}

@@ -1,0 +1,146 @@
+"""What a comparison will do: a configuration per row for the budget, a folder per run, and about how long it takes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from electra_fast.compute import choose_device, choose_precision
+from electra_fast.config import AUTO, Config
+from electra_fast.data.corpus import Corpus
+from electra_fast.errors import TrainingFailed
+from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
+from electra_fast.finetuning.task import TaskData
+from electra_fast.reproduction.experiments import Experiment, Row, with_steps
+from electra_fast.reproduction.row_run import Work, read_result, write_run
+from electra_fast.reproduction.workers import Slot
+from electra_fast.training.flops import flops_per_token
+
+# Of English text, for an estimate.
+_CHARACTERS_PER_TOKEN = 4.5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A comparison that is ready to run.
+
+    Args:
+        out: Its folder.
+        experiment: Its rows.
+        configs: Of each row by name, with the steps that the budget gives it; without a seed.
+        work: What every run does.
+        seeds: Runs per row.
+    """
+
+    out: Path
+    experiment: Experiment
+    configs: Mapping[str, Config]
+    work: Work
+    seeds: int
+
+    def runs(self) -> dict[Path, tuple[Row, int]]:
+        """Row and seed by the run's folder; all rows with one seed come before any with the next."""
+        return {
+            self.out / "runs" / f"{row.name}-seed-{seed}": (row, seed)
+            for seed in range(self.seeds)
+            for row in self.experiment.rows
+        }
+
+    def prepare(self) -> list[Path]:
+        """The folders of the runs that are not finished, each with what its process needs."""
+        folders = []
+        for folder, (row, seed) in self.runs().items():
+            if read_result(folder) is None:
+                write_run(folder, self.configs[row.name].replace({"train": {"seed": seed}}), self.work)
+                folders.append(folder)
+        return folders
+
+    def finished(self) -> dict[str, list[dict[str, Any]]]:
+        """What the finished runs have found, by row."""
+        found: dict[str, list[dict[str, Any]]] = {row.name: [] for row in self.experiment.rows}
+        for folder, (row, seed) in self.runs().items():
+            if (result := read_result(folder)) is not None:
+                found[row.name].append({"seed": seed, **result})
+        return found
+
+    def sizes(self) -> dict[str, dict[str, float]]:
+        """Steps, tokens and true FLOPs of each row's pre-training."""
+        return {name: training_size(config) for name, config in self.configs.items()}
+
+    def describe(self, corpus: Corpus) -> Iterator[str]:
+        """A line per row."""
+        for row in self.experiment.rows:
+            size = self.sizes()[row.name]
+            yield (
+                f"  {row.title:<24} {size['steps']:>9,} steps, {size['tokens'] / 1e6:>9,.2f} M tokens "
+                f"({size['tokens'] / corpus.num_tokens:.2g} of the corpus), {size['flops']:.3e} FLOPs"
+            )
+
+
+def base_config(config: Config, corpus: Corpus, overrides: Mapping[str, str]) -> Config:
+    """A preset with what all rows of a comparison share: the corpus, the precision, and how often a run writes."""
+    changes: dict[str, Any] = {"data": {"corpus": str(corpus.path)}, "model": {"vocab_size": corpus.vocab_size}}
+    if config.train.precision == AUTO and "train.precision" not in overrides:
+        # Measured per run, it could differ between rows.
+        precision = choose_precision(AUTO, choose_device())
+        changes["train"] = {"precision": "fp32" if precision == AUTO else precision}
+    return config.replace(changes)
+
+
+def row_configs(experiment: Experiment, budget: float, overrides: Mapping[str, str]) -> dict[str, Config]:
+    """Each row's configuration with its steps; ValueError where the budget is too small for one."""
+    configs = {}
+    for row in experiment.rows:
+        config = with_steps(row, budget)
+        steps = config.train.steps
+        often = {
+            "log_every": max(1, steps // 100),
+            "checkpoint_every": max(1, steps // 20),
+            "keep_checkpoints": 1,
+            "eval_every": 0,  # evaluated at the end, on the same fakes
+        }
+        chosen = {name: value for name, value in often.items() if f"train.{name}" not in overrides}
+        configs[row.name] = config.replace({"train": chosen})
+    return configs
+
+
+def training_size(config: Config) -> dict[str, float]:
+    """Steps, tokens and true FLOPs of a run."""
+    tokens = config.train.steps * config.train.batch_size * config.data.sequence_length
+    return {"steps": config.train.steps, "tokens": tokens, "flops": tokens * flops_per_token(config).total}
+
+
+def measure_speed(config: Config, slot: Slot) -> float:
+    """FLOPs per second of training steps in one of the slots, over some seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(config.to_toml(), encoding="utf-8")
+        command = [sys.executable, "-m", "electra_fast.reproduction.speed", str(path)]
+        environment = {**os.environ, **slot.environment}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise TrainingFailed(f"a few steps of {config.objective.name} failed: {done.stderr.strip()[-300:]}")
+    return float(done.stdout)
+
+
+def estimate_seconds(
+    plan: Plan, tasks: Sequence[TaskData], num_runs: int, flops_per_second: float, num_slots: int
+) -> float:
+    """About how long so many runs take, at the speed of the first row's pre-training."""
+    first = next(iter(plan.configs.values()))
+    rate, budget = flops_per_token(first), training_size(first)["flops"]
+    encoder = max(rate.discriminator, rate.encoder, rate.generator)
+    overrides, seeds = plan.work.finetune, plan.work.finetune_seeds
+    finetuning = 0.0
+    for each in tasks:
+        epochs = recipe_config(DEFAULT_RECIPE, each.task.name, first.model, overrides).finetune.epochs
+        characters = sum(len(text) for texts in each.train.texts for text in texts)
+        finetuning += seeds * epochs * encoder * characters / _CHARACTERS_PER_TOKEN
+    rounds = -(-num_runs // num_slots)
+    return rounds * (budget + finetuning) / flops_per_second

@@ -1,0 +1,142 @@
+"""The report of a comparison: results.json, table.md and a picture, from what its runs have found."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scipy import stats
+
+from electra_fast.atomic_files import replace_file
+from electra_fast.reproduction.experiments import Claim, Experiment
+from electra_fast.reproduction.picture import draw
+
+CONFIDENCE = 0.95
+Run = dict[str, Any]
+
+
+def summarize(experiment: Experiment, facts: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    """What results.json has.
+
+    Args:
+        experiment: What was compared.
+        facts: What else identifies the comparison; comes first.
+        runs: Of each row, those that are finished: `seed` and either `failed`, or `tasks` and `evaluation` as in
+            `row_run`.
+
+    Returns:
+        `facts`, `rows` and `claims`. A score is the mean over tasks of the tasks' metrics, times 100, as the paper's
+        GLUE score; `sd` is the standard deviation over seeds (n - 1), None below two.
+    """
+    rows: list[dict[str, Any]] = []
+    for row in experiment.rows:
+        found = [run | {"score": score(run)} if "tasks" in run else run for run in runs.get(row.name, ())]
+        whole = [run for run in found if "tasks" in run]
+        names = whole[0]["tasks"] if whole else ()
+        rows.append(
+            {
+                "name": row.name,
+                "title": row.title,
+                "paper": row.paper,
+                **_mean_sd([run["score"] for run in whole]),
+                "tasks": {name: _mean_sd([100 * run["tasks"][name]["median"] for run in whole]) for name in names},
+                "evaluation": {name: _mean_sd(_values(whole, name)) for name in ("discriminator_auc", "mlm_accuracy")},
+                "runs": found,
+            }
+        )
+    scores = {row["name"]: [run["score"] for run in row["runs"] if "score" in run] for row in rows}
+    return {**facts, "rows": rows, "claims": [judge(claim, scores) for claim in experiment.claims]}
+
+
+def score(run: Mapping[str, Any]) -> float:
+    """The mean over tasks of their metrics, times 100."""
+    mean: float = statistics.mean(task["median"] for task in run["tasks"].values())
+    return 100 * mean
+
+
+def _values(runs: Sequence[Run], name: str) -> list[float]:
+    return [run["evaluation"][name] for run in runs if run["evaluation"].get(name) is not None]
+
+
+def _mean_sd(values: Sequence[float]) -> dict[str, float | None]:
+    return {
+        "mean": statistics.mean(values) if values else None,
+        "sd": statistics.stdev(values) if len(values) > 1 else None,
+    }
+
+
+def judge(claim: Claim, scores: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """A claim's value over the scores of each row's seeds, its margin, and whether the scores agree with it.
+
+    The margin is half the 95 % confidence interval by Student's t, with the variance pooled over all rows: three seeds
+    of a single row say little of its own. Within the margin it is undecided, as with one seed per row.
+    """
+    pooled = [values for values in scores.values() if len(values) > 1]
+    freedom = sum(len(values) - 1 for values in pooled)
+    if any(not scores.get(row) for row in claim.weights):
+        return {"claim": claim.text, "difference": None, "margin": None, "verdict": "not measured"}
+    difference = sum(weight * statistics.mean(scores[row]) for row, weight in claim.weights.items())
+    if not freedom:
+        return {"claim": claim.text, "difference": difference, "margin": None, "verdict": "undecided"}
+    variance = sum((len(values) - 1) * statistics.variance(values) for values in pooled) / freedom
+    error = math.sqrt(variance * sum(weight**2 / len(scores[row]) for row, weight in claim.weights.items()))
+    margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
+    verdict = "agrees" if difference > margin else "disagrees" if difference < -margin else "undecided"
+    return {"claim": claim.text, "difference": difference, "margin": margin, "verdict": verdict}
+
+
+def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
+    """The report as Markdown."""
+    tasks = list(results["examples"])
+    header = ["", "steps", "tokens", *tasks, "mean", "paper", "AUC", "MLM accuracy", "seeds"]
+    lines = [f"| {' | '.join(header)} |", f"| --- {'| ---: ' * (len(header) - 1)}|"]
+    for row in results["rows"]:
+        cells = [_mean(row["tasks"].get(name)) for name in tasks]
+        ruler = [_mean(row["evaluation"][name], 3) for name in ("discriminator_auc", "mlm_accuracy")]
+        count = sum("score" in run for run in row["runs"])
+        size = results["sizes"][row["name"]]
+        amounts = [f"{size['steps']:,}", f"{size['tokens'] / 1e6:,.1f} M"]
+        mean, paper = _with_sd(row), "" if row["paper"] is None else f"{row['paper']:.1f}"
+        lines.append(f"| {' | '.join([row['title'], *amounts, *cells, mean, paper, *ruler, str(count)])} |")
+    notes = [f"* {row['title']}, seed {run['seed']}: {run['failed']}" for row, run in _failures(results)]
+    claims = [_claim_line(each) for each in results["claims"]]
+    parts = [
+        f"# {experiment.title} ({experiment.source})",
+        f"`{results['preset']}`, recipe `{results['recipe']}`, {results['budget']:.3g} FLOPs of pre-training per run "
+        "(true model FLOPs), fine-tuned on each task. Scores times 100: mean over seeds ± standard deviation; "
+        f"AUC against the same fakes for every row (`--corrupted-by {results['corrupted_by']}`).",
+        "\n".join(lines),
+        *(["Not finished:\n\n" + "\n".join(notes)] if notes else []),
+        "What the paper concludes, and the difference measured here with its 95 % margin:\n\n" + "\n".join(claims),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_report(out: Path, experiment: Experiment, results: Mapping[str, Any]) -> None:
+    """Writes results.json, table.md and EXPERIMENT.png."""
+    replace_file(out / "results.json", json.dumps(results, indent=2) + "\n")
+    replace_file(out / "table.md", table(experiment, results))
+    draw(out / f"{experiment.name}.png", experiment, results)
+
+
+def _failures(results: Mapping[str, Any]) -> list[tuple[dict[str, Any], Run]]:
+    return [(row, run) for row in results["rows"] for run in row["runs"] if "failed" in run]
+
+
+def _mean(found: Mapping[str, float | None] | None, digits: int = 1) -> str:
+    return "" if found is None or found["mean"] is None else f"{found['mean']:.{digits}f}"
+
+
+def _with_sd(found: Mapping[str, float | None]) -> str:
+    return _mean(found) + ("" if found["sd"] is None else f" ± {found['sd']:.1f}")
+
+
+def _claim_line(found: Mapping[str, Any]) -> str:
+    if found["difference"] is None:
+        return f"* {found['claim']}: {found['verdict']}"
+    margin = "" if found["margin"] is None else f" ± {found['margin']:.1f}"
+    return f"* {found['claim']}: {found['difference']:+.1f}{margin}, **{found['verdict']}**"

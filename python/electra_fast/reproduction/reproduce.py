@@ -1,0 +1,229 @@
+"""`reproduce`: trains the rows of one of the paper's comparisons at equal compute, fine-tunes them, and reports."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from electra_fast.atomic_files import replace_file
+from electra_fast.config import Config
+from electra_fast.data.corpus import Corpus
+from electra_fast.errors import ElectraFastError, InputError, Interrupted
+from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
+from electra_fast.finetuning.job import first_difference
+from electra_fast.finetuning.tasks import read_tasks
+from electra_fast.interruption import stop_requests
+from electra_fast.json_files import read_object
+from electra_fast.progress import RunsProgress
+from electra_fast.reproduction.experiments import Experiment, make_experiment
+from electra_fast.reproduction.plan import (
+    Plan,
+    base_config,
+    estimate_seconds,
+    measure_speed,
+    row_configs,
+)
+from electra_fast.reproduction.report import score, summarize, table, write_report
+from electra_fast.reproduction.row_run import Work, read_result
+from electra_fast.reproduction.workers import LOG, Slot, Workers, choose_slots, describe_exit, last_line
+from electra_fast.training.corruptor import UNIGRAM, Corruptor
+from electra_fast.training.evaluate import SEED
+from electra_fast.training.run import exclusive
+
+IDENTITY = "reproduce.json"
+DEFAULT_SEEDS = 3
+Results = dict[str, Any]
+
+
+def reproduce(
+    experiment: str,
+    *,
+    data: str | Path,
+    tasks: str | Path,
+    out: str | Path,
+    preset: str = "small",
+    recipe: str = "google",
+    budget: float | None = None,
+    minutes: float | None = None,
+    seeds: int = DEFAULT_SEEDS,
+    task: str = "glue",
+    finetune_seeds: int = 1,
+    corrupted_by: str | Path = UNIGRAM,
+    workers: int = 0,
+    overrides: Mapping[str, object] | None = None,
+) -> Results:
+    """Trains the rows of a comparison at equal compute, with several seeds each, and fine-tunes every one.
+
+    Leaves `out/table.md`, `out/results.json` (whose content is returned), `out/EXPERIMENT.png`, and the runs in
+    `out/runs`. Called again after an interruption it resumes; with more seeds it adds them.
+
+    Args:
+        experiment: `objectives`, `generators`, `tying` or `sizes`.
+        data: Corpus with a validation part (`prepare --holdout`).
+        tasks: Folder that has the GLUE tasks' folders.
+        out: Folder for everything that it makes.
+        preset: Size of the model.
+        recipe: Of pre-training.
+        budget: True model FLOPs of a run's pre-training; the steps of each row follow from it.
+        minutes: Instead of `budget`: about how long a run of the first row may pre-train here, which is measured.
+        seeds: Runs per row: seeds 0 to `seeds - 1`.
+        task: Tasks as for `finetune`; `glue` for all that `tasks` has.
+        finetune_seeds: Fine-tunings per task of each run; their median counts.
+        corrupted_by: Whose replacements every row is evaluated on, as for `evaluate`.
+        workers: Runs side by side; 0: one per GPU, or per core without one.
+        overrides: Keys as on the command line: of pre-training, and of fine-tuning (`finetune.`).
+
+    Raises:
+        ValueError, FileNotFoundError: Something cannot be run; nothing has been trained then.
+        Interrupted: A signal asked to stop, and checkpoints were written.
+        ElectraFastError: At the end, where runs have failed. Those that diverged are part of the report instead.
+    """
+    _check_amounts(budget=budget, minutes=minutes, seeds=seeds, finetune_seeds=finetune_seeds)
+    settings = {name: str(value) for name, value in (overrides or {}).items()}
+    finetuning = {name: value for name, value in settings.items() if name.startswith("finetune.")}
+    pretraining = {name: value for name, value in settings.items() if name not in finetuning}
+    corpus, all_tasks = _corpus(Path(data)), read_tasks(task, Path(tasks), {}, {})
+    base = base_config(Config.preset(preset, recipe), corpus, pretraining)
+    made = make_experiment(experiment, base, pretraining)
+    recipe_config(DEFAULT_RECIPE, "", base.model, finetuning)
+    if budget is not None:
+        row_configs(made, budget, pretraining)
+    corruptor = _corruptor(corrupted_by, corpus, base.data.sequence_length)
+    sizes = {each.task.name: len(each.train.texts) for each in all_tasks}
+    work = Work(os.path.abspath(data), os.path.abspath(tasks), list(sizes), finetune_seeds, finetuning, corruptor)
+    identity = {
+        "experiment": experiment,
+        "preset": preset,
+        "recipe": recipe,
+        "overrides": settings,
+        "corpus": corpus.content_hash,
+        "examples": sizes,
+        "finetune_seeds": finetune_seeds,
+        "corrupted_by": corruptor,
+        "asked": {"budget": budget, "minutes": minutes},
+    }
+    out, slots = Path(out), choose_slots(workers, seeds * len(made.rows))
+    with exclusive(out):
+        facts = _settle(out, identity, made, slots[0])
+        plan = Plan(out, made, row_configs(made, facts["budget"], pretraining), work, seeds)
+        replace_file(out / IDENTITY, json.dumps(facts, indent=2) + "\n")
+        waiting = plan.prepare()
+        seconds = estimate_seconds(plan, all_tasks, len(waiting), facts["flops_per_second"], len(slots))
+        failed = _run(plan, facts, slots, waiting, _opening(plan, corpus, len(waiting), len(slots), seconds))
+        results = _report(plan, facts)
+    print(table(made, results), file=sys.stderr)
+    if failed:
+        remedy = "what was finished is kept, run again to retry"
+        raise ElectraFastError(f"{out}: {len(failed)} of {len(waiting)} runs failed: {'; '.join(failed)}; {remedy}")
+    return results
+
+
+def _check_amounts(*, budget: float | None, minutes: float | None, seeds: int, finetune_seeds: int) -> None:
+    if (budget is None) == (minutes is None):
+        raise InputError("give one of --budget FLOPS and --minutes M")
+    amounts = {"budget": budget, "minutes": minutes, "seeds": seeds, "finetune-seeds": finetune_seeds}
+    for name, amount in amounts.items():
+        if amount is not None and not 0 < amount < math.inf:
+            raise InputError(f"--{name} {amount:g}: must be above 0")
+
+
+def _corruptor(corrupted_by: str | Path, corpus: Corpus, sequence_length: int) -> str:
+    """The corruptor as runs name it; ValueError where it cannot corrupt this corpus in such rows."""
+    if corrupted_by == UNIGRAM:
+        return UNIGRAM
+    longest = Corruptor.load(Path(corrupted_by), corpus, SEED, torch.device("cpu")).max_positions
+    if longest is not None and longest < sequence_length:
+        remedy = "lower data.sequence_length, or choose another corruptor"
+        raise InputError(f"{corrupted_by}: reads {longest} tokens, and the rows have {sequence_length}; {remedy}")
+    return os.path.abspath(corrupted_by)
+
+
+def _corpus(data: Path) -> Corpus:
+    corpus = Corpus(data)
+    if corpus.holdout is None:
+        raise InputError(f"{data}: has no validation part to evaluate on; prepare the text with --holdout 0.01")
+    return corpus
+
+
+def _settle(out: Path, identity: Mapping[str, Any], made: Experiment, slot: Slot) -> dict[str, Any]:
+    """The identity with speed and budget: those of an earlier call, or measured.
+
+    ValueError where the earlier call made another comparison, or the folder holds something else.
+    """
+    path, asked = out / IDENTITY, identity["asked"]
+    foreign = sorted(entry.name for entry in out.iterdir() if entry.name != ".lock")
+    if path.exists():
+        known = read_object(path)
+        if found := first_difference({name: known.get(name) for name in identity}, identity):
+            raise InputError(f"{out}: {found}; give the same to resume, or another --out")
+        return known
+    if foreign:
+        raise InputError(f"{out}: holds {foreign[0]}, but no {IDENTITY}; choose an empty folder for --out")
+    speed = measure_speed(made.rows[0].config, slot)
+    budget = asked["budget"] or float(f"{60 * speed * asked['minutes']:.2g}")
+    return {**identity, "budget": budget, "flops_per_second": speed}
+
+
+def _opening(plan: Plan, corpus: Corpus, num_waiting: int, num_slots: int, seconds: float) -> list[str]:
+    """What the user should know before the first run."""
+    made, num_runs = plan.experiment, len(plan.runs())
+    lines = [
+        f"{plan.out}: {made.title} ({made.source}): {len(made.rows)} rows with {plan.seeds} seeds each, "
+        f"fine-tuned on {', '.join(plan.work.tasks)}",
+        *plan.describe(corpus),
+    ]
+    if num_waiting:
+        what = f"{num_waiting} of {num_runs} runs are left and" if num_waiting < num_runs else f"{num_runs} runs"
+        lines.append(f"{what} take about {timedelta(seconds=round(seconds))}, {num_slots} at a time")
+    return lines
+
+
+def _run(
+    plan: Plan, facts: Mapping[str, Any], slots: Sequence[Slot], folders: Sequence[Path], opening: Sequence[str]
+) -> list[str]:
+    """Does the runs and reports after each; returns what failed, a text each. Raises Interrupted at a stop."""
+    failed, runs = [], plan.runs()
+    with (
+        stop_requests() as stop,
+        RunsProgress(len(runs), len(runs) - len(folders)) as progress,
+        closing(Workers(slots)) as workers,
+    ):
+        for line in opening:
+            progress.say(line)
+        for ended in workers.run(folders, stop):
+            progress.show([f"{folder.name}: {last_line(folder)}" for folder in workers.folders])
+            if ended is None:
+                continue
+            row, seed = runs[ended.folder]
+            name, result = f"{row.name} seed {seed}", read_result(ended.folder)
+            if result is None:
+                failed.append(f"{name}: {last_line(ended.folder)} ({describe_exit(ended.code)}, {ended.folder / LOG})")
+                progress.warn(failed[-1])
+            else:
+                progress.finish(f"{name}: {_outcome(result)}")
+                _report(plan, facts)
+    if stop:
+        raise Interrupted(stop.signal, f"{plan.out}: interrupted; checkpoints written, run again to resume")
+    return failed
+
+
+def _outcome(result: Mapping[str, Any]) -> str:
+    if "failed" in result:
+        return f"failed: {result['failed']}"
+    scores = [f"{name} {100 * found['median']:.1f}" for name, found in result["tasks"].items()]
+    return f"score {score(result):.2f} ({', '.join(scores)})"
+
+
+def _report(plan: Plan, facts: Mapping[str, Any]) -> Results:
+    results = summarize(plan.experiment, {**facts, "sizes": plan.sizes()}, plan.finished())
+    write_report(plan.out, plan.experiment, results)
+    return results

@@ -1,0 +1,116 @@
+"""One run of a comparison: pre-training, fine-tuning and evaluation of a row with a seed, in a process of its own.
+
+`python -m electra_fast.reproduction.row_run FOLDER` does what FOLDER/work.json says and resumes where it was
+stopped. Leaves run/, tasks.json and evaluation.json, or failed.json where the training diverged.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from electra_fast.atomic_files import replace_file
+from electra_fast.config import Config
+from electra_fast.errors import Diverged, ElectraFastError
+from electra_fast.interruption import interrupt_at_once
+from electra_fast.json_files import json_text, read_object
+
+WORK, TASKS, EVALUATION, FAILED = "work.json", "tasks.json", "evaluation.json", "failed.json"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run does.
+
+    Args:
+        corpus: Folder of the corpus.
+        glue: Folder of the tasks.
+        tasks: Their names.
+        finetune_seeds: Fine-tunings per task, whose median is the score.
+        finetune: Keys of `[finetune]`, as on the command line.
+        corrupted_by: Of `evaluate`.
+    """
+
+    corpus: str
+    glue: str
+    tasks: list[str]
+    finetune_seeds: int
+    finetune: dict[str, str]
+    corrupted_by: str
+
+
+def write_run(folder: Path, config: Config, work: Work) -> None:
+    """Prepares a run's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / "config.toml", config.to_toml())
+    replace_file(folder / WORK, json_text(asdict(work)))
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """What a finished run has found, None for one that is not finished; ValueError for a damaged file."""
+    if (folder / FAILED).exists():
+        return read_object(folder / FAILED)
+    if not ((folder / TASKS).exists() and (folder / EVALUATION).exists()):
+        return None
+    return {"tasks": read_object(folder / TASKS), "evaluation": read_object(folder / EVALUATION)}
+
+
+def do(folder: Path) -> None:
+    """Does what is left to do."""
+    from electra_fast.finetuning.finetune import finetune
+    from electra_fast.training.evaluate import evaluate
+    from electra_fast.training.pretrain import pretrain
+
+    work, config = Work(**read_object(folder / WORK)), Config.load(folder / "config.toml")
+    run, tasks = folder / "run", folder / "tasks"
+    try:
+        if not (folder / TASKS).exists():
+            pretrain(config, data=work.corpus, out=run)
+            found = finetune(
+                work.tasks, model=run, data=work.glue, out=tasks, seeds=work.finetune_seeds, overrides=work.finetune
+            )
+            replace_file(folder / TASKS, json_text(found))
+        shutil.rmtree(tasks, ignore_errors=True)  # a model per task and seed, which add up
+        if not (folder / EVALUATION).exists():
+            length = config.data.sequence_length
+            report = evaluate(run, work.corpus, sequence_length=length, corrupted_by=work.corrupted_by)
+            replace_file(folder / EVALUATION, json_text(report))
+    except Diverged as error:
+        replace_file(folder / FAILED, json_text({"failed": str(error)}))
+
+
+def _end_with_parent() -> None:
+    """Stops this process when its standard input closes, which is when the one that started it has ended."""
+
+    def watch() -> None:
+        os.read(0, 1)  # not sys.stdin, whose lock a thread must not hold when the interpreter ends
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(folder: Path) -> int:
+    """The process; returns its exit code."""
+    interrupt_at_once()
+    _end_with_parent()
+    try:
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one whose parent was killed may still be writing its checkpoint
+            do(folder)
+    except KeyboardInterrupt as interruption:
+        return 128 + getattr(interruption, "signal", signal.SIGINT)
+    except (ElectraFastError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,47 @@
+"""How many FLOPs per second a configuration trains with here, in a process of its own.
+
+`python -m electra_fast.reproduction.speed CONFIG.toml` prints the number. The corpus is the configuration's.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from electra_fast.compute import choose_compute, choose_device
+from electra_fast.config import Config
+from electra_fast.data.loader import BatchLoader
+from electra_fast.model import Electra
+from electra_fast.training.flops import flops_per_token
+from electra_fast.training.optim import Optimizer
+from electra_fast.training.step import TrainStep, choose_execution
+
+# The first steps compile kernels, capture graphs and fill the allocator.
+_WARMUP_STEPS = 5
+_SECONDS = 5.0
+
+
+def flops_per_second(config: Config) -> float:
+    """True model FLOPs per second of training steps, over some seconds."""
+    device = choose_device()
+    compute, execution = choose_compute(config, device), choose_execution(config.train.execution, device)
+    model = Electra(config).to(device)
+    step = TrainStep(model, Optimizer(model.named_parameters(), config.optimizer), config, compute, execution)
+    loader, num_steps = BatchLoader.from_config(config), 0
+    start = time.perf_counter()
+    while num_steps <= _WARMUP_STEPS or time.perf_counter() - start < _SECONDS:
+        step(next(loader), num_steps)
+        num_steps += 1
+        if num_steps == _WARMUP_STEPS:
+            step.read_totals()  # waits for the device
+            start = time.perf_counter()
+    step.read_totals()
+    seconds = time.perf_counter() - start
+    step.close()
+    tokens = (num_steps - _WARMUP_STEPS) * config.train.batch_size * config.data.sequence_length
+    return tokens * flops_per_token(config).total / seconds
+
+
+if __name__ == "__main__":
+    print(flops_per_second(Config.load(Path(sys.argv[1]))))
