@@ -199,7 +199,7 @@ def test_it_computes_in_fp64(runs, validation_corpus):
                 parts.append(masked_states(model, part | {"cu_seqlens": whole["cu_seqlens"]}))
         is_used_M = whole["masked_weights"].flatten() > 0
         difference_MD = (together_MD - torch.cat(parts))[is_used_M].abs()
-        assert together_MD.dtype == torch.float64 and difference_MD.max() < 1e-8 and difference_MD.median() < 1e-13
+        assert together_MD.dtype == torch.float64 and difference_MD.max() < 1e-12
 
     # The uniform number decides between two entries to its 40th bit.
     slot, zero = torch.arange(50), torch.tensor(0)

@@ -32,7 +32,7 @@ def arguments(corpus, glue, out, experiment="tying", budget="1.2e10", **options)
         "--task": "sst2,mrpc",
     } | options
     words = [word for name, value in flags.items() if value is not None for word in (name, value)]
-    return ["reproduce", experiment, "--data", corpus, "--tasks", glue, "--out", out, *words, *SMALL, *QUICK]
+    return ["reproduce", experiment, "--data", corpus, "--tasks", glue, "--out", out, *SMALL, *QUICK, *words]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,9 @@ class TestBadInput:
         (line,) = done.stderr.strip().splitlines()
         return line
 
-    def test_one_line_before_anything_is_trained(self, validation_corpus, tiny_corpus, glue_folder, tmp_path):
+    def test_one_line_before_anything_is_trained(
+        self, validation_corpus, tiny_corpus, glue_folder, whole_run, tmp_path
+    ):
         def refused(corpus=validation_corpus, glue=glue_folder, **options):
             return self.fails(*arguments(corpus, glue, tmp_path / "out", **options))
 
@@ -124,6 +126,8 @@ class TestBadInput:
         assert "did you mean tying?" in refused(experiment="tieing")
         assert "unknown key finetune.epoch" in refused(**{"--finetune.epoch": 3})
         assert "no such folder" in refused(**{"--corrupted-by": tmp_path / "nowhere"})
+        too_long = {"--corrupted-by": whole_run, "--budget": "3e11", "--data.sequence_length": 256, "--model.max_positions": 256}
+        assert "reads 128 tokens, and the rows have 256" in refused(**too_long)
         assert not (tmp_path / "out" / "runs").exists()
 
     def test_a_folder_that_holds_something_else(self, validation_corpus, glue_folder, tmp_path):

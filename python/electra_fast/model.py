@@ -175,12 +175,13 @@ class Encoder(nn.Module):
     ) -> Tensor:
         x_TD = x_TE if self.projection is None else self.projection(x_TE)
         rotary = local_rotary = None
+        precision = torch.promote_types(x_TD.dtype, torch.float32)  # of the angles
         if self.input_norm is not None:
             x_TD = self.input_norm(x_TD)
-            rotary = ops.rotary_angles(position_ids_T, self.head_dim, self.rope_theta)
+            rotary = ops.rotary_angles(position_ids_T, self.head_dim, self.rope_theta, precision)
         if any(self.is_local):
             assert mask.local is not None, "the mask was made without model.local_attention"
-            local_rotary = ops.rotary_angles(position_ids_T, self.head_dim, self.local_rope_theta)
+            local_rotary = ops.rotary_angles(position_ids_T, self.head_dim, self.local_rope_theta, precision)
         for i, layer in enumerate(self.layers):
             context = (mask.local, local_rotary) if self.is_local[i] else (mask, rotary)
             only = queries if i == len(self.layers) - 1 else None

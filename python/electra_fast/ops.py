@@ -206,10 +206,12 @@ def geglu_reference(x_TD: Tensor, weight: Tensor) -> Tensor:
     return F.gelu(activated) * gate
 
 
-def rotary_angles(position_ids_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, fp32 [T, 1, H/2], of the rotary angles (Su et al., 2021)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids_T.device) / head_dim
-    angles_T1H = (position_ids_T[:, None].float() * (theta**-exponents))[:, None, :]
+def rotary_angles(
+    position_ids_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, [T, 1, H/2] in `dtype`, of the rotary angles (Su et al., 2021)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=dtype, device=position_ids_T.device) / head_dim
+    angles_T1H = (position_ids_T[:, None].to(dtype) * (theta**-exponents))[:, None, :]
     return angles_T1H.cos(), angles_T1H.sin()
 
 
@@ -234,8 +236,8 @@ def rotary_qkv_reference(
 
 
 def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
-    """Rotates the pairs of dimensions i and i + H/2 in fp32; [T, N, H] → [T, N, H] in x's dtype."""
-    x1, x2 = x_TNH.float().chunk(2, dim=-1)
+    """Rotates the pairs of dimensions i and i + H/2 in the angles' dtype; [T, N, H] → [T, N, H] in x's dtype."""
+    x1, x2 = x_TNH.to(cos_T1H.dtype).chunk(2, dim=-1)
     return torch.cat((x1 * cos_T1H - x2 * sin_T1H, x2 * cos_T1H + x1 * sin_T1H), dim=-1).to(x_TNH.dtype)
 
 

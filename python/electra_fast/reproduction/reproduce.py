@@ -94,10 +94,11 @@ def reproduce(
     corpus, all_tasks = _corpus(Path(data)), read_tasks(task, Path(tasks), {}, {})
     base = base_config(Config.preset(preset, recipe), corpus, pretraining)
     made = make_experiment(experiment, base, pretraining)
-    recipe_config(DEFAULT_RECIPE, "", base.model, finetuning)
+    first = made.rows[0].config
+    recipe_config(DEFAULT_RECIPE, "", first.model, finetuning)  # raises where a key is wrong
     if budget is not None:
-        row_configs(made, budget, pretraining)
-    corruptor = _corruptor(corrupted_by, corpus, base.data.sequence_length)
+        row_configs(made, budget, pretraining)  # raises where it is too small, before a minute of measuring
+    corruptor = _corruptor(corrupted_by, corpus, first.data.sequence_length)
     sizes = {each.task.name: len(each.train.texts) for each in all_tasks}
     work = Work(os.path.abspath(data), os.path.abspath(tasks), list(sizes), finetune_seeds, finetuning, corruptor)
     identity = {
