@@ -126,7 +126,12 @@ class TestBadInput:
         assert "did you mean tying?" in refused(experiment="tieing")
         assert "unknown key finetune.epoch" in refused(**{"--finetune.epoch": 3})
         assert "no such folder" in refused(**{"--corrupted-by": tmp_path / "nowhere"})
-        too_long = {"--corrupted-by": whole_run, "--budget": "3e11", "--data.sequence_length": 256, "--model.max_positions": 256}
+        too_long = {
+            "--corrupted-by": whole_run,
+            "--budget": "3e11",
+            "--data.sequence_length": 256,
+            "--model.max_positions": 256,
+        }
         assert "reads 128 tokens, and the rows have 256" in refused(**too_long)
         assert not (tmp_path / "out" / "runs").exists()
 
@@ -169,9 +174,9 @@ def test_runs_end_with_the_process_that_started_them(validation_corpus, glue_fol
     deadline = time.monotonic() + 120
     while not (tmp_path / "run" / "config.toml").exists() and time.monotonic() < deadline:
         next(steps)
-    ((_, process),) = workers._running.values()
-    process.stdin.close()  # as the system does when this process ends
-    assert process.wait(60) == 128 + signal.SIGTERM
+    (running,) = workers._running.values()
+    running.process.stdin.close()  # as the system does when this process ends
+    assert running.process.wait(60) == 128 + signal.SIGTERM
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 

@@ -195,17 +195,16 @@ class RunsProgress(_WorkProgress):
 
     def __init__(self, num_runs: int, num_done: int) -> None:
         super().__init__("reproduce", MofNCompleteColumn, num_runs, num_done, shown=True)
-        self._num_runs, self._num_before, self._num_done = num_runs, num_done, num_done
+        self._num_runs, self._num_done = num_runs, num_done
 
     def show(self, standing: Sequence[str]) -> None:
         """Shows where the runs stand."""
         self._move(status="  |  ".join(standing))
 
-    def finish(self, message: str) -> None:
+    def finish(self, message: str, seconds_per_run: float) -> None:
         """Counts a run, and says what came of it and about how long the others take."""
         self._num_done += 1
         self._move(completed=self._num_done)
-        seconds_per_run = (time.monotonic() - self.start) / (self._num_done - self._num_before)
         remaining = timedelta(seconds=round(seconds_per_run * (self._num_runs - self._num_done)))
         self.say(f"{message}; {self._num_done} of {self._num_runs} runs done, eta {remaining}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -192,7 +193,7 @@ def _run(
     plan: Plan, facts: Mapping[str, Any], slots: Sequence[Slot], folders: Sequence[Path], opening: Sequence[str]
 ) -> list[str]:
     """Does the runs and reports after each; returns what failed, a text each. Raises Interrupted at a stop."""
-    failed, runs = [], plan.runs()
+    failed, runs, seconds = [], plan.runs(), []
     with (
         stop_requests() as stop,
         RunsProgress(len(runs), len(runs) - len(folders)) as progress,
@@ -204,13 +205,14 @@ def _run(
             progress.show([f"{folder.name}: {last_line(folder)}" for folder in workers.folders])
             if ended is None:
                 continue
+            seconds.append(ended.seconds)
             row, seed = runs[ended.folder]
             name, result = f"{row.name} seed {seed}", read_result(ended.folder)
             if result is None:
                 failed.append(f"{name}: {last_line(ended.folder)} ({describe_exit(ended.code)}, {ended.folder / LOG})")
                 progress.warn(failed[-1])
             else:
-                progress.finish(f"{name}: {_outcome(result)}")
+                progress.finish(f"{name}: {_outcome(result)}", statistics.mean(seconds) / len(slots))
                 _report(plan, facts)
     if stop:
         raise Interrupted(stop.signal, f"{plan.out}: interrupted; checkpoints written, run again to resume")

@@ -8,8 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from electra_fast.interruption import StopRequest
@@ -49,28 +48,34 @@ def _visible_gpus() -> list[str]:
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended: its run's folder and exit code (negative: the signal that killed it)."""
+    """A process that has ended: its run's folder, its exit code (negative: the signal that killed it), its time."""
 
     folder: Path
     code: int
+    seconds: float
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Running:
+    folder: Path
+    process: subprocess.Popen[bytes]
+    start: float
+
+
 class Workers:
-    """The processes. Closing it asks those that run to stop, and waits for their checkpoints."""
+    """The processes, one per slot. Closing it asks those that run to stop, and waits for their checkpoints."""
 
-    slots: Sequence[Slot]
-    command: Sequence[str] = (sys.executable, "-m", "electra_fast.reproduction.row_run")
-    _running: dict[int, tuple[Path, subprocess.Popen[bytes]]] = field(default_factory=dict)
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = slots
+        self._running: dict[int, _Running] = {}
 
     def run(self, folders: Sequence[Path], stop: StopRequest) -> Iterator[Ended | None]:
         """Runs all folders in order; yields each that has ended, and None every now and then while all run."""
         waiting = list(folders)
         while (waiting or self._running) and not stop:
-            for slot in range(len(self.slots)):
-                if waiting and slot not in self._running:
-                    folder = waiting.pop(0)
-                    self._running[slot] = folder, self._start(folder, self.slots[slot])
+            for number, slot in enumerate(self.slots):
+                if waiting and number not in self._running:
+                    self._running[number] = _start(waiting.pop(0), slot)
             yield from self._ended()
             yield None
             time.sleep(_POLL_SECONDS)
@@ -78,36 +83,38 @@ class Workers:
     @property
     def folders(self) -> list[Path]:
         """The runs that have a process now."""
-        return [folder for folder, _ in self._running.values()]
+        return [each.folder for each in self._running.values()]
 
     def close(self) -> None:
         """SIGTERM to every process, which writes a checkpoint and ends."""
-        for _, process in self._running.values():
-            process.terminate()
-        for _, process in self._running.values():
-            with process:  # waits, and closes its pipe
+        for each in self._running.values():
+            each.process.terminate()
+        for each in self._running.values():
+            with each.process:  # waits, and closes its pipe
                 pass
         self._running.clear()
 
     def _ended(self) -> Iterator[Ended]:
-        for slot, (folder, process) in list(self._running.items()):
-            if (code := process.poll()) is not None:
-                del self._running[slot]
-                with process:
-                    yield Ended(folder, code)
+        for number, each in list(self._running.items()):
+            if (code := each.process.poll()) is not None:
+                del self._running[number]
+                with each.process:
+                    yield Ended(each.folder, code, time.monotonic() - each.start)
 
-    def _start(self, folder: Path, slot: Slot) -> subprocess.Popen[bytes]:
-        # A session of its own: Ctrl-C reaches it through us only, once. Its standard input is a pipe that closes when
-        # this process ends, however it ends.
-        with (folder / LOG).open("ab") as log:
-            return subprocess.Popen(
-                [*self.command, str(folder)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, **slot.environment},
-            )
+
+def _start(folder: Path, slot: Slot) -> _Running:
+    # A session of its own: Ctrl-C reaches it through us only, once. Its standard input is a pipe that closes when this
+    # process ends, however it ends.
+    with (folder / LOG).open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "electra_fast.reproduction.row_run", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, **slot.environment},
+        )
+    return _Running(folder, process, time.monotonic())
 
 
 def last_line(folder: Path) -> str:
@@ -119,6 +126,3 @@ def last_line(folder: Path) -> str:
 def describe_exit(code: int) -> str:
     """An exit code as text."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-__all__ = ["Ended", "Slot", "Workers", "choose_slots", "closing", "describe_exit", "last_line"]
