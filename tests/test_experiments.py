@@ -1,13 +1,22 @@
 """The rows of the paper's comparisons: what they are, that they cost the same, and what they refuse."""
 
-import pytest
+import json
 
+import pytest
+import torch
+from tiny_task import write_sst2
+
+import electra_fast as ef
 from electra_fast.config import Config
 from electra_fast.errors import InputError
+from electra_fast.finetuning.tasks import read_tasks
 from electra_fast.objectives import OBJECTIVES
 from electra_fast.reproduction.experiments import EXPERIMENTS, MIN_STEPS, make_experiment, with_steps
-from electra_fast.reproduction.plan import row_configs, training_size
-from electra_fast.training.flops import report
+from electra_fast.reproduction.plan import Plan, base_config, estimate_seconds, row_configs, training_size
+from electra_fast.reproduction.reproduce import IDENTITY, _settle
+from electra_fast.reproduction.row_run import Work
+from electra_fast.reproduction.workers import Slot
+from electra_fast.training.flops import flops_per_token, report
 
 
 def experiment(name, preset="mini", recipe="modern", overrides=None):
@@ -96,3 +105,40 @@ def test_a_budget_without_room_for_a_warmup_is_refused():
 def test_unknown_experiments_are_named():
     with pytest.raises(InputError, match="unknown experiment 'objective'; did you mean objectives?"):
         experiment("objective")
+
+
+def test_the_estimate_adds_up(tmp_path):
+    write_sst2(tmp_path / "SST-2")
+    (task,) = read_tasks("sst2", tmp_path, {}, {})
+    made = experiment("tying", "tiny")
+    work = Work("corpus", str(tmp_path), ["sst2"], 2, {"finetune.epochs": "3"}, "unigram")
+    plan = Plan(tmp_path, made, row_configs(made, 1e13, {}), work, seeds=3)
+    characters = sum(len(text) for (text,) in task.train.texts)
+    flops = flops_per_token(made.rows[0].config).discriminator * 2 * 3 * characters / 4.5
+    budget = training_size(plan.configs["tying-none"])["flops"]
+    assert estimate_seconds(plan, [task], num_runs=9, flops_per_second=1e9, num_slots=2) == pytest.approx(
+        5 * (budget + flops) / 1e9  # nine runs, two at a time
+    )
+
+
+def test_minutes_become_a_budget_that_a_resumed_call_keeps(validation_corpus, tmp_path):
+    corpus = ef.Corpus(validation_corpus)
+    made = make_experiment("tying", base_config(Config.preset("tiny", "modern"), corpus, {}), {})
+    asked = {"experiment": "tying", "asked": {"budget": None, "minutes": 2.5}}
+    facts = _settle(tmp_path, asked, made, Slot({"OMP_NUM_THREADS": "1"}))
+    assert facts["flops_per_second"] > 1e8
+    assert facts["budget"] == pytest.approx(150 * facts["flops_per_second"], rel=0.05)  # two digits of it
+    (tmp_path / IDENTITY).write_text(json.dumps(facts))
+    assert _settle(tmp_path, asked, made, Slot({})) == facts
+    with pytest.raises(InputError, match=r"asked.minutes was 2.5 and is now 3"):
+        _settle(tmp_path, asked | {"asked": {"budget": None, "minutes": 3}}, made, Slot({}))
+
+
+def test_all_rows_have_one_precision(validation_corpus):
+    """Where it would be measured, each run might choose another."""
+    corpus = ef.Corpus(validation_corpus)
+    base = base_config(Config.preset("tiny", "modern"), corpus, {})
+    assert base.train.precision == ("bf16" if torch.cuda.is_available() else "fp32")
+    given = {"train.precision": "bf16"}
+    made = make_experiment("objectives", base_config(Config.preset("tiny", "modern"), corpus, given), given)
+    assert {row.config.train.precision for row in made.rows} == {"bf16"}
