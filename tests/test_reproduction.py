@@ -13,9 +13,12 @@ from contextlib import closing
 import pytest
 from in_process import run
 
+import electra_fast as ef
 from electra_fast.config import Config
 from electra_fast.interruption import StopRequest
 from electra_fast.json_files import read_object
+from electra_fast.reproduction.experiments import make_experiment
+from electra_fast.reproduction.plan import Plan, base_config, row_configs
 from electra_fast.reproduction.row_run import FAILED, Work, read_result, write_run
 from electra_fast.reproduction.workers import Slot, Workers, choose_slots, last_line
 
@@ -95,12 +98,24 @@ def test_killed_at_random_moments_it_ends_with_the_same_table(whole, validation_
     assert without_times(ours) == without_times(theirs)
 
 
-def test_other_settings_are_refused_and_seeds_are_added(whole, validation_corpus, glue_folder):
+def test_other_settings_are_refused(whole, validation_corpus, glue_folder):
     out, _ = whole
     done = run(*arguments(validation_corpus, glue_folder, out, budget="1.3e10"))
     assert done.returncode == 2 and "asked.budget was 12000000000.0 and is now 13000000000.0" in done.stderr
     done = run(*arguments(validation_corpus, glue_folder, out, **{"--task": "sst2"}))
     assert done.returncode == 2 and "give the same to resume, or another --out" in done.stderr
+
+
+def test_more_seeds_are_more_runs(whole, validation_corpus, tmp_path):
+    out = shutil.copytree(whole[0], tmp_path / "out")
+    base = base_config(Config.preset("tiny", "modern"), ef.Corpus(validation_corpus), {})
+    made = make_experiment("tying", base, {})
+    work = Work(**read_object(out / "runs/tying-none-seed-0/work.json"))
+    plan = Plan(out, made, row_configs(made, 1e13, {}), work, seeds=2)
+    folders = plan.prepare()
+    assert [folder.name for folder in folders] == [f"{row.name}-seed-1" for row in made.rows]
+    assert [Config.load(folder / "config.toml").train.seed for folder in folders] == [1, 1, 1]
+    assert all(len(found) == 1 for found in plan.finished().values())
 
 
 class TestBadInput:

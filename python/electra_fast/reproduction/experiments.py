@@ -149,7 +149,9 @@ def _generators(base: Config) -> Experiment:
         if fraction <= 0.5
     ]
     axis = f"hidden size of the generator (discriminator: {base.model.hidden_size})"
-    return Experiment("generators", "Generator sizes", "Figure 3, left", tuple(rows), tuple(claims), axis)
+    return Experiment(
+        "generators", "Generator sizes", "Figure 3, left, a plot without numbers", tuple(rows), tuple(claims), axis
+    )
 
 
 def _tying(base: Config) -> Experiment:

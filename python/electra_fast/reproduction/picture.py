@@ -72,7 +72,7 @@ def _one_below_the_other(axes: Axes, experiment: Experiment, found: Mapping[str,
     for place, row in enumerate(experiment.rows):
         if row.name not in found:
             axes.text(
-                0.02, place, "no score", transform=axes.get_yaxis_transform(), color=GREY, va="center", fontsize=8
+                0.02, place, "no number", transform=axes.get_yaxis_transform(), color=GREY, va="center", fontsize=8
             )
             continue
         each = found[row.name]
