@@ -16,6 +16,8 @@ from electra_fast.reproduction.experiments import Claim, Experiment
 from electra_fast.reproduction.picture import draw
 
 CONFIDENCE = 0.95
+RULER = {"discriminator_auc": "AUC", "mlm_accuracy": "MLM accuracy", "mlm_generator_accuracy": "of the generator"}
+"""Figures of `evaluate` in the table: their columns."""
 Run = dict[str, Any]
 
 
@@ -44,7 +46,7 @@ def summarize(experiment: Experiment, facts: Mapping[str, Any], runs: Mapping[st
                 "paper": row.paper,
                 **_mean_sd([run["score"] for run in whole]),
                 "tasks": {name: _mean_sd([100 * run["tasks"][name]["median"] for run in whole]) for name in names},
-                "evaluation": {name: _mean_sd(_values(whole, name)) for name in ("discriminator_auc", "mlm_accuracy")},
+                "evaluation": {name: _mean_sd(_values(whole, name)) for name in RULER},
                 "runs": found,
             }
         )
@@ -92,26 +94,22 @@ def judge(claim: Claim, scores: Mapping[str, Sequence[float]]) -> dict[str, Any]
 def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
     """The report as Markdown."""
     tasks = list(results["examples"])
-    header = ["", "steps", "tokens", *tasks, "mean", "paper", "AUC", "MLM accuracy", "seeds"]
-    lines = [f"| {' | '.join(header)} |", f"| --- {'| ---: ' * (len(header) - 1)}|"]
-    for row in results["rows"]:
-        cells = [_mean(row["tasks"].get(name)) for name in tasks]
-        ruler = [_mean(row["evaluation"][name], 3) for name in ("discriminator_auc", "mlm_accuracy")]
-        count = sum("score" in run for run in row["runs"])
-        size = results["sizes"][row["name"]]
-        amounts = [f"{size['steps']:,}", f"{size['tokens'] / 1e6:,.1f} M"]
-        mean, paper = _with_sd(row), "" if row["paper"] is None else f"{row['paper']:.1f}"
-        lines.append(f"| {' | '.join([row['title'], *amounts, *cells, mean, paper, *ruler, str(count)])} |")
-    notes = [f"* {row['title']}, seed {run['seed']}: {run['failed']}" for row, run in _failures(results)]
-    claims = [_claim_line(each) for each in results["claims"]]
+    header = ["", "steps", "tokens", *tasks, "mean", "paper", *RULER.values(), "seeds"]
+    rows = [[row["title"], *_cells(row, tasks, results["sizes"][row["name"]])] for row in results["rows"]]
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    lines.insert(1, f"| --- {'| ---: ' * (len(header) - 1)}|")
+    failures = [(row, run) for row in results["rows"] for run in row["runs"] if "failed" in run]
+    notes = "\n".join(f"* {row['title']}, seed {run['seed']}: {run['failed']}" for row, run in failures)
     parts = [
         f"# {experiment.title} ({experiment.source})",
         f"`{results['preset']}`, recipe `{results['recipe']}`, {results['budget']:.3g} FLOPs of pre-training per run "
-        "(true model FLOPs), fine-tuned on each task. Scores times 100: mean over seeds ± standard deviation; "
-        f"AUC against the same fakes for every row (`--corrupted-by {results['corrupted_by']}`).",
+        "(true model FLOPs), fine-tuned on each task. Scores times 100: mean over seeds ± standard deviation. "
+        f"AUC: against the same fakes for every row (`--corrupted-by {results['corrupted_by']}`). MLM accuracy: by "
+        "Appendix G, beside that of the generator alone.",
         "\n".join(lines),
-        *(["Not finished:\n\n" + "\n".join(notes)] if notes else []),
-        "What the paper concludes, and the difference measured here with its 95 % margin:\n\n" + "\n".join(claims),
+        *([f"Not finished:\n\n{notes}"] if notes else []),
+        "What the paper concludes, and the difference measured here with its 95 % margin:",
+        "\n".join(map(_claim_line, results["claims"])),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -123,16 +121,21 @@ def write_report(out: Path, experiment: Experiment, results: Mapping[str, Any]) 
     draw(out / f"{experiment.name}.png", experiment, results)
 
 
-def _failures(results: Mapping[str, Any]) -> list[tuple[dict[str, Any], Run]]:
-    return [(row, run) for row in results["rows"] for run in row["runs"] if "failed" in run]
+def _cells(row: Mapping[str, Any], tasks: Sequence[str], size: Mapping[str, float]) -> list[str]:
+    """A row of the table after its title."""
+    return [
+        f"{size['steps']:,}",
+        f"{size['tokens'] / 1e6:,.1f} M",
+        *(_mean(row["tasks"].get(name)) for name in tasks),
+        _mean(row) + ("" if row["sd"] is None else f" ± {row['sd']:.1f}"),
+        "" if row["paper"] is None else f"{row['paper']:.1f}",
+        *(_mean(row["evaluation"][name], 3) for name in RULER),
+        str(sum("score" in run for run in row["runs"])),
+    ]
 
 
 def _mean(found: Mapping[str, float | None] | None, digits: int = 1) -> str:
     return "" if found is None or found["mean"] is None else f"{found['mean']:.{digits}f}"
-
-
-def _with_sd(found: Mapping[str, float | None]) -> str:
-    return _mean(found) + ("" if found["sd"] is None else f" ± {found['sd']:.1f}")
 
 
 def _claim_line(found: Mapping[str, Any]) -> str:
