@@ -142,9 +142,10 @@ def _generators(base: Config) -> Experiment:
     for fraction in fractions:
         config = electra.override({"generator.fraction": str(fraction)})
         width = config.generator_shape().hidden_size
-        rows.append(Row(f"fraction-{fraction:g}", f"{fraction:g} of the width", config, None, "ELECTRA", width))
+        title = "full width" if fraction == 1 else f"{fraction:g} of the width"
+        rows.append(Row(f"fraction-{fraction:g}", title, config, None, "ELECTRA", width))
     claims = [
-        _above(f"fraction-{fraction:g}", "fraction-1", f"{fraction:g} of the width is better than all of it")
+        _above(f"fraction-{fraction:g}", "fraction-1", f"{fraction:g} of the width is better than the full width")
         for fraction in fractions
         if fraction <= 0.5
     ]

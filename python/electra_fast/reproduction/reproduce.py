@@ -179,7 +179,7 @@ def _opening(plan: Plan, corpus: Corpus, num_waiting: int, num_slots: int, secon
     """What the user should know before the first run."""
     made, num_runs = plan.experiment, len(plan.runs())
     lines = [
-        f"{plan.out}: {made.title} ({made.source}): {len(made.rows)} rows with {plan.seeds} seeds each, "
+        f"{plan.out}: {made.title} ({made.source}): {len(made.rows)} rows, seeds per row: {plan.seeds}, "
         f"fine-tuned on {', '.join(plan.work.tasks)}",
         *plan.describe(corpus),
     ]
@@ -202,14 +202,15 @@ def _run(
         for line in opening:
             progress.say(line)
         for ended in workers.run(folders, stop):
-            progress.show([f"{folder.name}: {last_line(folder)}" for folder in workers.folders])
+            progress.show([f"{folder.name}: {last_line(folder) or 'starts'}" for folder in workers.folders])
             if ended is None:
                 continue
             seconds.append(ended.seconds)
             row, seed = runs[ended.folder]
             name, result = f"{row.name} seed {seed}", read_result(ended.folder)
             if result is None:
-                failed.append(f"{name}: {last_line(ended.folder)} ({describe_exit(ended.code)}, {ended.folder / LOG})")
+                why = last_line(ended.folder) or "it wrote nothing"
+                failed.append(f"{name}: {why} ({describe_exit(ended.code)}, {ended.folder / LOG})")
                 progress.warn(failed[-1])
             else:
                 progress.finish(f"{name}: {_outcome(result)}", statistics.mean(seconds) / len(slots))

@@ -118,9 +118,9 @@ def _start(folder: Path, slot: Slot) -> _Running:
 
 
 def last_line(folder: Path) -> str:
-    """The last line that a run's process wrote."""
+    """The last line that a run's process wrote; empty where it wrote none."""
     lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines() if (folder / LOG).exists() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def describe_exit(code: int) -> str:
