@@ -98,7 +98,7 @@ def with_steps(row: Row, budget: float) -> Config:
 
     Raises ValueError where that is no training, or the warmup would not fit.
     """
-    config = row.config.replace({"train": {"steps": 100_000}})
+    config = row.config.replace({"train": {"steps": 100_000}})  # of two stages, any number that both can share
     per_step = flops_per_token(config).total * config.train.batch_size * config.data.sequence_length
     steps = round(budget / per_step)
     needed = max(MIN_STEPS, 2 * config.optimizer.warmup_steps)
@@ -207,7 +207,7 @@ EXPERIMENTS: dict[str, tuple[tuple[str, ...], Callable[[Config], Experiment]]] =
 }
 """The keys that an experiment varies, and the function that makes it."""
 
-DECIDED = ("train.steps", "train.seed", "train.out", "data.corpus", "train.max_minutes")
+DECIDED = ("train.steps", "train.seed", "train.out", "data.corpus")
 """Keys that follow from the budget, the seed and the folders."""
 
 

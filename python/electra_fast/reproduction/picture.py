@@ -10,9 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from electra_fast.reproduction.experiments import Experiment
-
-# Colors that stay apart for color-blind readers (Okabe and Ito, 2008).
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#999999"
+from electra_fast.training.plots import BLUE, GREEN, GREY, ORANGE
 
 Found = Mapping[str, Any]
 """A row of results.json: `mean`, `sd` and `runs`."""

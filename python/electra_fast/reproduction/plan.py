@@ -76,7 +76,7 @@ class Plan:
     def describe(self, corpus: Corpus) -> Iterator[str]:
         """A line per row."""
         for row in self.experiment.rows:
-            size = self.sizes()[row.name]
+            size = training_size(self.configs[row.name])
             yield (
                 f"  {row.title:<24} {size['steps']:>9,} steps, {size['tokens'] / 1e6:>9,.2f} M tokens "
                 f"({size['tokens'] / corpus.num_tokens:.2g} of the corpus), {size['flops']:.3e} FLOPs"

@@ -41,7 +41,6 @@ from electra_fast.training.evaluate import SEED
 from electra_fast.training.run import exclusive
 
 IDENTITY = "reproduce.json"
-DEFAULT_SEEDS = 3
 Results = dict[str, Any]
 
 
@@ -55,7 +54,7 @@ def reproduce(
     recipe: str = "google",
     budget: float | None = None,
     minutes: float | None = None,
-    seeds: int = DEFAULT_SEEDS,
+    seeds: int = 3,
     task: str = "glue",
     finetune_seeds: int = 1,
     corrupted_by: str | Path = UNIGRAM,
@@ -202,7 +201,8 @@ def _run(
         for line in opening:
             progress.say(line)
         for ended in workers.run(folders, stop):
-            progress.show([f"{folder.name}: {last_line(folder) or 'starts'}" for folder in workers.folders])
+            if progress.is_live:
+                progress.show([f"{folder.name}: {last_line(folder) or 'starts'}" for folder in workers.folders])
             if ended is None:
                 continue
             seconds.append(ended.seconds)
