@@ -33,14 +33,12 @@ import electra_fast as ef
 from electra_fast import checkpoint
 from electra_fast.checkpoint_folder import TrainState
 from electra_fast.compute import choose_device
-from electra_fast.finetuning import batches, glue, metrics
+from electra_fast.finetuning import batches, glue
 from electra_fast.finetuning.config import recipe_config
-from electra_fast.finetuning.inference import model_outputs
 from electra_fast.finetuning.job import Job, make_job
-from electra_fast.finetuning.losses import batch_weights
-from electra_fast.finetuning.step import FinetuneStep, StepBatch
-from electra_fast.huggingface.classifier import Classifier, write_classifier
+from electra_fast.finetuning.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder
+from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids, write_tokenizer
 from electra_fast.training.optim import lr_scale
 
@@ -92,8 +90,8 @@ def make_tasks(options: argparse.Namespace, task: str) -> tuple[Job, Path]:
         state = {name: parameter.detach() for name, parameter in model.named_parameters()}
         copy_tokenizer(encoder.tokenizer, folder, INPUT_NAMES[job.work.shape.architecture])
         labels = data.task.labels or ("value",)
-        classifier = Classifier(job.work.shape, job.config.head, data.task.kind, labels, MAX_LENGTH, None, state)
-        write_classifier(folder, classifier, special_ids(folder), job.config.head_dropout)
+        finetuned = Finetuned(job.work.shape, job.config.head, data.task.kind, labels, MAX_LENGTH, None, state)
+        write_finetuned(folder, finetuned, special_ids(folder), job.config.head_dropout)
     return job, folder
 
 
@@ -113,10 +111,9 @@ def train_ours(job: Job, steps: int, seed: int) -> dict[str, float]:
     taken = order[: steps or len(order)]
     for number, chosen in enumerate(taken):
         chosen = chosen[chosen >= 0]
-        parts, weights = job.pack(chosen), batch_weights(job.weights[chosen], job.config)
-        loss, _ = step(
-            StepBatch.of(parts, job.targets[chosen], weights, seed), number, lr_scale(job.config, number, len(order))
-        )
+        parts = job.pack(chosen)
+        batch = job.training_set.batch(parts, chosen, job.config.loss_reduction, seed)
+        loss, _ = step(batch, number, lr_scale(job.config, number, len(order)))
         num_tokens += sum(part.num_tokens for part in parts)
         if number == len(taken) - 1 or job.device.type == "cpu":
             loss.item()
@@ -125,16 +122,14 @@ def train_ours(job: Job, steps: int, seed: int) -> dict[str, float]:
     found = timed_steps(ends, num_tokens)
     if steps:
         return found
-    outputs = model_outputs(model, job.splits[job.data.dev[0].name], job.work.compute)
-    return found | {"score": score(job, outputs)}
+    features = job.splits[job.data.dev[0].name]
+    return found | {"score": score(job, job.method.predict(model, features, job.config, job.work.compute))}
 
 
 def score(job: Job, outputs: Any) -> float:
     """The task's metric on its validation examples."""
-    targets = job.data.dev[0].targets
-    assert targets is not None
-    values = outputs[:, 0] if job.task.kind == "regression" else outputs
-    return metrics.scores(job.task, targets, values)[job.task.metric]
+    dev = job.data.dev[0]
+    return job.method.scores(job.task, dev, job.splits[dev.name], outputs, {})[job.task.metric]
 
 
 def train_theirs(
@@ -183,14 +178,15 @@ def train_theirs(
             bf16=job.device.type == "cuda",
         )
         model = AutoModelForSequenceClassification.from_pretrained(folder)
-        rows = [row | {"labels": job.targets[i].item()} for i, row in enumerate(rows_of(job, job.examples))]
+        targets = job.training_set.targets.tolist()
+        rows = [row | {"labels": y} for row, y in zip(rows_of(job, job.examples), targets, strict=True)]
         trainer = Trainer(model, arguments, collate_and_count, rows, callbacks=[Clock()])
         trainer.train()
         found = timed_steps(ends, sum(tokens[: len(ends)]))  # the next batch may have been collated already
         if steps:
             return found
         trainer.args.train_sampling_strategy = "random"  # by length it would order the predictions by length, too
-        outputs = trainer.predict(list(rows_of(job, job.splits[job.data.dev[0].name]))).predictions
+        outputs = trainer.predict(list(rows_of(job, job.splits[job.data.dev[0].name].encoded))).predictions
     return found | {"score": score(job, outputs)}
 
 
@@ -219,7 +215,7 @@ def predict(job: Job, folder: Path, contender: str) -> dict[str, float]:
     start = time.perf_counter()
     run(given)
     seconds = time.perf_counter() - start
-    lengths = job.splits[job.data.dev[0].name].lengths
+    lengths = job.splits[job.data.dev[0].name].encoded.lengths
     return {"seconds": seconds, "tokens": len(given) * float(lengths.mean())}
 
 

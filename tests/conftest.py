@@ -128,6 +128,22 @@ def glue_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def squad_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both versions of SQuAD, a dozen paragraphs each."""
+    from tiny_reading import write_squad
+
+    return write_squad(write_squad(tmp_path_factory.mktemp("squad"), 1), 2)
+
+
+@pytest.fixture(scope="session")
+def conll_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tagged sentences, some of which are longer than a chunk of `tiny_reading.SETTINGS`."""
+    from tiny_reading import write_conll
+
+    return write_conll(tmp_path_factory.mktemp("conll"), train=60, dev=20, words=(3, 70))
+
+
+@pytest.fixture(scope="session")
 def finetuned(tmp_path_factory: pytest.TempPathFactory, encoder_folder: Path, glue_folder: Path) -> tuple[Path, Any]:
     """Both tasks with two seeds, uninterrupted. Tests that write to the folder copy it first."""
     from tiny_task import QUICK

@@ -19,8 +19,7 @@ import electra_fast as ef
 from electra_fast.finetuning import batches, glue
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.finetuning.job import make_job
-from electra_fast.finetuning.losses import batch_weights
-from electra_fast.finetuning.step import FinetuneStep, StepBatch
+from electra_fast.finetuning.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder
 
 CPU = torch.device("cpu")
@@ -147,8 +146,7 @@ def test_two_processes_compute_what_one_computes(encoder_folder, glue_folder, tm
             for number, row in enumerate(order):
                 chosen = row[row >= 0]
                 parts = batches.pack(job.examples, chosen, num_processes)
-                weights = batch_weights(job.weights[chosen], job.config)
-                loss, _ = step(StepBatch.of(parts, job.targets[chosen], weights, 0), number, 1.0)
+                loss, _ = step(job.training_set.batch(parts, chosen, "mean", 0), number, 1.0)
                 losses.append(float(loss))
             models.append({name: p.detach().clone() for name, p in model.named_parameters()})
             step.close()
@@ -169,8 +167,7 @@ def trained(job, execution, device, pack, steps=12):
     step, found = FinetuneStep(model.to(device), work), []
     for number in range(steps):
         chosen = np.random.default_rng(number).permutation(len(job.examples))[: 8 - number % 3]
-        batch = StepBatch.of(pack(chosen), job.targets[chosen], batch_weights(job.weights[chosen], job.config), 0)
-        found.append(step(batch, number, 1.0))
+        found.append(step(job.training_set.batch(pack(chosen), chosen, "mean", 0), number, 1.0))
     return [[float(x) for x in pair] for pair in found], {name: p.cpu() for name, p in model.named_parameters()}
 
 

@@ -126,18 +126,22 @@ def test_packed_batches_hold_every_token_once(parts, count):
     assert len(packed) == min(parts, count)
     assert sorted(np.concatenate([part.examples for part in packed]).tolist()) == list(range(count))
     for part in packed:
-        ids, types, positions, segments = part.columns
-        for place, item in zip(part.first_tokens, part.examples, strict=True):
+        ids, types, positions, segments, owners = part.columns
+        for owner, (place, item) in enumerate(zip(part.first_tokens, part.examples, strict=True)):
             start, end = encoded.offsets[chosen[item]], encoded.offsets[chosen[item] + 1]
             span = slice(place, place + end - start)
             assert ids.flatten()[span].tolist() == encoded.ids[start:end].tolist()
             assert types.flatten()[span].tolist() == encoded.token_types[start:end].tolist()
             assert positions.flatten()[span].tolist() == list(range(end - start))
             assert len(set(segments.flatten()[span].tolist())) == 1
+            assert (owners.flatten()[span] == owner).all()
+            assert part.sources.flatten()[span].tolist() == list(range(start, end))
             assert {place, place + end - start} <= set(part.cu_seqlens.tolist())
         padding = segments == 0
         assert part.num_tokens == (~padding).sum() == encoded.lengths[chosen[part.examples]].sum()
-        assert (ids[padding] == 0).all()
+        assert (ids[padding] == 0).all() and (part.sources[padding] == -1).all()
+        assert (owners[padding] == len(part.examples)).all()
+        assert part.longest == encoded.lengths[chosen[part.examples]].max()
         assert part.cu_seqlens[-1] == ids.size and (np.diff(part.cu_seqlens) > 0).all()
         # Rows are equally long up to the shortest example in them.
         assert padding.sum() <= len(ids) * 60
@@ -175,4 +179,5 @@ def test_static_batches_fill_up_with_nothing(count):
     assert part.examples.tolist().count(-1) == 8 - count == 8 - len(part.examples[part.examples >= 0])
     assert part.columns[0].shape == (ROW_MULTIPLE, 64) and part.num_tokens == encoded.lengths[:count].sum()
     assert part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == part.columns[0].size
+    assert (part.columns[4][part.sources < 0] == 8).all() and part.longest == 64
     assert (np.diff(part.cu_seqlens) >= 0).all() and (np.diff(part.cu_seqlens) <= 64).all()

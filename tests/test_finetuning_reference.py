@@ -1,9 +1,9 @@
 """Fine-tuning equals an independent implementation: modules of `transformers`, and the recipes written out in torch."""
 
 import math
-import re
 
 import pytest
+import recipe_reference
 import torch
 import torch.nn.functional as F
 from tiny_task import NO_DROPOUT, QUICK, write_mrpc, write_stsb
@@ -59,48 +59,17 @@ def collate(tokenizer, examples):
     return ids, torch.arange(width) < torch.tensor([[len(ids)] for ids, _ in rows]), types
 
 
-def rate_factor(name, recipe):
-    """Layer decay of 0.8 in an encoder of 2 layers: embeddings have depth 0, layer i depth i + 1."""
-    top = 4 if recipe == "google" else 3
-    if name.startswith("head."):
-        return 1.0
-    match = re.search(r"encoder\.layer\.(\d+)\.", name)
-    return 0.8 ** (top - (int(match[1]) + 1 if match else 0))
-
-
-def schedule(recipe, t, total):
-    if recipe == "google":
-        return (1 - t / total) * min(1.0, t / (0.1 * total))
-    warmup = int(0.1 * total)
-    return min((t + 1) / warmup if warmup else 1.0, (total - t) / (total - warmup), 1.0)
-
-
 def train_reference(model, tokenizer, examples, targets, order, recipe, learning_rate, kind):
-    decay = 0.0 if recipe == "paper" else 0.01
-    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
-    for t, batch in enumerate(order):
-        chosen = [i for i in batch.tolist() if i >= 0]
+    reduction = "sum" if recipe == "google" else "mean"
+
+    def loss_of(chosen):
         outputs = model(*collate(tokenizer, [examples[i] for i in chosen]))
         wanted = torch.tensor([targets[i] for i in chosen])
-        reduction = "sum" if recipe == "google" else "mean"
         if kind == "regression":
-            loss = F.mse_loss(outputs[:, 0], wanted / 5, reduction=reduction)
-        else:
-            loss = F.cross_entropy(outputs, wanted, reduction=reduction)
-        model.zero_grad()
-        loss.backward()
-        named = {name: p for name, p in model.named_parameters() if p.grad is not None}
-        torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
-        for name, p in named.items():
-            m, v = moments[name]
-            m.mul_(0.9).add_(0.1 * p.grad)
-            v.mul_(0.999).add_(0.001 * p.grad**2)
-            corrections = (1, 1) if recipe == "google" else (1 - 0.9 ** (t + 1), 1 - 0.999 ** (t + 1))
-            update = (m / corrections[0]) / ((v / corrections[1]).sqrt() + 1e-6)
-            if not re.search(r"LayerNorm|bias", name):
-                update += decay * p.detach()
-            with torch.no_grad():
-                p -= learning_rate * rate_factor(name, recipe) * schedule(recipe, t, len(order)) * update
+            return F.mse_loss(outputs[:, 0], wanted / 5, reduction=reduction)
+        return F.cross_entropy(outputs, wanted, reduction=reduction)
+
+    recipe_reference.train(model, loss_of, order, recipe, learning_rate)
 
 
 @pytest.mark.parametrize("task", ["mrpc", "stsb"])

@@ -9,7 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors, trainers
 
 from electra_fast.config import Config
 from electra_fast.data.corpus import Corpus, Tokenizer
@@ -135,6 +138,66 @@ class TestCase:
         with pytest.raises(ValueError, match="tokenizer.json: has the entries of .*vocab.txt but rules that"):
             Tokenizer(vocab)
         assert Tokenizer(vocab, lowercase=True).options == UNCASED
+
+
+ODD_TEXTS = [
+    "Don't stop, the café's naïve owner said.",
+    "",
+    " \t\n",
+    "😀👍🏽 emoji👩\u200d🚀 and ﬁ ligature ½",
+    "e\u0301 combining a\u030a and x\u0302\u0323",
+    "עברית (שָׁלוֹם) العربية, then English",
+    "中文字符和English混排，日本語テキスト 한국어",
+    "control\x00 soft\u00adhyphen zero\u200bwidth \ufeffbom \ufffd",
+    "İstanbul STRASSE straße ΣΊΣΥΦΟΣ",
+    "[MASK] in the text, [CLS] too  " + "x" * 101,
+]
+
+
+@pytest.fixture(params=["uncased", "cased", "uncased with accents", "byte-level", "byte-level, trimmed"])
+def odd_tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A tokenizer.json whose vocabulary has most characters of `ODD_TEXTS`, and some words."""
+    if request.param.startswith("byte-level"):
+        other = tokenizers.Tokenizer(models.BPE())
+        other.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        if "trimmed" in request.param:
+            other.post_processor = processors.ByteLevel(trim_offsets=True)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet)
+        other.train_from_iterator(ODD_TEXTS * 3, trainer)
+        other.save(str(tmp_path / "tokenizer.json"))
+        return tmp_path / "tokenizer.json"
+    characters = sorted({*"".join(ODD_TEXTS), *"".join(ODD_TEXTS).lower()} - {*"😀 \t\n语\u0302\x00"})
+    pieces = [*characters, *(f"##{c}" for c in characters), "the", "caf", "##é", "café", "cafe", "strasse", "##ing"]
+    vocab = write_vocab(tmp_path / "vocab.txt", *dict.fromkeys(pieces))
+    lowercase, strip = request.param != "cased", request.param == "uncased"
+    json_file = tmp_path / "tokenizer.json"
+    json_file.write_text(Tokenizer(vocab, lowercase=lowercase, strip_accents=strip).to_json(), encoding="utf-8")
+    return json_file
+
+
+class TestOffsets:
+    def test_they_equal_those_of_tokenizers(self, odd_tokenizer: Path) -> None:
+        expected = tokenizers.Tokenizer.from_file(str(odd_tokenizer))
+        expected.encode_special_tokens = True
+        tokenizer = Tokenizer(odd_tokenizer)
+        found = tokenizer.encode_with_offsets(ODD_TEXTS)
+        assert len(found) == len(ODD_TEXTS)
+        for text, pieces in zip(ODD_TEXTS, found, strict=True):
+            encoding = expected.encode(text, add_special_tokens=False)
+            assert pieces.ids.tolist() == encoding.ids, text
+            assert [tuple(place) for place in pieces.offsets.tolist()] == encoding.offsets, text
+            assert pieces.words.tolist() == encoding.word_ids, text
+        ids = tokenizer.encode_batch(ODD_TEXTS)
+        assert all(np.array_equal(pieces.ids, others) for pieces, others in zip(found, ids, strict=True))
+
+    def test_what_they_are_by_hand(self, tmp_path: Path) -> None:
+        tokenizer = Tokenizer(write_vocab(tmp_path / "vocab.txt", "un", "##able", "cafe", "שלום"), lowercase=True)
+        [pieces, none] = tokenizer.encode_with_offsets(["😀 Unable CAFE\u0301 שלום", ""])
+        assert pieces.ids.tolist() == [1, 5, 6, 7, 8] and pieces.words.tolist() == [0, 1, 1, 2, 3]
+        assert pieces.offsets.tolist() == [[0, 1], [2, 4], [4, 8], [9, 13], [15, 19]]
+        assert none.ids.shape == none.words.shape == (0,) and none.offsets.shape == (0, 2)
+        assert {array.dtype for array in (*pieces, *none)} == {np.dtype(np.int32)}
 
 
 class TestWhatIsNotOverwritten:

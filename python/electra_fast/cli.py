@@ -267,7 +267,7 @@ def _flops(options: argparse.Namespace) -> None:
 def _finetune(options: argparse.Namespace) -> None:
     from electra_fast.finetuning.finetune import finetune
 
-    names = ("text", "label", "labels", "label_separator", "quoting", "dev_fraction")
+    names = ("text", "label", "labels", "label_separator", "quoting", "dev_fraction", "scheme")
     results = finetune(
         options.task,
         model=options.model,
@@ -301,7 +301,17 @@ def _reproduce(options: argparse.Namespace) -> None:
 def _predict(options: argparse.Namespace) -> None:
     from electra_fast.finetuning.predict import predict_file
 
-    predict_file(options.model, options.file, options.out, text=options.text, quoting=options.quoting)
+    names = ("threshold", "n_best", "null_threshold")
+    settings = {name: value for name in names if (value := getattr(options, name)) is not None}
+    predict_file(
+        options.model,
+        options.file,
+        options.out,
+        text=options.text,
+        quoting=options.quoting,
+        task=options.task,
+        **settings,
+    )
 
 
 HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {

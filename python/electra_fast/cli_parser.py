@@ -118,26 +118,48 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--json", action="store_true", help="one object on standard output")
 
-    sub = command("finetune", "fine-tune an encoder on GLUE or on own data; run again to resume")
+    sub = command("finetune", "fine-tune an encoder on GLUE, SQuAD or own data; run again to resume")
     sub.add_argument(
         "--task",
         required=True,
         help="cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli; several with commas; glue: all that --data has; "
-        "or own data: classification, regression",
+        "squad1, squad2; or own data: classification, regression, tagging, question-answering",
     )
     sub.add_argument("--model", type=Path, required=True, help="run, checkpoint or Hugging Face folder")
     sub.add_argument("--out", type=Path, required=True, help="folder for models, predictions and results.json")
     sub.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per task: seeds 0 to N-1 (%(default)s)")
     sub.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"{', '.join(FINETUNING_RECIPES)} (%(default)s)")
     sub.add_argument("--role", choices=tuple(PARTS), help="network of a run (the first of these that it has)")
-    sub.add_argument("--data", type=Path, help="GLUE: the task's folder, or one with the tasks' folders")
+    sub.add_argument("--data", type=Path, help="GLUE, SQuAD: the task's folder, or one with the tasks' folders")
     sub.add_argument("--json", action="store_true", help="one object on standard output")
-    _add_own_data(sub.add_argument_group("own data (.tsv, .csv, .jsonl, .parquet)"))
+    _add_own_data(
+        sub.add_argument_group("own data (.tsv, .csv, .jsonl, .parquet; tagging: .conll; question-answering: .json)")
+    )
     sub.epilog = _key_help(FinetuningConfig)
 
-    sub = command("predict", "labels and probabilities, or values, of a fine-tuned model, as lines of JSON")
-    sub.add_argument("model", type=Path, metavar="MODEL", help="fine-tuned folder, as DIR/TASK/seed-0/model")
-    sub.add_argument("file", type=Path, metavar="FILE", help=".txt (a text per line), .tsv, .csv, .jsonl or .parquet")
+    sub = command("predict", "labels, values, tags or answers of a fine-tuned model, as lines of JSON; errors in text")
+    sub.add_argument(
+        "model", type=Path, metavar="MODEL", help="fine-tuned folder, as DIR/TASK/seed-0/model; errors: run or export"
+    )
+    sub.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help=".txt (a text per line), .tsv, .csv, .jsonl, .parquet; tagging: .conll; question-answering: SQuAD's .json",
+    )
+    sub.add_argument(
+        "--task", choices=("errors",), help="errors: words that do not belong, by a pre-trained model's discriminator"
+    )
+    sub.add_argument(
+        "--threshold", type=float, metavar="P", help="errors: the probability from which a word is marked (0.5)"
+    )
+    sub.add_argument("--n-best", type=int, metavar="N", help="question-answering: list as many answers")
+    sub.add_argument(
+        "--null-threshold",
+        type=float,
+        metavar="X",
+        help="question-answering: no answer where null_odds exceed it (as the model's config.json says)",
+    )
     sub.add_argument("--out", type=Path, help="file to write (standard output)")
     _add_text(sub)
 
@@ -231,6 +253,9 @@ def _add_own_data(own: argparse._ActionsContainer) -> None:
     )
     own.add_argument(
         "--labels", type=comma_separated, default=(), metavar="A,B,...", help="the classes (those of --train)"
+    )
+    own.add_argument(
+        "--scheme", default="auto", help="of tags: IO, IOB1, IOB2, IOBES, none; auto: as the tags show (%(default)s)"
     )
     own.add_argument("--label-separator", default="", metavar="TEXT", help="between the labels of one cell")
     own.add_argument(

@@ -57,6 +57,21 @@ impl Tokenizer {
         ids.iter().map(|ids| ids_to_bytes(py, ids)).collect()
     }
 
+    /// (ids, first and past-the-last character of each piece, words) of each text, as the bytes of little-endian u32.
+    fn encode_with_offsets<'py>(
+        &self,
+        py: Python<'py>,
+        texts: Vec<String>,
+    ) -> PyResult<Vec<[Bound<'py, PyBytes>; 3]>> {
+        let inner = self.get(py)?;
+        let pieces = py.detach(|| inner.encode_batch_with_offsets(&texts)).map_err(raise)?;
+        let bytes = |pieces: &electra_data::Pieces| {
+            let offsets = ids_to_bytes(py, pieces.offsets.as_flattened())?;
+            Ok([ids_to_bytes(py, &pieces.ids)?, offsets, ids_to_bytes(py, &pieces.words)?])
+        };
+        pieces.iter().map(bytes).collect()
+    }
+
     fn decode(&self, py: Python, ids: Vec<u32>) -> PyResult<String> {
         self.get(py)?.decode(&ids).map_err(raise)
     }

@@ -19,4 +19,4 @@ pub use loader::{Contents, Loader, LoaderOptions, LoaderState, Poll};
 pub use prepare::{
     Coverage, PrepareOptions, PrepareReport, Progress, VocabOptions, VocabReport, prepare, train_vocab,
 };
-pub use tokenizer::{Encoder, Tokenizer};
+pub use tokenizer::{Encoder, Pieces, Tokenizer};

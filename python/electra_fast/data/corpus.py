@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,21 @@ from electra_fast.errors import InputError
 Ids = NDArray[np.int32]
 
 SPECIAL = ("pad", "unk", "cls", "sep", "mask")
+
+
+class Pieces(NamedTuple):
+    """The tokens of a text in order, and where they stand in it."""
+
+    ids: Ids
+    """int32 [tokens], as `Tokenizer.encode_batch` gives them."""
+
+    offsets: NDArray[np.int32]
+    """int32 [tokens, 2]: the first character of each piece and the one after its last, as code points of the text
+    as given, before normalization. `text[start:end]` is the piece as written."""
+
+    words: NDArray[np.int32]
+    """int32 [tokens]: the word (pre-token) that each piece is part of, ascending from 0; a word without pieces leaves a
+    gap."""
 
 
 class Tokenizer:
@@ -54,6 +69,10 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text: int32 arrays of shape [tokens]. Runs on all cores without the GIL."""
         return [_to_numpy(ids) for ids in self._inner.encode_batch(list(texts))]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Pieces]:
+        """Ids of each text with their places in it, computed by the `tokenizers` crate on all cores without the GIL."""
+        return [_to_pieces(*three) for three in self._inner.encode_with_offsets(list(texts))]
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Text of the ids; close to the original text, not always equal to it."""
@@ -231,6 +250,10 @@ def verify(path: StrPath) -> dict[str, Any]:
         more = "" if len(damaged) == 1 else f" ({len(damaged)} damaged places in all)"
         raise InputError("; also ".join(damaged) + more)
     return {"files": num_files, "bytes": num_bytes, "content_hash": Corpus(path).content_hash}
+
+
+def _to_pieces(ids: bytes, offsets: bytes, words: bytes) -> Pieces:
+    return Pieces(_to_numpy(ids), _to_numpy(offsets).reshape(-1, 2), _to_numpy(words))
 
 
 def _to_numpy(ids: bytes) -> Ids:

@@ -151,11 +151,14 @@ class PackedBatch:
     """Examples as segments of rows.
 
     Args:
-        columns: What the encoder reads, int32 [4, R, L]: token ids, 0 on padding; token types; each token's position
-            in its example; and segments, 1, 2, ... for the examples of a row and 0 on padding.
+        columns: What the model reads, int32 [5, R, L]: token ids, 0 on padding; token types; each token's position
+            in its example; segments, 1, 2, ... for the examples of a row and 0 on padding; and owners, the place in
+            `examples` of the example that a token is of, their number on padding.
         cu_seqlens: Cumulative lengths of the segments, a row's padding being one; int32 [S + 1].
         first_tokens: Where each example's [CLS] lies in the flat buffer of R * L tokens; int64 [n].
         examples: Which example each is, as an index into the batch; -1 for none; int64 [n].
+        sources: Where each token lies in `EncodedExamples.ids`, -1 on padding; int64 [R, L].
+        longest: No example has more tokens.
         num_tokens: Tokens without padding.
     """
 
@@ -163,6 +166,8 @@ class PackedBatch:
     cu_seqlens: Ints
     first_tokens: Ints
     examples: Ints
+    sources: Ints
+    longest: int
     num_tokens: int
 
 
@@ -204,8 +209,12 @@ def pack_static(encoded: EncodedExamples, examples: Ints, row_length: int, num_e
     num_ends = num_examples + len(rows) + 1
     ends = np.full(num_ends, len(rows) * row_length, np.int32)
     ends[: len(packed.cu_seqlens)] = packed.cu_seqlens
+    columns = packed.columns.copy()
+    columns[4, packed.sources < 0] = num_examples
     return replace(
         packed,
+        columns=columns,
+        longest=row_length,
         cu_seqlens=ends,
         first_tokens=np.concatenate((packed.first_tokens, np.zeros(missing, np.int64))),
         examples=np.concatenate((packed.examples, np.full(missing, -1))),
@@ -225,9 +234,11 @@ def _balanced(lengths: Ints, num_rows: int) -> list[list[int]]:
 
 def _packed(encoded: EncodedExamples, examples: Ints, rows: list[list[int]], width: int) -> PackedBatch:
     lengths = encoded.lengths[examples]
-    columns = np.zeros((4, len(rows), width), np.int32)
-    ids, types, positions, segments = columns
-    ends, first_tokens = [0], []
+    items = [item for row in rows for item in row]
+    columns, sources = np.zeros((5, len(rows), width), np.int32), np.full((len(rows), width), -1)
+    ids, types, positions, segments, owners = columns
+    owners[:] = len(items)
+    ends, first_tokens = [0], list[int]()
     for r, row in enumerate(rows):
         at = 0
         for segment, item in enumerate(row, start=1):
@@ -237,6 +248,8 @@ def _packed(encoded: EncodedExamples, examples: Ints, rows: list[list[int]], wid
             types[r, place] = encoded.token_types[start : start + length]
             positions[r, place] = np.arange(length)
             segments[r, place] = segment
+            owners[r, place] = len(first_tokens)
+            sources[r, place] = np.arange(start, start + length)
             first_tokens.append(r * width + at)
             at += length
             ends.append(r * width + at)
@@ -247,6 +260,8 @@ def _packed(encoded: EncodedExamples, examples: Ints, rows: list[list[int]], wid
         columns,
         np.array(ends, np.int32),
         np.array(first_tokens, np.int64),
-        np.array([item for row in rows for item in row], np.int64),
-        int(lengths[[item for row in rows for item in row]].sum()),
+        np.array(items, np.int64),
+        sources,
+        int(lengths[items].max(initial=1)),
+        int(lengths[items].sum()),
     )

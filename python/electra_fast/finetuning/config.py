@@ -40,7 +40,9 @@ class FinetuneConfig(Section):
     dropout: float = config_key(0.1, "dropout on embeddings and sublayer outputs", low=0, high=0.99)
     attention_dropout: float = config_key(0.1, "dropout on attention probabilities", low=0, high=0.99)
     head: Literal["hf", "google"] = config_key(
-        "hf", "as in transformers' sequence classification, or one layer on [CLS] as in the published code"
+        "hf",
+        "as in transformers' class for the task, or as in the published code: one layer on [CLS] or on tokens; "
+        "for questions an end that depends on the start, and a classifier of unanswerable ones",
     )
     head_dropout: float = config_key(0.1, "dropout in the head", low=0, high=0.99)
     order: Literal["shuffle", "buffer"] = config_key(
@@ -48,6 +50,14 @@ class FinetuneConfig(Section):
     )
     both_orders: bool = config_key(False, "train on each pair of texts in both orders")
     class_weights: str = config_key("none", "of the loss: none, balanced, or LABEL=WEIGHT,...")
+    doc_stride: int = config_key(
+        128, "tokens from one chunk of a long text to the next (question answering, tagging)", low=1, high=32768
+    )
+    max_query_length: int = config_key(64, "longest question in tokens", low=1, high=32768)
+    max_answer_length: int = config_key(30, "longest answer in tokens", low=1, high=32768)
+    n_best_size: int = config_key(20, "answers that are kept per question", low=1, high=1000)
+    beam_size: int = config_key(20, "starts of an answer, and ends for each, that are considered", low=1, high=1000)
+    answerable_weight: float = config_key(0.5, 'weight of the classifier of unanswerable ones (head "google")', low=0)
     precision: Literal["auto", "fp32", "bf16"] = config_key(
         "auto", "dtype of activations; auto: bf16 on CUDA, fp32 on a CPU"
     )
@@ -109,6 +119,8 @@ RECIPES: dict[str, dict[str, Scalar]] = {"paper": _PAPER, "google": _GOOGLE, "fa
 # Tasks whose small training sets the paper and its code read ten times, and those whose pairs have no order.
 _LONG = {"rte", "stsb"}
 _SYMMETRIC = {"mrpc", "stsb"}
+_QUESTIONS = {"squad1", "squad2", "question-answering"}
+_SEQUENCE_LENGTHS = dict.fromkeys(_QUESTIONS, 512) | {"tagging": 256}
 
 
 def recipe_config(recipe: str, task: str, shape: ModelConfig, overrides: Mapping[str, str]) -> FinetuningConfig:
@@ -119,7 +131,7 @@ def recipe_config(recipe: str, task: str, shape: ModelConfig, overrides: Mapping
     if recipe not in RECIPES:
         raise InputError(f"unknown recipe {recipe!r}{did_you_mean(recipe, RECIPES)}")
     keys = RECIPES[recipe] | _by_encoder(recipe, shape) | _by_task(recipe, task)
-    longest = min(128, shape.max_positions)
+    longest = min(_SEQUENCE_LENGTHS.get(task, 128), shape.max_positions)
     return FinetuningConfig().replace({"finetune": keys | {"sequence_length": longest}}).override(overrides)
 
 
@@ -138,6 +150,8 @@ def _by_encoder(recipe: str, shape: ModelConfig) -> dict[str, Scalar]:
 
 def _by_task(recipe: str, task: str) -> dict[str, Scalar]:
     keys: dict[str, Scalar] = {"epochs": 10.0 if task in _LONG and recipe != "fast" else 3.0}
+    if task in _QUESTIONS:
+        keys |= {"epochs": 2.0, "head_dropout": 0.0}
     if recipe == "google":
         keys["both_orders"] = task in _SYMMETRIC
     return keys

@@ -51,24 +51,27 @@ def finetune(
     """Fine-tunes an encoder on GLUE tasks or on own data, with seeds 0 to `seeds - 1` each.
 
     Leaves `out/TASK/seed-K/model/` (a Hugging Face folder), predictions beside it, and `out/results.json`, whose
-    content is returned: `{task: {"metric": name, "median": x, "min": x, "max": x, "runs": [...], "seconds": x}}`.
-    Called again after an interruption it resumes at the seed and step where that left off.
+    content is returned: `{task: {"metric": name, "median": x, "medians": {every score: x}, "min": x, "max": x,
+    "runs": [...], "seconds": x}}`. Called again after an interruption it resumes at the seed and step where that left
+    off.
 
     Args:
         task: A GLUE task (`cola`, `sst2`, `mrpc`, `stsb`, `qqp`, `mnli`, `qnli`, `rte`, `wnli`), several of them,
-            `glue` for all that `data` has, or `classification` or `regression` on own data.
+            `glue` for all that `data` has, `squad1`, `squad2`, or on own data `classification`, `regression`, `tagging`
+            or `question-answering`.
         model: A run, a checkpoint or a Hugging Face folder.
         out: Folder for everything that it makes.
-        data: A GLUE task's folder, or one that has the tasks' folders.
-        train: Own data: .tsv, .csv, .jsonl or .parquet.
+        data: A GLUE task's folder, one that has the tasks' folders, or SQuAD's.
+        train: Own data: .tsv, .csv, .jsonl or .parquet; for tagging also CoNLL columns, for questions SQuAD's .json.
         dev: The same to validate on; by default a share of `train`.
         test: The same to predict, and to score where it has labels.
         seeds: How many.
         recipe: `fast`, `google` or `paper`.
         overrides: Keys of the configuration as on the command line, `{"finetune.epochs": 5}`.
         role: `discriminator`, `encoder` or `generator`; by default the first of them that the model has.
-        columns: Keyword arguments of `own_data.read`: `text`, `label`, `labels`, `label_separator`, `quoting`,
-            `dev_fraction`, `seed`.
+        columns: Keyword arguments of the reader of own data: `text`, `label`, `dev_fraction`, `seed`, and of some
+            `labels`, `label_separator`, `quoting`, `scheme` (`own_data.read`, `tag_files.read_tagging`,
+            `question_files.read_questions`).
 
     Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; TrainingFailed where a loss is not
     a number; Interrupted after a checkpoint.
@@ -195,6 +198,7 @@ def _summary(job: Job, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "metric": job.task.metric,
         "median": statistics.median(scores),
+        "medians": {name: statistics.median(run[name] for run in runs) for name in metrics.scores_of(runs[0])},
         "min": min(scores),
         "max": max(scores),
         "runs": list(runs),

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -21,9 +20,11 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning import batches
 from electra_fast.finetuning.batches import EncodedExamples, PackedBatch
 from electra_fast.finetuning.config import FinetuneConfig, FinetuningConfig
-from electra_fast.finetuning.losses import example_weights
+from electra_fast.finetuning.method import Features, Method
+from electra_fast.finetuning.methods import METHODS
 from electra_fast.finetuning.step import FinetuningWork
 from electra_fast.finetuning.task import Split, Task, TaskData
+from electra_fast.finetuning.training_set import TrainingSet
 from electra_fast.huggingface.encoder import PretrainedEncoder
 from electra_fast.training.step_processes import max_processes
 
@@ -40,9 +41,7 @@ class Job:
         config: How it is trained.
         encoder: From what it starts.
         folder: What it leaves, `DIR/TASK`.
-        examples: The tokenized training examples.
-        targets: Theirs: class ids, rows of 0 and 1, or values shifted and scaled.
-        weights: Theirs in the loss.
+        training_set: The tokenized training examples, with their targets and weights.
         splits: The tokenized examples to predict, by the name of their split.
         work: The computation of a step.
         device: Where.
@@ -53,10 +52,8 @@ class Job:
     config: FinetuneConfig
     encoder: PretrainedEncoder
     folder: Path
-    examples: EncodedExamples
-    targets: NDArray[Any]
-    weights: NDArray[Any]
-    splits: dict[str, EncodedExamples]
+    training_set: TrainingSet
+    splits: dict[str, Features]
     work: FinetuningWork
     device: torch.device
     num_processes: int
@@ -65,6 +62,16 @@ class Job:
     def task(self) -> Task:
         """What is predicted."""
         return self.data.task
+
+    @property
+    def method(self) -> Method:
+        """How its kind of task is trained, predicted and scored."""
+        return METHODS[self.task.kind]
+
+    @property
+    def examples(self) -> EncodedExamples:
+        """The tokenized training examples: texts, pairs, or the chunks of long ones."""
+        return self.training_set.encoded
 
     @property
     def num_steps(self) -> int:
@@ -97,16 +104,12 @@ class Job:
         """Lines about the data that a user should know before training."""
         yield from self.data.notes
         dev, *_ = self.data.dev
-        both = ", each in both orders" if len(self.examples) > len(self.data.train.texts) else ""
         yield (
-            f"{self.task.name}: examples: {len(self.data.train.texts):,} to train on{both}, {len(dev.texts):,} to "
+            f"{self.task.name}: examples: {len(self.data.train.texts):,} to train on, {len(dev.texts):,} to "
             f"validate on; steps per seed: {self.num_steps:,}"
         )
-        if self.examples.num_truncated:
-            yield (
-                f"{self.task.name}: cut at finetune.sequence_length = {self.config.sequence_length} tokens: "
-                f"{self.examples.num_truncated:,} of {len(self.examples):,} training examples"
-            )
+        for line in self.method.describe(self.data.train, self.training_set, self.config):
+            yield f"{self.task.name}: {line}"
 
 
 def make_job(
@@ -119,27 +122,13 @@ def make_job(
             f"finetune.sequence_length = {settings.sequence_length} is longer than the {encoder.shape.max_positions} "
             "positions of the encoder; lower it"
         )
-    train, task = data.train, data.task
-    assert train.targets is not None
-    texts, targets = train.texts, train.targets
-    if settings.both_orders:
-        if len(texts[0]) != 2:
-            raise InputError(f"finetune.both_orders = true needs pairs of texts; {train.path} has single ones")
-        texts, targets = texts + [(second, first) for first, second in texts], np.concatenate((targets, targets))
+    task, method = data.task, METHODS[data.task.kind]
     tokenizer = Tokenizer(encoder.tokenizer)
-    examples = batches.encode(tokenizer, texts, settings.sequence_length)
-    if len(examples.empty) == len(examples):
-        raise InputError(f"{train.path}: no example has a token of text; check the columns and the tokenizer")
-    if task.kind == "regression":
-        targets = ((targets - task.shift) / task.scale).astype(np.float32)
-    weights = example_weights(task, targets, settings)
-    splits = {
-        split.name: batches.encode(tokenizer, split.texts, settings.sequence_length)
-        for split in (*data.dev, *data.test)
-    }
+    training_set = method.training_set(tokenizer, task, data.train, settings)
+    splits = {split.name: method.features(tokenizer, split, settings) for split in (*data.dev, *data.test)}
     num_processes = min(max_processes(device), settings.batch_size)
     work = _work(task, settings, encoder, device)
-    return Job(data, settings, encoder, folder, examples, targets, weights, splits, work, device, num_processes)
+    return Job(data, settings, encoder, folder, training_set, splits, work, device, num_processes)
 
 
 def _work(task: Task, config: FinetuneConfig, encoder: PretrainedEncoder, device: torch.device) -> FinetuningWork:
@@ -156,12 +145,16 @@ def _work(task: Task, config: FinetuneConfig, encoder: PretrainedEncoder, device
 
 
 def _content_hash(split: Split) -> str:
-    """Identifies texts and targets."""
+    """Identifies texts, words and targets."""
     digest = hashlib.sha256(str(len(split.texts)).encode())
     for texts in split.texts:
         digest.update("\0".join((*texts, "")).encode("utf-8", "surrogatepass"))
+    for words in split.words or ():
+        digest.update(words.tobytes())
     if split.targets is not None:
-        digest.update(split.targets.tobytes())
+        targets = split.targets
+        is_nested = targets.dtype == object
+        digest.update(repr([list(each) for each in targets]).encode() if is_nested else targets.tobytes())
     return digest.hexdigest()
 
 

@@ -17,6 +17,9 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuneConfig
 from electra_fast.finetuning.task import Task
 
+NO_TARGET = -100
+"""The class id of a token that has no loss."""
+
 
 def losses(kind: str, outputs_nC: Tensor, targets: Tensor) -> Tensor:
     """The loss of each example, fp32 [n].
@@ -62,9 +65,3 @@ def _given_weights(task: Task, text: str) -> NDArray[Any]:
             )
         weights[label] = number
     return np.array(list(weights.values()))
-
-
-def batch_weights(weights_n: NDArray[Any], config: FinetuneConfig) -> NDArray[Any]:
-    """What the examples of a batch count in its loss: their weights, for a mean divided by their sum."""
-    total = weights_n.sum()
-    return weights_n / total if config.loss_reduction == "mean" and total > 0 else weights_n

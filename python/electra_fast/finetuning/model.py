@@ -1,20 +1,23 @@
-"""The network that is fine-tuned: a pre-trained encoder and a head on the hidden state of [CLS].
+"""The networks that are fine-tuned: a pre-trained encoder and a head, their losses and what they predict.
 
 Shapes: T tokens of the flat buffer, n examples, D hidden, C outputs of the head (classes; 1 for a value).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from electra_fast import ops
-from electra_fast.attention import AttentionMask, Queries
+from electra_fast.compute import ComputeConfig
 from electra_fast.config import ModelConfig
+from electra_fast.finetuning.heads import head_class
+from electra_fast.finetuning.inputs import Inputs
+from electra_fast.finetuning.losses import NO_TARGET, losses
 from electra_fast.initialization import glorot_uniform_
-from electra_fast.layers import Linear, Norm
 from electra_fast.model import Embeddings, Encoder
 from electra_fast.ops import Dropout
 
@@ -22,72 +25,50 @@ from electra_fast.ops import Dropout
 _HEAD_CALL = 1 << 14
 
 
-class GoogleHead(nn.Module):
-    """Dropout and one layer on [CLS], as in the paper and the published code; [n, D] → [n, C]."""
-
-    def __init__(self, shape: ModelConfig, num_outputs: int) -> None:
-        super().__init__()
-        self.classifier = Linear(shape.hidden_size, num_outputs)
-
-    def forward(self, x_nD: Tensor, dropout: Dropout) -> Tensor:
-        """The outputs in fp32."""
-        outputs: Tensor = self.classifier(ops.dropout(x_nD.float(), dropout))
-        return outputs
-
-
-class ElectraHead(nn.Module):
-    """As `transformers`' ElectraClassificationHead: dropout, dense, gelu, dropout, one layer; [n, D] → [n, C]."""
-
-    def __init__(self, shape: ModelConfig, num_outputs: int) -> None:
-        super().__init__()
-        self.dense = Linear(shape.hidden_size, shape.hidden_size)
-        self.classifier = Linear(shape.hidden_size, num_outputs)
-
-    def forward(self, x_nD: Tensor, dropout: Dropout) -> Tensor:
-        """The outputs in fp32."""
-        inner = ops.bias_gelu(ops.dropout(x_nD.float(), dropout), self.dense.weight, self.dense.bias)
-        outputs: Tensor = self.classifier(ops.dropout(inner, dropout.call(1)))
-        return outputs
-
-
-class ModernHead(nn.Module):
-    """As in `transformers`' ModernBertForSequenceClassification: dense, gelu, norm, dropout, one layer."""
-
-    def __init__(self, shape: ModelConfig, num_outputs: int) -> None:
-        super().__init__()
-        self.dense = Linear(shape.hidden_size, shape.hidden_size, bias=False)
-        self.norm = Norm(shape.hidden_size, shape)
-        self.classifier = Linear(shape.hidden_size, num_outputs)
-
-    def forward(self, x_nD: Tensor, dropout: Dropout) -> Tensor:
-        """The outputs in fp32."""
-        inner = self.norm(ops.bias_gelu(x_nD.float(), self.dense.weight, None))
-        outputs: Tensor = self.classifier(ops.dropout(inner, dropout))
-        return outputs
-
-
-def head_class(head: str, architecture: str) -> type[nn.Module]:
-    """The module of `finetune.head` on an architecture."""
-    if head == "google":
-        return GoogleHead
-    return ElectraHead if architecture == "bert" else ModernHead
-
-
-class SequenceClassifier(nn.Module):
-    """Embeddings, encoder and a head on [CLS].
+class EncoderWithHead(nn.Module, ABC):
+    """Embeddings, encoder and a head.
 
     Args:
         shape: Sizes of the encoder, and its dropout.
-        head: `hf` or `google` (`finetune.head`).
-        num_outputs: Of the head.
+        head: The head.
+    """
+
+    only_first = False
+    """Whether the head reads the hidden states of [CLS] alone."""
+
+    def __init__(self, shape: ModelConfig, head: nn.Module) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embeddings, self.encoder = Embeddings(shape), Encoder(shape)
+        self.head = head
+
+    def hidden_states(self, inputs: Inputs, compute: ComputeConfig, dropout_key: Tensor | None = None) -> Tensor:
+        """What the head reads: hidden states of [CLS], [n, D], or of all tokens, [T, D]."""
+        ids_T, types_T, positions_T, _, _ = (column.flatten() for column in inputs.columns_5RL)
+        dropout = Dropout(self.shape.dropout if self.training else 0.0, dropout_key)
+        x_TE = self.embeddings(ids_T, positions_T, types_T, compute.dtype, dropout)
+        queries = inputs.first_tokens(self.shape) if self.only_first else None
+        hidden: Tensor = self.encoder(x_TE, positions_T, inputs.mask(compute.attention, self.shape), dropout, queries)
+        return hidden
+
+    @abstractmethod
+    def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:
+        """What the model says of each example, or of each token; the first dimension is n or T."""
+
+
+class TaskModel(EncoderWithHead):
+    """A network that is fine-tuned.
+
+    Args:
+        shape: Sizes of the encoder, and its dropout.
+        head: The head.
+        head_kind: `finetune.head`, which decides the head's first values.
         head_dropout: Dropout probability in the head.
     """
 
-    def __init__(self, shape: ModelConfig, head: str, num_outputs: int, head_dropout: float = 0.0) -> None:
-        super().__init__()
-        self.shape, self.head_kind, self.head_dropout, self.num_outputs = shape, head, head_dropout, num_outputs
-        self.embeddings, self.encoder = Embeddings(shape), Encoder(shape)
-        self.head = head_class(head, shape.architecture)(shape, num_outputs)
+    def __init__(self, shape: ModelConfig, head: nn.Module, head_kind: str, head_dropout: float = 0.0) -> None:
+        super().__init__(shape, head)
+        self.head_kind, self.head_dropout = head_kind, head_dropout
 
     def load_encoder(self, state: Mapping[str, Tensor]) -> None:
         """Fills embeddings and encoder with tensors by their own parameters' names."""
@@ -111,20 +92,56 @@ class SequenceClassifier(nn.Module):
                 else:
                     parameter.normal_(0.0, 0.02, generator=random)
 
-    def forward(
-        self,
-        ids_T: Tensor,
-        types_T: Tensor,
-        positions_T: Tensor,
-        queries: Queries,
-        mask: AttentionMask,
-        dtype: torch.dtype,
-        dropout_key: Tensor | None = None,
-    ) -> Tensor:
-        """The head's outputs for the examples whose [CLS] are the queries; fp32 [n, C]."""
-        dropout = Dropout(self.shape.dropout if self.training else 0.0, dropout_key)
-        x_TE = self.embeddings(ids_T, positions_T, types_T, dtype, dropout)
-        hidden_nD = self.encoder(x_TE, positions_T, mask, dropout, queries)
+    def outputs(self, inputs: Inputs, compute: ComputeConfig, dropout_key: Tensor | None = None) -> Tensor:
+        """The head's outputs, fp32 [n, C] or [T, C]."""
         probability = self.head_dropout if self.training else 0.0
-        outputs: Tensor = self.head(hidden_nD, Dropout(probability, dropout_key, _HEAD_CALL))
+        hidden = self.hidden_states(inputs, compute, dropout_key)
+        outputs: Tensor = self.head(hidden, Dropout(probability, dropout_key, _HEAD_CALL))
         return outputs
+
+    @abstractmethod
+    def losses(
+        self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
+    ) -> Tensor:
+        """The loss of each example, or of each token, fp32 [n] or [R, L]."""
+
+
+class SequenceClassifier(TaskModel):
+    """Classes or a value for each example, from its [CLS]."""
+
+    only_first = True
+
+    def __init__(
+        self, shape: ModelConfig, head: str, num_outputs: int, kind: str = "classification", head_dropout: float = 0.0
+    ) -> None:
+        super().__init__(shape, head_class(kind, head, shape.architecture)(shape, num_outputs), head, head_dropout)
+        self.kind = kind
+
+    def losses(
+        self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
+    ) -> Tensor:
+        """As `losses.losses`; [n]."""
+        return losses(self.kind, self.outputs(inputs, compute, dropout_key), targets)
+
+    def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:
+        """Logits, or values; [n, C]."""
+        return (self.outputs(inputs, compute),)
+
+
+class TokenClassifier(TaskModel):
+    """A class for each token."""
+
+    def __init__(self, shape: ModelConfig, head: str, num_outputs: int, head_dropout: float = 0.0) -> None:
+        super().__init__(shape, head_class("tagging", head, shape.architecture)(shape, num_outputs), head, head_dropout)
+
+    def losses(
+        self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
+    ) -> Tensor:
+        """Cross-entropy; `targets` are class ids, int64 [R, L], `NO_TARGET` where there is none; [R, L]."""
+        outputs_TC = self.outputs(inputs, compute, dropout_key)
+        loss_T = F.cross_entropy(outputs_TC, targets.flatten(), ignore_index=NO_TARGET, reduction="none")
+        return loss_T.view_as(targets)
+
+    def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:
+        """Logits, [T, C]."""
+        return (self.outputs(inputs, compute),)

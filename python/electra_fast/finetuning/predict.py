@@ -3,93 +3,143 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
+import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from electra_fast.attention import choose_attention
 from electra_fast.compute import ComputeConfig, choose_device, choose_precision
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
-from electra_fast.finetuning import batches, tables
-from electra_fast.finetuning.answers import Answer, answers
-from electra_fast.finetuning.inference import model_outputs
-from electra_fast.finetuning.model import SequenceClassifier
-from electra_fast.finetuning.own_data import TEXT_COLUMNS
-from electra_fast.huggingface.classifier import Classifier, read_classifier
+from electra_fast.finetuning.answers import Answer
+from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.error_detection import load_error_detector
+from electra_fast.finetuning.methods import METHODS
+from electra_fast.finetuning.tables import Quoting
+from electra_fast.finetuning.task import Kind, Split, Task
+from electra_fast.huggingface.finetuned import SETTINGS_KEY, Finetuned, read_finetuned
 from electra_fast.json_files import json_text
 
-Texts = Iterable[str | tuple[str, ...]]
-# Rows that are read, sorted by length and predicted together.
+# Examples that are read, sorted by length and predicted together.
 _CHUNK = 4096
-# What an example is, by `Classifier.num_texts`.
-_READS = {None: "one text or two", 1: "one text", 2: "a pair of texts"}
 
 
 class FinetunedModel:
     """A fine-tuned model.
 
     Args:
-        classifier: As read from its folder.
+        finetuned: As read from its folder.
         tokenizer: The folder's.
         device: Where it computes.
     """
 
-    def __init__(self, classifier: Classifier, tokenizer: Tokenizer, device: torch.device) -> None:
-        self.kind, self.labels, self.num_texts = classifier.kind, classifier.labels, classifier.num_texts
-        self._tokenizer, self._max_length = tokenizer, classifier.sequence_length
+    def __init__(self, finetuned: Finetuned, tokenizer: Tokenizer, device: torch.device) -> None:
+        self.kind, self.labels, self.num_texts = finetuned.kind, finetuned.labels, finetuned.num_texts
+        self._tokenizer, self._method, self._settings = tokenizer, METHODS[finetuned.kind], dict(finetuned.settings)
+        self._task = Task(
+            name=finetuned.kind,
+            kind=cast(Kind, finetuned.kind),
+            labels=finetuned.labels,
+            metric="",
+            scheme=str(self._settings.get("scheme", "IOB2")),
+        )
+        self._config = _prediction_config(finetuned)
         precision = choose_precision("auto", device)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        attention = choose_attention("auto", device, dtype, 0.0, classifier.shape.local_attention)
+        attention = choose_attention("auto", device, dtype, 0.0, finetuned.shape.local_attention)
         self._compute = ComputeConfig(attention, dtype)
-        self._model = SequenceClassifier(classifier.shape, classifier.head, len(classifier.labels))
-        self._model.load_state_dict(dict(classifier.state))
+        self._model = self._method.model(finetuned.shape, self._config, len(finetuned.labels))
+        self._model.load_state_dict(dict(finetuned.state))
         self._model.to(device).eval()
 
-    def predict(self, texts: Texts) -> list[Answer]:
-        """An answer per text, or per pair of texts, in their order.
+    def predict(self, examples: Iterable[Any], **settings: Any) -> list[Answer]:
+        """An answer per example, in their order.
 
-        `{"label": name, "scores": {name: probability}}` for classes, `{"labels": [...], "scores": {...}}` for several
-        labels at once, `{"value": x}` for regression.
+        Classification and regression: examples are texts, or pairs of texts. `{"label": name, "scores": {name:
+        probability}}` for classes, `{"labels": [...], "scores": {...}}` for several labels at once, `{"value": x}` for
+        regression.
+
+        Tagging: examples are texts, or lists of words. `{"tags": [...], "spans": [{"start", "end", "text", "label",
+        "score"}, ...]}`: a tag per word, and the entities with their characters.
+
+        Question answering: examples are mappings with `question` and `context`, or pairs of both. `{"id", "answer",
+        "start", "end", "score", "null_odds"}`; `answer` is empty where `null_odds` exceed `null_threshold`.
+
+        Args:
+            examples: What to predict.
+            settings: Of question answering: `n_best` answers to list, `null_threshold` in place of the model's own.
         """
-        return list(answers(self.kind, self.labels, self.outputs(texts)))
+        check_settings(settings, self.settings, self.kind)
+        split = self._split(examples)
+        if not split.texts:
+            return []
+        features = self._method.features(self._tokenizer, split, self._config)
+        outputs = self._method.predict(self._model, features, self._config, self._compute)
+        return list(self._method.answers(self._task, split, features, outputs, self._settings | settings))
 
-    def outputs(self, texts: Texts) -> NDArray[Any]:
-        """Logits, or values for regression; float32 [n, labels]."""
-        if isinstance(texts, (str, bytes, Mapping)):
-            raise InputError("predict takes a list of texts, or of pairs of texts; put a single one into a list")
-        examples = [self._checked(number, each) for number, each in enumerate(texts)]
-        return model_outputs(self._model, batches.encode(self._tokenizer, examples, self._max_length), self._compute)
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What `predict` takes besides examples."""
+        return self._method.prediction_settings
 
-    def _checked(self, number: int, example: object) -> tuple[str, ...]:
-        texts = (example,) if isinstance(example, str) else example
-        if not isinstance(texts, (tuple, list)) or not all(isinstance(text, str) for text in texts):
-            raise InputError(f"example {number} is {example!r}; it must be a text or a pair of texts")
-        if len(texts) not in ((1, 2) if self.num_texts is None else (self.num_texts,)):
-            raise InputError(f"example {number} has {len(texts)} texts, but this model reads {_READS[self.num_texts]}")
-        return tuple(texts)
+    def outputs(self, examples: Iterable[Any]) -> Any:
+        """Logits, or values for regression: float32 [n, labels], or for tagging [words, labels]."""
+        split = self._split(examples)
+        if not split.texts:
+            return np.zeros((0, len(self.labels)), np.float32)
+        features = self._method.features(self._tokenizer, split, self._config)
+        return self._method.predict(self._model, features, self._config, self._compute)
+
+    def rows(self, file: Path, text: tuple[str, ...], quoting: Quoting) -> Iterator[Any]:
+        """Reads examples for `predict` from a file, in a stream."""
+        return self._method.rows(file, text, quoting, self.num_texts)
+
+    def _split(self, examples: Iterable[Any]) -> Split:
+        if isinstance(examples, (str, bytes, Mapping)):
+            raise InputError("predict takes a list of examples; put a single one into a list")
+        return self._method.split(list(examples), self.num_texts)
+
+
+def check_settings(given: Iterable[str], known: Collection[str], kind: str) -> None:
+    """Raises InputError for a setting that a kind of prediction does not have."""
+    refused = next((name for name in given if name not in known), None)
+    if refused is not None:
+        raise InputError(f"--{refused.replace('_', '-')} is not for {kind}")
+
+
+def _prediction_config(finetuned: Finetuned) -> FinetuneConfig:
+    """The keys of a configuration that prediction reads; InputError where the folder's are not valid."""
+    names = {each.name for each in dataclasses.fields(FinetuneConfig)}
+    settings = {name: value for name, value in finetuned.settings.items() if name in names}
+    try:
+        return FinetuneConfig(
+            head=cast(Any, finetuned.head), head_dropout=0.0, sequence_length=finetuned.sequence_length, **settings
+        )
+    except (InputError, TypeError) as error:
+        raise InputError(f"config.json: {SETTINGS_KEY}: {error}") from None
 
 
 def load_finetuned(folder: str | Path) -> FinetunedModel:
-    """The model of a folder that `finetune` wrote, or of another one of `transformers`' sequence classification.
+    """The model of a folder that `finetune` wrote, or of another one of `transformers`' classes for these tasks.
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
     folder = Path(folder)
-    classifier, tokenizer = read_classifier(folder), Tokenizer(folder)
-    if tokenizer.vocab_size > classifier.shape.vocab_size:
+    finetuned, tokenizer = read_finetuned(folder), Tokenizer(folder)
+    if tokenizer.vocab_size > finetuned.shape.vocab_size:
         raise InputError(
             f"{tokenizer.path}: has {tokenizer.vocab_size:,} entries, but the model has "
-            f"{classifier.shape.vocab_size:,}; put the model's own tokenizer there"
+            f"{finetuned.shape.vocab_size:,}; put the model's own tokenizer there"
         )
-    return FinetunedModel(classifier, tokenizer, choose_device())
+    return FinetunedModel(finetuned, tokenizer, choose_device())
 
 
 def predict_file(
@@ -98,34 +148,44 @@ def predict_file(
     out: str | Path | None = None,
     *,
     text: Sequence[str] = (),
-    quoting: tables.Quoting = "auto",
+    quoting: Quoting = "auto",
+    task: str | None = None,
+    **settings: Any,
 ) -> int:
-    """Writes an answer per row of a file, as lines of JSON in its order, to `out` or standard output.
+    """Writes an answer per example of a file, as lines of JSON in its order, to `out` or standard output.
 
-    Reads and writes in a stream: the file may be larger than memory. Returns the number of rows.
+    Reads and writes in a stream: but for SQuAD's .json the file may be larger than memory. Returns the number of
+    examples.
 
     Args:
-        model: A fine-tuned folder.
-        file: .txt (a text per line), .tsv, .csv, .jsonl or .parquet.
+        model: A fine-tuned folder; for the task `errors` a run, checkpoint or export.
+        file: .txt (a text per line), .tsv, .csv, .jsonl or .parquet; for tagging also CoNLL columns, for questions
+            SQuAD's .json.
         out: Replaced when all is written.
-        text: The column of the text, or those of a pair; by default what `own_data.read` takes.
+        text: The column of the text, or those of a pair; by default the usual ones.
         quoting: As for `tables.iterate_rows`.
+        task: `errors`: the model's replaced-token detector marks words that do not belong.
+        settings: `n_best` and `null_threshold` as for `FinetunedModel.predict`; `threshold` of `errors`.
     """
     file = Path(file)
     if out is not None and (Path(out).is_dir() or not Path(out).parent.is_dir()):
         raise InputError(f"{out}: cannot be written; --out names a file in a folder that exists")
-    columns = tuple(text) or _default_columns(file, quoting)
-    loaded, count, started = load_finetuned(model), 0, time.monotonic()
-    if loaded.num_texts not in (None, len(columns)):
-        raise InputError(
-            f"{file}: {' and '.join(columns)}: this model reads {_READS[loaded.num_texts]}; "
-            "choose the columns with --text"
-        )
+    predictor: Any
+    if task == "errors":
+        check_settings(settings, ("threshold",), "errors")
+        predictor, settings = load_error_detector(model, **settings), {}
+    else:
+        predictor = load_finetuned(model)
+        check_settings(settings, predictor.settings, predictor.kind)
+    count, started = 0, time.monotonic()
+    rows = predictor.rows(file, tuple(text), quoting)
+    try:
+        first = list(itertools.islice(rows, 1))  # what is wrong with the file is said before anything is written
+    except InputError as error:
+        raise InputError(f"{error}; {model} is for {task or predictor.kind}") from None
     with _output(Path(out) if out is not None else None) as stream:
-        rows = tables.iterate_rows(file, columns, quoting=quoting)
-        for chunk in _chunks(rows):
-            texts = [tuple(tables.text_of(file, line, row, name) for name in columns) for line, row in chunk]
-            stream.writelines(json_text(answer) for answer in loaded.predict(texts))
+        for chunk in _chunks(itertools.chain(first, rows)):
+            stream.writelines(json_text(answer) for answer in predictor.predict(chunk, **settings))
             stream.flush()
             count += len(chunk)
     seconds = time.monotonic() - started
@@ -133,15 +193,7 @@ def predict_file(
     return count
 
 
-def _default_columns(file: Path, quoting: tables.Quoting) -> tuple[str, ...]:
-    _, first = next(tables.iterate_rows(file, quoting=quoting))
-    for columns in TEXT_COLUMNS:
-        if set(columns) <= first.keys():
-            return columns
-    raise InputError(f"{file}: no text column; {tables.there_are(first)}; choose with --text")
-
-
-def _chunks(rows: Iterator[tuple[int, tables.Row]]) -> Iterator[list[tuple[int, tables.Row]]]:
+def _chunks(rows: Iterator[Any]) -> Iterator[list[Any]]:
     while chunk := list(itertools.islice(rows, _CHUNK)):
         yield chunk
 

@@ -14,22 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from electra_fast.atomic_files import recover_all, replace_file, replace_folder
 from electra_fast.checkpoint import read_tensors, write_tensors
 from electra_fast.errors import Diverged, InputError, Interrupted
-from electra_fast.finetuning import batches, glue, metrics
-from electra_fast.finetuning.answers import answers
+from electra_fast.finetuning import batches
 from electra_fast.finetuning.card import write_model_card
-from electra_fast.finetuning.inference import model_outputs
 from electra_fast.finetuning.job import Job
-from electra_fast.finetuning.losses import batch_weights
-from electra_fast.finetuning.step import FinetuneStep, StepBatch
-from electra_fast.finetuning.submission import write_submission
+from electra_fast.finetuning.step import FinetuneStep
 from electra_fast.finetuning.task import Split
-from electra_fast.huggingface.classifier import Classifier, write_classifier
+from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.interruption import StopRequest
 from electra_fast.json_files import JsonLines, json_text, read_object
@@ -104,8 +99,8 @@ class SeedRun:
         job, state = self.job, self.state
         chosen = self.order[state.step]
         chosen = chosen[chosen >= 0]
-        parts, weights = job.pack(chosen), batch_weights(job.weights[chosen], job.config)
-        batch = StepBatch.of(parts, job.targets[chosen], weights, self.seed)
+        parts = job.pack(chosen)
+        batch = job.training_set.batch(parts, chosen, job.config.loss_reduction, self.seed)
         loss, norm = self.step(batch, state.step, lr_scale(job.config, state.step, job.num_steps))
         self._totals += torch.stack((loss, norm))
         state.step += 1
@@ -165,16 +160,17 @@ class SeedRun:
 
         Raises Interrupted where a stop is requested meanwhile.
         """
-        started = time.monotonic()
+        started, job = time.monotonic(), self.job
         result: dict[str, Any] = {"seed": self.seed}
-        for split in (*self.job.data.dev, *self.job.data.test):
-            outputs = self._outputs(split, stop)
-            self._write_predictions(split, outputs)
+        for split in (*job.data.dev, *job.data.test):
+            features, outputs = job.splits[split.name], self._outputs(split, stop)
+            stem = self.folder / f"predictions.{split.name}"
+            job.method.write_predictions(stem, job.task, split, features, outputs)
             if split.targets is not None:
                 ending = f"_{split.name}".removeprefix("_dev").replace("-", "_")
-                scores = metrics.scores(self.job.task, split.targets, outputs)
+                scores = job.method.scores(job.task, split, features, outputs, result)
                 result |= {f"{name}{ending}": value for name, value in scores.items()}
-            if split is self.job.data.dev[0] and (warning := metrics.collapse(self.job.task, outputs)):
+            if split is job.data.dev[0] and (warning := job.method.warning(job.task, outputs)):
                 result["warning"] = warning
         result["seconds"] = round(self.state.seconds + time.monotonic() - started, 3)
         self._replace(self.folder / "model", lambda folder: self._write_model(folder, result))
@@ -188,26 +184,14 @@ class SeedRun:
             stop.signal, f"interrupted; {self.folder}: checkpoint at step {self.state.step}, run again to resume"
         )
 
-    def _outputs(self, split: Split, stop: StopRequest) -> NDArray[Any]:
-        """The model's outputs: logits [n, C], or values [n] in the units of the data."""
+    def _outputs(self, split: Split, stop: StopRequest) -> Any:
         job = self.job
 
         def check_stop() -> None:
             if stop:
                 raise self.interruption(stop)
 
-        outputs = model_outputs(self.model, job.splits[split.name], job.work.compute, check_stop)
-        return outputs[:, 0] * job.task.scale + job.task.shift if job.task.kind == "regression" else outputs
-
-    def _write_predictions(self, split: Split, outputs: NDArray[Any]) -> None:
-        task, path = self.job.task, self.folder / f"predictions.{split.name}"
-        if task.name in glue.TASKS:
-            write_submission(path.with_name(f"{path.name}.tsv"), task, split, outputs)
-            return
-        rows = outputs.reshape(len(split.texts), -1)
-        found = zip(split.ids, answers(task.kind, task.labels, rows), strict=True)
-        lines = (json_text({"id": example} | answer) for example, answer in found)
-        replace_file(path.with_name(f"{path.name}.jsonl"), "".join(lines))
+        return job.method.predict(self.model, job.splits[split.name], job.config, job.work.compute, check_stop)
 
     def _write_model(self, folder: Path, result: dict[str, Any]) -> None:
         job, shape = self.job, self.job.work.shape
@@ -217,11 +201,17 @@ class SeedRun:
             state["head.classifier.bias"] = state["head.classifier.bias"] * job.task.scale + job.task.shift
         settings = {"model_max_length": job.config.sequence_length, "split_special_tokens": True}
         copy_tokenizer(job.encoder.tokenizer, folder, INPUT_NAMES[shape.architecture], settings)
-        labels = job.task.labels or ("value",)
-        num_texts = len(job.data.train.texts[0])
-        length = job.config.sequence_length
-        classifier = Classifier(shape, job.config.head, job.task.kind, labels, length, num_texts, state)
-        name = write_classifier(folder, classifier, special_ids(folder), job.config.head_dropout)
+        finetuned = Finetuned(
+            shape=shape,
+            head=job.config.head,
+            kind=job.task.kind,
+            labels=job.method.labels(job.task),
+            sequence_length=job.config.sequence_length,
+            num_texts=len(job.data.train.texts[0]),
+            state=state,
+            settings=job.method.settings(job.config, job.task, result),
+        )
+        name = write_finetuned(folder, finetuned, special_ids(folder), job.config.head_dropout)
         write_model_card(folder, job, name, result)
 
     def _replace(self, folder: Path, write: Callable[[Path], None]) -> None:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from electra_fast.attention import AttentionMask, Queries
 from electra_fast.compute import ComputeConfig, RngKey, seed_generator
 from electra_fast.config import ModelConfig
 from electra_fast.data.loader import to_device
-from electra_fast.finetuning.batches import PackedBatch
 from electra_fast.finetuning.config import FinetuneConfig
-from electra_fast.finetuning.losses import losses
-from electra_fast.finetuning.model import SequenceClassifier
+from electra_fast.finetuning.inputs import Inputs
+from electra_fast.finetuning.methods import METHODS
+from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.optimization import lr_factors
+from electra_fast.finetuning.training_set import StepBatch, TrainingBatch
 from electra_fast.training.allocator import keep_freed_memory
 from electra_fast.training.backward import GradientComputation, Work
 from electra_fast.training.optim import Optimizer
@@ -29,62 +28,12 @@ from electra_fast.training.step_processes import StepProcesses
 
 
 @dataclass(frozen=True)
-class TrainingBatch:
-    """The examples of a step, or of one process' part of it: their tokens, targets, and weights in the loss."""
-
-    packed: PackedBatch
-    targets: NDArray[Any]
-    weights: NDArray[Any]
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """A step's examples in one part per process, and the seed that with the step's number decides the dropout masks."""
-
-    parts: list[TrainingBatch]
-    seed: int
-
-    @classmethod
-    def of(cls, parts: Sequence[PackedBatch], targets: NDArray[Any], weights: NDArray[Any], seed: int) -> Self:
-        """Gives each part its share of the batch's targets and weights; what is no example weighs nothing."""
-        weights = weights.astype(np.float32)
-        batches = [
-            TrainingBatch(part, targets[part.examples], weights[part.examples] * (part.examples >= 0)) for part in parts
-        ]
-        return cls(batches, seed)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What the model reads, on its device: ids, token types, positions and segments [4, R, L]; offsets; [CLS]."""
-
-    columns_4RL: Tensor
-    cu_seqlens: Tensor
-    first_n: Tensor
-
-    @classmethod
-    def of(cls, batch: PackedBatch, device: torch.device) -> Self:
-        """Copies a batch to the device, asynchronously on CUDA."""
-        arrays = (batch.columns, batch.cu_seqlens, batch.first_tokens)
-        return cls(*(to_device(torch.from_numpy(array), device) for array in arrays))
-
-    def forward(self, model: SequenceClassifier, compute: ComputeConfig, dropout_key: Tensor | None = None) -> Tensor:
-        """The model's outputs in the order of `PackedBatch.examples`; fp32 [n, C]."""
-        ids, types, positions, segments = self.columns_4RL.unbind()
-        mask = AttentionMask.packed(segments, self.cu_seqlens, compute.attention, model.shape.local_attention)
-        queries = _first_tokens(segments, positions, self.first_n, model.shape)
-        flat = (ids.flatten(), types.flatten(), positions.flatten())
-        outputs: Tensor = model(*flat, queries, mask, compute.dtype, dropout_key)
-        return outputs
-
-
-@dataclass(frozen=True)
 class TrainingInputs:
-    """`Inputs`, with targets and weights of the examples, and the seed and number of the step, int64 [2]."""
+    """`Inputs`, with targets and weights, and the seed and number of the step, int64 [2]."""
 
     inputs: Inputs
     targets: Tensor
-    weights_n: Tensor
+    weights: Tensor
     seed_and_step: Tensor
 
     @classmethod
@@ -99,36 +48,22 @@ class TrainingInputs:
             own.copy_(new)
 
     def _tensors(self) -> tuple[Tensor, ...]:
-        inputs = self.inputs
-        return (
-            *(inputs.columns_4RL, inputs.cu_seqlens, inputs.first_n),
-            *(self.targets, self.weights_n, self.seed_and_step),
-        )
+        return *self.inputs.tensors, self.targets, self.weights, self.seed_and_step
 
 
-def _first_tokens(segments_RL: Tensor, positions_RL: Tensor, first_n: Tensor, shape: ModelConfig) -> Queries:
-    """The [CLS] of each example, which attends to its segment, or in a local layer to the beginning of that."""
-    row_R1 = torch.arange(len(segments_RL), device=first_n.device)[:, None]
-    segment_T = (row_R1 * segments_RL.shape[1] + segments_RL).flatten()  # a row has fewer segments than tokens
-    if shape.is_local(shape.num_layers - 1):
-        segment_T = segment_T.where(positions_RL.flatten() <= shape.local_attention // 2, -1)
-    return Queries(first_n, segment_T[first_n][:, None] == segment_T)
-
-
-class ClassifierBackward(GradientComputation):
+class TaskBackward(GradientComputation):
     """The gradients of a step's examples, or of one process' part of them.
 
     Args:
         model: On its device, in training mode.
-        kind: Of the task.
         compute: Attention backend and activation dtype.
         rank: Which process this is.
     """
 
-    model: SequenceClassifier
+    model: TaskModel
 
-    def __init__(self, model: SequenceClassifier, kind: str, compute: ComputeConfig, rank: int = 0) -> None:
-        self.model, self._kind, self._compute, self._rank = model, kind, compute, rank
+    def __init__(self, model: TaskModel, compute: ComputeConfig, rank: int = 0) -> None:
+        self.model, self._compute, self._rank = model, compute, rank
         self._device = next(model.parameters()).device
         self.batch: TrainingInputs | None = None
 
@@ -146,8 +81,9 @@ class ClassifierBackward(GradientComputation):
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             return [{"loss": torch.zeros((), device=self._device)}]
-        outputs = batch.inputs.forward(self.model, self._compute, RngKey(batch.seed_and_step).dropout_key(0))
-        loss = (losses(self._kind, outputs, batch.targets) * batch.weights_n).sum()
+        key = RngKey(batch.seed_and_step).dropout_key(0)
+        losses = self.model.losses(batch.inputs, batch.targets, self._compute, key)
+        loss = (losses * batch.weights).sum()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         return [{"loss": loss.detach()}]
 
@@ -162,25 +98,24 @@ class FinetuningWork(Work):
     num_outputs: int
     compute: ComputeConfig
 
-    def model(self) -> SequenceClassifier:
+    def model(self) -> TaskModel:
         """A model with parameters of any value, in training mode."""
-        config = self.config
-        return SequenceClassifier(self.shape, config.head, self.num_outputs, config.head_dropout).train()
+        return METHODS[self.kind].model(self.shape, self.config, self.num_outputs).train()
 
     def captures(self, device: torch.device) -> bool:
         """Whether the steps are CUDA graphs."""
         return device.type == "cuda" and self.config.execution != "eager"
 
-    def optimizer(self, model: SequenceClassifier) -> Optimizer:
+    def optimizer(self, model: TaskModel) -> Optimizer:
         """AdamW with the learning rates of the layers."""
         names = [name for name, _ in model.named_parameters()]
         factors = lr_factors(names, self.shape.num_layers, self.config)
         return Optimizer(model.named_parameters(), self.config.optimizer(), factors)
 
-    def share(self, rank: int, num_processes: int) -> tuple[ClassifierBackward, Optimizer]:
+    def share(self, rank: int, num_processes: int) -> tuple[TaskBackward, Optimizer]:
         """The gradients of the process' part."""
         model = self.model()
-        return ClassifierBackward(model, self.kind, self.compute, rank), self.optimizer(model)
+        return TaskBackward(model, self.compute, rank), self.optimizer(model)
 
 
 class FinetuneStep:
@@ -192,13 +127,13 @@ class FinetuneStep:
         num_processes: On a CPU, processes that share each batch.
     """
 
-    def __init__(self, model: SequenceClassifier, work: FinetuningWork, num_processes: int = 1) -> None:
+    def __init__(self, model: TaskModel, work: FinetuningWork, num_processes: int = 1) -> None:
         device = next(model.parameters()).device
         if device.type == "cpu":
             keep_freed_memory()
         self.model = model
         self.optimizer = work.optimizer(model)
-        self._backward = ClassifierBackward(model, work.kind, work.compute)
+        self._backward = TaskBackward(model, work.compute)
         self._processes: StepProcesses | None = None
         if num_processes > 1:
             self._processes = StepProcesses(self._backward, self.optimizer, work, num_processes)
@@ -236,9 +171,7 @@ class StepGraphs:
         device: CUDA.
     """
 
-    def __init__(
-        self, backward: ClassifierBackward, run: Callable[[], tuple[Tensor, Tensor]], device: torch.device
-    ) -> None:
+    def __init__(self, backward: TaskBackward, run: Callable[[], tuple[Tensor, Tensor]], device: torch.device) -> None:
         self._backward, self._run = backward, run
         # A stream of its own: what runs before a capture must run where the capture does.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
@@ -250,7 +183,7 @@ class StepGraphs:
         """The step on the batch that `backward` has loaded; returns loss and gradient norm."""
         batch = self._backward.batch
         assert batch is not None
-        shape, caller = batch.inputs.columns_4RL.shape, torch.cuda.current_stream(self._stream.device)
+        shape, caller = batch.inputs.columns_5RL.shape, torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
             static = self._batches.setdefault(shape, batch)

@@ -6,12 +6,20 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-Kind = Literal["classification", "multi-label", "regression"]
+Kind = Literal["classification", "multi-label", "regression", "tagging", "question-answering"]
+
+
+class Answer(NamedTuple):
+    """An annotated answer to a question."""
+
+    text: str
+    start: int
+    """Its first character in the context, counted in Unicode code points."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,15 +27,19 @@ class Task:
     """What is predicted, and how it is scored."""
 
     name: str
-    """A GLUE task such as `sst2`; `classification` or `regression` for a user's own data."""
+    """A task such as `sst2` or `squad2`; the kind's name for a user's own data."""
     kind: Kind
     labels: tuple[str, ...] = ()
-    """Names by class id; empty for regression."""
+    """Names by class id; of tagging, the tags; empty for regression and question answering."""
     metric: str
     """The score that is reported, a key of `metrics.scores()`."""
     shift: float = 0.0
     """Regression: the model is trained on (value - shift) / scale."""
     scale: float = 1.0
+    scheme: str = "none"
+    """Tagging: `IOB2` where tags delimit entities (whatever the file's own scheme), `none` where each is a label."""
+    has_unanswerable: bool = False
+    """Question answering: whether a question may have no answer in its context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +50,15 @@ class Split:
     """`train`, `dev`, `dev-mismatched`, `test`, ..."""
     path: Path
     texts: list[tuple[str, ...]]
-    """One or two strings per example."""
+    """One or two strings per example; in question answering the question and the context."""
     targets: NDArray[Any] | None
-    """int64 [n] class ids; float32 [n, labels] of 0 and 1 (multi-label); float64 [n] raw values (regression).
-    None if the file has no labels."""
+    """int64 [n] class ids; float32 [n, labels] of 0 and 1 (multi-label); float64 [n] raw values (regression);
+    object [n] of int64 [words] tag ids (tagging) or of tuples of `Answer`, empty where there is none (question
+    answering). None if the file has no labels."""
     ids: list[str]
     """What a prediction file calls each example: the file's own index column if it has one, else the 0-based number."""
+    words: list[NDArray[np.int64]] | None = None
+    """Tagging: the words of each text as [words, 2] first and past-the-last characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,4 +82,5 @@ def select(split: Split, name: str, rows: Sequence[int] | NDArray[np.intp]) -> S
         texts=[split.texts[row] for row in rows],
         targets=None if split.targets is None else split.targets[rows],
         ids=[split.ids[row] for row in rows],
+        words=None if split.words is None else [split.words[row] for row in rows],
     )

@@ -2,68 +2,114 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from electra_fast.config_file import did_you_mean
 from electra_fast.errors import InputError
-from electra_fast.finetuning import glue, own_data
+from electra_fast.finetuning import glue, own_data, question_files, tag_files
 from electra_fast.finetuning.task import TaskData
 
-OWN_KINDS = ("classification", "regression")
+SQUAD = ("squad1", "squad2")
+OWN_KINDS = ("classification", "regression", "tagging", "question-answering")
 ALL = "glue"
+_READERS: dict[str, Callable[..., TaskData]] = {
+    "classification": functools.partial(own_data.read, "classification"),
+    "regression": functools.partial(own_data.read, "regression"),
+    "tagging": tag_files.read_tagging,
+    "question-answering": question_files.read_questions,
+}
 _TUPLES = ("text", "label", "labels")
+_FILES = ("train", "dev", "test")
 
 
 def read_tasks(
     names: str | Sequence[str], data: Path | None, files: Mapping[str, Path], columns: Mapping[str, Any]
 ) -> list[TaskData]:
-    """Reads the data of GLUE tasks from `data`, or own data from `files`.
+    """Reads the data of GLUE tasks and SQuAD from `data`, or own data from `files`.
 
     Args:
         names: Tasks; several as a sequence or with commas.
-        data: Folder of GLUE tasks.
+        data: Folder of GLUE tasks or of SQuAD's files.
         files: Own files: `train`, and `dev` and `test` where there are any.
-        columns: Keyword arguments of `own_data.read`.
+        columns: Keyword arguments of the reader of own data.
 
     Raises FileNotFoundError, or ValueError naming what is wrong.
     """
     asked = names.split(",") if isinstance(names, str) else list(names)
     chosen = list(dict.fromkeys(_known(name.strip()) for name in asked if name.strip()))
     if not chosen:
-        raise InputError(f"--task names no task; there are {_all_names()}")
-    options = inspect.signature(own_data.read).parameters
-    given = {name: value for name, value in columns.items() if name not in options or value != options[name].default}
+        raise InputError(f"--task names no task; there are {', '.join(_ALL_NAMES)}")
+    given = _given(columns)
     if not set(chosen).isdisjoint(OWN_KINDS):
-        if len(chosen) > 1:
-            raise InputError(f"--task {','.join(chosen)}: own data and GLUE tasks need calls of their own")
-        if data is not None:
-            raise InputError(f"--data is for GLUE tasks; --task {chosen[0]} has --train FILE")
-        if "train" not in files:
-            raise InputError(f"--task {chosen[0]} needs --train FILE")
-        given |= {name: (given[name],) for name in _TUPLES if isinstance(given.get(name), str)}
-        kind: Any = chosen[0]
-        return [own_data.read(kind, files["train"], files.get("dev"), files.get("test"), **given)]
+        return [_read_own(chosen, data, files, given)]
     refused = next(iter([*files, *given]), None)
     if refused is not None:
-        flag = f"--{refused.replace('_', '-')}"
-        raise InputError(f"{flag} is for --task {' or '.join(OWN_KINDS)}; GLUE tasks have --data DIR")
+        own = ", ".join(kind for kind in OWN_KINDS if refused in (*_FILES, *_options(kind)))
+        raise InputError(f"{_flag(refused)} is for --task {own}; {chosen[0]} has --data DIR")
     if data is None:
         raise InputError(f"--task {','.join(chosen)} needs --data DIR, the folder of its files")
-    return [glue.read(name, data) for name in _with_all(chosen, data)]
+    return [_read_squad(name, data) if name in SQUAD else glue.read(name, data) for name in _with_all(chosen, data)]
+
+
+def _read_own(
+    chosen: Sequence[str], data: Path | None, files: Mapping[str, Path], given: Mapping[str, Any]
+) -> TaskData:
+    kind = chosen[0]
+    if len(chosen) > 1:
+        raise InputError(f"--task {','.join(chosen)}: own data and other tasks need calls of their own")
+    if data is not None:
+        raise InputError(f"--data is for GLUE and SQuAD; --task {kind} has --train FILE")
+    if "train" not in files:
+        raise InputError(f"--task {kind} needs --train FILE")
+    refused = next((name for name in given if name not in _options(kind)), None)
+    if refused is not None:
+        raise InputError(f"{_flag(refused)} is not for --task {kind}")
+    as_tuples = {name: (given[name],) for name in _TUPLES if isinstance(given.get(name), str)}
+    return _READERS[kind](files["train"], files.get("dev"), files.get("test"), **(dict(given) | as_tuples))
+
+
+def _options(kind: str) -> dict[str, Any]:
+    """The names and defaults of a reader's keyword arguments."""
+    parameters = inspect.signature(_READERS[kind]).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+
+def _given(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are not a reader's default."""
+    defaults = {name: value for kind in OWN_KINDS for name, value in _options(kind).items()}
+    unknown = next((name for name in columns if name not in defaults), None)
+    if unknown is not None:
+        raise TypeError(f"finetune() got an unexpected keyword argument {unknown!r}")
+    return {name: value for name, value in columns.items() if value != defaults[name]}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _read_squad(name: str, data: Path) -> TaskData:
+    return question_files.read_squad("squad1" if name == "squad1" else "squad2", data)
+
+
+_ALL_NAMES = (*glue.TASKS, ALL, *SQUAD, *OWN_KINDS)
 
 
 def _known(name: str) -> str:
-    found = name if name in (ALL, *OWN_KINDS) else glue.task_name(name)
+    found = name if name in _ALL_NAMES else glue.task_name(name) or _squad_name(name)
     if found is None:
-        raise InputError(f"unknown task {name!r}{did_you_mean(name, (*glue.TASKS, ALL, *OWN_KINDS))}")
+        raise InputError(f"unknown task {name!r}{did_you_mean(name, _ALL_NAMES)}")
     return found
 
 
-def _all_names() -> str:
-    return ", ".join((*glue.TASKS, ALL, *OWN_KINDS))
+def _squad_name(name: str) -> str | None:
+    """`squad1` for `SQuAD-v1.1` and the like."""
+    found = re.fullmatch(r"squad[ _-]?v?([12])(\.[01])?", name.lower())
+    return found and f"squad{found[1]}"
 
 
 def _with_all(chosen: list[str], data: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 mod ascii;
 mod normalize;
+mod offsets;
 mod tokenize;
 mod tokenizer_json;
 mod vocab_trie;
@@ -9,6 +10,7 @@ mod vocab_txt;
 mod word_cache;
 mod wordpiece;
 
+pub use offsets::Pieces;
 pub use tokenize::{Encoder, Tokenizer};
 
 pub(crate) use normalize::{Characters, Meaning};

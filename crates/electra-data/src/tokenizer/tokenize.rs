@@ -19,7 +19,7 @@ use crate::threads::on_all_cores;
 
 /// Text to ids. The same file and settings give the same ids everywhere.
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    pub(super) inner: tokenizers::Tokenizer,
     /// The fast path, or why there is none.
     fast: std::result::Result<FastWordPiece, &'static str>,
     path: PathBuf,
@@ -308,7 +308,7 @@ fn find_special(path: &Path, id_of: impl Fn(&str) -> Option<u32>) -> Result<Spec
     })
 }
 
-fn failed_on(text: &str, error: &dyn std::fmt::Display) -> Error {
+pub(super) fn failed_on(text: &str, error: &dyn std::fmt::Display) -> Error {
     let start: String = text.chars().take(40).collect();
     Error::Input(format!("the tokenizer fails on text beginning {start:?}: {error}"))
 }

@@ -1,0 +1,80 @@
+//! Encoding with the place of each piece in its text, by the `tokenizers` crate. Slower than `Tokenizer::encode_batch`, and
+//! meant for texts whose pieces are labelled or shown to a reader.
+
+use rayon::prelude::*;
+
+use super::tokenize::{Tokenizer, failed_on};
+use crate::error::Result;
+use crate::threads::on_all_cores;
+
+/// The pieces of a text in order, and where they stand in it. All fields have one entry per piece.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pieces {
+    /// The ids that [`Tokenizer::encode_batch`] gives.
+    pub ids: Vec<u32>,
+    /// The first character of each piece and the one after its last, as code points of the original text.
+    pub offsets: Vec<[u32; 2]>,
+    /// The word (pre-token) that each piece is part of. Ascending from 0; a word without pieces leaves a gap.
+    pub words: Vec<u32>,
+}
+
+impl Tokenizer {
+    /// The pieces of each text with their offsets, computed on all cores.
+    ///
+    /// Offsets are of the text as given, before it is normalized: the piece `cafe` of `Café` has 0 and 4.
+    pub fn encode_batch_with_offsets(&self, texts: &[impl AsRef<str> + Sync]) -> Result<Vec<Pieces>> {
+        on_all_cores(|| texts.par_iter().map(|text| self.pieces(text.as_ref())).collect())?
+    }
+
+    fn pieces(&self, text: &str) -> Result<Pieces> {
+        let encoding = self.inner.encode_char_offsets(text, false).map_err(|e| failed_on(text, &e))?;
+        let words = encoding.get_word_ids().iter();
+        Ok(Pieces {
+            ids: encoding.get_ids().to_vec(),
+            offsets: encoding.get_offsets().iter().map(|&(start, end)| [start as u32, end as u32]).collect(),
+            // Only special tokens have no word, and none are added.
+            words: words.map(|word| word.unwrap_or_default()).collect(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const VOCAB: &str =
+        "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nun\n##able\n##s\ncafe\n.\n日\nשלום\n[\nmask\n]\n";
+
+    fn open(lowercase: bool) -> Tokenizer {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vocab.txt");
+        std::fs::write(&path, VOCAB).unwrap();
+        Tokenizer::from_file(&path, Some(lowercase), None).unwrap()
+    }
+
+    fn slices(text: &str, pieces: &Pieces) -> Vec<String> {
+        let slice = |&[start, end]: &[u32; 2]| {
+            text.chars().skip(start as usize).take((end - start) as usize).collect()
+        };
+        pieces.offsets.iter().map(slice).collect()
+    }
+
+    #[test]
+    fn offsets_are_characters_of_the_original() {
+        let text = "😀 Unables  CAFE\u{301}.日\u{0} שלום [MASK]";
+        let [pieces] = &open(true).encode_batch_with_offsets(&[text]).unwrap()[..] else { panic!() };
+        assert_eq!(pieces.ids, [1, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]);
+        assert_eq!(pieces.words, [0, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8]);
+        let expected = ["😀", "Un", "able", "s", "CAFE", ".", "日", "שלום", "[", "MASK", "]"];
+        assert_eq!(slices(text, pieces), expected);
+        assert_eq!(pieces.offsets[..4], [[0, 1], [2, 4], [4, 8], [8, 9]]);
+    }
+
+    #[test]
+    fn an_unknown_word_is_one_piece_and_an_empty_text_has_none() {
+        let found = open(false).encode_batch_with_offsets(&["Un unx", "", " \n"]).unwrap();
+        let unknown = Pieces { ids: vec![1, 1], offsets: vec![[0, 2], [3, 6]], words: vec![0, 1] };
+        let none = Pieces { ids: vec![], offsets: vec![], words: vec![] };
+        assert_eq!(found, [unknown, none.clone(), none]);
+    }
+}

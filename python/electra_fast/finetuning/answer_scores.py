@@ -1,0 +1,142 @@
+"""Scores of answers to questions by the rules of SQuAD 1.1 and 2.0.
+
+They equal what the two official evaluation scripts report, as fractions instead of percentages.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from electra_fast.errors import InputError
+from electra_fast.finetuning.task import Answer, Split
+
+Scores = dict[str, float]
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+
+
+def squad_scores(
+    split: Split,
+    predictions: Mapping[str, str],
+    null_odds: Mapping[str, float] | None = None,
+    null_threshold: float | None = None,
+) -> Scores:
+    """The scores of a split by name, as fractions of its questions.
+
+    Without `null_odds`, `exact_match` and `f1` by the rules of SQuAD 1.1. With them by the rules of 2.0, where the
+    prediction counts as empty if the odds exceed a threshold. That is `null_threshold`, or where none is given the best
+    one of each score, as the official script reports them: then `exact_match_threshold` and `null_threshold`, that of
+    F1, are among the scores. At the threshold (of F1) there are `has_answer_exact_match` and `has_answer_f1` of the
+    answerable questions and `no_answer_accuracy` of the others, each if there are any.
+
+    Args:
+        split: Questions with their annotated answers.
+        predictions: The best answer to each question by id, whatever its odds; may be empty.
+        null_odds: By id, a number that is higher the less answerable the question seems. Equal ones count in the order
+            of the mapping.
+        null_threshold: As found on other questions.
+
+    Raises:
+        InputError: A question has no prediction or no odds.
+    """
+    assert split.targets is not None
+    ids, answers = split.ids, dict(zip(split.ids, split.targets, strict=True))
+    _check_complete("prediction", predictions, ids)
+    raw = _raw_scores(answers, predictions, has_unanswerable=null_odds is not None)
+    if null_odds is None:
+        return {name: _mean(values.values()) for name, values in raw.items()}
+
+    _check_complete("null odds", null_odds, ids)
+    if null_threshold is None:
+        exact, exact_threshold = _best_threshold(raw["exact_match"], answers, predictions, null_odds)
+        f1, null_threshold = _best_threshold(raw["f1"], answers, predictions, null_odds)
+        found = {"exact_match": exact, "f1": f1}
+        found |= {"exact_match_threshold": exact_threshold, "null_threshold": null_threshold}
+    else:
+        found = {name: _mean_at(raw[name], answers, null_odds, null_threshold, ids) for name in raw}
+    answerable, others = ([id for id in ids if bool(answers[id]) == wanted] for wanted in (True, False))
+    for part, name, own in (
+        ("has_answer_exact_match", "exact_match", answerable),
+        ("has_answer_f1", "f1", answerable),
+        ("no_answer_accuracy", "f1", others),
+    ):
+        if own:
+            found[part] = _mean_at(raw[name], answers, null_odds, null_threshold, own)
+    return found
+
+
+def _mean_at(
+    raw: Scores,
+    answers: Mapping[str, Sequence[Answer]],
+    null_odds: Mapping[str, float],
+    threshold: float,
+    ids: Sequence[str],
+) -> float:
+    """The mean score where questions of higher odds are left unanswered."""
+    return _mean([raw[id] if null_odds[id] <= threshold else float(not answers[id]) for id in ids])
+
+
+def normalize_answer(text: str) -> str:
+    """The text in lower case without ASCII punctuation, then without articles, its words separated by single spaces."""
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def exact_match(prediction: str, gold: str) -> float:
+    """1 if the texts are equal when normalized, else 0."""
+    return float(normalize_answer(prediction) == normalize_answer(gold))
+
+
+def f1(prediction: str, gold: str, *, has_unanswerable: bool) -> float:
+    """The harmonic mean of precision and recall of the normalized words, with repetitions.
+
+    Two texts without words match by the rules of SQuAD 2.0 (`has_unanswerable`), but not by those of 1.1.
+    """
+    predicted, annotated = (normalize_answer(text).split() for text in (prediction, gold))
+    num_shared = (Counter(predicted) & Counter(annotated)).total()
+    if not num_shared:
+        return float(has_unanswerable and predicted == annotated == [])
+    precision, recall = num_shared / len(predicted), num_shared / len(annotated)
+    return 2 * precision * recall / (precision + recall)
+
+
+def _check_complete(what: str, given: Collection[str], ids: Sequence[str]) -> None:
+    missing = [id for id in ids if id not in given]
+    if missing:
+        raise InputError(f"no {what} for {len(missing):,} of {len(ids):,} questions, the first is {missing[0]!r}")
+
+
+def _raw_scores(
+    answers: Mapping[str, Sequence[Answer]], predictions: Mapping[str, str], *, has_unanswerable: bool
+) -> dict[str, Scores]:
+    """Exact match and F1 by id, each with the annotated answer that fits best."""
+    raw: dict[str, Scores] = {"exact_match": {}, "f1": {}}
+    for id, own in answers.items():
+        texts = [answer.text for answer in own if not has_unanswerable or normalize_answer(answer.text)] or [""]
+        raw["exact_match"][id] = max(exact_match(predictions[id], text) for text in texts)
+        raw["f1"][id] = max(f1(predictions[id], text, has_unanswerable=has_unanswerable) for text in texts)
+    return raw
+
+
+def _best_threshold(
+    raw: Scores, answers: Mapping[str, Sequence[Answer]], predictions: Mapping[str, str], null_odds: Mapping[str, float]
+) -> tuple[float, float]:
+    """The best mean score and the odds up to which questions are answered for it.
+
+    Found as in the official script: the score begins with every question unanswered and changes question by
+    question, even among equal odds; only a higher score replaces the threshold, which is 0 at first.
+    """
+    best = total = float(sum(not own for own in answers.values()))
+    threshold = 0.0
+    for id in sorted(null_odds, key=null_odds.__getitem__):
+        if id in raw:
+            total += raw[id] if answers[id] else -bool(predictions[id])
+        if total > best:
+            best, threshold = total, null_odds[id]
+    return best / len(raw), threshold
+
+
+def _mean(values: Collection[float]) -> float:
+    return sum(values) / len(values)

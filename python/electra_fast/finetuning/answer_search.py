@@ -1,0 +1,123 @@
+"""The best answers to questions, from the scores that a model gives to starts and ends in the chunks of a context.
+
+As in the published code (`finetune/qa/qa_metrics.py`). Follows the model, which reads what `question_features` made.
+
+Shapes: K starts per chunk, K2 ends per start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from electra_fast.finetuning.chunks import Ints, max_context
+from electra_fast.finetuning.question_features import Context, QuestionFeatures
+
+
+@dataclass(frozen=True)
+class SpanScores:
+    """What a model finds in each chunk; indices are positions in its input.
+
+    Args:
+        start_index: Candidates for the first piece of an answer, int64 [chunks, K].
+        start_score: float32 [chunks, K].
+        end_index: For each start, candidates for the last piece, int64 [chunks, K, K2].
+        end_score: float32 [chunks, K, K2].
+        null_score: Of there being no answer, float32 [chunks].
+    """
+
+    start_index: Ints
+    start_score: Ints
+    end_index: Ints
+    end_score: Ints
+    null_score: Ints
+
+
+@dataclass(frozen=True)
+class FoundAnswer:
+    """A part of a context.
+
+    Args:
+        text: As it stands there.
+        start: Its first character.
+        end: The character after its last.
+        score: Of its start plus of its end.
+        probability: Softmax of the scores over the answers that are returned with it.
+    """
+
+    text: str
+    start: int
+    end: int
+    score: float
+    probability: float
+
+
+def search(
+    features: QuestionFeatures,
+    texts: Sequence[tuple[str, str]],
+    scores: SpanScores,
+    *,
+    n_best: int = 20,
+    max_answer_length: int = 30,
+) -> Iterator[tuple[list[FoundAnswer], float]]:
+    """The `n_best` answers to each question that differ in text, the best first, and the smallest null score.
+
+    An answer has at most `max_answer_length` pieces. If no candidate can be one, the only answer is the empty text.
+    """
+    bounds = np.searchsorted(features.question, np.arange(len(texts) + 1))
+    for number, (_, text) in enumerate(texts):
+        chunks = slice(*bounds[number : number + 2])
+        context = features.contexts[number]
+        starts, ends, sums = _candidates(features, scores, chunks, len(context.ids), max_answer_length)
+        yield _distinct(context, text, starts, ends, sums, n_best), float(scores.null_score[chunks].min())
+
+
+def _candidates(
+    features: QuestionFeatures, scores: SpanScores, chunks: slice, num_pieces: int, max_answer_length: int
+) -> tuple[Ints, Ints, Ints]:
+    """First and last pieces of a question's possible answers, and their scores; the best first, each [candidates]."""
+    first, length = features.first[chunks], features.num_pieces[chunks]
+    place = features.context_start[chunks, None]
+    start, end = scores.start_index[chunks] - place, scores.end_index[chunks] - place[:, None]  # in the chunk
+    owner = max_context(list(zip(first.tolist(), length.tolist(), strict=True)), num_pieces)
+    piece = np.clip(start + first[:, None], 0, num_pieces - 1)
+    # The end may have more context in another chunk.
+    is_start = (start >= 0) & (owner[piece] == np.arange(len(first))[:, None])
+    size = end - start[..., None] + 1
+    is_answer = is_start[..., None] & (size >= 1) & (size <= max_answer_length) & (end < length[:, None, None])
+    chunk, start_rank, end_rank = np.nonzero(is_answer)
+    sums = scores.start_score[chunks][chunk, start_rank] + scores.end_score[chunks][is_answer]
+    order = np.argsort(-sums, kind="stable")
+    starts, ends = piece[chunk, start_rank], end[is_answer] + first[chunk]
+    return starts[order], ends[order], sums[order]
+
+
+def _distinct(context: Context, text: str, starts: Ints, ends: Ints, sums: Ints, n_best: int) -> list[FoundAnswer]:
+    """The first `n_best` candidates whose texts differ in more than whitespace."""
+    found: dict[str, tuple[int, int, float]] = {}
+    for start, end, score in zip(starts.tolist(), ends.tolist(), sums.tolist(), strict=True):
+        first, last = _characters(context, start, end)
+        found.setdefault(" ".join(text[first:last].split()), (first, last, score))
+        if len(found) == n_best:
+            break
+    if not found:  # the published code answers "empty"
+        return [FoundAnswer("", 0, 0, 0.0, 1.0)]
+    scores = np.array([score for _, _, score in found.values()])
+    weights = np.exp(scores - scores[0])
+    pairs = zip(found.values(), (weights / weights.sum()).tolist(), strict=True)
+    return [FoundAnswer(text[first:last], first, last, score, share) for (first, last, score), share in pairs]
+
+
+def _characters(context: Context, start: int, end: int) -> tuple[int, int]:
+    """First and past-the-last character of an answer of these pieces.
+
+    The published code aligns characters before and after normalization, and takes whole words if it cannot: if a piece
+    is unknown, or if the words become longer or shorter. Where a word has the answer's letters twice it takes the
+    first, in whatever case; this takes the ones that the model chose.
+    """
+    words = slice(context.words[start], context.words[end] + 1)
+    if context.is_unknown[start : end + 1].any() or context.growth[words].sum():
+        return int(context.word_offsets[words.start, 0]), int(context.word_offsets[words.stop - 1, 1])
+    return int(context.offsets[start, 0]), int(context.offsets[end, 1])

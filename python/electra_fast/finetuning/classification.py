@@ -1,0 +1,158 @@
+"""Classification and regression of a text or a pair of texts: the method of GLUE's tasks and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from electra_fast.atomic_files import replace_file
+from electra_fast.compute import ComputeConfig
+from electra_fast.config import ModelConfig
+from electra_fast.data.corpus import Tokenizer
+from electra_fast.errors import InputError
+from electra_fast.finetuning import batches, glue, metrics, tables
+from electra_fast.finetuning.answers import Answer, answers
+from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.inference import example_predictions
+from electra_fast.finetuning.losses import example_weights
+from electra_fast.finetuning.method import Features, Method
+from electra_fast.finetuning.model import SequenceClassifier, TaskModel
+from electra_fast.finetuning.own_data import TEXT_COLUMNS
+from electra_fast.finetuning.submission import write_submission
+from electra_fast.finetuning.tables import Quoting
+from electra_fast.finetuning.task import Kind, Split, Task
+from electra_fast.finetuning.training_set import TrainingSet
+from electra_fast.json_files import json_text
+
+# What an example is, by how many texts the model was trained on.
+_READS = {None: "one text or two", 1: "one text", 2: "a pair of texts"}
+
+
+class Classification(Method):
+    """A head on [CLS]; examples are cut at `finetune.sequence_length`. Outputs are logits or values, float32 [n, C].
+
+    Args:
+        kind: `classification`, `multi-label` or `regression`.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind: Kind = kind
+
+    def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneConfig) -> Features:
+        """Tokenizes a split."""
+        return Features(batches.encode(tokenizer, split.texts, config.sequence_length))
+
+    def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneConfig) -> TrainingSet:
+        """All examples; with `finetune.both_orders` each pair in both orders."""
+        texts, targets = split.texts, split.targets
+        assert targets is not None
+        if config.both_orders:
+            if len(texts[0]) != 2:
+                raise InputError(f"finetune.both_orders = true needs pairs of texts; {split.path} has single ones")
+            texts, targets = texts + [(second, first) for first, second in texts], np.concatenate((targets, targets))
+        encoded = batches.encode(tokenizer, texts, config.sequence_length)
+        if len(encoded.empty) == len(encoded):
+            raise InputError(f"{split.path}: no example has a token of text; check the columns and the tokenizer")
+        if task.kind == "regression":
+            targets = ((targets - task.shift) / task.scale).astype(np.float32)
+        return TrainingSet(encoded, targets, example_weights(task, targets, config))
+
+    def describe(self, split: Split, training_set: TrainingSet, config: FinetuneConfig) -> Iterator[str]:
+        """How many examples are cut."""
+        encoded = training_set.encoded
+        if len(encoded) > len(split.texts):
+            yield "each training example in both orders"
+        if encoded.num_truncated:
+            yield (
+                f"cut at finetune.sequence_length = {config.sequence_length} tokens: "
+                f"{encoded.num_truncated:,} of {len(encoded):,} training examples"
+            )
+
+    def model(self, shape: ModelConfig, config: FinetuneConfig, num_outputs: int) -> TaskModel:
+        """The network, with parameters of any value."""
+        return SequenceClassifier(shape, config.head, num_outputs, self.kind, config.head_dropout)
+
+    def labels(self, task: Task) -> tuple[str, ...]:
+        """The classes; `value` for regression."""
+        return task.labels or ("value",)
+
+    def predict(
+        self,
+        model: TaskModel,
+        features: Features,
+        config: FinetuneConfig,
+        compute: ComputeConfig,
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> NDArray[Any]:
+        """Logits or values, float32 [n, C]."""
+        (outputs,) = example_predictions(model, features.encoded, compute, before_batch)
+        return outputs
+
+    def scores(
+        self, task: Task, split: Split, features: Features, outputs: Any, earlier: Mapping[str, Any]
+    ) -> dict[str, float]:
+        """As `metrics.scores`."""
+        assert split.targets is not None
+        return metrics.scores(task, split.targets, _in_units(task, outputs))
+
+    def warning(self, task: Task, outputs: Any) -> str | None:
+        """Whether the model predicts the same for every example."""
+        return metrics.collapse(task, _in_units(task, outputs))
+
+    def write_predictions(self, stem: Path, task: Task, split: Split, features: Features, outputs: Any) -> None:
+        """STEM.tsv for the GLUE server, or STEM.jsonl with an answer per example."""
+        if task.name in glue.TASKS:
+            write_submission(stem.with_name(f"{stem.name}.tsv"), task, split, _in_units(task, outputs))
+            return
+        found = zip(split.ids, self.answers(task, split, features, outputs, {}), strict=True)
+        lines = (json_text({"id": example} | answer) for example, answer in found)
+        replace_file(stem.with_name(f"{stem.name}.jsonl"), "".join(lines))
+
+    def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
+        """Examples are texts, or pairs of texts."""
+        texts = [_checked(number, example, num_texts) for number, example in enumerate(examples)]
+        ids = [str(number) for number in range(len(texts))]
+        return Split(name="predict", path=Path("predict"), texts=texts, targets=None, ids=ids)
+
+    def rows(self, file: Path, text: tuple[str, ...], quoting: Quoting, num_texts: int | None) -> Iterator[Any]:
+        """The texts of the columns `text`; by default those that `own_data.read` takes."""
+        columns = text or _default_columns(file, quoting)
+        if num_texts not in (None, len(columns)):
+            raise InputError(
+                f"{file}: {' and '.join(columns)}: this model reads {_READS[num_texts]}; choose the columns with --text"
+            )
+        for line, row in tables.iterate_rows(file, columns, quoting=quoting):
+            yield tuple(tables.text_of(file, line, row, name) for name in columns)
+
+    def answers(
+        self, task: Task, split: Split, features: Features, outputs: Any, settings: Mapping[str, Any]
+    ) -> Iterator[Answer]:
+        """As `answers.answers`."""
+        outputs = _in_units(task, outputs)
+        return answers(task.kind, task.labels, outputs.reshape(len(split.texts), -1))
+
+
+def _checked(number: int, example: object, num_texts: int | None) -> tuple[str, ...]:
+    texts = (example,) if isinstance(example, str) else example
+    if not isinstance(texts, (tuple, list)) or not all(isinstance(text, str) for text in texts):
+        raise InputError(f"example {number} is {example!r}; it must be a text or a pair of texts")
+    if len(texts) not in ((1, 2) if num_texts is None else (num_texts,)):
+        raise InputError(f"example {number} has {len(texts)} texts, but this model reads {_READS[num_texts]}")
+    return tuple(texts)
+
+
+def _default_columns(file: Path, quoting: Quoting) -> tuple[str, ...]:
+    _, first = next(tables.iterate_rows(file, quoting=quoting))
+    for columns in TEXT_COLUMNS:
+        if set(columns) <= first.keys():
+            return columns
+    raise InputError(f"{file}: no text column; {tables.there_are(first)}; choose with --text")
+
+
+def _in_units(task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
+    """Logits as they are, values [n] in the units of the data."""
+    return outputs[:, 0] * task.scale + task.shift if task.kind == "regression" else outputs

@@ -1,0 +1,201 @@
+"""Marks words that do not belong, such as typing errors, by the replaced-token detector of a pre-trained model.
+
+Needs no training: it asks the discriminator of a run, a checkpoint or a Hugging Face folder. `load_error_detector` is
+for scripts.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from electra_fast import checkpoint
+from electra_fast.attention import choose_attention
+from electra_fast.compute import ComputeConfig, choose_device, choose_precision
+from electra_fast.config import AUTO
+from electra_fast.data.corpus import Pieces, Tokenizer
+from electra_fast.errors import InputError
+from electra_fast.finetuning import tables
+from electra_fast.finetuning.answers import Answer, rounded
+from electra_fast.finetuning.chunks import text_chunks
+from electra_fast.finetuning.inference import token_predictions
+from electra_fast.finetuning.inputs import Inputs
+from electra_fast.finetuning.model import EncoderWithHead
+from electra_fast.huggingface.config import own_config, read_table, role_shape
+from electra_fast.huggingface.folder import read_models
+from electra_fast.huggingface.source import checkpoint_of, folders_of, tokenizer_folder
+from electra_fast.model import Electra
+
+Ints = NDArray[Any]
+ROLE = "discriminator"
+
+
+class ReplacedTokenDetector(EncoderWithHead):
+    """The discriminator of a pre-trained model, with the head that it was pre-trained with."""
+
+    per_token = True
+
+    def __init__(self, model: Electra) -> None:
+        super().__init__(role_shape(model.config, ROLE), model.discriminator_head)
+        self.embeddings = model.embeddings
+        self.add_module("encoder", model.get_submodule(ROLE))
+
+    def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:
+        """Logits, positive = replaced; fp32 [T]."""
+        return (self.head(self.hidden_states(inputs, compute)),)
+
+
+class ErrorDetector:
+    """Gives each word of a text the probability that it does not belong there.
+
+    Args:
+        model: A pre-trained model that has a discriminator.
+        tokenizer: Its tokenizer.
+        device: Where it computes.
+        sequence_length: How many tokens it reads at once, [CLS] and [SEP] included; longer texts are read in chunks
+            that overlap by half.
+        threshold: The probability from which a word counts as an error, 0 to 1.
+    """
+
+    def __init__(
+        self,
+        model: Electra,
+        tokenizer: Tokenizer,
+        device: torch.device,
+        *,
+        sequence_length: int,
+        threshold: float = 0.5,
+    ) -> None:
+        if not 0 <= threshold <= 1:
+            raise InputError(f"threshold is {threshold}; it is a probability, from 0 to 1")
+        if sequence_length < 3:
+            raise InputError(f"sequence_length is {sequence_length}; [CLS], a token and [SEP] need 3")
+        self.threshold, self.sequence_length = threshold, sequence_length
+        self.tokenizer, self._model = tokenizer, ReplacedTokenDetector(model).to(device).eval()
+        dtype = torch.bfloat16 if choose_precision(AUTO, device) == "bf16" else torch.float32
+        attention = choose_attention(AUTO, device, dtype, 0.0, self._model.shape.local_attention)
+        self._compute = ComputeConfig(attention, dtype)
+
+    def predict(self, texts: Iterable[str]) -> list[Answer]:
+        """An answer per text, in their order: `{"score": x, "errors": [...], "words": [...]}`.
+
+        `words` has all words in order, each as `{"text", "start", "end", "probability"}`, `errors` those that reach the
+        threshold. `start` and `end` count code points, so that `text[start:end]` is the word. A word is what the
+        tokenizer's rules take for one: for BERT's, a run of letters and digits, or a punctuation mark. Its probability
+        is the highest of its pieces. `score` is the mean over the words, the share of them that is expected not to
+        belong; 0 for a text without words.
+        """
+        texts = _checked(texts)
+        pieces = self.tokenizer.encode_with_offsets(texts)
+        probabilities = self._piece_probabilities(pieces)
+        return [
+            _answer(_words(text, own, each), self.threshold)
+            for text, own, each in zip(texts, pieces, probabilities, strict=True)
+        ]
+
+    def rows(self, file: Path, text: tuple[str, ...], quoting: tables.Quoting) -> Iterator[str]:
+        """Reads the texts of a file in a stream; `text` is the column, by default `text`."""
+        if len(text) > 1:
+            raise InputError(f"--text names {len(text)} columns ({', '.join(text)}); errors are found in one")
+        (column,) = text or ("text",)
+        for line, row in tables.iterate_rows(file, (column,), quoting=quoting):
+            yield tables.text_of(file, line, row, column)
+
+    def _piece_probabilities(self, pieces: Sequence[Pieces]) -> list[NDArray[np.float64]]:
+        """The probability that each piece is replaced; float64 [tokens] for each text."""
+        room = self.sequence_length - 2
+        encoded, places = text_chunks(pieces, self.tokenizer.special_tokens, room, max(1, room // 2))
+        if not len(encoded):
+            return [np.zeros(0) for _ in pieces]
+        logits = token_predictions(self._model, encoded, self._compute).astype(np.float64)
+        probabilities = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
+        return [probabilities[own] for own in places]
+
+
+def load_error_detector(source: str | Path, threshold: float = 0.5) -> ErrorDetector:
+    """The detector of a run (its latest checkpoint), a checkpoint, an export or another Hugging Face discriminator.
+
+    It reads as many tokens at once as in pre-training, or where the folder does not record that, as the model has
+    positions. Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
+    """
+    source = Path(source)
+    model, sequence_length = _read_discriminator(source)
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise InputError(f"{source}: {name} has values that are nan or infinite; the model is broken")
+    tokenizer = Tokenizer(tokenizer_folder(source, model.config.model.vocab_size))
+    return ErrorDetector(model, tokenizer, choose_device(), sequence_length=sequence_length, threshold=threshold)
+
+
+def _read_discriminator(source: Path) -> tuple[Electra, int]:
+    """A model with a discriminator, and the length of the sequences that it reads."""
+    stored = checkpoint_of(source)
+    if stored is not None:
+        model = checkpoint.load_model(stored)
+        _check_roles(source, model.networks)
+        return model, model.config.data.sequence_length
+    folders = folders_of(source)
+    _check_roles(source, folders)
+    folder = folders[ROLE]
+    model = read_models({ROLE: folder})
+    is_recorded = own_config(folder / "config.json", read_table(folder)) is not None
+    return model, model.config.data.sequence_length if is_recorded else model.config.model.max_positions
+
+
+def _check_roles(source: Path, roles: Iterable[str]) -> None:
+    if ROLE not in roles:
+        raise InputError(
+            f"{source}: has no {ROLE}, only the {' and the '.join(roles)}; errors are found by a model that was "
+            'pre-trained to tell replaced tokens, such as objective.name = "electra"'
+        )
+
+
+def _checked(texts: Iterable[str]) -> list[str]:
+    if isinstance(texts, (str, bytes, Mapping)):
+        raise InputError("predict takes a list of texts; put a single one into a list")
+    texts = list(texts)
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InputError(f"example {number} is {text!r}; it must be a text")
+    return texts
+
+
+def _words(text: str, pieces: Pieces, probabilities: NDArray[np.float64]) -> list[Answer]:
+    """A text's words in order, without those of which no character is left, such as spaces."""
+    if not len(pieces.ids):
+        return []
+    firsts = np.flatnonzero(np.diff(pieces.words, prepend=-1))
+    starts = np.minimum.reduceat(pieces.offsets[:, 0], firsts).tolist()
+    ends = np.maximum.reduceat(pieces.offsets[:, 1], firsts).tolist()
+    highest = np.maximum.reduceat(probabilities, firsts)
+    words = []
+    for start, end, limit, probability in zip(starts, ends, [*starts[1:], len(text)], highest, strict=True):
+        start, end = _as_written(text, start, end, limit)
+        if start < end:
+            place = {"text": text[start:end], "start": start, "end": end}
+            words.append(place | {"probability": rounded(probability)})
+    return words
+
+
+def _as_written(text: str, start: int, end: int, limit: int) -> tuple[int, int]:
+    """A word's span without the spaces that byte-level tokenizers count in, and with the marks that others drop."""
+    while end < limit and unicodedata.category(text[end]).startswith("M"):
+        end += 1
+    while start < end and text[start].isspace():
+        start += 1
+    while start < end and text[end - 1].isspace():
+        end -= 1
+    return start, end
+
+
+def _answer(words: list[Answer], threshold: float) -> Answer:
+    probabilities = [word["probability"] for word in words]
+    errors = [word for word in words if word["probability"] >= threshold]
+    return {"score": rounded(float(np.mean(probabilities))) if words else 0.0, "errors": errors, "words": words}

@@ -1,0 +1,206 @@
+"""Question answering: the span of a context that answers a question, as SQuAD asks for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from electra_fast.atomic_files import replace_file
+from electra_fast.compute import ComputeConfig
+from electra_fast.config import ModelConfig
+from electra_fast.data.corpus import Tokenizer
+from electra_fast.errors import Diverged, InputError
+from electra_fast.finetuning.answer_scores import squad_scores
+from electra_fast.finetuning.answer_search import FoundAnswer, SpanScores, search
+from electra_fast.finetuning.answers import Answer, rounded
+from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.inference import example_predictions
+from electra_fast.finetuning.method import Features, Method
+from electra_fast.finetuning.model import TaskModel
+from electra_fast.finetuning.question_features import QuestionFeatures, question_features, training_targets
+from electra_fast.finetuning.question_files import iterate_questions
+from electra_fast.finetuning.span_model import JointReader, TwoLogitReader
+from electra_fast.finetuning.tables import Quoting, abbreviated
+from electra_fast.finetuning.task import Split, Task
+from electra_fast.finetuning.training_set import TrainingSet
+
+SETTINGS = ("doc_stride", "max_query_length", "max_answer_length", "n_best_size", "beam_size")
+
+
+@dataclass(frozen=True)
+class SpanFeatures(Features):
+    """The chunks of all questions' contexts, and the questions with their contexts."""
+
+    questions: QuestionFeatures
+    texts: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model found for a question: the best answers, the best one first, and the odds that there is none."""
+
+    answers: list[FoundAnswer]
+    null_odds: float
+
+
+class QuestionAnswering(Method):
+    """A reader of chunks. Outputs are `Reading`s."""
+
+    prediction_settings = ("n_best", "null_threshold")
+
+    def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneConfig) -> SpanFeatures:
+        """Cuts contexts into chunks."""
+        texts = [(question, context) for question, context in split.texts]
+        try:
+            questions = question_features(
+                tokenizer,
+                texts,
+                sequence_length=config.sequence_length,
+                doc_stride=config.doc_stride,
+                max_query_length=config.max_query_length,
+            )
+        except InputError as error:
+            raise InputError(f"{split.path}: {error}") from None
+        return SpanFeatures(questions.encoded, questions, texts)
+
+    def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneConfig) -> TrainingSet:
+        """All chunks, with the first answer's span where they have it."""
+        if config.class_weights != "none":
+            raise InputError(f"finetune.class_weights = {config.class_weights!r} is for classification")
+        features = self.features(tokenizer, split, config)
+        assert split.targets is not None
+        targets = training_targets(tokenizer, features.questions, list(split.targets))
+        return TrainingSet(features.encoded, targets, np.ones(len(targets)))
+
+    def describe(self, split: Split, training_set: TrainingSet, config: FinetuneConfig) -> Iterator[str]:
+        """How many chunks there are, and how many of them have an answer."""
+        num_answers = int((training_set.targets[:, 0] > 0).sum())
+        yield (
+            f"training chunks of at most {config.sequence_length} tokens: {len(training_set.encoded):,}, "
+            f"{num_answers:,} of them with an answer"
+        )
+        if training_set.encoded.num_truncated:
+            yield (
+                f"cut at finetune.max_query_length = {config.max_query_length} tokens: "
+                f"{training_set.encoded.num_truncated:,} training questions"
+            )
+
+    def model(self, shape: ModelConfig, config: FinetuneConfig, num_outputs: int) -> TaskModel:
+        """The network, with parameters of any value."""
+        if config.head == "google":
+            return JointReader(shape, config.beam_size, config.answerable_weight)
+        return TwoLogitReader(shape, config.beam_size, config.head_dropout)
+
+    def labels(self, task: Task) -> tuple[str, ...]:
+        """Of the two logits of `transformers`' class."""
+        return ("start", "end")
+
+    def predict(
+        self,
+        model: TaskModel,
+        features: SpanFeatures,
+        config: FinetuneConfig,
+        compute: ComputeConfig,
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> list[Reading]:
+        """The answers to all questions, in their order."""
+        scores = SpanScores(*example_predictions(model, features.encoded, compute, before_batch))
+        if not (np.isfinite(scores.start_score).all() and np.isfinite(scores.end_score).all()):
+            raise Diverged("the model's outputs are not finite: try a lower finetune.learning_rate")
+        limits = {"n_best": config.n_best_size, "max_answer_length": config.max_answer_length}
+        found = search(features.questions, features.texts, scores, **limits)
+        return [Reading(best, _null_odds(model, best, null)) for best, null in found]
+
+    def scores(
+        self, task: Task, split: Split, features: SpanFeatures, outputs: list[Reading], earlier: Mapping[str, Any]
+    ) -> dict[str, float]:
+        """By SQuAD's official rules; the threshold of the odds is sought on the first split."""
+        odds = _odds(split, outputs) if task.has_unanswerable else None
+        assert split.targets is not None
+        return squad_scores(split, _texts(split, outputs), odds, earlier.get("null_threshold"))
+
+    def write_predictions(
+        self,
+        stem: Path,
+        task: Task,
+        split: Split,
+        features: SpanFeatures,
+        outputs: list[Reading],
+    ) -> None:
+        """The official scorer's files: STEM.json with the best text per question, and the odds of there being none."""
+        _write(stem.with_name(f"{stem.name}.json"), _texts(split, outputs))
+        if task.has_unanswerable:
+            _write(stem.with_name(f"{stem.name}.null_odds.json"), _odds(split, outputs))
+
+    def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
+        """Examples are mappings with `question` and `context`, and maybe `id`, or pairs of both."""
+        found = [_checked(number, example) for number, example in enumerate(examples)]
+        texts: list[tuple[str, ...]] = [(each["question"], each["context"]) for each in found]
+        ids = [str(each.get("id", number)) for number, each in enumerate(found)]
+        return Split(name="predict", path=Path("predict"), texts=texts, targets=None, ids=ids)
+
+    def rows(self, file: Path, text: tuple[str, ...], quoting: Quoting, num_texts: int | None) -> Iterator[Any]:
+        """The questions of a SQuAD file, or of rows with columns for question and context."""
+        for name, question, context in iterate_questions(file, text=text, quoting=quoting):
+            yield {"id": name, "question": question, "context": context}
+
+    def answers(
+        self, task: Task, split: Split, features: SpanFeatures, outputs: list[Reading], settings: Mapping[str, Any]
+    ) -> Iterator[Answer]:
+        """`answer` with its characters and probability, and `null_odds`, beyond whose threshold it is empty.
+
+        `n_best` in the settings adds as many answers.
+        """
+        threshold, n_best = settings.get("null_threshold"), settings.get("n_best", 1)
+        for name, reading in zip(split.ids, outputs, strict=True):
+            best = [_answer(each) for each in reading.answers]
+            is_null = threshold is not None and reading.null_odds > threshold
+            answer = {"answer": "", "start": None, "end": None, "score": best[0]["score"]} if is_null else best[0]
+            more = {"n_best": best[:n_best]} if n_best > 1 else {}
+            yield {"id": name} | answer | {"null_odds": rounded(reading.null_odds)} | more
+
+    def settings(self, config: FinetuneConfig, task: Task, scores: Any) -> dict[str, Any]:
+        """How contexts are cut and answers chosen."""
+        chosen = {name: getattr(config, name) for name in SETTINGS}
+        return chosen | {"null_threshold": scores.get("null_threshold")}
+
+
+def _checked(number: int, example: Any) -> Mapping[str, Any]:
+    if isinstance(example, (tuple, list)) and len(example) == 2:
+        example = {"question": example[0], "context": example[1]}
+    if not isinstance(example, Mapping) or not all(
+        isinstance(example.get(key), str) for key in ("question", "context")
+    ):
+        raise InputError(
+            f"example {number} is {abbreviated(example)}; it must be a mapping with question and context, or a pair of "
+            "both"
+        )
+    return example
+
+
+def _answer(found: FoundAnswer) -> Answer:
+    is_empty = found.start == found.end
+    start, end = (None, None) if is_empty else (found.start, found.end)
+    return {"answer": found.text, "start": start, "end": end, "score": rounded(found.probability)}
+
+
+def _null_odds(model: TaskModel, best: Sequence[FoundAnswer], null_score: float) -> float:
+    """The classifier's logit, or by how much the score of no answer is above that of the best one."""
+    return null_score if isinstance(model, JointReader) else null_score - best[0].score
+
+
+def _texts(split: Split, outputs: Sequence[Reading]) -> dict[str, str]:
+    return {name: reading.answers[0].text for name, reading in zip(split.ids, outputs, strict=True)}
+
+
+def _odds(split: Split, outputs: Sequence[Reading]) -> dict[str, float]:
+    return {name: reading.null_odds for name, reading in zip(split.ids, outputs, strict=True)}
+
+
+def _write(path: Path, table: dict[str, Any]) -> None:
+    replace_file(path, json.dumps(table, ensure_ascii=False) + "\n")

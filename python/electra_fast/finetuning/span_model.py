@@ -1,0 +1,179 @@
+"""Question answering: the span of a context that answers a question, and whether there is one.
+
+Two heads: `transformers`' two logits per token, and the published code's, whose end depends on the start.
+
+Shapes: T tokens of the flat buffer, n examples (chunks of a context, each with the question), W tokens of the longest
+example, D hidden, K start candidates, each with K end candidates.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from electra_fast import ops
+from electra_fast.compute import ComputeConfig
+from electra_fast.config import ModelConfig
+from electra_fast.finetuning.heads import head_class
+from electra_fast.finetuning.inputs import Inputs
+from electra_fast.finetuning.model import TaskModel
+from electra_fast.huggingface.finetuned import JOINT_WIDTH
+from electra_fast.layers import Linear
+
+# Added to the logits of tokens that cannot be an answer, as in the published code, and the logit of no token at all.
+_DISALLOWED, _NOTHING = -1000.0, -10_000.0
+
+
+class SpanCandidates(NamedTuple):
+    """The best spans of each example: starts [n, K], ends [n, K, K], and the score of there being no answer [n].
+
+    Indices are positions in the example's input. A span's score is the sum of its start's and its end's.
+    """
+
+    start_index: Tensor
+    start_score: Tensor
+    end_index: Tensor
+    end_score: Tensor
+    null_score: Tensor
+
+
+def _allowed(inputs: Inputs) -> Tensor:
+    """1 where an answer may begin or end: the context, its [SEP] (as in the published code) and [CLS]; fp32 [T]."""
+    _, types_T, positions_T, _, _ = (column.flatten() for column in inputs.columns_5RL)
+    is_allowed: Tensor = (types_T == 1) | (positions_T == 0)
+    return is_allowed.float()
+
+
+class TwoLogitReader(TaskModel):
+    """A start and an end logit for each token, as in `transformers`' question answering.
+
+    The logits of a span's ends are added. [CLS] to [CLS] means that there is no answer.
+    """
+
+    def __init__(self, shape: ModelConfig, beam_size: int = 20, head_dropout: float = 0.0) -> None:
+        head = head_class("question-answering", "hf", shape.architecture)(shape, 2)
+        super().__init__(shape, head, "hf", head_dropout)
+        self.beam_size = beam_size
+
+    def losses(
+        self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
+    ) -> Tensor:
+        """The mean of both cross-entropies over all tokens; `targets` int64 [n, 3]: start, end, unanswerable; [n]."""
+        logits = self.outputs(inputs, compute, dropout_key).unbind(1)
+        start, end = (
+            F.cross_entropy(inputs.by_example(each, _NOTHING), targets[:, place], reduction="none")
+            for place, each in enumerate(logits)
+        )
+        return (start + end) / 2
+
+    def predictions(self, inputs: Inputs, compute: ComputeConfig) -> SpanCandidates:
+        """The best starts and, the same for all of them, the best ends."""
+        disallowed_T = _DISALLOWED * (1 - _allowed(inputs))
+        logits = self.outputs(inputs, compute).unbind(1)
+        start_nW, end_nW = (inputs.by_example(each + disallowed_T, _NOTHING, self.beam_size) for each in logits)
+        starts, ends = (grid.topk(self.beam_size) for grid in (start_nW, end_nW))
+        every = (-1, self.beam_size, -1)
+        return SpanCandidates(
+            *(starts.indices, starts.values),
+            *(ends.indices[:, None].expand(every), ends.values[:, None].expand(every)),
+            start_nW[:, 0] + end_nW[:, 0],
+        )
+
+
+class JointHead(nn.Module):
+    """The layers of the published head; all matrices Glorot uniform, no dropout."""
+
+    def __init__(self, shape: ModelConfig) -> None:
+        super().__init__()
+        width = shape.hidden_size
+        self.start = Linear(width, 1)
+        self.end_dense, self.end = Linear(2 * width, JOINT_WIDTH), Linear(JOINT_WIDTH, 1)
+        self.answerable_dense, self.answerable = Linear(2 * width, JOINT_WIDTH), Linear(JOINT_WIDTH, 1)
+
+
+class JointReader(TaskModel):
+    """The published code's reader: the end's logits depend on the start, and a classifier tells unanswerable chunks.
+
+    In training the true start is given, in prediction the `beam_size` best ones.
+
+    Args:
+        shape: Sizes of the encoder, and its dropout.
+        beam_size: Starts, and ends for each, that a prediction considers.
+        answerable_weight: Of the classifier's loss.
+    """
+
+    head: JointHead
+
+    def __init__(self, shape: ModelConfig, beam_size: int = 20, answerable_weight: float = 0.5) -> None:
+        super().__init__(shape, JointHead(shape), "google")
+        self.beam_size, self.answerable_weight = beam_size, answerable_weight
+
+    def losses(
+        self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
+    ) -> Tensor:
+        """(start + end) / 2 + weight * unanswerable; `targets` int64 [n, 3]: start, end, unanswerable; [n]."""
+        x_TD = self.hidden_states(inputs, compute, dropout_key).float()
+        start_n, end_n, unanswerable_n = targets.unbind(1)
+        start_nW = self._start_logits(x_TD, inputs)
+        end_nW = self._end_logits(x_TD, self._end_inner(x_TD), start_n, inputs)
+        answerable_n = self._unanswerable_logits(x_TD, start_nW, inputs)
+        spans_n = F.cross_entropy(start_nW, start_n, reduction="none") + F.cross_entropy(
+            end_nW, end_n, reduction="none"
+        )
+        unanswerable = F.binary_cross_entropy_with_logits(answerable_n, unanswerable_n.float(), reduction="none")
+        return spans_n / 2 + self.answerable_weight * unanswerable
+
+    def predictions(self, inputs: Inputs, compute: ComputeConfig) -> SpanCandidates:
+        """Log-probabilities of the best starts, and of the best ends of each; the classifier's logit."""
+        x_TD = self.hidden_states(inputs, compute).float()
+        start_nW = self._start_logits(x_TD, inputs)
+        starts = start_nW.log_softmax(1).topk(self.beam_size)
+        inner_TI = self._end_inner(x_TD)
+        ends = [
+            self._end_logits(x_TD, inner_TI, start_n, inputs).log_softmax(1).topk(self.beam_size)
+            for start_n in starts.indices.unbind(1)
+        ]
+        return SpanCandidates(
+            *(starts.indices, starts.values),
+            torch.stack([each.indices for each in ends], 1),
+            torch.stack([each.values for each in ends], 1),
+            self._unanswerable_logits(x_TD, start_nW, inputs),
+        )
+
+    def _start_logits(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+        logits_T = self.head.start(x_TD).squeeze(1)
+        return inputs.by_example(logits_T + _DISALLOWED * (1 - _allowed(inputs)), _NOTHING, self.beam_size)
+
+    def _end_inner(self, x_TD: Tensor) -> Tensor:
+        """The part of the end's inner layer that does not depend on the start; [T, D] → [T, 512]."""
+        dense = self.head.end_dense
+        return ops.linear(x_TD, dense.weight[:, x_TD.shape[1] :], dense.bias)
+
+    def _end_logits(self, x_TD: Tensor, inner_TI: Tensor, start_n: Tensor, inputs: Inputs) -> Tensor:
+        """Logits of the end given the position of the start; [n, W]."""
+        place_n = (inputs.first_n + start_n).clamp(max=len(x_TD) - 1)  # an example may have fewer tokens than the beam
+        start_nI = ops.linear(ops.gather_rows(x_TD, place_n), self.head.end_dense.weight[:, : x_TD.shape[1]], None)
+        inner_TI = F.gelu(inner_TI + self._members(inputs).T @ start_nI)
+        logits_T = self.head.end(inner_TI).squeeze(1) + _DISALLOWED * (1 - _allowed(inputs))
+        return inputs.by_example(logits_T, _NOTHING, self.beam_size)
+
+    def _unanswerable_logits(self, x_TD: Tensor, start_nW: Tensor, inputs: Inputs) -> Tensor:
+        """From [CLS] and the mean of the hidden states by their probability as a start; [n]."""
+        positions_T, owners_T = inputs.columns_5RL[2].flatten(), inputs.columns_5RL[4].flatten()
+        n = len(inputs.first_n)
+        probability_T = start_nW.softmax(1)[owners_T.clamp(max=n - 1), positions_T.clamp(max=start_nW.shape[1] - 1)]
+        mean_nD = (self._members(inputs) * probability_T) @ x_TD
+        dense = self.head.answerable_dense
+        inner_nI = ops.bias_gelu(
+            torch.cat((ops.gather_rows(x_TD, inputs.first_n), mean_nD), 1), dense.weight, dense.bias
+        )
+        logits: Tensor = self.head.answerable(inner_nI).squeeze(1)
+        return logits
+
+    def _members(self, inputs: Inputs) -> Tensor:
+        """1 where a token is of an example; fp32 [n, T]. Products with it repeat to the bit, unlike scatters."""
+        owners_T = inputs.columns_5RL[4].flatten()
+        return (torch.arange(len(inputs.first_n), device=owners_T.device)[:, None] == owners_T).float()

@@ -1,0 +1,181 @@
+"""The best answers among candidates, and their texts: by hand, and on generated texts by the published rules."""
+
+import numpy as np
+import pytest
+import squad_transcription as transcription
+from question_texts import SPECIAL, questions, write_vocab
+from tokenizers import Tokenizer as Crate
+from tokenizers import models, pre_tokenizers
+
+import electra_fast as ef
+from electra_fast.finetuning.answer_search import FoundAnswer, SpanScores, search
+from electra_fast.finetuning.question_features import question_features
+
+
+def features_of(tokenizer, *texts, length=64, stride=8):
+    query = min(length - 11, 8)
+    return question_features(tokenizer, texts, sequence_length=length, doc_stride=stride, max_query_length=query)
+
+
+def scores_of(chunks, null=0.0):
+    """`SpanScores` of one question from (start, end, score) by chunk; all scores are of ends."""
+    most = max(len(each) for each in chunks)
+    table = np.zeros((len(chunks), most, 3))  # what is not given starts at [CLS], which is no answer
+    for row, each in zip(table, chunks, strict=True):
+        row[: len(each)] = each
+    index, scores = table.astype(np.int64), table[..., 2].astype(np.float32)
+    nulls = np.full(len(chunks), null, np.float32)
+    return SpanScores(index[..., 0], np.zeros_like(scores), index[..., 1, None], scores[..., None], nulls)
+
+
+def answers(tokenizer, context, *chunks, length=64, stride=8, **options):
+    features = features_of(tokenizer, ("who", context), length=length, stride=stride)
+    assert len(features.question) == len(chunks)
+    [(found, _)] = search(features, [("who", context)], scores_of(chunks), **options)
+    return found
+
+
+def piece_answer(tokenizer, context, first, last):
+    """The answer made of these pieces of a context."""
+    place = 3  # after [CLS] who [SEP]
+    [found] = answers(tokenizer, context, [(place + first, place + last, 1.0)])
+    assert found.text == context[found.start : found.end]
+    return found.text
+
+
+@pytest.fixture(params=[True, False], ids=["uncased", "cased"])
+def tokenizer(request, tmp_path):
+    return ef.Tokenizer(write_vocab(tmp_path), lowercase=request.param)
+
+
+@pytest.fixture
+def uncased(tmp_path):
+    return ef.Tokenizer(write_vocab(tmp_path), lowercase=True)
+
+
+@pytest.mark.parametrize("n_best, longest, width", [(20, 30, 7), (3, 4, 5), (20, 6, 3)])
+def test_generated_questions_as_published(tokenizer, n_best, longest, width):
+    """Texts, scores with ties, and probabilities; indices are anywhere in a chunk of 24 tokens, or after it."""
+    asked, rng = questions(40, seed=longest), np.random.default_rng(0)
+    texts = [(question, context) for question, context, _ in asked]
+    features = features_of(tokenizer, *texts, length=24)
+    shape = (len(features.question), width, width)
+    start = rng.integers(0, 26, shape[:2])
+    end = start[..., None] + rng.integers(-2, 8, shape)
+    first, second = (rng.integers(0, 40, size).astype(np.float32) / 8 for size in (shape[:2], shape))
+    null = rng.standard_normal(shape[0]).astype(np.float32)
+    found = search(
+        features, texts, SpanScores(start, first, end, second, null), n_best=n_best, max_answer_length=longest
+    )
+    entries = frozenset(tokenizer.id_to_token(entry) for entry in range(tokenizer.vocab_size))
+    slow = transcription.WordPiece(entries, tokenizer.options["lowercase"])
+    empty, full = 0, 0
+    for number, ((question, context), (ours, null_score)) in enumerate(zip(texts, found, strict=True)):
+        numbers = np.flatnonzero(features.question == number)
+        chunks = transcription.chunks_of(slow, question, context, 24, 8, 8)
+        candidates = [
+            transcription.Candidate(chunk, start[row, i], end[row, i, j], first[row, i] + second[row, i, j])
+            for row, chunk in zip(numbers, chunks, strict=True)
+            for i in range(width)
+            for j in range(width)
+        ]
+        theirs = transcription.n_best(slow, context, candidates, n_best, longest)
+        spelled = [" ".join(transcription.words_of(each.text)[0]) for each in ours]
+        assert spelled == [text for text, _, _ in theirs]
+        assert [each.score for each in ours] == [score for _, score, _ in theirs]
+        assert [each.probability for each in ours] == pytest.approx([chance for _, _, chance in theirs])
+        assert all(each.text == context[each.start : each.end] for each in ours)
+        assert null_score == null[numbers].min()
+        empty, full = empty + (ours[0].text == ""), full + (len(ours) == n_best)
+    assert full > 5 and empty < 10
+
+
+def test_which_candidates_are_answers(uncased):
+    context = "the river in the river bank of the north river in north berlin"
+    # Chunks begin at pieces 0, 2, 4 and 6, which are at 3 in the input; pieces have most context in the chunks
+    # 0 0 0 0 0 1 1 2 2 3 3 3 3. The last [SEP] is at 11, 11, 11 and 10.
+    found = answers(
+        uncased,
+        context,
+        [(0, 5, 9), (1, 5, 9), (2, 5, 9), (3, 11, 9), (3, 10, 7), (8, 8, 9)],
+        [(6, 7, 6), (6, 10, 5), (7, 10, 4), (6, 5, 9), (6, 11, 9), (5, 6, 9)],
+        [(10, 10, 9), (6, 0, 9), (6, 2, 9), (11, 11, 9)],
+        [(9, 9, 3), (6, 10, 9), (10, 10, 9), (-1, 3, 9), (90, 95, 9)],
+        length=12,
+        stride=2,
+    )
+    pieces = context.split()
+    expected = [(0, 8, 7), (5, 7, 6), (5, 10, 5), (6, 10, 4), (12, 13, 3)]
+    assert [(each.text, each.score) for each in found] == [(" ".join(pieces[a:b]), score) for a, b, score in expected]
+
+
+def test_length_order_and_number(uncased):
+    chunk = [(3, 5, 1), (3, 4, 1), (3, 3, 2), (4, 4, 1), (5, 5, 0)]
+    found = answers(uncased, "the north bank", chunk, max_answer_length=2, n_best=3)
+    assert [each.text for each in found] == ["the", "the north", "north"]  # equal scores in the order given
+    weights = np.exp([2.0, 1.0, 1.0])
+    assert [each.probability for each in found] == pytest.approx(weights / weights.sum())
+
+
+def test_a_text_comes_once_with_its_best_score(uncased):
+    found = answers(uncased, "the north, the  north", [(3, 4, 1), (6, 7, 3), (6, 6, 2), (3, 3, 1)])
+    assert [(each.text, each.score) for each in found] == [("the  north", 3), ("the", 2)]  # whitespace does not count
+
+
+def test_without_a_candidate_the_answer_is_empty(uncased):
+    assert answers(uncased, "the north", [(0, 0, 5)]) == [FoundAnswer("", 0, 0, 0.0, 1.0)]
+
+
+def test_the_null_score_is_the_smallest_of_the_chunks(uncased):
+    texts = [("who", "the"), ("who", "the river in the river bank of the north river"), ("who", "the")]
+    features = features_of(uncased, *texts, length=12)
+    assert features.question.tolist() == [0, 1, 1, 2]
+    spans = scores_of([[(3, 3, 1)]] * 4, null=np.array([-5, 1, 0.5, -7]))
+    assert [least for _, least in search(features, texts, spans)] == [-5, 0.5, -7]
+
+
+@pytest.mark.parametrize(
+    "context, first, last, uncased, cased",
+    [
+        ("of berlin's bank", 1, 1, "berlin", "berlin"),
+        ("born (1895-1943).", 2, 3, "1895", "1895"),
+        ("an unbelievable", 2, 3, "unbel", "unbel"),  # pieces: a ##n un ##bel ##iev ##able
+        ("in\nthe\u202fnorth", 0, 2, "in\nthe\u202fnorth", "in\nthe\u202fnorth"),
+        ("(café)", 1, 1, "café", "café"),
+        ("(cafe\u0301)", 1, 1, "(cafe\u0301)", "(cafe\u0301)"),  # dropped, or unknown
+        ("in the\u200b, of", 1, 1, "the\u200b,", "the\u200b,"),  # dropped in a piece's word, though not in the piece
+        ("in the\u200b, of", 0, 0, "in", "in"),
+        ("10\u00a0north", 0, 1, "10\u00a0north", "10\u00a0north"),
+        ("(\uac01)", 0, 0, "(\uac01)", "("),  # one syllable, three letters once accents are stripped
+        ("(\uac01\u200b\u200b)", 0, 0, "(", "(\uac01\u200b\u200b)"),  # two more letters and two fewer
+        ("(☃)", 0, 0, "(", "("),
+        ("(☃) of", 1, 1, "(☃)", "(☃)"),  # unknown
+        ("(☃\u0301) of", 0, 0, "(☃\u0301)", "("),  # beside an unknown word that has lost its accent
+    ],
+)
+def test_characters_of_pieces_or_whole_words(tokenizer, context, first, last, uncased, cased):
+    expected = uncased if tokenizer.options["lowercase"] else cased
+    assert piece_answer(tokenizer, context, first, last) == expected
+
+
+def test_equal_letters_earlier_in_the_word_are_not_taken(uncased):
+    """The published code returns the first "s" of the word in lower case."""
+    assert piece_answer(uncased, "S-bahns", 6, 6) == "s"
+    entries = frozenset(uncased.id_to_token(entry) for entry in range(uncased.vocab_size))
+    slow = transcription.WordPiece(entries, True)
+    [chunk] = transcription.chunks_of(slow, "who", "S-bahns", 64, 8, 8)
+    assert transcription.text_of(slow, ["S-bahns"], transcription.Candidate(chunk, 9, 9, 0)) == "S"
+
+
+def test_byte_level_pieces_are_no_letters(tmp_path):
+    """Nothing tells that characters and pieces do not correspond."""
+    entries = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġa"]
+    crate = Crate(models.BPE({entry: i for i, entry in enumerate(entries)}, [("Ġ", "a")]))
+    crate.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    crate.add_special_tokens(SPECIAL)
+    crate.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, context = ef.Tokenizer(tmp_path / "tokenizer.json"), "é (a\u200b a)"
+    features = features_of(tokenizer, ("a", context))
+    place = features.encoded.ids.tolist().index(entries.index("Ġa"))
+    [(found, _)] = search(features, [("a", context)], scores_of([[(place, place, 1)]]))
+    assert found == [FoundAnswer("a", 6, 7, 1.0, 1.0)]

@@ -1,0 +1,139 @@
+"""Question answering from the command line and in scripts: scores, the scorer's files, answers."""
+
+import json
+
+import in_process
+import numpy as np
+import pytest
+from tiny_reading import SETTINGS, articles, flags, questions_of
+
+import electra_fast as ef
+from electra_fast.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def readers(encoder_folder, squad_folder, tmp_path_factory):
+    """Both versions of SQuAD, two seeds, and what the command printed; the second with the published head."""
+    found = {}
+    for name, head in (("squad1", "hf"), ("squad2", "google")):
+        out = tmp_path_factory.mktemp(name)
+        run = in_process.run(
+            *(
+                "finetune",
+                "--task",
+                name,
+                "--model",
+                encoder_folder,
+                "--data",
+                squad_folder,
+                "--out",
+                out,
+                "--seeds",
+                "2",
+            ),
+            *("--json", *flags(SETTINGS | {"finetune.head": head})),
+        )
+        assert run.returncode == 0, run.stderr
+        found[name] = (out / name, json.loads(run.stdout)[name], run.stderr)
+    return found
+
+
+@pytest.mark.parametrize("name, version", [("squad1", "1.1"), ("squad2", "2.0")])
+def test_squad_leaves_scores_and_the_scorers_files(readers, squad_folder, name, version):
+    folder, found, said = readers[name]
+    assert found["metric"] == "f1" and len(found["runs"]) == 2
+    assert found["medians"]["f1"] == pytest.approx(np.median([run["f1"] for run in found["runs"]]))
+    assert 0 <= found["medians"]["exact_match"] <= found["medians"]["f1"] <= 1
+    assert "training chunks of at most 48 tokens" in said
+    contexts = {id: context for id, _, context in questions_of(squad_folder / f"dev-v{version}.json")}
+    predictions = json.loads((folder / "seed-0" / "predictions.dev.json").read_text())
+    assert predictions.keys() == contexts.keys()
+    assert all(text and text in contexts[id] for id, text in predictions.items())
+    odds = folder / "seed-0" / "predictions.dev.null_odds.json"
+    assert odds.exists() == (name == "squad2")
+    if name == "squad2":
+        assert json.loads(odds.read_text()).keys() == contexts.keys()
+        settings = json.loads((folder / "seed-0" / "model" / "config.json").read_text())["electra_fast_settings"]
+        assert settings["null_threshold"] == found["runs"][0]["null_threshold"]
+        assert settings["doc_stride"] == 12 and settings["max_query_length"] == 16
+
+
+@pytest.mark.parametrize("name, version", [("squad1", "1.1"), ("squad2", "2.0")])
+def test_answers_to_a_file_are_those_of_training(readers, squad_folder, tmp_path, name, version):
+    """Loaded from its folder the model says what it said at the end of training, in the file's order."""
+    folder, _, _ = readers[name]
+    file = squad_folder / f"dev-v{version}.json"
+    run = in_process.run("predict", folder / "seed-1" / "model", file, "--null-threshold", "1e9", "--n-best", "3")
+    assert run.returncode == 0, run.stderr
+    answers = [json.loads(line) for line in run.stdout.splitlines()]
+    predictions = json.loads((folder / "seed-1" / "predictions.dev.json").read_text())
+    assert [answer["id"] for answer in answers] == [id for id, _, _ in questions_of(file)]
+    for answer, (_, _, context) in zip(answers, questions_of(file), strict=True):
+        assert answer["answer"] == predictions[answer["id"]] == context[answer["start"] : answer["end"]]
+        assert answer["n_best"][0]["answer"] == answer["answer"] and len(answer["n_best"]) == 3
+        assert answer["score"] == max(each["score"] for each in answer["n_best"])
+    if name == "squad2":
+        odds = json.loads((folder / "seed-1" / "predictions.dev.null_odds.json").read_text())
+        assert [answer["null_odds"] for answer in answers] == pytest.approx([odds[a["id"]] for a in answers], abs=1e-5)
+
+
+def test_no_answer_beyond_the_threshold(readers):
+    folder, _, _ = readers["squad2"]
+    reader, pair = ef.load_finetuned(folder / "seed-0" / "model"), ("Which class of it?", "The class of a value.")
+    (answer,) = reader.predict([pair], null_threshold=1e9)
+    assert answer["answer"] == pair[1][answer["start"] : answer["end"]] != ""
+    (nothing,) = reader.predict([pair], null_threshold=-1e9)
+    assert (nothing["answer"], nothing["start"], nothing["end"]) == ("", None, None)
+    assert nothing["null_odds"] == answer["null_odds"]
+    assert reader.predict([{"question": pair[0], "context": pair[1]}], null_threshold=1e9) == [answer]
+    assert reader.predict([]) == []
+    for wrong in (["text"], [("a", "b", "c")], [{"question": "a"}], [("a", 3)]):
+        with pytest.raises(InputError, match="example 0 is"):
+            reader.predict(wrong)
+    with pytest.raises(InputError, match="question 1: its context has no tokens"):
+        reader.predict([pair, ("Which?", " \u200b ")])
+
+
+@pytest.mark.parametrize("name", ["squad1", "squad2"])
+def test_answers_do_not_depend_on_their_neighbours(readers, name):
+    """Contexts of one chunk and of many, emoji and right-to-left text."""
+    folder, _, _ = readers[name]
+    reader = ef.load_finetuned(folder / "seed-0" / "model")
+    contexts = [
+        "The class of a value.",
+        "The name of an object, a list. " * 20,
+        "שלום עולם class 😀👩‍👩‍👧 of value; 日本 list.",
+        "x",
+    ]
+    pairs = [(f"Which class {i}?", context) for i, context in enumerate(contexts)]
+    together = reader.predict(pairs, null_threshold=1e9)
+    for number, (pair, answer) in enumerate(zip(pairs, together, strict=True)):
+        (alone,) = reader.predict([pair], null_threshold=1e9)
+        assert (alone["start"], alone["end"]) == (answer["start"], answer["end"])
+        assert alone["score"] == pytest.approx(answer["score"], abs=1e-5)
+        assert answer["answer"] == pair[1][answer["start"] : answer["end"]]
+        assert answer["id"] == str(number)
+
+
+def test_own_questions(encoder_folder, tmp_path):
+    rows = []
+    for article in articles(20, seed=3, unanswerable=0.3):
+        for paragraph in article["paragraphs"]:
+            for question in paragraph["qas"]:
+                answers = [answer["text"] for answer in question["answers"]]
+                rows.append({"context": paragraph["context"], "question": question["question"], "answers": answers})
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    run = in_process.run(
+        *("finetune", "--task", "question-answering", "--train", tmp_path / "own.jsonl", "--model", encoder_folder),
+        *("--out", out, *flags(SETTINGS)),
+    )
+    assert run.returncode == 0, run.stderr
+    assert "set aside as the dev split" in run.stderr
+    found = json.loads((out / "results.json").read_text())["question-answering"]
+    assert {"f1", "exact_match", "null_threshold"} <= found["runs"][0].keys()
+    model = out / "question-answering" / "seed-0" / "model"
+    run = in_process.run("predict", model, tmp_path / "own.jsonl", "--out", tmp_path / "answers.jsonl")
+    assert run.returncode == 0, run.stderr
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [answer["id"] for answer in answers] == [str(i) for i in range(len(rows))]

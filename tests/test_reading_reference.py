@@ -1,0 +1,161 @@
+"""Training of question answering and tagging equals an independent implementation.
+
+The encoder is that of `transformers`, the heads are written out in torch, and so is the recipe (`recipe_reference`).
+"""
+
+import json
+
+import numpy as np
+import pytest
+import recipe_reference
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from test_span_model import joint_reference
+from tiny_reading import tagged_sentences, write_conll, write_squad
+from tiny_task import NO_DROPOUT, QUICK
+from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification, AutoTokenizer, ElectraModel
+
+import electra_fast as ef
+from electra_fast.finetuning.batches import training_order
+from electra_fast.finetuning.config import recipe_config
+from electra_fast.finetuning.methods import METHODS
+from electra_fast.finetuning.question_features import question_features, training_targets
+from electra_fast.finetuning.question_files import read_squad
+from electra_fast.huggingface.encoder import load_encoder
+
+OVERRIDES = QUICK | NO_DROPOUT | {"finetune.layer_decay": "0.8", "finetune.sequence_length": "48"}
+CUT = {"finetune.max_query_length": "16", "finetune.doc_stride": "12"}
+
+
+class Reference(torch.nn.Module):
+    """An encoder of `transformers`, and the first values of our own head."""
+
+    def __init__(self, folder, kind, config, num_outputs):
+        super().__init__()
+        self.electra = ElectraModel.from_pretrained(folder).eval()
+        ours = METHODS[kind].model(load_encoder(folder).shape, config, num_outputs)
+        ours.initialize_head(0)
+        own = dict(ours.head.named_parameters())
+        self.head = torch.nn.ParameterDict({name.replace(".", "_"): p.detach().clone() for name, p in own.items()})
+
+    def hidden(self, ids, types):
+        """[tokens, D] of one example, without padding."""
+        inputs = {"input_ids": torch.tensor(ids)[None].long(), "token_type_ids": torch.tensor(types)[None].long()}
+        return self.electra(**inputs).last_hidden_state[0]
+
+    def parameters_of_head(self):
+        return {name[::-1].replace("_", ".", 1)[::-1]: p for name, p in self.head.items()}
+
+
+def reading_losses(model, encoded, targets, head):
+    """The loss of one chunk, by its number."""
+
+    def loss_of(i):
+        place = slice(encoded.offsets[i], encoded.offsets[i + 1])
+        types = torch.tensor(encoded.token_types[place])
+        hidden, p = model.hidden(encoded.ids[place], encoded.token_types[place]), model.parameters_of_head()
+        at, to, impossible = targets[i]
+        if head == "hf":
+            start, end = (hidden @ p["classifier.weight"].T + p["classifier.bias"]).unbind(1)
+            return (F.cross_entropy(start, at) + F.cross_entropy(end, to)) / 2
+        start, end, unanswerable = joint_reference(p, hidden, types)
+        spans = (F.cross_entropy(start, at) + F.cross_entropy(end(at), to)) / 2
+        return spans + 0.5 * F.binary_cross_entropy_with_logits(unanswerable, impossible.float())
+
+    return loss_of
+
+
+@pytest.mark.parametrize("recipe", ["paper", "google", "fast"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_epoch_of_squad_equals_the_recipe_written_out(tmp_path, encoder_folder, recipe, version):
+    data, name = write_squad(tmp_path / "squad", version), f"squad{version}"
+    overrides = OVERRIDES | CUT
+    ef.finetune(name, model=encoder_folder, data=data, out=tmp_path / "out", recipe=recipe, overrides=overrides)
+    folder = tmp_path / "out" / name / "seed-0" / "model"
+
+    config = recipe_config(recipe, name, load_encoder(encoder_folder).shape, overrides).finetune
+    train, tokenizer = read_squad(name, data).train, ef.Tokenizer(folder)
+    features = question_features(tokenizer, train.texts, sequence_length=48, doc_stride=12, max_query_length=16)
+    targets = torch.tensor(training_targets(tokenizer, features, list(train.targets)))
+    assert len(features.question) > len(train.texts) and (targets[:, 2].sum() > 0) == (version == 2)
+
+    model = Reference(encoder_folder, "question-answering", config, 2)
+    before = {name: p.detach().clone() for name, p in model.head.items()}
+    loss_of = reading_losses(model, features.encoded, targets, config.head)
+
+    def batch_loss(chosen):
+        losses = torch.stack([loss_of(i) for i in chosen])
+        return losses.sum() if recipe == "google" else losses.mean()
+
+    order = training_order(config, len(features.question), seed=0)
+    recipe_reference.train(model, batch_loss, order, recipe, config.learning_rate)
+    stored = load_file(folder / "model.safetensors")
+    prefix = "qa_outputs." if config.head == "hf" else "head."
+    for key, wanted in model.parameters_of_head().items():
+        if key in ("classifier.bias", "start.bias", "end.bias"):
+            continue  # it shifts all logits of a softmax: its gradient is rounding alone, which Adam amplifies
+        theirs = stored[prefix + key.removeprefix("classifier.") if config.head == "hf" else prefix + key]
+        torch.testing.assert_close(theirs, wanted, rtol=1e-5, atol=1e-5, msg=key)
+        assert (wanted - before[key.replace(".", "_")]).abs().max() > 1e-5
+    for key, wanted in model.electra.state_dict().items():
+        if f"electra.{key}" in stored:
+            torch.testing.assert_close(stored[f"electra.{key}"], wanted, rtol=1e-5, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("recipe", ["paper", "google", "fast"])
+def test_an_epoch_of_tagging_equals_the_recipe_written_out(tmp_path, encoder_folder, recipe):
+    """Short sentences, so that a sentence is a chunk; labels at the first piece of each word."""
+    data = write_conll(tmp_path / "data", words=(3, 8))
+    arguments = {"train": data / "train.conll", "dev": data / "dev.conll"}
+    ef.finetune("tagging", model=encoder_folder, out=tmp_path / "out", recipe=recipe, overrides=OVERRIDES, **arguments)
+    folder = tmp_path / "out" / "tagging" / "seed-0" / "model"
+    config = recipe_config(recipe, "tagging", load_encoder(encoder_folder).shape, OVERRIDES).finetune
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    labels = json.loads((folder / "config.json").read_text())["label2id"]
+    rows = []
+    for tokens, tags in tagged_sentences(24, 0, (3, 8)):
+        encoding = tokenizer(tokens, is_split_into_words=True)
+        words = encoding.word_ids()
+        first = [at for at, word in enumerate(words) if word is not None and word not in words[:at]]
+        rows.append((encoding["input_ids"], first, [labels[tag] for tag in tags]))
+
+    model = Reference(encoder_folder, "tagging", config, len(labels))
+
+    def batch_loss(chosen):
+        losses = []
+        for i in chosen:
+            ids, first, wanted = rows[i]
+            hidden, p = model.hidden(ids, np.zeros(len(ids), int))[first], model.parameters_of_head()
+            logits = hidden @ p["classifier.weight"].T + p["classifier.bias"]
+            losses.append(F.cross_entropy(logits, torch.tensor(wanted), reduction="none"))
+        return torch.cat(losses).sum() if recipe == "google" else torch.cat(losses).mean()
+
+    recipe_reference.train(model, batch_loss, training_order(config, 24, seed=0), recipe, config.learning_rate)
+    ours = AutoModelForTokenClassification.from_pretrained(folder).eval()
+    for ids, _, _ in rows:
+        hidden, p = model.hidden(ids, np.zeros(len(ids), int)), model.parameters_of_head()
+        expected = hidden @ p["classifier.weight"].T + p["classifier.bias"]
+        with torch.no_grad():
+            torch.testing.assert_close(ours(torch.tensor([ids])).logits[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_exported_reader_has_the_logits_of_transformers(tmp_path, encoder_folder):
+    data = write_squad(tmp_path / "squad")
+    ef.finetune("squad1", model=encoder_folder, data=data, out=tmp_path / "out", overrides=OVERRIDES | CUT)
+    folder = tmp_path / "out" / "squad1" / "seed-0" / "model"
+    theirs = AutoModelForQuestionAnswering.from_pretrained(folder).eval()
+    tokenizer, reader = AutoTokenizer.from_pretrained(folder), ef.load_finetuned(folder)
+    question, context = "Which class", "The class of a value, and the name of an object."
+    inputs = tokenizer(question, context, return_tensors="pt")
+    with torch.no_grad():
+        found = theirs(**inputs)
+    (answer,) = reader.predict([(question, context)], n_best=5)
+    start, end = found.start_logits[0], found.end_logits[0]
+    allowed = [i for i, part in enumerate(inputs.sequence_ids(0)) if part == 1]
+    best = max((float(start[i] + end[j]), i, j) for i in allowed for j in allowed if i <= j < i + 30)
+    offsets = tokenizer(question, context, return_offsets_mapping=True)["offset_mapping"]
+    assert (answer["start"], answer["end"]) == (offsets[best[1]][0], offsets[best[2]][1])
+    assert answer["answer"] == context[answer["start"] : answer["end"]]
+    assert answer["null_odds"] == pytest.approx(float(start[0] + end[0]) - best[0], abs=1e-4)
+    assert len(answer["n_best"]) == 5 and answer["n_best"][0]["answer"] == answer["answer"]

@@ -1,0 +1,287 @@
+"""Tagging tasks from files: splits, the inventory of tags, notes, and what cannot be learnt; and texts to predict."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from electra_fast.errors import InputError
+from electra_fast.finetuning.tag_files import iterate_tagging, read_tagging
+
+LABELS = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+TOKENS = [["Ada", "Lovelace", "met", "Babbage"], ["In", "New", "York", "."]]
+TAGS = [["B-PER", "I-PER", "O", "B-PER"], ["O", "B-LOC", "I-LOC", "O"]]
+FOUND = "tags read as {} (found in the tags; choose with --scheme)"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(content, name="train.conll"):
+        path = tmp_path / name
+        if isinstance(content, str):
+            path.write_text(content, encoding="utf-8")
+        elif path.suffix == ".jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in content))
+        else:
+            pq.write_table(pa.Table.from_pylist(content), path)
+        return path
+
+    return write_file
+
+
+def columns(tokens=TOKENS, tags=TAGS, separator="\t"):
+    return "\n".join(
+        "".join(f"{token}{separator}{tag}\n" for token, tag in zip(*sentence, strict=True))
+        for sentence in zip(tokens, tags, strict=True)
+    )
+
+
+def rows(tags=TAGS):
+    return [{"tokens": own, "tags": own_tags} for own, own_tags in zip(TOKENS, tags, strict=True)]
+
+
+def read(train, dev=None, test=None, **options):
+    return read_tagging(train, dev or train, test, **options)
+
+
+def named(data, split):
+    return [[data.task.labels[tag] for tag in target] for target in split.targets]
+
+
+def words_in(split):
+    return [[text[a:b] for a, b in words] for (text,), words in zip(split.texts, split.words, strict=True)]
+
+
+def message_of(path, *args, **options):
+    with pytest.raises(InputError) as caught:
+        read(path, *args, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value).removeprefix(f"{path}: ")
+
+
+@pytest.mark.parametrize("name", ["a.conll", "a.bio", "a.iob", "a.iob2", "a.bioes", "a.txt", "a.tsv", "a.CONLL"])
+@pytest.mark.parametrize("separator", ["\t", "  ", " x y "])
+def test_words_in_columns(write, name, separator):
+    train = write(columns(separator=separator), name)
+    data = read(train, test=train)
+    task = data.task
+    assert (task.name, task.kind, task.labels) == ("tagging", "tagging", LABELS)
+    assert (task.metric, task.scheme, data.notes) == ("f1", "IOB2", (f"{train}: {FOUND.format('IOB2')}",))
+    assert data.train.texts == [("Ada Lovelace met Babbage",), ("In New York .",)]
+    assert words_in(data.train) == TOKENS
+    assert data.train.words[0].tolist() == [[0, 3], [4, 12], [13, 16], [17, 24]]
+    assert (data.train.words[0].dtype, data.train.targets.dtype, data.train.targets[0].dtype) == (np.int64, object, int)
+    assert [target.tolist() for target in data.train.targets] == [[3, 4, 0, 3], [0, 1, 2, 0]]
+    assert (data.train.name, data.train.path, data.train.ids) == ("train", train, ["0", "1"])
+    assert [split.name for split in (*data.dev, *data.test)] == ["dev", "test"]
+    assert named(data, data.test[0]) == TAGS
+
+
+def test_tags_that_are_numbers(write):
+    labels = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+    ids = [[labels.index(tag) for tag in tags] for tags in TAGS]
+    train = write(rows(ids), "train.parquet")
+    hidden = write(rows([[-1] * 4, []]), "test.jsonl")
+    data = read(train, test=hidden, labels=labels)
+    assert (data.task.labels, named(data, data.train), data.test[0].targets) == (labels, TAGS, None)
+    assert message_of(train) == "row 1: the tag is the number 1; name the tags by number with --labels O,B-PER,..."
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_spans(write, suffix):
+    row = {"text": "Ada met Bob.", "spans": [{"start": 0, "end": 3, "label": "PER"}]}
+    train = write([row], f"train{suffix}")
+    data = read(train, test=write([{"text": "Hi 👍🏽."}], "test.jsonl"))
+    assert (data.task.labels, data.task.scheme, data.task.metric) == (("O", "B-PER", "I-PER"), "IOB2", "f1")
+    assert (words_in(data.train), named(data, data.train)) == ([["Ada", "met", "Bob", "."]], [["B-PER", "O", "O", "O"]])
+    assert (data.notes, words_in(data.test[0]), data.test[0].targets) == ((), [["Hi", "👍🏽", "."]], None)
+    assert message_of(train, scheme="none") == "has spans, which become tags of IOB2; leave --scheme none out"
+    assert read(train, write(columns([["a"]], [["I-PER"]]), "dev.conll"), scheme="BIO").dev[0].targets[0].tolist() == [
+        1
+    ]
+
+
+def test_ends_of_spans_within_words_are_noted(write):
+    rows = [{"text": "Ada", "spans": []}, {"text": "Ada Bob", "spans": [[1, 2, "X"]]}]
+    rows.append({"text": "Ada Bob", "spans": [[0, 5, "X"]]})
+    train = write(rows, "train.jsonl")
+    data = read(train)
+    assert named(data, data.train) == [["O"], ["B-X", "O"], ["B-X", "I-X"]]
+    note = "the first of 3 ends of spans inside a word; a word belongs to the first entity that has a part of it"
+    assert set(data.notes) == {f"{train}: line 2: {note}"}
+
+
+def test_labels_that_are_not_entities(write):
+    train = write("the DET\ncat NOUN\n")
+    data = read(train)
+    task = data.task
+    assert (task.labels, task.metric, task.scheme) == (("DET", "NOUN"), "accuracy", "none")
+    assert data.notes == (f"{train}: {FOUND.format('labels, not entities')}",)
+    assert read(train, scheme="IO").task.labels == ("O", "B-DET", "I-DET", "B-NOUN", "I-NOUN")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a\tO\nb\t\n", "line 2: no tag; choose with --label"),
+        ("a O\nb O\n", "every word is tagged 'O'; there is nothing to learn; choose with --label"),
+        ("a X\nb X\n", "every word is tagged 'X'; there is nothing to learn"),
+        ("a O\nb B-X\nc tag\n", "line 3: the tag 'tag' has no prefix such as B-, unlike others in IOB2"),
+        ("\n-DOCSTART- O\n", "no words; choose the column with --text"),
+        ("", "no words; choose the column with --text"),
+        ("".join(f"word{n} tag{n}\n" for n in range(1001)), "1,001 different tags of 1,001 words; choose the column"),
+        ([{"tokens": ["a"], "tags": [None]}], "line 1: no tag"),
+        ([{"tokens": ["a"], "tags": None}], "line 1: no tag"),
+        ([{"tokens": [], "tags": []}], "no words; choose the column with --text"),
+        ([{"text": "a", "spans": None}], "line 1: no tag"),
+        ([{"text": "a", "spans": []}], "every word is tagged 'O'; there is nothing to learn"),
+        ([{"text": " ", "spans": []}], "no words; choose the column with --text"),
+    ],
+)
+def test_files_with_nothing_to_learn_from(write, content, message):
+    assert message_of(write(content, "train.conll" if isinstance(content, str) else "train.jsonl")).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheme": "IOBX"}, "unknown tagging scheme 'IOBX'; did you mean IOB2?"),
+        ({"labels": ("O", "O")}, "--labels names a label twice: O, O"),
+        (
+            {"labels": ("O", "B-LOC")},
+            "line 1: unknown entity type 'PER'; --labels names: 'LOC'; name all with --labels",
+        ),
+        ({"dev_fraction": 1.0}, "dev_fraction is 1.0; it has to be above 0 and below 1"),
+    ],
+)
+def test_options_that_cannot_be_used(write, options, message):
+    assert message_of(write(columns()), **options).startswith(message)
+
+
+def test_files_that_are_not_there_or_of_another_kind(write, tmp_path):
+    with pytest.raises(FileNotFoundError, match="missing.conll: no such file"):
+        read(tmp_path / "missing.conll")
+    with pytest.raises(FileNotFoundError, match="missing.conll: no such file"):
+        next(iterate_tagging(tmp_path / "missing.conll"))
+    for path in (write("a", "train.csv"), tmp_path):
+        assert message_of(path).startswith(
+            "cannot be read as tagged text; give a file that ends in .conll, .conllu, .bio, "
+        )
+
+
+@pytest.mark.parametrize("split", ["dev", "test"])
+def test_tags_that_training_lacks(write, split):
+    other, train = write("x O\ny B-ORG\n", "other.conll"), write(columns())
+    files = (other,) if split == "dev" else (train, other)
+    message = (
+        f"{other}: line 2: unknown entity type 'ORG'; {train} has: 'LOC', 'PER'; name all with --labels, or remove it"
+    )
+    assert message_of(train, *files) == message
+    data = read(train, *files, labels=("PER", "LOC", "ORG"))
+    assert data.task.labels == ("O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-ORG", "I-ORG")
+    train, other = write("a DET\nb NOUN\n"), write("a DET\nb X\n", "other.conll")
+    files = (other,) if split == "dev" else (train, other)
+    assert message_of(train, *files).startswith(f"{other}: line 2: unknown tag 'X'; {train} has: 'DET', 'NOUN'; name")
+    assert read(train, *files, labels=("X", "NOUN", "DET")).task.labels == ("X", "NOUN", "DET")
+
+
+def test_every_scheme_becomes_iob2(write):
+    content = "a I-PER\nb I-PER\nc B-PER\nd O\n"
+    train, dev = write(content), write("a B-PER\n\nb O\nc I-PER\n", "dev.conll")
+    data = read(train, dev)
+    assert named(data, data.train) == [["B-PER", "I-PER", "B-PER", "O"]]
+    assert named(data, data.dev[0]) == [["B-PER"], ["O", "B-PER"]]
+    ill_formed = "tags that are ill-formed in {}; they are read as conlleval reads them"
+    first = f"{dev}: line 1: 'B-PER' is the first of 1 {ill_formed.format('IOB1')}"
+    assert data.notes == (f"{train}: {FOUND.format('IOB1')}", first)
+    data = read(train, train, scheme="bio")
+    assert (data.notes[0], data.task.scheme) == (
+        f"{train}: line 1: 'I-PER' is the first of 1 {ill_formed.format('IOB2')}",
+        "IOB2",
+    )
+    data = read(train, scheme="none")
+    assert (data.task.labels, data.task.scheme, data.notes) == (("B-PER", "I-PER", "O"), "none", ())
+
+
+def test_types_without_tags_of_their_own_and_tags_without_types(write):
+    assert read(write("a O\nb PER\n")).task.labels == ("O", "B-PER", "I-PER")
+    assert read(write("a O\nb B\n")).task.labels == ("O", "B-_", "I-_")
+
+
+def test_test_files_without_tags(write):
+    train = write(columns())
+    for content in ("a\nb\n\nc d\n", "a _\nb _\n", "a\t\nb\t\n"):
+        data = read(train, test=write(content, "test.conll"))
+        assert (data.test[0].targets, words_in(data.test[0])[0]) == (None, ["a", "b"])
+    test = write("a _\nb O\n", "test.conll")
+    assert message_of(train, train, test).startswith(f"{test}: line 1: the tag '_' has no prefix")
+    empty = write("a O\n", "test.conll")
+    assert read(train, test=empty).notes[1] == f"{empty}: has no entity, so its f1 is 0 whatever is predicted"
+
+
+def test_sentences_without_words_are_left_out(write):
+    train = write([*rows()[:1], {"tokens": [], "tags": []}, *rows()[1:]], "train.jsonl")
+    data = read(train)
+    assert (data.train.ids, words_in(data.train)) == (["0", "2"], TOKENS)
+    assert f"{train}: 1 sentences without words are left out" in data.notes
+
+
+def test_a_dev_split_is_set_aside(write):
+    train = write(columns(TOKENS * 20, TAGS * 20) + "\nx B-RARE\n")
+    data = read_tagging(train, None, None, dev_fraction=0.25, seed=3)
+    again, other = (read_tagging(train, None, None, dev_fraction=0.25, seed=seed) for seed in (3, 4))
+    assert (len(data.train.texts), len(data.dev[0].texts)) == (31, 10)
+    assert sorted(map(int, data.train.ids + data.dev[0].ids)) == list(range(41))
+    assert "40" in data.train.ids and data.dev[0].ids == again.dev[0].ids != other.dev[0].ids
+    assert len(data.dev[0].words) == len(data.dev[0].targets) == 10
+    message = f"{train}: 10 of 41 sentences are set aside as the dev split (seed 3); give your own with --dev"
+    assert data.notes[-1] == message
+    every_tag = {tag for target in read_tagging(train, None, None, dev_fraction=0.99).train.targets for tag in target}
+    assert every_tag == set(range(len(data.task.labels))) - {data.task.labels.index("I-RARE")}
+    few = write(columns(TOKENS * 2, TAGS * 2))
+    assert len(read_tagging(few, None, None, dev_fraction=0.1).dev[0].texts) == 1
+    few = write(columns())
+    with pytest.raises(InputError, match="2 sentences are too few to set a dev split aside; give one with --dev"):
+        read_tagging(few, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.conll", columns(), [(" ".join(tokens), tokens) for tokens in TOKENS]),
+        ("a.bio", "x\ny\n\nz", [("x y", ["x", "y"]), ("z", ["z"])]),
+        ("a.txt", "Ada met\n\nB.\n", [("Ada met", None), ("", None), ("B.", None)]),
+        ("a.tsv", "id\ttext\n1\tAda met\n", [("Ada met", None)]),
+        ("a.csv", "id,sentence\n1,Ada met\n", [("Ada met", None)]),
+        ("a.jsonl", [{"words": ["Ada", "is"]}, {"words": []}], [("Ada is", ["Ada", "is"]), ("", [])]),
+        ("a.parquet", rows(), [(" ".join(tokens), tokens) for tokens in TOKENS]),
+        ("a.jsonl", [{"text": "Ada met", "label": 1}], [("Ada met", None)]),
+    ],
+)
+def test_files_to_predict(write, name, content, expected):
+    found = list(iterate_tagging(write(content, name)))
+    assert [(text, words if words is None else [text[a:b] for a, b in words]) for text, words in found] == expected
+    assert all(words is None or (words.dtype, words.shape[1]) == (np.int64, 2) for _, words in found)
+
+
+def test_columns_to_predict(write):
+    path = write([{"text": "a", "title": "b", "parts": ["c", "d"]}], "a.jsonl")
+    assert [text for column in ("title", "parts") for text, _ in iterate_tagging(path, text=(column,))] == ["b", "c d"]
+    for options, message in (
+        ({"text": ("x",)}, "no text column; there are: text, title, parts; choose with --text"),
+        ({"text": ("text", "title")}, "--text names 2 columns"),
+    ):
+        with pytest.raises(InputError, match=message):
+            list(iterate_tagging(path, **options))
+    broken = write([{"tokens": ["a"]}, {"tokens": None}], "b.jsonl")
+    with pytest.raises(InputError, match="line 2: 'tokens' is null, not text"):
+        list(iterate_tagging(broken))
+
+
+def test_prediction_reads_in_a_stream(write):
+    stream = iterate_tagging(write("a O\n\nb O\nc\n"))
+    assert next(stream)[0] == "a"
+    with pytest.raises(InputError, match="line 4: 1 columns"):
+        next(stream)

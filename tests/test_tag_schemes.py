@@ -1,0 +1,177 @@
+"""Schemes of tags: entities and back, which scheme a file has, and what ill-formed tags mean, as seqeval reads them."""
+
+import random
+
+import pytest
+from seqeval.metrics.sequence_labeling import get_entities
+
+from electra_fast.errors import InputError
+from electra_fast.finetuning.tag_schemes import (
+    ALIASES,
+    SCHEMES,
+    detect_scheme,
+    entities_of,
+    from_entities,
+    is_bare,
+    scheme_named,
+    split_tag,
+    to_entities,
+)
+
+# One sentence, "PER PER O LOC LOC|LOC O PER", in each scheme.
+ENTITIES = [(0, 2, "PER"), (3, 5, "LOC"), (5, 6, "LOC"), (7, 8, "PER")]
+WRITTEN = {
+    "IOB1": "I-PER I-PER O I-LOC I-LOC B-LOC O I-PER",
+    "IOB2": "B-PER I-PER O B-LOC I-LOC B-LOC O B-PER",
+    "IOBES": "B-PER E-PER O B-LOC E-LOC S-LOC O S-PER",
+    "BILOU": "B-PER L-PER O B-LOC L-LOC U-LOC O U-PER",
+    "BMES": "B-PER E-PER O B-LOC E-LOC S-LOC O S-PER",
+}
+
+
+def random_entities(rng, num_words, adjacent=True):
+    """Entities of three types; without `adjacent`, none directly follows one of its own type."""
+    entities, word = [], 0
+    while word < num_words:
+        end = rng.randint(word + 1, num_words)
+        if rng.random() < 0.6:
+            follows = entities and entities[-1][1] == word
+            types = [type_ for type_ in "XYZ" if adjacent or not (follows and entities[-1][2] == type_)]
+            entities.append((word, end, rng.choice(types)))
+        word = end
+    return entities
+
+
+def written(entities, num_words, scheme):
+    """Tags of a scheme, made independently of the module."""
+    tags, before = ["O"] * num_words, (0, 0, "")
+    for start, end, type_ in entities:
+        follows = before[1] == start and before[2] == type_
+        for word in range(start, end):
+            is_first, is_last = word == start, word == end - 1
+            prefix = "B" if is_first and (scheme == "IOB2" or (scheme == "IOB1" and follows)) else "I"
+            if scheme == "IOBES":
+                prefix = {(True, True): "S", (True, False): "B", (False, True): "E"}.get((is_first, is_last), "I")
+            tags[word] = type_ if scheme == "bare" else f"{prefix}-{type_}"
+        before = (start, end, type_)
+    return tags
+
+
+@pytest.mark.parametrize("scheme", WRITTEN)
+def test_a_sentence_in_every_scheme(scheme):
+    tags = WRITTEN[scheme].split()
+    assert to_entities(tags, scheme_named(scheme)) == (ENTITIES, [])
+    assert detect_scheme([tags]) == scheme_named(scheme)
+    assert from_entities(ENTITIES, len(tags)) == WRITTEN["IOB2"].split()
+
+
+@pytest.mark.parametrize("scheme", ["bare", "IO", "IOB1", "IOB2", "IOBES"])
+def test_entities_survive_every_scheme(scheme):
+    rng = random.Random(scheme)
+    can_be_adjacent = scheme not in ("bare", "IO")
+    for _ in range(500):
+        lengths = [rng.randint(1, 12) for _ in range(4)]
+        file = [random_entities(rng, length, can_be_adjacent) for length in lengths]
+        # What tells each scheme from the others, at least once.
+        lengths, file = [*lengths, 4], [*file, [(0, 1, "X"), (1, 3, "X" if can_be_adjacent else "Y")]]
+        sentences = [written(*each, scheme) for each in zip(file, lengths, strict=True)]
+        detected = detect_scheme(sentences)
+        assert detected == ("IO" if scheme == "bare" else scheme)
+        for entities, tags in zip(file, sentences, strict=True):
+            assert to_entities(tags, detected) == (entities, [])
+            assert entities_of(from_entities(entities, len(tags))) == entities
+
+
+def test_any_tags_are_read_as_seqeval_reads_them():
+    rng = random.Random(0)
+    tags = ["O", "B", "I", "E", "S", "B-x-y", *(f"{prefix}-{type_}" for prefix in "BIES" for type_ in "XYZ")]
+    for _ in range(20_000):
+        sentence = rng.choices(tags[: rng.choice((5, 6, 18))], k=rng.randint(0, 12))
+        expected = [(start, last + 1, type_) for type_, start, last in get_entities(sentence)]
+        assert entities_of(sentence) == expected, sentence
+
+
+@pytest.mark.parametrize("scheme", ["IO", "IOB1", "IOB2", "IOBES"])
+def test_tags_are_well_formed_exactly_if_the_scheme_writes_them(scheme):
+    rng = random.Random(scheme)
+    tags = ["O", *(f"{prefix}-{type_}" for prefix in "BIES" for type_ in "XY")]
+    num_well_formed = 0
+    for _ in range(20_000):
+        sentence = rng.choices(tags, k=rng.randint(1, 5))
+        entities, ill_formed = to_entities(sentence, scheme)
+        assert (ill_formed == []) == (written(entities, len(sentence), scheme) == sentence), sentence
+        num_well_formed += not ill_formed
+    assert num_well_formed > 1000
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tags", "words", "entities"),
+    [
+        ("IO", "I-X B-X I-X", [1], [(0, 1, "X"), (1, 3, "X")]),
+        ("IOB1", "B-X I-X O B-X B-Y", [0, 3, 4], [(0, 2, "X"), (3, 4, "X"), (4, 5, "Y")]),
+        ("IOB2", "I-X I-X B-Y I-X E-X", [0, 3, 4], [(0, 2, "X"), (2, 3, "Y"), (3, 5, "X")]),
+        ("IOBES", "B-X O", [0], [(0, 1, "X")]),
+        ("IOBES", "O B-X I-X", [2], [(1, 3, "X")]),
+        ("IOBES", "B-X E-Y S-Y I-Y", [0, 1, 3], [(0, 1, "X"), (1, 2, "Y"), (2, 3, "Y"), (3, 4, "Y")]),
+    ],
+)
+def test_ill_formed_tags(scheme, tags, words, entities):
+    assert to_entities(tags.split(), scheme) == (entities, words)
+
+
+@pytest.mark.parametrize(
+    ("sentences", "scheme"),
+    [
+        (["NOUN VERB", "DET"], "none"),
+        (["S-BAR NP"], "none"),  # no O, and not every tag has a prefix
+        (["N V S I"], "none"),
+        (["M F"], "none"),
+        (["O PER PER", "LOC O"], "IO"),
+        (["O O"], "IO"),
+        (["O I-PER"], "IO"),
+        (["I-PER O", "I-LOC B-LOC"], "IOB1"),
+        (["PER PER B-PER O"], "IOB1"),
+        (["B-NP I-NP B-VP"], "IOB2"),
+        (["O B-PER", "I-PER O O B-LOC"], "IOB2"),  # most, or half, begin with B
+        (["I-PER O I-PER O B-LOC B-LOC"], "IOB1"),  # most begin with I
+        (["O S-PER"], "IOBES"),
+        (["O U-PER B-LOC L-LOC"], "IOBES"),
+        (["B-LOC M-LOC E-LOC"], "IOBES"),
+        (["B M E S", "S S"], "IOBES"),
+        (["O B I", "O"], "IOB2"),
+        (["B I I B"], "IOB2"),
+        (["O I I"], "IO"),
+    ],
+)
+def test_the_scheme_is_found_in_the_tags(sentences, scheme):
+    assert detect_scheme(iter([sentence.split() for sentence in sentences])) == scheme
+
+
+@pytest.mark.parametrize(
+    ("tag", "parts"),
+    [
+        ("O", ("O", "")),
+        ("B-PER", ("B", "PER")),
+        ("M-PER", ("I", "PER")),
+        ("L-PER", ("E", "PER")),
+        ("U-PER", ("S", "PER")),
+        ("B-first name", ("B", "first name")),
+        ("I-B-cell", ("I", "B-cell")),
+        ("B", ("B", "_")),
+        ("B-", ("B", "_")),
+        ("PER", ("I", "PER")),
+        ("X-PER", ("I", "X-PER")),
+        ("ORG", ("I", "ORG")),
+        ("B-ä\n", ("B", "ä\n")),
+    ],
+)
+def test_parts_of_a_tag(tag, parts):
+    assert split_tag(tag) == parts
+    assert is_bare(tag) == (parts[1] == tag)
+
+
+def test_names_of_schemes():
+    assert [scheme_named(name) for name in (*SCHEMES, "iob2", "bilou")] == [*SCHEMES, "IOB2", "IOBES"]
+    assert set(map(scheme_named, ALIASES)) == {"IOB2", "IOBES"}
+    with pytest.raises(InputError, match=r"^unknown tagging scheme 'IOB'; did you mean IOB\d\?$"):
+        scheme_named("IOB")

@@ -1,0 +1,90 @@
+"""Tagging from the command line and in scripts: what it learns, long texts, spans beside those of `transformers`."""
+
+import json
+
+import in_process
+import numpy as np
+import pytest
+import torch
+from tiny_reading import SETTINGS, tagged_sentences
+from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
+
+import electra_fast as ef
+from electra_fast.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def tagger(encoder_folder, conll_folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("tagging")
+    settings = SETTINGS | {"finetune.epochs": "12", "finetune.learning_rate": "2e-3"}
+    arguments = {"train": conll_folder / "train.conll", "dev": conll_folder / "dev.conll"}
+    results = ef.finetune("tagging", model=encoder_folder, out=out, overrides=settings, **arguments)
+    return out / "tagging", results["tagging"]
+
+
+def test_tagging_learns_and_long_sentences_are_stitched(tagger, conll_folder):
+    folder, found = tagger
+    assert found["metric"] == "f1" and found["median"] > 0.9
+    tags = [tags for _, tags in tagged_sentences(20, 1, (3, 70))]
+    predictions = [json.loads(line) for line in (folder / "seed-0" / "predictions.dev.jsonl").read_text().splitlines()]
+    assert [len(each["tags"]) for each in predictions] == [len(each) for each in tags]
+    assert max(map(len, tags)) > 46
+    assert len({tag for each in predictions for tag in each["tags"]}) > 1
+
+
+def test_the_tagger_has_the_logits_of_transformers(tagger):
+    """A text of several chunks: each word in the chunk in which it has the most context."""
+    folder = tagger[0] / "seed-0" / "model"
+    theirs, tokenizer = (
+        AutoModelForTokenClassification.from_pretrained(folder).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    words = next(tokens for tokens, _ in tagged_sentences(50, 9, (60, 80)))
+    pieces = [tokenizer.encode(word, add_special_tokens=False) for word in words]
+    flat, first = [piece for each in pieces for piece in each], np.cumsum([0, *map(len, pieces)])
+    spans, start = [], 0
+    while True:
+        spans.append((start, min(46, len(flat) - start)))
+        if start + 46 >= len(flat):
+            break
+        start += 12
+    outputs = []
+    for start, length in spans:
+        ids = [tokenizer.cls_token_id, *flat[start : start + length], tokenizer.sep_token_id]
+        with torch.no_grad():
+            outputs.append(theirs(torch.tensor([ids])).logits[0, 1:-1].numpy())
+
+    def context(chunk, piece):
+        start, length = spans[chunk]
+        inside = start <= piece < start + length
+        return min(piece - start, start + length - 1 - piece) + 0.01 * length if inside else -1
+
+    chosen = [max(range(len(spans)), key=lambda chunk: context(chunk, first[i])) for i in range(len(words))]
+    expected = [outputs[chunk][first[i] - spans[chunk][0]] for i, chunk in enumerate(chosen)]
+    assert len(set(chosen)) > 2
+    np.testing.assert_allclose(ef.load_finetuned(folder).outputs([words]), expected, atol=1e-5)
+
+
+def test_spans_are_those_of_the_pipeline(tagger):
+    """Words of one piece, whose entities `transformers` finds alike; characters count code points."""
+    folder = tagger[0] / "seed-0" / "model"
+    texts = ["the object of module file", "the 😀 class returns שלום line", "value", ""]
+    find = pipeline("token-classification", str(folder), aggregation_strategy="first")
+    for text, answer in zip(texts, ef.load_finetuned(folder).predict(texts), strict=True):
+        theirs = [(each["start"], each["end"], each["entity_group"]) for each in find(text)] if text else []
+        assert [(span["start"], span["end"], span["label"]) for span in answer["spans"]] == theirs
+        assert all(text[span["start"] : span["end"]] == span["text"] for span in answer["spans"])
+
+
+def test_tags_of_a_file(tagger, conll_folder, tmp_path):
+    folder = tagger[0] / "seed-0"
+    run = in_process.run("predict", folder / "model", conll_folder / "dev.conll")
+    answers = [json.loads(line) for line in run.stdout.splitlines()]
+    stored = [json.loads(line) for line in (folder / "predictions.dev.jsonl").read_text().splitlines()]
+    assert [answer["tags"] for answer in answers] == [answer["tags"] for answer in stored]
+    (tmp_path / "lines.txt").write_text("the object of it\n\nmodule file\n")
+    run = in_process.run("predict", folder / "model", tmp_path / "lines.txt")
+    answers = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [len(answer["tags"]) for answer in answers] == [4, 0, 2]
+    with pytest.raises(InputError, match="example 0 is 3; it must be a text or a list of words"):
+        ef.load_finetuned(folder / "model").predict([3])

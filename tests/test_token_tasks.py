@@ -1,0 +1,205 @@
+"""What question answering and tagging have in common: folders, batches, processes, interruptions and mistakes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import in_process
+import numpy as np
+import pytest
+import torch
+from test_finetuning import model_bytes, trained, without_times
+from tiny_reading import SETTINGS, flags, questions_of, tagged_sentences
+from tiny_task import NO_DROPOUT, save_encoder
+
+import electra_fast as ef
+from electra_fast.finetuning import batches
+from electra_fast.finetuning.config import FinetuningConfig
+from electra_fast.finetuning.job import make_job
+from electra_fast.finetuning.step import FinetuneStep
+from electra_fast.finetuning.tasks import read_tasks
+from electra_fast.huggingface.encoder import load_encoder
+
+CPU = torch.device("cpu")
+
+
+def data_of(task, squad_folder, conll_folder):
+    """Arguments of `finetune`."""
+    if task.startswith("squad"):
+        return {"data": squad_folder}
+    return {"train": conll_folder / "train.conll", "dev": conll_folder / "dev.conll"}
+
+
+@pytest.fixture(scope="module")
+def models(encoder_folder, squad_folder, conll_folder, tmp_path_factory):
+    out, tasks = tmp_path_factory.mktemp("models"), ("squad1", "tagging")
+    for task in tasks:
+        own = data_of(task, squad_folder, conll_folder)
+        ef.finetune(task, model=encoder_folder, out=out, overrides=SETTINGS | {"finetune.epochs": "0.1"}, **own)
+    return {task: out / task / "seed-0" / "model" for task in tasks}
+
+
+@pytest.mark.parametrize("head", ["hf", "google"])
+@pytest.mark.parametrize("architecture", ["bert", "modern"])
+@pytest.mark.parametrize("task", ["squad2", "tagging"])
+def test_every_head_survives_its_folder(
+    encoder_folder, tiny_vocab, squad_folder, conll_folder, tmp_path, task, architecture, head
+):
+    encoder = save_encoder(tmp_path / "encoder", tiny_vocab, architecture)
+    own = data_of(task, squad_folder, conll_folder)
+    settings = SETTINGS | {"finetune.head": head, "finetune.learning_rate": "2e-3"}
+    ef.finetune(task, model=encoder, out=tmp_path / "out", overrides=settings, **own)
+    folder = tmp_path / "out" / task / "seed-0"
+    reader = ef.load_finetuned(folder / "model")
+    assert "path/to/this/folder" in (folder / "model" / "README.md").read_text()
+    if task == "squad2":
+        pairs = [(question, context) for _, question, context in questions_of(squad_folder / "dev-v2.0.json")]
+        found = [answer["answer"] for answer in reader.predict(pairs, null_threshold=1e9)]
+        assert found == list(json.loads((folder / "predictions.dev.json").read_text()).values())
+    else:
+        found = [
+            answer["tags"] for answer in reader.predict([tokens for tokens, _ in tagged_sentences(20, 1, (3, 70))])
+        ]
+        lines = (folder / "predictions.dev.jsonl").read_text().splitlines()
+        assert found == [json.loads(line)["tags"] for line in lines]
+
+
+def job_of(task, encoder_folder, squad_folder, conll_folder, folder, **changes):
+    files = data_of(task, squad_folder, conll_folder)
+    (data,) = read_tasks(task, files.pop("data", None), files, {})
+    config = FinetuningConfig().override(SETTINGS | NO_DROPOUT | changes)
+    return make_job(data, config, load_encoder(encoder_folder), folder, CPU)
+
+
+@pytest.mark.parametrize("task, head", [("squad2", "google"), ("squad1", "hf"), ("tagging", "hf")])
+def test_batches_of_fixed_shape_train_the_same(encoder_folder, squad_folder, conll_folder, tmp_path, task, head):
+    """What CUDA graphs replay."""
+    job = job_of(task, encoder_folder, squad_folder, conll_folder, tmp_path, **{"finetune.head": head})
+    length, size = job.config.sequence_length, job.config.batch_size
+    losses, parameters = trained(job, "eager", CPU, lambda chosen: batches.pack(job.examples, chosen))
+    static = trained(job, "eager", CPU, lambda chosen: [batches.pack_static(job.examples, chosen, length, size)])
+    np.testing.assert_allclose(losses, static[0], rtol=1e-4)
+    for name, parameter in parameters.items():
+        # The bias of two logits shifts all of a softmax: its gradient is rounding alone, which Adam amplifies.
+        if (job.task.name, name) != ("squad1", "head.classifier.bias"):
+            torch.testing.assert_close(parameter, static[1][name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("task, head", [("squad2", "google"), ("squad1", "hf"), ("tagging", "hf")])
+def test_graphs_train_the_same(encoder_folder, squad_folder, conll_folder, tmp_path, task, head):
+    job = job_of(
+        task,
+        encoder_folder,
+        squad_folder,
+        conll_folder,
+        tmp_path,
+        **{"finetune.head": head, "finetune.precision": "fp32"},
+    )
+    job = replace(job, work=replace(job.work, compute=replace(job.work.compute, dtype=torch.float32)))
+    length, size, device = job.config.sequence_length, job.config.batch_size, torch.device("cuda")
+    pack = lambda chosen: [batches.pack_static(job.examples, chosen, length, size)]  # noqa: E731
+    eager, graph = (trained(job, execution, device, pack) for execution in ("eager", "graph"))
+    np.testing.assert_allclose(eager[0], graph[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("task, head", [("squad2", "google"), ("tagging", "hf")])
+def test_two_processes_compute_what_one_computes(encoder_folder, squad_folder, conll_folder, tmp_path, task, head):
+    job = job_of(task, encoder_folder, squad_folder, conll_folder, tmp_path, **{"finetune.head": head})
+    order = batches.training_order(job.config, len(job.examples), 0)
+    losses = {}
+    torch.set_num_threads(2)
+    try:
+        for num_processes in (1, 2):
+            model = job.work.model()
+            model.load_encoder(job.encoder.state)
+            model.initialize_head(0)
+            step = FinetuneStep(model, job.work, num_processes)
+            losses[num_processes] = []
+            for number, row in enumerate(order):
+                chosen = row[row >= 0]
+                batch = job.training_set.batch(batches.pack(job.examples, chosen, num_processes), chosen, "mean", 0)
+                losses[num_processes].append(float(step(batch, number, 1.0)[0]))
+            step.close()
+    finally:
+        torch.set_num_threads(1)
+    assert losses[1] == pytest.approx(losses[2], rel=1e-5)
+
+
+@pytest.mark.parametrize("task", ["squad2", "tagging"])
+def test_killed_at_any_moment_it_ends_with_the_same_model(encoder_folder, squad_folder, conll_folder, tmp_path, task):
+    own = [word for name, path in data_of(task, squad_folder, conll_folder).items() for word in (f"--{name}", path)]
+    start = [sys.executable, "-m", "electra_fast", "finetune", "--task", task, "--model", encoder_folder, *own]
+    settings = flags(SETTINGS | {"finetune.epochs": "6", "finetune.checkpoint_seconds": "0"})
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    subprocess.run([*map(str, start), "--out", str(whole), *settings], check=True, stderr=subprocess.PIPE)
+    delay, kills = 2.5, 0
+    while True:
+        arguments = [*map(str, start), "--out", str(resumed), *settings]
+        process = subprocess.Popen(arguments, stderr=subprocess.PIPE, start_new_session=True, text=True)
+        try:
+            _, errors = process.communicate(timeout=delay)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            delay, kills = delay * 1.15, kills + 1
+            continue
+        assert process.returncode == 0, errors
+        break
+    assert kills >= 1
+    assert model_bytes(resumed) == model_bytes(whole)
+    found = [without_times(json.loads((folder / "results.json").read_text())) for folder in (whole, resumed)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "task, content, message",
+    [
+        ("question-answering", '{"question": "a", "context": " ", "answers": []}', "context"),
+        (
+            "question-answering",
+            '{"question": "a", "context": "b c", "answers": [{"text": "c", "answer_start": 9}]}',
+            "9",
+        ),
+        ("question-answering", '{"context": "b c", "answers": []}', "question"),
+        ("tagging", '{"tokens": ["a", "b"], "tags": ["O"]}', "line 1"),
+        ("tagging", '{"text": "ab", "spans": [[0, 5, "PER"]]}', "line 1"),
+        ("tagging", '{"tokens": ["a"], "tags": ["O"]}', "nothing to learn"),
+    ],
+)
+def test_bad_data_is_one_line(encoder_folder, tmp_path, task, content, message):
+    (tmp_path / "data.jsonl").write_text(content + "\n")
+    run = in_process.run(
+        *("finetune", "--task", task, "--train", tmp_path / "data.jsonl", "--model", encoder_folder),
+        *("--out", tmp_path / "out", *flags(SETTINGS)),
+    )
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1, run.stderr
+    assert "data.jsonl" in run.stderr and message in run.stderr
+
+
+def test_a_model_of_another_task_is_named(models, conll_folder, squad_folder, tmp_path):
+    (tmp_path / "lines.txt").write_text("a line\n")
+    reader = models["squad1"]
+    run = in_process.run("predict", reader, tmp_path / "lines.txt")
+    assert run.returncode == 2 and "is for question-answering" in run.stderr and len(run.stderr.splitlines()) == 1
+    run = in_process.run("predict", models["tagging"], squad_folder / "dev-v1.1.json")
+    assert run.returncode == 2 and "is for tagging" in run.stderr and len(run.stderr.splitlines()) == 1
+    run = in_process.run("predict", models["tagging"], conll_folder / "dev.conll", "--task", "errors")
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1
+
+
+def test_errors_in_text_from_the_command_line(whole_run, tmp_path):
+    (tmp_path / "lines.txt").write_text("A method of teh class.\n\nנame 😀\n")
+    run = in_process.run("predict", whole_run, tmp_path / "lines.txt", "--task", "errors", "--threshold", "0")
+    assert run.returncode == 0, run.stderr
+    first, empty, last = (json.loads(line) for line in run.stdout.splitlines())
+    assert [word["text"] for word in first["errors"]] == ["A", "method", "of", "teh", "class", "."]
+    assert (empty["score"], empty["words"]) == (0.0, [])
+    assert all("נame 😀"[word["start"] : word["end"]] == word["text"] for word in last["words"])
+    run = in_process.run("predict", whole_run, tmp_path / "lines.txt", "--task", "errors", "--threshold", "2")
+    assert run.returncode == 2 and "threshold is 2" in run.stderr
+    run = in_process.run("predict", whole_run, tmp_path / "lines.txt", "--task", "errors", "--n-best", "2")
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1
