@@ -50,7 +50,8 @@ def main() -> int:
     is_different = False
     for path in sorted(arguments.data.glob("*.json")):
         questions = list(questions_of(json.loads(path.read_text(encoding="utf-8"))))
-        questions = questions[:: max(1, len(questions) // arguments.questions) if arguments.questions else 1]
+        count = arguments.questions or len(questions)
+        questions = questions[:: max(1, len(questions) // count)][:count]
         print(f"{path.name}, {arguments.vocab.name}: {len(questions):,} questions", flush=True)
         is_different |= report(Tokenizer(arguments.vocab), questions)
     return int(is_different)

@@ -228,7 +228,7 @@ def test_version_2_as_stated(seed):
         answered = np.where(~has_answer, [not text for text in predictions], raw)
         curve = [np.where(np.array(odds) <= t, answered, ~has_answer).mean() for t in [-np.inf, *sorted(odds)]]
         assert scores[name] == pytest.approx(max(curve))
-        threshold = scores[f"{name}_threshold"]
+        threshold = scores["null_threshold" if name == "f1" else "exact_match_threshold"]
         best = np.flatnonzero(np.isclose(curve, max(curve)))
         assert threshold in [[0.0, *sorted(odds)][place] for place in best]
         at_threshold = np.where(np.array(odds) <= scores["null_threshold"], raw, ~has_answer)

@@ -9,6 +9,7 @@ from tiny_reading import SETTINGS, articles, flags, questions_of
 
 import electra_fast as ef
 from electra_fast.errors import InputError
+from electra_fast.finetuning.question_files import read_questions
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +138,11 @@ def test_own_questions(encoder_folder, tmp_path):
     assert run.returncode == 0, run.stderr
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [answer["id"] for answer in answers] == [str(i) for i in range(len(rows))]
+
+
+def test_unanswerable_questions_in_dev_alone_count(tmp_path):
+    row = {"context": "The class of a value.", "question": "Which?", "answers": ["class"]}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "dev.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"answers": []}) + "\n")
+    assert read_questions(tmp_path / "train.jsonl", tmp_path / "dev.jsonl", None).task.has_unanswerable
+    assert not read_questions(tmp_path / "train.jsonl", tmp_path / "train.jsonl", None).task.has_unanswerable

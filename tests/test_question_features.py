@@ -148,5 +148,6 @@ def test_byte_level_pieces_begin_with_whitespace(tmp_path):
     pieces = [context[start:end] for start, end in features.contexts[0].offsets]
     assert pieces == ["a", "ab", "a", "(", "é", "é"]
     assert training_targets(tokenizer, features, [(Answer("ab", 2),)]).tolist() == [[4, 4, 0]]
+    assert features.contexts[0].growth.tolist() == [0, 0, 0]
     with pytest.raises(InputError, match="no tokens"):
         features_of(tokenizer, ("a", " \n"))

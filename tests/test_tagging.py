@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_reading import SETTINGS, tagged_sentences
-from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
+from transformers import AutoModelForTokenClassification, AutoTokenizer, ElectraForTokenClassification, pipeline
 
 import electra_fast as ef
 from electra_fast.errors import InputError
@@ -88,3 +88,19 @@ def test_tags_of_a_file(tagger, conll_folder, tmp_path):
     assert [len(answer["tags"]) for answer in answers] == [4, 0, 2]
     with pytest.raises(InputError, match="example 0 is 3; it must be a text or a list of words"):
         ef.load_finetuned(folder / "model").predict([3])
+
+
+def test_a_tagger_from_elsewhere(encoder_folder, tmp_path):
+    """Labels that are no entities: a span for each word."""
+    labels = {0: "NOUN", 1: "VERB", 2: "X"}
+    model = ElectraForTokenClassification.from_pretrained(encoder_folder, id2label=labels, num_labels=3)
+    model.save_pretrained(tmp_path)
+    for name in ("vocab.txt", "tokenizer_config.json"):
+        (tmp_path / name).write_text((encoder_folder / name).read_text())
+    (answer,) = ef.load_finetuned(tmp_path).predict(["The class returns"])
+    with torch.no_grad():
+        inputs = AutoTokenizer.from_pretrained(tmp_path)("The class returns", return_tensors="pt")
+        places = [inputs.word_ids().index(word) for word in range(3)]
+        expected = [labels[i] for i in model.eval()(**inputs).logits[0, places].argmax(1).tolist()]
+    assert answer["tags"] == expected == [span["label"] for span in answer["spans"]]
+    assert [span["text"] for span in answer["spans"]] == ["The", "class", "returns"]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from electra_fast.data.loader import BatchLoader, to_torch
     from electra_fast.data.prepare import prepare, train_vocab
     from electra_fast.errors import ElectraFastError, InputError, Interrupted, TrainingFailed
+    from electra_fast.finetuning.error_detection import load_error_detector
     from electra_fast.finetuning.finetune import finetune
     from electra_fast.finetuning.predict import load_finetuned
     from electra_fast.huggingface.export import export, import_folder, load
@@ -43,6 +44,7 @@ _MODULES = {
     "finetune": "finetuning.finetune",
     "import_folder": "huggingface.export",
     "load": "huggingface.export",
+    "load_error_detector": "finetuning.error_detection",
     "load_finetuned": "finetuning.predict",
     "prepare": "data.prepare",
     "pretrain": "training.pretrain",
@@ -68,6 +70,7 @@ __all__ = [
     "finetune",
     "import_folder",
     "load",
+    "load_error_detector",
     "load_finetuned",
     "prepare",
     "pretrain",

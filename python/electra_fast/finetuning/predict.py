@@ -49,7 +49,7 @@ class FinetunedModel:
             kind=cast(Kind, finetuned.kind),
             labels=finetuned.labels,
             metric="",
-            scheme=str(self._settings.get("scheme", "IOB2")),
+            scheme=str(self._settings.get("scheme", _scheme(finetuned.labels))),
         )
         self._config = _prediction_config(finetuned)
         precision = choose_precision("auto", device)
@@ -106,6 +106,11 @@ class FinetunedModel:
         if isinstance(examples, (str, bytes, Mapping)):
             raise InputError("predict takes a list of examples; put a single one into a list")
         return self._method.split(list(examples), self.num_texts)
+
+
+def _scheme(labels: Iterable[str]) -> str:
+    """Of the tags of a model from elsewhere: entities where one is written as B-PER or the like."""
+    return "IOB2" if any(label[1:2] == "-" for label in labels) else "none"
 
 
 def check_settings(given: Iterable[str], known: Collection[str], kind: str) -> None:

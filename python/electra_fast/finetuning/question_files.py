@@ -338,10 +338,11 @@ def _located(context: str, text: str) -> Answer:
 
 
 def _task_data(name: str, splits: dict[str, Split], notes: list[str]) -> TaskData:
-    train, test = _trainable(splits["train"], notes), splits.get("test")
-    has_unanswerable = name == "squad2" or (train.targets is not None and not all(train.targets))
+    train, dev, test = _trainable(splits["train"], notes), splits["dev"], splits.get("test")
+    annotated = [split.targets for split in (train, dev) if split.targets is not None]
+    has_unanswerable = name == "squad2" or not all(map(all, annotated))
     task = Task(name=name, kind="question-answering", metric="f1", has_unanswerable=has_unanswerable)
-    return TaskData(task=task, train=train, dev=(splits["dev"],), test=(test,) if test else (), notes=tuple(notes))
+    return TaskData(task=task, train=train, dev=(dev,), test=(test,) if test else (), notes=tuple(notes))
 
 
 def _trainable(train: Split, notes: list[str]) -> Split:

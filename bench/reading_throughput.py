@@ -1,0 +1,196 @@
+"""Question answering and tagging of text compared with the pipelines of `transformers`, on the same model.
+
+    python bench/reading_throughput.py [--model RUN] [--squad dev-v1.1.json] [--questions 500] [--rounds 3]
+
+From text to answers: questions about contexts, and entities in their sentences. The model has a random head; without
+`--model` its encoder is a random one of the preset `mini`, without `--squad` the text is of made-up words. Pipelines
+take batches of 1 and of 32. `transformers` 5 has no pipeline for question answering: there the contender is its model on
+batches of 32 padded chunks, from which only the best start and end are taken; with `pip install
+"transformers<5"` it is the pipeline, too. Each contender has a process of its own; rounds alternate, and the ratios of
+a round are compared, since a shared machine drifts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from finetune_throughput import make_data, make_encoder
+from results import Results, parse_arguments, processor
+
+import electra_fast as ef
+from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.methods import METHODS
+from electra_fast.finetuning.question_files import iterate_questions
+from electra_fast.huggingface.encoder import load_encoder
+from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
+from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
+
+LENGTH, STRIDE = 384, 128  # what the pipeline takes by default, and the longest that it takes of a model of 512
+LABELS = {"question-answering": ("start", "end"), "tagging": ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")}
+CONTENDERS = {
+    "question-answering": ("ours", "pipeline, batches of 1", "pipeline, batches of 32", "model, batches of 32"),
+    "tagging": ("ours", "pipeline, batches of 1", "pipeline, batches of 32"),
+}
+BOUNDARY = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])")
+
+
+def make_model(options: argparse.Namespace, kind: str) -> Path:
+    """The encoder with a random head."""
+    encoder = load_encoder(options.model)
+    folder = Path(options.cache) / "finetune" / f"{kind}-{encoder.content_hash[:12]}"
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    length = min(LENGTH, encoder.shape.max_positions)
+    config = FinetuneConfig(sequence_length=length, doc_stride=STRIDE)
+    model = METHODS[kind].model(encoder.shape, config, len(LABELS[kind]))
+    model.load_encoder(encoder.state)
+    model.initialize_head(0)
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    names = INPUT_NAMES[encoder.shape.architecture]
+    copy_tokenizer(encoder.tokenizer, folder, names, {"model_max_length": length})
+    settings = {"doc_stride": STRIDE, "scheme": "IOB2"}
+    finetuned = Finetuned(encoder.shape, "hf", kind, LABELS[kind], length, None, state, settings)
+    write_finetuned(folder, finetuned, special_ids(folder), 0.0)
+    return folder
+
+
+def questions(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Pairs of question and context; made-up ones are as long as those of SQuAD, five per context."""
+    if options.squad:
+        found = [(question, context) for _, question, context in iterate_questions(options.squad)]
+        return found[: options.questions]
+    words = [entry for entry in options.vocab.read_text().split() if entry.startswith("w")]
+    random = np.random.default_rng(0)
+    text = lambda length: " ".join(words[i] for i in random.zipf(1.2, length) % len(words))  # noqa: E731
+    pairs: list[tuple[str, str]] = []
+    while len(pairs) < options.questions:
+        context = ". ".join(text(20).capitalize() for _ in range(random.integers(3, 12))) + "."
+        pairs += [(text(10) + "?", context) for _ in range(5)]
+    return pairs[: options.questions]
+
+
+def sentences(pairs: list[tuple[str, str]]) -> list[str]:
+    """Those of the contexts."""
+    contexts = dict.fromkeys(context for _, context in pairs)
+    return [sentence for context in contexts for sentence in BOUNDARY.split(context)]
+
+
+def runner(folder: Path, kind: str, contender: str) -> Callable[[list[Any]], Any]:
+    """What takes all examples."""
+    if contender == "ours":
+        return ef.load_finetuned(folder).predict
+    if contender.startswith("model"):
+        return plain_reader(folder)
+    from transformers import pipeline
+
+    batch_size = int(contender.split()[-1])
+    if kind == "tagging":
+        tag = pipeline("token-classification", str(folder), aggregation_strategy="first", batch_size=batch_size)
+        return lambda texts: tag(texts)
+    read: Any = pipeline("question-answering", str(folder))  # type: ignore[call-overload]  # gone from version 5
+    return lambda pairs: read([{"question": q, "context": c} for q, c in pairs], batch_size=batch_size)
+
+
+def plain_reader(folder: Path) -> Callable[[list[Any]], Any]:
+    """The model of `transformers` on padded batches of chunks."""
+    from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForQuestionAnswering.from_pretrained(folder).eval()
+    length = tokenizer.model_max_length
+    cut = {"truncation": "only_second", "max_length": length, "stride": min(STRIDE, length // 2)}
+
+    @torch.no_grad()
+    def read(pairs: list[tuple[str, str]]) -> list[Any]:
+        found = []
+        chunks = tokenizer(*map(list, zip(*pairs, strict=True)), return_overflowing_tokens=True, **cut)
+        rows = [{name: chunks[name][i] for name in tokenizer.model_input_names} for i in range(len(chunks.encodings))]
+        for start in range(0, len(rows), 32):
+            outputs = model(**tokenizer.pad(rows[start : start + 32], return_tensors="pt"))
+            found += zip(outputs.start_logits.argmax(1).tolist(), outputs.end_logits.argmax(1).tolist(), strict=True)
+        return found
+
+    return read
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    """One contender, in this process: examples per second."""
+    kind, contender = options.contender
+    pairs = questions(options)
+    examples: list[Any] = pairs if kind == "question-answering" else sentences(pairs)
+    try:
+        run = runner(make_model(options, kind), kind, contender)
+    except KeyError:  # transformers 5 does not know the pipeline
+        return {"missing": 1.0}
+    run(examples[:16])
+    start = time.perf_counter()
+    run(examples)
+    return {"per_second": len(examples) / (time.perf_counter() - start)}
+
+
+def child(options: argparse.Namespace, kind: str, contender: str) -> dict[str, float]:
+    """`measure` in a process of its own."""
+    arguments = [sys.executable, __file__, "--contender", kind, contender, "--model", str(options.model)]
+    arguments += ["--questions", str(options.questions), "--cache", str(options.cache)]
+    arguments += ["--vocab", str(options.vocab)] if options.vocab else []
+    arguments += ["--squad", str(options.squad)] if options.squad else []
+    environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "true"}
+    found = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+    if found.returncode:
+        raise SystemExit(f"{kind}, {contender}: {found.stderr}")
+    result: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    """Both kinds of tasks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="run or Hugging Face folder (a random encoder)")
+    parser.add_argument("--squad", type=Path, help="questions about contexts (made-up words)")
+    parser.add_argument("--vocab", type=Path, help="of the random encoder (made-up words)")
+    parser.add_argument("--preset", default="mini", help="of the random encoder (%(default)s)")
+    parser.add_argument("--recipe", default="google", help="of the random encoder (%(default)s)")
+    parser.add_argument("--questions", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--contender", nargs=2, metavar=("KIND", "NAME"), help="measure one, print JSON")
+    options = parse_arguments(parser, for_cpu=True)
+    if options.contender:
+        print(json.dumps(measure(options)))
+        return
+    if options.quick:
+        options.preset, options.questions, options.rounds = "tiny", 10, 1
+    if options.vocab is None and options.model is None:
+        make_data(options.cache / "finetune" / "made-up")
+        options.vocab = options.cache / "finetune" / "made-up" / "vocab.txt"
+    if options.model is None:
+        options.model = options.cache / "finetune" / f"{options.preset}-{options.recipe}-{options.vocab.stat().st_size}"
+        if not (options.model / "checkpoints").exists():
+            make_encoder(options.model, options.vocab, options.recipe, options.preset)
+    results = Results(options.results, options.device, processor())
+    for kind, contenders in CONTENDERS.items():
+        rounds = [{name: child(options, kind, name) for name in contenders} for _ in range(options.rounds)]
+        for name in contenders:
+            if "missing" in rounds[0][name]:
+                results.add(f"{kind:18} {name:24} not in this version of transformers", kind=kind, contender=name)
+                continue
+            speed = statistics.median(each[name]["per_second"] for each in rounds)
+            ratio = statistics.median(each["ours"]["per_second"] / each[name]["per_second"] for each in rounds)
+            line = f"{kind:18} {name:24} {speed:8,.1f} per second  {ratio:6.2f} times our time"
+            results.add(line, kind=kind, contender=name, per_second=speed, ratio=ratio)
+
+
+if __name__ == "__main__":
+    main()
