@@ -4,10 +4,10 @@
 
 From text to answers: questions about contexts, and entities in their sentences. The model has a random head; without
 `--model` its encoder is a random one of the preset `mini`, without `--squad` the text is of made-up words. Pipelines
-take batches of 1 and of 32. `transformers` 5 has no pipeline for question answering: there the contender is its model on
-batches of 32 padded chunks, from which only the best start and end are taken; with `pip install
-"transformers<5"` it is the pipeline, too. Each contender has a process of its own; rounds alternate, and the ratios of
-a round are compared, since a shared machine drifts.
+take batches of 1 and of 32. `transformers` 5 has no pipeline for question answering: there the contender is its model
+on batches of 32 padded chunks, from which only the best start and end are taken; with `pip install "transformers<5"`
+it is the pipeline, too. Each contender has a process of its own; rounds alternate, and the ratios of a round are
+compared, since a shared machine drifts.
 """
 
 from __future__ import annotations

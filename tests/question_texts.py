@@ -10,22 +10,16 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = "the river north bank was born in of and to berlin cafe café köln koln who when where what which".split()
 PARTS = ["un", "##bel", "##iev", "##able", "##s", "##ing", "re", "build", "18", "##95", "19", "##43", "##000", "日本"]
 LETTERS = "東京タワーשלוםрека\u1100\u1161\u11a8\u1112\u11ab"
-# What normalization does to a word's length depends on the word; those in which it drops and adds do not occur.
+# The published code takes wrong characters of a word that has a letter in two cases or with two accents, and of words
+# that together gain as many characters as they lose: no context has any of these.
 PLAIN = [
     *WORDS, "Berlin", "Köln,", "unbelievable", "rebuilding.", "(1895-1943).", "1,5-2.0", "banks'", "“born”", "re-build",
     "東京タワー", "日本x", "😀", "x😀y", "שלום", "مرحبا,", "река", "qqq☃", "(☃)", "☃-north", "a" * 101, "abcd" * 6,
     "[SEP]", "##able", "$10,000", "'s", "—", "...",
 ]  # fmt: skip
 SHRINKING = [
-    "cafe\u0301",
-    "10\u00a0km",
-    "ri\u200bver",
-    "in\u00adter",
-    "\u200b",
-    "☃\u0301-bank",
-    "\u0301\u0301",
-    "\ufffd",
-]
+    "cafe\u0301", "10\u00a0km", "ri\u200bver", "in\u00adter", "\u200b", "☃\u0301-bank", "\u0301\u0301", "\ufffd",
+]  # fmt: skip
 GROWING = ["각", "학교-in", "(각)", "北각"]
 
 

@@ -1,7 +1,6 @@
 """`finetune` as a user runs it: what it leaves, resumes, refuses and says."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import in_process
 import numpy as np
 import pytest
 import torch
+from interrupted import kill_until_done
 from tiny_task import NO_DROPOUT, QUICK, sentences, write_mrpc, write_sst2
 
 import electra_fast as ef
@@ -88,22 +88,9 @@ def test_finished_seeds_are_not_trained_again(finetuned, encoder_folder, glue_fo
 
 
 def test_killed_at_any_moment_it_resumes_to_the_same_bits(finetuned, encoder_folder, glue_folder, tmp_path):
-    """kill -9 at growing delays until a session reaches the end; checkpoints after every step."""
     out, results = finetuned
-    resumed, delay, kills = tmp_path / "resumed", 2.5, 0
-    while True:
-        arguments = command(encoder_folder, glue_folder, resumed, **{"finetune.checkpoint_seconds": "0"})
-        process = subprocess.Popen(arguments, stderr=subprocess.PIPE, start_new_session=True, text=True)
-        try:
-            _, errors = process.communicate(timeout=delay)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            delay, kills = delay * 1.15, kills + 1
-            continue
-        assert process.returncode == 0, errors
-        break
-    assert kills >= 1
+    resumed = tmp_path / "resumed"
+    kill_until_done(command(encoder_folder, glue_folder, resumed, **{"finetune.checkpoint_seconds": "0"}))
     assert model_bytes(resumed) == model_bytes(out)
     assert without_times(json.loads((resumed / "results.json").read_text())) == without_times(results)
     for path in out.glob("*/seed-*/metrics.jsonl"):

@@ -85,6 +85,7 @@ def test_tags_of_a_file(tagger, conll_folder, tmp_path):
     (tmp_path / "lines.txt").write_text("the object of it\n\nmodule file\n")
     run = in_process.run("predict", folder / "model", tmp_path / "lines.txt")
     answers = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [answer["words"] for answer in answers] == [["the", "object", "of", "it"], [], ["module", "file"]]
     assert [len(answer["tags"]) for answer in answers] == [4, 0, 2]
     with pytest.raises(InputError, match="example 0 is 3; it must be a text or a list of words"):
         ef.load_finetuned(folder / "model").predict([3])

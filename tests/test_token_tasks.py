@@ -1,8 +1,6 @@
 """What question answering and tagging have in common: folders, batches, processes, interruptions and mistakes."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +9,7 @@ import in_process
 import numpy as np
 import pytest
 import torch
+from interrupted import kill_until_done
 from test_finetuning import model_bytes, trained, without_times
 from tiny_reading import SETTINGS, flags, questions_of, tagged_sentences
 from tiny_task import NO_DROPOUT, save_encoder
@@ -136,20 +135,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_model(encoder_folder, squad_
     settings = flags(SETTINGS | {"finetune.epochs": "6", "finetune.checkpoint_seconds": "0"})
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     subprocess.run([*map(str, start), "--out", str(whole), *settings], check=True, stderr=subprocess.PIPE)
-    delay, kills = 2.5, 0
-    while True:
-        arguments = [*map(str, start), "--out", str(resumed), *settings]
-        process = subprocess.Popen(arguments, stderr=subprocess.PIPE, start_new_session=True, text=True)
-        try:
-            _, errors = process.communicate(timeout=delay)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            delay, kills = delay * 1.15, kills + 1
-            continue
-        assert process.returncode == 0, errors
-        break
-    assert kills >= 1
+    kill_until_done([*map(str, start), "--out", str(resumed), *settings])
     assert model_bytes(resumed) == model_bytes(whole)
     found = [without_times(json.loads((folder / "results.json").read_text())) for folder in (whole, resumed)]
     assert found[0] == found[1]

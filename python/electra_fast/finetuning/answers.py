@@ -42,8 +42,8 @@ def tag_answer(text: str, words: NDArray[Any], logits: NDArray[Any], labels: Seq
         scheme: Of the tags, as `Task.scheme`.
 
     Returns:
-        `{"tags": [...], "spans": [{"start", "end", "text", "label", "score"}, ...]}`; a span's score is the mean
-        probability of its words' tags.
+        `{"words": [...], "tags": [...], "spans": [{"start", "end", "text", "label", "score"}, ...]}`; a span's score is
+        the mean probability of its words' tags.
     """
     probabilities = _softmax(logits.astype(np.float64))
     chosen = probabilities.argmax(1)
@@ -55,7 +55,7 @@ def tag_answer(text: str, words: NDArray[Any], logits: NDArray[Any], labels: Seq
         start, end = int(words[first, 0]), int(words[last - 1, 1])
         score = rounded(best[first:last].mean())
         spans.append({"start": start, "end": end, "text": text[start:end], "label": label, "score": score})
-    return {"tags": tags, "spans": spans}
+    return {"words": [text[start:end] for start, end in words], "tags": tags, "spans": spans}
 
 
 def _softmax(rows: NDArray[Any]) -> NDArray[Any]:

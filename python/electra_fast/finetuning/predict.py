@@ -67,8 +67,8 @@ class FinetunedModel:
         probability}}` for classes, `{"labels": [...], "scores": {...}}` for several labels at once, `{"value": x}` for
         regression.
 
-        Tagging: examples are texts, or lists of words. `{"tags": [...], "spans": [{"start", "end", "text", "label",
-        "score"}, ...]}`: a tag per word, and the entities with their characters.
+        Tagging: examples are texts, or lists of words. `{"words": [...], "tags": [...], "spans": [{"start", "end",
+        "text", "label", "score"}, ...]}`: a tag per word, and the entities with their characters.
 
         Question answering: examples are mappings with `question` and `context`, or pairs of both. `{"id", "answer",
         "start", "end", "score", "null_odds"}`; `answer` is empty where `null_odds` exceed `null_threshold`.
