@@ -5,7 +5,7 @@
 Takes sentences of the text at random and corrupts one word in twenty, by script and in one way at a time; then judges
 every word. Reports for each way the precision and recall at the threshold, average precision and the area under the ROC
 curve. Chance is the share of corrupted words for precision and average precision, and an area of 0.5. But corrupted
-words have more pieces, and a word's probability is the highest of its pieces: `by pieces` is the area that merely
+words have more pieces, and a word's probability is that any of them is replaced: `by pieces` is the area that merely
 counting them gives. `unchanged` is the text as it is, where all that is marked is wrong. Words are runs of letters and
 digits, with apostrophes inside; a word's probability is the highest of what the detector finds in it. The text must not
 be what the model was trained on. Without `--model` it is a dry run of a random one.

@@ -67,7 +67,7 @@ class Reference:
         return list(torch.sigmoid(logits.double())[1:-1].tolist())
 
     def words(self, text: str, length: int) -> list[float]:
-        """The probability of each word: the highest of its pieces, each from the chunk with most context around it."""
+        """That any of a word's pieces is replaced, each in the chunk with most context around it."""
         encoding = self.tokenizer(text, add_special_tokens=False).encodings[0]
         room, found = length - 2, {}
         starts = [0]
@@ -81,7 +81,7 @@ class Reference:
                     found[start + place] = (context, probability)
         by_word: dict[int, float] = {}
         for piece, word in enumerate(encoding.word_ids):
-            by_word[word] = max(by_word.get(word, 0.0), found[piece][1])
+            by_word[word] = 1 - (1 - by_word.get(word, 0.0)) * (1 - found[piece][1])
         return list(by_word.values())
 
 

@@ -89,8 +89,9 @@ class ErrorDetector:
         `words` has all words in order, each as `{"text", "start", "end", "probability"}`, `errors` those that reach the
         threshold. `start` and `end` count code points, so that `text[start:end]` is the word. A word is what the
         tokenizer's rules take for one: for BERT's, a run of letters and digits, or a punctuation mark. Its probability
-        is the highest of its pieces. `score` is the mean over the words, the share of them that is expected not to
-        belong; 0 for a text without words.
+        is that any of its pieces is replaced, as if they were independent; the highest of them finds fewer errors
+        (bench/LOG.md). `score` is the mean over the words, the share of them that is expected not to belong; 0 for a
+        text without words.
         """
         texts = _checked(texts)
         pieces = self.tokenizer.encode_with_offsets(texts)
@@ -174,9 +175,9 @@ def _words(text: str, pieces: Pieces, probabilities: NDArray[np.float64]) -> lis
     firsts = np.flatnonzero(np.diff(pieces.words, prepend=-1))
     starts = np.minimum.reduceat(pieces.offsets[:, 0], firsts).tolist()
     ends = np.maximum.reduceat(pieces.offsets[:, 1], firsts).tolist()
-    highest = np.maximum.reduceat(probabilities, firsts)
+    any_replaced = 1 - np.multiply.reduceat(1 - probabilities, firsts)
     words = []
-    for start, end, limit, probability in zip(starts, ends, [*starts[1:], len(text)], highest, strict=True):
+    for start, end, limit, probability in zip(starts, ends, [*starts[1:], len(text)], any_replaced, strict=True):
         start, end = _as_written(text, start, end, limit)
         if start < end:
             place = {"text": text[start:end], "start": start, "end": end}
