@@ -155,6 +155,16 @@ def test_packing_wastes_little():
     assert filled / total > 0.95
 
 
+@pytest.mark.parametrize("length, per_row", [(20, 3), (70, 2), (150, 1), (400, 1)])
+def test_long_examples_that_are_alike_have_rows_of_their_own(length, per_row):
+    offsets = np.arange(13) * length
+    ids = np.arange(1, offsets[-1] + 1, dtype=np.int32)
+    encoded = EncodedExamples(ids, np.zeros_like(ids), offsets, 0, ())
+    (part,) = pack(encoded, np.arange(12), are_alike=True)
+    assert part.columns[0].shape == (12 // per_row, per_row * length)
+    assert sorted(part.sources.ravel().tolist()) == list(range(12 * length))
+
+
 def test_no_examples_make_no_batch():
     assert pack(random_examples(3), np.zeros(0, np.int64), 2) == []
 

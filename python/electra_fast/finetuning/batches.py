@@ -27,6 +27,8 @@ SHUFFLE_BUFFER = 100
 # Length of a row: at least so many tokens, and so many examples of average length. On a CPU all tokens of a row attend
 # to each other and are masked afterwards, so long rows cost more; but rows of few examples are of unequal lengths.
 ROW_TOKENS, ROW_EXAMPLES = 64, 3
+# Where all examples are about as long, rows of fewer examples are of equal lengths too, up to this many tokens.
+LONG_ROW = 192
 # Rows of static batches come in multiples of this: more make fewer graphs, and more padding.
 ROW_MULTIPLE = 4
 # Texts that are tokenized together.
@@ -171,16 +173,20 @@ class PackedBatch:
     num_tokens: int
 
 
-def pack(encoded: EncodedExamples, examples: Ints, num_parts: int = 1) -> list[PackedBatch]:
+def pack(encoded: EncodedExamples, examples: Ints, num_parts: int = 1, *, are_alike: bool = False) -> list[PackedBatch]:
     """Packs some examples into `num_parts` batches of about equally many tokens, each in rows of about equal length.
 
-    Where there are fewer examples than parts, each is a part of its own.
+    Where there are fewer examples than parts, each is a part of its own. Long examples that `are_alike`, of about the
+    same length, have rows of their own.
     """
     lengths, num_parts = encoded.lengths[examples], min(num_parts, len(examples))
     if not num_parts:
         return []
-    row_tokens = max(ROW_TOKENS, ROW_EXAMPLES * float(lengths.mean()))
-    rows_per_part = max(1, round(float(lengths.sum()) / row_tokens / num_parts))
+    mean = float(lengths.mean())
+    row_examples = max(ROW_TOKENS / mean, ROW_EXAMPLES)
+    if are_alike:
+        row_examples = min(row_examples, max(1, LONG_ROW // mean))
+    rows_per_part = max(1, round(len(examples) / row_examples / num_parts))
     rows = _balanced(lengths, num_parts * rows_per_part)
     parts = (rows[part::num_parts] for part in range(num_parts))
     return [_packed(encoded, examples, own, max(int(lengths[row].sum()) for row in own)) for own in parts]

@@ -64,7 +64,7 @@ def _batches(
     order = np.argsort(encoded.lengths, kind="stable")
     for examples in np.split(order, _cuts(encoded.lengths[order])):
         before_batch()
-        for part in pack(encoded, examples):
+        for part in pack(encoded, examples, are_alike=True):
             yield examples, part, model.predictions(Inputs.of(part, device), compute)
     model.train(was_training)
 
