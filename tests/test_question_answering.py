@@ -91,6 +91,10 @@ def test_no_answer_beyond_the_threshold(readers):
     for wrong in (["text"], [("a", "b", "c")], [{"question": "a"}], [("a", 3)]):
         with pytest.raises(InputError, match="example 0 is"):
             reader.predict(wrong)
+    with pytest.raises(InputError, match="n_best is 0"):
+        reader.predict([pair], n_best=0)
+    with pytest.raises(InputError, match="--threshold is not for question-answering"):
+        reader.predict([pair], threshold=0.5)
     with pytest.raises(InputError, match="question 1: its context has no tokens"):
         reader.predict([pair, ("Which?", " \u200b ")])
 

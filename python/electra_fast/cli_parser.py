@@ -153,7 +153,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--threshold", type=float, metavar="P", help="errors: the probability from which a word is marked (0.5)"
     )
-    sub.add_argument("--n-best", type=int, metavar="N", help="question-answering: list as many answers")
+    sub.add_argument("--n-best", type=int, metavar="N", help="question-answering: list so many answers")
     sub.add_argument(
         "--null-threshold",
         type=float,

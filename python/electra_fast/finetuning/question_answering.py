@@ -63,6 +63,7 @@ class QuestionAnswering(Method):
                 sequence_length=config.sequence_length,
                 doc_stride=config.doc_stride,
                 max_query_length=config.max_query_length,
+                names=split.ids,
             )
         except InputError as error:
             raise InputError(f"{split.path}: {error}") from None
@@ -154,9 +155,11 @@ class QuestionAnswering(Method):
     ) -> Iterator[Answer]:
         """`answer` with its characters and probability, and `null_odds`, beyond whose threshold it is empty.
 
-        `n_best` in the settings adds as many answers.
+        `n_best` in the settings lists as many answers, at most those that the model's `n_best_size` keeps.
         """
         threshold, n_best = settings.get("null_threshold"), settings.get("n_best", 1)
+        if n_best < 1:
+            raise InputError(f"n_best is {n_best}; it must be at least 1")
         for name, reading in zip(split.ids, outputs, strict=True):
             best = [_answer(each) for each in reading.answers]
             is_null = threshold is not None and reading.null_odds > threshold

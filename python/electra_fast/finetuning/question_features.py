@@ -75,18 +75,18 @@ def question_features(
     sequence_length: int,
     doc_stride: int,
     max_query_length: int,
+    names: Sequence[str] = (),
 ) -> QuestionFeatures:
-    """Tokenizes pairs of a question and its context; see `QuestionFeatures`.
+    """Tokenizes pairs of a question and its context; see `QuestionFeatures`. Messages call questions by `names`.
 
     Of a question the first `max_query_length` pieces are read. The context's chunks fill `sequence_length`, and each
     begins `doc_stride` pieces after the one before it.
 
     Raises:
-        InputError: A context has no tokens (the message has the question's number, from 0), or the configuration
-            leaves no room for it.
+        InputError: A context has no tokens, or the configuration leaves no room for it.
     """
     _check_room(sequence_length, max_query_length)
-    contexts = _contexts(tokenizer, texts)
+    contexts = _contexts(tokenizer, texts, names or [str(number) for number in range(len(texts))])
     questions = tokenizer.encode_batch([question for question, _ in texts])
     special = tokenizer.special_tokens
     cls, sep = np.array([special["cls"]], np.int32), np.array([special["sep"]], np.int32)
@@ -119,16 +119,16 @@ def _encoded(ids: Ints, lengths_n2: Ints, num_truncated: int) -> EncodedExamples
     return EncodedExamples(ids, types, offsets, num_truncated, ())
 
 
-def _contexts(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[Context]:
+def _contexts(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Context]:
     """The context of each question. Each distinct text is tokenized once."""
     distinct = list(dict.fromkeys(context for _, context in texts))
     pieces: list[Pieces] = []
     for start in range(0, len(distinct), _BATCH):
         pieces += tokenizer.encode_with_offsets(distinct[start : start + _BATCH])
     by_text = dict(zip(distinct, pieces, strict=True))
-    for number, (_, context) in enumerate(texts):
+    for name, (_, context) in zip(names, texts, strict=True):
         if not (context.strip() and len(by_text[context].ids)):
-            raise InputError(f"question {number}: its context has no tokens")
+            raise InputError(f"question {name}: its context has no tokens")
     unknown, letters = tokenizer.special_tokens["unk"], _letters(tokenizer, distinct)
     found = {text: _context(text, each, unknown, letters) for text, each in by_text.items()}
     return [found[context] for _, context in texts]
