@@ -5,7 +5,7 @@ import signal
 import subprocess
 
 
-def kill_until_done(arguments, delay=3.5):
+def kill_until_done(arguments, delay=2.0):
     """Starts a command, which resumes, and ends it with kill -9 at growing delays in seconds, at least once."""
     kills = 0
     while True:

@@ -49,7 +49,7 @@ def test_a_loss_that_is_no_number_stops_the_run(encoder_folder, glue_folder, tmp
     "arguments, message",
     [
         (["--task", "sst3"], "unknown task 'sst3'; did you mean sst2?"),
-        (["--task", "squad"], "unknown task 'squad'; did you mean squad1"),
+        (["--task", "squad"], "unknown task 'squad'; did you mean squad"),
         (["--task", "squad1"], "train*.json"),
         (["--task", ","], "--task names no task; there are cola, sst2"),
         (["--task", "sst2,classification"], "need calls of their own"),
