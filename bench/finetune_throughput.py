@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from results import Results, parse_arguments, processor
+from results import Results, measured_by_child, parse_arguments, processor
 
 import electra_fast as ef
 from electra_fast import checkpoint
@@ -232,16 +229,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 def child(options: argparse.Namespace, task: str, contender: str, seed: int = 0) -> dict[str, float]:
     """`measure` in a process of its own."""
-    arguments = [sys.executable, __file__, "--contender", task, contender, "--data", str(options.data)]
+    arguments = ["--contender", task, contender, "--data", str(options.data)]
     arguments += ["--model", str(options.model), "--steps", str(options.steps), "--cache", str(options.cache)]
     arguments += ["--seed", str(seed)]
     arguments += [word for name, value in options.overrides.items() for word in (f"--{name}", value)]
-    environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "true"}
-    found = subprocess.run(arguments, capture_output=True, text=True, env=environment)
-    if found.returncode:
-        raise SystemExit(f"{task}, {contender}: {found.stderr}")
-    result: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
-    return result
+    return measured_by_child(__file__, arguments, f"{task}, {contender}")
 
 
 def compare(options: argparse.Namespace, results: Results, task: str, contenders: list[str], what: str) -> None:

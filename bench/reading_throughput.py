@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from finetune_throughput import make_data, make_encoder
-from results import Results, parse_arguments, processor
+from results import Results, measured_by_child, parse_arguments, processor
 
 import electra_fast as ef
 from electra_fast.finetuning.config import FinetuneConfig
@@ -144,16 +141,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 def child(options: argparse.Namespace, kind: str, contender: str) -> dict[str, float]:
     """`measure` in a process of its own."""
-    arguments = [sys.executable, __file__, "--contender", kind, contender, "--model", str(options.model)]
+    arguments = ["--contender", kind, contender, "--model", str(options.model)]
     arguments += ["--questions", str(options.questions), "--cache", str(options.cache)]
     arguments += ["--vocab", str(options.vocab)] if options.vocab else []
     arguments += ["--squad", str(options.squad)] if options.squad else []
-    environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "true"}
-    found = subprocess.run(arguments, capture_output=True, text=True, env=environment)
-    if found.returncode:
-        raise SystemExit(f"{kind}, {contender}: {found.stderr}")
-    result: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
-    return result
+    return measured_by_child(__file__, arguments, f"{kind}, {contender}")
 
 
 def main() -> None:

@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,6 +78,16 @@ class Results:
     def exit_code(self) -> int:
         """1 if any result was wrong."""
         return int(self.num_wrong > 0)
+
+
+def measured_by_child(script: str, arguments: list[str], what: str) -> dict[str, float]:
+    """The object that a script prints as its last line, run in a process of its own with `transformers` kept quiet."""
+    environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "true"}
+    found = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, env=environment)
+    if found.returncode:
+        raise SystemExit(f"{what}: {found.stderr}")
+    result: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
+    return result
 
 
 def listed(found: Mapping[str, Any]) -> str:

@@ -117,32 +117,35 @@ def test_a_signal_ends_in_a_checkpoint(encoder_folder, glue_folder, tmp_path):
     assert f"checkpoint at step {step}" in errors and step > 0
 
 
+def trained_by(job, num_processes, order):
+    """Losses and parameters after the steps of `order`, by one process or several."""
+    torch.set_num_threads(2)
+    try:
+        model, losses = job.work.model(), []
+        model.load_encoder(job.encoder.state)
+        model.initialize_head(0)
+        step = FinetuneStep(model, job.work, num_processes)
+        for number, row in enumerate(order):
+            chosen = row[row >= 0]
+            parts = batches.pack(job.examples, chosen, num_processes)
+            loss, _ = step(job.training_set.batch(parts, chosen, "mean", 0), number, 1.0)
+            losses.append(float(loss))
+        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+        step.close()
+    finally:
+        torch.set_num_threads(1)
+    return losses, parameters
+
+
 def test_two_processes_compute_what_one_computes(encoder_folder, glue_folder, tmp_path):
     config = FinetuningConfig().override(QUICK | NO_DROPOUT)
     job = make_job(glue.read("mrpc", glue_folder), config, load_encoder(encoder_folder), tmp_path, CPU)
     order = batches.training_order(job.config, len(job.examples), 0)
     order[-1] = [3] + [-1] * 7  # fewer examples than processes
-    losses, models = [], []
-    torch.set_num_threads(2)
-    try:
-        for num_processes in (1, 2):
-            model = job.work.model()
-            model.load_encoder(job.encoder.state)
-            model.initialize_head(0)
-            step = FinetuneStep(model, job.work, num_processes)
-            for number, row in enumerate(order):
-                chosen = row[row >= 0]
-                parts = batches.pack(job.examples, chosen, num_processes)
-                loss, _ = step(job.training_set.batch(parts, chosen, "mean", 0), number, 1.0)
-                losses.append(float(loss))
-            models.append({name: p.detach().clone() for name, p in model.named_parameters()})
-            step.close()
-    finally:
-        torch.set_num_threads(1)
-    half = len(losses) // 2
-    assert losses[:half] == pytest.approx(losses[half:], rel=1e-5)
-    for name, parameter in models[0].items():
-        torch.testing.assert_close(parameter, models[1][name], rtol=1e-4, atol=2e-5, msg=name)
+    one, two = (trained_by(job, num_processes, order) for num_processes in (1, 2))
+    assert one[0] == pytest.approx(two[0], rel=1e-5)
+    for name, parameter in one[1].items():
+        torch.testing.assert_close(parameter, two[1][name], rtol=1e-4, atol=2e-5, msg=name)
 
 
 def trained(job, execution, device, pack, steps=12):

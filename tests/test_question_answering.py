@@ -131,12 +131,13 @@ def test_own_questions(encoder_folder, tmp_path):
     out = tmp_path / "out"
     run = in_process.run(
         *("finetune", "--task", "question-answering", "--train", tmp_path / "own.jsonl", "--model", encoder_folder),
-        *("--out", out, *flags(SETTINGS)),
+        *("--test", tmp_path / "own.jsonl", "--out", out, *flags(SETTINGS)),
     )
     assert run.returncode == 0, run.stderr
     assert "set aside as the dev split" in run.stderr
     found = json.loads((out / "results.json").read_text())["question-answering"]
-    assert {"f1", "exact_match", "null_threshold"} <= found["runs"][0].keys()
+    assert {"f1", "exact_match", "null_threshold", "f1_test"} <= found["runs"][0].keys()
+    assert "null_threshold_test" not in found["runs"][0]  # the test split is scored at the threshold of dev
     model = out / "question-answering" / "seed-0" / "model"
     run = in_process.run("predict", model, tmp_path / "own.jsonl", "--out", tmp_path / "answers.jsonl")
     assert run.returncode == 0, run.stderr

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from interrupted import kill_until_done
-from test_finetuning import model_bytes, trained, without_times
+from test_finetuning import model_bytes, trained, trained_by, without_times
 from tiny_reading import SETTINGS, flags, questions_of, tagged_sentences
 from tiny_task import NO_DROPOUT, save_encoder
 
@@ -18,7 +18,6 @@ import electra_fast as ef
 from electra_fast.finetuning import batches
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.finetuning.job import make_job
-from electra_fast.finetuning.step import FinetuneStep
 from electra_fast.finetuning.tasks import read_tasks
 from electra_fast.huggingface.encoder import load_encoder
 
@@ -109,23 +108,8 @@ def test_graphs_train_the_same(encoder_folder, squad_folder, conll_folder, tmp_p
 def test_two_processes_compute_what_one_computes(encoder_folder, squad_folder, conll_folder, tmp_path, task, head):
     job = job_of(task, encoder_folder, squad_folder, conll_folder, tmp_path, **{"finetune.head": head})
     order = batches.training_order(job.config, len(job.examples), 0)
-    losses = {}
-    torch.set_num_threads(2)
-    try:
-        for num_processes in (1, 2):
-            model = job.work.model()
-            model.load_encoder(job.encoder.state)
-            model.initialize_head(0)
-            step = FinetuneStep(model, job.work, num_processes)
-            losses[num_processes] = []
-            for number, row in enumerate(order):
-                chosen = row[row >= 0]
-                batch = job.training_set.batch(batches.pack(job.examples, chosen, num_processes), chosen, "mean", 0)
-                losses[num_processes].append(float(step(batch, number, 1.0)[0]))
-            step.close()
-    finally:
-        torch.set_num_threads(1)
-    assert losses[1] == pytest.approx(losses[2], rel=1e-5)
+    one, two = (trained_by(job, num_processes, order)[0] for num_processes in (1, 2))
+    assert one == pytest.approx(two, rel=1e-5)
 
 
 @pytest.mark.parametrize("task", ["squad2", "tagging"])

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_fast.atomic_files import replace_file
 from electra_fast.compute import ComputeConfig
 from electra_fast.config import ModelConfig
 from electra_fast.data.corpus import Tokenizer
@@ -26,7 +25,6 @@ from electra_fast.finetuning.submission import write_submission
 from electra_fast.finetuning.tables import Quoting
 from electra_fast.finetuning.task import Kind, Split, Task
 from electra_fast.finetuning.training_set import TrainingSet
-from electra_fast.json_files import json_text
 
 # What an example is, by how many texts the model was trained on.
 _READS = {None: "one text or two", 1: "one text", 2: "a pair of texts"}
@@ -107,10 +105,8 @@ class Classification(Method):
         """STEM.tsv for the GLUE server, or STEM.jsonl with an answer per example."""
         if task.name in glue.TASKS:
             write_submission(stem.with_name(f"{stem.name}.tsv"), task, split, _in_units(task, outputs))
-            return
-        found = zip(split.ids, self.answers(task, split, features, outputs, {}), strict=True)
-        lines = (json_text({"id": example} | answer) for example, answer in found)
-        replace_file(stem.with_name(f"{stem.name}.jsonl"), "".join(lines))
+        else:
+            super().write_predictions(stem, task, split, features, outputs)
 
     def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
         """Examples are texts, or pairs of texts."""

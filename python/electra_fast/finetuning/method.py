@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from electra_fast.atomic_files import replace_file
 from electra_fast.compute import ComputeConfig
 from electra_fast.config import ModelConfig
 from electra_fast.data.corpus import Tokenizer
@@ -21,6 +22,7 @@ from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.tables import Quoting
 from electra_fast.finetuning.task import Split, Task
 from electra_fast.finetuning.training_set import TrainingSet
+from electra_fast.json_files import json_text
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,11 @@ class Method(ABC):
         """A line for the user where the model has learned nothing, else None."""
         return None
 
-    @abstractmethod
     def write_predictions(self, stem: Path, task: Task, split: Split, features: Any, outputs: Any) -> None:
-        """Writes the predictions for a split to files whose names begin with `stem`."""
+        """Writes the predictions for a split to files that begin with `stem`; here a .jsonl with an answer per line."""
+        found = zip(split.ids, self.answers(task, split, features, outputs, {}), strict=True)
+        lines = (json_text({"id": example} | answer) for example, answer in found)
+        replace_file(stem.with_name(f"{stem.name}.jsonl"), "".join(lines))
 
     @abstractmethod
     def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:

@@ -24,7 +24,7 @@ from electra_fast.finetuning.tables import (
     text_of,
     there_are,
 )
-from electra_fast.finetuning.task import Split, Task, TaskData, select
+from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction, select
 
 TEXT_COLUMNS = (
     ("text",),
@@ -101,8 +101,7 @@ def read(
         FileNotFoundError: There is no such file.
         InputError: A file, a column or a value cannot be used, with the line and the remedy.
     """
-    if not 0 < dev_fraction < 1:
-        raise InputError(f"dev_fraction is {dev_fraction}; it has to be above 0 and below 1")
+    check_dev_fraction(dev_fraction)
     paths = {name: path for name, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
     available = {name: column_names(path, quoting=quoting) for name, path in paths.items()}
     text, label = _choose_columns(train, available["train"], text, label)

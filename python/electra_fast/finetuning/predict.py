@@ -91,7 +91,7 @@ class FinetunedModel:
         return self._method.prediction_settings
 
     def outputs(self, examples: Iterable[Any]) -> Any:
-        """Logits, or values for regression: float32 [n, labels], or for tagging [words, labels]."""
+        """Logits, or values for regression: float32 [n, labels], in tagging [words, labels]; of questions readings."""
         split = self._split(examples)
         if not split.texts:
             return np.zeros((0, len(self.labels)), np.float32)

@@ -28,7 +28,7 @@ from electra_fast.finetuning.tables import (
     text_of,
     there_are,
 )
-from electra_fast.finetuning.task import Answer, Split, Task, TaskData, select
+from electra_fast.finetuning.task import Answer, Split, Task, TaskData, check_dev_fraction, select
 
 TEXT_COLUMNS = ("question", "context")
 ANSWER_COLUMNS = ("answers", "answer")
@@ -98,8 +98,7 @@ def read_questions(
         FileNotFoundError: There is no such file.
         InputError: A file, a column or a value cannot be used, with the place and the remedy.
     """
-    if not 0 < dev_fraction < 1:
-        raise InputError(f"dev_fraction is {dev_fraction}; it has to be above 0 and below 1")
+    check_dev_fraction(dev_fraction)
     if len(label) > 1:
         raise InputError(f"--label names {len(label)} columns ({', '.join(label)}); choose the one with the answers")
     splits: dict[str, Split] = {}

@@ -33,8 +33,7 @@ from electra_fast.finetuning.tag_sentences import (
     joined_words,
     row_sentences,
 )
-from electra_fast.finetuning.tag_sentences import words_of_text as words_of_text
-from electra_fast.finetuning.task import Split, Task, TaskData, select
+from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction, select
 
 COLUMN_FORMATS = (".conll", ".conllu", ".bio", ".iob", ".iob2", ".bioes")
 # Column files in training; texts in prediction.
@@ -82,8 +81,7 @@ def read_tagging(
         FileNotFoundError: There is no such file.
         InputError: A file, a column or a value cannot be used, with the line and the remedy.
     """
-    if not 0 < dev_fraction < 1:
-        raise InputError(f"dev_fraction is {dev_fraction}; it has to be above 0 and below 1")
+    check_dev_fraction(dev_fraction)
     if len(set(labels)) < len(labels):
         raise InputError(f"--labels names a label twice: {', '.join(labels)}")
     notes: list[str] = []

@@ -116,9 +116,14 @@ def joined_words(path: Path, lines: Sequence[int], words: Sequence[Any]) -> tupl
         if not isinstance(word, str) or not word:
             found = "empty; remove it and its tag" if word == "" else f"{abbreviated(word)}, not text"
             raise InputError(f"{place(path, lines[min(number, len(lines) - 1)])}: word {number + 1} is {found}")
+    return " ".join(words), places_of(words)
+
+
+def places_of(words: Sequence[str]) -> Words:
+    """The places of words in the text that they make with single spaces between them."""
     lengths = np.array([len(word) for word in words], dtype=np.int64)
     ends = np.cumsum(lengths + 1) - 1
-    return " ".join(words), np.stack((ends - lengths, ends), axis=1)
+    return np.stack((ends - lengths, ends), axis=1)
 
 
 def column_sentences(

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_fast.atomic_files import replace_file
 from electra_fast.compute import ComputeConfig
 from electra_fast.config import ModelConfig
 from electra_fast.data.corpus import Pieces, Tokenizer
@@ -28,11 +27,11 @@ from electra_fast.finetuning.method import Features, Method
 from electra_fast.finetuning.metrics import REMEDY, finite
 from electra_fast.finetuning.model import TaskModel, TokenClassifier
 from electra_fast.finetuning.tables import Quoting, abbreviated
-from electra_fast.finetuning.tag_files import iterate_tagging, words_of_text
+from electra_fast.finetuning.tag_files import iterate_tagging
 from electra_fast.finetuning.tag_scores import tag_scores
+from electra_fast.finetuning.tag_sentences import places_of, words_of_text
 from electra_fast.finetuning.task import Split, Task
 from electra_fast.finetuning.training_set import TrainingSet
-from electra_fast.json_files import json_text
 
 Ints = NDArray[Any]
 
@@ -93,9 +92,7 @@ def _text_and_words(number: int, example: Any) -> tuple[str, Ints]:
         return example, words_of_text(example)
     if not isinstance(example, (tuple, list)) or not all(isinstance(word, str) and word for word in example):
         raise InputError(f"example {number} is {abbreviated(example)}; it must be a text or a list of words")
-    ends = np.cumsum([len(word) + 1 for word in example]) - 1
-    starts = ends - [len(word) for word in example]
-    return " ".join(example), np.stack((starts, ends), 1).astype(np.int64).reshape(-1, 2)
+    return " ".join(example), places_of(example)
 
 
 class Tagging(Method):
@@ -160,12 +157,6 @@ class Tagging(Method):
         if len(tags) > 1 or len(outputs) < 2:
             return None
         return f"all {len(outputs):,} words are tagged {task.labels[tags[0]]!r}: {REMEDY}"
-
-    def write_predictions(self, stem: Path, task: Task, split: Split, features: TagFeatures, outputs: Any) -> None:
-        """STEM.jsonl with an answer per text."""
-        found = zip(split.ids, self.answers(task, split, features, outputs, {}), strict=True)
-        lines = (json_text({"id": example} | answer) for example, answer in found)
-        replace_file(stem.with_name(f"{stem.name}.jsonl"), "".join(lines))
 
     def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
         """Examples are texts, or lists of words."""

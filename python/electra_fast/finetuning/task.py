@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from electra_fast.errors import InputError
+
 Kind = Literal["classification", "multi-label", "regression", "tagging", "question-answering"]
 
 
@@ -72,6 +74,12 @@ class TaskData:
     test: tuple[Split, ...]
     notes: tuple[str, ...]
     """Lines that the user should see: what was left out, what was set aside."""
+
+
+def check_dev_fraction(fraction: float) -> None:
+    """Raises InputError unless it is a share of the training examples that can be set aside."""
+    if not 0 < fraction < 1:
+        raise InputError(f"dev_fraction is {fraction}; it has to be above 0 and below 1")
 
 
 def select(split: Split, name: str, rows: Sequence[int] | NDArray[np.intp]) -> Split:

@@ -14,8 +14,10 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning import glue, own_data, question_files, tag_files
 from electra_fast.finetuning.task import TaskData
 
-SQUAD = ("squad1", "squad2")
-OWN_KINDS = ("classification", "regression", "tagging", "question-answering")
+SQUAD: dict[str, Callable[[Path], TaskData]] = {
+    "squad1": functools.partial(question_files.read_squad, "squad1"),
+    "squad2": functools.partial(question_files.read_squad, "squad2"),
+}
 ALL = "glue"
 _READERS: dict[str, Callable[..., TaskData]] = {
     "classification": functools.partial(own_data.read, "classification"),
@@ -23,6 +25,7 @@ _READERS: dict[str, Callable[..., TaskData]] = {
     "tagging": tag_files.read_tagging,
     "question-answering": question_files.read_questions,
 }
+OWN_KINDS = tuple(_READERS)
 _TUPLES = ("text", "label", "labels")
 _FILES = ("train", "dev", "test")
 
@@ -53,7 +56,7 @@ def read_tasks(
         raise InputError(f"{_flag(refused)} is for --task {own}; {chosen[0]} has --data DIR")
     if data is None:
         raise InputError(f"--task {','.join(chosen)} needs --data DIR, the folder of its files")
-    return [_read_squad(name, data) if name in SQUAD else glue.read(name, data) for name in _with_all(chosen, data)]
+    return [SQUAD[name](data) if name in SQUAD else glue.read(name, data) for name in _with_all(chosen, data)]
 
 
 def _read_own(
@@ -90,10 +93,6 @@ def _given(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _read_squad(name: str, data: Path) -> TaskData:
-    return question_files.read_squad("squad1" if name == "squad1" else "squad2", data)
 
 
 _ALL_NAMES = (*glue.TASKS, ALL, *SQUAD, *OWN_KINDS)
