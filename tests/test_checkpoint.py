@@ -184,6 +184,17 @@ def test_the_newest_intact_checkpoint_is_found_and_damaged_ones_are_set_aside(tm
     assert checkpoint_folder.steps(tmp_path) == [1]
 
 
+@pytest.mark.parametrize("name", ["config.toml", "model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_truncated_newest_checkpoint_gives_way_to_the_one_before(tmp_path, name):
+    for step in (1, 2):
+        save(tmp_path, step)
+    path = tmp_path / "checkpoints/step-2" / name
+    os.truncate(path, path.stat().st_size // 2)
+    found, (warning,) = checkpoint_folder.recover_run(tmp_path)
+    assert found.name == "step-1" and f"{name}: damaged" in warning and "damaged-step-2" in warning
+    checkpoint_folder.verify(found)
+
+
 def test_a_kill_between_two_renames_loses_nothing(tmp_path):
     """A checkpoint that is written again is away for a moment; what was there comes back."""
     directory = save(tmp_path, 5)

@@ -21,7 +21,9 @@ from electra_fast.errors import Interrupted
 from electra_fast.json_files import JsonLines
 from electra_fast.progress import TrainingProgress
 from electra_fast.training import trainer
-from electra_fast.training.step import StepTimer, TrainStep
+from electra_fast.training.checkpoint_writer import CheckpointWriter
+from electra_fast.training.step import TrainStep
+from electra_fast.training.step_timer import StepTimer
 
 pretrain_module = sys.modules["electra_fast.training.pretrain"]
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
@@ -40,7 +42,8 @@ POINTS = {
     "showing a log line": (TrainingProgress, "report", 2),
     "an evaluation": (trainer, "evaluate_model", 1),
     "a line of evaluations": (JsonLines, "write", 3),
-    "a checkpoint": (trainer.checkpoint, "save", 2),
+    "a checkpoint": (CheckpointWriter, "save", 2),
+    "writing a checkpoint": (trainer.checkpoint, "write", 2),
     "syncing a checkpoint": (os, "fsync", 18),
     "renaming a checkpoint": (os, "replace", 6),
     "after a checkpoint": (StepTimer, "start", 5),

@@ -28,7 +28,7 @@ def test_metrics_have_the_promised_keys(whole_run):
     promised = (
         "step loss generator_loss discriminator_loss generator_accuracy discriminator_accuracy discriminator_precision "
         "discriminator_recall replaced_fraction learning_rate grad_norm tokens_per_second mfu seconds tokens "
-        "step_seconds step_seconds_longest"
+        "step_seconds step_seconds_longest checkpoint_seconds"
     )
     assert list(record) == promised.split()
     assert 0 < record["step_seconds"] <= record["step_seconds_longest"] < record["seconds"]

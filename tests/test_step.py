@@ -14,7 +14,8 @@ from electra_fast.compute import ComputeConfig, RngKey
 from electra_fast.data.loader import BatchLoader, HostBatch, MicroBatches, to_torch
 from electra_fast.objectives import objective_of
 from electra_fast.training.optim import Optimizer, lr_scale
-from electra_fast.training.step import GRAD_NORM, StepTimer, TrainStep, choose_execution
+from electra_fast.training.step import GRAD_NORM, SKIPPED, TrainStep, choose_execution
+from electra_fast.training.step_timer import StepTimer
 
 COMPUTE = ComputeConfig("sdpa", torch.float32)
 STEPS = 4
@@ -47,7 +48,7 @@ def test_equals_a_step_written_out(tiny_corpus, config, accumulate):
     model = ef.Electra(config).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
     objective, size = objective_of(config), 8 // accumulate
-    totals = dict.fromkeys((*objective.metric_totals, GRAD_NORM), 0.0)
+    totals = dict.fromkeys((*objective.metric_totals, GRAD_NORM, SKIPPED), 0.0)
     for number, rows in zip(range(STEPS), open_loader(tiny_corpus, config), strict=False):
         whole = to_torch(rows)
         torch.manual_seed((config.train.seed * 0x9E3779B97F4A7C15 + number) % 2**63)
@@ -149,10 +150,13 @@ def test_compiles_without_a_break(tiny_corpus, config, monkeypatch, name):
         torch.testing.assert_close(compiled[name], eager[name], rtol=1e-3, atol=1e-4)
 
 
+THIRDS = [range(0, 4), range(4, 8), range(8, 12)]
+
+
 def test_micro_batches_are_the_batch(corpus):
     """Each part holds its rows and their segments; places stay, and grow when there is no room."""
     loader = BatchLoader(corpus, sequence_length=32, batch_size=12)
-    parts, places = MicroBatches(torch.device("cpu"), 3), None
+    parts, places = MicroBatches(torch.device("cpu"), THIRDS), None
     versions = set()
     for rows in itertools.islice(loader, 60):
         parts.load(HostBatch.of(rows))
@@ -172,10 +176,10 @@ def test_micro_batches_are_the_batch(corpus):
     assert parts.version == max(versions) < 10
 
 
-def test_rows_that_do_not_divide(corpus):
+def test_another_number_of_rows_is_refused(corpus):
     loader = BatchLoader(corpus, sequence_length=32, batch_size=10)
-    with pytest.raises(ValueError, match="10 rows do not divide into 3 micro-batches"):
-        MicroBatches(torch.device("cpu"), 3).load(HostBatch.of(next(loader)))
+    with pytest.raises(ValueError, match="10 rows, where a step has 12"):
+        MicroBatches(torch.device("cpu"), THIRDS).load(HostBatch.of(next(loader)))
 
 
 def test_a_way_that_cannot_be_had_is_refused():

@@ -25,7 +25,10 @@ TINY = {
     "train.eval_every": "8",
     "train.eval_batches": "2",
 }
-TIMES = {"tokens_per_second", "mfu", "seconds", "step_seconds", "step_seconds_longest"}
+TIMES = {
+    *("tokens_per_second", "mfu", "seconds", "step_seconds", "step_seconds_longest", "checkpoint_seconds"),
+    *("slowest_rank", "slowest_rank_seconds"),
+}
 
 
 def tiny_config(recipe="google", **changes):

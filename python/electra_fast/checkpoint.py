@@ -24,20 +24,33 @@ from electra_fast.model import Electra
 
 
 def save(run: Path, model: Electra, optimizer: Mapping[str, Tensor] | None, state: TrainState, keep: int) -> Path:
+    """Writes the checkpoint of a model as it is now; see `write`."""
+    return write(run, model.config, stored(model), optimizer, state, keep)
+
+
+def write(
+    run: Path,
+    config: Config,
+    tensors: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor] | None,
+    state: TrainState,
+    keep: int,
+) -> Path:
     """Writes the checkpoint of `state.step` atomically, then removes all but the `keep` newest.
 
-    `optimizer` None (an imported model) makes a checkpoint from which training starts afresh.
+    `tensors` are what `stored` returns, and must not change meanwhile. `optimizer` None (an imported model) makes a
+    checkpoint from which training starts afresh. Raises OSError where the disk is full or refuses.
     """
     final = checkpoint_folder.path_of(run, state.step)
 
-    def write(directory: Path) -> None:
-        save_model(directory, model)
+    def fill(directory: Path) -> None:
+        _write_model(directory, config, tensors)
         if optimizer is not None:
             write_tensors(optimizer, directory / "optimizer.safetensors")
         checkpoint_folder.seal(directory, state)
 
     try:
-        replace_folder(final, write)
+        replace_folder(final, fill)
     except (OSError, SafetensorError) as error:
         raise OSError(f"{final}: checkpoint not written: {error}; the earlier ones are intact") from error
     for old in checkpoint_folder.steps(run)[:-keep]:
@@ -47,8 +60,12 @@ def save(run: Path, model: Electra, optimizer: Mapping[str, Tensor] | None, stat
 
 def save_model(directory: Path, model: Electra) -> None:
     """Writes config.toml and model.safetensors (fp32, shared parameters once) into an existing folder."""
-    (directory / "config.toml").write_text(model.config.to_toml(), encoding="utf-8")
-    write_tensors(_stored(model), directory / "model.safetensors")
+    _write_model(directory, model.config, stored(model))
+
+
+def _write_model(directory: Path, config: Config, tensors: Mapping[str, Tensor]) -> None:
+    (directory / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+    write_tensors(tensors, directory / "model.safetensors")
 
 
 def load_model(directory: Path) -> Electra:
@@ -62,24 +79,24 @@ def load_model(directory: Path) -> Electra:
 def load_parameters(model: Electra, directory: Path) -> None:
     """Fills a model from a checkpoint; ValueError names the first parameter that doesn't fit."""
     path = directory / "model.safetensors"
-    stored = read_tensors(path)
-    own = _stored(model)
-    for name in sorted(own.keys() | stored.keys()):
-        if name not in stored or name not in own:
-            where = "missing from" if name not in stored else "unknown to this configuration but in"
+    found = read_tensors(path)
+    own = stored(model)
+    for name in sorted(own.keys() | found.keys()):
+        if name not in found or name not in own:
+            where = "missing from" if name not in found else "unknown to this configuration but in"
             raise InputError(f"{path}: parameter {name} is {where} the checkpoint; it is of another model")
-        if own[name].shape != stored[name].shape:
+        if own[name].shape != found[name].shape:
             raise InputError(
-                f"{path}: parameter {name} is {list(stored[name].shape)} in the checkpoint and "
+                f"{path}: parameter {name} is {list(found[name].shape)} in the checkpoint and "
                 f"{list(own[name].shape)} in this configuration; it is of another model"
             )
     with torch.no_grad():
         for name, parameter in own.items():
-            parameter.copy_(stored[name])
+            parameter.copy_(found[name])
 
 
-def _stored(model: Electra) -> dict[str, Tensor]:
-    """What a checkpoint has of a model: its parameters, shared ones once, and its persistent buffers."""
+def stored(model: Electra) -> dict[str, Tensor]:
+    """What a checkpoint has of a model: its parameters, shared ones once, and its persistent buffers; not copied."""
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {**dict(model.named_parameters()), **buffers}

@@ -21,7 +21,7 @@ from electra_fast.cli_parser import build_parser
 from electra_fast.config import Config
 from electra_fast.config_file import nearest_keys, take_overrides
 from electra_fast.config_section import Configuration
-from electra_fast.errors import ElectraFastError, InputError, Interrupted
+from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.interruption import interrupt_at_once
 
@@ -60,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read our output (`head`, say) has closed it: not an error.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # closed by the interpreter
         return 0
+    except ReportedElsewhere:
+        return 2
     except (ElectraFastError, OSError) as error:
         if os.environ.get("ELECTRA_FAST_TRACEBACK"):
             raise

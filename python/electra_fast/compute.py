@@ -38,12 +38,12 @@ class RngKey:
         return torch.cat((self.seed_and_step, first_token))
 
 
-def seed_generator(device: torch.device, seed: int, rank: int, step: int) -> None:
-    """Keys torch's own generator by the step, so that a resumed run draws the same from it.
+def seed_generator(device: torch.device, seed: int, part: int, step: int) -> None:
+    """Keys torch's own generator by the step and what part of it comes next, so that a resumed run draws the same.
 
     On a CPU `torch.manual_seed` takes half a millisecond, for a stack trace that it keeps in case CUDA comes into use.
     """
-    mixed = (seed * 0x9E3779B97F4A7C15 + rank * 0xD1B54A32D192ED03 + step) % 2**63
+    mixed = (seed * 0x9E3779B97F4A7C15 + part * 0xD1B54A32D192ED03 + step) % 2**63
     torch.manual_seed(mixed) if device.type == "cuda" else torch.default_generator.manual_seed(mixed)
 
 

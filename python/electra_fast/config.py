@@ -179,6 +179,23 @@ class TrainConfig(Section):
     eval_batches: int = config_key(50, "batches of an evaluation while training; 0: all", low=0)
     checkpoint_every: int = config_key(5_000, "steps between checkpoints", low=1)
     keep_checkpoints: int = config_key(2, "newest checkpoints to keep", low=1)
+    max_minutes: float = config_key(
+        0.0, "stop by itself, with a checkpoint, before a session has taken so long; 0: no limit", low=0
+    )
+    reduce: Literal["fast", "exact"] = config_key(
+        "fast", "sum of gradients over ranks: fast, or exact, which gives equal bits on 1, 2 and 4 ranks"
+    )
+    sharding: Literal["none", "full"] = config_key(
+        "none", "weights and moments on every rank, or divided among the ranks (FSDP2)"
+    )
+    skip_spikes: int = config_key(
+        0,
+        "skip steps whose loss or gradient norm is not finite or 6 sigma above the last 128, and end the run after "
+        "so many in a row; 0: skip none",
+        low=0,
+    )
+    timeout_seconds: int = config_key(600, "longest wait for another rank; then the run ends", low=1)
+    capture_collectives: bool = config_key(False, "hold the collectives in the CUDA graph too, instead of between two")
 
 
 @dataclass(frozen=True, kw_only=True)

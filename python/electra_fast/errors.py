@@ -22,6 +22,10 @@ class Diverged(TrainingFailed):
     """The loss, the gradient or the outputs are not numbers; the same training would end so again."""
 
 
+class ReportedElsewhere(ElectraFastError):
+    """Ends a rank because of an error that another one reports."""
+
+
 class Interrupted(KeyboardInterrupt):
     """A signal stopped the work. A `KeyboardInterrupt`, so that a notebook stops there as at Ctrl-C.
 

@@ -6,14 +6,17 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
 from electra_fast.errors import Interrupted
 
-# In order: a scheduler or shell, Ctrl-C, a closed terminal, SLURM's warning before a time limit.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# In order: a scheduler or shell, Ctrl-C, a closed terminal, warnings before a time limit.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Within so many seconds, a signal to a launched process is the first one again.
+ECHO_SECONDS = 5.0
 
 
 @dataclass
@@ -27,17 +30,23 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_requests() -> Iterator[StopRequest]:
+def stop_requests(*, is_launched: bool = False) -> Iterator[StopRequest]:
     """Turns the first of each of `SIGNALS` into a stop request; a repeated signal gets its previous handler.
 
-    Signals that the process ignores (`nohup`, a shell's background job) stay ignored. Outside the
-    main thread, where Python allows no signal handlers, a stop is never requested.
+    With `is_launched`, by torchrun say, a signal that comes again at once is the same one: launchers forward what
+    their processes get themselves. Signals that the process ignores (`nohup`, a shell's background job) stay ignored.
+    Outside the main thread, where Python allows no signal handlers, a stop is never requested.
     """
     stop = StopRequest()
+    first: dict[int, float] = {}
 
     def request(number: int, frame: FrameType | None) -> None:
         stop.signal = stop.signal or number
-        signal.signal(number, before[signal.Signals(number)])
+        seconds = time.monotonic() - first.setdefault(number, time.monotonic())
+        if not is_launched or seconds > ECHO_SECONDS:
+            signal.signal(number, before[signal.Signals(number)])
+        if is_launched and seconds > ECHO_SECONDS:
+            signal.raise_signal(number)
         # Not `print`, which is not reentrant; and a closed terminal must not end the run.
         with contextlib.suppress(OSError):
             os.write(2, b"stopping after this step; once more to stop at once\n")

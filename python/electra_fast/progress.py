@@ -135,8 +135,8 @@ class ReadingProgress(_WorkProgress):
 class TrainingProgress(_WorkProgress):
     """Steps done, losses, tokens/s, MFU and ETA; without a terminal, a plain line per record of metrics.jsonl."""
 
-    def __init__(self, first_step: int, num_steps: int) -> None:
-        super().__init__("pretrain", MofNCompleteColumn, num_steps, first_step, shown=True)
+    def __init__(self, first_step: int, num_steps: int, *, shown: bool = True) -> None:
+        super().__init__("pretrain", MofNCompleteColumn, num_steps, first_step, shown=shown)
         self._first_step, self._num_steps = first_step, num_steps
 
     def advance(self, step: int) -> None:
@@ -226,6 +226,10 @@ def metrics_text(record: Mapping[str, Any]) -> str:
             parts.append(f"{label} {record[name]:{form}}")
     parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
     parts.append(f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "MFU n/a")
+    if record.get("skipped_steps"):
+        parts.append(f"skipped {record['skipped_steps']}")
+    if record.get("slowest_rank") is not None:
+        parts.append(f"slowest rank {record['slowest_rank']}: {record['slowest_rank_seconds']:.3g} s/step")
     return "  ".join(parts)
 
 

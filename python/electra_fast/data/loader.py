@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -198,13 +198,15 @@ class HostBatch(NamedTuple):
 
     @classmethod
     def of(cls, batch: RecordBatch) -> Self:
-        """Views of a loader's batch."""
+        """Views of a loader's batch, which may be a rank's share without rows."""
+        if batch.num_rows == 0:
+            return cls(np.empty(0, np.int32), [], 0, np.zeros(1, np.int32))
         ends = np.frombuffer(batch.segment_ends(), dtype=np.int32)
         return cls(np.frombuffer(memoryview(batch), dtype=np.int32), batch.layout, batch.num_rows, ends)
 
 
 class MicroBatches:
-    """Static device buffers for a step's batch, split into equal micro-batches and refilled at every step.
+    """Static device buffers for a step's batch, split into micro-batches and refilled at every step.
 
     A captured CUDA graph reads from fixed addresses, so the tensors of `parts` stay where they are. They are
     those of `to_torch`, except that `cu_seqlens` is padded with empty segments at its end. A batch with more
@@ -212,21 +214,25 @@ class MicroBatches:
 
     Args:
         device: Device of the tensors.
-        count: Number of micro-batches.
+        rows: The rows of each micro-batch, consecutive ranges that begin at 0.
     """
 
-    def __init__(self, device: torch.device, count: int) -> None:
+    def __init__(self, device: torch.device, rows: Sequence[range]) -> None:
         self.parts: list[dict[str, torch.Tensor]] = []
         self.version = 0
-        self._device, self._count = device, count
+        self._device, self._rows = device, rows
+        self._num_rows = rows[-1].stop if rows else 0
         self._buffer = torch.empty(0, dtype=torch.int32)
         self.capacity = 0
 
     def load(self, batch: HostBatch) -> None:
-        """Copies in a batch of the loader, whose number of rows is constant and divisible by the number of parts.
+        """Copies in a batch of the loader; ValueError if it does not have the number of rows that is split.
 
         On CUDA the copies are asynchronous, on the current stream.
         """
+        self._check(batch)
+        if not self._rows:
+            return
         buffer = torch.from_numpy(batch.values)
         seqlens = self._part_seqlens(batch)
         if buffer.shape != self._buffer.shape or max(map(len, seqlens)) > self.capacity:
@@ -237,25 +243,32 @@ class MicroBatches:
             padded[: len(ends)] = ends
             part["cu_seqlens"].copy_(_pinned(torch.from_numpy(padded), self._device), non_blocking=True)
 
+    def on_host(self, batch: HostBatch) -> list[dict[str, torch.Tensor]]:
+        """The micro-batches of a batch where that lies, without `cu_seqlens`."""
+        self._check(batch)
+        buffer = torch.from_numpy(batch.values)
+        return [_views(buffer, batch.layout, slice(rows.start, rows.stop)) for rows in self._rows]
+
+    def _check(self, batch: HostBatch) -> None:
+        if batch.num_rows != self._num_rows:
+            raise InputError(f"{batch.num_rows} rows, where a step has {self._num_rows}")
+
     def _part_seqlens(self, batch: HostBatch) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
         """`cu_seqlens` of each part, relative to its own flat buffer."""
         ends = batch.segment_ends
-        size = int(ends[-1]) // self._count
-        cuts = np.searchsorted(ends, np.arange(self._count + 1) * size)
+        length = int(ends[-1]) // batch.num_rows
+        cuts = np.searchsorted(ends, [0, *(rows.stop * length for rows in self._rows)])
         return [ends[a : b + 1] - ends[a] for a, b in itertools.pairwise(cuts)]
 
     def _allocate(self, batch: HostBatch, buffer: torch.Tensor, seqlens: list[Any]) -> None:
-        rows = batch.num_rows // self._count
-        if rows * self._count != batch.num_rows:
-            raise InputError(f"{batch.num_rows} rows do not divide into {self._count} micro-batches")
         self.version += 1
         self._buffer = torch.empty_like(buffer, device=self._device)
         # 25 % headroom: the number of segments varies little between batches.
         self.capacity = max(map(len, seqlens)) * 5 // 4
         self.parts = [
-            _views(self._buffer, batch.layout, slice(i * rows, (i + 1) * rows))
+            _views(self._buffer, batch.layout, slice(rows.start, rows.stop))
             | {"cu_seqlens": torch.empty(self.capacity, dtype=torch.int32, device=self._device)}
-            for i in range(self._count)
+            for rows in self._rows
         ]
 
 

@@ -17,6 +17,7 @@ from electra_fast.data.loader import HostBatch, MicroBatches
 from electra_fast.model import Electra
 from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.objectives.objective import Objective, Stage
+from electra_fast.training.division import Division
 from electra_fast.training.optim import Optimizer
 
 
@@ -73,15 +74,19 @@ class PretrainingWork(Work):
 
 
 class Backward(GradientComputation):
-    """Computes the gradients of a step's micro-batches, or one process' share of them.
+    """Computes the gradients of a rank's share of the steps, or one process' part of that share.
 
     Args:
         model: On its device.
         config: Objective, micro-batches and seed.
         compute: Attention backend and activation dtype.
         execution: `compile` for torch.compile; otherwise eager.
-        rank: Which process this is.
+        rank: Which of the processes this is that share each micro-batch.
         num_processes: How many processes share each micro-batch.
+        division: What the rank computes of a step; by default all of it.
+
+    `denominators` are those of the step's losses, fp64 on the device, in the order of the objective's names. `loss` is
+    the loss of the last `run`, an fp32 scalar.
     """
 
     model: Electra
@@ -94,15 +99,24 @@ class Backward(GradientComputation):
         execution: str,
         rank: int = 0,
         num_processes: int = 1,
+        division: Division | None = None,
     ) -> None:
         self.model, self.compute, self.is_compiled = model, compute, execution == "compile"
-        self._config, self._seed, self._rank = config, config.train.seed, rank
-        device, num_parts = next(model.parameters()).device, config.train.accumulate * num_processes
-        self.micro_batches = MicroBatches(device, num_parts)
-        self._own_parts = range(rank, num_parts, num_processes)
-        rows = config.train.batch_size // num_parts
-        self._first_rows = torch.arange(0, config.train.batch_size, rows, device=device)
-        self._seed_and_step = torch.zeros(2, dtype=torch.int64, device=device)
+        self._config, self._seed = config, config.train.seed
+        self._device = next(model.parameters()).device
+        self.division = division or Division.of(config.train, num_processes=num_processes)
+        groups, first_row = self.division.groups, self.division.rows.start
+        rows = [rows for group in groups for rows in group]
+        self.micro_batches = MicroBatches(
+            self._device, [range(part.start - first_row, part.stop - first_row) for part in rows]
+        )
+        numbers = iter(range(len(rows)))
+        self._parts = [[next(numbers) for _ in group] for group in groups]
+        self._own_parts = [[part for part in group if part % num_processes == rank] for group in self._parts]
+        self._first_rows = [part.start for part in rows]
+        self._first_rows_on_device = torch.tensor(self._first_rows, device=self._device)
+        self._seed_and_step = torch.zeros(2, dtype=torch.int64, device=self._device)
+        self.loss = torch.zeros((), device=self._device)
         self.set_stage(objective_of(config).stage(0))
 
     def set_stage(self, stage: Stage) -> None:
@@ -113,6 +127,8 @@ class Backward(GradientComputation):
             self.model.get_submodule(name).eval().requires_grad_(False)
         forward = stage.objective.forward
         self._forward = torch.compile(forward, fullgraph=True, dynamic=False) if self.is_compiled else forward
+        self._names = tuple(stage.objective.loss_denominators(_NO_ROWS))
+        self.denominators = torch.ones(len(self._names), dtype=torch.float64, device=self._device)
 
     def enter(self, step: int) -> bool:
         """Switches to the stage of this step, if it is another."""
@@ -122,25 +138,52 @@ class Backward(GradientComputation):
         self.set_stage(stage)
         return True
 
-    def load(self, batch: HostBatch, step: int) -> None:
-        """Copies a step's batch and number to the device."""
+    def group_denominators(self, batch: HostBatch) -> Tensor:
+        """What each group of the rank adds to the step's denominators; fp64 on the host, [groups, denominators]."""
+        parts = [self.stage.objective.loss_denominators(part) for part in self.micro_batches.on_host(batch)]
+        sums = torch.zeros(len(self._parts), len(self._names), dtype=torch.float64)
+        for group, numbers in enumerate(self._parts):
+            for number in numbers:
+                sums[group] += torch.stack([parts[number][name] for name in self._names])
+        return sums
+
+    def load(self, batch: HostBatch, step: int, denominators: Tensor | None = None) -> None:
+        """Copies a step's batch and number to the device.
+
+        `denominators` are those of all ranks, fp64 on the host; by default the batch's own.
+        """
+        if denominators is None:
+            denominators = self.group_denominators(batch).sum(0)
         self.micro_batches.load(batch)
-        seed_and_step = torch.tensor([self._seed, step], pin_memory=self._seed_and_step.is_cuda)
-        self._seed_and_step.copy_(seed_and_step, non_blocking=True)
-        seed_generator(self._seed_and_step.device, self._seed, self._rank, step)
+        self._copy(denominators, self.denominators)
+        self._copy(torch.tensor([self._seed, step]), self._seed_and_step)
+        if self._device.type == "cuda":
+            seed_generator(self._device, self._seed, self.division.rows.start, step)
+        self._step = step
 
-    def run(self) -> list[dict[str, Tensor]]:
-        """Adds to the parameters' gradients those of the loaded batch; returns the metric totals of each micro-batch.
+    def run(self, group: int = 0) -> list[dict[str, Tensor]]:
+        """Adds to the parameters' gradients those of one of the rank's groups.
 
-        Never synchronizes with the host, so a CUDA graph can hold it.
+        Returns the metric totals of each micro-batch. Never synchronizes with the host, so a CUDA graph can hold it.
         """
         batches = self.micro_batches.parts
-        per_batch = [self.stage.objective.loss_denominators(batch) for batch in batches]
-        denominators = {name: torch.stack([each[name] for each in per_batch]).sum(0) for name in per_batch[0]}
+        denominators = dict(zip(self._names, self.denominators.unbind(), strict=True))
         totals = []
-        for part in self._own_parts:
-            key = RngKey(self._seed_and_step, self._first_rows[part])
+        self.loss = torch.zeros((), device=self._device)
+        if self._device.type == "cpu" and self._own_parts[group]:
+            # By the rows, so that a group draws the same on any rank.
+            seed_generator(self._device, self._seed, self._first_rows[self._own_parts[group][0]], self._step)
+        for part in self._own_parts[group]:
+            key = RngKey(self._seed_and_step, self._first_rows_on_device[part])
             output = self._forward(self.model, batches[part], self.compute, key, denominators)
             output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            self.loss += output.loss.detach()
             totals.append(output.totals)
         return totals
+
+    def _copy(self, values: Tensor, target: Tensor) -> None:
+        target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)
+
+
+# A batch of no rows, of which an objective tells the names of its denominators.
+_NO_ROWS = {name: torch.zeros(0, 1) for name in ("masked_weights", "segment_ids", "position_ids")}

@@ -16,7 +16,7 @@ from electra_fast.attention import is_deterministic
 from electra_fast.compute import ComputeConfig
 
 
-def environment(device: torch.device, compute: ComputeConfig, execution: str) -> dict[str, str]:
+def environment(device: torch.device, compute: ComputeConfig, execution: str, num_ranks: int = 1) -> dict[str, str]:
     """Versions, device and backends by name."""
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     repeatable = "to the bit" if is_deterministic(compute.attention) else f"but for {compute.attention}'s gradient"
@@ -26,6 +26,7 @@ def environment(device: torch.device, compute: ComputeConfig, execution: str) ->
         "torch": torch.__version__,
         "triton": _version_or_none("triton"),
         "device": cuda or f"cpu, {torch.get_num_threads()} threads",
+        "ranks": str(num_ranks),
         "attention": compute.attention,
         "activations": str(compute.dtype).removeprefix("torch."),
         "execution": execution,

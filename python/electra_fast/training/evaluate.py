@@ -29,12 +29,15 @@ from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Number, Objective
 from electra_fast.training import metrics
 from electra_fast.training.corruptor import UNIGRAM, Corruptor, corrupted_rows, max_positions
+from electra_fast.training.division import share
 from electra_fast.training.mlm_accuracy import mlm_accuracy
+from electra_fast.training.world import World
 
 # Masks and samples of an evaluation come from this seed, whatever the run's own.
 SEED = 20_190_925
 
-_Batches = Iterator[Mapping[str, Tensor]]
+# The number of a batch's first row, and the tensors.
+_Batches = Iterator[tuple[int, Mapping[str, Tensor]]]
 
 
 def evaluate(
@@ -111,13 +114,15 @@ def evaluate_model(
     compute: ComputeConfig,
     max_batches: int = 0,
     objective: Objective | None = None,
+    world: World | None = None,
 ) -> dict[str, Number]:
     """One pass (or `max_batches` batches) over a corpus, masked and sampled by `SEED`, by the configured objective.
 
-    `objective` takes its place: that of a run's stage.
+    `objective` takes its place: that of a run's stage. The ranks of a `world` divide each batch; all get the metrics.
     """
-    batches = _batches(corpus, config, max_batches, next(model.parameters()).device)
-    return _judge(model, objective or objective_of(config), compute, batches)
+    world = world or World()
+    batches = _batches(corpus, config, max_batches, next(model.parameters()).device, world)
+    return _judge(model, objective or objective_of(config), compute, batches, world)
 
 
 def _evaluate_corrupted(
@@ -128,40 +133,49 @@ def _evaluate_corrupted(
 
     def corrupted(batches: _Batches) -> _Batches:
         num_rows = 0
-        for batch in batches:
+        for first_row, batch in batches:
             batch = {**batch, "sampled_ids": corruptor.sample(batch, num_rows)}
             for ids in corrupted_rows(batch):
                 digest.update(ids.cpu().numpy().astype("<i4").tobytes())
             num_rows += batch["input_ids"].shape[0]
-            yield batch
+            yield first_row, batch
 
     if "discriminator" in model.networks:
         # Judged over all tokens and no segment kept whole, whatever it was trained over.
         config = config.with_objective("electra").replace({"objective": {"contrastive_weight": 0.0}})
-    batches = _batches(corpus, config, max_batches, next(model.parameters()).device)
-    found: dict[str, Number | str] = {**_judge(model, objective_of(config), compute, corrupted(batches))}
+    batches = _batches(corpus, config, max_batches, next(model.parameters()).device, World())
+    found: dict[str, Number | str] = {**_judge(model, objective_of(config), compute, corrupted(batches), World())}
     found["loss"] = None
     if "generator" not in model.networks:
         found |= {"generator_loss": None, "generator_accuracy": None}
     return found | {"sequence_length": config.data.sequence_length, "corruption": digest.hexdigest()[:16]}
 
 
-def _batches(corpus: Path, config: Config, max_batches: int, device: torch.device) -> _Batches:
-    loader = BatchLoader.from_config(config, corpus=corpus, seed=SEED, epochs=1)
-    for rows in itertools.islice(loader, max_batches or None):
-        yield to_torch(rows, device=device)
+def _batches(corpus: Path, config: Config, max_batches: int, device: torch.device, world: World) -> _Batches:
+    """A rank's rows of each batch, and the number of the first one within the batch."""
+    loader = BatchLoader.from_config(config, corpus=corpus, seed=SEED, epochs=1, rank=world.rank, world_size=world.size)
+    size = config.train.batch_size
+    num_rows = loader.num_rows if world.size > 1 else 0
+    for number, rows in enumerate(itertools.islice(loader, max_batches or None)):
+        # The last batch may have fewer rows.
+        own = share(min(size, num_rows - number * size), world.rank, world.size) if world.size > 1 else range(1)
+        yield own.start, to_torch(rows, device=device)
 
 
 @torch.no_grad()
-def _judge(model: Electra, objective: Objective, compute: ComputeConfig, batches: _Batches) -> dict[str, Number]:
+def _judge(
+    model: Electra, objective: Objective, compute: ComputeConfig, batches: _Batches, world: World
+) -> dict[str, Number]:
     """The metrics of an objective over some batches, and the discriminator's AUC."""
     device = next(model.parameters()).device
     totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in objective.metric_totals}
-    logits, labels, num_rows = [], [], 0
+    logits, labels, num_rows = [np.empty(0, np.float32)], [np.empty(0, np.bool_)], 0
     modes = {module: module.training for module in model.modules()}  # frozen parts are in evaluation mode
     model.eval()
-    for number, batch in enumerate(batches):
-        key = RngKey(torch.tensor([SEED, number], device=device))
+    for number, (first_row, batch) in enumerate(batches):
+        if batch["input_ids"].shape[0] == 0:
+            continue  # other ranks have the rows of this batch
+        key = RngKey(torch.tensor([SEED, number], device=device), first_row)
         output = objective.forward(model, batch, compute, key, objective.loss_denominators(batch))
         for name, total in output.totals.items():
             totals[name] += total
@@ -172,9 +186,13 @@ def _judge(model: Electra, objective: Objective, compute: ComputeConfig, batches
             labels.append(found.replaced_T[found.valid_T].cpu().numpy())
     for module, is_training in modes.items():
         module.training = is_training
-    read = {name: float(total) for name, total in totals.items()}
-    auc = metrics.area_under_curve(np.concatenate(logits), np.concatenate(labels)) if logits else None
-    return {"discriminator_auc": auc, **objective.metrics(read), "rows": num_rows, "tokens": int(read["tokens"])}
+    own = torch.tensor([*(float(total) for total in totals.values()), num_rows], dtype=torch.float64)
+    *sums, num_rows = world.exchange(own).sum(0).tolist()
+    read = dict(zip(totals, sums, strict=True))
+    predictions = world.objects((np.concatenate(logits), np.concatenate(labels)))
+    all_logits, all_labels = (np.concatenate(arrays) for arrays in zip(*predictions, strict=True))
+    auc = metrics.area_under_curve(all_logits, all_labels) if len(all_logits) else None
+    return {"discriminator_auc": auc, **objective.metrics(read), "rows": int(num_rows), "tokens": int(read["tokens"])}
 
 
 def _validation_part(source: str | Path, data: str | Path) -> Corpus:

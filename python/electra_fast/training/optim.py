@@ -5,7 +5,7 @@ that a checkpoint can store. Each rule follows its source exactly: AdamW without
 BERT's and ELECTRA's published code, LAMB as in You et al. (2020), Muon as in Jordan et al. (2024) with
 five Newton-Schulz iterations.
 
-Shapes: K matrices in one batch, X elements of one matrix.
+Shapes: K blocks of a parameter, X elements of one block.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from electra_fast.config import OptimizerConfig
 from electra_fast.errors import InputError
+from electra_fast.training.muon import MatrixDivision, Orthogonalization, Stack, num_blocks, stacks
 
 # 2-D parameters that Muon leaves to AdamW: tables and the classifier.
 _NOT_FOR_MUON = (".token", ".position", ".token_type", "classifier.weight")
@@ -55,23 +56,6 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     return norm
 
 
-def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Approximately the nearest (semi-)orthogonal matrices; [K, rows, columns] → the same, in the same dtype.
-
-    Five Newton-Schulz iterations, computed in `dtype`; bf16 suffices (Jordan et al., 2024).
-    """
-    a, b, c = 3.4445, -4.7750, 2.0315
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices
-    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
-    for _ in range(5):
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    result: Tensor = (x.mT if tall else x).to(matrices.dtype)
-    return result
-
-
 class Optimizer:
     """Updates named parameters in place from their `.grad`; frozen ones (`requires_grad=False`) are left out.
 
@@ -104,6 +88,9 @@ class Optimizer:
             name: torch.zeros_like(x) for name, x in self.exp_avg.items() if name not in self._muon_names
         }
         self.num_updates, self._rank, self._num_processes = 0, 0, 1
+        self._matrix_division = MatrixDivision()
+        self._skipped: Tensor | None = None
+        self._lr_scalars = self.scalars[:2]
         self.choose_parameters()
 
     def divide(self, rank: int, num_processes: int) -> None:
@@ -130,6 +117,8 @@ class Optimizer:
             shares[least].add(name)
             loads[least] += self._update_cost(name)
         self.own_names = [name for name in self.parameters if name in shares[self._rank]]
+        self._stacks = stacks({name: self.parameters[name] for name in self.own_names if name in self._muon_names})
+        self._orthogonalization = Orthogonalization(self._stacks, self._matrix_division, self.scalars.device)
 
     def zero_grad(self) -> None:
         """Sets all gradients to None."""
@@ -159,26 +148,62 @@ class Optimizer:
             found[name] = parameter.grad
         return found
 
+    def divide_matrices(self, division: MatrixDivision) -> None:
+        """Divides Muon's work among ranks: `prepare` does this rank's part, `exchange` gets the others'."""
+        self._matrix_division = division
+        self.choose_parameters()
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether `exchange` sends messages."""
+        return self._matrix_division.gather is not None and bool(self._stacks)
+
     @torch.no_grad()
-    def step(self, norm: Tensor | None = None) -> Tensor:
+    def step(self, norm: Tensor | None = None, skipped: Tensor | None = None) -> Tensor:
         """One update with the scalars of `set_step_scalars`; never synchronizes with the host.
 
-        Takes the norm of all gradients, or computes it, and returns it: before clipping, an fp32 scalar.
+        Args:
+            norm: Of all gradients, an fp32 scalar; computed by default.
+            skipped: 1 where the step must change neither parameters nor moments, whose gradients are then 0; otherwise
+                0. An fp32 scalar.
+
+        Returns the norm before clipping.
         """
+        norm = self.prepare(norm, skipped)
+        self.exchange()
+        self.finish()
+        return norm
+
+    @torch.no_grad()
+    def prepare(self, norm: Tensor | None = None, skipped: Tensor | None = None) -> Tensor:
+        """The part of `step` before `exchange`: all of it without Muon."""
         gradients = self.gradients()
         if norm is None:
             norm = global_norm(gradients.values())
         own = {name: gradients[name] for name in self.own_names}
+        self._skipped, self._lr_scalars = skipped, self.scalars[:2]
+        if skipped is not None:
+            self._lr_scalars = self._lr_scalars * (1 - skipped)
         if own and self.config.clip_norm:
             # clip / max(norm, clip), as in tf.clip_by_global_norm: exactly 1 below the bound.
-            torch._foreach_mul_(list(own.values()), self.config.clip_norm / norm.clamp(min=self.config.clip_norm))
+            bounded = norm if skipped is None else torch.where(skipped > 0, 1.0, norm)
+            torch._foreach_mul_(list(own.values()), self.config.clip_norm / bounded.clamp(min=self.config.clip_norm))
         adam = {name: grad for name, grad in own.items() if name not in self._muon_names}
-        muon = {name: grad for name, grad in own.items() if name in self._muon_names}
         if adam:
             self._step_adam(adam)
-        for stack in _stacks(muon):
-            self._step_muon(stack)
+        for number, stack in enumerate(self._stacks):
+            self._prepare_muon(number, stack, own)
         return norm
+
+    def exchange(self) -> None:
+        """Gets from other ranks what they have computed for Muon's matrices."""
+        self._orthogonalization.exchange()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The part of `step` after `exchange`."""
+        for number, stack in enumerate(self._stacks):
+            self._finish_muon(number, stack)
 
     def _update_cost(self, name: str) -> float:
         """About how long the update of a parameter takes on a CPU, in units of AdamW's time for one element."""
@@ -188,16 +213,17 @@ class Optimizer:
 
     def _step_adam(self, gradients: Mapping[str, Tensor]) -> None:
         config = self.config
-        negative_lr, _, inv_correction1, inv_sqrt_correction2 = self.scalars.unbind()
+        (_, _, inv_correction1, inv_sqrt_correction2), negative_lr = self.scalars.unbind(), self._lr_scalars[0]
         names, grads = list(gradients), list(gradients.values())
         parameters: list[Tensor] = [self.parameters[name] for name in names]
         exp_avgs = [self.exp_avg[name] for name in names]
         exp_avg_sqs = [self.exp_avg_sq[name] for name in names]
-        if config.name != "lamb" and not negative_lr.is_cuda:
+        if self._is_fused:
             self._step_adam_fused(names, parameters, grads, exp_avgs, exp_avg_sqs)
             return
-        torch._foreach_lerp_(exp_avgs, grads, 1 - config.beta1)
-        torch._foreach_mul_(exp_avg_sqs, config.beta2)
+        torch._foreach_lerp_(exp_avgs, self._or_kept(grads, exp_avgs), 1 - config.beta1)
+        beta2 = config.beta2 if self._skipped is None else torch.where(self._skipped > 0, 1.0, config.beta2)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
         torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - config.beta2)
 
         denominators = torch._foreach_sqrt(exp_avg_sqs)
@@ -214,12 +240,16 @@ class Optimizer:
             torch._foreach_add_([updates[i] for i in decayed], weights, alpha=config.weight_decay)
         if config.name == "lamb":
             for i in decayed:
-                blocks_KX = updates[i].view(_num_blocks(names[i]), -1)
+                blocks_KX = updates[i].view(num_blocks(names[i]), -1)
                 blocks_KX.mul_(_trust_ratios(parameters[i].view(blocks_KX.shape), blocks_KX))
         torch._foreach_mul_(updates, negative_lr)
         if self._lr_factors:
             torch._foreach_mul_(updates, [self._lr_factor(name) for name in names])
         torch._foreach_add_(parameters, updates)
+
+    @property
+    def _is_fused(self) -> bool:
+        return self.config.name != "lamb" and not self.scalars.is_cuda
 
     def _lr_factor(self, name: str) -> float:
         return self._lr_factors.get(name, 1.0)
@@ -254,23 +284,26 @@ class Optimizer:
                 eps=config.epsilon,
                 amsgrad=False,
                 maximize=False,
+                found_inf=self._skipped,
             )
 
-    def _step_muon(self, gradients: Mapping[str, Tensor]) -> None:
-        """Matrices with blocks of one shape."""
-        momentum, negative_lr = self.config.muon_momentum, self.scalars[1]
-        lr_factors = [self._lr_factor(name) for name in gradients]
-        parameters: list[Tensor] = [self.parameters[name] for name in gradients]
-        exp_avgs, grads = [self.exp_avg[name] for name in gradients], list(gradients.values())
-        torch._foreach_lerp_(exp_avgs, grads, 1 - momentum)
+    def _prepare_muon(self, number: int, stack: Stack, gradients: Mapping[str, Tensor]) -> None:
+        """Momentum of a stack, and the orthogonalized updates of this rank's part."""
+        momentum = self.config.muon_momentum
+        exp_avgs, grads = [self.exp_avg[name] for name in stack.names], [gradients[name] for name in stack.names]
+        torch._foreach_lerp_(exp_avgs, self._or_kept(grads, exp_avgs), 1 - momentum)
         nesterov = torch._foreach_lerp(grads, exp_avgs, momentum)
-        num_blocks = [_num_blocks(name) for name in gradients]
-        stacked = torch.cat([x.view(k, -1, x.shape[1]) for k, x in zip(num_blocks, nesterov, strict=True)])
-        # bf16 as published; without tensor cores it gains nothing.
-        orthogonal = orthogonalize(stacked, torch.bfloat16 if stacked.is_cuda else torch.float32)
+        blocks = [x.view(k, *stack.shape) for k, x in zip(stack.num_blocks, nesterov, strict=True)]
+        self._orthogonalization.compute(number, torch.cat(blocks))
+
+    def _finish_muon(self, number: int, stack: Stack) -> None:
+        negative_lr = self._lr_scalars[1]
+        lr_factors = [self._lr_factor(name) for name in stack.names]
+        parameters: list[Tensor] = [self.parameters[name] for name in stack.names]
+        orthogonal = self._orthogonalization.result(number)
         # Makes an update's size independent of the matrix's shape (Jordan et al.).
-        aspect = math.sqrt(max(1.0, orthogonal.shape[1] / orthogonal.shape[2]))
-        split = torch.split(orthogonal * (negative_lr * aspect), num_blocks)
+        aspect = math.sqrt(max(1.0, stack.shape[0] / stack.shape[1]))
+        split = torch.split(orthogonal * (negative_lr * aspect), list(stack.num_blocks))
         updates = [x.reshape(p.shape) for x, p in zip(split, parameters, strict=True)]
         if self._lr_factors:
             torch._foreach_mul_(updates, lr_factors)
@@ -279,6 +312,12 @@ class Optimizer:
         else:
             torch._foreach_mul_(parameters, 1 + negative_lr * self.config.weight_decay)
         torch._foreach_add_(parameters, updates)
+
+    def _or_kept(self, gradients: list[Tensor], exp_avgs: list[Tensor]) -> list[Tensor]:
+        """Gradients that leave the first moments as they are where the step is skipped."""
+        if self._skipped is None:
+            return gradients
+        return list(torch._foreach_add(gradients, torch._foreach_mul(exp_avgs, self._skipped)))
 
     def state_dict(self) -> dict[str, Tensor]:
         """`exp_avg.NAME` and `exp_avg_sq.NAME` of every trained parameter, and `num_updates`; not copied."""
@@ -298,20 +337,6 @@ class Optimizer:
             if name != "num_updates":
                 tensor.copy_(state[name])
         self.num_updates = int(state["num_updates"])
-
-
-def _stacks(gradients: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Muon's gradients, grouped by the shape of their blocks: each group is orthogonalized in one batch."""
-    stacks: dict[tuple[int, int], dict[str, Tensor]] = {}
-    for name, gradient in gradients.items():
-        shape = (gradient.shape[0] // _num_blocks(name), gradient.shape[1])
-        stacks.setdefault(shape, {})[name] = gradient
-    return list(stacks.values())
-
-
-def _num_blocks(name: str) -> int:
-    """How many matrices of the published layout a parameter fuses: query, key and value, or GeGLU's two halves."""
-    return {"qkv": 3, "geglu_in": 2}.get(name.split(".")[-2], 1)
 
 
 def _trust_ratios(blocks_KX: Tensor, updates_KX: Tensor) -> Tensor:

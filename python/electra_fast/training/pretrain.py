@@ -6,14 +6,18 @@ Checks everything that it can before torch is imported, then leaves the work to 
 from __future__ import annotations
 
 import os
+import time
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from electra_fast.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.errors import InputError, Interrupted
-from electra_fast.interruption import stop_requests
-from electra_fast.training.run import exclusive, open_run
+from electra_fast.interruption import StopRequest, stop_requests
+from electra_fast.training.launch import Launch
+from electra_fast.training.run import Run, exclusive, open_run
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ def pretrain(
 ) -> Result:
     """Trains a run to its end: from the start, or from where an earlier call was stopped.
 
+    Where torchrun or srun has started several processes, each calls it, and trains as one of the ranks.
+
     Args:
         config: The run's configuration. `train.steps` may differ from that of an earlier call: a run, finished
             or not, is continued to the new number of steps, and the schedule of the learning rate is
@@ -39,13 +45,13 @@ def pretrain(
             corpus of the same vocabulary. Recorded in RUN/changes.jsonl. Model sizes can never change.
 
     Returns:
-        The folder and the last step.
+        The folder and the last step, which is not the run's last where `train.max_minutes` stopped it.
 
     Raises:
         ValueError, FileNotFoundError: The configuration, corpus and folder don't fit together.
-        TrainingFailed: The loss is not a number; the last good checkpoint is kept.
-        Interrupted: A signal (SIGTERM, Ctrl-C, SIGHUP, SIGUSR1) asked to stop, and a checkpoint was written. It is a
-            `KeyboardInterrupt`, so a notebook stops at the cell.
+        TrainingFailed: The loss is not a number, or another rank is gone; the last good checkpoint is kept.
+        Interrupted: A signal (SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2) asked to stop, this rank or another, and a
+            checkpoint was written. It is a `KeyboardInterrupt`, so a notebook stops at the cell.
     """
     corpus_folder = str(data if data is not None else config.data.corpus)
     config = config.replace(
@@ -59,20 +65,43 @@ def pretrain(
         raise InputError(
             "pretrain needs a corpus (--data DIR, data.corpus) and a folder for the run (--out, train.out)"
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InputError(
-            f"WORLD_SIZE = {os.environ['WORLD_SIZE']}: this version trains on one device; start it plainly"
-        )
-    corpus = Corpus(config.data.corpus)
-    with exclusive(Path(config.train.out)), stop_requests() as stop:
-        run = open_run(config, corpus, allow_changes=allow_changes)
-        from electra_fast.training.trainer import Trainer  # here, because torch takes seconds
-
-        step = Trainer(run, corpus).train(stop)
-    if step < run.config.train.steps:
+    launch, start = Launch.from_environment(), time.monotonic()
+    with stop_requests(is_launched=launch.launcher != "") as stop:
+        train = _train_alone if launch.world_size == 1 else partial(_train_among, launch)
+        run, step = train(config, allow_changes, stop, start)
+    if stop and step < run.config.train.steps:
         raise Interrupted(
             stop.signal,
             f"{run.folder}: interrupted at step {step} of {run.config.train.steps}, checkpoint written; "
             "run again to resume",
         )
     return Result(run.folder, step)
+
+
+def _train_alone(config: Config, allow_changes: bool, stop: StopRequest, start: float) -> tuple[Run, int]:
+    """Trains on one device; finds what is wrong before torch, which takes seconds, is imported."""
+    corpus = Corpus(config.data.corpus)
+    with exclusive(Path(config.train.out)):
+        run = open_run(config, corpus, allow_changes=allow_changes)
+        from electra_fast.training.trainer import Trainer
+        from electra_fast.training.world import World
+
+        return run, Trainer(run, corpus, World()).train(stop, start)
+
+
+def _train_among(
+    launch: Launch, config: Config, allow_changes: bool, stop: StopRequest, start: float
+) -> tuple[Run, int]:
+    """Trains as one of several ranks, of which the first opens the run and writes its files."""
+    from electra_fast.training.faults import Faults
+    from electra_fast.training.trainer import Trainer
+    from electra_fast.training.world import World
+
+    folder = Path(config.train.out)
+    with (
+        World.join(launch, folder, config.train.timeout_seconds) as world,
+        exclusive(folder) if world.is_first else nullcontext(),
+    ):
+        corpus = world.agree(lambda: Corpus(config.data.corpus))
+        run = world.from_first(lambda: open_run(config, corpus, allow_changes=allow_changes))
+        return run, Trainer(run, corpus, world, Faults(launch.rank, launch.attempt)).train(stop, start)

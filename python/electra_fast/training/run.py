@@ -38,6 +38,10 @@ FREE_KEYS = {
     "train.eval_batches",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.max_minutes",
+    "train.sharding",
+    "train.timeout_seconds",
+    "train.capture_collectives",
 }
 # What decides which parameters and moments there are: no run can change it.
 FIXED_KEYS = {"objective.name", "optimizer.name"}

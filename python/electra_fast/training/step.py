@@ -1,21 +1,22 @@
-"""One optimizer step over tensors at fixed addresses: eager, compiled, or one captured CUDA graph.
+"""One optimizer step over tensors at fixed addresses: eager, compiled, or captured in CUDA graphs.
 
-The trainer calls it once per step. Everything in `run` happens on the device and never synchronizes with
-the host, so that a graph of it can be replayed; what changes from step to step (the batch, seed and step
-number, the optimizer's scalars) is copied into tensors that it reads.
+The trainer calls it once per step. Everything in its phases happens on the device and never synchronizes with the
+host, so that graphs of them can be replayed; what changes from step to step (the batch, seed and step number, the
+optimizer's scalars) is copied into tensors that they read. A rank that is alone has one phase, and one graph. With
+others, the messages between them come between two graphs, where NCCL's watchdog can see them.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from electra_fast._data import RecordBatch
 from electra_fast.compute import ComputeConfig
@@ -27,14 +28,20 @@ from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Stage
 from electra_fast.training.allocator import keep_freed_memory
 from electra_fast.training.backward import Backward, PretrainingWork
-from electra_fast.training.optim import Optimizer, lr_scale
+from electra_fast.training.division import Division
+from electra_fast.training.faults import Faults
+from electra_fast.training.gradient_buffer import GradientBuffer
+from electra_fast.training.muon import MatrixDivision
+from electra_fast.training.optim import Optimizer, global_norm, lr_scale
+from electra_fast.training.spikes import SpikeGuard
 from electra_fast.training.step_processes import StepProcesses, choose_num_processes
+from electra_fast.training.world import World
 
 # Eager steps before a capture: libraries allocate workspaces and kernels are compiled at first use.
 WARM_UP = 3
 # Steps that the host may run ahead of the device; more would only pile up pinned batches.
 MAX_LEAD = 2
-GRAD_NORM = "grad_norm"
+GRAD_NORM, SKIPPED = "grad_norm", "skipped_steps"
 
 
 def choose_execution(requested: str, device: torch.device) -> str:
@@ -55,6 +62,14 @@ class Preparation:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Phase:
+    """A part of the step; `is_captured`: one that a CUDA graph may hold."""
+
+    run: Callable[[], None]
+    is_captured: bool = True
+
+
 class TrainStep:
     """Trains on one batch per call, without waiting for the device.
 
@@ -64,13 +79,16 @@ class TrainStep:
         config: Objective, micro-batches, schedule and seed.
         compute: Attention backend and activation dtype.
         execution: `eager`; `compile` (torch.compile of forward and backward, on CUDA inside a graph);
-            `graph` (the eager kernels captured in one CUDA graph, which is replayed).
+            `graph` (the eager kernels captured in CUDA graphs, which are replayed).
         num_processes: On a CPU, processes that share each micro-batch; by default as many as
             `step_processes.choose_num_processes` finds useful.
+        world: The ranks among which the step's rows are divided; alone by default.
+        faults: What is to happen to the losses of this rank, in tests.
 
     The metric totals of the objective and the gradient norms (`GRAD_NORM`) add up on the device from call to call:
-    `read_totals`, `set_totals`. `captures` lists the captures of the graph: a second one means that a batch did not
+    `read_totals`, `set_totals`. `captures` lists the captures of the graphs: a second one means that a batch did not
     fit the first one's tensors, or that another stage of the objective began. `compilations` has one entry per stage.
+    `spikes` recognizes the steps that are skipped, if the configuration wants that.
     """
 
     def __init__(
@@ -81,55 +99,86 @@ class TrainStep:
         compute: ComputeConfig,
         execution: str = "eager",
         num_processes: int | None = None,
+        world: World | None = None,
+        faults: Faults | None = None,
     ) -> None:
-        self.model, self.optimizer, self.config = model, optimizer, config
-        self.objective = objective_of(config)
+        self.model, self.optimizer, self.config, self._faults = model, optimizer, config, faults
+        self.world, self.objective = world or World(), objective_of(config)
         device = next(model.parameters()).device
-        names = (*self.objective.metric_totals, GRAD_NORM)
+        names = (*self.objective.metric_totals, GRAD_NORM, SKIPPED)
         self._totals_vector = torch.zeros(len(names), dtype=torch.float64, device=device)
         self._totals = dict(zip(names, self._totals_vector.unbind(), strict=True))
         if device.type == "cpu":
             keep_freed_memory()
+        train = config.train
+        # What one process can do without copying its gradients, it does.
+        self._is_plain = self.world.size == 1 and train.reduce == "fast" and not train.skip_spikes
         if num_processes is None:
-            num_processes = choose_num_processes(config, device)
-        self.backward = Backward(model, config, compute, execution, num_processes=num_processes)
+            num_processes = choose_num_processes(config, device) if self._is_plain else 1
+        division = Division.of(train, self.world.rank, self.world.size, num_processes)
+        self.backward = Backward(model, config, compute, execution, 0, num_processes, division)
         self.processes: StepProcesses | None = None
         if num_processes > 1:
             buffers = {name: buffer.numpy() for name, buffer in model.named_buffers()}
             work = PretrainingWork(config, type(self.objective), compute, execution, buffers)
             self.processes = StepProcesses(self.backward, optimizer, work, num_processes)
+        self.spikes = SpikeGuard(device) if train.skip_spikes else None
+        if not self._is_plain:
+            self._step_vector = torch.zeros_like(self._totals_vector)
+            self._step_totals = dict(zip(names, self._step_vector.unbind(), strict=True))
+            optimizer.divide_matrices(_matrix_division(division, train.reduce == "exact", self.world))
         self._captures = device.type == "cuda" and execution != "eager"
         # A stream of its own throughout: what runs before a capture must run where the capture does.
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._replays: list[Callable[[], None]] = []
         self._recapture_reason = ""
         self._num_eager, self._batches_version, self._is_first_of_stage = 0, 0, True
         self._ends: deque[torch.cuda.Event] = deque()
+        self._own_work: list[tuple[Any, Any]] = []
         self.captures: list[Preparation] = []
         self.compilations: list[Preparation] = []
         if self.stage.frozen:
             self._set_stage(self.stage)
+        else:
+            self._make_buffer()
 
     @property
     def stage(self) -> Stage:
         """The objective's stage that trains now."""
         return self.backward.stage
 
-    def __call__(self, rows: RecordBatch, step: int) -> None:
-        """Takes the step with this number (0-based) on a batch of `data.loader.BatchLoader`."""
+    def __call__(self, rows: RecordBatch, step: int, news: Sequence[float] = ()) -> list[float]:
+        """Takes the step with this number (0-based) on a batch of `data.loader.BatchLoader`.
+
+        Returns the greatest of each of the `news` that the ranks have told each other with the step.
+        """
         self._enter_stage(step)
         batch, lr_scale = HostBatch.of(rows), self.lr_scale(step)
         if self.processes is not None:
             self.processes.start(batch, step, lr_scale)
+        denominators, news = self._exchange(batch, news)
+        if self._faults is not None:
+            denominators = self._faults.denominators(step, denominators)
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-            self.backward.load(batch, step)
+            self.backward.load(batch, step, denominators)
             self.optimizer.set_step_scalars(lr_scale)
             self._run_or_replay(step)
             self._bound_the_lead()
+        return list(news)
+
+    def _exchange(self, batch: HostBatch, news: Sequence[float]) -> tuple[Tensor, Sequence[float]]:
+        """The denominators of all ranks' rows, and the greatest of each of their news."""
+        own_GK = self.backward.group_denominators(batch)
+        if self.world.size == 1:
+            return own_GK.sum(0), news
+        message = torch.cat((torch.tensor(news, dtype=torch.float64), own_GK.flatten()))
+        found = self.world.exchange(message)
+        denominators_GK = found[:, len(news) :].reshape(-1, own_GK.shape[1])
+        return denominators_GK.sum(0), found[:, : len(news)].amax(0).tolist()
 
     def close(self) -> None:
         """Ends the processes that help with the step, which otherwise end with this object."""
@@ -148,23 +197,56 @@ class TrainStep:
             self._set_stage(stage)
 
     def read_totals(self) -> dict[str, float]:
-        """The totals since they were last set; waits for the device."""
+        """The totals of all ranks since they were last set; waits for the device and for the other ranks."""
         self.synchronize()
-        return dict(zip(self._totals, self._totals_vector.tolist(), strict=True))
+        sums = self.world.exchange(self._totals_vector.cpu()).sum(0)
+        totals = dict(zip(self._totals, sums.tolist(), strict=True))
+        if self.world.size > 1:
+            self.set_totals(totals)
+        return totals
+
+    def take_device_seconds(self) -> float:
+        """Seconds that the device has spent on this rank's own gradients since the last call, if there are other ranks.
+
+        Call it after `read_totals`, which waits for the device; 0 on a CPU.
+        """
+        seconds: float = sum(begin.elapsed_time(end) for begin, end in self._own_work) / 1e3
+        self._own_work = []
+        return seconds
 
     def set_totals(self, totals: Mapping[str, float]) -> None:
-        """Sets the totals; 0 where a name is not among them."""
-        values = [totals.get(name, 0.0) for name in self._totals]
+        """Sets the totals of all ranks, which the first one keeps; 0 where a name is not among them."""
+        values = [totals.get(name, 0.0) if self.world.is_first else 0.0 for name in self._totals]
         self._totals_vector.copy_(torch.tensor(values, dtype=torch.float64))
 
     def synchronize(self) -> None:
         """Waits for the device, and makes what is done next on the caller's stream see the steps taken."""
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-            self.stream.synchronize()
+            with self.world.waiting("the device, which may wait for other ranks"):
+                self.stream.synchronize()
+
+    def _make_buffer(self) -> None:
+        if not self._is_plain:
+            is_exact = self.config.train.reduce == "exact"
+            self._buffer = GradientBuffer(self.optimizer.parameters, self.backward.division, is_exact, self.world)
 
     def run(self) -> None:
-        """Forward, backward and update on what has been copied to the device: all that a graph holds."""
+        """Forward, backward and update on what has been copied to the device: all phases, one after another."""
+        for phase in self._phases():
+            phase.run()
+
+    def _phases(self) -> list[Phase]:
+        if self._is_plain:
+            return [Phase(self._run_alone)]
+        is_captured = self.world.size == 1 or self.config.train.capture_collectives
+        phases = [Phase(self._compute_gradients), Phase(self._buffer.reduce, is_captured), Phase(self._update)]
+        if self.optimizer.exchanges:
+            phases += [Phase(self.optimizer.exchange, is_captured), Phase(self.optimizer.finish)]
+        return phases
+
+    def _run_alone(self) -> None:
+        """The whole step of a rank without others."""
         if self.processes is None:
             self.optimizer.zero_grad()
             totals, norm = self.backward.run(), self.optimizer.step()
@@ -175,31 +257,82 @@ class TrainStep:
                 self._totals[name] += total
         self._totals[GRAD_NORM] += norm
 
+    def _compute_gradients(self) -> None:
+        """Gradients, loss and metric totals of this rank's rows, in the buffers whose sums are to be told."""
+        self._step_vector.zero_()
+        for group in range(len(self.backward.division.groups)):
+            self.optimizer.zero_grad()
+            for each in self.backward.run(group):
+                for name, total in each.items():
+                    self._step_totals[name] += total
+            self._buffer.collect(group, self.backward.loss)
+        self._buffer.sum_groups()
+
+    def _update(self) -> None:
+        """The update by the gradients of all ranks, up to what these have to tell each other about it."""
+        self._buffer.hand_over()
+        norm, skipped = global_norm(self.optimizer.gradients().values()), None
+        if self.spikes is not None:
+            skipped = self.spikes.judge(self._buffer.loss, norm)
+            self._buffer.discard(skipped)
+        self.optimizer.prepare(norm, skipped)
+        if not self.optimizer.exchanges:
+            self.optimizer.finish()
+        if self.world.is_first:  # each rank has the same ones, and the totals of all ranks are added up
+            self._step_totals[GRAD_NORM] += norm
+        if skipped is not None:
+            self._step_vector.masked_fill_(skipped > 0, 0.0)
+            if self.world.is_first:
+                self._step_totals[SKIPPED] += skipped
+        self._totals_vector += self._step_vector
+
+    def _run(self, phases: Sequence[Callable[[], None]]) -> None:
+        """Runs the phases, and measures the first, which is this rank's own work on the device."""
+        begin = self._mark()
+        for number, run_phase in enumerate(phases):
+            run_phase()
+            if number == 0 and begin is not None:
+                self._own_work.append((begin, self._mark()))
+
+    def _mark(self) -> Any:
+        if self.stream is None or self.world.size == 1:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
+        event.record(self.stream)
+        return event
+
     def _run_or_replay(self, step: int) -> None:
         if self._batches_version != self.backward.micro_batches.version:
             # The tensors that a graph would read are gone; what compiles does so before the next capture.
             self._drop_graph("a batch has more segments than any before it")
             self._batches_version = self.backward.micro_batches.version
-        if self._graph is not None:
-            self._graph.replay()
+        if self._replays:
+            self._run(self._replays)
         elif self._captures and self._num_eager >= WARM_UP:
-            start, graph = time.perf_counter(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self.stream):
-                self.run()
+            start = time.perf_counter()
+            self._replays = [self._capture(phase) for phase in self._phases()]
             self.captures.append(Preparation(step, time.perf_counter() - start, self._recapture_reason))
-            self._graph = graph
-            graph.replay()
+            self._run(self._replays)
         else:
             start = time.perf_counter()
-            self.run()
+            self._run([phase.run for phase in self._phases()])
             if self.backward.is_compiled and self._is_first_of_stage:
                 self.compilations.append(Preparation(step, time.perf_counter() - start))
             self._is_first_of_stage = False
             self._num_eager += 1
 
+    def _capture(self, phase: Phase) -> Callable[[], None]:
+        """A graph of a phase, or the phase itself where it is not to be captured."""
+        if not phase.is_captured:
+            return phase.run
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            phase.run()
+        return graph.replay
+
     def _drop_graph(self, reason: str) -> None:
-        self._recapture_reason = reason if self._graph is not None else ""
-        self._graph, self._num_eager = None, 0
+        self._recapture_reason = reason if self._replays else ""
+        self._replays, self._num_eager = [], 0
 
     def _enter_stage(self, step: int) -> None:
         """Switches to the stage of this step if it is another: new moments, a new schedule, a new graph."""
@@ -212,6 +345,7 @@ class TrainStep:
     def _set_stage(self, stage: Stage) -> None:
         self.backward.set_stage(stage)
         self.optimizer.reset()
+        self._make_buffer()
         self._is_first_of_stage = True
         self._drop_graph("another stage of the objective began")
 
@@ -219,55 +353,18 @@ class TrainStep:
         if self.stream is not None:
             self._ends.append(self.stream.record_event())
             if len(self._ends) > MAX_LEAD:
-                self._ends.popleft().synchronize()
+                with self.world.waiting("the device, which may wait for other ranks"):
+                    self._ends.popleft().synchronize()
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds between the ends of consecutive steps: the median and the longest."""
+def _matrix_division(division: Division, is_exact: bool, world: World) -> MatrixDivision:
+    """Muon's work divided among the ranks of a machine, or as exact sums are.
 
-    median: float
-    longest: float
-
-
-class StepTimer:
-    """Seconds of training without its pauses, and the times of single steps, measured on the device where there is one.
-
-    Nothing is read from the device before `stop`, by when the caller has waited for it.
+    Among more ranks, shares of a few matrices would take longer to send than to compute (docs/scale.md).
     """
-
-    def __init__(self, step: TrainStep) -> None:
-        self._stream = step.stream
-        self._marks: list[Any] = []
-        self._step_seconds: list[float] = []
-        self._started = 0.0
-
-    def start(self) -> None:
-        """Begins, or resumes after a pause."""
-        self._started = time.perf_counter()
-        self._marks = [self._mark()]
-
-    def tick(self) -> None:
-        """Marks the end of a step."""
-        self._marks.append(self._mark())
-
-    def stop(self) -> float:
-        """Ends the span since `start` and returns its length in seconds."""
-        pairs = itertools.pairwise(self._marks)
-        if self._stream is None:
-            self._step_seconds += [end - begin for begin, end in pairs]
-        else:
-            self._step_seconds += [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
-        return time.perf_counter() - self._started
-
-    def take_step_times(self) -> StepTimes | None:
-        """The times of the steps since the last call; None where there was none."""
-        seconds, self._step_seconds = sorted(self._step_seconds), []
-        return StepTimes(seconds[len(seconds) // 2], seconds[-1]) if seconds else None
-
-    def _mark(self) -> Any:
-        if self._stream is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
-        event.record(self._stream)
-        return event
+    if is_exact:
+        return MatrixDivision(division.num_groups, division.own, world.gather if world.size > 1 else None)
+    if len(world.neighbours) < 2:
+        return MatrixDivision()
+    place = world.neighbours.index(world.rank)
+    return MatrixDivision(len(world.neighbours), range(place, place + 1), world.gather_from_neighbours)

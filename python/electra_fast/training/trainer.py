@@ -11,63 +11,96 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from electra_fast import checkpoint, checkpoint_folder
 from electra_fast.checkpoint_folder import LogWindow, TrainState
 from electra_fast.compute import choose_compute, choose_device
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader
-from electra_fast.data.prepare_report import google_drops
-from electra_fast.errors import Diverged
+from electra_fast.errors import Diverged, ReportedElsewhere, TrainingFailed
 from electra_fast.interruption import StopRequest
-from electra_fast.json_files import JsonLines
 from electra_fast.model import Electra
 from electra_fast.objectives.objective import Number
-from electra_fast.progress import TrainingProgress
 from electra_fast.training import metrics
+from electra_fast.training.checkpoint_writer import CheckpointWriter
 from electra_fast.training.environment import environment, record_environment
 from electra_fast.training.evaluate import evaluate_model
+from electra_fast.training.faults import Faults
 from electra_fast.training.flops import device_peak, flops_per_token
 from electra_fast.training.hardware import settle_hardware
-from electra_fast.training.optim import Optimizer, lr_scale
+from electra_fast.training.opening import opening
+from electra_fast.training.optim import Optimizer
+from electra_fast.training.rank_check import fingerprint, odd_ranks, slowest
 from electra_fast.training.run import Run
-from electra_fast.training.step import GRAD_NORM, StepTimer, TrainStep
+from electra_fast.training.run_log import RunLog
+from electra_fast.training.spikes import split_state
+from electra_fast.training.step import GRAD_NORM, SKIPPED, TrainStep
+from electra_fast.training.step_timer import StepTimer
+from electra_fast.training.world import World
 
-# A run whose learning rate never reaches this fraction of its peak is hardly what was meant.
-LOW_PEAK = 0.5
 # Fields of a loader's state that decide the stream of rows.
 STREAM = ("seed", "corpus", "options")
 
 
-class Trainer:
-    """One session of a run: the state that a checkpoint stores, and the loop."""
+class TimeLimit:
+    """Tells when a session must stop so that it ends within its time.
 
-    def __init__(self, run: Run, corpus: Corpus) -> None:
-        self.device = choose_device()
-        run, self.notes = settle_hardware(run, self.device)
+    Args:
+        minutes: That the session may take; 0: any.
+        start: When it began, by `time.monotonic`.
+    """
+
+    def __init__(self, minutes: float, start: float) -> None:
+        self._end = start + 60 * minutes if minutes else math.inf
+        self._last = math.inf
+        self._longest_step = 0.0
+
+    def is_up(self, saving_seconds: float) -> bool:
+        """Asked before each step: whether the one after it, and then a checkpoint that takes so long, may be too late.
+
+        Both are given twice the time that they have taken.
+        """
+        now = time.monotonic()
+        self._longest_step, self._last = max(self._longest_step, now - self._last), now
+        return now + 4 * self._longest_step + 2 * saving_seconds > self._end
+
+
+class Trainer:
+    """One session of a run on one of its ranks: the state that a checkpoint stores, and the loop.
+
+    Everything that waits for other ranks happens on all of them, in the same order; the first one reads and writes.
+    """
+
+    def __init__(self, run: Run, corpus: Corpus, world: World, faults: Faults | None = None) -> None:
+        self.device, self.world, self.faults = choose_device(), world, faults or Faults(world.rank)
+        run, self.notes = world.from_first(lambda: settle_hardware(run, self.device))
         self.run, self.config, self.corpus = run, run.config, corpus
         self.compute = choose_compute(self.config, self.device)
         self.model = Electra(self.config).to(self.device)
-        if run.checkpoint is not None:
-            checkpoint.load_parameters(self.model, run.checkpoint)
         if self.config.generator.kind == "unigram":
             self._count_tokens()
         self.optimizer = Optimizer(self.model.named_parameters(), self.config.optimizer)
-        self.loader = BatchLoader.from_config(self.config)
+        self.loader = BatchLoader.from_config(self.config, rank=world.rank, world_size=world.size)
         execution = self.config.train.execution
-        self.train_step = TrainStep(self.model, self.optimizer, self.config, self.compute, execution)
+        self.train_step = TrainStep(
+            self.model, self.optimizer, self.config, self.compute, execution, world=world, faults=self.faults
+        )
         self.timer = StepTimer(self.train_step)
         self.state = TrainState()
         self.next_warning, self.num_captures, self.num_compilations = 0, 0, 0
-        self.saved_step, self.new_stream = -1, False
+        self.saved_step, self.new_stream, self.waited_before = -1, False, 0.0
         if run.checkpoint is not None and run.state is not None:
             self._restore(run.checkpoint, run.state)
         self.stage = self.train_step.stage
         self.peak = device_peak(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         train = self.config.train
+        self.writer = CheckpointWriter(run.folder, train.keep_checkpoints)
+        self.blocked_seconds = 0.0
+        self.rank_seconds = [0.0] * world.size
         self.every = {"log": train.log_every, "checkpoint": train.checkpoint_every}
         if train.eval_every and corpus.holdout is not None:
             self.every["evaluation"] = train.eval_every
@@ -76,150 +109,230 @@ class Trainer:
         """Gives the proposal the token counts of the corpus; seconds where that has billions."""
         assert self.model.proposal is not None
         start = time.perf_counter()
-        self.model.proposal.set_counts(torch.from_numpy(self.corpus.token_counts()))
+        self.model.proposal.set_counts(torch.from_numpy(self.world.from_first(self.corpus.token_counts)))
         seconds = time.perf_counter() - start
         self.notes.append(
             f"generator.kind = unigram: counted {self.corpus.num_tokens / 1e6:.2f} M tokens in {seconds:.1f} s"
         )
 
-    def train(self, stop: StopRequest) -> int:
+    def train(self, stop: StopRequest, start: float) -> int:
         """The loop, to the last step or to a stop; returns the step reached, of which there is a checkpoint.
 
-        Reads back from the device only where it logs, evaluates or saves.
+        Reads back from the device only where it logs, evaluates or saves. All ranks stop after the same step: `stop`
+        becomes what they have agreed on. `start` is when the session began, by `time.monotonic`.
         """
         state, num_steps = self.state, self.config.train.steps
-        record_environment(self.run.folder, environment(self.device, self.compute, self.config.train.execution))
+        if self.world.is_first:
+            facts = environment(self.device, self.compute, self.config.train.execution, self.world.size)
+            record_environment(self.run.folder, facts)
+        limit = TimeLimit(self.config.train.max_minutes, start)
+        agreed = stop if self.world.size == 1 else StopRequest()
+        is_time_up = False
         with (
             closing(self.train_step),
-            JsonLines(self.run.folder / "metrics.jsonl", state.step) as log,
-            JsonLines(self.run.folder / "evaluations.jsonl", state.step) as evaluations,
-            TrainingProgress(state.step, num_steps) as progress,
+            self.writer,
+            RunLog(self.run.folder, state.step, num_steps, is_silent=not self.world.is_first) as log,
         ):
             for line in self._opening():
-                progress.say(line)
-            self.timer.start()
-            while state.step < num_steps and not stop:
-                self.train_step(next(self.loader), state.step)
-                self._say_changes(progress)
+                log.say(line)
+            self._start_timer()
+            while state.step < num_steps and not agreed and not is_time_up:
+                self.faults.strike(state.step, self.model)
+                is_time_up = limit.is_up(self.writer.last_write_seconds)
+                told = self.train_step(next(self.loader), state.step, (stop.signal, is_time_up))
+                if agreed is not stop:
+                    agreed.signal, is_time_up = int(told[0]), bool(told[1])
+                self._say_changes(log)
                 self.timer.tick()
                 state.step += 1
                 state.log_window.steps += 1
-                progress.advance(state.step)
+                log.advance(state.step)
                 # A log window does not span two stages.
                 is_last = state.step == self.stage.first_step + self.stage.num_steps
                 due = {what for what, every in self.every.items() if state.step % every == 0 or is_last}
                 if due:
                     self._stop_timer()
                     if "log" in due:
-                        self._log(log, progress)
+                        self._log(log)
                     if "evaluation" in due:
-                        self._evaluate(evaluations, progress)
+                        self._evaluate(log)
                     if "checkpoint" in due:
                         self._save()
-                    self.timer.start()
+                    self._start_timer()
             if self.saved_step != state.step:
                 self._stop_timer()
                 self._save()
+            self.writer.wait()
             if state.step == num_steps:
-                progress.say(self._closing())
+                log.say(self._closing())
+            elif is_time_up and not agreed:
+                minutes = self.config.train.max_minutes
+                log.say(
+                    f"{self.run.folder}: train.max_minutes = {minutes:g} are nearly over: stopped at step {state.step} "
+                    f"of {num_steps}, checkpoint written; run again to resume"
+                )
+        stop.signal = agreed.signal
         return state.step
 
     def _stop_timer(self) -> None:
-        """Waits for the device and counts the seconds; raises Diverged where the steps gave no numbers."""
+        """Waits for the device and counts the seconds; raises TrainingFailed where training must not go on."""
         self.state.log_window.totals = self.train_step.read_totals()
         self._check_finite()
         seconds = self.timer.stop()
         self.state.seconds += seconds
         self.state.log_window.seconds += seconds
+        if self.world.size > 1:
+            waited = self.world.wait_seconds - self.waited_before
+            self._check_ranks(max(seconds - waited, self.train_step.take_device_seconds()))
+        self.writer.check()
+
+    def _start_timer(self) -> None:
+        self.timer.start()
+        self.waited_before = self.world.wait_seconds
 
     def _check_finite(self) -> None:
         window, step = self.state.log_window, self.state.step
         bad = [name for name, value in window.totals.items() if not math.isfinite(value)]
-        if not bad:
-            return
-        kept = checkpoint_folder.steps(self.run.folder)
-        remedy = f"step-{kept[-1]} is the last good checkpoint" if kept else "there is no checkpoint yet"
-        raise Diverged(
-            f"{self.run.folder}: {' and '.join(bad)} became nan or infinite in steps {step - window.steps + 1}-{step}; "
-            f"{remedy}; start again with a lower optimizer.learning_rate or a longer optimizer.warmup_steps"
-        )
+        remedy = "start again with a lower optimizer.learning_rate or a longer optimizer.warmup_steps"
+        where = f"in steps {step - window.steps + 1}-{step}; {self._last_good()}; {remedy}"
+        if bad:
+            self._fail(Diverged(f"{self.run.folder}: {' and '.join(bad)} became nan or infinite {where}"))
+        spikes, most = self.train_step.spikes, self.config.train.skip_spikes
+        if spikes is not None and (in_a_row := spikes.take_longest()) >= most:
+            self._fail(Diverged(f"{self.run.folder}: {in_a_row} steps in a row were spikes and skipped, {where}"))
 
-    def _log(self, log: JsonLines, progress: TrainingProgress) -> None:
+    def _check_ranks(self, own_seconds: float) -> None:
+        """Compares the ranks' parameters, and adds up the time that each has spent on its own work."""
+        found = self.world.objects((fingerprint(self.model), own_seconds))
+        self.rank_seconds = [total + own for total, (_, own) in zip(self.rank_seconds, found, strict=True)]
+        if odd := odd_ranks([each for each, _ in found]):
+            self._fail(
+                TrainingFailed(
+                    f"{self.run.folder}: step {self.state.step}: {odd}; {self._last_good()}; start again to resume "
+                    "there, without the machine of that rank if it happens again"
+                )
+            )
+
+    def _last_good(self) -> str:
+        kept = checkpoint_folder.steps(self.run.folder)
+        return f"step-{kept[-1]} is the last good checkpoint" if kept else "there is no checkpoint yet"
+
+    def _fail(self, error: TrainingFailed) -> NoReturn:
+        """Ends all ranks, which have found the same; the first says so."""
+        raise error if self.world.is_first else ReportedElsewhere
+
+    def _log(self, log: RunLog) -> None:
         record = self._record()
-        log.write(record)
-        progress.report(record)
-        self._warn(record, progress)
+        log.write_metrics(record)
+        self._warn(record, log)
         self.state.log_window = LogWindow()
         self.train_step.set_totals({})
 
     def _record(self) -> dict[str, Number]:
         """A line of metrics.jsonl: metrics over the log window, and where the run stands."""
         state, window, times = self.state, self.state.log_window, self.timer.take_step_times()
-        tokens = int(window.totals["tokens"])
+        tokens, num_taken = int(window.totals["tokens"]), window.steps - int(window.totals[SKIPPED])
         state.tokens += tokens
         speed = tokens / window.seconds if window.seconds > 0 else 0.0
-        return {
+        blocked, self.blocked_seconds = self.writer.blocked_seconds - self.blocked_seconds, self.writer.blocked_seconds
+        record: dict[str, Number] = {
             "step": state.step,
             **self.stage.objective.metrics(window.totals),
             "learning_rate": self.train_step.lr_scale(state.step - 1) * self.config.optimizer.learning_rate,
-            "grad_norm": window.totals[GRAD_NORM] / window.steps,
+            "grad_norm": window.totals[GRAD_NORM] / num_taken if num_taken else None,
             "tokens_per_second": speed,
-            "mfu": speed * flops_per_token(self.config, [self.stage]).total / self.peak if self.peak else None,
+            "mfu": self._mfu(speed),
             "seconds": state.seconds,
             "tokens": state.tokens,
             "step_seconds": times.median if times else None,
             "step_seconds_longest": times.longest if times else None,
+            "checkpoint_seconds": blocked,
         }
+        if self.config.train.skip_spikes:
+            record["skipped_steps"] = window.steps - num_taken
+        if self.world.size > 1:
+            rank, seconds = slowest(self.rank_seconds)
+            record |= {"slowest_rank": rank, "slowest_rank_seconds": seconds / window.steps}
+            self.rank_seconds = [0.0] * self.world.size
+        return record
 
-    def _evaluate(self, evaluations: JsonLines, progress: TrainingProgress) -> None:
+    def _mfu(self, tokens_per_second: float) -> float | None:
+        if self.peak is None:
+            return None
+        flops = tokens_per_second * flops_per_token(self.config, [self.stage]).total
+        return flops / self.peak / self.world.size
+
+    def _evaluate(self, log: RunLog) -> None:
         assert self.corpus.holdout is not None
-        num_batches = self.config.train.eval_batches
         found = evaluate_model(
-            self.model, self.corpus.holdout, self.config, self.compute, num_batches, self.stage.objective
+            self.model,
+            self.corpus.holdout,
+            self.config,
+            self.compute,
+            self.config.train.eval_batches,
+            self.stage.objective,
+            self.world,
         )
-        evaluations.write({"step": self.state.step, **found})
-        progress.say(f"step {self.state.step}: validation: {_validation_text(found)}")
+        log.write_evaluation({"step": self.state.step, **found})
+        log.say(f"step {self.state.step}: validation: {_validation_text(found)}")
 
-    def _say_changes(self, progress: TrainingProgress) -> None:
+    def _say_changes(self, log: RunLog) -> None:
         """Reports a new stage, and each capture of the graph, which takes as long as many steps."""
         if self.train_step.stage != self.stage:
             self.stage = self.train_step.stage
-            progress.say(
+            log.say(
                 f"step {self.state.step}: {self.stage.name} begins: the optimizer's moments are reset, the learning "
                 f"rate's schedule restarts"
             )
         for compilation in self.train_step.compilations[self.num_compilations :]:
-            progress.say(f"step {compilation.step}: compiled the step in {compilation.seconds:.0f} s")
+            log.say(f"step {compilation.step}: compiled the step in {compilation.seconds:.0f} s")
             self.num_compilations += 1
         for capture in self.train_step.captures[self.num_captures :]:
             again = f" again: {capture.reason}" if capture.reason else ""
-            progress.say(f"step {capture.step}: captured the step as a CUDA graph in {capture.seconds:.1f} s{again}")
+            log.say(f"step {capture.step}: captured the step as a CUDA graph in {capture.seconds:.1f} s{again}")
             self.num_captures += 1
 
-    def _warn(self, record: dict[str, Number], progress: TrainingProgress) -> None:
+    def _warn(self, record: dict[str, Number], log: RunLog) -> None:
         step = self.state.step
         is_warm = step - self.stage.first_step > self.config.optimizer.warmup_steps
         message = metrics.warning(record) if is_warm else None
         if message and step >= self.next_warning:
-            progress.say(f"step {step}: warning: {message}")
+            log.say(f"step {step}: warning: {message}")
             self.next_warning = step + 20 * self.config.train.log_every
 
     def _save(self) -> None:
         state = self.state
         state.corpus, state.loader = self.corpus.content_hash, self.loader.state()
         state.token_type_1_trained |= state.step > 0 and self.config.data.packing == "google"
-        keep = self.config.train.keep_checkpoints
-        checkpoint.save(self.run.folder, self.model, self.optimizer.state_dict(), state, keep)
+        if self.world.is_first:
+            self.writer.save(self.config, checkpoint.stored(self.model), self._optimizer_state(), state)
         self.saved_step = state.step
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        spikes = self.train_step.spikes
+        return self.optimizer.state_dict() | (spikes.state_dict() if spikes is not None else {})
 
     def _restore(self, directory: Path, state: TrainState) -> None:
         self.state, self.saved_step = state, state.step
-        if state.loader is None:
-            return  # an imported model: its training starts here
-        self.train_step.resume(state.step)
-        self.optimizer.load_state_dict(checkpoint.read_tensors(directory / "optimizer.safetensors"))
-        self.train_step.set_totals(state.log_window.totals)
-        self._restore_loader(state.loader)
+        if state.loader is not None:  # no imported model, whose training starts here
+            self.train_step.resume(state.step)
+        self.optimizer.num_updates = self.world.from_first(lambda: self._read(directory, state))
+        for tensor in (*checkpoint.stored(self.model).values(), *self._optimizer_state().values()):
+            if tensor.device == self.device:
+                self.world.broadcast(tensor)
+        if state.loader is not None:
+            self.train_step.set_totals(state.log_window.totals)
+            self._restore_loader(state.loader)
+
+    def _read(self, directory: Path, state: TrainState) -> int:
+        """Fills model and optimizer from a checkpoint; returns the number of updates."""
+        checkpoint.load_parameters(self.model, directory)
+        if state.loader is not None:
+            own, spikes = split_state(checkpoint.read_tensors(directory / "optimizer.safetensors"))
+            self.optimizer.load_state_dict(own)
+            if self.train_step.spikes is not None and spikes:
+                self.train_step.spikes.load_state_dict(spikes)
+        return self.optimizer.num_updates
 
     def _restore_loader(self, state: dict[str, Any]) -> None:
         """Restores the stream of rows; if an allowed change makes it a different one, starts that at the next epoch."""
@@ -232,60 +345,28 @@ class Trainer:
 
     def _opening(self) -> Iterator[str]:
         """What the user should know before the first step."""
-        steps = self.config.train.steps
-        start = f"resumes at step {self.state.step} of {steps}" if self.state.step else f"starts; {steps} steps"
-        num_parameters = sum(p.numel() for p in self.model.parameters())
-        peak = "" if self.peak else "; no known peak for this device, so no MFU"
-        yield (
-            f"{self.run.folder}: {start}, {num_parameters / 1e6:.2f} M parameters, "
-            f"{self.corpus.num_tokens / 1e6:.2f} M tokens in the corpus, "
-            f"{flops_per_token(self.config).total / 1e6:.3g} MFLOP per token{peak}"
-        )
+        yield from opening(self.run, self.corpus, self.state, sum(p.numel() for p in self.model.parameters()))
+        if self.world.size > 1:
+            num_rows = len(self.train_step.backward.division.rows)
+            yield f"{self.world.size} ranks; the first has {num_rows} of {self.config.train.batch_size} rows per step"
         yield from self.notes
-        data = self.config.data
-        if data.packing == "google" and not self.state.step:
-            seed = self.config.train.seed
-            yield google_drops(data.corpus, self.corpus.num_tokens, data.sequence_length, seed=seed)
-        for name, (was, now) in self.run.changes.items():
-            yield f"changed at step {self.state.step}: {name} = {was!r} is now {now!r}"
-        if "train.steps" in self.run.changes:
-            yield self._rate_change(int(self.run.changes["train.steps"][0]))
+        if self.peak is None:
+            yield "no known peak of this device, so no MFU"
         if self.new_stream:
             yield "the change makes other rows of the corpus: their order starts anew, with another epoch"
         if self.config.train.execution == "compile":
             gain = "; on a CPU, eager is about as fast" if self.device.type == "cpu" else ""
             yield f"train.execution = compile: the first step takes a minute or more, since it compiles{gain}"
-        yield from self._low_peak()
-
-    def _rate_change(self, num_steps: int) -> str:
-        """What stretching the schedule from `num_steps` does to the learning rate."""
-        optimizer, steps = self.config.optimizer, self.config.train.steps
-        before, after = (
-            lr_scale(optimizer, min(self.state.step, total), total) * optimizer.learning_rate
-            for total in (num_steps, steps)
-        )
-        return (
-            f"the schedule is stretched: the learning rate of step {self.state.step} is {after:.3g} "
-            f"(it was {before:.3g}) and falls to 0 at step {steps}"
-        )
-
-    def _low_peak(self) -> Iterator[str]:
-        optimizer, steps = self.config.optimizer, self.config.train.steps
-        # Both schedules have one peak: at the end of the warmup, or in the middle of a warmup that is too long.
-        at = (min(optimizer.warmup_steps, steps - 1), steps // 2)
-        peak = max(lr_scale(optimizer, step, steps) for step in at)
-        if peak < LOW_PEAK:
-            yield (
-                f"warning: optimizer.warmup_steps = {optimizer.warmup_steps} with train.steps = {steps}: the learning "
-                f"rate never passes {peak:.0%} of optimizer.learning_rate = {optimizer.learning_rate:g}; "
-                f"lower optimizer.warmup_steps (-1: a twentieth of the steps)"
-            )
 
     def _closing(self) -> str:
         memory = ""
         if self.device.type == "cuda":
             memory = f"; peak memory {torch.cuda.max_memory_allocated(self.device) / 2**30:.2f} GiB"
-        return f"{self.run.folder}: step {self.state.step} of {self.config.train.steps}: finished{memory}"
+        writer = self.writer
+        saved = (
+            f"; {writer.num_written} checkpoints written beside training, which waited {writer.blocked_seconds:.1f} s"
+        )
+        return f"{self.run.folder}: step {self.state.step} of {self.config.train.steps}: finished{memory}{saved}"
 
 
 def _validation_text(found: dict[str, Number]) -> str:

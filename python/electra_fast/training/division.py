@@ -1,0 +1,64 @@
+"""How the rows of a step are divided: among ranks, into groups whose gradients are added up, into micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from electra_fast.config import TrainConfig
+from electra_fast.errors import InputError
+
+NUM_EXACT_GROUPS = 4
+"""Groups of a step under `train.reduce = "exact"`, for any number of ranks that divides it."""
+
+
+def share(total: int, part: int, num_parts: int) -> range:
+    """The part of `total` things that goes to one of `num_parts`, as `BatchLoader` divides the rows of a batch."""
+    return range(part * total // num_parts, (part + 1) * total // num_parts)
+
+
+@dataclass(frozen=True)
+class Division:
+    """What one rank computes of a step.
+
+    Args:
+        rows: Its rows, numbered within the step.
+        groups: For each of its groups, the micro-batches: ranges of rows, none of them empty.
+        own: The numbers of its groups.
+        num_groups: Groups of all ranks.
+    """
+
+    rows: range
+    groups: tuple[tuple[range, ...], ...]
+    own: range
+    num_groups: int
+
+    @classmethod
+    def of(cls, train: TrainConfig, rank: int = 0, world_size: int = 1, num_processes: int = 1) -> Division:
+        """The division of a step by `train.reduce` and `train.accumulate`.
+
+        `fast` has a group per rank. With `exact` the groups, and so the sums within them, are the same for any number
+        of ranks. `num_processes` processes of a rank share each micro-batch. ValueError if the ranks do not divide the
+        groups.
+        """
+        num_groups = world_size
+        if train.reduce == "exact":
+            num_groups = NUM_EXACT_GROUPS
+            if num_groups % world_size:
+                raise InputError(
+                    f'train.reduce = "exact" needs 1, 2 or 4 ranks, not {world_size}; set train.reduce = "fast"'
+                )
+        own = share(num_groups, rank, world_size)
+        return cls(
+            rows=share(train.batch_size, rank, world_size),
+            groups=tuple(
+                _micro_batches(share(train.batch_size, group, num_groups), train.accumulate * num_processes)
+                for group in own
+            ),
+            own=own,
+            num_groups=num_groups,
+        )
+
+
+def _micro_batches(rows: range, count: int) -> tuple[range, ...]:
+    parts = (rows[part.start : part.stop] for part in (share(len(rows), i, count) for i in range(count)))
+    return tuple(part for part in parts if part)

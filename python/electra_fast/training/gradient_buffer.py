@@ -1,0 +1,99 @@
+"""The gradients of a step in one flat buffer, and their sum over groups and ranks.
+
+The buffer is why no DDP wrapper is needed: models of this size send all gradients in one message after the last
+micro-batch, at fixed addresses between two CUDA graphs.
+
+Shapes: G groups of a rank, N numbers: all gradients and the loss, R ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from electra_fast.training.division import Division
+from electra_fast.training.world import World
+
+# Floats in a cache line, at which each tensor begins.
+_ALIGNMENT = 16
+
+
+class GradientBuffer:
+    """Collects the gradients of a rank's groups, adds them up over all, and hands them to the parameters.
+
+    Args:
+        parameters: Those that train, by name.
+        division: Of the step.
+        is_exact: Add the groups up as a balanced binary tree, whose sums are the same for any number of ranks.
+        world: The ranks.
+
+    `loss` is the step's loss after `reduce`, an fp32 scalar.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], division: Division, is_exact: bool, world: World
+    ) -> None:
+        self._parameters, self._world, self._is_exact = list(parameters.values()), world, is_exact
+        self._names = list(parameters)
+        sizes = [math.ceil(p.numel() / _ALIGNMENT) * _ALIGNMENT for p in self._parameters]
+        starts = [0, *itertools.accumulate(sizes)]
+        # The loss, and room so that each rank can have an equal part.
+        unit = _ALIGNMENT * world.size
+        length = math.ceil((starts[-1] + 1) / unit) * unit
+        device = self._parameters[0].device
+        self._buffer_GN = torch.zeros(len(division.groups), length, device=device)
+        self._views = [
+            [row[start : start + p.numel()].view(p.shape) for start, p in zip(starts, self._parameters, strict=False)]
+            for row in self._buffer_GN
+        ]
+        self._losses = [row[starts[-1]] for row in self._buffer_GN]
+        self.flat_N, self.loss = self._buffer_GN[0], self._losses[0]
+
+    def collect(self, group: int, loss: Tensor) -> None:
+        """Copies in the gradients of a group, which may be those of no rows, and the sum of its losses."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        if all(gradient is None for gradient in gradients):
+            self._buffer_GN[group].zero_()
+            return
+        for name, gradient in zip(self._names, gradients, strict=True):
+            if gradient is None:
+                raise RuntimeError(f"parameter {name} has no gradient")
+        torch._foreach_copy_(self._views[group], [gradient for gradient in gradients if gradient is not None])
+        self._losses[group].copy_(loss)
+
+    def sum_groups(self) -> None:
+        """Adds up the rank's own groups."""
+        _tree_sum(self._buffer_GN.unbind())
+
+    def reduce(self) -> None:
+        """Adds up the sums of all ranks: messages, which a CUDA graph need not hold."""
+        if self._world.size == 1:
+            return
+        if not self._is_exact:
+            self._world.sum(self.flat_N)
+            return
+        parts_RN = self._world.transpose(self.flat_N.view(self._world.size, -1))
+        _tree_sum(parts_RN.unbind())
+        self._world.gather(parts_RN[0], self.flat_N)
+
+    def discard(self, skipped: Tensor) -> None:
+        """Makes the gradients 0, whatever they are, where a scalar is 1."""
+        self.flat_N.masked_fill_(skipped > 0, 0.0)
+
+    def hand_over(self) -> None:
+        """Makes the sum the parameters' gradients."""
+        for parameter, view in zip(self._parameters, self._views[0], strict=True):
+            parameter.grad = view
+
+
+def _tree_sum(tensors: Sequence[Tensor]) -> None:
+    """Adds tensors up in place, into the first, as a balanced binary tree: (0 + 1) + (2 + 3)."""
+    distance = 1
+    while distance < len(tensors):
+        for i in range(0, len(tensors) - distance, 2 * distance):
+            tensors[i].add_(tensors[i + distance])
+        distance *= 2

@@ -1,0 +1,59 @@
+"""What a session of a run tells its user before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from electra_fast.checkpoint_folder import TrainState
+from electra_fast.data.corpus import Corpus
+from electra_fast.data.prepare_report import google_drops
+from electra_fast.training.flops import flops_per_token
+from electra_fast.training.optim import lr_scale
+from electra_fast.training.run import Run
+
+# A run whose learning rate never reaches this fraction of its peak is hardly what was meant.
+LOW_PEAK = 0.5
+
+
+def opening(run: Run, corpus: Corpus, state: TrainState, num_parameters: int) -> Iterator[str]:
+    """Where the run stands, its size, and what may not be as its user thinks."""
+    config, steps = run.config, run.config.train.steps
+    start = f"resumes at step {state.step} of {steps}" if state.step else f"starts; {steps} steps"
+    yield (
+        f"{run.folder}: {start}, {num_parameters / 1e6:.2f} M parameters, "
+        f"{corpus.num_tokens / 1e6:.2f} M tokens in the corpus, "
+        f"{flops_per_token(config).total / 1e6:.3g} MFLOP per token"
+    )
+    data = config.data
+    if data.packing == "google" and not state.step:
+        yield google_drops(data.corpus, corpus.num_tokens, data.sequence_length, seed=config.train.seed)
+    for name, (was, now) in run.changes.items():
+        yield f"changed at step {state.step}: {name} = {was!r} is now {now!r}"
+    if "train.steps" in run.changes:
+        yield _rate_change(run, state.step, int(run.changes["train.steps"][0]))
+    yield from _low_peak(run)
+
+
+def _rate_change(run: Run, step: int, num_steps: int) -> str:
+    """What stretching the schedule from `num_steps` does to the learning rate."""
+    optimizer, steps = run.config.optimizer, run.config.train.steps
+    before, after = (
+        lr_scale(optimizer, min(step, total), total) * optimizer.learning_rate for total in (num_steps, steps)
+    )
+    return (
+        f"the schedule is stretched: the learning rate of step {step} is {after:.3g} "
+        f"(it was {before:.3g}) and falls to 0 at step {steps}"
+    )
+
+
+def _low_peak(run: Run) -> Iterator[str]:
+    optimizer, steps = run.config.optimizer, run.config.train.steps
+    # Both schedules have one peak: at the end of the warmup, or in the middle of a warmup that is too long.
+    at = (min(optimizer.warmup_steps, steps - 1), steps // 2)
+    peak = max(lr_scale(optimizer, step, steps) for step in at)
+    if peak < LOW_PEAK:
+        yield (
+            f"warning: optimizer.warmup_steps = {optimizer.warmup_steps} with train.steps = {steps}: the learning "
+            f"rate never passes {peak:.0%} of optimizer.learning_rate = {optimizer.learning_rate:g}; "
+            f"lower optimizer.warmup_steps (-1: a twentieth of the steps)"
+        )

@@ -1,0 +1,63 @@
+"""How long steps take, measured where they run."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from electra_fast.training.step import TrainStep
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds between the ends of consecutive steps: the median and the longest."""
+
+    median: float
+    longest: float
+
+
+class StepTimer:
+    """Seconds of training without its pauses, and the times of single steps, measured on the device where there is one.
+
+    Nothing is read from the device before `stop`, by when the caller has waited for it.
+    """
+
+    def __init__(self, step: TrainStep) -> None:
+        self._stream = step.stream
+        self._marks: list[Any] = []
+        self._step_seconds: list[float] = []
+        self._started = 0.0
+
+    def start(self) -> None:
+        """Begins, or resumes after a pause."""
+        self._started = time.perf_counter()
+        self._marks = [self._mark()]
+
+    def tick(self) -> None:
+        """Marks the end of a step."""
+        self._marks.append(self._mark())
+
+    def stop(self) -> float:
+        """Ends the span since `start` and returns its length in seconds."""
+        pairs = itertools.pairwise(self._marks)
+        if self._stream is None:
+            self._step_seconds += [end - begin for begin, end in pairs]
+        else:
+            self._step_seconds += [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+        return time.perf_counter() - self._started
+
+    def take_step_times(self) -> StepTimes | None:
+        """The times of the steps since the last call; None where there was none."""
+        seconds, self._step_seconds = sorted(self._step_seconds), []
+        return StepTimes(seconds[len(seconds) // 2], seconds[-1]) if seconds else None
+
+    def _mark(self) -> Any:
+        if self._stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
+        event.record(self._stream)
+        return event

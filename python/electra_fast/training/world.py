@@ -1,0 +1,227 @@
+"""The ranks that train one model: who they are and what they tell each other.
+
+Messages of the host (loss denominators, stop flags, objects) go through gloo, tensors of the device through the
+device's own backend: NCCL on CUDA. A rank that is alone tells nobody anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from electra_fast.errors import ElectraFastError, InputError, ReportedElsewhere, TrainingFailed
+from electra_fast.training.launch import Launch
+from electra_fast.training.watchdog import Watchdog
+
+T = TypeVar("T")
+
+# Gloo's own limit is longer than the watchdog's, which tells more.
+_PATIENCE = 2
+
+
+class World:
+    """One rank among those of a run; alone unless it is made by `join`.
+
+    `neighbours` are the ranks of this machine, this one included; none unless each machine has as many. `wait_seconds`
+    is the time that the host has waited for other ranks, or for the device.
+    """
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.wait_seconds = 0.0
+        self.neighbours: list[int] = []
+        self._neighbour_group: Any = None
+        self._watchdog: Watchdog | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def join(cls, launch: Launch, folder: Path, timeout_seconds: float) -> Iterator[Self]:
+        """The world of the processes that a launcher has started; each must enter.
+
+        Args:
+            launch: Which rank this is, and where to meet.
+            folder: Of the run; stacks go there if a rank waits too long.
+            timeout_seconds: Longest wait for another rank.
+
+        Raises TrainingFailed where the ranks do not meet, and later where one of them is gone.
+        """
+        world = cls()
+        if launch.world_size == 1:
+            yield world
+            return
+        world._meet(launch, timeout_seconds)
+        # A restarted run may find the store of the attempt before.
+        session = world.from_first(lambda: uuid.uuid4().hex)
+        world._watchdog = Watchdog(folder / "stacks", launch, session, timeout_seconds)
+        try:
+            world._find_neighbours()
+            yield world
+            world._watchdog.close()
+            with world._telling("the end of the run"):
+                dist.barrier()
+            dist.destroy_process_group()
+        finally:
+            # After a failure the group is left as it is: to destroy it would wait for ranks that are gone.
+            world._watchdog.close()
+
+    def _meet(self, launch: Launch, timeout_seconds: float) -> None:
+        self.rank, self.size = launch.rank, launch.world_size
+        backend = "gloo"
+        if torch.cuda.is_available():
+            if launch.local_rank >= torch.cuda.device_count():
+                raise InputError(
+                    f"{launch.local_world_size} ranks on a machine with {torch.cuda.device_count()} GPUs; "
+                    "start one rank per GPU"
+                )
+            torch.cuda.set_device(launch.local_rank)
+            backend = "cpu:gloo,cuda:nccl"
+        os.environ.update(launch.to_environment())
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=_PATIENCE * timeout_seconds))
+        except (RuntimeError, ValueError) as error:
+            raise TrainingFailed(
+                f"rank {self.rank}: the {self.size} ranks did not meet at {launch.address}:{launch.port}: "
+                f"{_first_line(error)}"
+            ) from None
+
+    def _find_neighbours(self) -> None:
+        """Makes a group of the ranks of each machine, if all have as many."""
+        hosts = self.objects(socket.gethostname())
+        machines = [[rank for rank, host in enumerate(hosts) if host == each] for each in dict.fromkeys(hosts)]
+        if len({len(ranks) for ranks in machines}) > 1:
+            return
+        for ranks in machines:
+            group = dist.new_group(ranks) if len(machines) > 1 else None  # by all ranks, in the same order
+            if self.rank in ranks:
+                self.neighbours, self._neighbour_group = ranks, group
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files and reports."""
+        return self.rank == 0
+
+    def exchange(self, values: Tensor) -> Tensor:
+        """What every rank tells: fp64 on the host, the same shape on each; [...] → [ranks, ...]."""
+        if self.size == 1:
+            return values[None]
+        found = torch.empty(self.size * values.numel(), dtype=values.dtype)
+        with self._telling("the other ranks' news of a step"):
+            dist.all_gather_into_tensor(found, values.flatten())
+        return found.view(self.size, *values.shape)
+
+    def sum(self, tensor: Tensor) -> None:
+        """Replaces a tensor by its sum over the ranks, the same bits on each."""
+        if self.size > 1:
+            with self._telling("a sum over the ranks"):
+                dist.all_reduce(tensor)
+
+    def gather(self, own: Tensor, out: Tensor) -> None:
+        """Concatenates flat tensors of one size in the order of the ranks; [n], [ranks * n]."""
+        with self._telling("the other ranks' tensors"):
+            dist.all_gather_into_tensor(out, own)
+
+    def gather_from_neighbours(self, own: Tensor, out: Tensor) -> None:
+        """`gather` from the ranks of this machine alone; [n], [neighbours * n]."""
+        with self._telling("the tensors of this machine's ranks"):
+            dist.all_gather_into_tensor(out, own, group=self._neighbour_group)
+
+    def transpose(self, tensor: Tensor) -> Tensor:
+        """Sends row r to rank r; the rows that the ranks have for this one, in their order; [ranks, n] → [ranks, n]."""
+        found = torch.empty_like(tensor)
+        with self._telling("the other ranks' tensors"):
+            dist.all_to_all_single(found.view(-1), tensor.view(-1))
+        return found
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replaces a tensor by that of the first rank."""
+        if self.size > 1:
+            with self._telling("the first rank's tensors"):
+                dist.broadcast(tensor.detach(), 0)
+
+    def objects(self, own: Any) -> list[Any]:
+        """An object of each rank, in their order."""
+        if self.size == 1:
+            return [own]
+        found: list[Any] = [None] * self.size
+        with self._telling("the other ranks' reports"):
+            dist.all_gather_object(found, own)
+        return found
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """What a function returns on the first rank; an error there ends the others too, without a word."""
+        if self.size == 1:
+            return work()
+        outcome: list[Any] = [None, False]
+        if self.is_first:
+            try:
+                outcome = [work(), False]
+            except (ElectraFastError, OSError):
+                self._broadcast_object([None, True])
+                raise
+        outcome = self._broadcast_object(outcome)
+        if outcome[1]:
+            raise ReportedElsewhere
+        result: T = outcome[0]
+        return result
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """What a function returns on this rank, if none of them fails; the first rank reports what failed.
+
+        For work that does not depend on other ranks, such as reading a file that each must see.
+        """
+        result, error = None, None
+        try:
+            result = work()
+        except (ElectraFastError, OSError) as caught:
+            error = caught
+        errors = self.objects(None if error is None else f"{type(error).__name__}: {error}")
+        if not any(errors):
+            return result  # type: ignore[return-value]  # work returned it
+        if error is not None and not any(errors[: self.rank]):
+            raise error
+        raise ReportedElsewhere
+
+    def _broadcast_object(self, content: list[Any]) -> list[Any]:
+        with self._telling("the first rank's preparations"):
+            dist.broadcast_object_list(content, 0, device=torch.device("cpu"))
+        return content
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around a wait that ends only if other ranks do their part: too long a one ends the process."""
+        start = time.perf_counter()
+        try:
+            with self._watchdog.waiting(what) if self._watchdog else contextlib.nullcontext():
+                yield
+        finally:
+            self.wait_seconds += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        try:
+            with self.waiting(what):
+                yield
+        except RuntimeError as error:
+            raise TrainingFailed(
+                f"rank {self.rank}: another rank is gone ({_first_line(error)}); its own last lines say why; "
+                "start again to resume at the newest checkpoint"
+            ) from None
+
+
+def _first_line(error: Exception) -> str:
+    """The first sentence of one of torch's errors, without the place in its sources."""
+    text = re.sub(r"^\[[^\]]*\] ", "", str(error).strip())
+    return re.split(r"\.\s|\n", text)[0]

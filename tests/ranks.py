@@ -1,0 +1,141 @@
+"""Several ranks of one run, as processes of this machine that a launcher might have started.
+
+To import torch takes a process seconds, so one imports it, computes nothing, and forks the ranks.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tiny_run import command
+
+TIMEOUT = 120.0
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Rank:
+    """A running rank: its process id, and what it says."""
+
+    def __init__(self, server, environment, arguments, said):
+        self._server, self._said = server, said
+        request = {"environment": environment, "arguments": arguments, "said": str(said)}
+        self.pid = server.ask(request)
+
+    def said(self):
+        return self._said.read_text()
+
+    def wait(self, timeout=TIMEOUT):
+        """The exit code, negative for a signal; a rank that takes too long is killed, and that is a failure."""
+        code = self._server.ask({"wait": self.pid, "timeout": timeout})
+        assert code is not None, f"a rank hangs:\n{self.said()}"
+        return code
+
+    def kill(self, number=signal.SIGKILL):
+        os.kill(self.pid, number)
+
+
+class Server:
+    """The process that forks ranks."""
+
+    def __init__(self):
+        start = [sys.executable, __file__]
+        self._process = subprocess.Popen(start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, request):
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def start(self, world_size, corpus, out, environment=None, **changes):
+        """Starts the ranks of a run of `tiny_run`."""
+        out = Path(out)
+        shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+        shared |= {"MASTER_PORT": str(free_port())} | (environment or {})
+        arguments = command(corpus, out, **changes)[3:]
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return [
+            Rank(self, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, arguments, Path(f"{out}-{rank}.txt"))
+            for rank in range(world_size)
+        ]
+
+    def run(self, world_size, corpus, out, environment=None, **changes):
+        """A run by so many ranks to its end; returns what they have said."""
+        return self.end(self.start(world_size, corpus, out, environment, **changes))
+
+    def end(self, ranks, codes=0):
+        """Waits for ranks that end with these exit codes; returns what they have said."""
+        found = [rank.wait() for rank in ranks]
+        said = [rank.said() for rank in ranks]
+        assert found == (codes if isinstance(codes, list) else [codes] * len(ranks)), "\n".join(said)
+        return said
+
+
+def wait_for(condition, seconds=TIMEOUT):
+    """Waits until something is true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "this never happens"
+        time.sleep(0.02)
+
+
+def fork_rank(request):
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.setsid()
+        said = os.open(request["said"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        os.environ.update(request["environment"])
+        from electra_fast.cli import main
+
+        code = main(request["arguments"])
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def wait_for_child(child, timeout):
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def serve():
+    import electra_fast.training.evaluate
+    import electra_fast.training.trainer  # noqa: F401  # for all ranks
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        reply = wait_for_child(request["wait"], request["timeout"]) if "wait" in request else fork_rank(request)
+        print(json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,180 @@
+"""The files of examples/: their scripts run with fakes of what a cluster has, and their options are ones that exist."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from electra_fast.cli_parser import build_parser
+from electra_fast.config import Config
+from electra_fast.config_file import take_overrides
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+# In place of a command: writes its name, arguments and environment to a file of that name, and exits as told.
+FAKE = """#!{python}
+import json, os, pathlib, sys
+own = pathlib.Path(sys.argv[0])
+own.with_suffix(".json").write_text(json.dumps([sys.argv[1:], dict(os.environ)]))
+sys.exit(int(os.environ.get("FAKE_" + own.name.upper(), "0")))
+"""
+PRETRAIN = ["pretrain", "--data", "/a corpus", "--out", "/a run", "--preset", "small", "--train.steps", "7"]
+ARGUMENTS = ["/a corpus", "/a run", *PRETRAIN[5:]]
+
+
+class Cluster:
+    """A PATH with fake commands, and what they were called with."""
+
+    def __init__(self, folder, *commands):
+        self._folder = folder
+        for name in commands:
+            path = folder / name
+            path.write_text(FAKE.format(python=sys.executable))
+            path.chmod(0o755)
+
+    def run(self, *command, **environment):
+        """The exit code of a command."""
+        path = f"{self._folder}{os.pathsep}{os.environ['PATH']}"
+        started = subprocess.run(command, env={**os.environ, "PATH": path, **environment}, capture_output=True)
+        return started.returncode
+
+    def arguments(self, name):
+        """Of the last call; None if there was none."""
+        return self._call(name)[0]
+
+    def environment(self, name):
+        return self._call(name)[1]
+
+    def _call(self, name):
+        path = self._folder / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else (None, None)
+
+
+def assert_command_line_is_valid(arguments):
+    rest, overrides = take_overrides(arguments)
+    options = build_parser().parse_args(rest)
+    Config.preset(options.preset, "google").override(overrides)
+    assert options.command == "pretrain" and options.data and options.out
+
+
+def torchrun_options(arguments):
+    """What torchrun of the installed torch makes of its arguments."""
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize("name", ["slurm.sh", "torchrun.sh"])
+def test_scripts_are_executable_bash(name):
+    path = EXAMPLES / name
+    assert os.access(path, os.X_OK) and path.read_text().startswith("#!/bin/bash\n")
+    subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+@pytest.mark.parametrize("code, requeued", [(138, True), (0, False), (2, False), (143, False), (137, False)])
+def test_a_slurm_job_is_requeued_after_a_warning_only(tmp_path, code, requeued):
+    cluster = Cluster(tmp_path, "srun", "scontrol")
+    job = {"SLURM_JOB_ID": "1234", "SLURM_CPUS_PER_TASK": "8", "FAKE_SRUN": str(code)}
+    assert cluster.run(str(EXAMPLES / "slurm.sh"), *ARGUMENTS, **job) == code
+    assert cluster.arguments("scontrol") == (["requeue", "1234"] if requeued else None)
+
+
+def test_a_slurm_job_starts_ranks_that_may_end_one_after_another(tmp_path):
+    cluster = Cluster(tmp_path, "srun")
+    cluster.run(str(EXAMPLES / "slurm.sh"), *ARGUMENTS, SLURM_JOB_ID="1234", SLURM_CPUS_PER_TASK="8")
+    arguments = cluster.arguments("srun")
+    start = arguments.index("python")
+    assert arguments[:start] == ["--kill-on-bad-exit=0", "--wait=60"]
+    assert arguments[start:] == ["python", "-m", "electra_fast", *PRETRAIN]
+    assert_command_line_is_valid(arguments[start + 3 :])
+    assert cluster.environment("srun")["SRUN_CPUS_PER_TASK"] == "8"
+
+
+def test_a_failed_requeue_does_not_hide_why_the_run_stopped(tmp_path):
+    cluster = Cluster(tmp_path, "srun", "scontrol")
+    job = {"SLURM_JOB_ID": "1234", "FAKE_SRUN": "138", "FAKE_SCONTROL": "1"}
+    assert cluster.run(str(EXAMPLES / "slurm.sh"), *ARGUMENTS, **job) == 138
+
+
+def test_the_options_of_sbatch_come_before_the_first_command():
+    """sbatch ignores those after it."""
+    text = (EXAMPLES / "slurm.sh").read_text()
+    options = re.findall(r"^#SBATCH (\S+)$", text, re.MULTILINE)
+    assert {"--signal=USR1@120", "--requeue", "--open-mode=append"} <= set(options)
+    first_command = re.search(r"^[^#\n]", text, re.MULTILINE).start()
+    assert text.rindex("#SBATCH") < first_command
+
+
+NODES = {
+    "one node": ({}, ("1", "gpu", "localhost:0")),
+    "several": ({"NUM_NODES": "2", "RDZV_ENDPOINT": "node1:29400"}, ("2", "gpu", "node1:29400")),
+    "so many ranks": ({"RANKS_PER_NODE": "3"}, ("1", "3", "localhost:0")),
+}
+
+
+@pytest.mark.parametrize("settings, expected", NODES.values(), ids=NODES)
+def test_torchrun_takes_its_options(tmp_path, settings, expected):
+    cluster = Cluster(tmp_path, "torchrun")
+    assert cluster.run(str(EXAMPLES / "torchrun.sh"), *ARGUMENTS, FAKE_TORCHRUN="5", **settings) == 5
+    options = torchrun_options(cluster.arguments("torchrun"))
+    assert (options.nnodes, options.nproc_per_node, options.rdzv_endpoint) == expected
+    assert (options.rdzv_backend, options.max_restarts) == ("c10d", 3)
+    assert options.module and options.training_script == "electra_fast"
+    assert options.training_script_args == PRETRAIN
+    assert {"SIGTERM", "SIGINT", "SIGUSR1"} <= set(options.signals_to_handle.split(","))
+    assert cluster.environment("torchrun")["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def test_scripts_want_a_corpus_and_a_run(tmp_path):
+    cluster = Cluster(tmp_path, "torchrun", "srun")
+    for name, command in [("torchrun.sh", "torchrun"), ("slurm.sh", "srun")]:
+        assert cluster.run(str(EXAMPLES / name), "/a corpus") != 0
+        assert cluster.arguments(command) is None
+
+
+@pytest.fixture
+def kubernetes():
+    """The objects of the file by kind."""
+    yaml = pytest.importorskip("yaml")
+    objects = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()))
+    return {each["kind"]: each for each in objects}
+
+
+def test_pods_find_each_other(kubernetes):
+    service, job = kubernetes["Service"], kubernetes["Job"]
+    pod = job["spec"]["template"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert pod["spec"]["subdomain"] == service["metadata"]["name"]
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+
+
+def test_pods_have_what_the_ranks_need(kubernetes):
+    pod = kubernetes["Job"]["spec"]["template"]["spec"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    assert "persistentVolumeClaim" in mounts["/shared"]
+    assert pod["restartPolicy"] == "Never", "podFailurePolicy requires it"
+    assert pod["terminationGracePeriodSeconds"] > 30, "torchrun itself waits so long for its ranks"
+
+
+@pytest.mark.parametrize("index, is_host", [("0", "1"), ("1", "0")])
+def test_a_pod_starts_torchrun(kubernetes, tmp_path, index, is_host):
+    job = kubernetes["Job"]
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    cluster = Cluster(tmp_path, "torchrun")
+    start = [shutil.which(container["command"][0]), *container["command"][1:], *container["args"]]
+    assert cluster.run(*start, JOB_COMPLETION_INDEX=index) == 0
+    options = torchrun_options(cluster.arguments("torchrun"))
+    assert options.nnodes == str(job["spec"]["completions"])
+    assert options.rdzv_endpoint.startswith(f"{job['metadata']['name']}-0.{kubernetes['Service']['metadata']['name']}:")
+    assert (options.rdzv_backend, options.rdzv_conf, options.max_restarts) == ("c10d", f"is_host={is_host}", 3)
+    assert options.module and options.training_script == "electra_fast"
+    assert_command_line_is_valid(options.training_script_args)
+    assert {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"} in container["env"]

@@ -1,0 +1,224 @@
+"""Runs by several ranks, with gloo on this machine: the same training as by one, through faults, stops and resumes."""
+
+import json
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from ranks import Server, wait_for
+from tiny_run import STEPS, assert_same_run, lines, weights
+
+from electra_fast import checkpoint_folder
+
+NO_DROPOUT = {"model.dropout": "0", "model.attention_dropout": "0"}
+EXACT = {"train.reduce": "exact"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def exact_run(server, validation_corpus, tmp_path_factory):
+    """An uninterrupted run by one rank, with dropout, which runs by several have to equal to the bit."""
+    out = tmp_path_factory.mktemp("exact") / "run"
+    server.run(1, validation_corpus, out, **EXACT)
+    return out
+
+
+def assert_close_runs(run, other, tolerance=1e-5):
+    ours, theirs = lines(run), lines(other)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for line, expected in zip(ours, theirs, strict=True):
+        for name in ("loss", "generator_loss", "discriminator_loss", "grad_norm"):
+            assert line[name] == pytest.approx(expected[name], rel=tolerance), name
+        assert (line["tokens"], line["replaced_fraction"]) == (expected["tokens"], expected["replaced_fraction"])
+
+
+def assert_equal_bits(run, other):
+    """Of metrics and weights; an evaluation adds up the ranks' rows in an order of its own."""
+    assert lines(run) == lines(other)
+    for line, expected in zip(*(lines(each, "evaluations.jsonl") for each in (run, other)), strict=True):
+        assert line == pytest.approx(expected, rel=1e-5)
+    ours, theirs = weights(run), weights(other)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def truncate(run, step):
+    """Leaves the checkpoints up to a step."""
+    for each in checkpoint_folder.steps(run):
+        if each > step:
+            shutil.rmtree(checkpoint_folder.path_of(run, each))
+
+
+# Rows that the ranks and micro-batches divide unevenly; fewer rows than ranks.
+@pytest.mark.parametrize(
+    ("recipe", "batch_size", "accumulate"), [("google", "8", "2"), ("modern", "7", "1"), ("paper", "3", "1")]
+)
+def test_any_number_of_ranks_trains_alike(server, validation_corpus, tmp_path, recipe, batch_size, accumulate):
+    optimizer = {"google": "adamw", "modern": "muon", "paper": "lamb"}[recipe]
+    changes = NO_DROPOUT | {"train.batch_size": batch_size, "train.accumulate": accumulate, "train.steps": "8"}
+    changes["optimizer.name"] = optimizer
+    for world_size in (1, 2, 4):
+        server.run(world_size, validation_corpus, tmp_path / str(world_size), **changes)
+    for world_size in (2, 4):
+        assert_close_runs(tmp_path / str(world_size), tmp_path / "1")
+        found = weights(tmp_path / str(world_size))
+        for name, expected in weights(tmp_path / "1").items():
+            torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_exact_gives_equal_bits_with_dropout(server, exact_run, validation_corpus, tmp_path, world_size):
+    server.run(world_size, validation_corpus, tmp_path / "run", **EXACT)
+    assert_equal_bits(tmp_path / "run", exact_run)
+
+
+def test_exact_gives_equal_bits_with_muon(server, validation_corpus, tmp_path):
+    changes = EXACT | {"optimizer.name": "muon", "train.batch_size": "10", "train.steps": "4"}
+    for world_size in (1, 2, 4):
+        server.run(world_size, validation_corpus, tmp_path / str(world_size), **changes)
+    assert_equal_bits(tmp_path / "2", tmp_path / "1")
+    assert_equal_bits(tmp_path / "4", tmp_path / "1")
+
+
+def test_two_ranks_repeat_to_the_bit(server, validation_corpus, tmp_path):
+    for name in ("first", "second"):
+        server.run(2, validation_corpus, tmp_path / name)
+    assert_same_run(tmp_path / "first", tmp_path / "second")
+
+
+def test_a_world_of_one_is_a_plain_run(server, whole_run, validation_corpus, tmp_path):
+    server.run(1, validation_corpus, tmp_path / "run")
+    assert_same_run(tmp_path / "run", whole_run)
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, 11), (1, 4), (1, 9)])
+def test_a_killed_rank_ends_the_others_and_nothing_is_lost(server, exact_run, validation_corpus, tmp_path, rank, step):
+    fault = {"ELECTRA_FAST_FAULT": f"kill@{step}/{rank}"}
+    ranks = server.start(2, validation_corpus, tmp_path / "run", fault, **EXACT)
+    codes = [2, 2]
+    codes[rank] = -signal.SIGKILL
+    said = server.end(ranks, codes)
+    assert f"rank {1 - rank}: another rank is gone" in said[1 - rank] and "Traceback" not in said[1 - rank]
+    server.run(2, validation_corpus, tmp_path / "run", **EXACT)
+    assert_equal_bits(tmp_path / "run", exact_run)
+
+
+def test_ranks_killed_at_any_moment_lose_nothing(server, exact_run, validation_corpus, tmp_path):
+    delay = 0.4
+    while True:
+        ranks = server.start(2, validation_corpus, tmp_path / "run", **EXACT)
+        time.sleep(delay)
+        delay *= 1.5
+        ranks[round(10 * delay) % 2].kill()
+        if sorted(rank.wait() for rank in ranks) in ([0, 0], [-signal.SIGKILL, 0]):
+            break
+    server.run(2, validation_corpus, tmp_path / "run", **EXACT)
+    assert_equal_bits(tmp_path / "run", exact_run)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_run_by_two_resumes_with_another_number_of_ranks(server, exact_run, validation_corpus, tmp_path, world_size):
+    server.run(2, validation_corpus, tmp_path / "run", **EXACT)
+    truncate(tmp_path / "run", 15)
+    server.run(world_size, validation_corpus, tmp_path / "run", **EXACT)
+    assert_equal_bits(tmp_path / "run", exact_run)
+
+
+def test_a_damaged_newest_checkpoint_is_left_by_all_ranks(server, exact_run, validation_corpus, tmp_path):
+    shutil.copytree(exact_run, tmp_path / "run")
+    path = checkpoint_folder.latest(tmp_path / "run") / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    said = server.run(2, validation_corpus, tmp_path / "run", **EXACT)
+    assert "damaged" in said[0] and said[1] == ""
+    assert_equal_bits(tmp_path / "run", exact_run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(server, exact_run, validation_corpus, tmp_path, number):
+    out = tmp_path / "run"
+    ranks = server.start(2, validation_corpus, out, {"ELECTRA_FAST_FAULT": "sleep:0.05@0/0"}, **EXACT)
+    wait_for(lambda: out.exists() and checkpoint_folder.steps(out))
+    ranks[1].kill(number)
+    said = server.end(ranks, 128 + number)
+    assert "checkpoint written; run again to resume" in said[0] and "Traceback" not in said[0] + said[1]
+    assert 0 < checkpoint_folder.steps(out)[-1] < STEPS
+    server.run(2, validation_corpus, out, **EXACT)
+    assert_equal_bits(out, exact_run)
+
+
+def test_a_time_limit_stops_all_ranks_in_time(server, exact_run, validation_corpus, tmp_path):
+    out, slow = tmp_path / "run", {"ELECTRA_FAST_FAULT": "sleep:1@2/1"}
+    said = server.run(2, validation_corpus, out, slow, **EXACT, **{"train.max_minutes": "0.15"})
+    assert "train.max_minutes = 0.15 are nearly over: stopped at step" in said[0]
+    assert 2 < checkpoint_folder.steps(out)[-1] < STEPS
+    server.run(2, validation_corpus, out, **EXACT)
+    assert_equal_bits(out, exact_run)
+
+
+def test_nan_on_one_rank_is_said_by_one(server, validation_corpus, tmp_path):
+    ranks = server.start(2, validation_corpus, tmp_path / "run", {"ELECTRA_FAST_FAULT": "nan@5/1"}, **NO_DROPOUT)
+    said = server.end(ranks, 2)
+    assert "grad_norm became nan or infinite in steps 5-6; step-3 is the last good checkpoint" in said[0]
+    assert said[1] == ""
+
+
+def test_nan_on_one_rank_is_skipped_by_all(server, validation_corpus, tmp_path):
+    """It is counted, and its tokens are not; a run that skips no step equals one that could not."""
+    for name, fault in (("whole", ""), ("nan", "nan@5/1")):
+        fault = {"ELECTRA_FAST_FAULT": fault} if fault else None
+        server.run(2, validation_corpus, tmp_path / name, fault, **NO_DROPOUT, **{"train.skip_spikes": "3"})
+    server.run(2, validation_corpus, tmp_path / "off", **NO_DROPOUT)
+    off = lines(tmp_path / "off")
+    assert [line | {"skipped_steps": 0} for line in off] == lines(tmp_path / "whole")
+    assert [line["skipped_steps"] for line in lines(tmp_path / "nan")] == [0, 1, 0, 0, 0, 0]
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "nan").values())
+    assert lines(tmp_path / "nan")[1]["tokens"] < off[1]["tokens"]
+
+
+def test_too_many_spikes_in_a_row_end_the_run(server, validation_corpus, tmp_path):
+    fault = {"ELECTRA_FAST_FAULT": "nan@5/1,nan@6/0"}
+    ranks = server.start(2, validation_corpus, tmp_path / "run", fault, **NO_DROPOUT, **{"train.skip_spikes": "2"})
+    said = server.end(ranks, 2)
+    assert "2 steps in a row were spikes and skipped, in steps 5-8; step-6 is the last good checkpoint" in said[0]
+
+
+def test_a_flipped_bit_names_the_odd_rank(server, validation_corpus, tmp_path):
+    ranks = server.start(3, validation_corpus, tmp_path / "run", {"ELECTRA_FAST_FAULT": "flip@5/2"})
+    said = server.end(ranks, 2)
+    assert "step 6: rank 2's parameters differ from those of the other ranks; step-3 is the last good" in said[0]
+    assert said[1] == said[2] == "" and checkpoint_folder.steps(tmp_path / "run") == [3]
+
+
+def test_a_hung_rank_ends_all_with_their_stacks(server, validation_corpus, tmp_path):
+    fault = {"ELECTRA_FAST_FAULT": "hang@5/1"}
+    ranks = server.start(2, validation_corpus, tmp_path / "run", fault, **{"train.timeout_seconds": "3"})
+    said = server.end(ranks, 2)
+    stacks = [(tmp_path / f"run/stacks/rank-{rank}.txt").read_text() for rank in (0, 1)]
+    assert "rank 0: waited more than 3 s for" in said[0] and "rank-0.txt" in said[0]
+    assert "rank 1: another rank waited too long for this one" in said[1]
+    assert "in exchange" in stacks[0] and "in strike" in stacks[1]
+
+
+def test_the_slowest_rank_is_in_every_line(server, validation_corpus, tmp_path):
+    said = server.run(2, validation_corpus, tmp_path / "run", {"ELECTRA_FAST_FAULT": "sleep:0.1@4/1"})
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [record["slowest_rank"] for record in records[1:]] == [1] * 5
+    assert all(0.1 < record["slowest_rank_seconds"] < 1 for record in records[1:])
+    assert "slowest rank 1: 0.1" in said[0]
+
+
+def test_what_one_rank_cannot_read_is_said_once(server, validation_corpus, tmp_path):
+    ranks = server.start(2, tmp_path / "nowhere", tmp_path / "run")
+    said = server.end(ranks, 2)
+    assert said[0].count("\n") == 1 and "nowhere" in said[0] and said[1] == ""
+    server.run(2, validation_corpus, tmp_path / "run", **{"train.steps": "4"})
+    ranks = server.start(2, validation_corpus, tmp_path / "run", **{"train.seed": "1", "train.steps": "4"})
+    said = server.end(ranks, 2)
+    assert "this run was started with train.seed = 0, now it is 1" in said[0] and said[1] == ""
