@@ -87,6 +87,23 @@ def test_exact_gives_equal_bits_with_muon(server, validation_corpus, tmp_path):
     assert_equal_bits(tmp_path / "4", tmp_path / "1")
 
 
+@pytest.mark.parametrize(("recipe", "optimizer"), [("google", "adamw"), ("modern", "muon"), ("paper", "lamb")])
+def test_a_sharded_model_trains_alike_and_resumes_anywhere(server, validation_corpus, tmp_path, recipe, optimizer):
+    """Also from a checkpoint of a whole model, and to one; with parameters of fewer rows than there are ranks."""
+    shared = NO_DROPOUT | {"optimizer.name": optimizer, "train.steps": "12", "train.batch_size": "10"}
+    sharded = shared | {"train.sharding": "full"}
+    server.run(1, validation_corpus, tmp_path / "whole", **shared)
+    server.run(2, validation_corpus, tmp_path / "run", **sharded)
+    assert_close_runs(tmp_path / "run", tmp_path / "whole")
+    for world_size, changes in ((4, sharded), (1, shared), (2, sharded)):
+        truncate(tmp_path / "run", 9)
+        server.run(world_size, validation_corpus, tmp_path / "run", **changes)
+        assert_close_runs(tmp_path / "run", tmp_path / "whole")
+    found = weights(tmp_path / "run")
+    for name, expected in weights(tmp_path / "whole").items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-4, msg=name)
+
+
 def test_two_ranks_repeat_to_the_bit(server, validation_corpus, tmp_path):
     for name in ("first", "second"):
         server.run(2, validation_corpus, tmp_path / name)

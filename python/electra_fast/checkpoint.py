@@ -78,6 +78,14 @@ def load_model(directory: Path) -> Electra:
 
 def load_parameters(model: Electra, directory: Path) -> None:
     """Fills a model from a checkpoint; ValueError names the first parameter that doesn't fit."""
+    found = read_parameters(model, directory)
+    with torch.no_grad():
+        for name, parameter in stored(model).items():
+            parameter.copy_(found[name])
+
+
+def read_parameters(model: Electra, directory: Path) -> dict[str, Tensor]:
+    """What a checkpoint has for a model, by name; ValueError names the first parameter that doesn't fit."""
     path = directory / "model.safetensors"
     found = read_tensors(path)
     own = stored(model)
@@ -90,9 +98,7 @@ def load_parameters(model: Electra, directory: Path) -> None:
                 f"{path}: parameter {name} is {list(found[name].shape)} in the checkpoint and "
                 f"{list(own[name].shape)} in this configuration; it is of another model"
             )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(found[name])
+    return found
 
 
 def stored(model: Electra) -> dict[str, Tensor]:

@@ -220,6 +220,8 @@ class Config(Configuration):
             raise InputError(
                 f"train.accumulate = {train.accumulate} does not divide train.batch_size = {train.batch_size}"
             )
+        if train.sharding == "full" and train.reduce == "exact":
+            raise InputError('train.sharding = "full" needs train.reduce = "fast": its sums have another order')
         objective_of(self).check()
 
     def generator_shape(self) -> ModelConfig:

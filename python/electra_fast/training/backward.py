@@ -19,6 +19,7 @@ from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.objectives.objective import Objective, Stage
 from electra_fast.training.division import Division
 from electra_fast.training.optim import Optimizer
+from electra_fast.training.sharding import Forward, Shards
 
 
 class GradientComputation(ABC):
@@ -84,6 +85,7 @@ class Backward(GradientComputation):
         rank: Which of the processes this is that share each micro-batch.
         num_processes: How many processes share each micro-batch.
         division: What the rank computes of a step; by default all of it.
+        shards: Of the model, if each rank holds only some rows of its parameters.
 
     `denominators` are those of the step's losses, fp64 on the device, in the order of the objective's names. `loss` is
     the loss of the last `run`, an fp32 scalar.
@@ -100,7 +102,9 @@ class Backward(GradientComputation):
         rank: int = 0,
         num_processes: int = 1,
         division: Division | None = None,
+        shards: Shards | None = None,
     ) -> None:
+        self.shards = shards
         self.model, self.compute, self.is_compiled = model, compute, execution == "compile"
         self._config, self._seed = config, config.train.seed
         self._device = next(model.parameters()).device
@@ -125,10 +129,16 @@ class Backward(GradientComputation):
         self.model.train().requires_grad_(True)
         for name in stage.frozen:
             self.model.get_submodule(name).eval().requires_grad_(False)
-        forward = stage.objective.forward
+        if self.shards is not None:
+            self.shards.follow()
+        forward = self.forward(stage.objective)
         self._forward = torch.compile(forward, fullgraph=True, dynamic=False) if self.is_compiled else forward
         self._names = tuple(stage.objective.loss_denominators(_NO_ROWS))
         self.denominators = torch.ones(len(self._names), dtype=torch.float64, device=self._device)
+
+    def forward(self, objective: Objective) -> Forward:
+        """An objective's forward pass of the model, which may be sharded."""
+        return objective.forward if self.shards is None else self.shards.root.run(objective.forward)
 
     def enter(self, step: int) -> bool:
         """Switches to the stage of this step, if it is another."""

@@ -47,6 +47,11 @@ class Division:
                 raise InputError(
                     f'train.reduce = "exact" needs 1, 2 or 4 ranks, not {world_size}; set train.reduce = "fast"'
                 )
+        if train.sharding == "full" and train.batch_size < world_size * train.accumulate:
+            raise InputError(
+                f'train.sharding = "full" needs a row per rank and micro-batch: train.batch_size = {train.batch_size} '
+                f"is less than {world_size} ranks times train.accumulate = {train.accumulate}"
+            )
         own = share(num_groups, rank, world_size)
         return cls(
             rows=share(train.batch_size, rank, world_size),

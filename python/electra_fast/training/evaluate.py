@@ -31,6 +31,7 @@ from electra_fast.training import metrics
 from electra_fast.training.corruptor import UNIGRAM, Corruptor, corrupted_rows, max_positions
 from electra_fast.training.division import share
 from electra_fast.training.mlm_accuracy import mlm_accuracy
+from electra_fast.training.sharding import Forward, padding_row
 from electra_fast.training.world import World
 
 # Masks and samples of an evaluation come from this seed, whatever the run's own.
@@ -115,14 +116,16 @@ def evaluate_model(
     max_batches: int = 0,
     objective: Objective | None = None,
     world: World | None = None,
+    forward: Forward | None = None,
 ) -> dict[str, Number]:
     """One pass (or `max_batches` batches) over a corpus, masked and sampled by `SEED`, by the configured objective.
 
-    `objective` takes its place: that of a run's stage. The ranks of a `world` divide each batch; all get the metrics.
+    `objective` takes its place: that of a run's stage, and `forward` that of its forward pass, where the model is
+    sharded. The ranks of a `world` divide each batch; all get the metrics.
     """
-    world = world or World()
+    world, objective = world or World(), objective or objective_of(config)
     batches = _batches(corpus, config, max_batches, next(model.parameters()).device, world)
-    return _judge(model, objective or objective_of(config), compute, batches, world)
+    return _judge(model, objective, compute, batches, world, forward or objective.forward)
 
 
 def _evaluate_corrupted(
@@ -144,7 +147,10 @@ def _evaluate_corrupted(
         # Judged over all tokens and no segment kept whole, whatever it was trained over.
         config = config.with_objective("electra").replace({"objective": {"contrastive_weight": 0.0}})
     batches = _batches(corpus, config, max_batches, next(model.parameters()).device, World())
-    found: dict[str, Number | str] = {**_judge(model, objective_of(config), compute, corrupted(batches), World())}
+    objective = objective_of(config)
+    found: dict[str, Number | str] = {
+        **_judge(model, objective, compute, corrupted(batches), World(), objective.forward)
+    }
     found["loss"] = None
     if "generator" not in model.networks:
         found |= {"generator_loss": None, "generator_accuracy": None}
@@ -164,7 +170,12 @@ def _batches(corpus: Path, config: Config, max_batches: int, device: torch.devic
 
 @torch.no_grad()
 def _judge(
-    model: Electra, objective: Objective, compute: ComputeConfig, batches: _Batches, world: World
+    model: Electra,
+    objective: Objective,
+    compute: ComputeConfig,
+    batches: _Batches,
+    world: World,
+    forward: Forward,
 ) -> dict[str, Number]:
     """The metrics of an objective over some batches, and the discriminator's AUC."""
     device = next(model.parameters()).device
@@ -173,13 +184,13 @@ def _judge(
     modes = {module: module.training for module in model.modules()}  # frozen parts are in evaluation mode
     model.eval()
     for number, (first_row, batch) in enumerate(batches):
+        num_rows += batch["input_ids"].shape[0]
         if batch["input_ids"].shape[0] == 0:
-            continue  # other ranks have the rows of this batch
+            batch = padding_row(batch)  # other ranks have rows, and may need this one's part of the model
         key = RngKey(torch.tensor([SEED, number], device=device), first_row)
-        output = objective.forward(model, batch, compute, key, objective.loss_denominators(batch))
+        output = forward(model, batch, compute, key, objective.loss_denominators(batch))
         for name, total in output.totals.items():
             totals[name] += total
-        num_rows += batch["input_ids"].shape[0]
         found = output.predictions
         if found is not None:
             logits.append(found.logits_T[found.valid_T].float().cpu().numpy())

@@ -18,7 +18,7 @@ from electra_fast.training.step import choose_execution
 _RULES: dict[str, Callable[[Config, torch.device], str]] = {
     "train.precision": lambda config, device: choose_precision(config.train.precision, device),
     "model.attention": lambda config, device: choose_compute(config, device).attention,
-    "train.execution": lambda config, device: choose_execution(config.train.execution, device),
+    "train.execution": lambda config, device: choose_execution(config.train.execution, device, config.train.sharding),
 }
 
 

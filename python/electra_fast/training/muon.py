@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from electra_fast.training.division import share
+from electra_fast.training.division import Division, share
+from electra_fast.training.world import World
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -50,6 +51,15 @@ class Stack:
         """Matrices of all its parameters."""
         return sum(self.num_blocks)
 
+    def join(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """The matrices of its parameters; [K, m, n]."""
+        pairs = zip(self.num_blocks, self.names, strict=True)
+        return torch.cat([parameters[name].view(k, *self.shape) for k, name in pairs])
+
+    def split(self, matrices_Kmn: Tensor) -> dict[str, Tensor]:
+        """The inverse of `join`: each parameter's matrices, by name."""
+        return dict(zip(self.names, torch.split(matrices_Kmn, list(self.num_blocks)), strict=True))
+
 
 def stacks(parameters: Mapping[str, Tensor]) -> list[Stack]:
     """Muon's parameters, grouped by the shape of their matrices."""
@@ -74,6 +84,19 @@ class MatrixDivision:
     num_groups: int = 1
     own: range = range(1)
     gather: Callable[[Tensor, Tensor], None] | None = None
+
+    @classmethod
+    def among(cls, world: World, exact: Division | None) -> MatrixDivision:
+        """Among the ranks of a machine; or by the groups of exact sums, which are the same for any number of ranks.
+
+        Among more ranks, shares of a few matrices would take longer to send than to compute (docs/scale.md).
+        """
+        if exact is not None:
+            return cls(exact.num_groups, exact.own, world.gather if world.size > 1 else None)
+        if len(world.neighbours) < 2:
+            return cls()
+        place = world.neighbours.index(world.rank)
+        return cls(len(world.neighbours), range(place, place + 1), world.gather_from_neighbours)
 
 
 class Orthogonalization:

@@ -11,7 +11,7 @@ Shapes: K blocks of a parameter, X elements of one block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from electra_fast.config import OptimizerConfig
 from electra_fast.errors import InputError
-from electra_fast.training.muon import MatrixDivision, Orthogonalization, Stack, num_blocks, stacks
+from electra_fast.training.muon import MatrixDivision, Orthogonalization, Stack, num_blocks, orthogonalize, stacks
+from electra_fast.training.sharding import Shards
 
 # 2-D parameters that Muon leaves to AdamW: tables and the classifier.
 _NOT_FOR_MUON = (".token", ".position", ".token_type", "classifier.weight")
@@ -68,6 +69,7 @@ class Optimizer:
         named_parameters: Of the model.
         config: Update rule and its settings.
         lr_factors: What the learning rate of a parameter is multiplied by, where that is not 1, by name.
+        shards: Where the parameters are only this rank's rows of a sharded model's.
     """
 
     def __init__(
@@ -75,8 +77,9 @@ class Optimizer:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         config: OptimizerConfig,
         lr_factors: Mapping[str, float] | None = None,
+        shards: Shards | None = None,
     ) -> None:
-        self.config, self._lr_factors = config, dict(lr_factors or {})
+        self.config, self._lr_factors, self._shards = config, dict(lr_factors or {}), shards
         self._all_parameters = dict(named_parameters)
         # On the device, set for each step: -learning rate, -Muon's learning rate, Adam's two bias corrections.
         self.scalars = torch.zeros(4, device=next(iter(self._all_parameters.values())).device)
@@ -117,7 +120,9 @@ class Optimizer:
             shares[least].add(name)
             loads[least] += self._update_cost(name)
         self.own_names = [name for name in self.parameters if name in shares[self._rank]]
-        self._stacks = stacks({name: self.parameters[name] for name in self.own_names if name in self._muon_names})
+        is_whole = self._shards is None
+        whole = {name: self.parameters[name] for name in self.own_names if is_whole and name in self._muon_names}
+        self._stacks = stacks(whole)
         self._orthogonalization = Orthogonalization(self._stacks, self._matrix_division, self.scalars.device)
 
     def zero_grad(self) -> None:
@@ -191,6 +196,8 @@ class Optimizer:
         adam = {name: grad for name, grad in own.items() if name not in self._muon_names}
         if adam:
             self._step_adam(adam)
+        if self._shards is not None and len(adam) < len(own):
+            self._step_sharded_muon(self._shards, {name: own[name] for name in own if name in self._muon_names})
         for number, stack in enumerate(self._stacks):
             self._prepare_muon(number, stack, own)
         return norm
@@ -207,9 +214,11 @@ class Optimizer:
 
     def _update_cost(self, name: str) -> float:
         """About how long the update of a parameter takes on a CPU, in units of AdamW's time for one element."""
-        parameter = self.parameters[name]
+        return self._matrix_cost(self.parameters[name].shape, name)
+
+    def _matrix_cost(self, shape: torch.Size, name: str) -> float:
         # Muon's iterations multiply each element about 30 times with as many numbers as the shorter side has.
-        return parameter.numel() * (1 + min(parameter.shape) / 16 if name in self._muon_names else 1)
+        return shape.numel() * (1 + min(shape) / 16 if name in self._muon_names else 1)
 
     def _step_adam(self, gradients: Mapping[str, Tensor]) -> None:
         config = self.config
@@ -239,13 +248,26 @@ class Optimizer:
             weights = [parameters[i] for i in decayed]
             torch._foreach_add_([updates[i] for i in decayed], weights, alpha=config.weight_decay)
         if config.name == "lamb":
-            for i in decayed:
-                blocks_KX = updates[i].view(num_blocks(names[i]), -1)
-                blocks_KX.mul_(_trust_ratios(parameters[i].view(blocks_KX.shape), blocks_KX))
+            self._apply_trust_ratios({names[i]: (parameters[i], updates[i]) for i in decayed})
         torch._foreach_mul_(updates, negative_lr)
         if self._lr_factors:
             torch._foreach_mul_(updates, [self._lr_factor(name) for name in names])
         torch._foreach_add_(parameters, updates)
+
+    def _apply_trust_ratios(self, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Multiplies the update of each block of the parameters by its trust ratio; both by name."""
+        if self._shards is None:
+            for name, (parameter, update) in matrices.items():
+                blocks_KX = update.view(num_blocks(name), -1)
+                sizes, lengths = (x.view(blocks_KX.shape).norm(dim=1, keepdim=True) for x in (parameter, update))
+                blocks_KX.mul_(_trust_ratios(sizes, lengths))
+            return
+        parameters, updates = (
+            [piece for name, pair in matrices.items() for piece in self._shards.blocks(name, pair[i], num_blocks(name))]
+            for i in range(2)
+        )
+        sizes, lengths = self._shards.norms([*parameters, *updates]).chunk(2)
+        torch._foreach_mul_(updates, list(_trust_ratios(sizes, lengths).unbind()))
 
     @property
     def _is_fused(self) -> bool:
@@ -287,31 +309,47 @@ class Optimizer:
                 found_inf=self._skipped,
             )
 
-    def _prepare_muon(self, number: int, stack: Stack, gradients: Mapping[str, Tensor]) -> None:
-        """Momentum of a stack, and the orthogonalized updates of this rank's part."""
+    def _nesterov(self, names: Sequence[str], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Muon's momentum moved on, and what is to be orthogonalized, by name."""
+        exp_avgs, grads = [self.exp_avg[name] for name in names], [gradients[name] for name in names]
         momentum = self.config.muon_momentum
-        exp_avgs, grads = [self.exp_avg[name] for name in stack.names], [gradients[name] for name in stack.names]
         torch._foreach_lerp_(exp_avgs, self._or_kept(grads, exp_avgs), 1 - momentum)
-        nesterov = torch._foreach_lerp(grads, exp_avgs, momentum)
-        blocks = [x.view(k, *stack.shape) for k, x in zip(stack.num_blocks, nesterov, strict=True)]
-        self._orthogonalization.compute(number, torch.cat(blocks))
+        return dict(zip(names, torch._foreach_lerp(grads, exp_avgs, momentum), strict=True))
+
+    def _prepare_muon(self, number: int, stack: Stack, gradients: Mapping[str, Tensor]) -> None:
+        """Momentum of a stack, and the orthogonalized matrices of this rank's part."""
+        self._orthogonalization.compute(number, stack.join(self._nesterov(stack.names, gradients)))
 
     def _finish_muon(self, number: int, stack: Stack) -> None:
-        negative_lr = self._lr_scalars[1]
-        lr_factors = [self._lr_factor(name) for name in stack.names]
-        parameters: list[Tensor] = [self.parameters[name] for name in stack.names]
-        orthogonal = self._orthogonalization.result(number)
-        # Makes an update's size independent of the matrix's shape (Jordan et al.).
-        aspect = math.sqrt(max(1.0, stack.shape[0] / stack.shape[1]))
-        split = torch.split(orthogonal * (negative_lr * aspect), list(stack.num_blocks))
-        updates = [x.reshape(p.shape) for x, p in zip(split, parameters, strict=True)]
+        updates = stack.split(self._orthogonalization.result(number) * self._muon_scale(stack))
+        self._apply_muon({name: updates[name].reshape(self.parameters[name].shape) for name in stack.names})
+
+    def _muon_scale(self, stack: Stack) -> Tensor:
+        """Minus the learning rate; an update's size becomes independent of the matrix's shape (Jordan et al.)."""
+        return self._lr_scalars[1] * math.sqrt(max(1.0, stack.shape[0] / stack.shape[1]))
+
+    def _step_sharded_muon(self, shards: Shards, gradients: Mapping[str, Tensor]) -> None:
+        """Muon of parameters of which this rank has some rows: each whole matrix goes to one rank and back."""
+        owners = shards.share({name: self._matrix_cost(shards.shapes[name], name) for name in gradients})
+        wholes = shards.to_owners(self._nesterov(list(gradients), gradients), owners)
+        updates: dict[str, Tensor] = {}
+        for stack in stacks(wholes):
+            orthogonal = orthogonalize(stack.join(wholes), torch.bfloat16 if self.scalars.is_cuda else torch.float32)
+            updates |= stack.split(orthogonal * self._muon_scale(stack))
+        updates = {name: update.reshape(shards.shapes[name]) for name, update in updates.items()}
+        self._apply_muon(shards.from_owners(updates, owners))
+
+    def _apply_muon(self, updates: Mapping[str, Tensor]) -> None:
+        parameters: list[Tensor] = [self.parameters[name] for name in updates]
+        directions = list(updates.values())
+        decay = self._lr_scalars[1] * self.config.weight_decay
         if self._lr_factors:
-            torch._foreach_mul_(updates, lr_factors)
-            decays = [1 + negative_lr * self.config.weight_decay * factor for factor in lr_factors]
-            torch._foreach_mul_(parameters, decays)
+            lr_factors = [self._lr_factor(name) for name in updates]
+            torch._foreach_mul_(directions, lr_factors)
+            torch._foreach_mul_(parameters, [1 + decay * factor for factor in lr_factors])
         else:
-            torch._foreach_mul_(parameters, 1 + negative_lr * self.config.weight_decay)
-        torch._foreach_add_(parameters, updates)
+            torch._foreach_mul_(parameters, 1 + decay)
+        torch._foreach_add_(parameters, directions)
 
     def _or_kept(self, gradients: list[Tensor], exp_avgs: list[Tensor]) -> list[Tensor]:
         """Gradients that leave the first moments as they are where the step is skipped."""
@@ -329,17 +367,18 @@ class Optimizer:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores what `state_dict` returned. ValueError if it is of other trained parameters or another rule."""
-        own = self.state_dict()
-        if own.keys() != state.keys():
-            odd = sorted(own.keys() ^ state.keys())[0]
-            raise InputError(f"optimizer state of another model or rule: only one of the two has {odd}")
-        for name, tensor in own.items():
+        self.check_state(state)
+        for name, tensor in self.state_dict().items():
             if name != "num_updates":
                 tensor.copy_(state[name])
         self.num_updates = int(state["num_updates"])
 
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError if a state is of other trained parameters or another rule."""
+        if odd := sorted(self.state_dict().keys() ^ state.keys()):
+            raise InputError(f"optimizer state of another model or rule: only one of the two has {odd[0]}")
 
-def _trust_ratios(blocks_KX: Tensor, updates_KX: Tensor) -> Tensor:
-    """LAMB's |parameter| / |update| of each block, 1 where either is 0; [K, X], [K, X] → [K, 1]."""
-    sizes, lengths = blocks_KX.norm(dim=1, keepdim=True), updates_KX.norm(dim=1, keepdim=True)
+
+def _trust_ratios(sizes: Tensor, lengths: Tensor) -> Tensor:
+    """LAMB's |parameter| / |update| by the norms of both, 1 where either is 0."""
     return torch.where((sizes > 0) & (lengths > 0), sizes / lengths, torch.ones_like(sizes))

@@ -33,6 +33,7 @@ from electra_fast.training.faults import Faults
 from electra_fast.training.gradient_buffer import GradientBuffer
 from electra_fast.training.muon import MatrixDivision
 from electra_fast.training.optim import Optimizer, global_norm, lr_scale
+from electra_fast.training.sharding import Shards
 from electra_fast.training.spikes import SpikeGuard
 from electra_fast.training.step_processes import StepProcesses, choose_num_processes
 from electra_fast.training.world import World
@@ -44,8 +45,12 @@ MAX_LEAD = 2
 GRAD_NORM, SKIPPED = "grad_norm", "skipped_steps"
 
 
-def choose_execution(requested: str, device: torch.device) -> str:
+def choose_execution(requested: str, device: torch.device, sharding: str = "none") -> str:
     """Resolves `auto` to an execution mode; raises ValueError if the requested one is not available."""
+    if sharding == "full":
+        if requested not in ("auto", "eager"):
+            raise InputError(f'train.execution = "{requested}" cannot run with train.sharding = "full"; set "auto"')
+        return "eager"
     if requested == "graph" and device.type != "cuda":
         raise InputError(f'train.execution = "graph" needs a CUDA device, and this is {device.type}; set "auto"')
     if requested == "auto":
@@ -84,6 +89,7 @@ class TrainStep:
             `step_processes.choose_num_processes` finds useful.
         world: The ranks among which the step's rows are divided; alone by default.
         faults: What is to happen to the losses of this rank, in tests.
+        shards: Of the model, if each rank holds only some rows of its parameters.
 
     The metric totals of the objective and the gradient norms (`GRAD_NORM`) add up on the device from call to call:
     `read_totals`, `set_totals`. `captures` lists the captures of the graphs: a second one means that a batch did not
@@ -101,6 +107,7 @@ class TrainStep:
         num_processes: int | None = None,
         world: World | None = None,
         faults: Faults | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.model, self.optimizer, self.config, self._faults = model, optimizer, config, faults
         self.world, self.objective = world or World(), objective_of(config)
@@ -116,7 +123,7 @@ class TrainStep:
         if num_processes is None:
             num_processes = choose_num_processes(config, device) if self._is_plain else 1
         division = Division.of(train, self.world.rank, self.world.size, num_processes)
-        self.backward = Backward(model, config, compute, execution, 0, num_processes, division)
+        self.backward = Backward(model, config, compute, execution, 0, num_processes, division, shards)
         self.processes: StepProcesses | None = None
         if num_processes > 1:
             buffers = {name: buffer.numpy() for name, buffer in model.named_buffers()}
@@ -126,7 +133,10 @@ class TrainStep:
         if not self._is_plain:
             self._step_vector = torch.zeros_like(self._totals_vector)
             self._step_totals = dict(zip(names, self._step_vector.unbind(), strict=True))
-            optimizer.divide_matrices(_matrix_division(division, train.reduce == "exact", self.world))
+            if shards is None:
+                optimizer.divide_matrices(
+                    MatrixDivision.among(self.world, division if train.reduce == "exact" else None)
+                )
         self._captures = device.type == "cuda" and execution != "eager"
         # A stream of its own throughout: what runs before a capture must run where the capture does.
         self.stream: torch.cuda.Stream | None = None
@@ -227,7 +237,7 @@ class TrainStep:
                 self.stream.synchronize()
 
     def _make_buffer(self) -> None:
-        if not self._is_plain:
+        if not self._is_plain and self.backward.shards is None:
             is_exact = self.config.train.reduce == "exact"
             self._buffer = GradientBuffer(self.optimizer.parameters, self.backward.division, is_exact, self.world)
 
@@ -239,6 +249,8 @@ class TrainStep:
     def _phases(self) -> list[Phase]:
         if self._is_plain:
             return [Phase(self._run_alone)]
+        if self.backward.shards is not None:
+            return [Phase(self._run_sharded, is_captured=False)]
         is_captured = self.world.size == 1 or self.config.train.capture_collectives
         phases = [Phase(self._compute_gradients), Phase(self._buffer.reduce, is_captured), Phase(self._update)]
         if self.optimizer.exchanges:
@@ -262,11 +274,27 @@ class TrainStep:
         self._step_vector.zero_()
         for group in range(len(self.backward.division.groups)):
             self.optimizer.zero_grad()
-            for each in self.backward.run(group):
-                for name, total in each.items():
-                    self._step_totals[name] += total
+            self._add_totals(self.backward.run(group))
             self._buffer.collect(group, self.backward.loss)
         self._buffer.sum_groups()
+
+    def _run_sharded(self) -> None:
+        """The whole step of a rank that holds some rows of the parameters; messages come in all of it."""
+        shards = self.backward.shards
+        assert shards is not None
+        self._step_vector.zero_()
+        shards.zero_grad()
+        self._add_totals(self.backward.run())
+        shards.take_gradients()
+        gradients = self.optimizer.gradients().values()
+        loss, norm = self.backward.loss, shards.global_norm(gradients)
+        self.world.sum(loss)
+        skipped = None if self.spikes is None else self.spikes.judge(loss, norm)
+        if skipped is not None:
+            for gradient in gradients:
+                gradient.masked_fill_(skipped > 0, 0.0)
+        self.optimizer.step(norm, skipped)
+        self._count(norm, skipped)
 
     def _update(self) -> None:
         """The update by the gradients of all ranks, up to what these have to tell each other about it."""
@@ -278,6 +306,15 @@ class TrainStep:
         self.optimizer.prepare(norm, skipped)
         if not self.optimizer.exchanges:
             self.optimizer.finish()
+        self._count(norm, skipped)
+
+    def _add_totals(self, totals: Sequence[Mapping[str, Tensor]]) -> None:
+        for each in totals:
+            for name, total in each.items():
+                self._step_totals[name] += total
+
+    def _count(self, norm: Tensor, skipped: Tensor | None) -> None:
+        """Adds the step's totals to those of the log window, unless it was skipped."""
         if self.world.is_first:  # each rank has the same ones, and the totals of all ranks are added up
             self._step_totals[GRAD_NORM] += norm
         if skipped is not None:
@@ -355,16 +392,3 @@ class TrainStep:
             if len(self._ends) > MAX_LEAD:
                 with self.world.waiting("the device, which may wait for other ranks"):
                     self._ends.popleft().synchronize()
-
-
-def _matrix_division(division: Division, is_exact: bool, world: World) -> MatrixDivision:
-    """Muon's work divided among the ranks of a machine, or as exact sums are.
-
-    Among more ranks, shares of a few matrices would take longer to send than to compute (docs/scale.md).
-    """
-    if is_exact:
-        return MatrixDivision(division.num_groups, division.own, world.gather if world.size > 1 else None)
-    if len(world.neighbours) < 2:
-        return MatrixDivision()
-    place = world.neighbours.index(world.rank)
-    return MatrixDivision(len(world.neighbours), range(place, place + 1), world.gather_from_neighbours)

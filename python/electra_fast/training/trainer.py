@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
-from electra_fast import checkpoint, checkpoint_folder
+from electra_fast import checkpoint_folder
 from electra_fast.checkpoint_folder import LogWindow, TrainState
 from electra_fast.compute import choose_compute, choose_device
 from electra_fast.data.corpus import Corpus
@@ -37,7 +36,8 @@ from electra_fast.training.optim import Optimizer
 from electra_fast.training.rank_check import fingerprint, odd_ranks, slowest
 from electra_fast.training.run import Run
 from electra_fast.training.run_log import RunLog
-from electra_fast.training.spikes import split_state
+from electra_fast.training.run_tensors import RunTensors
+from electra_fast.training.sharding import Shards, shard_model
 from electra_fast.training.step import GRAD_NORM, SKIPPED, TrainStep
 from electra_fast.training.step_timer import StepTimer
 from electra_fast.training.world import World
@@ -83,12 +83,23 @@ class Trainer:
         self.model = Electra(self.config).to(self.device)
         if self.config.generator.kind == "unigram":
             self._count_tokens()
-        self.optimizer = Optimizer(self.model.named_parameters(), self.config.optimizer)
+        shards = None
+        if self.config.train.sharding == "full" and world.size > 1:
+            shards = Shards(shard_model(self.model, world.mesh(self.device.type)))
+        named = self.model.named_parameters() if shards is None else shards.parameters.items()
+        self.optimizer = Optimizer(named, self.config.optimizer, shards=shards)
         self.loader = BatchLoader.from_config(self.config, rank=world.rank, world_size=world.size)
-        execution = self.config.train.execution
         self.train_step = TrainStep(
-            self.model, self.optimizer, self.config, self.compute, execution, world=world, faults=self.faults
+            self.model,
+            self.optimizer,
+            self.config,
+            self.compute,
+            self.config.train.execution,
+            world=world,
+            faults=self.faults,
+            shards=shards,
         )
+        self.tensors = RunTensors(self.model, self.optimizer, self.train_step.spikes, world, shards)
         self.timer = StepTimer(self.train_step)
         self.state = TrainState()
         self.next_warning, self.num_captures, self.num_compilations = 0, 0, 0
@@ -203,7 +214,8 @@ class Trainer:
 
     def _check_ranks(self, own_seconds: float) -> None:
         """Compares the ranks' parameters, and adds up the time that each has spent on its own work."""
-        found = self.world.objects((fingerprint(self.model), own_seconds))
+        is_sharded = self.train_step.backward.shards is not None  # no two ranks have the same
+        found = self.world.objects((0 if is_sharded else fingerprint(self.model), own_seconds))
         self.rank_seconds = [total + own for total, (_, own) in zip(self.rank_seconds, found, strict=True)]
         if odd := odd_ranks([each for each, _ in found]):
             self._fail(
@@ -272,6 +284,7 @@ class Trainer:
             self.config.train.eval_batches,
             self.stage.objective,
             self.world,
+            self.train_step.backward.forward(self.stage.objective),
         )
         log.write_evaluation({"step": self.state.step, **found})
         log.say(f"step {self.state.step}: validation: {_validation_text(found)}")
@@ -304,35 +317,20 @@ class Trainer:
         state = self.state
         state.corpus, state.loader = self.corpus.content_hash, self.loader.state()
         state.token_type_1_trained |= state.step > 0 and self.config.data.packing == "google"
+        tensors = self.tensors.collect()
         if self.world.is_first:
-            self.writer.save(self.config, checkpoint.stored(self.model), self._optimizer_state(), state)
+            self.writer.save(self.config, *tensors, state)
         self.saved_step = state.step
-
-    def _optimizer_state(self) -> dict[str, Tensor]:
-        spikes = self.train_step.spikes
-        return self.optimizer.state_dict() | (spikes.state_dict() if spikes is not None else {})
 
     def _restore(self, directory: Path, state: TrainState) -> None:
         self.state, self.saved_step = state, state.step
-        if state.loader is not None:  # no imported model, whose training starts here
+        is_started = state.loader is not None  # an imported model's training starts here
+        if is_started:
             self.train_step.resume(state.step)
-        self.optimizer.num_updates = self.world.from_first(lambda: self._read(directory, state))
-        for tensor in (*checkpoint.stored(self.model).values(), *self._optimizer_state().values()):
-            if tensor.device == self.device:
-                self.world.broadcast(tensor)
+        self.tensors.restore(directory, has_optimizer=is_started)
         if state.loader is not None:
             self.train_step.set_totals(state.log_window.totals)
             self._restore_loader(state.loader)
-
-    def _read(self, directory: Path, state: TrainState) -> int:
-        """Fills model and optimizer from a checkpoint; returns the number of updates."""
-        checkpoint.load_parameters(self.model, directory)
-        if state.loader is not None:
-            own, spikes = split_state(checkpoint.read_tensors(directory / "optimizer.safetensors"))
-            self.optimizer.load_state_dict(own)
-            if self.train_step.spikes is not None and spikes:
-                self.train_step.spikes.load_state_dict(spikes)
-        return self.optimizer.num_updates
 
     def _restore_loader(self, state: dict[str, Any]) -> None:
         """Restores the stream of rows; if an allowed change makes it a different one, starts that at the next epoch."""

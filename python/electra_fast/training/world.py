@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from electra_fast.errors import ElectraFastError, InputError, ReportedElsewhere, TrainingFailed
 from electra_fast.training.launch import Launch
@@ -198,6 +199,10 @@ class World:
         with self._telling("the first rank's preparations"):
             dist.broadcast_object_list(content, 0, device=torch.device("cpu"))
         return content
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """All ranks in one dimension, for FSDP."""
+        return init_device_mesh(device_type, (self.size,))
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:

@@ -1,0 +1,96 @@
+"""The tensors of a run on all of its ranks: collected for a checkpoint, and filled from one.
+
+A checkpoint knows no number of ranks: it has whole tensors, which the first rank writes and reads. Other ranks get
+them from it, so that no other needs to see the run's folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from electra_fast import checkpoint
+from electra_fast.model import Electra
+from electra_fast.training.optim import Optimizer
+from electra_fast.training.sharding import Shards
+from electra_fast.training.spikes import SpikeGuard, split_state
+from electra_fast.training.world import World
+
+_Tensors = dict[str, Tensor]
+
+
+class RunTensors:
+    """What a checkpoint has of a model, its optimizer and the guard against spikes.
+
+    Args:
+        model: Whole, or sharded.
+        optimizer: Of its parameters.
+        spikes: The guard, if there is one.
+        world: The ranks, which all make the same calls.
+        shards: Of the model, if it is sharded.
+    """
+
+    def __init__(
+        self, model: Electra, optimizer: Optimizer, spikes: SpikeGuard | None, world: World, shards: Shards | None
+    ) -> None:
+        self._model, self._optimizer, self._spikes = model, optimizer, spikes
+        self._world, self._shards = world, shards
+
+    def collect(self) -> tuple[_Tensors, _Tensors]:
+        """The tensors of model.safetensors and of optimizer.safetensors, not copied; they matter on the first rank."""
+        model, optimizer = self._local()
+        optimizer |= self._optimizer_rest()
+        if self._shards is not None:
+            for tensors in (model, optimizer):
+                for name, parameter in self._sharded(tensors).items():
+                    whole = self._shards.gather(parameter, tensors[name])
+                    tensors[name] = tensors[name] if whole is None else whole
+        return model, optimizer
+
+    def restore(self, directory: Path, *, has_optimizer: bool) -> None:
+        """Fills all from a checkpoint, which the first rank reads.
+
+        `has_optimizer` is false for an imported model, whose training starts here.
+        """
+        found: tuple[_Tensors, _Tensors] = ({}, {})
+        self._optimizer.num_updates = self._world.from_first(lambda: self._read(directory, has_optimizer, found))
+        targets = self._local()
+        for tensors, wholes in zip(targets if has_optimizer else targets[:1], found, strict=False):
+            sharded = self._sharded(tensors)
+            for name, tensor in tensors.items():
+                if self._shards is not None and name in sharded:
+                    self._shards.scatter(sharded[name], wholes.get(name), tensor)
+                    continue
+                if name in wholes:
+                    tensor.detach().copy_(wholes[name])
+                self._world.broadcast(tensor)
+
+    def _local(self) -> tuple[_Tensors, _Tensors]:
+        """The tensors of this rank on its device."""
+        model = checkpoint.stored(self._model)
+        if self._shards is not None:
+            model |= self._shards.parameters
+        optimizer = self._optimizer.state_dict()
+        del optimizer["num_updates"]
+        return model, optimizer | ({} if self._spikes is None else self._spikes.state_dict())
+
+    def _optimizer_rest(self) -> _Tensors:
+        return {"num_updates": self._optimizer.state_dict()["num_updates"]}
+
+    def _sharded(self, tensors: _Tensors) -> dict[str, str]:
+        """Names of tensors of which each rank has some rows, with the names of the parameters that they belong to."""
+        names = self._shards.shapes if self._shards is not None else {}
+        found = {name: name.removeprefix("exp_avg_sq.").removeprefix("exp_avg.") for name in tensors}
+        return {name: parameter for name, parameter in found.items() if parameter in names}
+
+    def _read(self, directory: Path, has_optimizer: bool, found: tuple[_Tensors, _Tensors]) -> int:
+        """The whole tensors of a checkpoint, and how many updates it has seen."""
+        model, optimizer = found
+        model |= checkpoint.read_parameters(self._model, directory)
+        if not has_optimizer:
+            return 0
+        own, spikes = split_state(checkpoint.read_tensors(directory / "optimizer.safetensors"))
+        self._optimizer.check_state(own)
+        optimizer |= own | (spikes if self._spikes is not None else {})
+        return int(optimizer.pop("num_updates"))

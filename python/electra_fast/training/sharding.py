@@ -1,0 +1,270 @@
+"""Full sharding (`train.sharding = "full"`): each process holds some rows of every parameter, gradient and moment.
+
+Torch's FSDP2 gathers the parameters of a layer before it computes and drops them after, and adds up gradients over all
+processes into the rows that each holds. It does so by hooks on modules, and therefore an objective's forward pass must
+be a module's: `ObjectiveModule`. `Shards` has the rows of this process as ordinary tensors, for an optimizer that knows
+nothing of FSDP, and what such an optimizer and a checkpoint need from the other processes.
+
+All processes must make the same calls in the same order, with rows of data or without (`padding_row`). FSDP's hooks
+cannot be captured in a CUDA graph.
+
+Shapes: L row length, K blocks of a fused parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from electra_fast.compute import ComputeConfig, RngKey
+from electra_fast.model import BertLayer, Electra, ModernLayer
+from electra_fast.objectives.objective import Output, Predictions
+
+Forward = Callable[[Electra, Mapping[str, Tensor], ComputeConfig, RngKey, Mapping[str, Tensor]], Output]
+"""`Objective.forward` of some objective."""
+
+_FIRST = 0  # The process that reads and writes files.
+
+
+class ObjectiveModule(nn.Module):
+    """Runs an objective's forward pass of a model as its own, around which FSDP gathers and drops parameters.
+
+    `Electra` alone cannot be the root, since objectives never call it: they call its parts and read its parameters.
+    """
+
+    def __init__(self, model: Electra) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        forward: Forward,
+        batch: Mapping[str, Tensor],
+        compute: ComputeConfig,
+        rng_key: RngKey,
+        denominators: Mapping[str, Tensor],
+    ) -> tuple[Tensor, dict[str, Tensor], Predictions | None]:
+        """The fields of `Output`, in a tuple, where torch 2.11 too finds the loss, whose gradient FSDP hooks."""
+        output = forward(self.model, batch, compute, rng_key, denominators)
+        return output.loss, output.totals, output.predictions
+
+    def run(self, forward: Forward) -> Forward:
+        """`forward` of a micro-batch of this process, with the denominators of all processes.
+
+        With gradients enabled, the loss' backward pass must follow before the next call: it drops the parameters that
+        are not a layer's. Without, they are dropped here. While they are gathered, a pass does not see what is written
+        to the shards, nor `requires_grad_` what it is called on.
+        """
+
+        def run_as_module(
+            model: Electra,
+            batch: Mapping[str, Tensor],
+            compute: ComputeConfig,
+            rng_key: RngKey,
+            denominators: Mapping[str, Tensor],
+        ) -> Output:
+            output = Output(*self(forward, batch, compute, rng_key, denominators))
+            if not torch.is_grad_enabled():
+                cast(FSDPModule, self).reshard()
+            return output
+
+        return run_as_module
+
+
+def shard_model(model: Electra, mesh: DeviceMesh) -> ObjectiveModule:
+    """Replaces a model's parameters by this process' rows of them, in place, and returns what runs it.
+
+    A layer is gathered in one piece and dropped after its forward pass; all else (embeddings, heads, norms,
+    projections) is gathered once for both passes. Gradients are summed over the processes, not averaged.
+
+    Args:
+        model: Whole and equal on all processes, on the mesh's device, where it must stay: `to` would leave the memory
+            that `Shards` refers to. Or on `meta`; then call `to_empty` on the result before `Shards` is made, and fill
+            the parameters by `Shards.scatter`, and the buffers.
+        mesh: One dimension, all processes: `init_device_mesh(device.type, (num_processes,))`.
+    """
+    root = ObjectiveModule(model)
+    layers = [module for module in model.modules() if isinstance(module, BertLayer | ModernLayer)]  # shared ones once
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(root, mesh=mesh, reshard_after_forward=False)
+    for module in (root, *layers):
+        # Gloo has no other reduction than the sum, and losses are divided by the whole step's denominators already.
+        # Both calls are needed, for each module: a factor alone asks for NCCL's PREMUL_SUM, the sum alone still
+        # divides by the number of processes.
+        cast(FSDPModule, module).set_gradient_divide_factor(1.0)
+        cast(FSDPModule, module).set_force_sum_reduction_for_comms(True)
+    return root
+
+
+def local_rows(num_rows: int, rank: int, num_processes: int) -> slice:
+    """Rows (dimension 0) of a parameter that a process holds, as `torch.chunk` divides them; possibly none."""
+    size = -(-num_rows // num_processes)
+    return slice(min(rank * size, num_rows), min((rank + 1) * size, num_rows))
+
+
+def padding_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A row of padding alone, which no loss counts, for a process that has no rows in a micro-batch.
+
+    Its forward and backward pass make the calls that the other processes wait for, and gradients of 0. The shapes
+    are those of `batch` (of `data.loader.to_torch`), which may have no rows.
+    """
+    row = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in batch.items() if name != "cu_seqlens"}
+    ends = torch.zeros(2, dtype=torch.int32, device=row["input_ids"].device)
+    ends[1:] = row["input_ids"].shape[1]
+    return row | {"cu_seqlens": ends}
+
+
+class Shards:
+    """The rows of a sharded model's parameters that this process holds, and sums and transfers over all processes.
+
+    `parameters` has them by name, shared ones once, as leaves that share memory with the model: an update of them in
+    place updates the model. `take_gradients` gives them the model's gradients, `follow` its `requires_grad`. `shapes`
+    has the shapes of the whole parameters. What is "local" below are a process' rows of a parameter, its gradient or a
+    moment.
+
+    Args:
+        root: What `shard_model` returns, before its first forward pass.
+    """
+
+    def __init__(self, root: ObjectiveModule) -> None:
+        self.root, model = root, root.model
+        # Held, since `model.named_parameters` has other ones while they are gathered.
+        self._sharded = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}
+        mesh = next(iter(self._sharded.values())).device_mesh
+        self.group, self.rank, self.num_processes = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.shapes = {name: each.shape for name, each in self._sharded.items()}
+        self.parameters = {name: nn.Parameter(each.to_local().detach()) for name, each in self._sharded.items()}
+        self.follow()
+
+    def follow(self) -> None:
+        """Marks as trained the parameters that the model trains now; call it after freezing or unfreezing some."""
+        for name, sharded in self._sharded.items():
+            self.parameters[name].requires_grad_(sharded.requires_grad)
+
+    def zero_grad(self) -> None:
+        """Sets all gradients to None."""
+        for name, sharded in self._sharded.items():
+            sharded.grad = self.parameters[name].grad = None
+
+    def take_gradients(self) -> None:
+        """Gives each parameter the gradient of its rows, summed over all processes; not copied."""
+        for name, sharded in self._sharded.items():
+            self.parameters[name].grad = None if sharded.grad is None else cast(DTensor, sharded.grad).to_local()
+
+    def rows(self, name: str, rank: int | None = None) -> slice:
+        """The rows of a parameter that a process holds, by default this one."""
+        return local_rows(self.shapes[name][0], self.rank if rank is None else rank, self.num_processes)
+
+    # Norms.
+
+    def norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Euclidean norms of tensors of which each process has a piece, possibly empty; fp32 [len(tensors)]."""
+        squares = torch.stack(torch._foreach_norm(list(tensors))).square()
+        dist.all_reduce(squares, group=self.group)
+        return squares.sqrt()
+
+    def global_norm(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Euclidean norm of all local tensors of all processes concatenated; fp32 scalar."""
+        square = torch.stack(torch._foreach_norm(list(tensors))).square().sum()
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt()
+
+    def blocks(self, name: str, local: Tensor, num_blocks: int) -> list[Tensor]:
+        """The pieces of K equal blocks of rows of the whole parameter that this process holds, as K views of `local`.
+
+        Where processes divide a fused parameter falls anywhere; a piece may be empty.
+        """
+        size, rows = self.shapes[name][0] // num_blocks, self.rows(name)
+        edges = [min(max(k * size, rows.start), rows.stop) - rows.start for k in range(num_blocks + 1)]
+        return [local[edges[k] : edges[k + 1]] for k in range(num_blocks)]
+
+    # Whole tensors, on one process.
+
+    def gather(self, name: str, local: Tensor) -> Tensor | None:
+        """The whole tensor of which each process has its rows: on the first process' CPU, elsewhere None."""
+        chunk = self._chunk(name, local)
+        chunks = [torch.empty_like(chunk) for _ in range(self.num_processes)] if self.rank == _FIRST else None
+        dist.gather(chunk, chunks, group=self.group, group_dst=_FIRST)
+        if chunks is None:
+            return None
+        return torch.cat([each.cpu() for each in chunks])[: self.shapes[name][0]]
+
+    @torch.no_grad()
+    def scatter(self, name: str, whole: Tensor | None, local: Tensor) -> None:
+        """Fills `local` on each process with its rows of the first process' whole tensor; others pass None.
+
+        ValueError, on the first process alone, if the tensor has another shape than the parameter: the others wait
+        until they are told.
+        """
+        chunk, chunks = self._chunk(name, local), None
+        if self.rank == _FIRST:
+            if whole is None or whole.shape != self.shapes[name]:
+                found = None if whole is None else list(whole.shape)
+                raise ValueError(f"parameter {name} is {list(self.shapes[name])}, and what is to fill it {found}")
+            chunks = [self._chunk(name, whole[self.rows(name, rank)].to(chunk)) for rank in range(self.num_processes)]
+        dist.scatter(chunk, chunks, group=self.group, group_src=_FIRST)
+        local.copy_(chunk[: local.shape[0]])
+
+    def _chunk(self, name: str, local: Tensor) -> Tensor:
+        """The rows with as many zeros after them as make all processes' equal in number."""
+        num_rows = self.rows(name, _FIRST).stop
+        return torch.cat((local.detach(), local.new_zeros((num_rows - local.shape[0], *local.shape[1:]))))
+
+    # Whole tensors, each on a process of its own.
+
+    def share(self, costs: Mapping[str, float]) -> dict[str, int]:
+        """An owner for each name, so that the costs of all processes are about equal; the same on all processes."""
+        owners, loads = {}, [0.0] * self.num_processes
+        for name in sorted(costs, key=lambda name: costs[name], reverse=True):
+            owners[name] = loads.index(min(loads))
+            loads[owners[name]] += costs[name]
+        return owners
+
+    def to_owners(self, locals_: Mapping[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor]:
+        """Whole tensors by name, of those that `owners` gives to this process; each exchange is one `all_to_all`."""
+        names = [[name for name in locals_ if owners[name] == rank] for rank in range(self.num_processes)]
+        sizes = [[self._size(name, rank) for name in names[self.rank]] for rank in range(self.num_processes)]
+        received = self._exchange([[locals_[name] for name in each] for each in names], sizes)
+        return {
+            name: torch.cat([pieces[i] for pieces in received]).view(self.shapes[name])
+            for i, name in enumerate(names[self.rank])
+        }
+
+    def from_owners(self, wholes: Mapping[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor]:
+        """The inverse of `to_owners`: rows of all that `owners` names, from the whole tensors that processes own."""
+        names = [[name for name in owners if owners[name] == rank] for rank in range(self.num_processes)]
+        ranks = range(self.num_processes)
+        pieces = [[wholes[name][self.rows(name, rank)] for name in names[self.rank]] for rank in ranks]
+        received = self._exchange(pieces, [[self._size(name, self.rank) for name in each] for each in names])
+        return {
+            name: piece.view(-1, *self.shapes[name][1:])
+            for each, found in zip(names, received, strict=True)
+            for name, piece in zip(each, found, strict=True)
+        }
+
+    def _size(self, name: str, rank: int) -> int:
+        """Elements of a parameter that a process holds."""
+        rows = self.rows(name, rank)
+        num_rows: int = rows.stop - rows.start
+        return num_rows * math.prod(self.shapes[name][1:])
+
+    def _exchange(self, pieces: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]) -> list[list[Tensor]]:
+        """Sends pieces to each process and receives flat ones of known sizes from each."""
+        like = next(iter(self.parameters.values()))
+        sent = [torch.cat([like.new_empty(0), *(piece.flatten() for piece in each)]) for each in pieces]
+        received = like.new_empty(sum(map(sum, sizes)))
+        dist.all_to_all_single(
+            received, torch.cat(sent), [sum(each) for each in sizes], [len(each) for each in sent], group=self.group
+        )
+        parts = torch.split(received, [size for each in sizes for size in each])
+        firsts = [sum(len(each) for each in sizes[:i]) for i in range(len(sizes))]
+        return [list(parts[first : first + len(each)]) for first, each in zip(firsts, sizes, strict=True)]
