@@ -128,7 +128,7 @@ def wait_for_child(child, timeout):
 
 
 def serve():
-    import electra_fast.training.evaluate
+    import electra_fast.training.sharding
     import electra_fast.training.trainer  # noqa: F401  # for all ranks
 
     for line in sys.stdin:

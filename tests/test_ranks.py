@@ -95,7 +95,7 @@ def test_a_sharded_model_trains_alike_and_resumes_anywhere(server, validation_co
     server.run(1, validation_corpus, tmp_path / "whole", **shared)
     server.run(2, validation_corpus, tmp_path / "run", **sharded)
     assert_close_runs(tmp_path / "run", tmp_path / "whole")
-    for world_size, changes in ((4, sharded), (1, shared), (2, sharded)):
+    for world_size, changes in ((4, sharded), (1, shared)):
         truncate(tmp_path / "run", 9)
         server.run(world_size, validation_corpus, tmp_path / "run", **changes)
         assert_close_runs(tmp_path / "run", tmp_path / "whole")
@@ -165,6 +165,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(server, exact_run, v
     ranks[1].kill(number)
     said = server.end(ranks, 128 + number)
     assert "checkpoint written; run again to resume" in said[0] and "Traceback" not in said[0] + said[1]
+    assert said[1] == "stopping after this step; once more to stop at once\n"
     assert 0 < checkpoint_folder.steps(out)[-1] < STEPS
     server.run(2, validation_corpus, out, **EXACT)
     assert_equal_bits(out, exact_run)
@@ -199,11 +200,18 @@ def test_nan_on_one_rank_is_skipped_by_all(server, validation_corpus, tmp_path):
     assert lines(tmp_path / "nan")[1]["tokens"] < off[1]["tokens"]
 
 
+def test_a_spike_is_skipped_by_all(server, tiny_corpus, tmp_path):
+    fault = {"ELECTRA_FAST_FAULT": "spike:1000@135/1"}
+    changes = {"train.steps": "140", "train.log_every": "20", "train.skip_spikes": "2", "train.checkpoint_every": "200"}
+    server.run(2, tiny_corpus, tmp_path / "run", fault, **NO_DROPOUT, **changes)
+    assert [line["skipped_steps"] for line in lines(tmp_path / "run")] == [0, 0, 0, 0, 0, 0, 1]
+
+
 def test_too_many_spikes_in_a_row_end_the_run(server, validation_corpus, tmp_path):
     fault = {"ELECTRA_FAST_FAULT": "nan@5/1,nan@6/0"}
     ranks = server.start(2, validation_corpus, tmp_path / "run", fault, **NO_DROPOUT, **{"train.skip_spikes": "2"})
     said = server.end(ranks, 2)
-    assert "2 steps in a row were spikes and skipped, in steps 5-8; step-6 is the last good checkpoint" in said[0]
+    assert "2 spikes in a row were skipped in steps 5-8; step-6 is the last good checkpoint" in said[0]
 
 
 def test_a_flipped_bit_names_the_odd_rank(server, validation_corpus, tmp_path):

@@ -50,11 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return HANDLERS[options.command](options) or 0
     except KeyboardInterrupt as interruption:
         number = interruption.signal if isinstance(interruption, Interrupted) else signal.SIGINT
+        is_reported = isinstance(interruption, Interrupted) and interruption.is_reported
         resumes = options.command in RESUMABLE
         kept = "what was finished is kept, run again to resume" if resumes else "nothing was written"
         message = str(interruption).strip() or f"interrupted; {kept}"
-        with contextlib.suppress(OSError):  # the terminal may be what has gone
-            print(f"electra-fast: {message}", file=sys.stderr)
+        if not is_reported:
+            with contextlib.suppress(OSError):  # the terminal may be what has gone
+                print(f"electra-fast: {message}", file=sys.stderr)
         return 128 + number
     except BrokenPipeError:
         # Whoever read our output (`head`, say) has closed it: not an error.

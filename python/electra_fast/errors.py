@@ -32,8 +32,9 @@ class Interrupted(KeyboardInterrupt):
     Args:
         signal: The signal's number; the command line exits with 128 plus that.
         message: What is kept, and how to resume.
+        is_reported: Whether another rank says so.
     """
 
-    def __init__(self, signal: int, message: str = "") -> None:
+    def __init__(self, signal: int, message: str = "", *, is_reported: bool = False) -> None:
         super().__init__(message)
-        self.signal = signal
+        self.signal, self.is_reported = signal, is_reported

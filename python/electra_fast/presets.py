@@ -54,6 +54,20 @@ SIZES: dict[str, dict[str, Scalar]] = {
         "train.steps": 400_000,
         "optimizer.learning_rate": 2e-4,
     },
+    # 1.35 G parameters, to plan with: nobody has published such a model, and its learning rate is a guess.
+    "xlarge": {
+        "model.num_layers": 24,
+        "model.hidden_size": 2048,
+        "model.intermediate_size": 8192,
+        "model.num_heads": 32,
+        "model.embedding_size": 2048,
+        "generator.fraction": 0.25,
+        "data.sequence_length": 512,
+        "train.batch_size": 2048,
+        "train.steps": 400_000,
+        "train.sharding": "full",
+        "optimizer.learning_rate": 1e-4,
+    },
 }
 
 RECIPES: dict[str, dict[str, Scalar]] = {

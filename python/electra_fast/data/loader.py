@@ -181,6 +181,18 @@ def to_torch(batch: ArrowArray, device: torch.device | str = "cpu") -> dict[str,
     return {name: to_device(tensor, target) for name, tensor in _from_columns(pa.record_batch(batch)).items()}
 
 
+def padding_row(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A row of padding alone, which no loss counts, for a process that has no rows in a micro-batch.
+
+    Its forward and backward pass make the calls that the other processes wait for, and gradients of 0. The shapes
+    are those of `batch` (of `to_torch`), which may have no rows.
+    """
+    row = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in batch.items() if name != "cu_seqlens"}
+    ends = torch.zeros(2, dtype=torch.int32, device=row["input_ids"].device)
+    ends[1:] = row["input_ids"].shape[1]
+    return row | {"cu_seqlens": ends}
+
+
 class HostBatch(NamedTuple):
     """A batch of a `BatchLoader` as arrays, which another process can be sent.
 

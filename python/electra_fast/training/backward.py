@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from numpy.typing import NDArray
@@ -16,10 +16,15 @@ from electra_fast.config import Config
 from electra_fast.data.loader import HostBatch, MicroBatches
 from electra_fast.model import Electra
 from electra_fast.objectives import OBJECTIVES, objective_of
-from electra_fast.objectives.objective import Objective, Stage
+from electra_fast.objectives.objective import Objective, Output, Stage
 from electra_fast.training.division import Division
 from electra_fast.training.optim import Optimizer
-from electra_fast.training.sharding import Forward, Shards
+
+if TYPE_CHECKING:
+    from electra_fast.training.sharding import Shards
+
+Forward = Callable[[Electra, Mapping[str, Tensor], ComputeConfig, RngKey, Mapping[str, Tensor]], Output]
+"""`Objective.forward` of some objective."""
 
 
 class GradientComputation(ABC):

@@ -19,7 +19,7 @@ from torch import Tensor
 from electra_fast.compute import ComputeConfig, RngKey, choose_device
 from electra_fast.config import Config
 from electra_fast.data.corpus import Corpus
-from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.data.loader import BatchLoader, padding_row, to_torch
 from electra_fast.errors import InputError
 from electra_fast.huggingface.export import load
 from electra_fast.huggingface.source import origin, tokenizer_folder
@@ -28,10 +28,10 @@ from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Number, Objective
 from electra_fast.training import metrics
+from electra_fast.training.backward import Forward
 from electra_fast.training.corruptor import UNIGRAM, Corruptor, corrupted_rows, max_positions
 from electra_fast.training.division import share
 from electra_fast.training.mlm_accuracy import mlm_accuracy
-from electra_fast.training.sharding import Forward, padding_row
 from electra_fast.training.world import World
 
 # Masks and samples of an evaluation come from this seed, whatever the run's own.

@@ -3,7 +3,6 @@
 They strike before the step with that number (0-based), and only in the first attempt of a launcher that restarts.
 
     kill                SIGKILL to the process itself
-    exit:CODE           the process ends with this exit code
     hang                the rank never goes on
     sleep:SECONDS       the rank sleeps before this step and every later one
     nan                 the rank's loss is NaN
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from electra_fast.errors import InputError
 
 VARIABLE = "ELECTRA_FAST_FAULT"
-_FORM = re.compile(r"(kill|exit|hang|sleep|nan|spike|flip)(?::([0-9.]+))?@(\d+)/(\d+)")
+_FORM = re.compile(r"(kill|hang|sleep|nan|spike|flip)(?::([0-9.]+))?@(\d+)/(\d+)")
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,6 @@ class Faults:
         for fault in self._due(step):
             if fault.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            elif fault.kind == "exit":
-                os._exit(int(fault.value))
             elif fault.kind == "hang":
                 time.sleep(1e6)
             elif fault.kind == "sleep":

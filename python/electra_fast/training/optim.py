@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from electra_fast.config import OptimizerConfig
 from electra_fast.errors import InputError
 from electra_fast.training.muon import MatrixDivision, Orthogonalization, Stack, num_blocks, orthogonalize, stacks
-from electra_fast.training.sharding import Shards
+
+if TYPE_CHECKING:
+    from electra_fast.training.sharding import Shards
 
 # 2-D parameters that Muon leaves to AdamW: tables and the classifier.
 _NOT_FOR_MUON = (".token", ".position", ".token_type", "classifier.weight")

@@ -74,6 +74,7 @@ def pretrain(
             stop.signal,
             f"{run.folder}: interrupted at step {step} of {run.config.train.steps}, checkpoint written; "
             "run again to resume",
+            is_reported=launch.rank > 0,
         )
     return Result(run.folder, step)
 

@@ -5,8 +5,9 @@ processes into the rows that each holds. It does so by hooks on modules, and the
 be a module's: `ObjectiveModule`. `Shards` has the rows of this process as ordinary tensors, for an optimizer that knows
 nothing of FSDP, and what such an optimizer and a checkpoint need from the other processes.
 
-All processes must make the same calls in the same order, with rows of data or without (`padding_row`). FSDP's hooks
-cannot be captured in a CUDA graph.
+All processes must make the same calls in the same order, with rows of data or without
+(`data.loader.padding_row`). FSDP's hooks cannot be captured in a CUDA graph. To import FSDP takes seconds, so only who
+shards a model imports this module.
 
 Shapes: L row length, K blocks of a fused parameter.
 """
@@ -14,7 +15,7 @@ Shapes: L row length, K blocks of a fused parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -27,9 +28,7 @@ from torch.distributed.tensor import DTensor
 from electra_fast.compute import ComputeConfig, RngKey
 from electra_fast.model import BertLayer, Electra, ModernLayer
 from electra_fast.objectives.objective import Output, Predictions
-
-Forward = Callable[[Electra, Mapping[str, Tensor], ComputeConfig, RngKey, Mapping[str, Tensor]], Output]
-"""`Objective.forward` of some objective."""
+from electra_fast.training.backward import Forward
 
 _FIRST = 0  # The process that reads and writes files.
 
@@ -109,18 +108,6 @@ def local_rows(num_rows: int, rank: int, num_processes: int) -> slice:
     """Rows (dimension 0) of a parameter that a process holds, as `torch.chunk` divides them; possibly none."""
     size = -(-num_rows // num_processes)
     return slice(min(rank * size, num_rows), min((rank + 1) * size, num_rows))
-
-
-def padding_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A row of padding alone, which no loss counts, for a process that has no rows in a micro-batch.
-
-    Its forward and backward pass make the calls that the other processes wait for, and gradients of 0. The shapes
-    are those of `batch` (of `data.loader.to_torch`), which may have no rows.
-    """
-    row = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in batch.items() if name != "cu_seqlens"}
-    ends = torch.zeros(2, dtype=torch.int32, device=row["input_ids"].device)
-    ends[1:] = row["input_ids"].shape[1]
-    return row | {"cu_seqlens": ends}
 
 
 class Shards:

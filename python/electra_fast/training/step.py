@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,10 +33,12 @@ from electra_fast.training.faults import Faults
 from electra_fast.training.gradient_buffer import GradientBuffer
 from electra_fast.training.muon import MatrixDivision
 from electra_fast.training.optim import Optimizer, global_norm, lr_scale
-from electra_fast.training.sharding import Shards
 from electra_fast.training.spikes import SpikeGuard
 from electra_fast.training.step_processes import StepProcesses, choose_num_processes
 from electra_fast.training.world import World
+
+if TYPE_CHECKING:
+    from electra_fast.training.sharding import Shards
 
 # Eager steps before a capture: libraries allocate workspaces and kernels are compiled at first use.
 WARM_UP = 3

@@ -6,10 +6,10 @@ run that was killed resumes from its newest checkpoint with the same losses to t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,7 +37,6 @@ from electra_fast.training.rank_check import fingerprint, odd_ranks, slowest
 from electra_fast.training.run import Run
 from electra_fast.training.run_log import RunLog
 from electra_fast.training.run_tensors import RunTensors
-from electra_fast.training.sharding import Shards, shard_model
 from electra_fast.training.step import GRAD_NORM, SKIPPED, TrainStep
 from electra_fast.training.step_timer import StepTimer
 from electra_fast.training.world import World
@@ -85,6 +84,8 @@ class Trainer:
             self._count_tokens()
         shards = None
         if self.config.train.sharding == "full" and world.size > 1:
+            from electra_fast.training.sharding import Shards, shard_model  # here, because it takes seconds
+
             shards = Shards(shard_model(self.model, world.mesh(self.device.type)))
         named = self.model.named_parameters() if shards is None else shards.parameters.items()
         self.optimizer = Optimizer(named, self.config.optimizer, shards=shards)
@@ -140,10 +141,12 @@ class Trainer:
         agreed = stop if self.world.size == 1 else StopRequest()
         is_time_up = False
         with (
-            closing(self.train_step),
+            contextlib.closing(self.train_step),
             self.writer,
             RunLog(self.run.folder, state.step, num_steps, is_silent=not self.world.is_first) as log,
         ):
+            if self.world.size > 1:
+                self._check_ranks(0.0)
             for line in self._opening():
                 log.say(line)
             self._start_timer()
@@ -202,15 +205,19 @@ class Trainer:
         self.waited_before = self.world.wait_seconds
 
     def _check_finite(self) -> None:
-        window, step = self.state.log_window, self.state.step
+        window = self.state.log_window
         bad = [name for name, value in window.totals.items() if not math.isfinite(value)]
-        remedy = "start again with a lower optimizer.learning_rate or a longer optimizer.warmup_steps"
-        where = f"in steps {step - window.steps + 1}-{step}; {self._last_good()}; {remedy}"
-        if bad:
-            self._fail(Diverged(f"{self.run.folder}: {' and '.join(bad)} became nan or infinite {where}"))
         spikes, most = self.train_step.spikes, self.config.train.skip_spikes
-        if spikes is not None and (in_a_row := spikes.take_longest()) >= most:
-            self._fail(Diverged(f"{self.run.folder}: {in_a_row} steps in a row were spikes and skipped, {where}"))
+        in_a_row = 0 if spikes is None else spikes.take_longest()
+        if bad or (spikes is not None and in_a_row >= most):
+            what = f"{' and '.join(bad)} became nan or infinite" if bad else f"{in_a_row} spikes in a row were skipped"
+            self._fail(
+                Diverged(
+                    f"{self.run.folder}: {what} in steps {self.state.step - window.steps + 1}-{self.state.step}; "
+                    f"{self._last_good()}; start again with a lower optimizer.learning_rate or a longer "
+                    "optimizer.warmup_steps"
+                )
+            )
 
     def _check_ranks(self, own_seconds: float) -> None:
         """Compares the ranks' parameters, and adds up the time that each has spent on its own work."""
@@ -226,6 +233,8 @@ class Trainer:
             )
 
     def _last_good(self) -> str:
+        with contextlib.suppress(OSError):  # a checkpoint that cannot be written is not the news
+            self.writer.wait()
         kept = checkpoint_folder.steps(self.run.folder)
         return f"step-{kept[-1]} is the last good checkpoint" if kept else "there is no checkpoint yet"
 

@@ -9,12 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch's own
-
-from electra_fast.training.launch import Launch
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch's own
 
 # Seconds between two looks at the clock and at what other ranks have found.
 _INTERVAL = 1.0
@@ -31,18 +28,15 @@ class Watchdog:
 
     Args:
         folder: For the stacks.
-        launch: Which rank this is, and where the ranks meet.
-        session: A name that the ranks have agreed on, and that no other session has.
+        rank: Of this process.
+        store: That all ranks see, by a connection of the watchdog's own: a request of another thread would block it.
         timeout_seconds: Longest wait.
     """
 
-    def __init__(self, folder: Path, launch: Launch, session: str, timeout_seconds: float) -> None:
-        self._folder, self._rank, self._timeout = folder, launch.rank, timeout_seconds
+    def __init__(self, folder: Path, rank: int, store: Store, timeout_seconds: float) -> None:
+        self._folder, self._rank, self._store, self._timeout = folder, rank, store, timeout_seconds
         self._wait: tuple[str, float] | None = None
         self._closed = threading.Event()
-        # A connection of its own: another thread's request would block this one.
-        store = TCPStore(launch.address, launch.port, is_master=False, timeout=timedelta(seconds=30))
-        self._store: Store = PrefixStore(session, store)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 

@@ -7,29 +7,32 @@ device's own backend: NCCL on CUDA. A rank that is alone tells nobody anything.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import socket
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from electra_fast.errors import ElectraFastError, InputError, ReportedElsewhere, TrainingFailed
 from electra_fast.training.launch import Launch
+from electra_fast.training.meeting_place import MeetingPlace
 from electra_fast.training.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
 # Gloo's own limit is longer than the watchdog's, which tells more.
 _PATIENCE = 2
+# Longest wait for the ranks to come.
+_MEETING_SECONDS = 300.0
 
 
 class World:
@@ -63,10 +66,8 @@ class World:
         if launch.world_size == 1:
             yield world
             return
-        world._meet(launch, timeout_seconds)
-        # A restarted run may find the store of the attempt before.
-        session = world.from_first(lambda: uuid.uuid4().hex)
-        world._watchdog = Watchdog(folder / "stacks", launch, session, timeout_seconds)
+        place = world._meet(launch, timeout_seconds)
+        world._watchdog = Watchdog(folder / "stacks", world.rank, place.connect(), timeout_seconds)
         try:
             world._find_neighbours()
             yield world
@@ -78,25 +79,27 @@ class World:
             # After a failure the group is left as it is: to destroy it would wait for ranks that are gone.
             world._watchdog.close()
 
-    def _meet(self, launch: Launch, timeout_seconds: float) -> None:
+    def _meet(self, launch: Launch, timeout_seconds: float) -> MeetingPlace:
         self.rank, self.size = launch.rank, launch.world_size
         backend = "gloo"
         if torch.cuda.is_available():
-            if launch.local_rank >= torch.cuda.device_count():
-                raise InputError(
-                    f"{launch.local_world_size} ranks on a machine with {torch.cuda.device_count()} GPUs; "
-                    "start one rank per GPU"
-                )
-            torch.cuda.set_device(launch.local_rank)
+            torch.cuda.set_device(_device_number(launch))
             backend = "cpu:gloo,cuda:nccl"
-        os.environ.update(launch.to_environment())
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=_PATIENCE * timeout_seconds))
+            place = MeetingPlace.find(launch, min(timeout_seconds, _MEETING_SECONDS))
+            dist.init_process_group(
+                backend,
+                store=place.connect(),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=_PATIENCE * timeout_seconds),
+            )
         except (RuntimeError, ValueError) as error:
             raise TrainingFailed(
                 f"rank {self.rank}: the {self.size} ranks did not meet at {launch.address}:{launch.port}: "
                 f"{_first_line(error)}"
             ) from None
+        return place
 
     def _find_neighbours(self) -> None:
         """Makes a group of the ranks of each machine, if all have as many."""
@@ -202,6 +205,8 @@ class World:
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """All ranks in one dimension, for FSDP."""
+        from torch.distributed.device_mesh import init_device_mesh  # here, because it takes a second
+
         return init_device_mesh(device_type, (self.size,))
 
     @contextlib.contextmanager
@@ -224,6 +229,18 @@ class World:
                 f"rank {self.rank}: another rank is gone ({_first_line(error)}); its own last lines say why; "
                 "start again to resume at the newest checkpoint"
             ) from None
+
+
+def _device_number(launch: Launch) -> int:
+    """The GPU of a rank: its own number, unless the launcher lets each rank see its own alone."""
+    num_devices = torch.cuda.device_count()
+    if num_devices == 1:
+        return 0
+    if launch.local_rank >= num_devices:
+        raise InputError(
+            f"{launch.local_world_size} ranks on a machine with {num_devices} GPUs; start one rank per GPU"
+        )
+    return launch.local_rank
 
 
 def _first_line(error: Exception) -> str:
