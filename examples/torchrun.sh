@@ -25,9 +25,6 @@ corpus=$1
 run=$2
 shift 2
 
-# Without this, restarted ranks find the addresses of those before them in torchrun's store, and fail to connect.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-
 # The c10d rendezvous restarts all nodes together; with --node-rank and --master-addr, each node would on its own.
 exec torchrun \
     --nnodes="${NUM_NODES:-1}" \

@@ -126,7 +126,6 @@ def test_torchrun_takes_its_options(tmp_path, settings, expected):
     assert options.module and options.training_script == "electra_fast"
     assert options.training_script_args == PRETRAIN
     assert {"SIGTERM", "SIGINT", "SIGUSR1"} <= set(options.signals_to_handle.split(","))
-    assert cluster.environment("torchrun")["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 def test_scripts_want_a_corpus_and_a_run(tmp_path):
@@ -177,4 +176,3 @@ def test_a_pod_starts_torchrun(kubernetes, tmp_path, index, is_host):
     assert (options.rdzv_backend, options.rdzv_conf, options.max_restarts) == ("c10d", f"is_host={is_host}", 3)
     assert options.module and options.training_script == "electra_fast"
     assert_command_line_is_valid(options.training_script_args)
-    assert {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"} in container["env"]

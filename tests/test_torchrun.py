@@ -1,0 +1,54 @@
+"""Runs that torchrun itself starts, on two CPU ranks of this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from ranks import TIMEOUT, wait_for
+from tiny_run import STEPS, command
+
+from electra_fast import checkpoint_folder
+
+# To the bit whatever happens, so that a restart can be compared.
+EXACT = {"train.reduce": "exact"}
+
+
+def torchrun(corpus, out, *options, fault="", **changes):
+    """Starts two ranks."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options]
+    return subprocess.Popen(
+        [*start, "-m", "electra_fast", *command(corpus, out, **changes)[3:]],
+        env=os.environ | ({"ELECTRA_FAST_FAULT": fault} if fault else {}),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def exact_run(validation_corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("exact") / "run"
+    subprocess.run(command(validation_corpus, out, **EXACT), check=True, stderr=subprocess.DEVNULL)
+    return out
+
+
+@pytest.mark.parametrize("options", [(), ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")])
+def test_ranks_that_torchrun_restarts_meet_again_and_resume(exact_run, validation_corpus, tmp_path, options):
+    process = torchrun(validation_corpus, tmp_path / "run", "--max-restarts", "1", *options, fault="kill@10/1", **EXACT)
+    _, said = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0, said
+    assert f"resumes at step 9 of {STEPS}" in said and said.count("another rank is gone") <= 1
+    found, expected = (run / "metrics.jsonl" for run in (tmp_path / "run", exact_run))
+    assert len(found.read_text().splitlines()) == len(expected.read_text().splitlines())
+
+
+def test_a_signal_to_torchrun_stops_all_ranks_with_a_checkpoint(validation_corpus, tmp_path):
+    out = tmp_path / "run"
+    process = torchrun(validation_corpus, out, "--max-restarts", "3", fault="sleep:0.1@0/0")
+    wait_for(lambda: out.exists() and checkpoint_folder.steps(out))
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 1 and said.count("checkpoint written; run again to resume") == 1
+    assert 0 < checkpoint_folder.steps(out)[-1] < STEPS
