@@ -239,10 +239,12 @@ def test_the_slowest_rank_is_in_every_line(server, validation_corpus, tmp_path):
     assert "slowest rank 1: 0.1" in said[0]
 
 
-def test_what_one_rank_cannot_read_is_said_once(server, validation_corpus, tmp_path):
+def test_what_is_wrong_is_said_once(server, validation_corpus, tmp_path):
     ranks = server.start(2, tmp_path / "nowhere", tmp_path / "run")
     said = server.end(ranks, 2)
     assert said[0].count("\n") == 1 and "nowhere" in said[0] and said[1] == ""
+    said = server.end(server.start(3, validation_corpus, tmp_path / "none", **EXACT), 2)
+    assert "needs 1, 2 or 4 ranks, not 3" in said[0] and said[1:] == ["", ""] and not (tmp_path / "none").exists()
     server.run(2, validation_corpus, tmp_path / "run", **{"train.steps": "4"})
     ranks = server.start(2, validation_corpus, tmp_path / "run", **{"train.seed": "1", "train.steps": "4"})
     said = server.end(ranks, 2)

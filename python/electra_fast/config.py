@@ -270,7 +270,10 @@ class Config(Configuration):
 
     @classmethod
     def preset(cls, name: str, recipe: str = "google") -> Config:
-        """A preset size (`tiny`, `mini`, `small`, `base`, `large`, `xlarge`) in a recipe: `paper`, `google`, `modern`."""
+        """A preset size (`tiny`, `mini`, `small`, `base`, `large`, `xlarge`) in a recipe.
+
+        Recipes are `paper`, `google` and `modern`.
+        """
         if name not in SIZES:
             raise InputError(f"unknown preset {name!r}{did_you_mean(name, SIZES)}")
         if recipe not in RECIPES:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from electra_fast.config import Config
 from electra_fast.data.corpus import Corpus
-from electra_fast.errors import InputError, Interrupted
+from electra_fast.errors import InputError, Interrupted, ReportedElsewhere
 from electra_fast.interruption import StopRequest, stop_requests
+from electra_fast.training.division import Division
 from electra_fast.training.launch import Launch
 from electra_fast.training.run import Run, exclusive, open_run
 
@@ -94,6 +95,12 @@ def _train_among(
     launch: Launch, config: Config, allow_changes: bool, stop: StopRequest, start: float
 ) -> tuple[Run, int]:
     """Trains as one of several ranks, of which the first opens the run and writes its files."""
+    try:
+        Division.of(config.train, launch.rank, launch.world_size)
+    except InputError:  # the same on each rank
+        if launch.rank > 0:
+            raise ReportedElsewhere from None
+        raise
     from electra_fast.training.faults import Faults
     from electra_fast.training.trainer import Trainer
     from electra_fast.training.world import World
