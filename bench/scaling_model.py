@@ -1,11 +1,12 @@
 """Expected scaling of data-parallel training from 1 to 1,024 GPUs: arithmetic on stated assumptions, no measurement.
 
-    python bench/scaling_model.py [--json] [--nvlink GB/S,US] [--network GB/S,US] [--host-hop US]
+    python bench/scaling_model.py [--nvlink GB/S,US] [--network GB/S,US] [--host-hop US]
 
 Every rank has all weights. A step is a forward and backward pass, one all-reduce of a flat fp32 buffer with all
-gradients, and the same update on every rank; nothing overlaps the all-reduce. The host runs ahead of the device and
-exchanges a few numbers with the other hosts for each step. Prints the tables of `docs/scale.md`, which draws the
-conclusions; the options replace assumed links by measured ones. The source of an assumption stands beside it.
+gradients, and the same update on every rank; nothing overlaps the all-reduce. With `train.sharding = "full"` a rank has
+some rows of each weight and gathers a layer while it computes another. The host runs ahead of the device and exchanges
+a few numbers with the other hosts for each step. Prints the tables of `docs/scale.md`, which draws the conclusions; the
+options replace assumed links by measured ones. The source of an assumption stands beside it.
 
 Units: seconds, bytes, bytes per second. A cluster has W ranks (one per GPU) on N nodes, g to a node.
 """
@@ -13,11 +14,10 @@ Units: seconds, bytes, bytes per second. A cluster has W ranks (one per GPU) on 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from statistics import NormalDist
 from typing import Any
@@ -25,31 +25,38 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import electra_fast as ef
+from electra_fast.model import BertLayer, ModernLayer
+from electra_fast.training.division import share
 from electra_fast.training.flops import PUBLISHED_VOCABULARY, device_peak, flops_per_token
+from electra_fast.training.muon import Stack, stacks
 from electra_fast.training.optim import Optimizer
 
 NUM_GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+PAPER = ("small", "base", "large")
 # The batches of the paper, and small with eight times as many rows.
 STRONG_BATCHES = (("small", 128), ("small", 1024), ("base", 256), ("large", 2048))
 # Rows per GPU, tokens per second on one H200, kernel launches. None of it was measured: small and base are predictions
-# from the sum of their kernels, large is a target.
-EXPECTED = {"small": (1024, 131_072 / 49e-3, 1_440), "base": (128, 0.50e6, 1_440), "large": (64, 0.17e6, 2_880)}
+# from the sum of their kernels, large is a target, and xlarge has its FLOPs per second.
+EXPECTED = {
+    "small": (1024, 131_072 / 49e-3, 1_440),
+    "base": (128, 0.50e6, 1_440),
+    "large": (64, 0.17e6, 2_880),
+    "xlarge": (32, 45e3, 2_880),
+}
 VOCABULARY = {"model.vocab_size": str(PUBLISHED_VOCABULARY)}
 
 # One H200: copies and bf16 matmuls as measured.
 MEMORY_BANDWIDTH, MATMUL_FLOPS = 4.3e12, 790e12
-# The shortest kernel of a CUDA graph, its gap included.
-KERNEL_SECONDS = 2e-6
+# The shortest kernel of a CUDA graph, its gap included; the host's time for a kernel that is in none.
+KERNEL_SECONDS, EAGER_SECONDS = 2e-6, 10e-6
 # Flattening, clipping and AdamW by torch._foreach_*: about ten passes over fp32 numbers.
 UPDATE_BYTES_PER_PARAMETER = 112
 # Newton-Schulz: FLOPs per element and unit of the shorter side, and the share of MATMUL_FLOPS that they reach.
 MUON_FLOPS, MUON_EFFICIENCY = 30, 0.5
-# Every rank packs the rows of the whole batch: tokens per second and core with rows of 128 and `packing = "google"`,
-# measured on two shared CPU cores (best-fit: 5e9).
-PLANNED_TOKENS = 3e9
-TOKEN_BYTES, CHECKSUM_BLOCK_BYTES = 2.01, 64 * 1024
 # A step waits for the copy of a checkpoint to the host only; the write is asynchronous.
-SNAPSHOT_BANDWIDTH, READ_BANDWIDTH, TCP_BANDWIDTH = 10e9, 1.5e9, 1.25e9
+SNAPSHOT_BANDWIDTH = 10e9
+# fp32 numbers per parameter: weight, gradient, two moments and, unless sharded, a flat buffer with all gradients.
+SHARDED_NUMBERS, REPLICATED_NUMBERS = 4, 5
 # Llama 3 (Dubey et al., 2024, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 H100.
 FAILURE_SECONDS_PER_GPU = 16_384 * 54 * 86_400 / 419
 # From a failure to the next step: noticing it, new processes and connections, the checkpoint, a capture.
@@ -92,10 +99,6 @@ class Cluster:
     host_work: float = 1e-3
     gpus_per_node: int = 8
 
-    def __post_init__(self) -> None:
-        if self.num_gpus < 1 or (self.num_gpus > self.gpus_per_node and self.num_gpus % self.gpus_per_node):
-            raise ValueError(f"{self.num_gpus} GPUs are not whole nodes of {self.gpus_per_node}")
-
     @property
     def num_nodes(self) -> int:
         """Nodes (N)."""
@@ -130,16 +133,14 @@ def all_reduce_seconds(num_bytes: float, cluster: Cluster) -> float:
 
 
 def all_gather_seconds(num_bytes: float, cluster: Cluster) -> float:
-    """Until every rank has `num_bytes`, of which each had an equal part: half of an all-reduce by rings."""
-    part = num_bytes / cluster.ranks_per_node
-    between = ring_all_reduce(part, cluster.num_nodes, cluster.network)
-    return (between + ring_all_reduce(num_bytes, cluster.ranks_per_node, cluster.node)) / 2
+    """Until all have `num_bytes`, of which each had an equal part; a reduce-scatter takes as long.
 
-
-def broadcast_seconds(num_bytes: float, cluster: Cluster) -> float:
-    """A pipelined broadcast from one GPU to more than one."""
-    link = cluster.network if cluster.num_nodes > 1 else cluster.node
-    return num_bytes / link.bandwidth + (cluster.num_nodes + cluster.ranks_per_node - 2) * link.latency
+    A ring of all GPUs, since NCCL has no other (NVIDIA/nccl issue 1123), with the hops of its src/graph/tuning.cc.
+    """
+    node, between = cluster.node, cluster.network
+    adapters = cluster.ranks_per_node * between.bandwidth if cluster.num_nodes > 1 else math.inf
+    hops = (cluster.num_gpus - cluster.num_nodes) * node.latency + (cluster.num_nodes - 1) * between.latency
+    return num_bytes * (1 - 1 / cluster.num_gpus) / min(node.bandwidth, adapters) + hops
 
 
 def host_exchange_seconds(cluster: Cluster) -> float:
@@ -149,30 +150,37 @@ def host_exchange_seconds(cluster: Cluster) -> float:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model in recipe `google`, and what one GPU is expected to do with it; see EXPECTED."""
+    """A model in recipe `google`, and what one GPU is expected to do with it; see EXPECTED.
+
+    `groups` are the shapes of what FSDP gathers in one piece: first the parameters outside layers, then each layer's.
+    """
 
     name: str
     length: int
     flops_per_token: float
-    num_parameters: int
+    groups: Sequence[Sequence[Sequence[int]]]
     rows_per_gpu: int
     tokens_per_second: float
     num_kernels: int
 
+    def shards(self, num_ranks: int) -> list[int]:
+        """fp32 bytes of each group on each rank: as many rows of each parameter, the last ones padding."""
+        return [4 * sum(-(-rows // num_ranks) * math.prod(row) for rows, *row in group) for group in self.groups]
+
     @property
     def gradient_bytes(self) -> int:
         """What a step's all-reduce sums up, in fp32."""
-        return 4 * self.num_parameters
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Parameters and two moments in fp32."""
-        return 12 * self.num_parameters
+        return sum(self.shards(1))
 
     @property
     def update_seconds(self) -> float:
         """Clipping and update of all parameters."""
-        return self.num_parameters * UPDATE_BYTES_PER_PARAMETER / MEMORY_BANDWIDTH
+        return self.gradient_bytes / 4 * UPDATE_BYTES_PER_PARAMETER / MEMORY_BANDWIDTH
+
+    def gathered_bytes(self) -> int:
+        """Most at one time: the rest and its gradients, two layers, gradients of one, and a message each way."""
+        rest, *layers = self.shards(1)
+        return 2 * rest + 5 * max(layers)
 
     def compute_seconds(self, num_rows: float) -> float:
         """A step of one rank with so many rows, without communication."""
@@ -187,16 +195,18 @@ def workload(preset: str) -> Workload:
     """A preset with the published vocabulary, as it is expected to train."""
     config = ef.Config.preset(preset).override(VOCABULARY)
     with FakeTensorMode():  # only shapes are needed
-        num_parameters = sum(parameter.numel() for parameter in ef.Electra(config).parameters())
-    flops = flops_per_token(config).total
-    return Workload(preset, config.data.sequence_length, flops, num_parameters, *EXPECTED[preset])
+        model = ef.Electra(config)
+    groups = [list(module.parameters()) for module in model.modules() if isinstance(module, BertLayer | ModernLayer)]
+    inside = {parameter for group in groups for parameter in group}
+    groups.insert(0, [parameter for parameter in model.parameters() if parameter not in inside])
+    shapes = [[tuple(parameter.shape) for parameter in group] for group in groups]
+    return Workload(preset, config.data.sequence_length, flops_per_token(config).total, shapes, *EXPECTED[preset])
 
 
 @dataclass(frozen=True)
 class Prediction:
     """A step on a cluster; `efficiency` is throughput per GPU relative to one GPU."""
 
-    num_gpus: int
     compute_seconds: float
     all_reduce_seconds: float
     host_seconds: float
@@ -213,7 +223,24 @@ def predict(model: Workload, cluster: Cluster, batch_size: int = 0) -> Predictio
     step, rows_on_one = max(compute + all_reduce, host), batch_size or model.rows_per_gpu
     efficiency = rows / step / (rows_on_one / max(model.compute_seconds(rows_on_one), cluster.host_work))
     rate = rows * model.length * cluster.num_gpus / step
-    return Prediction(cluster.num_gpus, compute, all_reduce, host, step, rate, efficiency)
+    return Prediction(compute, all_reduce, host, step, rate, efficiency)
+
+
+def sharded_total(groups: Sequence[float]) -> float:
+    """Over a sharded step: layers are gathered for each pass, the rest once, and all gradients reduce-scattered."""
+    return 2 * groups[0] + 3 * sum(groups[1:])
+
+
+def predict_sharded(model: Workload, cluster: Cluster) -> tuple[float, float, float]:
+    """A sharded step of `rows_per_gpu`: its messages, and the whole if all layers' messages are hidden, or none."""
+    messages = [all_gather_seconds(n * cluster.num_gpus, cluster) for n in model.shards(cluster.num_gpus)]
+    total, exposed, update = sharded_total(messages), 2 * messages[0], model.update_seconds / cluster.num_gpus
+    host = model.num_kernels * EAGER_SECONDS + host_exchange_seconds(cluster)
+    # Every message is also copied: read and written, on the GPU.
+    compute = model.compute_seconds(model.rows_per_gpu) - model.update_seconds
+    compute += 2 * sharded_total(model.shards(1)) / MEMORY_BANDWIDTH
+    best, worst = max(compute, total - exposed) + exposed + update, compute + total + update
+    return total, max(best, host), max(worst, host)
 
 
 def slowest_rank(num_ranks: int) -> float:
@@ -236,28 +263,30 @@ def lost_fraction(num_gpus: int, interval: float, pause: float) -> float:
     return pause / interval + (interval / 2 + RESTART_SECONDS) / seconds_between_failures(num_gpus)
 
 
-def first_epoch_bytes(tokens_per_second: float, num_nodes: int, length: int) -> float:
-    """Bytes per second of the blocks that hold the rows of a node, each verified as a whole at first touch."""
-    rows_per_block = CHECKSUM_BLOCK_BYTES / (TOKEN_BYTES * length)
-    return tokens_per_second * TOKEN_BYTES * (1 - math.pow(1 - 1 / num_nodes, rows_per_block))
-
-
 @lru_cache
-def muon_matrices(preset: str) -> tuple[tuple[int, int], ...]:
-    """Shapes of the matrices that Muon updates in recipe `modern`."""
+def muon_stacks(preset: str) -> list[Stack]:
+    """The matrices that Muon updates in recipe `modern`, by shape."""
     config = ef.Config.preset(preset, "modern").override(VOCABULARY)
     with FakeTensorMode():
         optimizer = Optimizer(ef.Electra(config).named_parameters(), config.optimizer)
     names = optimizer.exp_avg.keys() - optimizer.exp_avg_sq.keys()
-    return tuple((p.shape[0], p.shape[1]) for name, p in optimizer.parameters.items() if name in names)
+    return stacks({name: parameter for name, parameter in optimizer.parameters.items() if name in names})
+
+
+def muon_group(preset: str, num_groups: int) -> tuple[int, int]:
+    """The most FLOPs and elements of a group of matrices; each group has an equal share of each stack."""
+    totals = []
+    for group in range(num_groups):
+        sizes = [(len(share(s.num_matrices, group, num_groups)) * math.prod(s.shape), s) for s in muon_stacks(preset)]
+        totals.append((sum(MUON_FLOPS * min(s.shape) * size for size, s in sizes), sum(size for size, _ in sizes)))
+    flops, numel = map(max, zip(*totals, strict=True))
+    return flops, numel
 
 
 def muon_seconds(preset: str, ranks: Cluster) -> float:
-    """Orthogonalizes the matrices, split evenly over the ranks, and gathers them in bf16."""
-    shapes = muon_matrices(preset)
-    flops = sum(MUON_FLOPS * min(shape) * math.prod(shape) for shape in shapes) / ranks.num_gpus
-    num_bytes = 2 * sum(map(math.prod, shapes))
-    return flops / (MUON_EFFICIENCY * MATMUL_FLOPS) + all_gather_seconds(num_bytes, ranks)
+    """Each rank orthogonalizes a group of the matrices, padded to the longest, and gathers all in bf16."""
+    flops, numel = muon_group(preset, ranks.num_gpus)
+    return flops / (MUON_EFFICIENCY * MATMUL_FLOPS) + all_gather_seconds(2 * ranks.num_gpus * numel, ranks)
 
 
 Columns = Sequence[tuple[str, Callable[[Any], str]]]
@@ -293,88 +322,60 @@ def scaling(preset: str, batch_size: int, cluster: Cluster) -> str:
 
 def tables(base: Cluster) -> dict[str, str]:
     """The tables of docs/scale.md by title, for the links of `base`."""
-    models = [workload(name) for name in EXPECTED]
-    small, _, large = models
+    models, large = [workload(name) for name in EXPECTED], workload("large")
     clusters = [replace(base, num_gpus=n) for n in NUM_GPUS]
-    one, node, all_nodes = clusters[0], clusters[3], clusters[-1]
-    peak, pause = device_peak("NVIDIA H200") or math.nan, large.checkpoint_bytes / SNAPSHOT_BANDWIDTH
+    pairs = [(m, replace(base, num_gpus=n)) for m in models[1:] for n in (8, 64, 512)]
+    peak, pause = device_peak("NVIDIA H200") or math.nan, 3 * large.gradient_bytes / SNAPSHOT_BANDWIDTH
     gpus: Columns = [("GPUs", lambda c: f"{c.num_gpus:,}")]
-    weak = [(f"{p}: all-reduce, efficiency, tokens/s", partial(scaling, p, 0)) for p in EXPECTED]
+    weak = [(f"{p}: all-reduce, efficiency, tokens/s", partial(scaling, p, 0)) for p in PAPER]
     strong = [(f"{p}, {n:,} rows: step, speed-up, efficiency", partial(scaling, p, n)) for p, n in STRONG_BATCHES]
-    best, lost = partial(best_interval, pause=pause), partial(lost_fraction, pause=pause)
-    rates = {c.num_gpus: predict(small, c).tokens_per_second for c in clusters}
 
     gpu: Columns = [
         ("preset", lambda m: f"{m.name}@{m.length}"),
+        ("parameters", lambda m: f"{m.gradient_bytes // 4:,}"),
         ("rows", lambda m: f"{m.rows_per_gpu:,}"),
-        ("tokens/s", lambda m: f"{m.tokens_per_second / 1e6:.2f} M"),
+        ("tokens/s", lambda m: f"{m.tokens_per_second / 1e6:.3g} M"),
         ("MFU", lambda m: f"{m.tokens_per_second * m.flops_per_token / peak:.0%}"),
         ("step", lambda m: ms(m.compute_seconds(m.rows_per_gpu))),
         ("of it launches", lambda m: ms(m.num_kernels * KERNEL_SECONDS)),
         ("of it update", lambda m: ms(m.update_seconds)),
     ]
     traffic: Columns = [
-        ("preset", lambda m: m.name),
-        ("parameters", lambda m: f"{m.num_parameters:,}"),
-        ("fp32 gradients", lambda m: mb(m.gradient_bytes)),
-        ("sent by a GPU: over NVLink", lambda m: mb(all_reduce_bytes(m.gradient_bytes, 8))),
-        ("over the network", lambda m: mb(all_reduce_bytes(m.gradient_bytes / 8, all_nodes.num_nodes))),
-        ("all-reduce: 8 GPUs", lambda m: ms(all_reduce_seconds(m.gradient_bytes, node))),
-        ("1,024 GPUs", lambda m: ms(all_reduce_seconds(m.gradient_bytes, all_nodes))),
-        ("in bf16: 8 GPUs", lambda m: ms(all_reduce_seconds(m.gradient_bytes / 2, node))),
-        ("1,024 GPUs", lambda m: ms(all_reduce_seconds(m.gradient_bytes / 2, all_nodes))),
-    ]
-    host: Columns = [
-        ("exchange", lambda c: ms(host_exchange_seconds(c))),
-        ("gloo sockets per rank", lambda c: f"{c.num_gpus - 1:,}"),
-        ("connections", lambda c: f"{c.num_gpus * (c.num_gpus - 1) // 2:,}"),
-        ("planning per rank", lambda c: f"{rates[c.num_gpus] / PLANNED_TOKENS:.2f} cores"),
-        ("a node needs", lambda c: mb(rates[c.num_gpus] / c.num_nodes * TOKEN_BYTES) + "/s"),
-        ("a node reads", lambda c: mb(first_epoch_bytes(rates[c.num_gpus], c.num_nodes, small.length)) + "/s"),
+        ("preset", lambda x: x[0].name),
+        ("GPUs", lambda x: str(x[1].num_gpus)),
+        ("memory: replicated", lambda x: mb(REPLICATED_NUMBERS * x[0].gradient_bytes)),
+        ("sharded", lambda x: mb(SHARDED_NUMBERS * sum(x[0].shards(x[1].num_gpus)) + x[0].gathered_bytes())),
+        ("sent: replicated", lambda x: mb(all_reduce_bytes(x[0].gradient_bytes, x[1].num_gpus))),
+        ("sharded", lambda x: mb((x[1].num_gpus - 1) * sharded_total(x[0].shards(x[1].num_gpus)))),
+        ("messages: replicated", lambda x: ms(all_reduce_seconds(x[0].gradient_bytes, x[1]))),
+        ("sharded", lambda x: ms(predict_sharded(*x)[0])),
+        ("step: replicated", lambda x: ms(predict(*x).step_seconds)),
+        ("sharded", lambda x: " to ".join(map(ms, predict_sharded(*x)[1:]))),
     ]
     failures: Columns = [
         ("slowest rank", lambda c: f"+{slowest_rank(c.num_gpus) - 1:.1%}"),
         ("between failures", lambda c: f"{seconds_between_failures(c.num_gpus) / 3600:,.0f} h"),
-        ("best interval", lambda c: f"{best(c.num_gpus) / 60:.1f} min"),
-        ("time lost", lambda c: f"{lost(c.num_gpus, best(c.num_gpus)):.2%}"),
+        ("best interval", lambda c: f"{best_interval(c.num_gpus, pause) / 60:.1f} min"),
+        ("time lost", lambda c: f"{lost_fraction(c.num_gpus, best_interval(c.num_gpus, pause), pause):.2%}"),
         ("every 5,000 steps", lambda c: f"{5000 * predict(large, c).step_seconds / 60:.1f} min"),
-        ("time lost", lambda c: f"{lost(c.num_gpus, 5000 * predict(large, c).step_seconds):.2%}"),
-    ]
-    resuming: Columns = [
-        ("preset", lambda m: m.name),
-        ("checkpoint", lambda m: mb(m.checkpoint_bytes)),
-        ("rank 0 reads and verifies", lambda m: ms(m.checkpoint_bytes / READ_BANDWIDTH)),
-        ("broadcast to 8 GPUs", lambda m: ms(broadcast_seconds(m.checkpoint_bytes, node))),
-        ("to 1,024 by NCCL", lambda m: ms(broadcast_seconds(m.checkpoint_bytes, all_nodes))),
-        # A binomial tree of log2(1,024) levels, each of which passes whole tensors on.
-        ("to 1,024 by gloo", lambda m: ms(10 * m.checkpoint_bytes / TCP_BANDWIDTH)),
+        ("time lost", lambda c: f"{lost_fraction(c.num_gpus, 5000 * predict(large, c).step_seconds, pause):.2%}"),
     ]
     muon: Columns = [
         ("preset, recipe modern", str),
-        ("parameters of matrices", lambda name: f"{sum(map(math.prod, muon_matrices(name))):,}"),
-        ("on every rank", lambda name: ms(muon_seconds(name, one))),
-        ("split over 8 GPUs", lambda name: ms(muon_seconds(name, node))),
-        ("split over 1,024", lambda name: ms(muon_seconds(name, all_nodes))),
+        ("parameters of matrices", lambda name: f"{muon_group(name, 1)[1]:,}"),
+        ("on every rank", lambda name: ms(muon_seconds(name, base))),
+        ("divided in a node of 8", lambda name: ms(muon_seconds(name, clusters[3]))),
+        ("padding", lambda name: f"{8 * muon_group(name, 8)[1] / muon_group(name, 1)[1] - 1:.1%}"),
+        ("if divided over 1,024", lambda name: ms(muon_seconds(name, clusters[-1]))),
     ]
     return {
         "One GPU": table(gpu, models),
-        "What a step moves": table(traffic, models),
+        "What a step moves": table(traffic, pairs),
         "Weak scaling": table([*gpus, *weak], clusters),
         "Strong scaling": table([*gpus, *strong], clusters),
-        "The host": table([*gpus, *host], clusters[3:]),
         "Failures": table([*gpus, *failures], clusters[3:]),
-        "Resuming": table(resuming, models),
         "Muon": table(muon, EXPECTED),
     }
-
-
-def as_json(base: Cluster) -> str:
-    """Every prediction, by preset and batch size (0: weak scaling), as one object."""
-    cases, steps = [(preset, 0) for preset in EXPECTED] + list(STRONG_BATCHES), {}
-    for preset, rows in cases:
-        clusters = [replace(base, num_gpus=n) for n in NUM_GPUS if n <= (rows or n)]
-        steps[f"{preset}:{rows}"] = [asdict(predict(workload(preset), cluster, rows)) for cluster in clusters]
-    return json.dumps({"measured": False, "links": asdict(base), "steps": steps})
 
 
 def link(text: str) -> Link:
@@ -384,15 +385,14 @@ def link(text: str) -> Link:
 
 
 def main() -> int:
-    """Prints the tables, or one JSON object."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--nvlink", type=link, default=NVLINK, metavar="GB/S,US", help="bus bandwidth, hop in a node")
     parser.add_argument("--network", type=link, default=NDR, metavar="GB/S,US", help="the same of a GPU's adapter")
     parser.add_argument("--host-hop", type=float, default=50.0, metavar="US", help="between the processes of two ranks")
     options = parser.parse_args()
     base = Cluster(1, options.nvlink, options.network, options.host_hop / 1e6)
-    print(as_json(base) if options.json else "\n\n".join(f"{title}\n\n{t}" for title, t in tables(base).items()))
+    print("\n\n".join(f"{title}\n\n{rows}" for title, rows in tables(base).items()))
     return 0
 
 

@@ -1,15 +1,22 @@
 """The arithmetic of the expected scaling, against cases by hand, simulations and published measurements."""
 
-import json
+import math
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import scaling_model as model
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import electra_fast as ef
+from electra_fast.compute import ComputeConfig, RngKey
+from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.objectives import objective_of
+from electra_fast.training import muon
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/scale.md"
 PERFECT = model.Link(float("inf"), 0.0)
@@ -34,11 +41,11 @@ def parameters_by_hand(vocabulary, positions, e, d, f, layers, fraction):
         ("small", (128, 256, 1024, 12, 1 / 4)),
         ("base", (768, 768, 3072, 12, 1 / 3)),
         ("large", (1024, 1024, 4096, 24, 1 / 4)),
+        ("xlarge", (2048, 2048, 8192, 24, 1 / 4)),
     ],
 )
 def test_gradients_are_as_large_as_the_model(preset, shape):
-    assert model.workload(preset).num_parameters == parameters_by_hand(30_522, 512, *shape)
-    assert model.workload(preset).gradient_bytes == 4 * model.workload(preset).num_parameters
+    assert model.workload(preset).gradient_bytes == 4 * parameters_by_hand(30_522, 512, *shape)
 
 
 def test_gradients_of_small_are_those_of_a_model_in_memory():
@@ -81,6 +88,14 @@ def test_all_reduces_by_hand():
     assert model.all_reduce_seconds(num_bytes, model.Cluster(1024)) == pytest.approx(many)
 
 
+def test_gathers_go_around_all_gpus():
+    assert model.all_gather_seconds(8e6, model.Cluster(1)) == 0
+    assert model.all_gather_seconds(8e6, model.Cluster(8)) == pytest.approx(7e6 / 360e9 + 7 * 1.5e-6)
+    # 64 nodes: of 511 hops, 63 are over the network; the ring leaves a node by eight adapters.
+    slow = model.Cluster(512, network=model.Link(20e9, 8e-6))
+    assert model.all_gather_seconds(512e6, slow) == pytest.approx(511e6 / 160e9 + 448 * 1.5e-6 + 63 * 8e-6)
+
+
 def test_a_tree_is_for_small_messages_and_a_ring_for_large_ones():
     ring, tree = (algorithm for algorithm in (model.ring_all_reduce, model.tree_all_reduce))
     assert tree(48, 128, model.NDR) == pytest.approx(14 * 8e-6, rel=1e-3)
@@ -103,9 +118,12 @@ def test_published_measurements():
     # Large messages, whose phases overlap: nccl-tests issue 212 (256 MiB on 8 H100) and 283 (512 MiB on 1,984 H200).
     assert 1 < expected(2**28, 8) / measured(2**28, 8, 250 * 1.75) < 1.5
     assert 1 < expected(2**29, 1984) / measured(2**29, 1984, 350) < 2.5
+    # NVIDIA/nccl issue 1218: an all-gather of 2 GiB on 256 H100, whose bus bandwidth the model takes for 330 GB/s.
+    gather = model.all_gather_seconds(2**31, model.Cluster(256))
+    assert 1 < 255 / 256 * 2**31 / gather / 200e9 < 1.7
 
 
-@pytest.mark.parametrize(("preset", "batch_size"), [*((name, 0) for name in model.EXPECTED), *model.STRONG_BATCHES])
+@pytest.mark.parametrize(("preset", "batch_size"), [*((name, 0) for name in model.PAPER), *model.STRONG_BATCHES])
 def test_efficiency_begins_at_one_and_never_rises(preset, batch_size):
     found = [
         model.predict(model.workload(preset), model.Cluster(n), batch_size).efficiency
@@ -149,12 +167,6 @@ def test_the_host_is_the_limit_where_its_ring_is_longer_than_a_step():
     assert quick.step_seconds == quick.compute_seconds + quick.all_reduce_seconds
 
 
-def test_only_whole_nodes():
-    assert [model.Cluster(n).num_nodes for n in (1, 3, 8, 16, 1024)] == [1, 1, 1, 2, 128]
-    with pytest.raises(ValueError, match="12 GPUs are not whole nodes of 8"):
-        model.Cluster(12)
-
-
 @pytest.mark.parametrize("num_ranks", [1, 8, 1024])
 def test_the_slowest_of_many_ranks(num_ranks):
     draws = np.random.default_rng(0).normal(1, model.JITTER, (4000, num_ranks))
@@ -169,21 +181,96 @@ def test_the_best_checkpoint_interval_loses_least():
     assert all(least < model.lost_fraction(1024, factor * best, 0.4) for factor in (0.5, 0.9, 1.1, 2))
 
 
-@pytest.mark.parametrize("num_nodes", [1, 4, 128])
-def test_blocks_that_a_node_touches(num_nodes):
-    """Rows drawn for a node at random, in blocks of 255."""
-    rows = np.random.default_rng(0).random((2000, 255)) < 1 / num_nodes
-    touched = model.first_epoch_bytes(1e9, num_nodes, 128) / (1e9 * model.TOKEN_BYTES)
-    assert touched == pytest.approx(rows.any(1).mean(), abs=0.02)
+class Traffic(TorchDispatchMode):
+    """Calls and bytes of the collectives of this rank, each counted as the part of it that a rank holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.num_bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("c10d::")
+        if "allgather" in name or "reduce_scatter" in name:
+            self.calls[name] += 1
+            self.num_bytes[name] += min(each.nbytes for each in args[:2])
+        return func(*args, **(kwargs or {}))
 
 
-def test_muon_is_split_over_the_gpus_of_a_node():
-    """Within a node that pays for base and large; over all nodes it costs small more than it saves."""
-    matrices = model.muon_matrices("small")
-    assert (768, 256) in matrices and (2048, 256) in matrices and not any(30_522 in shape for shape in matrices)
-    for preset in ("base", "large"):
-        assert model.muon_seconds(preset, model.Cluster(8)) < model.muon_seconds(preset, model.Cluster(1)) / 4
-    assert model.muon_seconds("small", model.Cluster(1024)) > model.muon_seconds("small", model.Cluster(1))
+@pytest.fixture
+def fake_ranks():
+    """Makes this process rank 0 of several that do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def init(world_size):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        return torch.distributed.init_device_mesh("cpu", (world_size,))
+
+    yield init
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_ranks", [8, 24])  # rows of 24 ranks are padded
+def test_sharding_moves_and_holds_what_it_is_said_to(fake_ranks, monkeypatch, tiny_corpus, num_ranks):
+    from electra_fast.training.sharding import Shards, shard_model
+
+    monkeypatch.setitem(model.EXPECTED, "tiny", (1, 1.0, 1))
+    expected, mesh = model.workload("tiny"), fake_ranks(num_ranks)
+    config = ef.Config.preset("tiny").override(model.VOCABULARY)
+    root = shard_model(ef.Electra(config), mesh)
+    shards, objective = Shards(root), objective_of(config)
+    assert sum(parameter.nbytes for parameter in shards.parameters.values()) == sum(expected.shards(num_ranks))
+
+    batch = to_torch(next(iter(BatchLoader.from_config(config, corpus=tiny_corpus))))
+    key, forward = RngKey(torch.tensor([0, 0]), torch.tensor(0)), root.run(objective.forward)
+    with Traffic() as traffic:
+        output = forward(
+            root.model, batch, ComputeConfig("sdpa", torch.float32), key, objective.loss_denominators(batch)
+        )
+        output.loss.backward()
+    assert sum(traffic.num_bytes.values()) == model.sharded_total(expected.shards(num_ranks))
+    assert traffic.calls == {"_allgather_base_": 1 + 2 * 4, "_reduce_scatter_base_": 1 + 4}  # of four layers
+
+
+def test_sharded_steps_by_hand():
+    large = model.workload("large")
+    rest, *layers = large.shards(8)
+    assert len(layers) == 48 and large.gathered_bytes() == 2 * large.shards(1)[0] + 20 * (12 * 1024**2 + 13 * 1024)
+    total, best, worst = model.predict_sharded(large, model.Cluster(8))
+    sent = 7 * (2 * rest + 3 * sum(layers))
+    assert total == pytest.approx(sent / 360e9 + 146 * 7 * 1.5e-6)
+    compute = large.compute_seconds(64) - 7 / 8 * large.update_seconds
+    assert worst == pytest.approx(compute + total + 8 / 7 * 2 * sent / 4.3e12)
+    assert worst - best == pytest.approx(total - 2 * (7 * rest / 360e9 + 7 * 1.5e-6))
+    # Where the messages of the layers take longest, nothing is gained by hiding the rest behind them.
+    slow = replace(model.Cluster(8), node=model.Link(1e9, 0.0))
+    assert model.predict_sharded(large, slow)[1] == pytest.approx(sent / 1e9 + large.update_seconds / 8)
+
+
+@pytest.mark.parametrize("num_groups", [1, 8, 100])
+def test_groups_of_matrices_are_those_of_the_optimizer(num_groups):
+    stacks, found = model.muon_stacks("base"), []
+    shapes = {stack.shape for stack in stacks}
+    assert (768, 768) in shapes and (3072, 768) in shapes and not any(30_522 in shape for shape in shapes)
+
+    def gather(own, out):
+        found.extend((own.numel(), out.numel()))
+
+    if num_groups > 1:
+        with model.FakeTensorMode():
+            division = muon.MatrixDivision(num_groups, range(1), gather)
+            muon.Orthogonalization(stacks, division, torch.device("cpu")).exchange()
+        numel = model.muon_group("base", num_groups)[1]
+        assert found == [numel, num_groups * numel]
+    else:
+        assert model.muon_group("base", 1)[1] == sum(stack.num_matrices * math.prod(stack.shape) for stack in stacks)
+
+
+def test_muon_is_divided_in_a_node_only():
+    for preset in model.EXPECTED:
+        alone, node, everything = (model.muon_seconds(preset, model.Cluster(n)) for n in (1, 8, 1024))
+        assert node < alone / 2 and everything > 5 * node
+    flops = sum(30 * min(s.shape) * math.prod(s.shape) * s.num_matrices for s in model.muon_stacks("large"))
+    assert model.muon_seconds("large", model.Cluster(1)) == pytest.approx(flops / 395e12)
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -202,12 +289,110 @@ def test_the_page_has_the_tables_that_are_printed(monkeypatch, capsys):
     assert len(rows) == sum("\n| 1,024 |" in table for table in tables.values())  # no older copy is left
 
 
-def test_json_and_links_of_ones_own(monkeypatch, capsys):
-    found = json.loads(run(monkeypatch, capsys, "--json", "--nvlink", "720,0.75", "--host-hop", "10"))
-    assert found["measured"] is False and found["links"]["node"] == {"bandwidth": 720e9, "latency": 0.75e-6}
-    assert set(found["steps"]) == {"small:0", "base:0", "large:0", "small:128", "small:1024", "base:256", "large:2048"}
-    assert [step["num_gpus"] for step in found["steps"]["small:128"]] == [1, 2, 4, 8, 16, 32, 64, 128]
-    eight = found["steps"]["small:0"][3]
-    expected = model.predict(model.workload("small"), replace(model.Cluster(8), node=model.Link(720e9, 0.75e-6)))
-    assert eight["all_reduce_seconds"] == pytest.approx(expected.all_reduce_seconds)
-    assert eight["host_seconds"] == pytest.approx(1e-3 + 7 * 10e-6)
+def numbers_in_the_text():
+    def predict(preset, num_gpus, batch_size=0):
+        return model.predict(model.workload(preset), model.Cluster(num_gpus), batch_size)
+
+    def cost(preset, num_gpus):
+        return 100 * (1 - predict(preset, num_gpus).efficiency)
+
+    def seconds(preset, num_gpus):
+        train = ef.Config.preset(preset).train
+        tokens = train.steps * train.batch_size * model.workload(preset).length
+        return tokens / predict(preset, num_gpus).tokens_per_second
+
+    small, large, xlarge = (model.workload(name) for name in ("small", "large", "xlarge"))
+    most, node = model.Cluster(1024), model.Cluster(8)
+    costs = f"costs {cost('small', 8):.1f} % (`small`) to {cost('large', 8):.1f} % (`large`) on 8 GPUs and"
+    yield f"{costs} {max(cost(name, 1024) for name in model.PAPER):.0f} % at most on 1,024."
+    yield f"| `large`: {cost('large', 8):.1f} % on 8 GPUs, {cost('large', 1024):.0f} % on 1,024 |"
+    bandwidth = 255 / 256 * 2**31 / model.all_gather_seconds(2**31, model.Cluster(256))
+    yield f"for 2 GiB on 256 GPUs, the model has {round(bandwidth / 1e9, -1):.0f} GB/s"
+    yield f"(nccl 1469: {model.all_reduce_bytes(2**26, 128) / 150e6:.2f} ms,"
+    # Sharding.
+    yield f"10 us of the host per kernel, {large.num_kernels * model.EAGER_SECONDS * 1e3:.0f} ms per step of `large`"
+    held, divided = 5 * xlarge.gradient_bytes, 4 * sum(xlarge.shards(8)) + xlarge.gathered_bytes()
+    during = held + 2 * xlarge.gradient_bytes
+    yield f"{held / 1e9:.0f} GB, {during / 1e9:.0f} during the update, are much of an 80 GB GPU"
+    yield f"on 8 GPUs, {divided / 1e9:.1f} GB are left"
+    yield f"Each rank starts with all weights, though: {xlarge.gradient_bytes / 1e9:.1f} GB for `xlarge`."
+    saved = 5 * large.gradient_bytes - 4 * sum(large.shards(512)) - large.gathered_bytes()
+    yield f"it saves at most {saved / 1e9:.1f} GB"
+    rings, hops = 3 * len(xlarge.groups[1:]) + 2, model.all_gather_seconds(0, model.Cluster(512)) * 1e3
+    yield f"{rings} rings with {hops:.2f} ms of hops each are {rings * hops:.0f} ms per step"
+    yield f"all_gather_perf -b 4K -e 4K # {hops:.2f} ms on 64 nodes of 8"
+    # Batches.
+    rows = 8 * small.rows_per_gpu
+    yield f"{rows * 128 / 1e6:.2f} M tokens per step, {rows // 128} times the paper's batch"
+    yield f"GPUs on {8 * rows * 128 / 1e6:.1f} M, the size to which LAMB took BERT's batch ({8 * rows:,} rows of 128;"
+    times = (
+        f"`small` {seconds('small', 8) / 60:.0f} minutes on 8 GPUs, `base` {seconds('base', 64) / 60:.0f} minutes on 64"
+    )
+    yield f"{times}, and `large` {seconds('large', 64) / 3600:.1f} hours on 64."
+    launches, update = small.num_kernels * model.KERNEL_SECONDS, small.update_seconds
+    step = predict("small", 1, 128).step_seconds
+    parts = f"{launches * 1e3:.1f} ms of launches and {update * 1e3:.1f} ms of update in its {step * 1e3:.0f} ms"
+    yield f"`small` with 128 rows has {parts} on one GPU"
+    # What breaks next.
+    yield f"before the first graph ({model.all_reduce_seconds(48, most) * 1e3:.2f} ms on 1,024 GPUs)"
+    assert predict("large", 512, 2048).step_seconds == pytest.approx(5 * large.update_seconds, rel=0.1)
+    yield f"replicated Adam: {large.update_seconds * 1e3:.1f} ms for `large`, the same on any number of GPUs, a fifth"
+    yield f"with W numbers each, {8 * 1024**3 / 1e9:.1f} GB in all"
+    yield f"which is {46 * 60 / 8**2:.0f} and {20 * 60 / 8**2:.0f} s on 1,024"
+    yield f"the usual limit is 1,024 | {(1024 - 13) // 3 // 10 * 10} GPUs |"
+    yield f"| {100 * model.slowest_rank(1024) - 100:.0f} % on 1,024 GPUs at 1 % jitter |"
+    # The hosts.
+    yield f"{predict('small', 1024).tokens_per_second / 3e9:.2f} cores per rank for `small` on 1,024 GPUs"
+    yield f"A node of 8 GPUs needs {predict('small', 8).tokens_per_second * 2.01 / 1e6:.0f} MB/s of rows"
+    rows_per_block = 65_536 / (2.01 * 128)
+    yield f"its {rows_per_block:.0f} rows go to all ranks"
+    yield f"128 nodes together would read it {128 * (1 - (1 - 1 / 128) ** rows_per_block):.0f} times"
+    yield f"A corpus of 33 G tokens has {33 * 2.01:.0f} GB."
+    yield f"Full shards have {2**27 / 1e6:.0f} M tokens, so 33 G tokens are {33e9 / 2**27:.0f} shards"
+    yield f"150,000 shards ({150_000 * 2**27 / 1e12:.0f} T tokens) are {150_000 * 2 * 1024 / 1e6:.0f} M calls"
+    # Failures and checkpoints.
+    yield f"one in {model.FAILURE_SECONDS_PER_GPU / 86_400 / 365.25:.1f} years per GPU"
+    yield f"stops training for {3 * large.gradient_bytes / model.SNAPSHOT_BANDWIDTH:.1f} s"
+    stored, larger = 3 * large.gradient_bytes / 1e9, 3 * xlarge.gradient_bytes / 1e9
+    yield f"`large` has {stored:.1f} GB: {stored / 1.5:.1f} s to read and verify at 1.5 GB/s, {stored / 45:.1f} s to"
+    yield f"the {larger:.1f} GB of `xlarge` take {larger / 45:.1f} s through"
+    # Muon.
+    gathered, numel = 1024 * model.muon_group("base", 1024)[1], model.muon_group("base", 1)[1]
+    yield f"the gather would have {gathered / numel:.0f} times the size of the matrices of `base`"
+    yield f"for `xlarge`, {4 * model.muon_group('xlarge', 1)[1] / 8 / 1e9:.2f} GB each way per GPU of 8"
+    parameters = [k * math.prod(s.shape) for s in model.muon_stacks("xlarge") for k in s.num_blocks]
+    assert len(parameters) < 512 / 2
+    largest = 4 * max(parameters)
+    yield f"most have none, and the largest, {largest / 1e6:.0f} MB, takes {largest / 45e6:.1f} ms each way"
+    # How to check.
+    yield f"NVIDIA/nccl-tests: {model.all_reduce_seconds(56_784_876, node) * 1e3:.2f} ms in a node"
+    faster = 8 * predict("small", 8).efficiency
+    yield f"should rise {faster:.2f} times, or {faster / model.slowest_rank(8):.2f} times with 1 % jitter."
+
+
+def test_the_numbers_in_the_text():
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    assert [number for number in numbers_in_the_text() if number not in text] == []
+
+
+def test_the_conclusions_in_the_text():
+    def step(preset, num_gpus, batch_size=0):
+        return model.predict(model.workload(preset), model.Cluster(num_gpus), batch_size).step_seconds
+
+    assert step("small", 64, 128) > 0.9 * step("small", 8, 128)
+    assert step("base", 128, 256) > 0.7 * step("base", 32, 256)
+    assert step("large", 1024, 2048) > step("large", 512, 2048)
+    exchange = {n: 1e-3 + model.host_exchange_seconds(model.Cluster(n)) for n in (56, 64, 976, 984)}
+    assert exchange[56] < 4e-3 < exchange[64] and exchange[976] < 50e-3 < exchange[984]
+    for num_gpus in (8, 64):
+        assert model.predict_sharded(model.workload("xlarge"), model.Cluster(num_gpus))[2] < step("xlarge", num_gpus)
+    for preset in ("large", "xlarge"):
+        assert model.predict_sharded(model.workload(preset), model.Cluster(512))[2] > 1.2 * step(preset, 512)
+
+
+def test_links_of_ones_own(monkeypatch, capsys):
+    printed = run(monkeypatch, capsys, "--nvlink", "720,0.75", "--network", "90,4", "--host-hop", "10")
+    own = model.Cluster(1, model.Link(720e9, 0.75e-6), model.Link(90e9, 4e-6), 10e-6)
+    tables = model.tables(own)
+    assert all(table in printed for table in tables.values())
+    assert all(tables[title] != table for title, table in model.tables(model.Cluster(1)).items() if title != "One GPU")
