@@ -128,8 +128,13 @@ def wait_for_child(child, timeout):
 
 
 def serve():
+    # For all ranks, also what they would import later.
+    import pyarrow  # noqa: F401
+    import sklearn.metrics  # noqa: F401
+    import torch._dynamo  # noqa: F401
+
     import electra_fast.training.sharding
-    import electra_fast.training.trainer  # noqa: F401  # for all ranks
+    import electra_fast.training.trainer  # noqa: F401
 
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,6 +1,7 @@
 """`finetune` as a user runs it: what it leaves, resumes, refuses and says."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -99,6 +100,26 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bits(finetuned, encoder_fol
             for folder in (out, resumed)
         ]
         assert without_times(records[0]) == without_times(records[1])
+
+
+@pytest.mark.parametrize("call", range(1, 5))
+def test_a_kill_before_the_first_step_leaves_a_folder_to_resume(
+    encoder_folder, glue_folder, tmp_path, monkeypatch, call
+):
+    """At each of the first files, half-written ones included."""
+    out, calls, original = tmp_path / "out", [], os.replace
+
+    def killed(source, target):
+        calls.append(target)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        original(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", killed)
+        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=1, overrides=QUICK)
+    results = ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=1, overrides=QUICK)
+    assert len(results["sst2"]["runs"]) == 1
 
 
 def test_a_signal_ends_in_a_checkpoint(encoder_folder, glue_folder, tmp_path):

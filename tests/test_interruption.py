@@ -14,7 +14,7 @@ import tiny_run
 from tiny_run import STEPS, assert_same_run, tiny_config
 
 import electra_fast as ef
-from electra_fast import checkpoint_folder, interruption
+from electra_fast import checkpoint, checkpoint_folder, interruption
 from electra_fast import pretrain as pretrain_verb
 from electra_fast.data.loader import BatchLoader
 from electra_fast.errors import Interrupted
@@ -43,7 +43,7 @@ POINTS = {
     "an evaluation": (trainer, "evaluate_model", 1),
     "a line of evaluations": (JsonLines, "write", 3),
     "a checkpoint": (CheckpointWriter, "save", 2),
-    "writing a checkpoint": (trainer.checkpoint, "write", 2),
+    "writing a checkpoint": (checkpoint, "write", 2),
     "syncing a checkpoint": (os, "fsync", 18),
     "renaming a checkpoint": (os, "replace", 6),
     "after a checkpoint": (StepTimer, "start", 5),

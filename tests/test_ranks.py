@@ -130,7 +130,8 @@ def test_a_killed_rank_ends_the_others_and_nothing_is_lost(server, exact_run, va
 def test_ranks_killed_at_any_moment_lose_nothing(server, exact_run, validation_corpus, tmp_path):
     delay = 0.4
     while True:
-        ranks = server.start(2, validation_corpus, tmp_path / "run", **EXACT)
+        # Before they have met, only the timeout tells that a rank is gone; a launcher would end the other.
+        ranks = server.start(2, validation_corpus, tmp_path / "run", **EXACT, **{"train.timeout_seconds": "10"})
         time.sleep(delay)
         delay *= 1.5
         ranks[round(10 * delay) % 2].kill()

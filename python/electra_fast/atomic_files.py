@@ -47,12 +47,14 @@ def recover(folder: Path) -> None:
     if replaced.exists() and not folder.exists():
         os.replace(replaced, folder)
     for leftover in (temporary, replaced):
-        if leftover.exists():
+        if leftover.is_dir():
             shutil.rmtree(leftover)
+        else:
+            leftover.unlink(missing_ok=True)  # of a file: the one that it was to replace is there or never was
 
 
 def recover_all(parent: Path) -> None:
-    """Calls `recover` for every folder in `parent` that has leftovers; nothing else may write to `parent`."""
+    """Calls `recover` for all in `parent` that has leftovers; nothing else may write to `parent`."""
     names = {path.name for path in parent.glob(".*")}
     for ending in (_WRITING, _REPLACED):
         for name in names:

@@ -89,16 +89,19 @@ def finetune(
         for each in all_data:
             config = recipe_config(recipe, each.task.name, encoder.shape, settings)
             jobs.append(make_job(each, config, encoder, out / each.task.name, device))
+        # Tasks may differ in `finetune.epochs` and `finetune.both_orders`; each one's own are in its task.json.
+        text = recipe_config(recipe, "", encoder.shape, settings).to_toml()
+        if not (out / "config.toml").exists():  # first of all: a kill must not leave a folder of which nobody knows
+            replace_file(out / "config.toml", text)
         for job in jobs:
             _check_folder(job)
-        # Tasks may differ in `finetune.epochs` and `finetune.both_orders`; each one's own are in its task.json.
-        replace_file(out / "config.toml", recipe_config(recipe, "", encoder.shape, settings).to_toml())
+        replace_file(out / "config.toml", text)
         return _train_all(jobs, seeds, out, earlier)
 
 
 def _earlier_results(out: Path) -> Results:
     """What other calls left in results.json; refuses a folder that is not one of fine-tuning, and would be spoilt."""
-    foreign = sorted(path.name for path in out.iterdir() if path.name != ".lock")
+    foreign = _visible(out)
     settings = out / "config.toml"
     if foreign and not (settings.is_file() and settings.read_text(errors="replace").startswith("[finetune]")):
         raise InputError(f"{out}: holds {foreign[0]}, which is not of a fine-tuning; choose another folder for --out")
@@ -110,12 +113,17 @@ def _earlier_results(out: Path) -> Results:
         raise InputError(f"{error}; remove it: each seed's folder has its result.json") from None
 
 
+def _visible(folder: Path) -> list[str]:
+    """Names in a folder without hidden ones: locks, and what a kill left half-written."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
 def _check_folder(job: Job) -> None:
     """Remembers what decides the results; ValueError where the folder has something that was made otherwise."""
     path, now = job.folder / _IDENTITY, json.loads(json.dumps(job.identity()))
     for folder in job.folder.glob("seed-*"):
         recover_all(folder)
-    if not path.exists() and job.folder.exists() and any(job.folder.iterdir()):
+    if not path.exists() and job.folder.exists() and _visible(job.folder):
         raise InputError(f"{path}: missing, though there are other files; choose another folder for --out")
     made = [*job.folder.glob(f"seed-*/{RESULT}"), *job.folder.glob("seed-*/checkpoint")]
     if made and (found := first_difference(read_object(path), now)):
