@@ -27,9 +27,9 @@ def free_port():
 class Rank:
     """A running rank: its process id, and what it says."""
 
-    def __init__(self, server, environment, arguments, said):
+    def __init__(self, server, environment, arguments, said, folder):
         self._server, self._said = server, said
-        request = {"environment": environment, "arguments": arguments, "said": str(said)}
+        request = {"environment": environment, "arguments": arguments, "said": str(said), "folder": str(folder)}
         self.pid = server.ask(request)
 
     def said(self):
@@ -62,15 +62,21 @@ class Server:
         self._process.wait()
         self._process.stdout.close()
 
-    def start(self, world_size, corpus, out, environment=None, **changes):
-        """Starts the ranks of a run of `tiny_run`."""
+    def start(self, world_size, corpus, out, environment=None, folders=None, **changes):
+        """Starts the ranks of a run of `tiny_run`, each in a folder of its own if there are several."""
         out = Path(out)
         shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
         shared |= {"MASTER_PORT": str(free_port())} | (environment or {})
         arguments = command(corpus, out, **changes)[3:]
         out.parent.mkdir(parents=True, exist_ok=True)
         return [
-            Rank(self, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, arguments, Path(f"{out}-{rank}.txt"))
+            Rank(
+                self,
+                shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                arguments,
+                Path(f"{out}-{rank}.txt"),
+                folders[rank] if folders else Path.cwd(),
+            )
             for rank in range(world_size)
         ]
 
@@ -106,12 +112,24 @@ def fork_rank(request):
         os.dup2(said, 1)
         os.dup2(said, 2)
         os.environ.update(request["environment"])
+        os.chdir(request["folder"])
+        slow_down_writing()
         from electra_fast.cli import main
 
         code = main(request["arguments"])
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def slow_down_writing():
+    """Makes each checkpoint take so many seconds more as the test wants."""
+    seconds = float(os.environ.get("ELECTRA_FAST_TEST_SLOW_WRITE", "0"))
+    if seconds:
+        from electra_fast import checkpoint
+
+        write = checkpoint.write
+        checkpoint.write = lambda *arguments: (time.sleep(seconds), write(*arguments))[1]
 
 
 def wait_for_child(child, timeout):

@@ -150,6 +150,18 @@ def test_heads_that_transformers_does_not_have_are_named(validation_corpus, tmp_
     assert "note: copy_head: not in the folder and begins untrained" in capsys.readouterr().err
 
 
+def test_an_imported_unigram_model_trains_on_the_counts_of_its_corpus(validation_corpus, tmp_path):
+    """An export has none."""
+    changes = {"generator.kind": "unigram", "train.steps": "2", "train.eval_every": "0"}
+    ef.pretrain(tiny_config("paper", **changes), data=validation_corpus, out=tmp_path / "run")
+    ef.export(tmp_path / "run", tmp_path / "export")
+    ef.import_folder(tmp_path / "export", tmp_path / "imported")
+    config = ef.Config.load(tmp_path / "imported" / "config.toml").override(changes | {"train.log_every": "1"})
+    ef.pretrain(config, data=validation_corpus, out=tmp_path / "imported")
+    expected, found = (ef.load(tmp_path / name).proposal.table_V2 for name in ("run", "imported"))
+    assert torch.equal(found, expected) and found.any()
+
+
 def test_an_exported_unigram_model_cannot_be_evaluated(validation_corpus, tmp_path):
     changes = {"generator.kind": "unigram", "train.steps": "2", "train.eval_every": "0"}
     pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")

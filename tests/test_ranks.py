@@ -115,6 +115,15 @@ def test_a_world_of_one_is_a_plain_run(server, whole_run, validation_corpus, tmp
     assert_same_run(tmp_path / "run", whole_run)
 
 
+def test_a_rank_killed_in_a_sharded_step_ends_the_other(server, validation_corpus, tmp_path):
+    out = tmp_path / "run"
+    ranks = server.start(2, validation_corpus, out, **{"train.sharding": "full", "train.steps": "100000"})
+    wait_for(lambda: checkpoint_folder.steps(out) if out.exists() else False)
+    ranks[1].kill()
+    assert ranks[0].wait() == 2 and "rank 0: another rank is gone" in ranks[0].said()
+    assert "Traceback" not in ranks[0].said() and ranks[1].wait() == -signal.SIGKILL
+
+
 @pytest.mark.parametrize(("rank", "step"), [(0, 11), (1, 4), (1, 9)])
 def test_a_killed_rank_ends_the_others_and_nothing_is_lost(server, exact_run, validation_corpus, tmp_path, rank, step):
     fault = {"ELECTRA_FAST_FAULT": f"kill@{step}/{rank}"}
@@ -130,11 +139,13 @@ def test_a_killed_rank_ends_the_others_and_nothing_is_lost(server, exact_run, va
 def test_ranks_killed_at_any_moment_lose_nothing(server, exact_run, validation_corpus, tmp_path):
     delay = 0.4
     while True:
-        # Before they have met, only the timeout tells that a rank is gone; a launcher would end the other.
-        ranks = server.start(2, validation_corpus, tmp_path / "run", **EXACT, **{"train.timeout_seconds": "10"})
+        ranks = server.start(2, validation_corpus, tmp_path / "run", **EXACT)
         time.sleep(delay)
         delay *= 1.5
-        ranks[round(10 * delay) % 2].kill()
+        killed = round(10 * delay) % 2
+        ranks[killed].kill()
+        if not checkpoint_folder.steps(tmp_path / "run"):
+            ranks[1 - killed].kill()  # as a launcher would: before they have met, none knows of the other
         if sorted(rank.wait() for rank in ranks) in ([0, 0], [-signal.SIGKILL, 0]):
             break
     server.run(2, validation_corpus, tmp_path / "run", **EXACT)
@@ -238,6 +249,44 @@ def test_the_slowest_rank_is_in_every_line(server, validation_corpus, tmp_path):
     assert [record["slowest_rank"] for record in records[1:]] == [1] * 5
     assert all(0.1 < record["slowest_rank_seconds"] < 1 for record in records[1:])
     assert "slowest rank 1: 0.1" in said[0]
+
+
+def test_a_frozen_first_rank_hangs_nobody(server, validation_corpus, tmp_path):
+    """Its store answers nobody either."""
+    out, changes = tmp_path / "run", {"train.timeout_seconds": "3", "train.steps": "100000"}
+    ranks = server.start(2, validation_corpus, out, **changes)
+    wait_for(lambda: checkpoint_folder.steps(out) if out.exists() else False)
+    ranks[0].kill(signal.SIGSTOP)
+    assert ranks[1].wait(timeout=30) == 2 and "waited more than 3 s" in ranks[1].said()
+    ranks[0].kill()
+    ranks[0].wait()
+
+
+def test_ranks_with_other_corpora_do_not_train(server, validation_corpus, tiny_corpus, tmp_path):
+    for rank, corpus in enumerate((validation_corpus, tiny_corpus)):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "shards").symlink_to(corpus)
+    ranks = server.start(2, "shards", tmp_path / "run", folders=[tmp_path / "0", tmp_path / "1"])
+    said = server.end(ranks, 2)
+    assert "not the same corpus on rank 1 as on the first" in said[1] and said[0] == ""
+
+
+def test_a_slow_checkpoint_hangs_nobody(server, validation_corpus, tmp_path):
+    """Each write takes longer than the ranks may wait for each other."""
+    slow = {"ELECTRA_FAST_TEST_SLOW_WRITE": "4"}
+    changes = {"train.timeout_seconds": "2", "train.steps": "6", "train.checkpoint_every": "2"}
+    server.run(2, validation_corpus, tmp_path / "run", slow, **changes)
+    assert checkpoint_folder.steps(tmp_path / "run") == [4, 6]
+
+
+def test_two_stages_are_compared_apart(server, tiny_corpus, tmp_path):
+    """The second stage's loss is another one; its first steps are no spikes."""
+    changes = {
+        **{"objective.name": "two-stage", "model.tying": "none", "generator.fraction": "1", "data.masking": "paper"},
+        **{"train.steps": "280", "train.log_every": "20", "train.skip_spikes": "3", "train.checkpoint_every": "500"},
+    }
+    server.run(1, tiny_corpus, tmp_path / "run", **NO_DROPOUT, **changes)
+    assert sum(line["skipped_steps"] for line in lines(tmp_path / "run")) == 0
 
 
 def test_what_is_wrong_is_said_once(server, validation_corpus, tmp_path):

@@ -245,15 +245,21 @@ class MicroBatches:
         self._check(batch)
         if not self._rows:
             return
-        buffer = torch.from_numpy(batch.values)
-        seqlens = self._part_seqlens(batch)
-        if buffer.shape != self._buffer.shape or max(map(len, seqlens)) > self.capacity:
+        buffer, seqlens = torch.from_numpy(batch.values), self._part_seqlens(batch)
+        if not self.fits(batch):
             self._allocate(batch, buffer, seqlens)
         self._buffer.copy_(_pinned(buffer, self._device), non_blocking=True)
         for part, ends in zip(self.parts, seqlens, strict=True):
             padded = np.full(self.capacity, ends[-1], dtype=np.int32)
             padded[: len(ends)] = ends
             part["cu_seqlens"].copy_(_pinned(torch.from_numpy(padded), self._device), non_blocking=True)
+
+    def fits(self, batch: HostBatch) -> bool:
+        """Whether the tensors at hand have room for a batch."""
+        if batch.num_rows == 0:
+            return True
+        longest = max(map(len, self._part_seqlens(batch)))
+        return len(batch.values) == len(self._buffer) and longest <= self.capacity
 
     def on_host(self, batch: HostBatch) -> list[dict[str, torch.Tensor]]:
         """The micro-batches of a batch where that lies, without `cu_seqlens`."""

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Iterator, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -77,6 +78,14 @@ class CheckpointWriter:
         """Waits for the write in progress and raises what it failed with."""
         with self._blocked():
             self._finish()
+
+    def wait_up_to(self, seconds: float) -> bool:
+        """As `wait`, but no longer than so many seconds; tells whether no write is in progress."""
+        with self._blocked():
+            if self._pending is not None:
+                futures.wait([self._pending], seconds)
+            self.check()
+        return self._pending is None
 
     def close(self) -> None:
         """As `wait`; there can be no `save` afterwards. Interrupted while waiting, it leaves the write to end."""

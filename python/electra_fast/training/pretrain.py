@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,17 @@ def _train_alone(config: Config, allow_changes: bool, stop: StopRequest, start: 
         return run, Trainer(run, corpus, World()).train(stop, start)
 
 
+def _contents(corpus: Corpus) -> tuple[str, str | None]:
+    """Content hashes of a corpus and of its validation part."""
+    return corpus.content_hash, None if corpus.holdout is None else Corpus(corpus.holdout).content_hash
+
+
+def _require_same(corpus: Corpus, rank: int, is_same: bool) -> None:
+    """Raises ValueError where a rank would read other text than the first."""
+    if not is_same:
+        raise InputError(f"{corpus.path}: not the same corpus on rank {rank} as on the first; copy it there again")
+
+
 def _train_among(
     launch: Launch, config: Config, allow_changes: bool, stop: StopRequest, start: float
 ) -> tuple[Run, int]:
@@ -108,8 +119,11 @@ def _train_among(
     folder = Path(config.train.out)
     with (
         World.join(launch, folder, config.train.timeout_seconds) as world,
-        exclusive(folder) if world.is_first else nullcontext(),
+        ExitStack() as held,
     ):
+        world.from_first(lambda: held.enter_context(exclusive(folder)))
         corpus = world.agree(lambda: Corpus(config.data.corpus))
+        contents = world.objects(_contents(corpus))
+        world.agree(lambda: _require_same(corpus, launch.rank, contents[launch.rank] == contents[0]))
         run = world.from_first(lambda: open_run(config, corpus, allow_changes=allow_changes))
         return run, Trainer(run, corpus, world, Faults(launch.rank, launch.attempt)).train(stop, start)

@@ -62,6 +62,8 @@ class RunTensors:
         for tensors, wholes in zip(targets if has_optimizer else targets[:1], found, strict=False):
             sharded = self._sharded(tensors)
             for name, tensor in tensors.items():
+                if name.startswith("proposal."):
+                    continue  # counted in the corpus at hand, which may be another than the checkpoint's
                 if self._shards is not None and name in sharded:
                     self._shards.scatter(sharded[name], wholes.get(name), tensor)
                     continue

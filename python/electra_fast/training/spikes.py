@@ -42,6 +42,11 @@ class SpikeGuard:
         self._longest.copy_(torch.maximum(self._longest, self._num_in_a_row))
         return is_spike.float()
 
+    def reset(self) -> None:
+        """Forgets the steps before, with which those that follow cannot be compared."""
+        for tensor in (self._num_kept, self._num_in_a_row, self._longest):
+            tensor.zero_()
+
     def take_longest(self) -> int:
         """The longest row of skipped steps since the last call; waits for the device."""
         longest = int(self._longest)

@@ -1,9 +1,8 @@
 """One optimizer step over tensors at fixed addresses: eager, compiled, or captured in CUDA graphs.
 
-The trainer calls it once per step. Everything in its phases happens on the device and never synchronizes with the
-host, so that graphs of them can be replayed; what changes from step to step (the batch, seed and step number, the
-optimizer's scalars) is copied into tensors that they read. A rank that is alone has one phase, and one graph. With
-others, the messages between them come between two graphs, where NCCL's watchdog can see them.
+The trainer calls it once per step. All that its phases do happens on the device and never synchronizes with the host,
+so that graphs of them can be replayed; what changes from step to step is copied into tensors that they read. A rank that
+is alone has one phase, and one graph. With others, messages come between graphs, where NCCL's watchdog can see them.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class TrainStep:
     The metric totals of the objective and the gradient norms (`GRAD_NORM`) add up on the device from call to call:
     `read_totals`, `set_totals`. `captures` lists the captures of the graphs: a second one means that a batch did not
     fit the first one's tensors, or that another stage of the objective began. `compilations` has one entry per stage.
-    `spikes` recognizes the steps that are skipped, if the configuration wants that.
+    `spikes` recognizes the steps to skip, if there are to be any.
     """
 
     def __init__(
@@ -164,14 +163,14 @@ class TrainStep:
     def __call__(self, rows: RecordBatch, step: int, news: Sequence[float] = ()) -> list[float]:
         """Takes the step with this number (0-based) on a batch of `data.loader.BatchLoader`.
 
-        Returns the greatest of each of the `news` that the ranks have told each other with the step.
+        Returns the greatest of each of the `news` that the ranks tell each other with it.
         """
         self._enter_stage(step)
         batch, lr_scale = HostBatch.of(rows), self.lr_scale(step)
         if self.processes is not None:
             self.processes.start(batch, step, lr_scale)
         denominators, news = self._exchange(batch, news)
-        if self._faults is not None:
+        if self._faults:
             denominators = self._faults.denominators(step, denominators)
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
@@ -187,10 +186,14 @@ class TrainStep:
         own_GK = self.backward.group_denominators(batch)
         if self.world.size == 1:
             return own_GK.sum(0), news
-        message = torch.cat((torch.tensor(news, dtype=torch.float64), own_GK.flatten()))
+        is_larger = not self.backward.micro_batches.fits(batch)
+        message = torch.cat((torch.tensor([*news, is_larger], dtype=torch.float64), own_GK.flatten()))
         found = self.world.exchange(message)
-        denominators_GK = found[:, len(news) :].reshape(-1, own_GK.shape[1])
-        return denominators_GK.sum(0), found[:, : len(news)].amax(0).tolist()
+        *news, is_any_larger = found[:, : len(news) + 1].amax(0).tolist()
+        if is_any_larger and self.config.train.capture_collectives:
+            # NCCL wants a captured message to be captured, and replayed, by all ranks at once.
+            self._drop_graph("a batch of some rank has more segments than any before it")
+        return found[:, len(news) + 1 :].reshape(-1, own_GK.shape[1]).sum(0), news
 
     def close(self) -> None:
         """Ends the processes that help with the step, which otherwise end with this object."""
@@ -222,9 +225,8 @@ class TrainStep:
 
         Call it after `read_totals`, which waits for the device; 0 on a CPU.
         """
-        seconds: float = sum(begin.elapsed_time(end) for begin, end in self._own_work) / 1e3
-        self._own_work = []
-        return seconds
+        own_work, self._own_work = self._own_work, []
+        return float(sum(begin.elapsed_time(end) for begin, end in own_work)) / 1e3
 
     def set_totals(self, totals: Mapping[str, float]) -> None:
         """Sets the totals of all ranks, which the first one keeps; 0 where a name is not among them."""
@@ -286,16 +288,17 @@ class TrainStep:
         assert shards is not None
         self._step_vector.zero_()
         shards.zero_grad()
-        self._add_totals(self.backward.run())
-        shards.take_gradients()
-        gradients = self.optimizer.gradients().values()
-        loss, norm = self.backward.loss, shards.global_norm(gradients)
-        self.world.sum(loss)
-        skipped = None if self.spikes is None else self.spikes.judge(loss, norm)
-        if skipped is not None:
-            for gradient in gradients:
-                gradient.masked_fill_(skipped > 0, 0.0)
-        self.optimizer.step(norm, skipped)
+        with self.world.watched("a sharded step"):
+            self._add_totals(self.backward.run())
+            shards.take_gradients()
+            gradients = list(self.optimizer.gradients().values())
+            loss, norm = self.backward.loss, shards.global_norm(gradients)
+            self.world.sum(loss)
+            skipped = None
+            if self.spikes is not None:
+                skipped = self.spikes.judge(loss, norm)
+                torch._foreach_copy_(gradients, [torch.where(skipped > 0, 0.0, each) for each in gradients])
+            self.optimizer.step(norm, skipped)
         self._count(norm, skipped)
 
     def _update(self) -> None:
@@ -334,7 +337,7 @@ class TrainStep:
                 self._own_work.append((begin, self._mark()))
 
     def _mark(self) -> Any:
-        if self.stream is None or self.world.size == 1:
+        if self.stream is None or self.world.size == 1 or self.backward.shards is not None:
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
         event.record(self.stream)
@@ -385,6 +388,8 @@ class TrainStep:
         self.backward.set_stage(stage)
         self.optimizer.reset()
         self._make_buffer()
+        if self.spikes is not None:
+            self.spikes.reset()
         self._is_first_of_stage = True
         self._drop_graph("another stage of the objective began")
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from electra_fast import checkpoint_folder
+from electra_fast.attention import is_deterministic
 from electra_fast.checkpoint_folder import LogWindow, TrainState
 from electra_fast.compute import choose_compute, choose_device
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader
-from electra_fast.errors import Diverged, ReportedElsewhere, TrainingFailed
+from electra_fast.errors import Diverged, InputError, ReportedElsewhere, TrainingFailed
 from electra_fast.interruption import StopRequest
 from electra_fast.model import Electra
 from electra_fast.objectives.objective import Number
@@ -39,33 +41,11 @@ from electra_fast.training.run_log import RunLog
 from electra_fast.training.run_tensors import RunTensors
 from electra_fast.training.step import GRAD_NORM, SKIPPED, TrainStep
 from electra_fast.training.step_timer import StepTimer
+from electra_fast.training.time_limit import TimeLimit
 from electra_fast.training.world import World
 
 # Fields of a loader's state that decide the stream of rows.
 STREAM = ("seed", "corpus", "options")
-
-
-class TimeLimit:
-    """Tells when a session must stop so that it ends within its time.
-
-    Args:
-        minutes: That the session may take; 0: any.
-        start: When it began, by `time.monotonic`.
-    """
-
-    def __init__(self, minutes: float, start: float) -> None:
-        self._end = start + 60 * minutes if minutes else math.inf
-        self._last = math.inf
-        self._longest_step = 0.0
-
-    def is_up(self, saving_seconds: float) -> bool:
-        """Asked before each step: whether the one after it, and then a checkpoint that takes so long, may be too late.
-
-        Both are given twice the time that they have taken.
-        """
-        now = time.monotonic()
-        self._longest_step, self._last = max(self._longest_step, now - self._last), now
-        return now + 4 * self._longest_step + 2 * saving_seconds > self._end
 
 
 class Trainer:
@@ -79,6 +59,7 @@ class Trainer:
         run, self.notes = world.from_first(lambda: settle_hardware(run, self.device))
         self.run, self.config, self.corpus = run, run.config, corpus
         self.compute = choose_compute(self.config, self.device)
+        self._check_exactness()
         self.model = Electra(self.config).to(self.device)
         if self.config.generator.kind == "unigram":
             self._count_tokens()
@@ -112,10 +93,18 @@ class Trainer:
         train = self.config.train
         self.writer = CheckpointWriter(run.folder, train.keep_checkpoints)
         self.blocked_seconds = 0.0
-        self.rank_seconds = [0.0] * world.size
+        self.rank_seconds, self.first_timed = [0.0] * world.size, self.state.step
         self.every = {"log": train.log_every, "checkpoint": train.checkpoint_every}
         if train.eval_every and corpus.holdout is not None:
             self.every["evaluation"] = train.eval_every
+
+    def _check_exactness(self) -> None:
+        """Raises ValueError where sums in a fixed order would not be enough for equal bits."""
+        is_repeatable = is_deterministic(self.compute.attention) and not self.config.model.attention_dropout
+        if self.config.train.reduce == "exact" and self.device.type == "cuda" and not is_repeatable:
+            raise InputError(
+                'train.reduce = "exact" on a GPU needs model.attention_dropout = 0, model.attention = "sdpa" or "flex"'
+            )
 
     def _count_tokens(self) -> None:
         """Gives the proposal the token counts of the corpus; seconds where that has billions."""
@@ -137,7 +126,8 @@ class Trainer:
         if self.world.is_first:
             facts = environment(self.device, self.compute, self.config.train.execution, self.world.size)
             record_environment(self.run.folder, facts)
-        limit = TimeLimit(self.config.train.max_minutes, start)
+        num_parameters = sum(p.numel() for p in self.model.parameters())
+        limit = TimeLimit(self.config.train.max_minutes, start, 12 * num_parameters)
         agreed = stop if self.world.size == 1 else StopRequest()
         is_time_up = False
         with (
@@ -173,10 +163,11 @@ class Trainer:
                     if "checkpoint" in due:
                         self._save()
                     self._start_timer()
+                    limit.pause()
             if self.saved_step != state.step:
                 self._stop_timer()
                 self._save()
-            self.writer.wait()
+            self._await_writer()
             if state.step == num_steps:
                 log.say(self._closing())
             elif is_time_up and not agreed:
@@ -211,13 +202,10 @@ class Trainer:
         in_a_row = 0 if spikes is None else spikes.take_longest()
         if bad or (spikes is not None and in_a_row >= most):
             what = f"{' and '.join(bad)} became nan or infinite" if bad else f"{in_a_row} spikes in a row were skipped"
-            self._fail(
-                Diverged(
-                    f"{self.run.folder}: {what} in steps {self.state.step - window.steps + 1}-{self.state.step}; "
-                    f"{self._last_good()}; start again with a lower optimizer.learning_rate or a longer "
-                    "optimizer.warmup_steps"
-                )
-            )
+            first, last = self.state.step - window.steps + 1, self.state.step
+            remedy = "start again with a lower optimizer.learning_rate or a longer optimizer.warmup_steps"
+            where = f"{self.run.folder}: {what} in steps {first}-{last}"
+            self._fail(lambda: Diverged(f"{where}; {self._last_good()}; {remedy}"))
 
     def _check_ranks(self, own_seconds: float) -> None:
         """Compares the ranks' parameters, and adds up the time that each has spent on its own work."""
@@ -225,22 +213,19 @@ class Trainer:
         found = self.world.objects((0 if is_sharded else fingerprint(self.model), own_seconds))
         self.rank_seconds = [total + own for total, (_, own) in zip(self.rank_seconds, found, strict=True)]
         if odd := odd_ranks([each for each, _ in found]):
-            self._fail(
-                TrainingFailed(
-                    f"{self.run.folder}: step {self.state.step}: {odd}; {self._last_good()}; start again to resume "
-                    "there, without the machine of that rank if it happens again"
-                )
-            )
+            where = f"{self.run.folder}: step {self.state.step}: {odd}"
+            remedy = "start again to resume there, without the machine of that rank if it happens again"
+            self._fail(lambda: TrainingFailed(f"{where}; {self._last_good()}; {remedy}"))
 
     def _last_good(self) -> str:
-        with contextlib.suppress(OSError):  # a checkpoint that cannot be written is not the news
-            self.writer.wait()
         kept = checkpoint_folder.steps(self.run.folder)
         return f"step-{kept[-1]} is the last good checkpoint" if kept else "there is no checkpoint yet"
 
-    def _fail(self, error: TrainingFailed) -> NoReturn:
-        """Ends all ranks, which have found the same; the first says so."""
-        raise error if self.world.is_first else ReportedElsewhere
+    def _fail(self, error: Callable[[], TrainingFailed]) -> NoReturn:
+        """Ends all ranks, which have found the same; the first says so, after the write in progress."""
+        with contextlib.suppress(OSError):  # a checkpoint that cannot be written is not the news
+            self._await_writer()
+        raise error() if self.world.is_first else ReportedElsewhere
 
     def _log(self, log: RunLog) -> None:
         record = self._record()
@@ -273,8 +258,8 @@ class Trainer:
             record["skipped_steps"] = window.steps - num_taken
         if self.world.size > 1:
             rank, seconds = slowest(self.rank_seconds)
-            record |= {"slowest_rank": rank, "slowest_rank_seconds": seconds / window.steps}
-            self.rank_seconds = [0.0] * self.world.size
+            record |= {"slowest_rank": rank, "slowest_rank_seconds": seconds / (state.step - self.first_timed)}
+            self.rank_seconds, self.first_timed = [0.0] * self.world.size, state.step
         return record
 
     def _mfu(self, tokens_per_second: float) -> float | None:
@@ -285,16 +270,12 @@ class Trainer:
 
     def _evaluate(self, log: RunLog) -> None:
         assert self.corpus.holdout is not None
-        found = evaluate_model(
-            self.model,
-            self.corpus.holdout,
-            self.config,
-            self.compute,
-            self.config.train.eval_batches,
-            self.stage.objective,
-            self.world,
-            self.train_step.backward.forward(self.stage.objective),
-        )
+        forward = self.train_step.backward.forward(self.stage.objective)
+        num_batches, objective = self.config.train.eval_batches, self.stage.objective
+        with self._guarded():
+            found = evaluate_model(
+                self.model, self.corpus.holdout, self.config, self.compute, num_batches, objective, self.world, forward
+            )
         log.write_evaluation({"step": self.state.step, **found})
         log.say(f"step {self.state.step}: validation: {_validation_text(found)}")
 
@@ -326,10 +307,23 @@ class Trainer:
         state = self.state
         state.corpus, state.loader = self.corpus.content_hash, self.loader.state()
         state.token_type_1_trained |= state.step > 0 and self.config.data.packing == "google"
-        tensors = self.tensors.collect()
+        self._await_writer()
+        with self._guarded():
+            tensors = self.tensors.collect()
         if self.world.is_first:
             self.writer.save(self.config, *tensors, state)
         self.saved_step = state.step
+
+    def _guarded(self) -> AbstractContextManager[None]:
+        """Around work in which the ranks of a sharded model wait for each other outside of `World`."""
+        is_sharded = self.train_step.backward.shards is not None
+        return self.world.watched("the other ranks' rows") if is_sharded else contextlib.nullcontext()
+
+    def _await_writer(self) -> None:
+        """Waits for the write in progress, in turns so short that no rank takes it for a rank that hangs."""
+        turn = self.config.train.timeout_seconds / 4
+        while not self.world.from_first(lambda: self.writer.wait_up_to(turn)):
+            pass
 
     def _restore(self, directory: Path, state: TrainState) -> None:
         self.state, self.saved_step = state, state.step
@@ -337,6 +331,8 @@ class Trainer:
         if is_started:
             self.train_step.resume(state.step)
         self.tensors.restore(directory, has_optimizer=is_started)
+        if self.train_step.spikes is not None and self.run.changes.keys() - {"train.steps"}:
+            self.train_step.spikes.reset()  # other settings may make other losses
         if state.loader is not None:
             self.train_step.set_totals(state.log_window.totals)
             self._restore_loader(state.loader)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ _HUNG = "hung"
 
 
 class Watchdog:
-    """A thread that watches the waits of its process.
+    """Threads that watch the waits of their process.
 
     When a wait takes longer than the timeout, all ranks, also one that hangs elsewhere, write the stacks of their
     threads to `FOLDER/rank-R.txt`, and end.
@@ -35,32 +34,40 @@ class Watchdog:
 
     def __init__(self, folder: Path, rank: int, store: Store, timeout_seconds: float) -> None:
         self._folder, self._rank, self._store, self._timeout = folder, rank, store, timeout_seconds
-        self._wait: tuple[str, float] | None = None
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
+        self._waits: list[tuple[str, float]] = []
+        self._closed, self._is_ending = threading.Event(), threading.Lock()
+        # Two threads: a request to the store of a rank that is frozen never returns.
+        for watch in (self._watch_the_clock, self._watch_the_store):
+            threading.Thread(target=watch, name="watchdog", daemon=True).start()
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Around a wait for other ranks."""
-        self._wait = (what, time.monotonic())
+        """Around a wait for other ranks; one may contain another."""
+        self._waits.append((what, time.monotonic()))
         try:
             yield
         finally:
-            self._wait = None
+            self._waits.pop()
 
     def close(self) -> None:
         """Ends the watch."""
         self._closed.set()
-        self._thread.join()
 
-    def _watch(self) -> None:
+    def _watch_the_clock(self) -> None:
         while not self._closed.wait(_INTERVAL):
-            wait = self._wait
-            if wait is not None and time.monotonic() - wait[1] > self._timeout:
-                self._end(f"waited more than {self._timeout:g} s for {wait[0]}", tell=True)
+            for what, start in self._waits[-1:]:
+                if time.monotonic() - start > self._timeout:
+                    threading.Thread(target=self._tell, daemon=True).start()
+                    self._end(f"waited more than {self._timeout:g} s for {what}")
+
+    def _watch_the_store(self) -> None:
+        while not self._closed.wait(_INTERVAL):
             if self._is_told():
-                self._end("another rank waited too long for this one", tell=False)
+                self._end("another rank waited too long for this one")
+
+    def _tell(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set(_HUNG, str(self._rank))
 
     def _is_told(self) -> bool:
         try:
@@ -68,17 +75,22 @@ class Watchdog:
         except RuntimeError:  # the first rank, which has the store, is gone: the next message finds that out
             return False
 
-    def _end(self, reason: str, tell: bool) -> None:
+    def _end(self, reason: str) -> None:
+        self._is_ending.acquire()  # never released: the other thread would say it again
+        try:
+            stacks = f"stacks in {self._write_stacks(reason)}"
+        except OSError as error:  # only the first rank needs to see the run's folder
+            stacks = f"no stacks ({error})"
+        line = f"electra-fast: error: rank {self._rank}: {reason}; {stacks}; start again to resume\n"
+        with contextlib.suppress(OSError):
+            os.write(2, line.encode())
+        time.sleep(_GRACE)
+        os._exit(2)
+
+    def _write_stacks(self, reason: str) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"rank-{self._rank}.txt"
         with path.open("w", encoding="utf-8") as file:
             print(f"rank {self._rank}, process {os.getpid()}: {reason}", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
-        line = f"electra-fast: error: rank {self._rank}: {reason}; stacks in {path}; start again to resume\n"
-        with contextlib.suppress(OSError):
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
-        if tell:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(_HUNG, str(self._rank))
-        time.sleep(_GRACE)
-        os._exit(2)
+        return path

@@ -33,6 +33,8 @@ T = TypeVar("T")
 _PATIENCE = 2
 # Longest wait for the ranks to come.
 _MEETING_SECONDS = 300.0
+# What torch says when a rank does not answer; other errors are this rank's own.
+_LOST = re.compile(r"onnection|closed|reset by peer|[Tt]imed out|[Tt]imeout|Broken pipe|remote|[Ss]ocket|NCCL.*abort")
 
 
 class World:
@@ -71,7 +73,6 @@ class World:
         try:
             world._find_neighbours()
             yield world
-            world._watchdog.close()
             world.exchange(torch.zeros(1))  # nobody leaves while another may still ask the first rank's store
             dist.destroy_process_group()
         finally:
@@ -85,13 +86,13 @@ class World:
             torch.cuda.set_device(_device_number(launch))
             backend = "cpu:gloo,cuda:nccl"
         try:
-            place = MeetingPlace.find(launch, min(timeout_seconds, _MEETING_SECONDS))
+            place = MeetingPlace.find(launch, _MEETING_SECONDS)
             dist.init_process_group(
                 backend,
                 store=place.connect(),
                 rank=self.rank,
                 world_size=self.size,
-                timeout=timedelta(seconds=_PATIENCE * timeout_seconds),
+                timeout=timedelta(seconds=max(_PATIENCE * timeout_seconds, _MEETING_SECONDS)),
             )
         except (RuntimeError, ValueError) as error:
             raise TrainingFailed(
@@ -121,37 +122,37 @@ class World:
         if self.size == 1:
             return values[None]
         found = torch.empty(self.size * values.numel(), dtype=values.dtype)
-        with self._telling("the other ranks' news of a step"):
+        with self.waiting("the other ranks' news of a step"):
             dist.all_gather_into_tensor(found, values.flatten())
         return found.view(self.size, *values.shape)
 
     def sum(self, tensor: Tensor) -> None:
         """Replaces a tensor by its sum over the ranks, the same bits on each."""
         if self.size > 1:
-            with self._telling("a sum over the ranks"):
+            with self.waiting("a sum over the ranks"):
                 dist.all_reduce(tensor)
 
     def gather(self, own: Tensor, out: Tensor) -> None:
         """Concatenates flat tensors of one size in the order of the ranks; [n], [ranks * n]."""
-        with self._telling("the other ranks' tensors"):
+        with self.waiting("the other ranks' tensors"):
             dist.all_gather_into_tensor(out, own)
 
     def gather_from_neighbours(self, own: Tensor, out: Tensor) -> None:
         """`gather` from the ranks of this machine alone; [n], [neighbours * n]."""
-        with self._telling("the tensors of this machine's ranks"):
+        with self.waiting("the tensors of this machine's ranks"):
             dist.all_gather_into_tensor(out, own, group=self._neighbour_group)
 
     def transpose(self, tensor: Tensor) -> Tensor:
         """Sends row r to rank r; the rows that the ranks have for this one, in their order; [ranks, n] → [ranks, n]."""
         found = torch.empty_like(tensor)
-        with self._telling("the other ranks' tensors"):
+        with self.waiting("the other ranks' tensors"):
             dist.all_to_all_single(found.view(-1), tensor.view(-1))
         return found
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replaces a tensor by that of the first rank."""
         if self.size > 1:
-            with self._telling("the first rank's tensors"):
+            with self.waiting("the first rank's tensors"):
                 dist.broadcast(tensor.detach(), 0)
 
     def objects(self, own: Any) -> list[Any]:
@@ -159,7 +160,7 @@ class World:
         if self.size == 1:
             return [own]
         found: list[Any] = [None] * self.size
-        with self._telling("the other ranks' reports"):
+        with self.waiting("the other ranks' reports"):
             dist.all_gather_object(found, own)
         return found
 
@@ -198,7 +199,7 @@ class World:
         raise ReportedElsewhere
 
     def _broadcast_object(self, content: list[Any]) -> list[Any]:
-        with self._telling("the first rank's preparations"):
+        with self.waiting("the first rank's preparations"):
             dist.broadcast_object_list(content, 0, device=torch.device("cpu"))
         return content
 
@@ -209,25 +210,31 @@ class World:
         return init_device_mesh(device_type, (self.size,))
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Around a wait that ends only if other ranks do their part: too long a one ends the process."""
-        start = time.perf_counter()
+    def watched(self, what: str) -> Iterator[None]:
+        """Around work in which ranks wait for each other: ends the process if it takes too long.
+
+        Raises TrainingFailed where another rank is gone.
+        """
         try:
             with self._watchdog.waiting(what) if self._watchdog else contextlib.nullcontext():
                 yield
-        finally:
-            self.wait_seconds += time.perf_counter() - start
-
-    @contextlib.contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
-        try:
-            with self.waiting(what):
-                yield
         except RuntimeError as error:
+            if self.size == 1 or not _LOST.search(str(error)):
+                raise
             raise TrainingFailed(
                 f"rank {self.rank}: another rank is gone ({_first_line(error)}); its own last lines say why; "
                 "start again to resume at the newest checkpoint"
             ) from None
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """`watched` work that is nothing but a wait."""
+        start = time.perf_counter()
+        try:
+            with self.watched(what):
+                yield
+        finally:
+            self.wait_seconds += time.perf_counter() - start
 
 
 def _device_number(launch: Launch) -> int:
@@ -235,7 +242,7 @@ def _device_number(launch: Launch) -> int:
     num_devices = torch.cuda.device_count()
     if num_devices == 1:
         return 0
-    if launch.local_rank >= num_devices:
+    if launch.local_world_size > num_devices:
         raise InputError(
             f"{launch.local_world_size} ranks on a machine with {num_devices} GPUs; start one rank per GPU"
         )
