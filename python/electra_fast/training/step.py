@@ -1,8 +1,8 @@
 """One optimizer step over tensors at fixed addresses: eager, compiled, or captured in CUDA graphs.
 
-The trainer calls it once per step. All that its phases do happens on the device and never synchronizes with the host,
-so that graphs of them can be replayed; what changes from step to step is copied into tensors that they read. A rank that
-is alone has one phase, and one graph. With others, messages come between graphs, where NCCL's watchdog can see them.
+The trainer calls it once per step. All that its phases do happens on the device and never synchronizes with the
+host; what changes from step to step is copied into tensors that they read, so that graphs can be replayed. A rank that
+is alone has one phase. With others, messages come between graphs, where NCCL's watchdog can see them.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class TrainStep:
         denominators, news = self._exchange(batch, news)
         if self._faults:
             denominators = self._faults.denominators(step, denominators)
-        if self.stream is not None:
+        if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
             self.backward.load(batch, step, denominators)
@@ -225,8 +225,8 @@ class TrainStep:
 
         Call it after `read_totals`, which waits for the device; 0 on a CPU.
         """
-        own_work, self._own_work = self._own_work, []
-        return float(sum(begin.elapsed_time(end) for begin, end in own_work)) / 1e3
+        pairs, self._own_work = self._own_work, []
+        return float(sum(begin.elapsed_time(end) for begin, end in pairs)) / 1e3
 
     def set_totals(self, totals: Mapping[str, float]) -> None:
         """Sets the totals of all ranks, which the first one keeps; 0 where a name is not among them."""
@@ -373,8 +373,7 @@ class TrainStep:
         return graph.replay
 
     def _drop_graph(self, reason: str) -> None:
-        self._recapture_reason = reason if self._replays else ""
-        self._replays, self._num_eager = [], 0
+        self._recapture_reason, self._replays, self._num_eager = reason if self._replays else "", [], 0
 
     def _enter_stage(self, step: int) -> None:
         """Switches to the stage of this step if it is another: new moments, a new schedule, a new graph."""
