@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from ranks import TIMEOUT, wait_for
-from tiny_run import STEPS, command
+from tiny_run import STEPS, command, lines
 
 from electra_fast import checkpoint_folder
 
@@ -34,14 +34,12 @@ def exact_run(validation_corpus, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("options", [(), ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")])
-def test_ranks_that_torchrun_restarts_meet_again_and_resume(exact_run, validation_corpus, tmp_path, options):
-    process = torchrun(validation_corpus, tmp_path / "run", "--max-restarts", "1", *options, fault="kill@10/1", **EXACT)
+def test_ranks_that_torchrun_restarts_meet_again_and_resume(exact_run, validation_corpus, tmp_path):
+    process = torchrun(validation_corpus, tmp_path / "run", "--max-restarts", "1", fault="kill@10/1", **EXACT)
     _, said = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0, said
     assert f"resumes at step 9 of {STEPS}" in said and said.count("another rank is gone") <= 1
-    found, expected = (run / "metrics.jsonl" for run in (tmp_path / "run", exact_run))
-    assert len(found.read_text().splitlines()) == len(expected.read_text().splitlines())
+    assert lines(tmp_path / "run") == lines(exact_run)
 
 
 def test_a_signal_to_torchrun_stops_all_ranks_with_a_checkpoint(validation_corpus, tmp_path):

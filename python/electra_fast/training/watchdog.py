@@ -37,8 +37,10 @@ class Watchdog:
         self._waits: list[tuple[str, float]] = []
         self._closed, self._is_ending = threading.Event(), threading.Lock()
         # Two threads: a request to the store of a rank that is frozen never returns.
-        for watch in (self._watch_the_clock, self._watch_the_store):
-            threading.Thread(target=watch, name="watchdog", daemon=True).start()
+        watches = (self._watch_the_clock, self._watch_the_store)
+        self._threads = [threading.Thread(target=watch, name="watchdog", daemon=True) for watch in watches]
+        for thread in self._threads:
+            thread.start()
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -52,6 +54,9 @@ class Watchdog:
     def close(self) -> None:
         """Ends the watch."""
         self._closed.set()
+        for thread in self._threads:
+            # A thread within torch must not outlive the interpreter; one whose request is never answered cannot end.
+            thread.join(2 * _INTERVAL)
 
     def _watch_the_clock(self) -> None:
         while not self._closed.wait(_INTERVAL):
