@@ -246,7 +246,7 @@ class MicroBatches:
         if not self._rows:
             return
         buffer, seqlens = torch.from_numpy(batch.values), self._part_seqlens(batch)
-        if not self.fits(batch):
+        if not self._fit(batch, seqlens):
             self._allocate(batch, buffer, seqlens)
         self._buffer.copy_(_pinned(buffer, self._device), non_blocking=True)
         for part, ends in zip(self.parts, seqlens, strict=True):
@@ -256,10 +256,10 @@ class MicroBatches:
 
     def fits(self, batch: HostBatch) -> bool:
         """Whether the tensors at hand have room for a batch."""
-        if batch.num_rows == 0:
-            return True
-        longest = max(map(len, self._part_seqlens(batch)))
-        return len(batch.values) == len(self._buffer) and longest <= self.capacity
+        return batch.num_rows == 0 or self._fit(batch, self._part_seqlens(batch))
+
+    def _fit(self, batch: HostBatch, seqlens: list[Any]) -> bool:
+        return len(batch.values) == len(self._buffer) and max(map(len, seqlens)) <= self.capacity
 
     def on_host(self, batch: HostBatch) -> list[dict[str, torch.Tensor]]:
         """The micro-batches of a batch where that lies, without `cu_seqlens`."""

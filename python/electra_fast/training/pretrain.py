@@ -123,7 +123,7 @@ def _train_among(
     ):
         world.from_first(lambda: held.enter_context(exclusive(folder)))
         corpus = world.agree(lambda: Corpus(config.data.corpus))
-        contents = world.objects(_contents(corpus))
+        contents = world.objects(world.agree(lambda: _contents(corpus)))
         world.agree(lambda: _require_same(corpus, launch.rank, contents[launch.rank] == contents[0]))
         run = world.from_first(lambda: open_run(config, corpus, allow_changes=allow_changes))
         return run, Trainer(run, corpus, world, Faults(launch.rank, launch.attempt)).train(stop, start)

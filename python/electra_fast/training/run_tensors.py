@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from electra_fast import checkpoint
@@ -43,7 +44,7 @@ class RunTensors:
     def collect(self) -> tuple[_Tensors, _Tensors]:
         """The tensors of model.safetensors and of optimizer.safetensors, not copied; they matter on the first rank."""
         model, optimizer = self._local()
-        optimizer |= self._optimizer_rest()
+        optimizer["num_updates"] = torch.tensor(self._optimizer.num_updates)
         if self._shards is not None:
             for tensors in (model, optimizer):
                 for name, parameter in self._sharded(tensors).items():
@@ -79,9 +80,6 @@ class RunTensors:
         optimizer = self._optimizer.state_dict()
         del optimizer["num_updates"]
         return model, optimizer | ({} if self._spikes is None else self._spikes.state_dict())
-
-    def _optimizer_rest(self) -> _Tensors:
-        return {"num_updates": self._optimizer.state_dict()["num_updates"]}
 
     def _sharded(self, tensors: _Tensors) -> dict[str, str]:
         """Names of tensors of which each rank has some rows, with the names of the parameters that they belong to."""

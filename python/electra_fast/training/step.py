@@ -186,12 +186,12 @@ class TrainStep:
         own_GK = self.backward.group_denominators(batch)
         if self.world.size == 1:
             return own_GK.sum(0), news
-        is_larger = not self.backward.micro_batches.fits(batch)
+        # NCCL wants a captured message to be captured, and replayed, by all ranks at once.
+        is_larger = self.config.train.capture_collectives and not self.backward.micro_batches.fits(batch)
         message = torch.cat((torch.tensor([*news, is_larger], dtype=torch.float64), own_GK.flatten()))
         found = self.world.exchange(message)
         *news, is_any_larger = found[:, : len(news) + 1].amax(0).tolist()
-        if is_any_larger and self.config.train.capture_collectives:
-            # NCCL wants a captured message to be captured, and replayed, by all ranks at once.
+        if is_any_larger:
             self._drop_graph("a batch of some rank has more segments than any before it")
         return found[:, len(news) + 1 :].reshape(-1, own_GK.shape[1]).sum(0), news
 
@@ -268,9 +268,7 @@ class TrainStep:
             totals, norm = self.backward.run(), self.optimizer.step()
         else:
             totals, norm = self.processes.run()
-        for each in totals:
-            for name, total in each.items():
-                self._totals[name] += total
+        _add(totals, self._totals)
         self._totals[GRAD_NORM] += norm
 
     def _compute_gradients(self) -> None:
@@ -278,7 +276,7 @@ class TrainStep:
         self._step_vector.zero_()
         for group in range(len(self.backward.division.groups)):
             self.optimizer.zero_grad()
-            self._add_totals(self.backward.run(group))
+            _add(self.backward.run(group), self._step_totals)
             self._buffer.collect(group, self.backward.loss)
         self._buffer.sum_groups()
 
@@ -289,7 +287,7 @@ class TrainStep:
         self._step_vector.zero_()
         shards.zero_grad()
         with self.world.watched("a sharded step"):
-            self._add_totals(self.backward.run())
+            _add(self.backward.run(), self._step_totals)
             shards.take_gradients()
             gradients = list(self.optimizer.gradients().values())
             loss, norm = self.backward.loss, shards.global_norm(gradients)
@@ -312,11 +310,6 @@ class TrainStep:
         if not self.optimizer.exchanges:
             self.optimizer.finish()
         self._count(norm, skipped)
-
-    def _add_totals(self, totals: Sequence[Mapping[str, Tensor]]) -> None:
-        for each in totals:
-            for name, total in each.items():
-                self._step_totals[name] += total
 
     def _count(self, norm: Tensor, skipped: Tensor | None) -> None:
         """Adds the step's totals to those of the log window, unless it was skipped."""
@@ -398,3 +391,9 @@ class TrainStep:
             if len(self._ends) > MAX_LEAD:
                 with self.world.waiting("the device, which may wait for other ranks"):
                     self._ends.popleft().synchronize()
+
+
+def _add(totals: Sequence[Mapping[str, Tensor]], sums: Mapping[str, Tensor]) -> None:
+    for each in totals:
+        for name, total in each.items():
+            sums[name].add_(total)

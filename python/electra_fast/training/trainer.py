@@ -189,7 +189,7 @@ class Trainer:
         if self.world.size > 1:
             waited = self.world.wait_seconds - self.waited_before
             self._check_ranks(max(seconds - waited, self.train_step.take_device_seconds()))
-        self.writer.check()
+        self.world.from_first(self.writer.check)
 
     def _start_timer(self) -> None:
         self.timer.start()
