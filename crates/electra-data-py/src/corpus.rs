@@ -52,8 +52,8 @@ impl Corpus {
     }
 
     #[getter]
-    fn path(&self) -> &Path {
-        &self.path
+    fn path(&self) -> String {
+        self.path.to_string_lossy().into_owned()
     }
 
     #[getter]
@@ -91,12 +91,13 @@ impl Corpus {
     #[getter]
     fn shards(&self, py: Python) -> PyResult<Vec<(u64, u64)>> {
         let inner = self.get(py)?;
-        Ok(inner.shards().iter().map(|shard| (shard.num_documents(), shard.num_tokens())).collect())
+        Ok((0..inner.num_shards()).map(|shard| inner.shard_size(shard)).collect())
     }
 
     #[getter]
     fn tokenizer_path(&self, py: Python) -> PyResult<PathBuf> {
-        Ok(self.get(py)?.tokenizer_path())
+        let inner = self.get(py)?;
+        py.detach(|| inner.tokenizer_path()).map_err(raise)
     }
 
     /// (lowercase, strip_accents)
@@ -112,8 +113,8 @@ impl Corpus {
     }
 
     #[getter]
-    fn holdout(&self, py: Python) -> PyResult<Option<PathBuf>> {
-        Ok(self.get(py)?.validation())
+    fn holdout(&self, py: Python) -> PyResult<Option<String>> {
+        Ok(self.get(py)?.validation().map(|path| path.to_string_lossy().into_owned()))
     }
 }
 

@@ -22,7 +22,10 @@ pub(crate) fn raise(error: Error) -> PyErr {
     }
 }
 
-/// An absolute path, which stays valid after a change of directory.
+/// An absolute path, which stays valid after a change of directory, or a URL.
 pub(crate) fn absolute(path: &Path) -> PyResult<PathBuf> {
+    if let Some(url) = electra_data::url_of(path) {
+        return Ok(url.into());
+    }
     std::path::absolute(path).map_err(|error| raise(Error::io(path, error)))
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use crate::errors::InputError;
-use electra_data::{Corpus, Error, Loader, LoaderOptions, LoaderState, Poll};
+use electra_data::{CacheOptions, Corpus, Error, Loader, LoaderOptions, LoaderState, Poll};
 use pyo3::prelude::*;
 
 use crate::errors::{absolute, raise};
@@ -23,6 +23,7 @@ const IN_USE: &str = "a thread was taking a batch when this process was forked, 
 pub struct BatchLoader {
     corpus: PathBuf,
     options: LoaderOptions,
+    cache: Option<CacheOptions>,
     loader: PerProcess<Mutex<Loader>>,
 }
 
@@ -31,7 +32,7 @@ impl BatchLoader {
     #[new]
     #[pyo3(signature = (
         corpus, *, sequence_length, batch_size, seed, masking, mask_prob, packing, rank, world_size,
-        num_threads, prefetch, epochs
+        num_threads, prefetch, epochs, cache_dir=None, cache_bytes=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only, one per option")]
     fn new(
@@ -48,6 +49,8 @@ impl BatchLoader {
         num_threads: i64,
         prefetch: i64,
         epochs: Option<i64>,
+        cache_dir: Option<PathBuf>,
+        cache_bytes: Option<u64>,
     ) -> PyResult<Self> {
         let options = LoaderOptions {
             sequence_length,
@@ -62,14 +65,15 @@ impl BatchLoader {
             prefetch,
             epochs,
         };
-        let loader = py.detach(|| open(&corpus, &options)).map_err(raise)?;
-        Ok(Self { corpus: absolute(&corpus)?, options, loader: PerProcess::new(Mutex::new(loader)) })
+        let cache = cache_dir.zip(cache_bytes).map(|(dir, bytes)| CacheOptions { dir, bytes });
+        let loader = py.detach(|| open(&corpus, &options, cache.as_ref())).map_err(raise)?;
+        Ok(Self { corpus: absolute(&corpus)?, options, cache, loader: PerProcess::new(Mutex::new(loader)) })
     }
 
-    /// The folder of the corpus, as an absolute path.
+    /// The folder of the corpus, as an absolute path, or its URL.
     #[getter]
-    fn corpus(&self) -> &Path {
-        &self.corpus
+    fn corpus(&self) -> String {
+        self.corpus.to_string_lossy().into_owned()
     }
 
     fn __iter__(this: Py<Self>) -> Py<Self> {
@@ -123,15 +127,15 @@ impl BatchLoader {
                 Err(TryLockError::Poisoned(parent)) => parent.into_inner().state(),
                 Err(TryLockError::WouldBlock) => return Err(InputError::new_err(IN_USE)),
             };
-            let mut loader = open(&self.corpus, &self.options).map_err(raise)?;
+            let mut loader = open(&self.corpus, &self.options, self.cache.as_ref()).map_err(raise)?;
             loader.restore(&state).map_err(raise)?;
             Ok(Mutex::new(loader))
         })
     }
 }
 
-fn open(corpus: &Path, options: &LoaderOptions) -> Result<Loader, Error> {
-    Loader::new(Arc::new(Corpus::open(corpus)?), options)
+fn open(corpus: &Path, options: &LoaderOptions, cache: Option<&CacheOptions>) -> Result<Loader, Error> {
+    Loader::new(Arc::new(Corpus::open_with(corpus, cache)?), options)
 }
 
 /// Must be called without the GIL: the owner of the lock may be waiting for a batch.

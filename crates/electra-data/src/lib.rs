@@ -9,14 +9,16 @@ mod input;
 mod loader;
 pub mod philox;
 mod prepare;
+mod store;
 mod threads;
 mod tokenizer;
 
 pub use error::{Error, Result};
-pub use format::{Corpus, Shard, SpecialTokens, Verified, verify, write_sparse};
+pub use format::{CacheOptions, Corpus, Shard, SpecialTokens, Verified, verify, write_sparse};
 pub use input::{DocumentSeparator, InputFormat, InvalidUtf8, ReadOptions, SkippedRecord, TextSource};
 pub use loader::{Contents, Loader, LoaderOptions, LoaderState, Poll};
 pub use prepare::{
     Coverage, PrepareOptions, PrepareReport, Progress, VocabOptions, VocabReport, prepare, train_vocab,
 };
+pub use store::{is_url, url_of};
 pub use tokenizer::{Encoder, Pieces, Tokenizer};

@@ -1,21 +1,40 @@
 //! A finished corpus, opened for reading: its manifest and its shards.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use super::manifest::{Manifest, SpecialTokens};
-use super::mmap::{access_error, damaged};
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::atomic_file::write_atomically;
+use super::block_cache::{BlockCache, CacheOptions, Pins};
+use super::header::BLOCK_BYTES;
+use super::manifest::{MANIFEST, Manifest, SpecialTokens, hex128};
+use super::mmap::{MappedFile, access_error, damaged};
 use super::shard::Shard;
 use crate::error::{Error, Result};
+use crate::store::{Cancel, Store, url_of};
 
 /// The folder of the validation split inside a corpus.
 pub(crate) const VALIDATION: &str = "holdout";
 
-/// A corpus on disk. Opening it reads the manifest and checks the lengths of the files, nothing else.
+/// Shards whose lengths are checked when a corpus is opened; those of larger corpora are checked on first use.
+const CHECKED_SHARDS: usize = 1_000;
+/// Tokens before and after a block that are fetched with it, because its edges may move to the next word.
+const MARGIN: u32 = 256;
+/// Files that stay mapped when they are not in use. Linux allows 65,530 maps per process.
+const MAX_MAPPED: usize = 16_384;
+
+/// A corpus on disk or in an object store. Opening it reads the manifest and, unless there are thousands of shards or
+/// they are in a store, checks the lengths of the files.
 #[derive(Debug)]
 pub struct Corpus {
     dir: PathBuf,
     manifest: Manifest,
-    shards: Vec<Shard>,
+    cache: Option<Arc<BlockCache>>,
+    store: Option<Store>,
+    tokenizer: OnceLock<PathBuf>,
+    shards: Vec<Mutex<Option<Arc<Shard>>>>,
     /// The number of documents before each shard, and the total at the end.
     starts: Vec<u64>,
 }
@@ -24,22 +43,123 @@ impl Corpus {
     /// Opens the corpus in `dir`. A folder without a manifest is [`Error::NotFound`]; a manifest or a file
     /// length that is not what was written is [`Error::Damaged`].
     pub fn open(dir: &Path) -> Result<Self> {
-        let manifest = Manifest::read(dir)?;
-        for entry in &manifest.shards {
-            check_length(&dir.join(&entry.tokens.file), entry.tokens.bytes)?;
-            check_length(&dir.join(&entry.lines.file), entry.lines.bytes)?;
-        }
-        let shards: Vec<_> = manifest.shards.iter().map(|entry| Shard::new(dir, &manifest, entry)).collect();
-        let mut starts = vec![0];
-        for shard in &shards {
-            starts.push(starts[starts.len() - 1] + shard.num_documents());
-        }
-        Ok(Self { dir: dir.to_owned(), manifest, shards, starts })
+        Self::open_with(dir, None)
     }
 
-    /// The shards, in the order in which documents are numbered.
-    pub fn shards(&self) -> &[Shard] {
-        &self.shards
+    /// The same; a corpus in an object store is cached as `options` say, or else in a private temporary folder.
+    pub fn open_with(dir: &Path, options: Option<&CacheOptions>) -> Result<Self> {
+        let url = url_of(dir);
+        let dir = url.as_ref().map_or(dir.to_owned(), PathBuf::from);
+        let store = url.map(|url| Store::open(&url)).transpose()?;
+        let (manifest, cache) = match &store {
+            None => (Manifest::read(&dir)?, None),
+            Some(store) => {
+                let manifest = Manifest::fetch(store)?;
+                let cache = BlockCache::open(store.clone(), &manifest, options)?;
+                (manifest, Some(Arc::new(cache)))
+            }
+        };
+        if store.is_none() && manifest.shards.len() <= CHECKED_SHARDS {
+            for entry in &manifest.shards {
+                check_length(&dir.join(&entry.tokens.file), entry.tokens.bytes)?;
+                check_length(&dir.join(&entry.lines.file), entry.lines.bytes)?;
+            }
+        }
+        let mut starts = vec![0];
+        for entry in &manifest.shards {
+            starts.push(starts[starts.len() - 1] + entry.num_documents);
+        }
+        let shards = manifest.shards.iter().map(|_| Mutex::default()).collect();
+        Ok(Self { dir, manifest, cache, store, tokenizer: OnceLock::new(), shards, starts })
+    }
+
+    /// Number of shards.
+    pub fn num_shards(&self) -> usize {
+        self.shards.len()
+    }
+
+    /// Documents and tokens of a shard.
+    pub fn shard_size(&self, number: usize) -> (u64, u64) {
+        let entry = &self.manifest.shards[number];
+        (entry.num_documents, entry.num_tokens)
+    }
+
+    /// The shard with this number; documents are numbered in the order of the shards.
+    pub fn shard(&self, number: usize) -> Arc<Shard> {
+        let mut slot = lock(&self.shards[number]);
+        let open = || match &self.cache {
+            None => Shard::new(&self.dir, &self.manifest, &self.manifest.shards[number]),
+            Some(cache) => Shard::cached(cache, number, &self.manifest),
+        };
+        slot.get_or_insert_with(|| Arc::new(open())).clone()
+    }
+
+    /// All shards.
+    pub fn shards(&self) -> impl Iterator<Item = Arc<Shard>> {
+        (0..self.num_shards()).map(|number| self.shard(number))
+    }
+
+    /// Unmaps the shards that are not in use, if very many files are mapped.
+    pub fn close_idle(&self) {
+        if MappedFile::num_mapped() > MAX_MAPPED {
+            for slot in &self.shards {
+                let mut slot = lock(slot);
+                if slot.as_ref().is_some_and(|shard| Arc::strong_count(shard) == 1) {
+                    *slot = None;
+                }
+            }
+        }
+    }
+
+    /// Has everything fetched that is needed to read these ranges of tokens, with the line lengths of their documents
+    /// if `lines`. It stays until the result is dropped. `None` for a corpus on disk.
+    pub(crate) fn prefetch(
+        &self,
+        parts: &[(usize, Range<u32>)],
+        lines: bool,
+        cancel: &Cancel,
+    ) -> Result<Option<Vec<Pins>>> {
+        let Some(cache) = &self.cache else { return Ok(None) };
+        let with_margin = |(number, tokens): &(usize, Range<u32>)| {
+            let end = u64::from(tokens.end + MARGIN).min(self.shard_size(*number).1);
+            (self.shard(*number), tokens.start.saturating_sub(MARGIN)..end as u32)
+        };
+        let shards: Vec<_> = parts.iter().map(with_margin).collect();
+        let mut tables: Vec<Range<u64>> =
+            shards.iter().flat_map(|(shard, _)| shard.table_blocks(cache, false)).collect();
+        if lines {
+            tables.extend(shards.iter().flat_map(|(shard, _)| shard.table_blocks(cache, true)));
+        }
+        let mut pins = vec![cache.pin(tables.clone())?];
+        cache.fetch(&tables, cancel)?;
+        let mut bodies: Vec<Range<u64>> =
+            shards.iter().filter_map(|(shard, tokens)| shard.token_blocks(cache, tokens)).collect();
+        if lines {
+            for (shard, tokens) in &shards {
+                bodies.extend(shard.line_blocks(cache, tokens)?);
+            }
+        }
+        pins.push(cache.pin(bodies.clone())?);
+        cache.fetch(&bodies, cancel)?;
+        Ok(Some(pins))
+    }
+
+    /// The cache's limit in bytes, if the corpus is in an object store and its cache has one.
+    pub(crate) fn cache_limit(&self) -> Option<u64> {
+        self.cache.as_ref().map(|cache| cache.limit()).filter(|&limit| limit < u64::MAX)
+    }
+
+    /// What [`Corpus::prefetch`] fetches of a shard for `tokens` of its tokens, about, and for the tables that all of
+    /// them share.
+    pub(crate) fn prefetch_bytes(&self, shard: usize, tokens: u64, lines: bool) -> (u64, u64) {
+        let Some(cache) = &self.cache else { return (0, 0) };
+        let files = (0..=usize::from(lines)).map(|file| cache.geometry(2 * shard + file));
+        files.fold((0, 0), |(body, tables), geometry| {
+            let tail = geometry.bytes_of(&geometry.tail());
+            let share = geometry.index.saturating_mul(tokens) / self.shard_size(shard).1.max(1);
+            // A range begins and ends within a block of a checksum.
+            (body + (share + 2 * BLOCK_BYTES as u64).min(geometry.bytes), tables + tail.end - tail.start)
+        })
     }
 
     /// Tokens in all documents, without any special tokens.
@@ -77,9 +197,22 @@ impl Corpus {
         &self.dir
     }
 
-    /// The corpus's copy of the tokenizer's file.
-    pub fn tokenizer_path(&self) -> PathBuf {
-        self.dir.join(&self.manifest.tokenizer.file)
+    /// The corpus's copy of the tokenizer's file; of one in a store, a local copy that lasts as long as the corpus is
+    /// open or its cache exists.
+    pub fn tokenizer_path(&self) -> Result<PathBuf> {
+        let entry = &self.manifest.tokenizer;
+        let (Some(store), Some(cache)) = (&self.store, &self.cache) else { return Ok(self.dir.join(&entry.file)) };
+        if let Some(path) = self.tokenizer.get() {
+            return Ok(path.clone());
+        }
+        let bytes = store.read(&entry.file)?;
+        if hex128(xxh3_128(&bytes)) != entry.file_hash {
+            return Err(damaged(&self.dir.join(&entry.file), "not the bytes written".into()));
+        }
+        write_atomically(cache.dir(), &entry.file, &std::process::id().to_string(), &bytes)?;
+        // Its settings would otherwise be guessed from the vocabulary.
+        write_atomically(cache.dir(), MANIFEST, &std::process::id().to_string(), self.manifest.canonical().as_bytes())?;
+        Ok(self.tokenizer.get_or_init(|| cache.dir().join(&entry.file)).clone())
     }
 
     /// Settings to open [`Corpus::tokenizer_path`] with: lowercase and strip_accents.
@@ -106,13 +239,17 @@ impl Corpus {
             )));
         }
         let number = self.starts.partition_point(|&start| start <= index) - 1;
-        let (shard, local) = (&self.shards[number], (index - self.starts[number]) as usize);
+        let (shard, local) = (self.shard(number), (index - self.starts[number]) as usize);
         let ends = shard.document_ends()?;
         let start = if local == 0 { 0 } else { ends[local - 1] };
         let mut ids = vec![0; (ends[local] - start) as usize];
         shard.copy_tokens(u64::from(start), &mut ids)?;
         Ok(ids.into_iter().map(|id| id as u32).collect())
     }
+}
+
+fn lock<T>(slot: &Mutex<T>) -> MutexGuard<'_, T> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A file shorter than what was written must not be mapped: reading past its end would kill the process.
@@ -160,9 +297,10 @@ mod tests {
             for (index, document) in kept.iter().enumerate() {
                 prop_assert_eq!(corpus.document(index as u64).unwrap(), document.concat());
             }
-            let lines = corpus.shards().iter()
-                .flat_map(|s| (0..s.num_documents()).map(|d| s.line_lengths(d).unwrap()));
-            for (found, document) in lines.zip(&kept) {
+            let lines: Vec<_> = corpus.shards()
+                .flat_map(|s| (0..s.num_documents()).map(|d| s.line_lengths(d).unwrap()).collect::<Vec<_>>())
+                .collect();
+            for (found, document) in lines.into_iter().zip(&kept) {
                 let lengths: Vec<u32> = document.iter().map(|l| l.len() as u32).collect();
                 let first = lengths.iter().position(|&n| n > 0).unwrap();
                 let last = lengths.iter().rposition(|&n| n > 0).unwrap();

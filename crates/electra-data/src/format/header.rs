@@ -78,6 +78,24 @@ pub(super) struct Layout {
     pub file_length: usize,
 }
 
+impl Layout {
+    /// The offsets of all parts of a file of this length, whose table of documents has so many bytes; `None` if no
+    /// file is like that.
+    pub fn from_length(file_length: u64, index_bytes: u64) -> Option<Self> {
+        let rest = file_length.checked_sub(8)?;
+        let num_blocks = rest.div_ceil(BLOCK_BYTES as u64 + 8);
+        let table = rest.checked_sub(8 * num_blocks)?;
+        let index = table.checked_sub(index_bytes.checked_next_multiple_of(8)?)?;
+        let consistent = table.div_ceil(BLOCK_BYTES as u64) == num_blocks && index >= HEADER_BYTES as u64;
+        Some(Self {
+            index: usize::try_from(index).ok().filter(|_| consistent)?,
+            table: usize::try_from(table).ok()?,
+            num_blocks: usize::try_from(num_blocks).ok()?,
+            file_length: usize::try_from(file_length).ok()?,
+        })
+    }
+}
+
 impl Header {
     /// The offsets of all parts; `None` if they overflow.
     pub fn layout(&self) -> Option<Layout> {
@@ -182,6 +200,23 @@ mod tests {
         let layout = header().layout().unwrap();
         assert_eq!((layout.index, layout.table, layout.num_blocks), (80, 96, 1));
         assert_eq!(layout.file_length, 96 + 8 + 8);
+    }
+
+    #[test]
+    fn the_length_and_the_number_of_documents_give_the_layout() {
+        let block = BLOCK_BYTES as u64;
+        for body_length in (0..40).chain(block - 80..block + 80).chain([9 * block + 7, 4_000 * block - 3]) {
+            for num_documents in [0, 1, 2, 9_000] {
+                for kind in [FileKind::Tokens { width: 2 }, FileKind::Lines] {
+                    let header = Header { kind, num_documents, body_length, ..header() };
+                    let layout = header.layout().unwrap();
+                    let index_bytes = num_documents * kind.index_width();
+                    assert_eq!(Layout::from_length(layout.file_length as u64, index_bytes), Some(layout));
+                }
+            }
+        }
+        assert_eq!(Layout::from_length(100, 200), None);
+        assert_eq!(Layout::from_length(7, 0), None);
     }
 
     #[test]

@@ -8,6 +8,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 use super::header::{FORMAT_VERSION, FileKind, HEADER_BYTES, Header};
 use super::mmap::damaged;
 use crate::error::{Error, Result};
+use crate::store::Store;
 
 /// The manifest's name inside a corpus.
 pub(crate) const MANIFEST: &str = "manifest.json";
@@ -171,6 +172,17 @@ impl Manifest {
         }
         let bytes = std::fs::read(&path).map_err(|error| no_manifest(dir, error))?;
         Self::parse(&path, &bytes)
+    }
+
+    /// Reads and checks the manifest of a corpus in an object store.
+    pub fn fetch(store: &Store) -> Result<Self> {
+        let bytes = store.read(MANIFEST).map_err(|error| match error {
+            Error::NotFound { path, hint } => {
+                Error::NotFound { path, hint: format!("{hint}; the URL must be that of a folder of `electra-fast prepare`") }
+            }
+            error => error,
+        })?;
+        Self::parse(&Path::new(store.url()).join(MANIFEST), &bytes)
     }
 
     fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {

@@ -1,14 +1,24 @@
 //! A memory-mapped file of a corpus. Each block is checked the first time it is read.
+//!
+//! The file is one on disk, or the sparse copy of one in an object store (see `block_cache`), whose blocks are
+//! fetched when they are read unless somebody has had them fetched before.
 
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use memmap2::Mmap;
+use xxhash_rust::xxh3::xxh3_128;
 
+use super::block_cache::{BlockCache, FileGeometry};
 use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header, Layout, block_hash, read_u64};
+use super::manifest::hex128;
 use crate::error::{Error, Result};
+
+/// Files that this process has mapped.
+static NUM_MAPPED: AtomicUsize = AtomicUsize::new(0);
 
 /// Bytes per cache line.
 #[cfg(target_arch = "x86_64")]
@@ -22,8 +32,14 @@ pub(super) struct MappedFile {
     map: Mmap,
     pub header: Header,
     pub layout: Layout,
-    /// One bit per block: set once its checksum has been verified.
-    verified: Box<[AtomicU64]>,
+    backing: Backing,
+}
+
+/// Where the bytes come from, and which blocks have been verified: one bit each.
+#[derive(Debug)]
+enum Backing {
+    Local { verified: Box<[AtomicU64]> },
+    Cached { cache: Arc<BlockCache>, first: u64 },
 }
 
 impl MappedFile {
@@ -46,10 +62,44 @@ impl MappedFile {
             return Err(damaged(path, format!("{} bytes instead of {expected}: truncated", map.len())));
         }
         let verified = (0..layout.num_blocks.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
-        let mapped = Self { path: path.to_owned(), map, header, layout, verified };
+        let backing = Backing::Local { verified };
+        let mapped = Self::new(path.to_owned(), map, header, layout, backing);
         mapped.check_table()?;
         mapped.check_block(0)?;
         Ok(mapped)
+    }
+
+    fn new(path: PathBuf, map: Mmap, header: Header, layout: Layout, backing: Backing) -> Self {
+        NUM_MAPPED.fetch_add(1, Ordering::Relaxed);
+        Self { path, map, header, layout, backing }
+    }
+
+    /// Maps the copy of a file in an object store, whose header must be `expected`; line files say themselves how
+    /// long their body is. Fetches the tables at its end, unless they are present.
+    pub fn cached(cache: &Arc<BlockCache>, file: usize, expected: Header) -> Result<Self> {
+        let (geometry, path) = (cache.geometry(file), cache.url(file));
+        cache.require(geometry.tail())?;
+        // SAFETY: the map is read-only and private to this struct. Its bytes change only when blocks are fetched or
+        // evicted, and blocks are read only while they are pinned and after they were verified.
+        let map = unsafe { Mmap::map(&cache.local_file(file)?) }.map_err(|e| Error::io(cache.dir(), e))?;
+        let layout = geometry.layout();
+        let backing = Backing::Cached { cache: cache.clone(), first: geometry.first };
+        let mut mapped = Self::new(path, map, expected, layout, backing);
+        mapped.check_cached_table(cache, geometry)?;
+        if expected.kind == FileKind::Lines {
+            let start: [u8; HEADER_BYTES] = *mapped.bytes(0..HEADER_BYTES)?.first_chunk().expect("64 bytes");
+            mapped.header =
+                Header::parse(&start).map_err(|reason| damaged(&mapped.path, format!("block 0: {reason}")))?;
+        }
+        if mapped.header.layout() != Some(layout) {
+            return Err(damaged(&mapped.path, "its lengths contradict the manifest".into()));
+        }
+        Ok(mapped)
+    }
+
+    /// The number of files that this process has mapped, in all corpora.
+    pub fn num_mapped() -> usize {
+        NUM_MAPPED.load(Ordering::Relaxed)
     }
 
     /// Rejects a sound file that is not the one named by the manifest.
@@ -65,6 +115,9 @@ impl MappedFile {
     /// Rejects a file that was truncated after it was mapped: reading a page that is gone would kill the
     /// process. A truncation between this check and the read cannot be caught.
     pub fn expect_whole(&self) -> Result<()> {
+        if matches!(self.backing, Backing::Cached { .. }) {
+            return Ok(()); // nobody but this crate writes to the cache
+        }
         match std::fs::metadata(&self.path) {
             Ok(now) if now.len() < self.map.len() as u64 => {
                 let (now, then) = (now.len(), self.map.len());
@@ -81,14 +134,38 @@ impl MappedFile {
     #[inline]
     pub fn bytes(&self, range: Range<usize>) -> Result<&[u8]> {
         if !range.is_empty() {
-            for block in range.start / BLOCK_BYTES..=(range.end - 1) / BLOCK_BYTES {
-                let bit = 1 << (block % 64);
-                if self.verified[block / 64].load(Ordering::Relaxed) & bit == 0 {
+            let blocks = range.start / BLOCK_BYTES..(range.end - 1) / BLOCK_BYTES + 1;
+            for block in blocks.clone() {
+                let (word, bit) = self.verified(block);
+                if word.load(Ordering::Relaxed) & bit == 0 {
+                    self.require(block..blocks.end)?;
                     self.check_block(block)?;
                 }
             }
         }
         Ok(&self.map[range])
+    }
+
+    /// The word and the bit that say whether a block has been verified.
+    #[inline]
+    fn verified(&self, block: usize) -> (&AtomicU64, u64) {
+        match &self.backing {
+            Backing::Local { verified } => (&verified[block / 64], 1 << (block % 64)),
+            Backing::Cached { cache, first, .. } => {
+                let block = first + block as u64;
+                (cache.verified.at(block as usize / 64), 1 << (block % 64))
+            }
+        }
+    }
+
+    /// Has absent blocks fetched.
+    fn require(&self, blocks: Range<usize>) -> Result<()> {
+        match &self.backing {
+            Backing::Local { .. } => Ok(()),
+            Backing::Cached { cache, first, .. } => {
+                cache.require(first + blocks.start as u64..first + blocks.end as u64)
+            }
+        }
     }
 
     /// Prefetches a range into the processor's cache, without waiting and without verifying it.
@@ -112,9 +189,10 @@ impl MappedFile {
         &self.map[self.layout.table..self.layout.file_length - 8]
     }
 
-    /// The numbers of all blocks whose checksum is wrong.
-    pub fn damaged_blocks(&self) -> Vec<usize> {
-        (0..self.layout.num_blocks).filter(|&block| self.check_block(block).is_err()).collect()
+    /// The numbers of all blocks whose checksum is wrong. Fetches a whole file in a store.
+    pub fn damaged_blocks(&self) -> Result<Vec<usize>> {
+        self.require(0..self.layout.num_blocks)?;
+        Ok((0..self.layout.num_blocks).filter(|&block| self.check_block(block).is_err()).collect())
     }
 
     /// The path of the file.
@@ -133,14 +211,40 @@ impl MappedFile {
     #[cold]
     fn check_block(&self, block: usize) -> Result<()> {
         self.expect_whole()?;
-        let end = ((block + 1) * BLOCK_BYTES).min(self.layout.table);
-        let stored = read_u64(&self.table()[block * 8..]);
-        if block_hash(&self.map[block * BLOCK_BYTES..end]) != stored {
-            let count = self.layout.num_blocks;
-            return Err(damaged(&self.path, format!("block {block} of {count} is damaged")));
+        if !self.is_sound(block) {
+            if let Backing::Cached { cache, first, .. } = &self.backing {
+                cache.restore(first + block as u64)?; // a crash of the machine lost what had been written
+            }
+            if !self.is_sound(block) {
+                let count = self.layout.num_blocks;
+                return Err(damaged(&self.path, format!("block {block} of {count} is damaged")));
+            }
         }
-        self.verified[block / 64].fetch_or(1 << (block % 64), Ordering::Relaxed);
+        let (word, bit) = self.verified(block);
+        word.fetch_or(bit, Ordering::Relaxed);
         Ok(())
+    }
+
+    fn is_sound(&self, block: usize) -> bool {
+        let end = ((block + 1) * BLOCK_BYTES).min(self.layout.table);
+        block_hash(&self.map[block * BLOCK_BYTES..end]) == read_u64(&self.table()[block * 8..])
+    }
+
+    /// The table of checksums must be the one that the manifest names.
+    fn check_cached_table(&self, cache: &BlockCache, geometry: &FileGeometry) -> Result<()> {
+        if hex128(xxh3_128(self.table())) != geometry.hash {
+            cache.restore(geometry.table_block())?;
+        }
+        if hex128(xxh3_128(self.table())) == geometry.hash {
+            return Ok(());
+        }
+        Err(damaged(&self.path, "the table of checksums is damaged".into()))
+    }
+}
+
+impl Drop for MappedFile {
+    fn drop(&mut self) {
+        NUM_MAPPED.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -3,6 +3,7 @@
 //! The only folder that knows the on-disk format. `prepare` writes through it, `loader` reads through it.
 
 mod atomic_file;
+mod block_cache;
 mod corpus;
 mod header;
 mod manifest;
@@ -15,6 +16,8 @@ mod token_counts;
 mod verify;
 mod writer;
 
+pub use block_cache::CacheOptions;
+pub(crate) use block_cache::Pins;
 pub use corpus::Corpus;
 pub use manifest::SpecialTokens;
 pub use shard::Shard;

@@ -1,11 +1,14 @@
 //! Reading one shard: its tokens, where documents end, and how long their lines are.
 //!
-//! A shard is two files (see `header`), mapped on first use. `corpus` opens all shards of a corpus.
+//! A shard is two files (see `header`), mapped on first use, on disk or in the cache of an object store. `corpus`
+//! opens the shards of a corpus.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
-use super::header::{FileKind, HEADER_BYTES, read_u64};
+use super::block_cache::BlockCache;
+use super::header::{FileKind, HEADER_BYTES, Header, read_u64};
 use super::manifest::{Manifest, ShardEntry};
 use super::mmap::{MappedFile, damaged};
 use crate::error::{Error, Result};
@@ -19,6 +22,8 @@ pub struct Shard {
     num_documents: u64,
     width: u16,
     tokenizer_hash: u64,
+    /// The cache of a shard in a store, and the shard's number.
+    cache: Option<(Arc<BlockCache>, usize)>,
     tokens: OnceLock<MappedFile>,
     lines: OnceLock<MappedFile>,
     ends_checked: OnceLock<()>,
@@ -34,9 +39,21 @@ impl Shard {
             num_documents: entry.num_documents,
             width: manifest.token_bytes,
             tokenizer_hash: manifest.tokenizer.hash_value(),
+            cache: None,
             tokens: OnceLock::new(),
             lines: OnceLock::new(),
             ends_checked: OnceLock::new(),
+        }
+    }
+
+    /// The same in an object store: the shard with this number of a corpus.
+    pub(super) fn cached(cache: &Arc<BlockCache>, number: usize, manifest: &Manifest) -> Self {
+        let local = Self::new(Path::new(""), manifest, &manifest.shards[number]);
+        Self {
+            tokens_path: cache.url(2 * number),
+            lines_path: cache.url(2 * number + 1),
+            cache: Some((cache.clone(), number)),
+            ..local
         }
     }
 
@@ -114,13 +131,9 @@ impl Shard {
         if document >= self.num_documents {
             return Err(self.out_of_range(document, 1));
         }
-        let offset = |d: u64| {
-            let at = file.layout.index + d as usize * 8;
-            file.bytes(at..at + 8).map(|bytes| read_u64(bytes) as usize)
-        };
         let body = file.header.body_length as usize;
-        let start = offset(document)?;
-        let end = if document + 1 < self.num_documents { offset(document + 1)? } else { body };
+        let start = self.line_offset(document)?;
+        let end = if document + 1 < self.num_documents { self.line_offset(document + 1)? } else { body };
         if start > end || end > body {
             return Err(damaged(file.path(), format!("document {document}: offsets out of order")));
         }
@@ -145,12 +158,12 @@ impl Shard {
     /// The token file, opened on first use.
     pub(super) fn tokens(&self) -> Result<&MappedFile> {
         let kind = FileKind::Tokens { width: self.width };
-        self.open(&self.tokens, &self.tokens_path, kind)
+        self.open(&self.tokens, &self.tokens_path, kind, 0)
     }
 
     /// The line file, opened on first use.
     pub(super) fn lines(&self) -> Result<&MappedFile> {
-        self.open(&self.lines, &self.lines_path, FileKind::Lines)
+        self.open(&self.lines, &self.lines_path, FileKind::Lines, 1)
     }
 
     #[inline]
@@ -159,13 +172,64 @@ impl Shard {
         cell: &'a OnceLock<MappedFile>,
         path: &Path,
         kind: FileKind,
+        file: usize,
     ) -> Result<&'a MappedFile> {
         if let Some(file) = cell.get() {
             return Ok(file);
         }
         let (tokens, documents) = (self.num_tokens, self.num_documents);
-        let file = MappedFile::open(path)?.expect(kind, tokens, documents, self.tokenizer_hash)?;
-        Ok(cell.get_or_init(|| file))
+        let found = match &self.cache {
+            None => MappedFile::open(path)?,
+            Some((cache, shard)) => MappedFile::cached(cache, 2 * shard + file, self.header(kind))?,
+        };
+        let found = found.expect(kind, tokens, documents, self.tokenizer_hash)?;
+        Ok(cell.get_or_init(|| found))
+    }
+
+    /// What the header of a file is by the manifest, which does not know how long the lines' body is.
+    fn header(&self, kind: FileKind) -> Header {
+        let &Self { num_tokens, num_documents, tokenizer_hash, .. } = self;
+        Header { kind, num_tokens, num_documents, tokenizer_hash, body_length: num_tokens * u64::from(self.width) }
+    }
+
+    /// The blocks of the cache that hold the tables of this shard: of its tokens, or of its lines, which begin with
+    /// a header that is needed too.
+    pub(super) fn table_blocks(&self, cache: &BlockCache, lines: bool) -> Vec<Range<u64>> {
+        let Some((_, number)) = self.cache else { return Vec::new() };
+        let file = cache.geometry(2 * number + usize::from(lines));
+        let header = lines.then(|| file.first..file.first + 1);
+        header.into_iter().chain([file.tail()]).collect()
+    }
+
+    /// The blocks of the cache that hold these tokens.
+    pub(super) fn token_blocks(&self, cache: &BlockCache, tokens: &Range<u32>) -> Option<Range<u64>> {
+        let (_, number) = self.cache.as_ref()?;
+        let at = |token: u32| HEADER_BYTES as u64 + u64::from(token) * u64::from(self.width);
+        Some(cache.geometry(2 * number).blocks_of(at(tokens.start)..at(tokens.end)))
+    }
+
+    /// The blocks of the cache that hold the line lengths of the documents that these tokens touch.
+    pub(super) fn line_blocks(&self, cache: &BlockCache, tokens: &Range<u32>) -> Result<Option<Range<u64>>> {
+        let Some((_, number)) = self.cache else { return Ok(None) };
+        let ends = self.document_ends()?;
+        let first = ends.partition_point(|&end| end <= tokens.start);
+        // One more than begin there: the first document after the block may be asked for.
+        let last = (ends.partition_point(|&end| end < tokens.end) + 1).min(ends.len() - 1);
+        let start = self.line_offset(first as u64)?;
+        let end = if last + 1 < ends.len() {
+            self.line_offset(last as u64 + 1)?
+        } else {
+            self.lines()?.header.body_length as usize
+        };
+        let bytes = (HEADER_BYTES + start) as u64..(HEADER_BYTES + end.max(start)) as u64;
+        Ok(Some(cache.geometry(2 * number + 1).blocks_of(bytes)))
+    }
+
+    /// Where the line lengths of a document begin.
+    fn line_offset(&self, document: u64) -> Result<usize> {
+        let file = self.lines()?;
+        let at = file.layout.index + document as usize * 8;
+        file.bytes(at..at + 8).map(|bytes| read_u64(bytes) as usize)
     }
 
     fn check_ends(&self, file: &MappedFile, ends: &[u32]) -> Result<()> {

@@ -130,7 +130,7 @@ mod tests {
         let corpus = Corpus::open(dir.path()).unwrap();
         assert!(corpus.num_tokens() >= 300_000);
         assert!(corpus.document(corpus.num_documents() - 1).unwrap().iter().all(|&id| id == 0));
-        let shard = &corpus.shards()[0];
+        let shard = corpus.shard(0);
         let ends = shard.document_ends().unwrap();
         assert_eq!(shard.line_lengths(1).unwrap(), [ends[1] - ends[0]]);
         let verified = verify(dir.path());

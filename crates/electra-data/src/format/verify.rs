@@ -1,15 +1,18 @@
 //! Verifying every byte of a corpus.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rayon::prelude::*;
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::block_cache::BlockCache;
 use super::corpus::VALIDATION;
-use super::manifest::{FileEntry, Manifest, ShardEntry, hex128, saturating_sum};
+use super::manifest::{FileEntry, Manifest, hex128, saturating_sum};
 use super::mmap::{MappedFile, damaged};
 use super::shard::Shard;
 use crate::error::{Error, Result};
+use crate::store::{Store, url_of};
 use crate::threads::on_all_cores;
 
 /// Tokens checked at a time.
@@ -30,15 +33,25 @@ pub struct Verified {
 ///
 /// Damage to files is collected; a manifest that is missing or damaged is an error.
 pub fn verify(dir: &Path) -> Result<Verified> {
-    let manifest = Manifest::read(dir)?;
-    let mut verified = verify_one(dir, &manifest)?;
-    if manifest.has_validation {
-        match Manifest::read(&dir.join(VALIDATION)) {
-            Ok(validation) => verified.add(verify_one(&dir.join(VALIDATION), &validation)?),
+    let mut place = Place::of(dir)?;
+    let mut verified = place.verify()?;
+    if place.manifest.has_validation {
+        match Place::of(&place.dir.join(VALIDATION)) {
+            Ok(validation) => {
+                place = validation;
+                verified.add(place.verify()?);
+            }
             Err(error) => verified.damaged.push(error.to_string()),
         }
     }
     Ok(verified)
+}
+
+/// A corpus on disk or in an object store.
+struct Place {
+    dir: PathBuf,
+    store: Option<Store>,
+    manifest: Manifest,
 }
 
 impl Verified {
@@ -49,34 +62,61 @@ impl Verified {
     }
 }
 
-fn verify_one(dir: &Path, manifest: &Manifest) -> Result<Verified> {
-    let mut verified = Verified { num_files: 2, ..Verified::default() };
-    let check = |shard| check_shard(dir, manifest, shard);
-    let errors: Vec<Vec<Error>> = on_all_cores(|| manifest.shards.par_iter().map(check).collect())?;
-    verified.damaged = errors.into_iter().flatten().map(|error| error.to_string()).collect();
-    for shard in &manifest.shards {
-        verified.num_files += 2;
-        verified.num_bytes =
-            saturating_sum([verified.num_bytes, shard.tokens.bytes, shard.lines.bytes].into_iter());
+impl Place {
+    fn of(dir: &Path) -> Result<Self> {
+        let Some(url) = url_of(dir) else {
+            return Ok(Self { dir: dir.to_owned(), store: None, manifest: Manifest::read(dir)? });
+        };
+        let store = Store::open(&url)?;
+        Ok(Self { dir: PathBuf::from(url), manifest: Manifest::fetch(&store)?, store: Some(store) })
     }
-    let tokenizer = dir.join(&manifest.tokenizer.file);
-    match std::fs::read(&tokenizer) {
-        Ok(bytes) if hex128(xxh3_128(&bytes)) == manifest.tokenizer.file_hash => {}
-        Ok(_) => verified.damaged.push(damaged(&tokenizer, "not the bytes written".into()).to_string()),
-        Err(error) => verified.damaged.push(damaged(&tokenizer, error.to_string()).to_string()),
-    }
-    Ok(verified)
-}
 
-fn check_shard(dir: &Path, manifest: &Manifest, entry: &ShardEntry) -> Vec<Error> {
-    let shard = Shard::new(dir, manifest, entry);
-    let mut errors = check_file(shard.tokens(), &entry.tokens);
-    errors.extend(check_file(shard.lines(), &entry.lines));
-    if errors.is_empty() {
-        errors.extend(check_tables(&shard).err());
-        errors.extend(check_ids(&shard, manifest.tokenizer.vocab_size).err());
+    fn verify(&self) -> Result<Verified> {
+        let Self { dir, manifest, .. } = self;
+        let mut verified = Verified { num_files: 2, ..Verified::default() };
+        let check = |number| self.check_shard(number);
+        let shards = 0..manifest.shards.len();
+        let errors: Vec<Vec<Error>> = on_all_cores(|| shards.into_par_iter().map(check).collect())?;
+        verified.damaged = errors.into_iter().flatten().map(|error| error.to_string()).collect();
+        for shard in &manifest.shards {
+            verified.num_files += 2;
+            verified.num_bytes =
+                saturating_sum([verified.num_bytes, shard.tokens.bytes, shard.lines.bytes].into_iter());
+        }
+        let path = dir.join(&manifest.tokenizer.file);
+        let tokenizer = match &self.store {
+            None => std::fs::read(&path).map_err(|error| error.to_string()),
+            Some(store) => store.read(&manifest.tokenizer.file).map_err(|error| error.to_string()),
+        };
+        match tokenizer {
+            Ok(bytes) if hex128(xxh3_128(&bytes)) == manifest.tokenizer.file_hash => {}
+            Ok(_) => verified.damaged.push(damaged(&path, "not the bytes written".into()).to_string()),
+            Err(error) => verified.damaged.push(damaged(&path, error).to_string()),
+        }
+        Ok(verified)
     }
-    errors
+
+    /// Every shard in a store has a cache of its own, which is removed with it: a corpus may be larger than the disk.
+    fn check_shard(&self, number: usize) -> Vec<Error> {
+        let entry = &self.manifest.shards[number];
+        let shard = match &self.store {
+            None => Shard::new(&self.dir, &self.manifest, entry),
+            Some(store) => {
+                let alone = Manifest::new(self.manifest.token_bytes, self.manifest.tokenizer.clone(), vec![entry.clone()]);
+                match BlockCache::open(store.clone(), &alone, None) {
+                    Ok(cache) => Shard::cached(&Arc::new(cache), 0, &alone),
+                    Err(error) => return vec![error],
+                }
+            }
+        };
+        let mut errors = check_file(shard.tokens(), &entry.tokens);
+        errors.extend(check_file(shard.lines(), &entry.lines));
+        if errors.is_empty() {
+            errors.extend(check_tables(&shard).err());
+            errors.extend(check_ids(&shard, self.manifest.tokenizer.vocab_size).err());
+        }
+        errors
+    }
 }
 
 fn check_file(file: Result<&MappedFile>, entry: &FileEntry) -> Vec<Error> {
@@ -84,7 +124,11 @@ fn check_file(file: Result<&MappedFile>, entry: &FileEntry) -> Vec<Error> {
         Ok(file) => file,
         Err(error) => return vec![error],
     };
-    let (count, blocks) = (file.layout.num_blocks, file.damaged_blocks());
+    let blocks = match file.damaged_blocks() {
+        Ok(blocks) => blocks,
+        Err(error) => return vec![error],
+    };
+    let count = file.layout.num_blocks;
     let mut errors: Vec<Error> = blocks
         .into_iter()
         .map(|block| damaged(file.path(), format!("block {block} of {count} is damaged")))

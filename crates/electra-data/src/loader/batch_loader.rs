@@ -14,6 +14,11 @@ use super::workers::{Pipeline, Poll, Shared, stopped};
 use crate::error::{Error, Result};
 use crate::format::Corpus;
 
+/// Shuffle windows that the cache of a corpus in an object store must hold.
+const MIN_CACHED_WINDOWS: u64 = 3;
+/// The most windows that are fetched ahead; they also take memory for their rows.
+const MAX_WINDOWS_AHEAD: u64 = 7;
+
 /// Masked, packed batches of a corpus. Corpus, options and seed alone decide their content and order.
 pub struct Loader {
     shared: Arc<Shared>,
@@ -30,7 +35,8 @@ impl Loader {
             return Err(Error::Input("the corpus has no tokens; prepare it from other input".into()));
         }
         let blocks = Blocks::new(corpus, settings.seed)?;
-        let shared = Arc::new(Shared { blocks, settings, pool: Arc::default() });
+        let windows_ahead = windows_ahead(&blocks, settings.packer().reads_lines())?;
+        let shared = Arc::new(Shared { blocks, settings, pool: Arc::default(), windows_ahead });
         Ok(Self { shared, position: Position::default(), pipeline: None })
     }
 
@@ -132,6 +138,23 @@ impl Iterator for Loader {
             }
         }
     }
+}
+
+/// How many windows may wait to be used. A corpus on disk has one. The cache of one in an object store must hold two
+/// windows for the caller, which may be between them, and the one that is being fetched; if it holds more, more are
+/// fetched ahead.
+fn windows_ahead(blocks: &Blocks, lines: bool) -> Result<usize> {
+    let Some(limit) = blocks.corpus().cache_limit() else { return Ok(1) };
+    let window = blocks.window_bytes(lines);
+    let fit = limit / window.max(1);
+    if fit < MIN_CACHED_WINDOWS {
+        let needed = MIN_CACHED_WINDOWS * window;
+        return Err(Error::Input(format!(
+            "cache_bytes = {limit}: {MIN_CACHED_WINDOWS} shuffle windows of this corpus need {needed}; give at least \
+             that"
+        )));
+    }
+    Ok((fit - MIN_CACHED_WINDOWS).min(MAX_WINDOWS_AHEAD) as usize)
 }
 
 fn beyond(what: &str, value: u64) -> Error {

@@ -53,7 +53,7 @@ fn read_all(dir: &Path) -> Vec<String> {
     let documents = (0..corpus.num_documents()).find_map(|d| corpus.document(d).err());
     let lines =
         |shard: &Shard| (0..shard.num_documents()).find_map(|document| shard.line_lengths(document).err());
-    let lines = corpus.shards().iter().find_map(lines);
+    let lines = corpus.shards().find_map(|shard| lines(&shard));
     let batches = match Loader::new(corpus, &options()) {
         Ok(mut loader) => loader.num_rows().err().or_else(|| loader.find_map(Result::err)),
         Err(error) => Some(error),

@@ -10,6 +10,8 @@ mod mask;
 mod options;
 mod pack;
 mod permutation;
+#[cfg(all(test, feature = "object-store"))]
+mod remote_tests;
 mod shuffle_window;
 #[cfg(test)]
 mod tests;

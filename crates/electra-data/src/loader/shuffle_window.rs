@@ -11,8 +11,9 @@ use std::sync::Arc;
 use super::pack::{Packer, RngCounter, Rows, Span};
 use super::permutation::Permutation;
 use crate::error::{Error, Result};
-use crate::format::{Corpus, Shard};
+use crate::format::{Corpus, Pins, Shard};
 use crate::philox::Purpose;
+use crate::store::Cancel;
 
 const BLOCK_TOKENS: u64 = 262_144;
 const BLOCKS_PER_WINDOW: u64 = 64;
@@ -30,8 +31,8 @@ impl Blocks {
     /// Divides a corpus, without reading its tokens.
     pub fn new(corpus: Arc<Corpus>, seed: u64) -> Result<Self> {
         let mut first = vec![0_u32];
-        for shard in corpus.shards() {
-            let blocks = ((shard.num_tokens() + BLOCK_TOKENS / 2) / BLOCK_TOKENS).max(1);
+        for shard in 0..corpus.num_shards() {
+            let blocks = ((corpus.shard_size(shard).1 + BLOCK_TOKENS / 2) / BLOCK_TOKENS).max(1);
             let total = u64::from(first[first.len() - 1]) + blocks;
             let total = u32::try_from(total).map_err(|_| {
                 Error::Input(format!("the corpus has more than {} blocks; divide it", u32::MAX))
@@ -59,7 +60,7 @@ impl Blocks {
     /// The shard of a block, and the block's range of that shard's tokens.
     fn locate(&self, block: u32) -> (usize, Range<u32>) {
         let shard = self.first.partition_point(|&first| first <= block) - 1;
-        let tokens = self.corpus.shards()[shard].num_tokens();
+        let tokens = self.corpus.shard_size(shard).1;
         let blocks = u64::from(self.first[shard + 1] - self.first[shard]);
         let index = u64::from(block - self.first[shard]);
         let edge = |index: u64| (tokens * index / blocks) as u32;
@@ -77,13 +78,13 @@ impl Blocks {
     /// The number of rows of one block.
     pub fn count_rows(&self, packer: &mut Packer, counter: RngCounter) -> Result<u64> {
         let (shard, range) = self.locate(counter.block);
-        Ok(packer.count(&self.corpus.shards()[shard], range, counter)? as u64)
+        Ok(packer.count(&self.corpus.shard(shard), range, counter)? as u64)
     }
 
     /// The rows of one block.
     pub fn rows(&self, packer: &mut Packer, counter: RngCounter) -> Result<Rows> {
         let (shard, range) = self.locate(counter.block);
-        packer.pack(&self.corpus.shards()[shard], range, counter)
+        packer.pack(&self.corpus.shard(shard), range, counter)
     }
 
     /// The number of rows of one window.
@@ -92,8 +93,17 @@ impl Blocks {
         counters.map(|counter| self.count_rows(packer, counter)).sum()
     }
 
-    /// Packs the blocks of one window and orders their rows.
-    pub fn plan(&self, packer: &mut Packer, epoch: u32, window: u32) -> Result<ShuffleWindow> {
+    /// Packs the blocks of one window and orders their rows. Fetches them first, if they are in an object store.
+    pub fn plan(
+        &self,
+        packer: &mut Packer,
+        epoch: u32,
+        window: u32,
+        cancel: &Cancel,
+    ) -> Result<ShuffleWindow> {
+        self.corpus.close_idle();
+        let parts: Vec<_> = self.blocks_of(epoch, window).map(|block| self.locate(block)).collect();
+        let pins = self.corpus.prefetch(&parts, packer.reads_lines(), cancel)?;
         let mut blocks = Vec::new();
         let mut ends = Vec::new();
         let mut total = 0;
@@ -101,29 +111,42 @@ impl Blocks {
             let rows = self.rows(packer, RngCounter { epoch, block })?;
             total += rows.len() as u64;
             ends.push(total);
-            blocks.push(PackedBlock { block, shard: self.locate(block).0, rows });
+            blocks.push(PackedBlock { block, shard: self.corpus.shard(self.locate(block).0), rows });
         }
         let order = Permutation::new(total, self.seed, Purpose::RowOrder, [epoch, window, 0]);
-        Ok(ShuffleWindow { corpus: self.corpus.clone(), epoch, blocks, ends, order })
+        Ok(ShuffleWindow { epoch, blocks, ends, order, _pins: pins })
+    }
+
+    /// An upper bound on what a window takes in the cache of a corpus in an object store.
+    pub fn window_bytes(&self, lines: bool) -> u64 {
+        let sizes = (0..self.corpus.num_shards()).map(|shard| {
+            let blocks = u64::from(self.first[shard + 1] - self.first[shard]);
+            let tokens = self.corpus.shard_size(shard).1.div_ceil(blocks);
+            self.corpus.prefetch_bytes(shard, tokens, lines)
+        });
+        let largest = sizes.reduce(|a, b| (a.0.max(b.0), a.1.max(b.1))).unwrap_or((0, 0));
+        let num_blocks = u64::from(self.len()).min(BLOCKS_PER_WINDOW);
+        largest.0 * num_blocks + largest.1 * num_blocks.min(self.corpus.num_shards() as u64)
     }
 }
 
 #[derive(Debug)]
 struct PackedBlock {
     block: u32,
-    shard: usize,
+    shard: Arc<Shard>,
     rows: Rows,
 }
 
 /// The rows of one window, in order.
 #[derive(Debug)]
 pub(super) struct ShuffleWindow {
-    corpus: Arc<Corpus>,
     epoch: u32,
     blocks: Vec<PackedBlock>,
     /// For each block, the number of rows in it and those before it.
     ends: Vec<u64>,
     order: Permutation,
+    /// Keeps the blocks in the cache of a corpus in an object store.
+    _pins: Option<Vec<Pins>>,
 }
 
 /// One row: where its tokens are, and the counter of its random numbers.
@@ -162,7 +185,7 @@ impl ShuffleWindow {
         let row = (at - first) as usize;
         let block = &self.blocks[number];
         Row {
-            shard: &self.corpus.shards()[block.shard],
+            shard: &block.shard,
             spans: block.rows.row(row),
             counter: RngCounter { epoch: self.epoch, block: block.block }.words(row as u32),
         }

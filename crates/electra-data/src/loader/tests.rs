@@ -47,8 +47,14 @@ fn loader(corpus: &Arc<Corpus>, change: impl FnOnce(&mut LoaderOptions)) -> Load
     Loader::new(corpus.clone(), &options).unwrap()
 }
 
+/// A loader of a corpus on disk.
+#[cfg(feature = "object-store")]
+pub(super) fn loader_of(dir: &Path, options: &LoaderOptions) -> Loader {
+    Loader::new(Arc::new(Corpus::open(dir).unwrap()), options).unwrap()
+}
+
 /// Everything in a batch, column after column, row after row.
-fn rows(batch: &RecordBatch) -> Vec<Vec<i32>> {
+pub(super) fn rows(batch: &RecordBatch) -> Vec<Vec<i32>> {
     let ints = |column: &dyn arrow_array::Array, row: usize| -> Vec<i32> {
         match column.data_type() {
             arrow_schema::DataType::List(_) => {
@@ -67,12 +73,12 @@ fn rows(batch: &RecordBatch) -> Vec<Vec<i32>> {
     (0..batch.num_rows()).map(columns).collect()
 }
 
-fn hash(rows: &[Vec<i32>]) -> u64 {
+pub(super) fn hash(rows: &[Vec<i32>]) -> u64 {
     let bytes: Vec<u8> = rows.iter().flatten().flat_map(|value| value.to_le_bytes()).collect();
     xxh3_64(&bytes)
 }
 
-fn hashes(loader: Loader) -> Vec<u64> {
+pub(super) fn hashes(loader: Loader) -> Vec<u64> {
     loader.map(|batch| hash(&rows(&batch.unwrap()))).collect()
 }
 

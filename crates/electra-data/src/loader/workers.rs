@@ -18,12 +18,15 @@ use super::mask::Masker;
 use super::options::{Position, Settings};
 use super::shuffle_window::{Blocks, ShuffleWindow};
 use crate::error::{Error, Result};
+use crate::store::Cancel;
 
 /// What the threads of a loader share.
 pub(super) struct Shared {
     pub blocks: Blocks,
     pub settings: Settings,
     pub pool: Arc<BufferPool>,
+    /// Windows that wait between the planner and the caller.
+    pub windows_ahead: usize,
 }
 
 /// What a loader has after waiting.
@@ -63,12 +66,13 @@ pub(super) struct Pipeline {
     /// Returned after the batches before it.
     failure: Option<Error>,
     ended: bool,
+    cancel: Cancel,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Pipeline {
     pub fn start(shared: &Arc<Shared>, position: Position) -> Result<Self> {
-        let (plan_sender, plans) = bounded(1);
+        let (plan_sender, plans) = bounded(shared.windows_ahead);
         let (requests, request_receiver) = unbounded();
         let mut pipeline = Self {
             position,
@@ -79,10 +83,11 @@ impl Pipeline {
             pending: VecDeque::new(),
             failure: None,
             ended: false,
+            cancel: Cancel::default(),
             threads: Vec::new(),
         };
-        let ours = shared.clone();
-        pipeline.spawn("electra-plan", move || plan(&ours, position, &plan_sender))?;
+        let (ours, cancel) = (shared.clone(), pipeline.cancel.clone());
+        pipeline.spawn("electra-plan", move || plan(&ours, position, &plan_sender, &cancel))?;
         for _ in 0..shared.settings.num_threads {
             let (shared, requests) = (shared.clone(), request_receiver.clone());
             pipeline.spawn("electra-load", move || work(&shared, &requests))?;
@@ -166,6 +171,7 @@ impl Pipeline {
 
 impl Drop for Pipeline {
     fn drop(&mut self) {
+        self.cancel.raise();
         (self.plans, self.requests) = (None, None);
         self.pending.clear();
         for thread in self.threads.drain(..) {
@@ -175,10 +181,10 @@ impl Drop for Pipeline {
 }
 
 /// The planning thread: packs windows from `position` on until the receiver is gone.
-fn plan(shared: &Shared, mut position: Position, plans: &Sender<Planned>) {
+fn plan(shared: &Shared, mut position: Position, plans: &Sender<Planned>, cancel: &Cancel) {
     let mut packer = shared.settings.packer();
     while position.epoch < shared.settings.epochs.unwrap_or(u32::MAX) {
-        let window = shared.blocks.plan(&mut packer, position.epoch, position.window);
+        let window = shared.blocks.plan(&mut packer, position.epoch, position.window, cancel);
         let failed = window.is_err();
         if plans.send(window.map(|window| Some(Arc::new(window)))).is_err() || failed {
             return;

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use super::input_group::line_cut;
 use super::run::refuse_vocabulary;
 use crate::error::Result;
-use crate::format::{Corpus, Shard};
+use crate::format::Corpus;
 use crate::input::{
     Compression, InputFormat, Inputs, ReadOptions, TextSource, character_boundary, read_beginning, read_file,
 };
@@ -81,15 +81,16 @@ impl Coverage {
 
     /// Coverage of a corpus: of all tokens, or of 2^24 of them spread evenly over it.
     pub fn of_corpus(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Self> {
-        let stretches: Vec<(&Shard, u64)> = corpus
-            .shards()
-            .iter()
-            .flat_map(|shard| (0..shard.num_tokens()).step_by(STRETCH as usize).map(move |at| (shard, at)))
+        let stretches: Vec<(usize, u64)> = (0..corpus.num_shards())
+            .flat_map(|shard| {
+                (0..corpus.shard_size(shard).1).step_by(STRETCH as usize).map(move |at| (shard, at))
+            })
             .collect();
         let count = stretches.len().min((COUNTED_TOKENS / STRETCH) as usize);
         let counter = Counter::new(tokenizer);
         let count_stretch = |number: usize| {
             let (shard, start) = stretches[number * stretches.len() / count];
+            let shard = corpus.shard(shard);
             let mut ids = vec![0; STRETCH.min(shard.num_tokens() - start) as usize];
             shard.copy_tokens(start, &mut ids)?;
             Ok(counter.count(ids.iter().map(|&id| id as usize)))

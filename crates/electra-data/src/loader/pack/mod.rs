@@ -145,6 +145,11 @@ impl Packer {
         })
     }
 
+    /// Whether it reads line lengths.
+    pub fn reads_lines(&self) -> bool {
+        matches!(self.0, PackerKind::Google(_))
+    }
+
     /// The rows of `block`, a range of the shard's tokens.
     pub fn pack(&mut self, shard: &Shard, block: Range<u32>, counter: RngCounter) -> Result<Rows> {
         match &mut self.0 {

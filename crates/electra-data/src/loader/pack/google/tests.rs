@@ -123,7 +123,7 @@ proptest! {
         prop_assume!(!corpus_texts.concat().concat().is_empty());
         write_corpus(dir.path(), 100, &corpus_texts, u64::MAX);
         let corpus = Corpus::open(dir.path()).unwrap();
-        let shard = &corpus.shards()[0];
+        let shard = &*corpus.shard(0);
         let ends = shard.document_ends().unwrap();
         let total = ends[ends.len() - 1];
         let mut edges: Vec<u32> = edges.iter().map(|edge| (edge * f64::from(total)) as u32).collect();

@@ -1,0 +1,94 @@
+//! System calls of the cache on Linux: locks of single bytes, which end with their process, and holes in files.
+
+use std::fs::File;
+use std::io::{Error, ErrorKind, Result};
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+
+/// Locks a byte of a file for this open file; `false` if another one has it.
+pub(super) fn try_lock(file: &File, byte: u64) -> Result<bool> {
+    match control(file, libc::F_OFD_SETLK, libc::F_WRLCK, byte) {
+        Ok(_) => Ok(true),
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::PermissionDenied) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Waits for the lock of a byte.
+pub(super) fn lock(file: &File, byte: u64) -> Result<()> {
+    loop {
+        match control(file, libc::F_OFD_SETLKW, libc::F_WRLCK, byte) {
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            outcome => return outcome.map(drop),
+        }
+    }
+}
+
+/// Releases the lock of a byte.
+pub(super) fn unlock(file: &File, byte: u64) -> Result<()> {
+    control(file, libc::F_OFD_SETLK, libc::F_UNLCK, byte).map(drop)
+}
+
+/// Whether another open file has the lock of a byte.
+pub(super) fn is_locked(file: &File, byte: u64) -> Result<bool> {
+    Ok(control(file, libc::F_OFD_GETLK, libc::F_WRLCK, byte)?.l_type != libc::F_UNLCK as libc::c_short)
+}
+
+fn control(file: &File, command: libc::c_int, kind: libc::c_int, byte: u64) -> Result<libc::flock> {
+    // SAFETY: all bytes 0 are a valid `flock`, and open file descriptions need its process id to be 0.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = kind as libc::c_short;
+    lock.l_whence = libc::SEEK_SET as libc::c_short;
+    lock.l_start = byte as libc::off_t;
+    lock.l_len = 1;
+    // SAFETY: the descriptor is open, and the kernel reads and writes only `lock`, which outlives the call.
+    match unsafe { libc::fcntl(file.as_raw_fd(), command, &mut lock) } {
+        -1 => Err(Error::last_os_error()),
+        _ => Ok(lock),
+    }
+}
+
+/// Gives the disk space of a range back: it reads as zeros from now on.
+pub(super) fn punch_hole(file: &File, bytes: Range<u64>) -> Result<()> {
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    let (start, length) = (bytes.start as libc::off_t, (bytes.end - bytes.start) as libc::off_t);
+    // SAFETY: the descriptor is open; no memory is passed.
+    match unsafe { libc::fallocate(file.as_raw_fd(), mode, start, length) } {
+        -1 => Err(Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{FileExt, MetadataExt};
+
+    use super::*;
+
+    #[test]
+    fn a_lock_is_of_one_byte_and_of_one_open_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let open = || File::options().create(true).append(true).open(dir.path().join("lock")).unwrap();
+        let (ours, theirs) = (open(), open());
+        assert!(try_lock(&ours, 5).unwrap() && try_lock(&ours, 5).unwrap());
+        assert!(!try_lock(&theirs, 5).unwrap() && try_lock(&theirs, 6).unwrap());
+        assert!(is_locked(&theirs, 5).unwrap() && !is_locked(&ours, 5).unwrap());
+        unlock(&ours, 5).unwrap();
+        lock(&theirs, 5).unwrap();
+        drop(theirs);
+        assert!(try_lock(&ours, 6).unwrap());
+    }
+
+    #[test]
+    fn a_hole_reads_as_zeros_and_takes_no_space() {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&[7; 1 << 18], 0).unwrap();
+        let before = file.metadata().unwrap().blocks();
+        punch_hole(&file, 1 << 16..3 << 16).unwrap();
+        assert!(file.metadata().unwrap().blocks() < before);
+        let mut bytes = [1; 4];
+        file.read_exact_at(&mut bytes, (1 << 16) - 2).unwrap();
+        assert_eq!(bytes, [7, 7, 0, 0]);
+        assert_eq!(file.metadata().unwrap().len(), 1 << 18);
+    }
+}

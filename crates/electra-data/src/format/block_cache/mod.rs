@@ -1,0 +1,394 @@
+//! A local cache of a corpus in an object store: one sparse file per file of the corpus, filled block by block.
+//!
+//! A block is what a checksum covers (64 KiB), or the table of checksums at the end of a file. A reader says which
+//! blocks it is about to use (`BlockCache::pin`) and has those that are absent fetched (`fetch`). Each is
+//! verified before it counts as present. When the cache is full, blocks that no reader on the node uses give way, and
+//! holes take their place. Nothing on disk is trusted: a process verifies every block once more on first use, because
+//! a crash of the machine may lose what the state calls present.
+
+mod geometry;
+mod locks;
+mod state;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tempfile::TempDir;
+use xxhash_rust::xxh3::xxh3_128;
+
+use self::locks::punch_hole;
+use self::state::SharedState;
+use super::atomic_file::write_error;
+use super::header::{BLOCK_BYTES, block_hash, read_u64};
+use super::manifest::{Manifest, hex128};
+use super::mmap::damaged;
+use crate::error::{Error, Result};
+use crate::store::{Cancel, Request, Store};
+
+pub(super) use self::geometry::FileGeometry;
+pub(super) use self::state::Words;
+
+/// The most that one request asks for.
+const REQUEST_BLOCKS: u64 = 128;
+/// Unannounced ranges that stay pinned.
+const MAX_UNANNOUNCED: usize = 4_096;
+/// How often a block is fetched before its damage is believed.
+const ATTEMPTS: usize = 3;
+/// How often a reader looks whether another one has fetched a block.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Where a corpus in a store is cached, and how much of it.
+#[derive(Clone, Debug)]
+pub struct CacheOptions {
+    /// The folder of all caches, on a local disk; each corpus has a folder in it.
+    pub dir: PathBuf,
+    /// The most bytes of this corpus that are kept.
+    pub bytes: u64,
+}
+
+/// The cache of one corpus, opened by one reader.
+#[derive(Debug)]
+pub(super) struct BlockCache {
+    dir: PathBuf,
+    store: Store,
+    files: Vec<FileGeometry>,
+    state: SharedState,
+    limit: u64,
+    /// How often each range of blocks is pinned by this reader.
+    pins: Mutex<BTreeMap<(u64, u64), usize>>,
+    /// The ranges that were read without being announced, which stay pinned until many others were.
+    unannounced: Mutex<VecDeque<(u64, u64)>>,
+    /// One bit per block: set once this process has verified it, and cleared when it is no longer pinned.
+    pub verified: Words,
+    /// A private cache ends with its reader.
+    _private: Option<TempDir>,
+}
+
+/// Blocks that stay present until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Pins {
+    cache: Arc<BlockCache>,
+    ranges: Vec<Range<u64>>,
+}
+
+impl BlockCache {
+    /// The cache of a corpus in a store: shared by all readers on this node, or private without options.
+    pub fn open(store: Store, manifest: &Manifest, options: Option<&CacheOptions>) -> Result<Self> {
+        let files = geometry::files_of(manifest, store.url())?;
+        let num_blocks = files.last().map_or(0, |file| file.blocks().end);
+        let (dir, limit, private) = match options {
+            Some(options) => (options.dir.join(&manifest.content_hash), options.bytes, None),
+            None => {
+                let temporary = TempDir::with_prefix("electra-fast-")
+                    .map_err(|error| write_error(&std::env::temp_dir(), error))?;
+                (temporary.path().to_owned(), u64::MAX, Some(temporary))
+            }
+        };
+        std::fs::create_dir_all(&dir).map_err(|error| write_error(&dir, error))?;
+        let state = SharedState::open(&dir, num_blocks, |block| {
+            let file = &files[file_of(&files, block)];
+            let bytes = file.bytes_of(&(block..block + 1));
+            bytes.end - bytes.start
+        })?;
+        let verified = Words::private(num_blocks.div_ceil(64) as usize)?;
+        let (pins, unannounced) = (Mutex::default(), Mutex::default());
+        Ok(Self { dir, store, files, state, limit, pins, unannounced, verified, _private: private })
+    }
+
+    /// The geometry of a file: number 2 s is the `.tokens` of shard s, 2 s + 1 its `.lines`.
+    pub fn geometry(&self, file: usize) -> &FileGeometry {
+        &self.files[file]
+    }
+
+    /// The folder of the cached files.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The most bytes that are kept.
+    pub fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// The URL of a file.
+    pub fn url(&self, file: usize) -> PathBuf {
+        PathBuf::from(format!("{}/{}", self.store.url(), self.files[file].name))
+    }
+
+    /// The sparse file that holds what is present of a file.
+    pub fn local_file(&self, number: usize) -> Result<File> {
+        let geometry = &self.files[number];
+        let path = self.dir.join(&geometry.name);
+        let file = File::options().create(true).truncate(false).read(true).write(true).open(&path);
+        let file = file.map_err(|error| write_error(&path, error))?;
+        let length = file.metadata().map_err(|error| Error::io(&path, error))?.len();
+        if length != geometry.bytes {
+            // New, or somebody removed it.
+            let held = self.state.hold()?;
+            self.state.present(geometry.blocks()).for_each(|block| self.clear(&held, block));
+            file.set_len(geometry.bytes).map_err(|error| write_error(&path, error))?;
+        }
+        Ok(file)
+    }
+
+    /// Keeps blocks present, once they are, until the result is dropped.
+    pub fn pin(self: &Arc<Self>, ranges: Vec<Range<u64>>) -> Result<Pins> {
+        self.change_pins(|pins| {
+            ranges.iter().for_each(|range| *pins.entry((range.start, range.end)).or_default() += 1);
+        })?;
+        Ok(Pins { cache: self.clone(), ranges })
+    }
+
+    /// Fetches blocks that nobody announced, if they are absent, and pins them until thousands of others were read in
+    /// the same way.
+    pub fn require(&self, blocks: Range<u64>) -> Result<()> {
+        let key = (blocks.start, blocks.end);
+        if self.limit < u64::MAX && !self.is_pinned(&blocks) {
+            self.change_pins(|pins| *pins.entry(key).or_default() += 1)?;
+            let mut ranges = self.unannounced.lock().unwrap_or_else(PoisonError::into_inner);
+            ranges.push_back(key);
+            let oldest = (ranges.len() > MAX_UNANNOUNCED).then(|| ranges.pop_front()).flatten();
+            drop(ranges);
+            if let Some((start, end)) = oldest {
+                self.unpin(std::slice::from_ref(&(start..end)))?;
+            }
+        }
+        self.fetch(std::slice::from_ref(&blocks), &Cancel::default())
+    }
+
+    fn is_pinned(&self, blocks: &Range<u64>) -> bool {
+        let pins = self.pins.lock().unwrap_or_else(PoisonError::into_inner);
+        pins.keys().any(|&(start, end)| start <= blocks.start && blocks.end <= end)
+    }
+
+    fn unpin(&self, ranges: &[Range<u64>]) -> Result<()> {
+        ranges.iter().for_each(|range| self.forget(range.clone()));
+        self.change_pins(|pins| {
+            for range in ranges {
+                let key = (range.start, range.end);
+                if let Some(count) = pins.get_mut(&key) {
+                    *count -= 1;
+                    if *count == 0 {
+                        pins.remove(&key);
+                    }
+                }
+            }
+        })
+    }
+
+    fn change_pins(&self, change: impl FnOnce(&mut BTreeMap<(u64, u64), usize>)) -> Result<()> {
+        let mut pins = self.pins.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut pins);
+        if self.limit == u64::MAX {
+            return Ok(()); // nothing is ever evicted
+        }
+        let ranges: Vec<Range<u64>> = pins.keys().map(|&(start, end)| start..end).collect();
+        self.state.hold()?.set_in_use(ranges.iter())
+    }
+
+    /// Makes all blocks of these ranges present. Other readers of the node fetch some of them, if they need them too.
+    pub fn fetch(&self, ranges: &[Range<u64>], cancel: &Cancel) -> Result<()> {
+        loop {
+            let absent = self.absent_runs(ranges);
+            if absent.is_empty() {
+                return Ok(());
+            }
+            let (mut ours, mut bytes) = (Vec::new(), 0);
+            for run in absent {
+                if self.state.try_lock_fetch(run.start)? {
+                    bytes += (run.end - run.start) * BLOCK_BYTES as u64;
+                    ours.push(run);
+                }
+            }
+            // Another reader may have fetched some before they were locked.
+            let todo = self.absent_runs(&ours);
+            let outcome = self.make_room(bytes).and_then(|()| self.fetch_runs(&todo, cancel));
+            ours.iter().try_for_each(|run| self.state.unlock_fetch(run.start))?;
+            outcome?;
+            if cancel.is_raised() {
+                return Err(Error::Interrupted);
+            }
+            if ours.is_empty() {
+                cancel.wait(POLL_INTERVAL);
+            }
+        }
+    }
+
+    /// The parts of the ranges that are absent: runs of consecutive blocks of one file, at most 8 MiB each.
+    fn absent_runs(&self, ranges: &[Range<u64>]) -> Vec<Range<u64>> {
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        let mut sorted = ranges.to_vec();
+        sorted.sort_by_key(|range| range.start);
+        let mut next = 0;
+        for range in sorted {
+            for block in range.start.max(next)..range.end {
+                if self.state.is_present(block) {
+                    continue;
+                }
+                match runs.last_mut() {
+                    Some(run)
+                        if run.end == block
+                            && block - run.start < REQUEST_BLOCKS
+                            && self.file_of(run.start) == self.file_of(block) =>
+                    {
+                        run.end += 1;
+                    }
+                    _ => runs.push(block..block + 1),
+                }
+            }
+            next = next.max(range.end);
+        }
+        runs
+    }
+
+    fn fetch_runs(&self, runs: &[Range<u64>], cancel: &Cancel) -> Result<()> {
+        let mut left = runs.to_vec();
+        for attempt in 1..=ATTEMPTS {
+            let request = |run: &Range<u64>| {
+                let file = &self.files[self.file_of(run.start)];
+                Request { name: file.name.clone(), range: file.bytes_of(run), version: None }
+            };
+            let requests: Vec<Request> = left.iter().map(request).collect();
+            let mut bad = Vec::new();
+            self.store.read_ranges(&requests, cancel, |number, bytes| {
+                let run = &left[number];
+                match self.accept(run, bytes) {
+                    Err(Error::Damaged { .. }) if attempt < ATTEMPTS => bad.push(run.clone()),
+                    outcome => outcome?,
+                }
+                Ok(())
+            })?;
+            left = bad;
+        }
+        Ok(())
+    }
+
+    /// Verifies a run of blocks, writes them and says that they are present.
+    fn accept(&self, run: &Range<u64>, bytes: &[u8]) -> Result<()> {
+        let number = self.file_of(run.start);
+        let geometry = &self.files[number];
+        let file = self.local_file(number)?;
+        let path = self.dir.join(&geometry.name);
+        let start = geometry.bytes_of(run).start;
+        let mut table = vec![0; 8 * geometry.num_blocks as usize + 8];
+        if run.contains(&geometry.table_block()) {
+            table.copy_from_slice(&bytes[(geometry.table - start) as usize..]);
+            if hex128(xxh3_128(&table[..table.len() - 8])) != geometry.hash {
+                return Err(self.damaged(number, "the table of checksums is not that of the manifest".into()));
+            }
+        } else {
+            file.read_exact_at(&mut table, geometry.table).map_err(|error| Error::io(&path, error))?;
+        }
+        for block in run.clone().filter(|&block| block != geometry.table_block()) {
+            let local = (block - geometry.first) as usize;
+            let range = geometry.bytes_of(&(block..block + 1));
+            if block_hash(&bytes[(range.start - start) as usize..(range.end - start) as usize])
+                != read_u64(&table[8 * local..])
+            {
+                let count = geometry.num_blocks;
+                return Err(self.damaged(number, format!("block {local} of {count} is damaged in the store too")));
+            }
+        }
+        file.write_all_at(bytes, start).map_err(|error| self.cannot_write(&path, error))?;
+        for block in run.clone() {
+            let range = geometry.bytes_of(&(block..block + 1));
+            self.state.set_present(block, range.end - range.start);
+        }
+        Ok(())
+    }
+
+    /// Fetches a block again whose bytes on disk are not what they were.
+    pub fn restore(&self, block: u64) -> Result<()> {
+        self.clear(&self.state.hold()?, block);
+        self.fetch(std::slice::from_ref(&(block..block + 1)), &Cancel::default())
+    }
+
+    /// Evicts blocks that no reader uses until there is room for so many bytes, those of tables last. If all are in
+    /// use, the cache outgrows its limit for a while.
+    fn make_room(&self, bytes: u64) -> Result<()> {
+        if self.state.used().saturating_add(bytes) <= self.limit {
+            return Ok(());
+        }
+        let held = self.state.hold()?;
+        let in_use = held.in_use()?;
+        let (num_blocks, hand) = (self.files.last().map_or(0, |file| file.blocks().end), held.hand());
+        for spare_tables in [true, false] {
+            for part in [hand..num_blocks, 0..hand] {
+                let mut next = 0; // the first range in use that may contain the block
+                for block in self.state.present(part) {
+                    if self.state.used().saturating_add(bytes) <= self.limit {
+                        held.set_hand(block);
+                        return Ok(());
+                    }
+                    while next < in_use.len() && in_use[next].end <= block {
+                        next += 1;
+                    }
+                    let mut near = in_use[next..].iter().take_while(|range| range.start <= block);
+                    let file = &self.files[self.file_of(block)];
+                    let is_spared = spare_tables && file.tail().contains(&block);
+                    if !is_spared && !near.any(|range| range.contains(&block)) {
+                        self.evict(&held, block, file)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn evict(&self, held: &state::Held, block: u64, geometry: &FileGeometry) -> Result<()> {
+        self.clear(held, block);
+        let path = self.dir.join(&geometry.name);
+        let file = File::options().write(true).open(&path).map_err(|error| Error::io(&path, error))?;
+        punch_hole(&file, geometry.bytes_of(&(block..block + 1))).map_err(|error| {
+            let advice = format!("{error}: no holes in files; put data.cache_dir on a local disk (ext4, xfs, btrfs)");
+            Error::io(&path, std::io::Error::new(error.kind(), advice))
+        })
+    }
+
+    fn clear(&self, held: &state::Held, block: u64) {
+        let bytes = self.files[self.file_of(block)].bytes_of(&(block..block + 1));
+        held.clear_present(block, bytes.end - bytes.start);
+        self.forget(block..block + 1);
+    }
+
+    /// Has blocks verified again on their next use by this process.
+    fn forget(&self, blocks: Range<u64>) {
+        for block in blocks {
+            let word = self.verified.at(block as usize / 64);
+            word.fetch_and(!(1 << (block % 64)), std::sync::atomic::Ordering::Relaxed);
+        }
+    }
+
+    fn file_of(&self, block: u64) -> usize {
+        file_of(&self.files, block)
+    }
+
+    fn damaged(&self, file: usize, reason: String) -> Error {
+        damaged(&self.url(file), reason)
+    }
+
+    fn cannot_write(&self, path: &Path, error: std::io::Error) -> Error {
+        if !matches!(error.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded) {
+            return Error::io(path, error);
+        }
+        let limit = self.limit;
+        let advice = format!("{error}: lower data.cache_bytes ({limit} now) or choose another data.cache_dir");
+        Error::io(path, std::io::Error::new(error.kind(), advice))
+    }
+}
+
+fn file_of(files: &[FileGeometry], block: u64) -> usize {
+    files.partition_point(|file| file.first <= block) - 1
+}
+
+impl Drop for Pins {
+    fn drop(&mut self) {
+        // If the state cannot be written, the blocks stay in use, which is safe.
+        let _ = self.cache.unpin(&self.ranges);
+    }
+}

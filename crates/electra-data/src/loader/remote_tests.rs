@@ -1,0 +1,223 @@
+//! Loaders over a corpus behind a web server: the same batches as from disk, little traffic, a bounded cache, and
+//! servers that misbehave.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::tests::{hashes, loader_of, rows};
+use super::{Loader, LoaderOptions};
+use crate::error::{Error, Result};
+use crate::format::testing::write_corpus;
+use crate::format::{CacheOptions, Corpus, verify};
+use crate::philox::{Purpose, Stream};
+use crate::store::test_server::{Fault, TestServer};
+
+const GENEROUS: u64 = 1 << 40;
+
+/// Some shards of two blocks each: four million tokens in documents of about 300, and their line lengths.
+fn write(dir: &Path) {
+    let mut stream = Stream::new(8, Purpose::Tie, [0; 3]);
+    let mut document = |_| -> Vec<Vec<u32>> {
+        (0..1 + stream.below(9)).map(|_| (0..stream.below(120)).map(|_| 5 + stream.below(30_000)).collect()).collect()
+    };
+    let documents: Vec<_> = (0..14_000).map(&mut document).collect();
+    write_corpus(dir, 30_005, &documents, 524_288);
+}
+
+fn options() -> LoaderOptions {
+    LoaderOptions { batch_size: 500, seed: 3, epochs: Some(2), ..LoaderOptions::default() }
+}
+
+fn cached(server: &TestServer, dir: &Path, bytes: u64, options: &LoaderOptions) -> Result<Loader> {
+    let cache = CacheOptions { dir: dir.join("cache"), bytes };
+    Loader::new(Arc::new(Corpus::open_with(Path::new(&server.url), Some(&cache))?), options)
+}
+
+fn first_error(loader: Loader) -> String {
+    loader.filter_map(Result::err).next().expect("an error").to_string()
+}
+
+/// Bytes of all token files.
+fn token_bytes(dir: &Path) -> u64 {
+    let files = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap());
+    let tokens = files.filter(|file| file.file_name().to_string_lossy().ends_with(".tokens"));
+    tokens.map(|file| file.metadata().unwrap().len()).sum()
+}
+
+/// Bytes on disk of all files of a cache.
+fn disk_usage(dir: &Path) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    let folder = std::fs::read_dir(dir.join("cache")).unwrap().next().unwrap().unwrap().path();
+    let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
+    files.filter(|f| f.file_name() != "state").map(|f| 512 * f.metadata().unwrap().blocks()).sum()
+}
+
+#[test]
+fn batches_are_those_from_disk_in_any_packing() {
+    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    write(corpus.path());
+    let server = TestServer::start(corpus.path());
+    for packing in ["best-fit", "google"] {
+        let options = LoaderOptions { packing: packing.into(), ..options() };
+        let local = hashes(loader_of(corpus.path(), &options));
+        assert_eq!(hashes(cached(&server, scratch.path(), GENEROUS, &options).unwrap()), local, "{packing}");
+        let private = Corpus::open(Path::new(&server.url)).unwrap();
+        assert_eq!(hashes(Loader::new(Arc::new(private), &options).unwrap()), local, "{packing}");
+    }
+}
+
+#[test]
+fn a_large_cache_fetches_each_byte_once_in_any_number_of_epochs() {
+    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    write(corpus.path());
+    let server = TestServer::start(corpus.path());
+    for _ in 0..2 {
+        assert!(cached(&server, scratch.path(), GENEROUS, &options()).unwrap().all(|batch| batch.is_ok()));
+    }
+    let mut seen: HashMap<String, Vec<bool>> = HashMap::new();
+    for (name, range) in &server.log().served {
+        if name.ends_with(".tokens") {
+            let length = corpus.path().join(name).metadata().unwrap().len() as usize;
+            let bytes = seen.entry(name.clone()).or_insert_with(|| vec![false; length]);
+            for byte in range.start as usize..range.end as usize {
+                assert!(!std::mem::replace(&mut bytes[byte], true), "{name}: byte {byte} was fetched twice");
+            }
+        }
+        assert!(!name.ends_with(".lines"), "best-fit packing reads no lines");
+    }
+    let read: u64 = seen.values().flatten().map(|&byte| u64::from(byte)).sum();
+    assert_eq!(read, token_bytes(corpus.path()), "the whole corpus was fetched");
+}
+
+#[test]
+fn a_cache_of_three_windows_stays_small_and_fetches_each_block_once() {
+    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    write_many_windows(corpus.path());
+    let server = TestServer::start(corpus.path());
+    let options = LoaderOptions { epochs: Some(1), batch_size: 4_096, sequence_length: 512, ..options() };
+    let needed = cached(&server, scratch.path(), 1 << 20, &options).err().unwrap().to_string();
+    let limit: u64 = needed.split_once("need ").unwrap().1.split_once(';').unwrap().0.parse().unwrap();
+    assert!(needed.starts_with("cache_bytes = 1048576: 3 shuffle windows of this corpus need"), "{needed}");
+    let total = token_bytes(corpus.path());
+    assert!(limit < total * 7 / 8, "{limit} of {total}");
+    let local = hashes(loader_of(corpus.path(), &options));
+    let mut remote = cached(&server, scratch.path(), limit, &options).unwrap();
+    let (mut found, mut largest) = (Vec::new(), 0);
+    for batch in remote.by_ref() {
+        found.push(super::tests::hash(&rows(&batch.unwrap())));
+        largest = largest.max(disk_usage(scratch.path()));
+    }
+    assert_eq!(found, local);
+    assert!(largest <= limit + (1 << 20), "{largest} of {limit}");
+    // A block begins and ends within a checksum's block, which its neighbor needs too: 9 instead of 8 per block.
+    let served = server.bytes_served(".tokens");
+    assert!(served < total * 5 / 4, "{served} of {total}");
+}
+
+/// Five windows: 320 blocks of which each shard has eight.
+fn write_many_windows(dir: &Path) {
+    let documents: Vec<Vec<Vec<u32>>> = (0..40 * 8 * 64).map(|number| vec![vec![5 + number % 20_000; 4_096]]).collect();
+    write_corpus(dir, 30_005, &documents, 8 * 262_144);
+}
+
+#[test]
+fn readers_of_one_node_share_what_they_fetch() {
+    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    write(corpus.path());
+    let server = TestServer::start(corpus.path());
+    let local = hashes(loader_of(corpus.path(), &options()));
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| assert_eq!(hashes(cached(&server, scratch.path(), GENEROUS, &options()).unwrap()), local));
+        }
+    });
+    assert_eq!(server.bytes_served(".tokens"), token_bytes(corpus.path()));
+}
+
+#[test]
+fn passing_faults_change_nothing() {
+    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    write(corpus.path());
+    let local = hashes(loader_of(corpus.path(), &options()));
+    for fault in [Fault::Unavailable, Fault::Cut, Fault::Short, Fault::Corrupt] {
+        let server = TestServer::start(corpus.path());
+        server.log().faults = [fault; 2].into();
+        let dir = scratch.path().join(format!("{fault:?}"));
+        assert_eq!(hashes(cached(&server, &dir, GENEROUS, &options()).unwrap()), local, "{fault:?}");
+        assert!(server.log().faults.is_empty());
+    }
+}
+
+#[test]
+fn lasting_faults_are_one_line() {
+    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    write(corpus.path());
+    for (fault, expected) in [
+        (Fault::Forbidden, "check the credentials and what they may read"),
+        (Fault::Corrupt, "restore the file from a copy"),
+    ] {
+        let server = TestServer::start(corpus.path());
+        server.log().always = Some(fault);
+        let dir = scratch.path().join(format!("{fault:?}"));
+        let error = first_error(cached(&server, &dir, GENEROUS, &options()).unwrap());
+        assert!(error.contains(expected) && error.contains(&server.url) && !error.contains('\n'), "{error}");
+    }
+    let server = TestServer::start(scratch.path());
+    assert!(matches!(Corpus::open(Path::new(&server.url)), Err(Error::NotFound { .. })));
+}
+
+#[test]
+fn what_a_crash_lost_is_fetched_again() {
+    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    write(corpus.path());
+    let server = TestServer::start(corpus.path());
+    let local = hashes(cached(&server, scratch.path(), GENEROUS, &options()).unwrap());
+    let folder = std::fs::read_dir(scratch.path().join("cache")).unwrap().next().unwrap().unwrap().path();
+    // The state says that these blocks are present: zeros in the tokens, a lost table, a file that is gone.
+    let wipe = |name: &str, at: u64, count: usize| {
+        let file = std::fs::File::options().write(true).open(folder.join(name)).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &vec![0; count], at).unwrap();
+    };
+    wipe("shard-000000-000.tokens", 70_000, 200_000);
+    let length = folder.join("shard-000000-001.tokens").metadata().unwrap().len();
+    wipe("shard-000000-001.tokens", length - 100, 100);
+    std::fs::remove_file(folder.join("shard-000000-002.tokens")).unwrap();
+    assert_eq!(hashes(cached(&server, scratch.path(), GENEROUS, &options()).unwrap()), local);
+}
+
+#[test]
+fn documents_counts_and_checksums_can_be_read_remotely() {
+    let corpus = tempfile::tempdir().unwrap();
+    write(corpus.path());
+    let server = TestServer::start(corpus.path());
+    let (local, remote) = (Corpus::open(corpus.path()).unwrap(), Corpus::open(Path::new(&server.url)).unwrap());
+    for document in [0, 1, 7_000, local.num_documents() - 1] {
+        assert_eq!(remote.document(document).unwrap(), local.document(document).unwrap());
+    }
+    assert_eq!(remote.token_counts().unwrap(), local.token_counts().unwrap());
+    let verified = verify(Path::new(&server.url)).unwrap();
+    // The corpus of this test has no vocabulary.
+    assert_eq!(verified.damaged.len(), 1, "{:?}", verified.damaged);
+    assert!(verified.damaged[0].contains("vocab.txt"));
+    let (path, block) = (corpus.path().join("shard-000000-003.tokens"), 150_000);
+    let mut bytes = std::fs::read(&path).unwrap();
+    bytes[block] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    let damaged = verify(Path::new(&server.url)).unwrap().damaged;
+    assert!(damaged.iter().any(|line| line.contains("shard-000000-003.tokens: block 2 of")), "{damaged:?}");
+}
+
+#[test]
+fn a_loader_that_waits_for_a_dead_store_ends_at_once() {
+    let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    write(corpus.path());
+    let server = TestServer::start(corpus.path());
+    server.log().always = Some(Fault::Unavailable);
+    let mut loader = cached(&server, scratch.path(), GENEROUS, &options()).unwrap();
+    let poll = loader.poll_next(std::time::Duration::from_millis(300)).unwrap();
+    assert!(matches!(poll, super::Poll::Pending), "{poll:?}");
+    let start = std::time::Instant::now();
+    drop(loader); // the request would be repeated for three minutes
+    assert!(start.elapsed() < std::time::Duration::from_secs(30));
+}

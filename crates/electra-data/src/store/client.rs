@@ -1,0 +1,303 @@
+//! A store and the requests to it: blocking calls over the asynchronous crate `object_store`.
+//!
+//! That crate repeats a request by itself for half a minute. Here it is repeated for longer, because a training run
+//! should outlive a store's bad minutes, and also if an answer is shorter than what was asked for.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Arc, Once};
+use std::time::{Duration, Instant};
+
+use futures_util::{StreamExt, stream};
+use object_store::aws::AmazonS3Builder;
+use object_store::azure::MicrosoftAzureBuilder;
+use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::http::HttpBuilder;
+use object_store::path::Path;
+use object_store::{
+    ClientOptions, Error as StoreError, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt, ObjectStoreScheme,
+    RetryConfig,
+};
+use tokio::runtime::Runtime;
+use url::{Position, Url};
+
+use super::Cancel;
+use super::errors::{explain, is_transient, said};
+use crate::error::{Error, Result};
+
+/// Requests in flight: enough for gigabytes per second at the latency of a store.
+const CONCURRENT: usize = 32;
+/// Threads that wait for the network.
+const NETWORK_THREADS: usize = 2;
+/// For how many seconds a failing request is repeated, if the environment does not say.
+const RETRY_SECONDS: u64 = 180;
+const RETRY_VARIABLE: &str = "ELECTRA_FAST_RETRY_SECONDS";
+/// For how long the crate repeats a request before this file does. Short, so that missing credentials are reported
+/// soon.
+const INNER_RETRY: Duration = Duration::from_secs(10);
+const MAX_PAUSE: Duration = Duration::from_secs(10);
+/// How often a waiting caller looks for a cancellation.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// An object in a store.
+#[derive(Clone, Debug)]
+pub(crate) struct Object {
+    /// Its name below the store's URL.
+    pub name: String,
+    /// Its length in bytes.
+    pub size: u64,
+    /// What identifies its version, if the store says so.
+    pub version: Option<String>,
+}
+
+/// A range of an object's bytes.
+#[derive(Clone, Debug)]
+pub(crate) struct Request {
+    /// The object's name below the store's URL.
+    pub name: String,
+    /// The bytes.
+    pub range: Range<u64>,
+    /// The version that is wanted.
+    pub version: Option<String>,
+}
+
+/// A folder in an object store, of this process.
+#[derive(Clone, Debug)]
+pub(crate) struct Store {
+    url: String,
+    inner: Arc<dyn ObjectStore>,
+    prefix: Path,
+    retry: Duration,
+}
+
+impl Store {
+    /// The store of a URL, configured by the environment: the variables `AWS_…`, `GOOGLE_…` and `AZURE_…` that the
+    /// clouds' own tools read. Sends no request.
+    pub fn open(url: &str) -> Result<Self> {
+        let bad = |reason: &dyn std::fmt::Display| Error::Input(format!("{url}: {reason}"));
+        let parsed = Url::parse(url).map_err(|error| bad(&format!("not a URL ({error})")))?;
+        if parsed.host_str().is_none_or(str::is_empty) {
+            return Err(bad(&"the URL names no bucket or host"));
+        }
+        let Ok((scheme, prefix)) = ObjectStoreScheme::parse(&parsed) else {
+            return Err(bad(&"unknown kind of URL; s3://, gs://, az:// and http(s):// can be read"));
+        };
+        let retry = Duration::from_secs(retry_seconds()?);
+        let inner = build(&parsed, &scheme, retry).map_err(|error| explain(url, &error))?;
+        Ok(Self { url: url.to_owned(), inner, prefix, retry })
+    }
+
+    /// The URL of the folder.
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// A whole object, in memory.
+    pub fn read(&self, name: &str) -> Result<Vec<u8>> {
+        let path = self.path(name)?;
+        self.wait(name, &Cancel::default(), async || {
+            let answer = self.inner.get(&path).await?;
+            Ok(answer.bytes().await?.to_vec())
+        })
+    }
+
+    /// What the store says of an object.
+    pub fn head(&self, name: &str) -> Result<Object> {
+        let path = self.path(name)?;
+        let found = self.wait(name, &Cancel::default(), async || self.inner.head(&path).await)?;
+        Ok(Object { name: name.to_owned(), size: found.size, version: found.e_tag })
+    }
+
+    /// All objects whose name begins with the folder `below` (or all), sorted by name.
+    pub fn list(&self, below: &str) -> Result<Vec<Object>> {
+        let path = self.path(below)?;
+        let found = self.wait(below, &Cancel::default(), async || {
+            let listed: Vec<_> = self.inner.list(Some(&path)).collect().await;
+            listed.into_iter().collect::<std::result::Result<Vec<ObjectMeta>, _>>()
+        })?;
+        let prefix = format!("{}/", self.prefix);
+        let name = |path: &Path| path.as_ref().strip_prefix(&prefix).unwrap_or(path.as_ref()).to_owned();
+        let object = |meta: ObjectMeta| Object { name: name(&meta.location), size: meta.size, version: meta.e_tag };
+        let mut objects: Vec<_> = found.into_iter().map(object).collect();
+        objects.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(objects)
+    }
+
+    /// Sends all requests, up to 32 at a time, and calls `each` with the number and the bytes of every answer, in the
+    /// order in which they arrive. [`Error::Interrupted`] after a cancellation.
+    pub fn read_ranges(
+        &self,
+        requests: &[Request],
+        cancel: &Cancel,
+        mut each: impl FnMut(usize, &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let answers = requests.iter().enumerate().map(|(number, request)| async move {
+            (number, self.read_range(request).await)
+        });
+        let mut answers = std::pin::pin!(stream::iter(answers).buffer_unordered(CONCURRENT));
+        runtime()?.block_on(async {
+            loop {
+                match tokio::time::timeout(POLL_INTERVAL, answers.next()).await {
+                    Ok(None) => return Ok(()),
+                    Ok(Some((number, bytes))) => each(number, &bytes?)?,
+                    Err(_) if cancel.is_raised() => return Err(Error::Interrupted),
+                    Err(_) => {}
+                }
+            }
+        })
+    }
+
+    async fn read_range(&self, request: &Request) -> Result<bytes::Bytes> {
+        let path = self.path(&request.name)?;
+        let wanted = request.range.end - request.range.start;
+        self.repeat(&request.name, async || {
+            let options = GetOptions {
+                range: Some(request.range.clone().into()),
+                if_match: request.version.clone(),
+                ..GetOptions::default()
+            };
+            let bytes = self.inner.get_opts(&path, options).await?.bytes().await?;
+            if bytes.len() as u64 == wanted {
+                return Ok(bytes);
+            }
+            let source = format!("{} bytes instead of {wanted}", bytes.len()).into();
+            Err(StoreError::Generic { store: "answer", source })
+        })
+        .await
+    }
+
+    /// Runs a request on the network threads and waits for it.
+    fn wait<T>(
+        &self,
+        name: &str,
+        cancel: &Cancel,
+        request: impl AsyncFn() -> std::result::Result<T, StoreError>,
+    ) -> Result<T> {
+        let mut answer = std::pin::pin!(self.repeat(name, request));
+        runtime()?.block_on(async {
+            loop {
+                match tokio::time::timeout(POLL_INTERVAL, &mut answer).await {
+                    Ok(answer) => return answer,
+                    Err(_) if cancel.is_raised() => return Err(Error::Interrupted),
+                    Err(_) => {}
+                }
+            }
+        })
+    }
+
+    /// Repeats a request while its errors may pass.
+    async fn repeat<T>(
+        &self,
+        name: &str,
+        request: impl AsyncFn() -> std::result::Result<T, StoreError>,
+    ) -> Result<T> {
+        let start = Instant::now();
+        let mut pause = Duration::from_millis(100);
+        loop {
+            let error = match request().await {
+                Ok(answer) => return Ok(answer),
+                Err(error) => error,
+            };
+            let url = self.url_of(name);
+            if !is_transient(&error) {
+                return Err(explain(&url, &error));
+            }
+            let spent = start.elapsed();
+            if spent + pause > self.retry {
+                let (seconds, what) = (spent.as_secs_f32(), said(&error));
+                let message = format!("{what}; the request was repeated for {seconds:.0} s ({RETRY_VARIABLE})");
+                return Err(Error::io(url, std::io::Error::other(message)));
+            }
+            tokio::time::sleep(pause).await;
+            pause = (2 * pause).min(MAX_PAUSE);
+        }
+    }
+
+    fn url_of(&self, name: &str) -> String {
+        if name.is_empty() { self.url.clone() } else { format!("{}/{name}", self.url) }
+    }
+
+    fn path(&self, name: &str) -> Result<Path> {
+        let whole = if name.is_empty() { self.prefix.to_string() } else { format!("{}/{name}", self.prefix) };
+        Path::parse(whole.trim_start_matches('/'))
+            .map_err(|error| Error::Input(format!("{}: not a name of an object ({error})", self.url_of(name))))
+    }
+}
+
+fn build(
+    url: &Url,
+    scheme: &ObjectStoreScheme,
+    retry: Duration,
+) -> std::result::Result<Arc<dyn ObjectStore>, StoreError> {
+    static CRYPTOGRAPHY: Once = Once::new();
+    // Fails only if the process has installed one already, which is as good.
+    CRYPTOGRAPHY.call_once(|| drop(rustls::crypto::ring::default_provider().install_default()));
+    let retry = RetryConfig { retry_timeout: retry.min(INNER_RETRY), ..RetryConfig::default() };
+    let client = ClientOptions::new().with_allow_http(true);
+    macro_rules! configured {
+        ($builder:ty, $prefix:literal) => {{
+            let start = <$builder>::new().with_client_options(client).with_retry(retry).with_url(url.as_str());
+            let known = environment($prefix).into_iter().fold(start, |builder, (key, value)| {
+                match key.parse() {
+                    Ok(key) => builder.with_config(key, value),
+                    Err(_) => builder, // a variable of the clouds' tools that does not concern a store
+                }
+            });
+            Ok(Arc::new(known.build()?))
+        }};
+    }
+    match scheme {
+        ObjectStoreScheme::AmazonS3 => configured!(AmazonS3Builder, "aws_"),
+        ObjectStoreScheme::GoogleCloudStorage => configured!(GoogleCloudStorageBuilder, "google_"),
+        ObjectStoreScheme::MicrosoftAzure => configured!(MicrosoftAzureBuilder, "azure_"),
+        _ => {
+            let host = &url[..Position::BeforePath];
+            Ok(Arc::new(HttpBuilder::new().with_url(host).with_client_options(client).with_retry(retry).build()?))
+        }
+    }
+}
+
+/// The environment's variables with a prefix, in lower case.
+fn environment(prefix: &str) -> Vec<(String, String)> {
+    let text = |(key, value): (std::ffi::OsString, std::ffi::OsString)| {
+        Some((key.into_string().ok()?.to_ascii_lowercase(), value.into_string().ok()?))
+    };
+    std::env::vars_os().filter_map(text).filter(|(key, _)| key.starts_with(prefix)).collect()
+}
+
+fn retry_seconds() -> Result<u64> {
+    match std::env::var(RETRY_VARIABLE) {
+        Ok(text) => text
+            .parse()
+            .map_err(|_| Error::Input(format!("{RETRY_VARIABLE} is {text:?}; give whole seconds, such as 180"))),
+        Err(_) => Ok(RETRY_SECONDS),
+    }
+}
+
+/// Not behind a lock, because a fork could leave the lock held in the child (as in `threads`).
+static RUNTIME: AtomicPtr<(u32, Runtime)> = AtomicPtr::new(std::ptr::null_mut());
+
+/// The network threads of this process: those of the parent do not survive a fork.
+fn runtime() -> Result<&'static Runtime> {
+    let process = std::process::id();
+    loop {
+        let known = RUNTIME.load(Ordering::Acquire);
+        // SAFETY: the pointer is null or from a leaked box, which is never changed or freed.
+        if let Some((owner, runtime)) = unsafe { known.as_ref() }
+            && *owner == process
+        {
+            return Ok(runtime);
+        }
+        let new = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(NETWORK_THREADS)
+            .thread_name("electra-net")
+            .enable_all()
+            .build()
+            .map_err(|error| Error::Input(format!("cannot start threads: {error}")))?;
+        let ours = Box::into_raw(Box::new((process, new)));
+        if RUNTIME.compare_exchange(known, ours, Ordering::AcqRel, Ordering::Acquire).is_err() {
+            // SAFETY: `ours` is from a box and was not published, because another thread was faster.
+            drop(unsafe { Box::from_raw(ours) });
+        }
+    }
+}

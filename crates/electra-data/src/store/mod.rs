@@ -1,0 +1,58 @@
+//! Object stores: reading ranges of objects at `s3://`, `gs://`, `az://` and `http(s)://`.
+//!
+//! A location is a path everywhere in this crate; one that begins with a URL's scheme lies in a store. This folder
+//! is the only one that knows the crate `object_store`, which the Cargo feature `object-store` compiles in.
+
+#[cfg(feature = "object-store")]
+mod client;
+#[cfg(feature = "object-store")]
+mod errors;
+#[cfg(all(test, feature = "object-store"))]
+pub(crate) mod test_server;
+#[cfg(not(feature = "object-store"))]
+mod unavailable;
+
+use std::path::Path;
+
+#[cfg(feature = "object-store")]
+pub(crate) use client::{Object, Request, Store};
+#[cfg(not(feature = "object-store"))]
+pub(crate) use unavailable::{Object, Request, Store};
+
+mod cancel;
+pub(crate) use cancel::Cancel;
+
+/// The schemes of URLs that can be read.
+const SCHEMES: [&str; 7] = ["s3", "s3a", "gs", "az", "azure", "http", "https"];
+
+/// The URL that a path is, or `None` for a local path.
+///
+/// Libraries of paths merge slashes, so that a URL may arrive as `s3:/bucket/folder`.
+pub fn url_of(path: &Path) -> Option<String> {
+    let text = path.to_str()?;
+    let (scheme, rest) = text.split_once(":/")?;
+    let known = SCHEMES.contains(&scheme);
+    (known || rest.starts_with('/') && scheme.chars().all(|c| c.is_ascii_alphanumeric()) && scheme.len() > 1)
+        .then(|| format!("{scheme}://{}", rest.trim_start_matches('/').trim_end_matches('/')))
+}
+
+/// Whether a path lies in an object store.
+pub fn is_url(path: &Path) -> bool {
+    url_of(path).is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_are_told_from_paths() {
+        let url = |text: &str| url_of(Path::new(text));
+        assert_eq!(url("s3://bucket/a/"), Some("s3://bucket/a".into()));
+        assert_eq!(url("s3:/bucket/a"), Some("s3://bucket/a".into()));
+        assert_eq!(url("ftp://host/a"), Some("ftp://host/a".into()));
+        for path in ["shards", "/a/s3:/b", "a:/b", "C://b", "wiki:0.7", "s3:bucket"] {
+            assert_eq!(url(path), None, "{path}");
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! A web server for tests: serves the files of a folder by ranges, counts what is asked for, and misbehaves on demand.
+
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+/// How an answer is wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// "503 Service Unavailable".
+    Unavailable,
+    /// "403 Forbidden".
+    Forbidden,
+    /// The connection ends in the middle of the body.
+    Cut,
+    /// The body is shorter than the range, and the header agrees.
+    Short,
+    /// A bit of the body is flipped.
+    Corrupt,
+}
+
+/// What the server has seen, and what it is to do.
+#[derive(Debug, Default)]
+pub(crate) struct Log {
+    /// The ranges of files that were answered as asked.
+    pub served: Vec<(String, Range<u64>)>,
+    /// What happens to the next requests for token files.
+    pub faults: VecDeque<Fault>,
+    /// What happens to all requests for token files after these.
+    pub always: Option<Fault>,
+}
+
+/// A running server; it ends with the process.
+pub(crate) struct TestServer {
+    pub url: String,
+    pub log: Arc<Mutex<Log>>,
+}
+
+impl TestServer {
+    pub fn start(folder: &Path) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}/data", listener.local_addr().unwrap());
+        let log = Arc::new(Mutex::new(Log::default()));
+        let (folder, shared) = (folder.to_owned(), log.clone());
+        std::thread::spawn(move || {
+            for connection in listener.incoming() {
+                let (folder, log) = (folder.clone(), shared.clone());
+                std::thread::spawn(move || serve(connection.unwrap(), &folder, &log));
+            }
+        });
+        Self { url, log }
+    }
+
+    pub fn log(&self) -> std::sync::MutexGuard<'_, Log> {
+        self.log.lock().unwrap()
+    }
+
+    /// The bytes that were served of files with this ending.
+    pub fn bytes_served(&self, ending: &str) -> u64 {
+        let log = self.log();
+        log.served.iter().filter(|(name, _)| name.ends_with(ending)).map(|(_, range)| range.end - range.start).sum()
+    }
+}
+
+/// Answers the requests of one connection.
+fn serve(mut connection: TcpStream, folder: &Path, log: &Mutex<Log>) {
+    let mut input = BufReader::new(connection.try_clone().unwrap());
+    loop {
+        let (mut line, mut range) = (String::new(), None);
+        if input.read_line(&mut line).unwrap_or(0) == 0 {
+            return;
+        }
+        let name = line.split(' ').nth(1).unwrap().trim_start_matches("/data/").to_owned();
+        loop {
+            let mut header = String::new();
+            input.read_line(&mut header).unwrap();
+            if header.trim().is_empty() {
+                break;
+            }
+            if let Some(value) = header.to_lowercase().trim().strip_prefix("range: bytes=") {
+                let (first, last) = value.split_once('-').unwrap();
+                range = Some(first.parse::<u64>().unwrap()..last.parse::<u64>().unwrap() + 1);
+            }
+        }
+        if answer(&mut connection, &folder.join(&name), &name, range, log).is_none() {
+            return;
+        }
+    }
+}
+
+/// Answers a request; `None` ends the connection.
+fn answer(
+    connection: &mut TcpStream,
+    path: &PathBuf,
+    name: &str,
+    range: Option<Range<u64>>,
+    log: &Mutex<Log>,
+) -> Option<()> {
+    let mut send = |status: &str, headers: &str, length: usize, body: &[u8]| {
+        let head = format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\n{headers}\r\n");
+        connection.write_all(head.as_bytes()).and_then(|()| connection.write_all(body)).ok()
+    };
+    let fault = match name.ends_with(".tokens") {
+        true => {
+            let mut log = log.lock().unwrap();
+            log.faults.pop_front().or(log.always)
+        }
+        false => None,
+    };
+    match fault {
+        Some(Fault::Unavailable) => return send("503 Service Unavailable", "", 0, b""),
+        Some(Fault::Forbidden) => return send("403 Forbidden", "", 0, b""),
+        _ => {}
+    }
+    let Ok(bytes) = std::fs::read(path) else { return send("404 Not Found", "", 0, b"") };
+    let total = bytes.len() as u64;
+    let wanted = range.clone().unwrap_or(0..total);
+    let mut body = bytes[wanted.start as usize..wanted.end as usize].to_vec();
+    let (mut length, mut end) = (body.len(), wanted.end);
+    match fault {
+        Some(Fault::Cut) => body.truncate(length / 2),
+        Some(Fault::Short) => {
+            body.truncate(length / 2);
+            (length, end) = (body.len(), wanted.start + body.len() as u64);
+        }
+        Some(Fault::Corrupt) => body[length / 2] ^= 4,
+        _ => log.lock().unwrap().served.push((name.to_owned(), wanted.clone())),
+    }
+    let sent = match range {
+        Some(_) => {
+            let headers = format!("Content-Range: bytes {}-{}/{total}\r\n", wanted.start, end - 1);
+            send("206 Partial Content", &headers, length, &body)
+        }
+        None => send("200 OK", "", length, &body),
+    };
+    (fault != Some(Fault::Cut)).then_some(()).and(sent)
+}

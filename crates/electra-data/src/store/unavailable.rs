@@ -1,0 +1,64 @@
+//! What stands in for a store in a build without the feature `object-store`: errors that say so.
+
+use std::convert::Infallible;
+use std::ops::Range;
+
+use super::Cancel;
+use crate::error::{Error, Result};
+
+/// An object in a store.
+#[derive(Clone, Debug)]
+pub(crate) struct Object {
+    /// Its name below the store's URL.
+    pub name: String,
+    /// Its length in bytes.
+    pub size: u64,
+    /// What identifies its version, if the store says so.
+    pub version: Option<String>,
+}
+
+/// A range of an object's bytes.
+#[derive(Clone, Debug)]
+pub(crate) struct Request {
+    /// The object's name below the store's URL.
+    pub name: String,
+    /// The bytes.
+    pub range: Range<u64>,
+    /// The version that is wanted.
+    pub version: Option<String>,
+}
+
+/// No store can be opened.
+#[derive(Clone, Debug)]
+pub(crate) struct Store(Infallible);
+
+impl Store {
+    pub fn open(url: &str) -> Result<Self> {
+        Err(Error::Input(format!("{url}: this build reads no object stores; build it with the feature object-store")))
+    }
+
+    pub fn url(&self) -> &str {
+        match self.0 {}
+    }
+
+    pub fn read(&self, _: &str) -> Result<Vec<u8>> {
+        match self.0 {}
+    }
+
+    pub fn head(&self, _: &str) -> Result<Object> {
+        match self.0 {}
+    }
+
+    pub fn list(&self, _: &str) -> Result<Vec<Object>> {
+        match self.0 {}
+    }
+
+    pub fn read_ranges(
+        &self,
+        _: &[Request],
+        _: &Cancel,
+        _: impl FnMut(usize, &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        match self.0 {}
+    }
+}
