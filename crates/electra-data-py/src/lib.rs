@@ -19,7 +19,7 @@ mod _data {
     #[pymodule_export]
     use crate::corpus::{Corpus, verify};
     #[pymodule_export]
-    use crate::loader::BatchLoader;
+    use crate::loader::{BatchLoader, mixture_weights};
     #[pymodule_export]
     use crate::prepare::{prepare, sample_coverage, train_vocab};
     #[pymodule_export]

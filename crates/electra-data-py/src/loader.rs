@@ -18,10 +18,13 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 const IN_USE: &str = "a thread was taking a batch when this process was forked, so the loader's position is unknown \
                       here; open a BatchLoader in this process";
 
-/// An iterator of record batches over a corpus. `electra_fast.data.BatchLoader` documents it.
+/// A corpus's folder and its weight.
+type Weighted = (PathBuf, Option<f64>);
+
+/// An iterator of record batches over corpora. `electra_fast.data.BatchLoader` documents it.
 #[pyclass(frozen, module = "electra_fast._data")]
 pub struct BatchLoader {
-    corpus: PathBuf,
+    corpora: Vec<Weighted>,
     options: LoaderOptions,
     loader: PerProcess<Mutex<Loader>>,
 }
@@ -30,13 +33,13 @@ pub struct BatchLoader {
 impl BatchLoader {
     #[new]
     #[pyo3(signature = (
-        corpus, *, sequence_length, batch_size, seed, masking, mask_prob, packing, rank, world_size,
+        corpora, *, sequence_length, batch_size, seed, masking, mask_prob, packing, rank, world_size,
         num_threads, prefetch, epochs
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only, one per option")]
     fn new(
         py: Python<'_>,
-        corpus: PathBuf,
+        corpora: Vec<Weighted>,
         sequence_length: i64,
         batch_size: i64,
         seed: i64,
@@ -62,14 +65,25 @@ impl BatchLoader {
             prefetch,
             epochs,
         };
-        let loader = py.detach(|| open(&corpus, &options)).map_err(raise)?;
-        Ok(Self { corpus: absolute(&corpus)?, options, loader: PerProcess::new(Mutex::new(loader)) })
+        let loader = py.detach(|| open(&corpora, &options)).map_err(raise)?;
+        let corpora = corpora.into_iter().map(|(path, weight)| Ok((located(&path)?, weight)));
+        Ok(Self {
+            corpora: corpora.collect::<PyResult<_>>()?,
+            options,
+            loader: PerProcess::new(Mutex::new(loader)),
+        })
     }
 
-    /// The folder of the corpus, as an absolute path.
+    /// The folders of the corpora, as absolute paths, with the weights given.
     #[getter]
-    fn corpus(&self) -> &Path {
-        &self.corpus
+    fn corpora(&self) -> Vec<Weighted> {
+        self.corpora.clone()
+    }
+
+    /// How often each corpus has been read, after the last batch that was returned.
+    fn passes(&self, py: Python<'_>) -> PyResult<Vec<f64>> {
+        let loader = self.get(py)?;
+        Ok(py.detach(|| lock(&loader).passes()))
     }
 
     fn __iter__(this: Py<Self>) -> Py<Self> {
@@ -99,14 +113,14 @@ impl BatchLoader {
         py.detach(|| lock(&loader).restore(&LoaderState::from_json(state)?)).map_err(raise)
     }
 
-    /// Rows per epoch.
+    /// Rows per epoch, over all corpora.
     #[getter]
     fn num_rows(&self, py: Python<'_>) -> PyResult<u64> {
         let loader = self.get(py)?;
         py.detach(|| lock(&loader).num_rows()).map_err(raise)
     }
 
-    /// (rows, tokens of the corpus, positions that are not padding) of the first epoch.
+    /// (rows, tokens of the corpora, positions that are not padding) of the first epoch.
     fn contents(&self, py: Python<'_>) -> PyResult<(u64, u64, u64)> {
         let loader = self.get(py)?;
         let contents = py.detach(|| lock(&loader).contents()).map_err(raise)?;
@@ -123,15 +137,29 @@ impl BatchLoader {
                 Err(TryLockError::Poisoned(parent)) => parent.into_inner().state(),
                 Err(TryLockError::WouldBlock) => return Err(InputError::new_err(IN_USE)),
             };
-            let mut loader = open(&self.corpus, &self.options).map_err(raise)?;
+            let mut loader = open(&self.corpora, &self.options).map_err(raise)?;
             loader.restore(&state).map_err(raise)?;
             Ok(Mutex::new(loader))
         })
     }
 }
 
-fn open(corpus: &Path, options: &LoaderOptions) -> Result<Loader, Error> {
-    Loader::new(Arc::new(Corpus::open(corpus)?), options)
+/// The weights of a mixture as integers in lowest terms; refuses corpora that are none.
+#[pyfunction]
+pub(crate) fn mixture_weights(py: Python<'_>, corpora: Vec<Weighted>) -> PyResult<Vec<u64>> {
+    let weights = || open(&corpora, &LoaderOptions::default()).map(|loader| loader.weights().to_vec());
+    py.detach(weights).map_err(raise)
+}
+
+fn open(corpora: &[Weighted], options: &LoaderOptions) -> Result<Loader, Error> {
+    let corpora = corpora.iter().map(|(path, weight)| Ok((Arc::new(Corpus::open(path)?), *weight)));
+    Loader::mixture(corpora.collect::<Result<_, _>>()?, options)
+}
+
+/// A path that stays valid after a change of directory; a URL as it is.
+fn located(path: &Path) -> PyResult<PathBuf> {
+    let is_url = path.to_str().is_some_and(|text| text.contains("://"));
+    if is_url { Ok(path.to_owned()) } else { absolute(path) }
 }
 
 /// Must be called without the GIL: the owner of the lock may be waiting for a batch.

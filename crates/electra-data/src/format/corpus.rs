@@ -62,6 +62,11 @@ impl Corpus {
         &self.manifest.content_hash
     }
 
+    /// Identifies the tokenizer: two corpora with the same one have the same ids.
+    pub fn tokenizer_hash(&self) -> &str {
+        &self.manifest.tokenizer.hash
+    }
+
     /// Ids of the five special tokens.
     pub fn special_tokens(&self) -> SpecialTokens {
         self.manifest.tokenizer.special_tokens

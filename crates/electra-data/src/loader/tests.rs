@@ -14,9 +14,9 @@ use crate::format::Corpus;
 use crate::format::testing::write_corpus;
 use crate::philox::{Purpose, Stream};
 
-const VOCAB: u32 = 30_000;
+pub(super) const VOCAB: u32 = 30_000;
 
-fn documents(count: u32) -> Vec<Vec<Vec<u32>>> {
+pub(super) fn documents(count: u32) -> Vec<Vec<Vec<u32>>> {
     let mut stream = Stream::new(8, Purpose::Tie, [0; 3]);
     let mut document = |_| {
         let len = 1 + stream.below(40) * stream.below(40);
@@ -31,7 +31,7 @@ fn corpus(dir: &Path, count: u32) -> Arc<Corpus> {
     Arc::new(Corpus::open(dir).unwrap())
 }
 
-fn options() -> LoaderOptions {
+pub(super) fn options() -> LoaderOptions {
     LoaderOptions {
         sequence_length: 64,
         batch_size: 37,
@@ -48,7 +48,7 @@ fn loader(corpus: &Arc<Corpus>, change: impl FnOnce(&mut LoaderOptions)) -> Load
 }
 
 /// Everything in a batch, column after column, row after row.
-fn rows(batch: &RecordBatch) -> Vec<Vec<i32>> {
+pub(super) fn rows(batch: &RecordBatch) -> Vec<Vec<i32>> {
     let ints = |column: &dyn arrow_array::Array, row: usize| -> Vec<i32> {
         match column.data_type() {
             arrow_schema::DataType::List(_) => {
@@ -67,12 +67,12 @@ fn rows(batch: &RecordBatch) -> Vec<Vec<i32>> {
     (0..batch.num_rows()).map(columns).collect()
 }
 
-fn hash(rows: &[Vec<i32>]) -> u64 {
+pub(super) fn hash(rows: &[Vec<i32>]) -> u64 {
     let bytes: Vec<u8> = rows.iter().flatten().flat_map(|value| value.to_le_bytes()).collect();
     xxh3_64(&bytes)
 }
 
-fn hashes(loader: Loader) -> Vec<u64> {
+pub(super) fn hashes(loader: Loader) -> Vec<u64> {
     loader.map(|batch| hash(&rows(&batch.unwrap()))).collect()
 }
 
