@@ -124,7 +124,11 @@ class ObjectiveConfig(Section):
 class DataConfig(Section):
     """`[data]`: the corpus and how its rows are cut, packed and masked."""
 
-    corpus: str = config_key("", "folder written by `electra-fast prepare` (--data)")
+    corpus: str | list[str] | dict[str, float] = config_key(
+        "",
+        'folder written by `electra-fast prepare` (--data), or several: ["FOLDER:WEIGHT", ...], {FOLDER = WEIGHT, ...}',
+        takes_several=True,
+    )
     sequence_length: int = config_key(128, "tokens per row, [CLS] and [SEP] included", low=8, high=32768)
     masking: Literal["paper", "google", "bert"] = config_key("google", "how positions are drawn and masked")
     mask_prob: float = config_key(0.15, "share of a row's tokens to mask", low=0, high=0.9, open_low=True)
