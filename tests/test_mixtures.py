@@ -1,5 +1,6 @@
 """Several corpora in one run: how they are named, what is trained on, resuming, ranks, and what is refused."""
 
+import contextlib
 import copy
 import itertools
 import json
@@ -10,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from ranks import Server
 from test_loader import digest
 from tiny_run import STEPS, assert_same_run, command, lines, tiny_config
@@ -20,6 +22,7 @@ from electra_fast.cli import main
 from electra_fast.config import Config
 from electra_fast.data.loader import BatchLoader
 from electra_fast.data.mixture import Mixture, absolute, missing_folder, weighted_folders
+from electra_fast.sampling import alias_table
 from electra_fast.training.evaluate import evaluate
 from electra_fast.training.pretrain import pretrain
 
@@ -222,11 +225,7 @@ class TestTraining:
         assert all("epochs" not in record for record in lines(whole_run))
 
     def test_killed_and_resumed_by_its_folder_alone(self, whole, mixed, tmp_path):
-        start = command("", tmp_path / "run")
-        del start[start.index("--data") : start.index("--data") + 2]
-        for entry in mixed:
-            start += ["--data", entry]
-        killed = subprocess.Popen(start, stderr=subprocess.PIPE, text=True)
+        killed = subprocess.Popen(command(mixed, tmp_path / "run"), stderr=subprocess.PIPE, text=True)
         while not checkpoint_folder.steps(tmp_path / "run"):
             assert killed.poll() is None, killed.stderr.read()
             time.sleep(0.01)
@@ -237,14 +236,12 @@ class TestTraining:
         assert_same_run(tmp_path / "run", whole)
 
     def test_two_ranks_train_as_one(self, mixed, tmp_path):
-        server = Server()
-        data = json.dumps(mixed)
-        for world_size in (1, 2):
-            out = tmp_path / str(world_size)
-            exact = {"train.reduce": "exact", "data.corpus": data, "train.steps": "8"}
-            server.run(world_size, data, out, **exact)
-        server.close()
+        exact = {"train.reduce": "exact", "train.steps": "8"}
+        with contextlib.closing(Server()) as server:
+            for world_size in (1, 2):
+                server.run(world_size, mixed, tmp_path / str(world_size), **exact)
         assert lines(tmp_path / "2") == lines(tmp_path / "1")
+        assert all(len(record["epochs"]) == 2 for record in lines(tmp_path / "2"))
 
     def test_other_weights_need_permission_and_keep_the_order_of_each_corpus(self, whole, folders, tmp_path, capsys):
         run = shutil.copytree(whole, tmp_path / "run")
@@ -274,9 +271,7 @@ class TestTraining:
     def test_a_unigram_generator_draws_from_the_mixture(self, mixed, tmp_path):
         changes = {"generator.kind": "unigram", "train.steps": "1", "model.tying": "none"}
         pretrain(tiny_config(**changes), data=mixed, out=tmp_path / "run")
-        from electra_fast.sampling import alias_table
-
-        expected = alias_table(ef.torch.from_numpy(Mixture(mixed).token_counts()))
+        expected = alias_table(torch.from_numpy(Mixture(mixed).token_counts()))
         assert (ef.load(tmp_path / "run").proposal.table_V2 == expected).all()
 
     def test_evaluate(self, whole, folders, mixed, tmp_path):

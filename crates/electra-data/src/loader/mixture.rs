@@ -14,6 +14,9 @@ use crate::philox::philox4x32;
 /// The sum of a mixture's weights is below this, so that products with numbers of rows fit into 128 bits.
 const MAX_WEIGHT: u64 = 1 << 63;
 
+/// A corpus and its weight, if it has one.
+type Weighted = (Arc<Corpus>, Option<f64>);
+
 /// The corpora of a loader: one, or several with weights.
 #[derive(Debug)]
 pub(super) struct Mixture {
@@ -24,11 +27,14 @@ pub(super) struct Mixture {
 impl Mixture {
     /// Corpora with their weights; without any weight, in proportion to their tokens. They must differ and have
     /// the same tokenizer. A corpus alone is read with `seed` itself.
-    pub fn new(corpora: Vec<(Arc<Corpus>, Option<f64>)>, seed: u64) -> Result<Self> {
+    pub fn new(corpora: Vec<Weighted>, seed: u64) -> Result<Self> {
+        if corpora.is_empty() {
+            return Err(Error::Input("there is no corpus; name at least one".into()));
+        }
         let weights = weights_of(&corpora)?;
-        let is_alone = corpora.len() == 1;
         check_corpora(&corpora)?;
-        let stream = |(corpus, _): (Arc<Corpus>, _)| {
+        let is_alone = corpora.len() == 1;
+        let stream = |(corpus, _): Weighted| {
             let seed = if is_alone { seed } else { derived_seed(seed, corpus.content_hash()) };
             Blocks::new(corpus, seed)
         };
@@ -118,60 +124,60 @@ fn derived_seed(seed: u64, content_hash: &str) -> u64 {
     (u64::from(high) << 32 | u64::from(low)) >> 1
 }
 
-fn check_corpora(corpora: &[(Arc<Corpus>, Option<f64>)]) -> Result<()> {
+fn check_corpora(corpora: &[Weighted]) -> Result<()> {
     for (number, (corpus, _)) in corpora.iter().enumerate() {
-        let dir = corpus.dir().display();
         if corpus.num_tokens() == 0 {
-            let which = if corpora.len() == 1 { String::new() } else { format!("{dir}: ") };
-            return Err(Error::Input(format!(
-                "{which}the corpus has no tokens; prepare it from other input"
-            )));
+            let which = if corpora.len() == 1 { String::new() } else { format!("{}: ", named(corpus)) };
+            let reason = "the corpus has no tokens; prepare it from other input";
+            return Err(Error::Input(format!("{which}{reason}")));
         }
-        let (first, hashes) = (&corpora[0].0, (corpora[0].0.tokenizer_hash(), corpus.tokenizer_hash()));
-        if hashes.0 != hashes.1 || first.special_tokens() != corpus.special_tokens() {
-            return Err(Error::Input(format!(
-                "{} and {dir} have different vocabularies (hashes {} and {}); prepare one again with the other's",
-                first.dir().display(),
-                hashes.0,
-                hashes.1,
-            )));
-        }
-        let same = |other: &&(Arc<Corpus>, _)| other.0.content_hash() == corpus.content_hash();
-        if let Some((other, _)) = corpora[..number].iter().find(same) {
-            let (other, hash) = (other.dir().display(), corpus.content_hash());
-            return Err(Error::Input(format!(
-                "{other} and {dir} are the same corpus (content hash {hash}); name it once, with its whole weight"
-            )));
+        for (other, _) in &corpora[..number] {
+            check_pair(other, corpus)?;
         }
     }
     Ok(())
 }
 
-/// The weights as integers in lowest terms.
-fn weights_of(corpora: &[(Arc<Corpus>, Option<f64>)]) -> Result<Vec<u64>> {
-    if corpora.is_empty() {
-        return Err(Error::Input("there is no corpus; name at least one".into()));
+/// Two corpora of a mixture have the same ids, and are not the same.
+fn check_pair(first: &Corpus, second: &Corpus) -> Result<()> {
+    let (hashes, names) = (first.tokenizer_hash(), format!("{} and {}", named(first), named(second)));
+    if hashes != second.tokenizer_hash() || first.special_tokens() != second.special_tokens() {
+        return Err(Error::Input(format!(
+            "{names} have different vocabularies (hashes {hashes} and {}); prepare one again with the other's",
+            second.tokenizer_hash()
+        )));
     }
-    let mut given = Vec::new();
+    if first.content_hash() == second.content_hash() {
+        let hash = first.content_hash();
+        return Err(Error::Input(format!(
+            "{names} are the same corpus (content hash {hash}); name it once, with its whole weight"
+        )));
+    }
+    Ok(())
+}
+
+fn named(corpus: &Corpus) -> std::path::Display<'_> {
+    corpus.dir().display()
+}
+
+/// The weights as integers in lowest terms: those given, or the numbers of tokens.
+fn weights_of(corpora: &[Weighted]) -> Result<Vec<u64>> {
+    let given: Vec<f64> = corpora.iter().filter_map(|&(_, weight)| weight).collect();
+    if given.is_empty() {
+        let tokens = corpora.iter().map(|(corpus, _)| u128::from(corpus.num_tokens()));
+        return lowest_terms(tokens.collect()).ok_or_else(|| Error::Input("too many tokens".into()));
+    }
     for (corpus, weight) in corpora {
-        let dir = corpus.dir().display();
-        match *weight {
-            Some(weight) if weight > 0.0 && weight.is_finite() => given.push(weight),
-            Some(weight) => {
-                return Err(Error::Input(format!("{dir}: weight {weight}: must be a number above 0")));
-            }
-            None if corpora.iter().all(|(_, weight)| weight.is_none()) => {}
-            None => {
-                return Err(Error::Input(format!("{dir}: has no weight; give every corpus one, or none")));
-            }
+        let Some(weight) = *weight else {
+            let reason = "has no weight; give every corpus one, or none";
+            return Err(Error::Input(format!("{}: {reason}", named(corpus))));
+        };
+        if !(weight > 0.0 && weight.is_finite()) {
+            let reason = "must be a number above 0";
+            return Err(Error::Input(format!("{}: weight {weight}: {reason}", named(corpus))));
         }
     }
-    let exact = if given.is_empty() {
-        Some(corpora.iter().map(|(corpus, _)| u128::from(corpus.num_tokens())).collect())
-    } else {
-        decimals(&given)
-    };
-    exact.and_then(lowest_terms).ok_or_else(|| {
+    decimals(&given).and_then(lowest_terms).ok_or_else(|| {
         Error::Input(format!("weights {given:?}: too far apart, or of too many digits; round them"))
     })
 }
