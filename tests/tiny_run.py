@@ -35,10 +35,12 @@ def tiny_config(recipe="google", **changes):
     return Config.preset("tiny", recipe).override(TINY | changes)
 
 
-def command(corpus, out, **changes):
+def command(corpora, out, **changes):
+    """The command of a run on a corpus, or on a list of them."""
+    data = [word for each in (corpora if isinstance(corpora, list) else [corpora]) for word in ("--data", str(each))]
     flags = [word for name, value in (TINY | changes).items() for word in (f"--{name}", value)]
     start = [sys.executable, "-m", "electra_fast", "pretrain", "--preset", "tiny"]
-    return [*start, "--data", str(corpus), "--out", str(out), *flags]
+    return [*start, *data, "--out", str(out), *flags]
 
 
 def lines(run, name="metrics.jsonl"):

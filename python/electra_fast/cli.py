@@ -145,12 +145,18 @@ def _own_config(run: Path) -> Path | None:
 
 def _require_corpus(options: argparse.Namespace, config: Config) -> None:
     """FileNotFoundError names the file that says where the corpus is, if it isn't there."""
+    from electra_fast.data.mixture import missing_folder
+
     named_here = options.data is not None or "data.corpus" in options.overrides
-    if options.config and not named_here and config.data.corpus and not Path(config.data.corpus).exists():
+    if options.config and not named_here and (missing := missing_folder(config.data.corpus)):
         raise FileNotFoundError(
-            f'{options.config}: data.corpus = "{config.data.corpus}": no such folder; '
-            "say where the corpus is now with --data DIR"
+            f'{options.config}: data.corpus = "{missing}": no such folder; say where the corpus is now with --data DIR'
         )
+
+
+def _corpora(folders: list[str]) -> str | list[str]:
+    """The folders given with --data; one alone is taken as it is, colons and all."""
+    return folders if len(folders) > 1 else folders[0]
 
 
 def _reading(options: argparse.Namespace) -> dict[str, Any]:
@@ -227,7 +233,12 @@ def _pretrain(options: argparse.Namespace) -> None:
 
     config = _config(options)
     _require_corpus(options, config)
-    pretrain(config, data=options.data, out=options.out, allow_changes=options.allow_changes)
+    pretrain(
+        config,
+        data=_corpora(options.data) if options.data else None,
+        out=options.out,
+        allow_changes=options.allow_changes,
+    )
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -235,7 +246,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
     report = evaluate(
         options.source,
-        options.data,
+        _corpora(options.data),
         sequence_length=options.sequence_length,
         batch_size=options.batch_size,
         max_batches=options.batches,

@@ -82,7 +82,12 @@ def build_parser() -> argparse.ArgumentParser:
     sub = command("pretrain", "train; run again to resume (then --out alone is enough)")
     sub.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml")
     _add_preset(sub)
-    sub.add_argument("--data", type=Path, help="corpus (data.corpus)")
+    sub.add_argument(
+        "--data",
+        action="append",
+        metavar="FOLDER[:WEIGHT]",
+        help="corpus (data.corpus); repeated: several, which give rows in proportion to their weights, or tokens",
+    )
     sub.add_argument("--out", type=Path, help="the run's folder (train.out)")
     sub.add_argument(
         "--allow-changes", action="store_true", help="resume with other keys than the run was started with"
@@ -96,9 +101,10 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("source", type=Path, metavar="RUN", help="run, checkpoint or Hugging Face folder")
     sub.add_argument(
         "--data",
-        type=Path,
+        action="append",
         required=True,
-        help="corpus; its validation part (prepare --holdout) where it has one, else all of it",
+        metavar="FOLDER[:WEIGHT]",
+        help="corpus; its validation part (prepare --holdout) where it has one, else all of it; repeated: of several",
     )
     sub.add_argument("--sequence-length", type=int, help="tokens per row (the run's own, or the corruptor's)")
     sub.add_argument("--batch-size", type=int, help="rows per batch (the run's own)")

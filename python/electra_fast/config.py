@@ -124,7 +124,11 @@ class ObjectiveConfig(Section):
 class DataConfig(Section):
     """`[data]`: the corpus and how its rows are cut, packed and masked."""
 
-    corpus: str = config_key("", "folder written by `electra-fast prepare` (--data)")
+    corpus: str | list[str] | dict[str, float] = config_key(
+        "",
+        'folder written by `electra-fast prepare` (--data), or several: ["FOLDER:WEIGHT", ...], {FOLDER = WEIGHT, ...}',
+        takes_several=True,
+    )
     sequence_length: int = config_key(128, "tokens per row, [CLS] and [SEP] included", low=8, high=32768)
     masking: Literal["paper", "google", "bert"] = config_key("google", "how positions are drawn and masked")
     mask_prob: float = config_key(0.15, "share of a row's tokens to mask", low=0, high=0.9, open_low=True)
@@ -133,6 +137,8 @@ class DataConfig(Section):
     )
     num_threads: int = config_key(1, "threads that fill batches, beside one that plans", low=1, high=1024)
     prefetch: int = config_key(4, "batches prepared ahead", low=1, high=1024)
+    cache_dir: str = config_key("", "local disk for corpora in object stores; default: ~/.cache/electra-fast/corpora")
+    cache_bytes: int = config_key(1 << 34, "most bytes of a corpus in an object store that a node keeps", low=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 from electra_fast.errors import InputError
 
 Scalar = bool | int | float | str
+Value = Scalar | list[str] | dict[str, float]
+"""A key's value: a scalar, or for a key that takes several values also a list or a table with weights."""
 
 TYPE_NAMES: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
@@ -28,11 +31,30 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: {error}") from None
 
 
-def format_value(value: Scalar) -> str:
-    """A value as TOML."""
+def format_value(value: Value) -> str:
+    """A value as TOML, on one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_quoted, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_quoted(name)} = {each!r}' for name, each in value.items())}}}"
     if isinstance(value, bool):
         return "true" if value else "false"
     return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def parse_several(name: str, text: str) -> str | list[str] | dict[str, float]:
+    """A value of the command line for a key that takes several: TOML's list or inline table, or a string as it is."""
+    if not text.startswith(("[", "{")):
+        return text
+    try:
+        value: list[str] | dict[str, float] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{name} = {text!r}: neither a list nor a table of TOML: {error}") from None
+    return value
 
 
 def parse_value(name: str, text: str, kind: type) -> Scalar:

@@ -10,9 +10,17 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, get_args, get_type_hints
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
-from electra_fast.config_file import TYPE_NAMES, Scalar, did_you_mean, format_value, parse_value
+from electra_fast.config_file import (
+    TYPE_NAMES,
+    Scalar,
+    Value,
+    did_you_mean,
+    format_value,
+    parse_several,
+    parse_value,
+)
 from electra_fast.errors import InputError
 
 
@@ -24,12 +32,15 @@ def config_key(
     low: float = -math.inf,
     high: float = math.inf,
     open_low: bool = False,
+    takes_several: bool = False,
 ) -> Any:
     """One configuration key: its default, meaning and allowed range (`open_low`: low itself excluded).
 
-    `choices` is for names that a table holds; others are the key's Literal type.
+    `choices` is for names that a table holds; others are the key's Literal type. A string that `takes_several` may
+    also be a list of strings or a table of weights by string.
     """
-    metadata = {"doc": doc, "choices": choices, "low": low, "high": high, "open_low": open_low}
+    bounds = {"low": low, "high": high, "open_low": open_low}
+    metadata = {"doc": doc, "choices": choices, "takes_several": takes_several, **bounds}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -59,10 +70,14 @@ class Configuration:
     def describe_key(cls, name: str) -> str:
         """A key's meaning and, where there are any, its choices: for help texts."""
         section_name, _, key = name.partition(".")
-        section = _sections(cls)[section_name]
-        (field,) = (f for f in dataclasses.fields(section) if f.name == key)
-        choices = _choices(section).get(key)
-        return str(field.metadata["doc"]) + (f" ({', '.join(choices)})" if choices else "")
+        choices = _choices(_sections(cls)[section_name]).get(key)
+        return str(cls._field(name).metadata["doc"]) + (f" ({', '.join(choices)})" if choices else "")
+
+    @classmethod
+    def _field(cls, name: str) -> dataclasses.Field[Any]:
+        section, _, key = name.partition(".")
+        (field,) = (f for f in dataclasses.fields(_sections(cls)[section]) if f.name == key)
+        return field
 
     def replace(self, table: Mapping[str, Any]) -> Self:
         """A copy with `table[section][key]` laid over it; unknown names raise with the nearest match."""
@@ -81,13 +96,16 @@ class Configuration:
 
     def override(self, overrides: Mapping[str, str]) -> Self:
         """A copy with command-line values, e.g. `{"train.steps": "100"}`, parsed as their key's type."""
-        table: dict[str, dict[str, Scalar]] = {}
+        table: dict[str, dict[str, Value]] = {}
         known = self.key_names()
         for name, text in overrides.items():
             section, dot, key = name.partition(".")
             if not dot or name not in known:
                 raise InputError(f"unknown key {name}{did_you_mean(name, known)}")
-            table.setdefault(section, {})[key] = parse_value(name, text, type(self.value(name)))
+            field = self._field(name)
+            several = field.metadata["takes_several"]
+            value = parse_several(name, text) if several else parse_value(name, text, type(field.default))
+            table.setdefault(section, {})[key] = value
         return self.replace(table)
 
     def to_toml(self) -> str:
@@ -102,15 +120,15 @@ class Configuration:
             lines.append("")
         return "\n".join(lines)
 
-    def differences(self, other: Self) -> dict[str, tuple[Scalar, Scalar]]:
+    def differences(self, other: Self) -> dict[str, tuple[Value, Value]]:
         """Keys whose values differ: `{"train.steps": (own value, other value)}`."""
         pairs = {name: (self.value(name), other.value(name)) for name in self.key_names()}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
-    def value(self, name: str) -> Scalar:
+    def value(self, name: str) -> Value:
         """The value of `section.key`."""
         section, _, key = name.partition(".")
-        value: Scalar = getattr(getattr(self, section), key)
+        value: Value = getattr(getattr(self, section), key)
         return value
 
 
@@ -122,15 +140,16 @@ def _sections(configuration: type[Configuration]) -> dict[str, type[Section]]:
 def _choices(section: type[Section]) -> dict[str, tuple[str, ...]]:
     """The values that a key may have, of those that are names: its Literal type, or what its table holds."""
     hints = get_type_hints(section)
-    found = {
-        field.name: field.metadata["choices"] or get_args(hints[field.name]) for field in dataclasses.fields(section)
-    }
+    literal = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    found = {field.name: field.metadata["choices"] or literal.get(field.name) for field in dataclasses.fields(section)}
     return {name: choices for name, choices in found.items() if choices}
 
 
 def _check(name: str, field: dataclasses.Field[Any], value: object, choices: tuple[str, ...] | None) -> None:
     expected = type(field.default)
-    if type(value) is not expected:
+    if field.metadata["takes_several"] and not isinstance(value, str):
+        _check_several(name, value)
+    elif type(value) is not expected:
         raise InputError(f"{name} = {value!r} must be {TYPE_NAMES[expected]}, not {_type_name(value)}")
     if choices and value not in choices:
         raise InputError(f"{name} = {value!r} must be one of {', '.join(choices)}")
@@ -141,6 +160,16 @@ def _check(name: str, field: dataclasses.Field[Any], value: object, choices: tup
             bound = f"above {low:g}" if field.metadata["open_low"] else f"at least {low:g}"
             upper = f" and at most {high:g}" if high < math.inf else ""
             raise InputError(f"{name} = {value!r} must be {bound}{upper}")
+
+
+def _check_several(name: str, value: object) -> None:
+    """Raises ValueError unless a value is a list of strings, or a table of numbers, and not empty."""
+    is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    is_table = isinstance(value, dict) and all(type(each) in (int, float) for each in value.values())
+    if not (is_list or is_table):
+        raise InputError(f"{name} = {value!r} must be a string, a list of strings, or a table of numbers")
+    if not value:
+        raise InputError(f"{name} = {value!r} is empty; name at least one")
 
 
 def _type_name(value: object) -> str:

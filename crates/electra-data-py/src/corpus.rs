@@ -94,6 +94,12 @@ impl Corpus {
         Ok((0..inner.num_shards()).map(|shard| inner.shard_size(shard)).collect())
     }
 
+    /// Bytes of all token files.
+    #[getter]
+    fn token_bytes(&self, py: Python) -> PyResult<u64> {
+        Ok(self.get(py)?.token_bytes())
+    }
+
     #[getter]
     fn tokenizer_path(&self, py: Python) -> PyResult<PathBuf> {
         let inner = self.get(py)?;
@@ -134,6 +140,12 @@ fn open(path: &Path, content_hash: Option<&str>) -> PyResult<electra_data::Corpu
         ))),
         _ => Ok(corpus),
     }
+}
+
+/// The URL that a path is, or None for a local path.
+#[pyfunction]
+pub(crate) fn url_of(path: PathBuf) -> Option<String> {
+    electra_data::url_of(&path)
 }
 
 /// (files, bytes, one line per damaged part)

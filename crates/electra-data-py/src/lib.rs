@@ -17,9 +17,9 @@ mod _data {
     const VERSION: &str = env!("CARGO_PKG_VERSION");
 
     #[pymodule_export]
-    use crate::corpus::{Corpus, verify};
+    use crate::corpus::{Corpus, url_of, verify};
     #[pymodule_export]
-    use crate::loader::BatchLoader;
+    use crate::loader::{BatchLoader, mixture_weights};
     #[pymodule_export]
     use crate::prepare::{prepare, sample_coverage, train_vocab};
     #[pymodule_export]

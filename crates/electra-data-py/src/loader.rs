@@ -18,10 +18,13 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 const IN_USE: &str = "a thread was taking a batch when this process was forked, so the loader's position is unknown \
                       here; open a BatchLoader in this process";
 
-/// An iterator of record batches over a corpus. `electra_fast.data.BatchLoader` documents it.
+/// A corpus's folder and its weight.
+type Weighted = (PathBuf, Option<f64>);
+
+/// An iterator of record batches over corpora. `electra_fast.data.BatchLoader` documents it.
 #[pyclass(frozen, module = "electra_fast._data")]
 pub struct BatchLoader {
-    corpus: PathBuf,
+    corpora: Vec<Weighted>,
     options: LoaderOptions,
     cache: Option<CacheOptions>,
     loader: PerProcess<Mutex<Loader>>,
@@ -31,13 +34,13 @@ pub struct BatchLoader {
 impl BatchLoader {
     #[new]
     #[pyo3(signature = (
-        corpus, *, sequence_length, batch_size, seed, masking, mask_prob, packing, rank, world_size,
+        corpora, *, sequence_length, batch_size, seed, masking, mask_prob, packing, rank, world_size,
         num_threads, prefetch, epochs, cache_dir=None, cache_bytes=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only, one per option")]
     fn new(
         py: Python<'_>,
-        corpus: PathBuf,
+        corpora: Vec<Weighted>,
         sequence_length: i64,
         batch_size: i64,
         seed: i64,
@@ -66,14 +69,27 @@ impl BatchLoader {
             epochs,
         };
         let cache = cache_dir.zip(cache_bytes).map(|(dir, bytes)| CacheOptions { dir, bytes });
-        let loader = py.detach(|| open(&corpus, &options, cache.as_ref())).map_err(raise)?;
-        Ok(Self { corpus: absolute(&corpus)?, options, cache, loader: PerProcess::new(Mutex::new(loader)) })
+        let loader = py.detach(|| open(&corpora, &options, cache.as_ref())).map_err(raise)?;
+        let corpora = corpora.into_iter().map(|(path, weight)| Ok((absolute(&path)?, weight)));
+        Ok(Self {
+            corpora: corpora.collect::<PyResult<_>>()?,
+            options,
+            cache,
+            loader: PerProcess::new(Mutex::new(loader)),
+        })
     }
 
-    /// The folder of the corpus, as an absolute path, or its URL.
+    /// The folders of the corpora, as absolute paths or URLs, with the weights given.
     #[getter]
-    fn corpus(&self) -> String {
-        self.corpus.to_string_lossy().into_owned()
+    fn corpora(&self) -> Vec<(String, Option<f64>)> {
+        let text = |path: &Path| path.to_string_lossy().into_owned();
+        self.corpora.iter().map(|(path, weight)| (text(path), *weight)).collect()
+    }
+
+    /// How often each corpus has been read, after the last batch that was returned.
+    fn passes(&self, py: Python<'_>) -> PyResult<Vec<f64>> {
+        let loader = self.get(py)?;
+        Ok(py.detach(|| lock(&loader).passes()))
     }
 
     fn __iter__(this: Py<Self>) -> Py<Self> {
@@ -103,14 +119,14 @@ impl BatchLoader {
         py.detach(|| lock(&loader).restore(&LoaderState::from_json(state)?)).map_err(raise)
     }
 
-    /// Rows per epoch.
+    /// Rows per epoch, over all corpora.
     #[getter]
     fn num_rows(&self, py: Python<'_>) -> PyResult<u64> {
         let loader = self.get(py)?;
         py.detach(|| lock(&loader).num_rows()).map_err(raise)
     }
 
-    /// (rows, tokens of the corpus, positions that are not padding) of the first epoch.
+    /// (rows, tokens of the corpora, positions that are not padding) of the first epoch.
     fn contents(&self, py: Python<'_>) -> PyResult<(u64, u64, u64)> {
         let loader = self.get(py)?;
         let contents = py.detach(|| lock(&loader).contents()).map_err(raise)?;
@@ -127,15 +143,27 @@ impl BatchLoader {
                 Err(TryLockError::Poisoned(parent)) => parent.into_inner().state(),
                 Err(TryLockError::WouldBlock) => return Err(InputError::new_err(IN_USE)),
             };
-            let mut loader = open(&self.corpus, &self.options, self.cache.as_ref()).map_err(raise)?;
+            let mut loader = open(&self.corpora, &self.options, self.cache.as_ref()).map_err(raise)?;
             loader.restore(&state).map_err(raise)?;
             Ok(Mutex::new(loader))
         })
     }
 }
 
-fn open(corpus: &Path, options: &LoaderOptions, cache: Option<&CacheOptions>) -> Result<Loader, Error> {
-    Loader::new(Arc::new(Corpus::open_with(corpus, cache)?), options)
+/// The weights of a mixture as integers in lowest terms; refuses corpora that are none.
+#[pyfunction]
+pub(crate) fn mixture_weights(py: Python<'_>, corpora: Vec<Weighted>) -> PyResult<Vec<u64>> {
+    let weights = || open(&corpora, &LoaderOptions::default(), None).map(|loader| loader.weights().to_vec());
+    py.detach(weights).map_err(raise)
+}
+
+/// The cache's bytes are divided among the corpora.
+fn open(corpora: &[Weighted], options: &LoaderOptions, cache: Option<&CacheOptions>) -> Result<Loader, Error> {
+    let share = |cache: &CacheOptions| CacheOptions { bytes: cache.bytes / corpora.len() as u64, ..cache.clone() };
+    let cache = cache.map(share);
+    let corpora =
+        corpora.iter().map(|(path, weight)| Ok((Arc::new(Corpus::open_with(path, cache.as_ref())?), *weight)));
+    Loader::mixture(corpora.collect::<Result<_, _>>()?, options)
 }
 
 /// Must be called without the GIL: the owner of the lock may be waiting for a batch.

@@ -1,8 +1,9 @@
 //! The two inner loops by themselves, for counting instructions (see `bench/instructions.py`).
 //!
 //! `hot_paths tokenize N` makes a tokenizer and N thousand lines of text, and tokenizes them; `hot_paths load
-//! N` loads N epochs of a small corpus, packed and masked. Both print the number of tokens. The cost that
-//! does not depend on N is the same in every run and cancels in a difference.
+//! N` loads N epochs of a small corpus, packed and masked; `hot_paths mix8 N` does so with eight corpora of
+//! different weights that have about as many tokens together. All print the number of tokens. The cost that does
+//! not depend on N is the same in every run and cancels in a difference.
 
 use std::error::Error;
 use std::path::Path;
@@ -15,12 +16,15 @@ const WORDS: usize = 8000;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [what, times] = &arguments[..] else { return Err("tokenize N | load N".into()) };
+    let [what, times] = &arguments[..] else { return Err("tokenize N | load N | mixK N".into()) };
     let dir = tempfile::tempdir()?;
     let tokens = match what.as_str() {
         "tokenize" => tokenize(dir.path(), times.parse()?)?,
-        "load" => load(dir.path(), times.parse()?)?,
-        other => return Err(format!("{other}: tokenize or load").into()),
+        "load" => load(dir.path(), 1, times.parse()?)?,
+        other => match other.strip_prefix("mix").map(str::parse) {
+            Some(Ok(corpora)) => load(dir.path(), corpora, times.parse()?)?,
+            _ => return Err(format!("{other}: tokenize, load or mixK").into()),
+        },
     };
     println!("{tokens}");
     Ok(())
@@ -67,12 +71,17 @@ fn spell(number: usize) -> String {
 }
 
 /// Loads whole epochs, so that threads that work ahead do the same work in every run.
-fn load(dir: &Path, epochs: u32) -> Result<usize, Box<dyn Error>> {
-    write_sparse(dir, 1 << 20, 400)?;
+fn load(dir: &Path, corpora: u32, epochs: u32) -> Result<usize, Box<dyn Error>> {
+    let open = |number: u32| -> Result<_, Box<dyn Error>> {
+        let dir = dir.join(number.to_string());
+        let tokens = (1 << 20) / u64::from(corpora) * (8 + u64::from(number)) / 8; // no two are the same
+        write_sparse(&dir, tokens, 400)?;
+        Ok((Arc::new(Corpus::open(&dir)?), Some(f64::from(8 + number))))
+    };
     let options =
         LoaderOptions { batch_size: 512, epochs: Some(i64::from(epochs)), ..LoaderOptions::default() };
     let mut rows = 0;
-    for batch in Loader::new(Arc::new(Corpus::open(dir)?), &options)? {
+    for batch in Loader::mixture((0..corpora).map(open).collect::<Result<_, _>>()?, &options)? {
         rows += batch?.num_rows();
     }
     Ok(rows * options.sequence_length as usize)

@@ -138,21 +138,24 @@ class Tokenizer:
 class Corpus(Sequence[Ids]):
     """A folder that `prepare` finished: `len(corpus)` is the number of documents, `corpus[i]` the ids of one.
 
-    Opening reads only the manifest; a block of a file is checked against its checksum when it is first read.
+    Opening reads only the manifest; a block of a file is checked against its checksum when it is first read. The
+    folder may be in an object store (`s3://`, `gs://`, `az://`, `http(s)://`); what is read of it is then kept in a
+    temporary folder until the object is gone.
 
     Raises:
         FileNotFoundError: The folder, or a manifest in it, does not exist.
-        ValueError: A file is damaged or truncated; the message names the file and the block.
+        ValueError: A file is damaged or truncated (the message names the file and the block), or a store refuses it.
+        OSError: Reading failed, or a store did not answer.
     """
 
     def __init__(self, path: StrPath) -> None:
-        self.path = Path(path)
+        self.path = location(path)
         self._inner = _data.Corpus(os.fspath(path))
 
-    def __getstate__(self) -> tuple[Path, str]:
+    def __getstate__(self) -> tuple[str, str]:
         return self._inner.path, self.content_hash
 
-    def __setstate__(self, pickled: tuple[Path, str]) -> None:
+    def __setstate__(self, pickled: tuple[Path | str, str]) -> None:
         self.path, content_hash = pickled
         self._inner = _data.Corpus(os.fspath(self.path), content_hash)
 
@@ -220,9 +223,14 @@ class Corpus(Sequence[Ids]):
         return self._inner.shards
 
     @property
-    def holdout(self) -> Path | None:
-        """The folder of the validation corpus (`prepare --holdout`), if there is one."""
-        return self._inner.holdout
+    def holdout(self) -> Path | str | None:
+        """The folder or URL of the validation corpus (`prepare --holdout`), if there is one."""
+        return None if self._inner.holdout is None else location(self._inner.holdout)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes on disk per token, with tables and checksums, without line lengths."""
+        return self._inner.token_bytes / max(1, self.num_tokens)
 
     @property
     def tokenizer_path(self) -> Path:
@@ -233,6 +241,11 @@ class Corpus(Sequence[Ids]):
     def tokenizer_options(self) -> dict[str, bool | None]:
         """Settings for opening `tokenizer_path`: `lowercase` and `strip_accents`."""
         return dict(zip(("lowercase", "strip_accents"), self._inner.tokenizer_settings, strict=True))
+
+
+def location(path: StrPath) -> Path | str:
+    """A path, or a URL as a string, because a `Path` merges its slashes."""
+    return _data.url_of(os.fspath(path)) or Path(path)
 
 
 def verify(path: StrPath) -> dict[str, Any]:

@@ -25,7 +25,6 @@ def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, A
     """
     corpus = Corpus(directory)
     packings = _packings(directory, sequence_length, corpus.num_tokens)
-    stored = sum(path.stat().st_size for path in Path(directory).glob("*.tokens"))
     validation = Corpus(corpus.holdout) if corpus.holdout else None
     coverage = corpus.coverage()
     return {
@@ -33,7 +32,7 @@ def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, A
         "documents": len(corpus),
         "tokens": corpus.num_tokens,
         "tokens_per_document": corpus.num_tokens / max(1, len(corpus)),
-        "bytes_per_token": stored / max(1, corpus.num_tokens),
+        "bytes_per_token": corpus.bytes_per_token,
         "vocab_size": corpus.vocab_size,
         "unknown_share": coverage.unknown_share,
         "tokens_per_word": coverage.tokens_per_word,

@@ -19,6 +19,7 @@ from torch.utils.dlpack import from_dlpack
 
 from electra_fast import _data
 from electra_fast._data import RecordBatch
+from electra_fast.data.mixture import Corpora, weighted_folders
 from electra_fast.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,8 +36,14 @@ class ArrowArray(Protocol):
         """Returns capsules with the schema and the array."""
 
 
+def default_cache_dir() -> str:
+    """Where corpora in object stores are cached if nothing else is said."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(cache, "electra-fast", "corpora")
+
+
 class BatchLoader(Iterator[RecordBatch]):
-    """Masked, packed record batches of a corpus; endless unless `epochs` is given.
+    """Masked, packed record batches of a corpus, or of several; endless unless `epochs` is given.
 
     The stream of rows depends only on the corpus, `seed`, `sequence_length`, `masking`, `mask_prob` and
     `packing`. `batch_size` counts rows over all ranks; rank r of W gets rows `r*batch_size//W`
@@ -48,7 +55,9 @@ class BatchLoader(Iterator[RecordBatch]):
     with threads of its own.
 
     Args:
-        corpus: Folder written by `prepare`.
+        corpus: Folder written by `prepare`. Or several, which give rows in proportion to weights: a list of
+            "FOLDER:WEIGHT" or a mapping from folder to weight; without any weight in the list, in proportion to their
+            tokens. After any number of rows each corpus has given its share, to less than a row.
         sequence_length: Tokens per row (L), special tokens included, 8 to 32,768.
         batch_size: Rows per batch, over all ranks.
         seed: Determines the order of documents, where they are split, and the masks.
@@ -61,17 +70,23 @@ class BatchLoader(Iterator[RecordBatch]):
             (token types 0 and 1), one example per row, truncated if too long; `inspect` reports how much that drops.
         num_threads: Threads that fill batches, in addition to one that plans them.
         prefetch: Number of batches prepared in advance.
-        epochs: Number of passes over the corpus; `None` for no limit.
+        cache_dir: Folder on a local disk for what is fetched of corpora in object stores (URLs `s3://`, `gs://`,
+            `az://`, `http(s)://`), shared by all processes of a node and kept for the next run; by default
+            `electra-fast/corpora` in $XDG_CACHE_HOME or ~/.cache.
+        cache_bytes: How much of the corpora may be kept there. Blocks that are not in use make room for others.
+        epochs: Number of passes over each corpus; `None` for no limit. A corpus that has been read so often leaves its
+            share to the others.
 
     Raises:
         FileNotFoundError: There is no corpus.
         ValueError: An option is out of range (the message gives the range), or a file is damaged (the message
-            gives the file and block); the latter may be raised by any batch.
+            gives the file and block); the latter may be raised by any batch. Corpora have different vocabularies, or
+            one is named twice, or a weight is missing or not above 0.
     """
 
     def __init__(
         self,
-        corpus: str | os.PathLike[str],
+        corpus: Corpora,
         *,
         sequence_length: int,
         batch_size: int,
@@ -84,6 +99,8 @@ class BatchLoader(Iterator[RecordBatch]):
         num_threads: int = 1,
         prefetch: int = 4,
         epochs: int | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int = 1 << 34,
     ) -> None:
         self._options: dict[str, Any] = {
             "sequence_length": sequence_length,
@@ -97,8 +114,10 @@ class BatchLoader(Iterator[RecordBatch]):
             "num_threads": num_threads,
             "prefetch": prefetch,
             "epochs": epochs,
+            "cache_dir": os.path.abspath(cache_dir or default_cache_dir()),
+            "cache_bytes": cache_bytes,
         }
-        self._loader = _data.BatchLoader(os.fspath(corpus), **self._options)
+        self._loader = _data.BatchLoader(weighted_folders(corpus), **self._options)
 
     @classmethod
     def from_config(cls, config: Config, **changes: Any) -> Self:
@@ -112,16 +131,19 @@ class BatchLoader(Iterator[RecordBatch]):
             "masking": data.masking,
             "mask_prob": data.mask_prob,
             "packing": data.packing,
+            "cache_dir": data.cache_dir or None,
+            "cache_bytes": data.cache_bytes,
             "num_threads": data.num_threads,
             "prefetch": data.prefetch,
         }
         return cls(**arguments | changes)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"corpus": self._loader.corpus, "options": self._options, "state": self.state()}
+        return {"corpora": self._loader.corpora, "options": self._options, "state": self.state()}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        self.__init__(pickled["corpus"], **pickled["options"])  # type: ignore[misc]
+        self._options = pickled["options"]
+        self._loader = _data.BatchLoader(pickled["corpora"], **self._options)
         self.restore(pickled["state"])
 
     def __iter__(self) -> Self:
@@ -131,7 +153,10 @@ class BatchLoader(Iterator[RecordBatch]):
         return next(self._loader)
 
     def state(self) -> dict[str, Any]:
-        """Position after the last batch returned: JSON-serializable, under 256 bytes."""
+        """Position after the last batch returned: JSON-serializable, under 256 bytes.
+
+        For several corpora about 110 bytes each, and 120.
+        """
         state: dict[str, Any] = json.loads(self._loader.state())
         return state
 
@@ -139,14 +164,18 @@ class BatchLoader(Iterator[RecordBatch]):
         """Resumes from `state`; batch size, rank, world size and threads may differ.
 
         Raises:
-            ValueError: The state belongs to another corpus, seed or row options (the message names
+            ValueError: The state belongs to other corpora, weights, seed or row options (the message names
                 them), or is not a state. The loader is left unchanged.
         """
         self._loader.restore(json.dumps(dict(state)))
 
+    def passes(self) -> list[float]:
+        """How often each corpus has been read, up to the last batch: finished epochs and a share of the next."""
+        return self._loader.passes()
+
     @property
     def num_rows(self) -> int:
-        """Rows per epoch: the same in every epoch with `best-fit`; of the first epoch with `google`.
+        """Rows per epoch, over all corpora: the same in every epoch with `best-fit`; of the first epoch with `google`.
 
         Each call reads the lengths of all documents, or of all lines with `google`.
         """

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from electra_fast import _data
+from electra_fast.data.mixture import Corpora, weighted_folders
 
 PACKINGS = ("best-fit", "google")
 # The row lengths of the published presets.
@@ -57,10 +58,10 @@ class Contents:
     """Fraction of positions that are not padding."""
 
 
-def contents(corpus: str | os.PathLike[str], packing: str, sequence_length: int, *, seed: int = 0) -> Contents:
-    """What a packing keeps of a corpus in the first epoch; reads document and line lengths, no tokens."""
+def contents(corpora: Corpora, packing: str, sequence_length: int, *, seed: int = 0) -> Contents:
+    """What a packing keeps of corpora in the first epoch; reads document and line lengths, no tokens."""
     loader = _data.BatchLoader(
-        os.fspath(corpus),
+        weighted_folders(corpora),
         sequence_length=sequence_length,
         batch_size=1,
         seed=seed,
@@ -77,9 +78,9 @@ def contents(corpus: str | os.PathLike[str], packing: str, sequence_length: int,
     return Contents(rows=rows, tokens=tokens, fill=positions / max(1, rows * sequence_length))
 
 
-def google_drops(corpus: str | os.PathLike[str], num_tokens: int, sequence_length: int, *, seed: int) -> str:
+def google_drops(corpora: Corpora, num_tokens: int, sequence_length: int, *, seed: int) -> str:
     """One line on how many of `num_tokens` packing `google` drops in the first epoch, and which key keeps them."""
-    dropped = num_tokens - contents(corpus, "google", sequence_length, seed=seed).tokens
+    dropped = num_tokens - contents(corpora, "google", sequence_length, seed=seed).tokens
     return (
         f'data.packing = "google" drops {dropped:,} of {num_tokens:,} tokens '
         f"({dropped / max(1, num_tokens):.1%}) in rows of {sequence_length}; --data.packing best-fit keeps them all"

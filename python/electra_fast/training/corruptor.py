@@ -18,6 +18,7 @@ from torch import Tensor
 from electra_fast import ops
 from electra_fast.compute import ComputeConfig, RngKey
 from electra_fast.data.corpus import Corpus
+from electra_fast.data.mixture import Mixture
 from electra_fast.dispatch import use_impl
 from electra_fast.errors import InputError
 from electra_fast.huggingface.export import load
@@ -59,8 +60,8 @@ class Corruptor:
     seed: int
 
     @classmethod
-    def unigram(cls, corpus: Corpus, seed: int, device: torch.device) -> Self:
-        """Samples in proportion to the token counts of a corpus, which are read."""
+    def unigram(cls, corpus: Corpus | Mixture, seed: int, device: torch.device) -> Self:
+        """Samples in proportion to the token counts of a corpus or a mixture, which are read."""
         table_V2 = alias_table(torch.from_numpy(corpus.token_counts())).to(device)
         return cls(table_V2, corpus.vocab_size, _UNIGRAM_LENGTH, seed)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from electra_fast.compute import ComputeConfig, RngKey, choose_device
 from electra_fast.config import Config
-from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader, padding_row, to_torch
+from electra_fast.data.mixture import Corpora, Mixture
 from electra_fast.errors import InputError
 from electra_fast.huggingface.export import load
 from electra_fast.huggingface.source import origin, tokenizer_folder
@@ -43,7 +43,7 @@ _Batches = Iterator[tuple[int, Mapping[str, Tensor]]]
 
 def evaluate(
     source: str | Path,
-    data: str | Path,
+    data: Corpora,
     *,
     sequence_length: int | None = None,
     batch_size: int | None = None,
@@ -56,7 +56,9 @@ def evaluate(
 
     Args:
         source: run, checkpoint or Hugging Face folder.
-        data: corpus; its validation part (`prepare --holdout`) where it has one, else all of it.
+        data: corpus; its validation part (`prepare --holdout`) where it has one, else all of it. Or several, as for
+            `pretrain`: the validation parts of those that have one, each read once; their weights count for
+            `corrupted_by` "unigram" alone.
         sequence_length: tokens per row; the run's own by default, or the corruptor's where there is one.
         batch_size: rows per batch; the run's own by default.
         max_batches: stop after so many; 0 for one whole pass.
@@ -82,12 +84,13 @@ def evaluate(
     if mlm_examples < 0:
         raise InputError(f"mlm_examples = {mlm_examples}: must be 0 (none) or more")
     target = torch.device(device) if device else choose_device()
-    model, corpus = load(source).to(target), _validation_part(source, data)
+    model, mixture = load(source).to(target), Mixture(data)
+    corpora = _validation_part(source, mixture)
     if corrupted_by is None and model.proposal is not None and not model.proposal.has_counts:
         raise InputError(
             f"{source}: a unigram generator's token counts are not exported; evaluate the run or one of its checkpoints"
         )
-    check_vocabulary(tokenizer_folder(Path(source), model.config.model.vocab_size), corpus)
+    check_vocabulary(tokenizer_folder(Path(source), model.config.model.vocab_size), mixture.corpora[0])
     rows_per_batch = batch_size or model.config.train.batch_size
     config = model.config.replace({"train": {"batch_size": rows_per_batch, "accumulate": 1}})
     # fp32 and the backend that runs everywhere, whatever the model was trained with.
@@ -96,21 +99,21 @@ def evaluate(
     if corrupted_by is None:
         own_length = min(config.data.sequence_length, config.model.max_positions)
         config = config.replace({"data": {"sequence_length": sequence_length or own_length}})
-        report |= evaluate_model(model, corpus.path, config, compute, max_batches)
+        report |= evaluate_model(model, corpora, config, compute, max_batches)
     else:
-        corruptor = _corruptor(corrupted_by, Corpus(data), target)
+        corruptor = _corruptor(corrupted_by, mixture, target)
         config = _common_config(config, sequence_length or corruptor.sequence_length)
         _check_length(source, model, corrupted_by, corruptor, config.data.sequence_length)
-        report |= _evaluate_corrupted(model, corpus.path, config, compute, max_batches, corruptor)
+        report |= _evaluate_corrupted(model, corpora, config, compute, max_batches, corruptor)
     if mlm_examples:
         length = config.data.sequence_length
-        report |= mlm_accuracy(model, corpus.path, sequence_length=length, seed=SEED, num_examples=mlm_examples)
+        report |= mlm_accuracy(model, corpora, sequence_length=length, seed=SEED, num_examples=mlm_examples)
     return report
 
 
 def evaluate_model(
     model: Electra,
-    corpus: Path,
+    corpora: Corpora,
     config: Config,
     compute: ComputeConfig,
     max_batches: int = 0,
@@ -118,18 +121,18 @@ def evaluate_model(
     world: World | None = None,
     forward: Forward | None = None,
 ) -> dict[str, Number]:
-    """One pass (or `max_batches` batches) over a corpus, masked and sampled by `SEED`, by the configured objective.
+    """One pass (or `max_batches` batches) over corpora, masked and sampled by `SEED`, by the configured objective.
 
     `objective` takes its place: that of a run's stage, and `forward` that of its forward pass, where the model is
     sharded. The ranks of a `world` divide each batch; all get the metrics.
     """
     world, objective = world or World(), objective or objective_of(config)
-    batches = _batches(corpus, config, max_batches, next(model.parameters()).device, world)
+    batches = _batches(corpora, config, max_batches, next(model.parameters()).device, world)
     return _judge(model, objective, compute, batches, world, forward or objective.forward)
 
 
 def _evaluate_corrupted(
-    model: Electra, corpus: Path, config: Config, compute: ComputeConfig, max_batches: int, corruptor: Corruptor
+    model: Electra, corpora: Corpora, config: Config, compute: ComputeConfig, max_batches: int, corruptor: Corruptor
 ) -> dict[str, Number | str]:
     """`evaluate_model` of text that a corruptor fills, for the metrics that compare between models."""
     digest = hashlib.sha256()
@@ -146,7 +149,7 @@ def _evaluate_corrupted(
     if "discriminator" in model.networks:
         # Judged over all tokens and no segment kept whole, whatever it was trained over.
         config = config.with_objective("electra").replace({"objective": {"contrastive_weight": 0.0}})
-    batches = _batches(corpus, config, max_batches, next(model.parameters()).device, World())
+    batches = _batches(corpora, config, max_batches, next(model.parameters()).device, World())
     objective = objective_of(config)
     found: dict[str, Number | str] = {
         **_judge(model, objective, compute, corrupted(batches), World(), objective.forward)
@@ -157,9 +160,11 @@ def _evaluate_corrupted(
     return found | {"sequence_length": config.data.sequence_length, "corruption": digest.hexdigest()[:16]}
 
 
-def _batches(corpus: Path, config: Config, max_batches: int, device: torch.device, world: World) -> _Batches:
+def _batches(corpora: Corpora, config: Config, max_batches: int, device: torch.device, world: World) -> _Batches:
     """A rank's rows of each batch, and the number of the first one within the batch."""
-    loader = BatchLoader.from_config(config, corpus=corpus, seed=SEED, epochs=1, rank=world.rank, world_size=world.size)
+    loader = BatchLoader.from_config(
+        config, corpus=corpora, seed=SEED, epochs=1, rank=world.rank, world_size=world.size
+    )
     size = config.train.batch_size
     num_rows = loader.num_rows if world.size > 1 else 0
     for number, rows in enumerate(itertools.islice(loader, max_batches or None)):
@@ -206,21 +211,22 @@ def _judge(
     return {"discriminator_auc": auc, **objective.metrics(read), "rows": int(num_rows), "tokens": int(read["tokens"])}
 
 
-def _validation_part(source: str | Path, data: str | Path) -> Corpus:
-    """The corpus to judge a model by; warns where the model was trained on all of it."""
-    corpus = Corpus(data)
-    if corpus.holdout is not None:
-        return Corpus(corpus.holdout)
-    if origin(Path(source)).corpus == corpus.content_hash:
-        remedy = "prepare the text with --holdout to have metrics of unseen text"
-        print(f"warning: {data}: the model was trained on all of this corpus; {remedy}", file=sys.stderr)
-    return corpus
+def _validation_part(source: str | Path, mixture: Mixture) -> Corpora:
+    """The folders to judge a model by; warns where the model was trained on all of one."""
+    if mixture.holdout is not None:
+        return mixture.holdout
+    trained_on = origin(Path(source)).corpus or ""
+    for folder, corpus in zip(mixture.folders, mixture.corpora, strict=True):
+        if corpus.content_hash in trained_on:
+            remedy = "prepare the text with --holdout to have metrics of unseen text"
+            print(f"warning: {folder}: the model was trained on all of this corpus; {remedy}", file=sys.stderr)
+    return mixture.folders[0] if mixture.is_single else mixture.folders
 
 
-def _corruptor(corrupted_by: str | Path, data: Corpus, device: torch.device) -> Corruptor:
+def _corruptor(corrupted_by: str | Path, mixture: Mixture, device: torch.device) -> Corruptor:
     if corrupted_by == UNIGRAM:
-        return Corruptor.unigram(data, SEED, device)
-    return Corruptor.load(Path(corrupted_by), data, SEED, device)
+        return Corruptor.unigram(mixture, SEED, device)
+    return Corruptor.load(Path(corrupted_by), mixture.corpora[0], SEED, device)
 
 
 def _common_config(config: Config, length: int) -> Config:

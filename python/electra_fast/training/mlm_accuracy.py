@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from electra_fast.attention import AttentionMask
 from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.data.mixture import Corpora
 from electra_fast.model import Electra
 from electra_fast.objectives.objective import Number
 from electra_fast.progress import LINE_SECONDS
@@ -70,18 +70,18 @@ class Answer:
 
 def mlm_accuracy(
     model: Electra,
-    corpus: Path,
+    corpora: Corpora,
     *,
     sequence_length: int,
     seed: int,
     num_examples: int,
     num_candidates: int = NUM_CANDIDATES,
 ) -> dict[str, Number]:
-    """How often a model predicts a masked token, over the first `num_examples` rows of a corpus.
+    """How often a model predicts a masked token, over the first `num_examples` rows of corpora.
 
     Args:
         model: In evaluation mode.
-        corpus: A prepared corpus; the examples depend on it, the sequence length and the seed alone.
+        corpora: A prepared corpus, or several; the examples depend on them, the sequence length and the seed alone.
         sequence_length: Tokens per row. The context is the masked token's segment of its row.
         seed: Of the rows and masks.
         num_examples: At most so many; a corpus may have fewer rows.
@@ -95,7 +95,7 @@ def mlm_accuracy(
     networks = model.networks.keys()
     examples: list[Example] = []
     if networks in ({"generator", "discriminator"}, {"generator"}):
-        rows = _examples(corpus, sequence_length, seed)
+        rows = _examples(corpora, sequence_length, seed)
         examples = list(itertools.islice(rows, num_examples))
     counts = _count(model, examples, num_candidates)
     shares: list[Number] = [count / len(examples) if examples else None for count in counts]
@@ -150,10 +150,10 @@ def _count(model: Electra, examples: list[Example], num_candidates: int) -> list
     return counts
 
 
-def _examples(corpus: Path, sequence_length: int, seed: int) -> Iterator[Example]:
+def _examples(corpora: Corpora, sequence_length: int, seed: int) -> Iterator[Example]:
     """One example per row that has an ordinary token, for one pass."""
     loader = BatchLoader(
-        corpus,
+        corpora,
         sequence_length=sequence_length,
         batch_size=_BATCH,
         seed=seed,

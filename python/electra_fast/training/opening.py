@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from electra_fast.checkpoint_folder import TrainState
-from electra_fast.data.corpus import Corpus
+from electra_fast.data.mixture import Mixture
 from electra_fast.data.prepare_report import google_drops
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.optim import lr_scale
@@ -15,23 +15,30 @@ from electra_fast.training.run import Run
 LOW_PEAK = 0.5
 
 
-def opening(run: Run, corpus: Corpus, state: TrainState, num_parameters: int) -> Iterator[str]:
+def opening(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) -> Iterator[str]:
     """Where the run stands, its size, and what may not be as its user thinks."""
     config, steps = run.config, run.config.train.steps
     start = f"resumes at step {state.step} of {steps}" if state.step else f"starts; {steps} steps"
     yield (
         f"{run.folder}: {start}, {num_parameters / 1e6:.2f} M parameters, "
-        f"{corpus.num_tokens / 1e6:.2f} M tokens in the corpus, "
+        f"{mixture.num_tokens / 1e6:.2f} M tokens in the {'corpus' if mixture.is_single else 'corpora'}, "
         f"{flops_per_token(config).total / 1e6:.3g} MFLOP per token"
     )
+    if not mixture.is_single:
+        yield f"rows: {_shares(mixture)}"
     data = config.data
     if data.packing == "google" and not state.step:
-        yield google_drops(data.corpus, corpus.num_tokens, data.sequence_length, seed=config.train.seed)
+        yield google_drops(data.corpus, mixture.num_tokens, data.sequence_length, seed=config.train.seed)
     for name, (was, now) in run.changes.items():
         yield f"changed at step {state.step}: {name} = {was!r} is now {now!r}"
     if "train.steps" in run.changes:
-        yield _rate_change(run, state.step, int(run.changes["train.steps"][0]))
+        yield _rate_change(run, state.step, int(str(run.changes["train.steps"][0])))
     yield from _low_peak(run)
+
+
+def _shares(mixture: Mixture) -> str:
+    members = zip(mixture.shares, mixture.names(), mixture.corpora, strict=True)
+    return ", ".join(f"{share:.2%} {name} ({each.num_tokens / 1e6:.2f} M tokens)" for share, name, each in members)
 
 
 def _rate_change(run: Run, step: int, num_steps: int) -> str:

@@ -5,8 +5,8 @@ Checks everything that it can before torch is imported, then leaves the work to 
 
 from __future__ import annotations
 
-import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from electra_fast.config import Config
 from electra_fast.data.corpus import Corpus
+from electra_fast.data.mixture import Corpora, Mixture, absolute
 from electra_fast.errors import InputError, Interrupted, ReportedElsewhere
 from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.training.division import Division
@@ -30,7 +31,7 @@ class Result:
 
 
 def pretrain(
-    config: Config, *, data: str | Path | None = None, out: str | Path | None = None, allow_changes: bool = False
+    config: Config, *, data: Corpora | None = None, out: str | Path | None = None, allow_changes: bool = False
 ) -> Result:
     """Trains a run to its end: from the start, or from where an earlier call was stopped.
 
@@ -40,10 +41,12 @@ def pretrain(
         config: The run's configuration. `train.steps` may differ from that of an earlier call: a run, finished
             or not, is continued to the new number of steps, and the schedule of the learning rate is
             stretched to it.
-        data: Corpus folder; `data.corpus` by default.
+        data: Corpus folder, or several: a list of "FOLDER:WEIGHT", or a mapping from folder to weight; `data.corpus`
+            by default.
         out: The run's folder; `train.out` by default.
-        allow_changes: Resume with other values of optimizer, objective, data and training keys, or another
-            corpus of the same vocabulary. Recorded in RUN/changes.jsonl. Model sizes can never change.
+        allow_changes: Resume with other values of optimizer, objective, data and training keys, or with other
+            corpora of the same vocabulary, or other weights. Recorded in RUN/changes.jsonl. Model sizes can never
+            change.
 
     Returns:
         The folder and the last step, which is not the run's last where `train.max_minutes` stopped it.
@@ -54,11 +57,10 @@ def pretrain(
         Interrupted: A signal (SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2) asked to stop, this rank or another, and a
             checkpoint was written. It is a `KeyboardInterrupt`, so a notebook stops at the cell.
     """
-    corpus_folder = str(data if data is not None else config.data.corpus)
     config = config.replace(
         {
-            # Absolute, so that the saved configuration means the same folder wherever the run is resumed.
-            "data": {"corpus": os.path.abspath(corpus_folder) if corpus_folder else ""},
+            # Absolute, so that the saved configuration means the same folders wherever the run is resumed.
+            "data": {"corpus": absolute(data if data is not None else config.data.corpus)},
             "train": {"out": str(out if out is not None else config.train.out)},
         }
     )
@@ -82,24 +84,30 @@ def pretrain(
 
 def _train_alone(config: Config, allow_changes: bool, stop: StopRequest, start: float) -> tuple[Run, int]:
     """Trains on one device; finds what is wrong before torch, which takes seconds, is imported."""
-    corpus = Corpus(config.data.corpus)
+    mixture = Mixture(config.data.corpus)
     with exclusive(Path(config.train.out)):
-        run = open_run(config, corpus, allow_changes=allow_changes)
+        run = open_run(config, mixture, allow_changes=allow_changes)
         from electra_fast.training.trainer import Trainer
         from electra_fast.training.world import World
 
-        return run, Trainer(run, corpus, World()).train(stop, start)
+        return run, Trainer(run, mixture, World()).train(stop, start)
 
 
-def _contents(corpus: Corpus) -> tuple[str, str | None]:
-    """Content hashes of a corpus and of its validation part."""
-    return corpus.content_hash, None if corpus.holdout is None else Corpus(corpus.holdout).content_hash
+def _contents(mixture: Mixture) -> list[tuple[str, str | None]]:
+    """Content hashes of the corpora, with their weights, and of their validation parts."""
+    holdouts = [None if each.holdout is None else Corpus(each.holdout).content_hash for each in mixture.corpora]
+    return list(zip(mixture.content_hash.split(" "), holdouts, strict=True))
 
 
-def _require_same(corpus: Corpus, rank: int, is_same: bool) -> None:
+def _require_same(mixture: Mixture, rank: int, own: list[tuple[str, str | None]], first: Sequence[object]) -> None:
     """Raises ValueError where a rank would read other text than the first."""
-    if not is_same:
-        raise InputError(f"{corpus.path}: not the same corpus on rank {rank} as on the first; copy it there again")
+    if len(own) != len(first):
+        raise InputError(
+            f"{mixture}: {len(own)} corpora on rank {rank}, {len(first)} on the first; name the same there"
+        )
+    for folder, ours, theirs in zip(mixture.folders, own, first, strict=True):
+        if ours != theirs:
+            raise InputError(f"{folder}: not the same corpus on rank {rank} as on the first; copy it there again")
 
 
 def _train_among(
@@ -122,8 +130,8 @@ def _train_among(
         ExitStack() as held,
     ):
         world.from_first(lambda: held.enter_context(exclusive(folder)))
-        corpus = world.agree(lambda: Corpus(config.data.corpus))
-        contents = world.objects(world.agree(lambda: _contents(corpus)))
-        world.agree(lambda: _require_same(corpus, launch.rank, contents[launch.rank] == contents[0]))
-        run = world.from_first(lambda: open_run(config, corpus, allow_changes=allow_changes))
-        return run, Trainer(run, corpus, world, Faults(launch.rank, launch.attempt)).train(stop, start)
+        mixture = world.agree(lambda: Mixture(config.data.corpus))
+        contents = world.objects(world.agree(lambda: _contents(mixture)))
+        world.agree(lambda: _require_same(mixture, launch.rank, contents[launch.rank], contents[0]))
+        run = world.from_first(lambda: open_run(config, mixture, allow_changes=allow_changes))
+        return run, Trainer(run, mixture, world, Faults(launch.rank, launch.attempt)).train(stop, start)

@@ -18,13 +18,13 @@ from electra_fast import _data, checkpoint_folder
 from electra_fast.atomic_files import replace_file
 from electra_fast.checkpoint_folder import TrainState
 from electra_fast.config import AUTO, HARDWARE_KEYS, Config
-from electra_fast.config_file import Scalar
-from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.config_file import Scalar, Value
+from electra_fast.data.mixture import Mixture
 from electra_fast.errors import InputError
 from electra_fast.huggingface.tokenizer import check_vocabulary, run_tokenizer, write_tokenizer
 from electra_fast.objectives import objective_of
 
-Changes = dict[str, tuple[Scalar, Scalar]]
+Changes = dict[str, tuple[Value, Value]]
 
 # Keys that may change between sessions of a run: locations, how steps are executed, how often something is written.
 FREE_KEYS = {
@@ -47,7 +47,7 @@ FREE_KEYS = {
 FIXED_KEYS = {"objective.name", "optimizer.name"}
 FIXED_SECTIONS = ("model.", "generator.")
 NOT_FIXED = {"model.dropout", "model.attention_dropout", "model.attention"}
-# The corpus, identified by its content hash, is listed among the changed keys under this name.
+# The corpora, identified by content hashes and weights, are listed among the changed keys under this name.
 CORPUS = "corpus"
 CHANGES_FILE = "changes.jsonl"
 
@@ -93,7 +93,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         yield
 
 
-def open_run(config: Config, corpus: Corpus, *, allow_changes: bool = False) -> Run:
+def open_run(config: Config, mixture: Mixture, *, allow_changes: bool = False) -> Run:
     """Makes the folder `train.out`, or reopens it at its newest intact checkpoint.
 
     Of an existing run, free keys and `train.steps` may change, others only with `allow_changes`;
@@ -106,41 +106,41 @@ def open_run(config: Config, corpus: Corpus, *, allow_changes: bool = False) -> 
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name != ".lock")
         if foreign:
             raise InputError(f"{folder}: holds {foreign[0]} but no run (config.toml); choose an empty folder for --out")
-        return _new_run(folder, config, corpus)
+        return _new_run(folder, config, mixture)
     checkpoint_folder.remove_unfinished(folder)
     if not checkpoint_folder.steps(folder):
         # Stopped before its first checkpoint: nothing to keep, so begin again.
-        return _new_run(folder, config, corpus)
-    check_vocabulary(run_tokenizer(folder), corpus)
+        return _new_run(folder, config, mixture)
+    check_vocabulary(run_tokenizer(folder), mixture.corpora[0])
     directory, warnings = checkpoint_folder.recover_run(folder)
     for warning in warnings:  # at once: whatever is refused below, the checkpoints have been renamed
         print(f"warning: {warning}", file=sys.stderr)
-    return _resumed_run(folder, directory, config, corpus, allow_changes)
+    return _resumed_run(folder, directory, config, mixture, allow_changes)
 
 
-def _new_run(folder: Path, config: Config, corpus: Corpus) -> Run:
-    config = _resolved(config, corpus)
-    write_tokenizer(folder / "tokenizer", Tokenizer.of(corpus), max_length=config.model.max_positions)
+def _new_run(folder: Path, config: Config, mixture: Mixture) -> Run:
+    config = _resolved(config, mixture)
+    write_tokenizer(folder / "tokenizer", mixture.tokenizer, max_length=config.model.max_positions)
     replace_file(folder / "config.toml", config.to_toml())
     return Run(folder, config)
 
 
-def _resumed_run(folder: Path, directory: Path, config: Config, corpus: Corpus, allow_changes: bool) -> Run:
+def _resumed_run(folder: Path, directory: Path, config: Config, mixture: Mixture, allow_changes: bool) -> Run:
     state, saved = checkpoint_folder.read_state(directory), Config.load(directory / "config.toml")
     is_import = state.loader is None
     if config.optimizer.warmup_steps < 0 and not is_import:  # it follows the steps that the run was started with
         config = _with(config, "optimizer", warmup_steps=saved.optimizer.warmup_steps)
     recorded = _recorded(folder, state.step)
     kept = _hardware_choices(config, saved, recorded)
-    config = _resolved(config.override(kept), corpus)
+    config = _resolved(config.override(kept), mixture)
     changes: Changes = {
         name: pair
         for name, pair in saved.differences(config).items()
         # What an import does not fix is chosen when its training starts.
         if name not in FREE_KEYS and (not is_import or name.startswith(FIXED_SECTIONS)) and pair[0] != AUTO
     }
-    if state.corpus not in (None, corpus.content_hash):
-        changes[CORPUS] = (state.corpus, corpus.content_hash)
+    if state.corpus not in (None, mixture.content_hash):
+        changes[CORPUS] = (state.corpus, mixture.content_hash)
     if config.train.steps < state.step:
         raise InputError(
             f"{folder}: train.steps = {config.train.steps}, but this run is at step {state.step} already; "
@@ -164,15 +164,15 @@ def _hardware_choices(config: Config, saved: Config, recorded: Changes) -> dict[
     return {name: value for name, value in values.items() if value != AUTO}
 
 
-def _resolved(config: Config, corpus: Corpus) -> Config:
+def _resolved(config: Config, mixture: Mixture) -> Config:
     """The configuration with the corpus' vocabulary size and the number of warmup steps filled in."""
-    if config.model.vocab_size not in (0, corpus.vocab_size):
+    if config.model.vocab_size not in (0, mixture.vocab_size):
         raise InputError(
-            f"model.vocab_size = {config.model.vocab_size}, but the corpus was prepared with {corpus.vocab_size} "
+            f"model.vocab_size = {config.model.vocab_size}, but the corpus was prepared with {mixture.vocab_size} "
             "entries; leave the key out, or prepare with the model's vocabulary"
         )
     config = _with(config, "optimizer", warmup_steps=config.optimizer.num_warmup_steps(config.train.steps))
-    return _with(config, "model", vocab_size=corpus.vocab_size)
+    return _with(config, "model", vocab_size=mixture.vocab_size)
 
 
 def _with(config: Config, section: str, **values: Scalar) -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from electra_fast.json_files import JsonLines
 from electra_fast.objectives.objective import Number
@@ -52,7 +52,7 @@ class RunLog:
         """Moves the bar."""
         self._progress.advance(step)
 
-    def write_metrics(self, record: dict[str, Number]) -> None:
+    def write_metrics(self, record: dict[str, Any]) -> None:
         """A line of metrics.jsonl, and of the progress."""
         if self._files is not None:
             self._files[0].write(record)

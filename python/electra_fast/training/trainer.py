@@ -1,6 +1,6 @@
-"""The training loop: from an open run and its corpus to checkpoints, metrics and curves.
+"""The training loop: from an open run and its corpora to checkpoints, metrics and curves.
 
-Everything random is a function of (seed, step), and the loader's position is three integers, so a
+Everything random is a function of (seed, step), and the loader's position a few integers, so a
 run that was killed resumes from its newest checkpoint with the same losses to the last bit.
 """
 
@@ -20,8 +20,8 @@ from electra_fast import checkpoint_folder
 from electra_fast.attention import is_deterministic
 from electra_fast.checkpoint_folder import LogWindow, TrainState
 from electra_fast.compute import choose_compute, choose_device
-from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader
+from electra_fast.data.mixture import Mixture, resumed_state, stream_of
 from electra_fast.errors import Diverged, InputError, ReportedElsewhere, TrainingFailed
 from electra_fast.interruption import StopRequest
 from electra_fast.model import Electra
@@ -44,9 +44,6 @@ from electra_fast.training.step_timer import StepTimer
 from electra_fast.training.time_limit import TimeLimit
 from electra_fast.training.world import World
 
-# Fields of a loader's state that decide the stream of rows.
-STREAM = ("seed", "corpus", "options")
-
 
 class Trainer:
     """One session of a run on one of its ranks: the state that a checkpoint stores, and the loop.
@@ -54,10 +51,10 @@ class Trainer:
     Everything that waits for other ranks happens on all of them, in the same order; the first one reads and writes.
     """
 
-    def __init__(self, run: Run, corpus: Corpus, world: World, faults: Faults | None = None) -> None:
+    def __init__(self, run: Run, mixture: Mixture, world: World, faults: Faults | None = None) -> None:
         self.device, self.world, self.faults = choose_device(), world, faults or Faults(world.rank)
         run, self.notes = world.from_first(lambda: settle_hardware(run, self.device))
-        self.run, self.config, self.corpus = run, run.config, corpus
+        self.run, self.config, self.mixture = run, run.config, mixture
         self.compute = choose_compute(self.config, self.device)
         self._check_exactness()
         self.model = Electra(self.config).to(self.device)
@@ -85,7 +82,7 @@ class Trainer:
         self.timer = StepTimer(self.train_step)
         self.state = TrainState()
         self.next_warning, self.num_captures, self.num_compilations = 0, 0, 0
-        self.saved_step, self.new_stream, self.waited_before = -1, False, 0.0
+        self.saved_step, self.stream_change, self.waited_before = -1, "", 0.0
         if run.checkpoint is not None and run.state is not None:
             self._restore(run.checkpoint, run.state)
         self.stage = self.train_step.stage
@@ -95,7 +92,7 @@ class Trainer:
         self.blocked_seconds = 0.0
         self.rank_seconds, self.first_timed = [0.0] * world.size, self.state.step
         self.every = {"log": train.log_every, "checkpoint": train.checkpoint_every}
-        if train.eval_every and corpus.holdout is not None:
+        if train.eval_every and mixture.holdout is not None:
             self.every["evaluation"] = train.eval_every
 
     def _check_exactness(self) -> None:
@@ -107,13 +104,13 @@ class Trainer:
             )
 
     def _count_tokens(self) -> None:
-        """Gives the proposal the token counts of the corpus; seconds where that has billions."""
+        """Gives the proposal the token counts of the mixture; seconds where that has billions."""
         assert self.model.proposal is not None
         start = time.perf_counter()
-        self.model.proposal.set_counts(torch.from_numpy(self.world.from_first(self.corpus.token_counts)))
+        self.model.proposal.set_counts(torch.from_numpy(self.world.from_first(self.mixture.token_counts)))
         seconds = time.perf_counter() - start
         self.notes.append(
-            f"generator.kind = unigram: counted {self.corpus.num_tokens / 1e6:.2f} M tokens in {seconds:.1f} s"
+            f"generator.kind = unigram: counted {self.mixture.num_tokens / 1e6:.2f} M tokens in {seconds:.1f} s"
         )
 
     def train(self, stop: StopRequest, start: float) -> int:
@@ -234,14 +231,14 @@ class Trainer:
         self.state.log_window = LogWindow()
         self.train_step.set_totals({})
 
-    def _record(self) -> dict[str, Number]:
+    def _record(self) -> dict[str, Any]:
         """A line of metrics.jsonl: metrics over the log window, and where the run stands."""
         state, window, times = self.state, self.state.log_window, self.timer.take_step_times()
         tokens, num_taken = int(window.totals["tokens"]), window.steps - int(window.totals[SKIPPED])
         state.tokens += tokens
         speed = tokens / window.seconds if window.seconds > 0 else 0.0
         blocked, self.blocked_seconds = self.writer.blocked_seconds - self.blocked_seconds, self.writer.blocked_seconds
-        record: dict[str, Number] = {
+        record: dict[str, Any] = {
             "step": state.step,
             **self.stage.objective.metrics(window.totals),
             "learning_rate": self.train_step.lr_scale(state.step - 1) * self.config.optimizer.learning_rate,
@@ -254,6 +251,9 @@ class Trainer:
             "step_seconds_longest": times.longest if times else None,
             "checkpoint_seconds": blocked,
         }
+        if not self.mixture.is_single:
+            passes = (round(each, 6) for each in self.loader.passes())
+            record["epochs"] = dict(zip(self.mixture.names(), passes, strict=True))
         if self.config.train.skip_spikes:
             record["skipped_steps"] = window.steps - num_taken
         if self.world.size > 1:
@@ -269,12 +269,12 @@ class Trainer:
         return flops / self.peak / self.world.size
 
     def _evaluate(self, log: RunLog) -> None:
-        assert self.corpus.holdout is not None
+        assert self.mixture.holdout is not None
         forward = self.train_step.backward.forward(self.stage.objective)
         num_batches, objective = self.config.train.eval_batches, self.stage.objective
         with self._guarded():
             found = evaluate_model(
-                self.model, self.corpus.holdout, self.config, self.compute, num_batches, objective, self.world, forward
+                self.model, self.mixture.holdout, self.config, self.compute, num_batches, objective, self.world, forward
             )
         log.write_evaluation({"step": self.state.step, **found})
         log.say(f"step {self.state.step}: validation: {_validation_text(found)}")
@@ -295,7 +295,7 @@ class Trainer:
             log.say(f"step {capture.step}: captured the step as a CUDA graph in {capture.seconds:.1f} s{again}")
             self.num_captures += 1
 
-    def _warn(self, record: dict[str, Number], log: RunLog) -> None:
+    def _warn(self, record: dict[str, Any], log: RunLog) -> None:
         step = self.state.step
         is_warm = step - self.stage.first_step > self.config.optimizer.warmup_steps
         message = metrics.warning(record) if is_warm else None
@@ -305,7 +305,7 @@ class Trainer:
 
     def _save(self) -> None:
         state = self.state
-        state.corpus, state.loader = self.corpus.content_hash, self.loader.state()
+        state.corpus, state.loader = self.mixture.content_hash, self.loader.state()
         state.token_type_1_trained |= state.step > 0 and self.config.data.packing == "google"
         self._await_writer()
         with self._guarded():
@@ -338,25 +338,23 @@ class Trainer:
             self._restore_loader(state.loader)
 
     def _restore_loader(self, state: dict[str, Any]) -> None:
-        """Restores the stream of rows; if an allowed change makes it a different one, starts that at the next epoch."""
+        """Restores the stream of rows; if an allowed change makes it another one, starts that at each next epoch."""
         fresh = self.loader.state()
-        self.new_stream = bool(self.run.changes) and any(fresh[name] != state[name] for name in STREAM)
-        if self.new_stream:
-            same_corpus = fresh["corpus"] == state["corpus"]
-            state = fresh | {"epoch": state["epoch"] + 1 if same_corpus else 0}
+        if self.run.changes and stream_of(fresh) != stream_of(state):
+            state, self.stream_change = resumed_state(fresh, state)
         self.loader.restore(state)
 
     def _opening(self) -> Iterator[str]:
         """What the user should know before the first step."""
-        yield from opening(self.run, self.corpus, self.state, sum(p.numel() for p in self.model.parameters()))
+        yield from opening(self.run, self.mixture, self.state, sum(p.numel() for p in self.model.parameters()))
         if self.world.size > 1:
             num_rows = len(self.train_step.backward.division.rows)
             yield f"{self.world.size} ranks; the first has {num_rows} of {self.config.train.batch_size} rows per step"
         yield from self.notes
         if self.peak is None:
             yield "no known peak of this device, so no MFU"
-        if self.new_stream:
-            yield "the change makes other rows of the corpus: their order starts anew, with another epoch"
+        if self.stream_change:
+            yield self.stream_change
         if self.config.train.execution == "compile":
             gain = "; on a CPU, eager is about as fast" if self.device.type == "cpu" else ""
             yield f"train.execution = compile: the first step takes a minute or more, since it compiles{gain}"

@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::atomic_file::write_atomically;
 use super::block_cache::{BlockCache, CacheOptions, Pins};
 use super::header::BLOCK_BYTES;
-use super::manifest::{MANIFEST, Manifest, SpecialTokens, hex128};
+use super::manifest::{MANIFEST, Manifest, SpecialTokens, hex128, saturating_sum};
 use super::mmap::{MappedFile, access_error, damaged};
 use super::shard::Shard;
 use crate::error::{Error, Result};
@@ -167,6 +167,11 @@ impl Corpus {
         self.manifest.num_tokens
     }
 
+    /// Bytes of all token files, with their tables.
+    pub fn token_bytes(&self) -> u64 {
+        saturating_sum(self.manifest.shards.iter().map(|shard| shard.tokens.bytes))
+    }
+
     /// Documents in all shards.
     pub fn num_documents(&self) -> u64 {
         self.manifest.num_documents
@@ -180,6 +185,11 @@ impl Corpus {
     /// Identifies the tokens, their order and the tokenizer: 32 hexadecimal digits.
     pub fn content_hash(&self) -> &str {
         &self.manifest.content_hash
+    }
+
+    /// Identifies the tokenizer: two corpora with the same one have the same ids.
+    pub fn tokenizer_hash(&self) -> &str {
+        &self.manifest.tokenizer.hash
     }
 
     /// Ids of the five special tokens.

@@ -119,7 +119,6 @@ impl BufferPool {
 pub(super) struct BatchWriter {
     schema: SchemaRef,
     length: usize,
-    seed: u64,
     tokens: SpecialTokens,
     masker: Masker,
     pool: Arc<BufferPool>,
@@ -127,10 +126,10 @@ pub(super) struct BatchWriter {
 
 impl BatchWriter {
     /// A writer of rows of `length` tokens.
-    pub fn new(corpus: &Corpus, length: usize, seed: u64, masker: Masker, pool: Arc<BufferPool>) -> Self {
+    pub fn new(corpus: &Corpus, length: usize, masker: Masker, pool: Arc<BufferPool>) -> Self {
         let tokens = corpus.special_tokens();
         let schema = Arc::new(schema(length, masker.slots(), tokens.pad));
-        Self { schema, length, seed, tokens, masker, pool }
+        Self { schema, length, tokens, masker, pool }
     }
 
     /// The batch of the rows of `ranges`, in order.
@@ -195,7 +194,7 @@ impl BatchWriter {
         target.ids[used..].fill(self.tokens.pad as i32);
         target.positions[used..].fill(0);
         target.segment_ids[used..].fill(0);
-        let mut stream = Stream::new(self.seed, Purpose::Mask, row.counter);
+        let mut stream = Stream::new(row.seed, Purpose::Mask, row.counter);
         let ids = &mut target.ids[..used];
         let masked = self.masker.apply(ids, &mut stream, target.masked_positions, target.masked_ids);
         target.weights[..masked].fill(1.0_f32.to_bits() as i32);

@@ -3,48 +3,112 @@
 use std::sync::Arc;
 
 use super::batch::RowRange;
-use super::options::Position;
-use super::shuffle_window::ShuffleWindow;
+use super::mixture::{Mixture, Turns};
+use super::options::Settings;
+use super::shuffle_window::{Blocks, ShuffleWindow};
+use super::state::{Place, Position};
 
-/// Cuts the stream of rows into global batches.
+/// Cuts the stream of rows, which a mixture's corpora give in turn, into global batches.
 pub(super) struct BatchCutter {
-    /// The position after the last batch.
-    pub position: Position,
-    num_windows: u32,
+    corpora: Vec<Source>,
+    turns: Turns,
+    epochs: u32,
     batch_size: u64,
-    /// The window being cut.
-    pub window: Option<Arc<ShuffleWindow>>,
     batch: Vec<RowRange>,
+    /// Rows in the batch.
     rows: u64,
 }
 
+/// A corpus that is being cut.
+struct Source {
+    num_windows: u32,
+    place: Place,
+    /// The window at `place`, if it is planned.
+    window: Option<Arc<ShuffleWindow>>,
+}
+
+/// What comes of cutting.
+pub(super) enum Cut {
+    /// The rows of the next batch; fewer than the batch size at the end.
+    Batch(Vec<RowRange>),
+    /// The next window of this corpus is needed.
+    Awaits(usize),
+    /// All epochs are finished.
+    Ended,
+}
+
 impl BatchCutter {
-    pub fn new(position: Position, num_windows: u32, batch_size: u64) -> Self {
-        Self { position, num_windows, batch_size, window: None, batch: Vec::new(), rows: 0 }
+    /// A cutter of a mixture whose corpora stand at `places`.
+    pub fn new(places: &[Place], mixture: &Mixture, settings: &Settings) -> Self {
+        let source = |(&place, blocks): (&Place, &Blocks)| Source {
+            num_windows: blocks.num_windows(),
+            place,
+            window: None,
+        };
+        Self {
+            corpora: places.iter().zip(mixture.streams()).map(source).collect(),
+            turns: mixture.turns(places, settings.last_epoch()),
+            epochs: settings.last_epoch(),
+            batch_size: settings.batch_size,
+            batch: Vec::new(),
+            rows: 0,
+        }
     }
 
-    /// The next full batch, if the current window completes one; otherwise the next window is needed.
-    pub fn next_full_batch(&mut self) -> Option<Vec<RowRange>> {
-        let window = self.window.take()?;
-        let start = self.position.row;
-        let end = window.len().min(start + self.batch_size - self.rows);
-        if end == window.len() {
-            self.position = next_window(self.position, self.num_windows);
+    /// The next batch, or what it is that it awaits.
+    pub fn cut(&mut self) -> Cut {
+        while self.rows < self.batch_size {
+            let Some(corpus) = self.turns.next() else {
+                return if self.rows > 0 { self.take_batch() } else { Cut::Ended };
+            };
+            let Some(window) = self.corpora[corpus].window.take() else { return Cut::Awaits(corpus) };
+            let wanted = if self.turns.is_decided { self.batch_size - self.rows } else { 1 };
+            self.take_rows(corpus, window, wanted);
+        }
+        self.take_batch()
+    }
+
+    /// The window that a corpus awaits.
+    pub fn accept(&mut self, corpus: usize, window: Arc<ShuffleWindow>) {
+        let source = &mut self.corpora[corpus];
+        source.place.window_rows = window.len();
+        source.window = Some(window);
+    }
+
+    /// Where the corpora stand after the last batch.
+    pub fn places(&self) -> Vec<Place> {
+        let place =
+            |(corpus, source): (usize, &Source)| Place { turns: self.turns.given(corpus), ..source.place };
+        self.corpora.iter().enumerate().map(place).collect()
+    }
+
+    /// Adds at most `wanted` rows of a window to the batch.
+    fn take_rows(&mut self, corpus: usize, window: Arc<ShuffleWindow>, wanted: u64) {
+        let source = &mut self.corpora[corpus];
+        let start = source.place.position.row;
+        let end = window.len().min(start + wanted);
+        self.rows += end - start;
+        self.turns.give(corpus, end - start);
+        if end < window.len() {
+            source.place.position.row = end;
+            source.window = Some(window.clone());
         } else {
-            self.position.row = end;
-            self.window = Some(window.clone());
+            source.place.position = next_window(source.place.position, source.num_windows);
+            source.place.window_rows = 0;
+            if source.place.position.epoch >= self.epochs {
+                self.turns.finish(corpus);
+            }
         }
-        if start < end {
-            self.rows += end - start;
-            self.batch.push(RowRange { window, rows: start..end });
+        match self.batch.last_mut() {
+            Some(last) if Arc::ptr_eq(&last.window, &window) && last.rows.end == start => last.rows.end = end,
+            _ if start < end => self.batch.push(RowRange { window, rows: start..end }),
+            _ => {}
         }
-        (self.rows == self.batch_size).then(|| self.take_rest())
     }
 
-    /// The rows of the unfinished batch.
-    pub fn take_rest(&mut self) -> Vec<RowRange> {
+    fn take_batch(&mut self) -> Cut {
         self.rows = 0;
-        std::mem::take(&mut self.batch)
+        Cut::Batch(std::mem::take(&mut self.batch))
     }
 }
 

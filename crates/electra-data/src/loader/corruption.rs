@@ -9,7 +9,7 @@ use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::batch_loader::Loader;
-use super::options::{LoaderOptions, LoaderState};
+use super::{LoaderOptions, LoaderState};
 use crate::format::testing::{HEADER_BYTES, forge, rewrite_manifest, write_corpus};
 use crate::format::{Corpus, MANIFEST, Manifest, Shard, hex128, verify};
 

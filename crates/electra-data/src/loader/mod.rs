@@ -1,4 +1,4 @@
-//! A corpus to training batches: blocks in a shuffled order, packed into rows, masked, as Arrow batches.
+//! Corpora to training batches: blocks in a shuffled order, packed into rows, masked, as Arrow batches.
 
 mod batch;
 mod batch_cutter;
@@ -7,17 +7,22 @@ mod contents;
 #[cfg(test)]
 mod corruption;
 mod mask;
+mod mixture;
+#[cfg(test)]
+mod mixture_tests;
 mod options;
 mod pack;
 mod permutation;
 #[cfg(all(test, feature = "object-store"))]
 mod remote_tests;
 mod shuffle_window;
+mod state;
 #[cfg(test)]
 mod tests;
 mod workers;
 
 pub use batch_loader::Loader;
 pub use contents::Contents;
-pub use options::{LoaderOptions, LoaderState};
+pub use options::LoaderOptions;
+pub use state::LoaderState;
 pub use workers::Poll;

@@ -1,8 +1,6 @@
-//! The options of a loader, checked, and its state, from which a loader resumes.
+//! The options of a loader, checked.
 
 use std::ops::RangeInclusive;
-
-use serde::{Deserialize, Serialize};
 
 use super::mask::Masking;
 use super::pack::{Packer, Packing};
@@ -108,9 +106,14 @@ fn in_range(name: &str, value: i64, range: RangeInclusive<i64>) -> Result<u64> {
 }
 
 impl Settings {
-    /// A packer for these settings.
-    pub fn packer(&self) -> Packer {
-        Packer::new(self.packing, self.sequence_length, self.seed)
+    /// A packer for these settings, with the seed of a corpus.
+    pub fn packer(&self, seed: u64) -> Packer {
+        Packer::new(self.packing, self.sequence_length, seed)
+    }
+
+    /// The number of epochs after which a corpus is finished.
+    pub fn last_epoch(&self) -> u32 {
+        self.epochs.unwrap_or(u32::MAX)
     }
 
     /// Rejects a batch too large for any memory.
@@ -127,78 +130,11 @@ impl Settings {
 
     /// The settings that decide the content of rows, besides corpus and seed. Batch size, ranks and threads
     /// do not, so they may change when a run is resumed.
-    fn content(&self) -> String {
+    pub fn content(&self) -> String {
         let (length, prob) = (self.sequence_length, self.mask_prob);
         let (masking, packing) = (self.masking.name(), self.packing.name());
         format!("sequence_length={length} masking={masking} mask_prob={prob} packing={packing}")
     }
-}
-
-/// A position between two rows of the stream.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Position {
-    /// Number of finished epochs.
-    pub epoch: u32,
-    /// Number of finished windows of this epoch.
-    pub window: u32,
-    /// Number of finished rows of this window.
-    pub row: u64,
-}
-
-/// A position and what it belongs to: all that a loader needs to resume, in less than 256 bytes of JSON.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct LoaderState {
-    epoch: u32,
-    #[serde(rename = "group")]
-    window: u32,
-    row: u64,
-    seed: u64,
-    corpus: String,
-    options: String,
-}
-
-impl LoaderState {
-    /// The state of a loader with these settings at a position.
-    pub(super) fn new(position: Position, settings: &Settings, corpus: &str) -> Self {
-        Self {
-            epoch: position.epoch,
-            window: position.window,
-            row: position.row,
-            seed: settings.seed,
-            corpus: corpus.into(),
-            options: settings.content(),
-        }
-    }
-
-    /// Parses a state from the JSON that [`LoaderState::to_json`] returned.
-    pub fn from_json(json: &str) -> Result<Self> {
-        serde_json::from_str(json)
-            .map_err(|error| Error::Input(format!("state: {error}; give what state() returned, unchanged")))
-    }
-
-    /// The state as a JSON object.
-    pub fn to_json(&self) -> Result<String> {
-        serde_json::to_string(self).map_err(|error| Error::Input(format!("state: {error}")))
-    }
-
-    /// The position, if the state belongs to a loader of this corpus with these settings.
-    pub(super) fn position(&self, settings: &Settings, corpus: &str) -> Result<Position> {
-        let ours = Self::new(Position::default(), settings, corpus);
-        require_same("corpus", &self.corpus, &ours.corpus)?;
-        require_same("seed", &self.seed.to_string(), &ours.seed.to_string())?;
-        require_same("options", &self.options, &ours.options)?;
-        Ok(Position { epoch: self.epoch, window: self.window, row: self.row })
-    }
-}
-
-fn require_same(what: &str, saved: &str, ours: &str) -> Result<()> {
-    if saved == ours {
-        return Ok(());
-    }
-    Err(Error::Input(format!(
-        "state: saved with {what} {saved:?} but this loader has {ours:?}; create the loader with the same settings"
-    )))
 }
 
 #[cfg(test)]
@@ -227,42 +163,5 @@ mod tests {
         }
         assert!(complaint(|o| o.masking = "roberta".into()).contains("\"paper\", \"google\" or \"bert\""));
         assert!(complaint(|o| o.packing = "none".into()).contains("\"best-fit\" or \"google\""));
-    }
-
-    #[test]
-    fn the_longest_state_is_short() {
-        let options = LoaderOptions {
-            sequence_length: 32_768,
-            mask_prob: 1.0 / 3.0,
-            seed: i64::MAX,
-            ..LoaderOptions::default()
-        };
-        let position = Position { epoch: u32::MAX, window: u32::MAX, row: u64::MAX };
-        let state = LoaderState::new(position, &options.check().unwrap(), &"f".repeat(32));
-        let json = state.to_json().unwrap();
-        assert!(json.len() < 256, "{}", json.len());
-        assert_eq!(LoaderState::from_json(&json).unwrap(), state);
-    }
-
-    #[test]
-    fn a_state_of_another_loader_is_rejected() {
-        let ours = LoaderOptions::default().check().unwrap();
-        let state = LoaderState::new(Position::default(), &ours, "a");
-        let message = |state: &LoaderState, settings: &Settings, corpus: &str| {
-            state.position(settings, corpus).unwrap_err().to_string()
-        };
-        assert!(message(&state, &ours, "b").contains("saved with corpus \"a\" but this loader has \"b\""));
-        let mut other = ours.clone();
-        other.seed = 5;
-        assert!(message(&state, &other, "a").contains("saved with seed \"0\""));
-        other = ours.clone();
-        other.sequence_length = 512;
-        assert!(message(&state, &other, "a").contains("sequence_length=128"));
-        other = ours.clone();
-        other.packing = Packing::Google;
-        assert!(message(&state, &other, "a").contains("packing=best-fit"));
-        for json in ["", "{}", "[]", "{\"epoch\": -1}", "null"] {
-            assert!(LoaderState::from_json(json).unwrap_err().to_string().starts_with("state: "));
-        }
     }
 }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use super::pack::{Packer, RngCounter, Rows, Span};
 use super::permutation::Permutation;
+use super::state::Place;
 use crate::error::{Error, Result};
 use crate::format::{Corpus, Pins, Shard};
 use crate::philox::Purpose;
@@ -45,6 +46,20 @@ impl Blocks {
     /// The corpus.
     pub fn corpus(&self) -> &Arc<Corpus> {
         &self.corpus
+    }
+
+    /// The seed of everything random in this corpus's stream.
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// How often the corpus has been read at a place of its stream: finished epochs and a share of the next.
+    pub fn passes(&self, place: &Place) -> f64 {
+        let Place { position, window_rows, .. } = place;
+        let (total, before) = (u64::from(self.len()), u64::from(position.window) * BLOCKS_PER_WINDOW);
+        let blocks = BLOCKS_PER_WINDOW.min(total.saturating_sub(before));
+        let current = blocks as f64 * position.row as f64 / (*window_rows).max(1) as f64;
+        f64::from(position.epoch) + (before as f64 + current) / total.max(1) as f64
     }
 
     /// Number of blocks.
@@ -114,7 +129,7 @@ impl Blocks {
             blocks.push(PackedBlock { block, shard: self.corpus.shard(self.locate(block).0), rows });
         }
         let order = Permutation::new(total, self.seed, Purpose::RowOrder, [epoch, window, 0]);
-        Ok(ShuffleWindow { epoch, blocks, ends, order, _pins: pins })
+        Ok(ShuffleWindow { seed: self.seed, epoch, blocks, ends, order, _pins: pins })
     }
 
     /// An upper bound on what a window takes in the cache of a corpus in an object store.
@@ -140,6 +155,7 @@ struct PackedBlock {
 /// The rows of one window, in order.
 #[derive(Debug)]
 pub(super) struct ShuffleWindow {
+    seed: u64,
     epoch: u32,
     blocks: Vec<PackedBlock>,
     /// For each block, the number of rows in it and those before it.
@@ -156,6 +172,8 @@ pub(super) struct Row<'a> {
     pub shard: &'a Shard,
     /// The spans of the shard that it consists of, in order.
     pub spans: &'a [Span],
+    /// The seed of its corpus.
+    pub seed: u64,
     /// Epoch, block and row within the block.
     pub counter: [u32; 3],
 }
@@ -187,6 +205,7 @@ impl ShuffleWindow {
         Row {
             shard: &block.shard,
             spans: block.rows.row(row),
+            seed: self.seed,
             counter: RngCounter { epoch: self.epoch, block: block.block }.words(row as u32),
         }
     }

@@ -14,9 +14,9 @@ use crate::format::Corpus;
 use crate::format::testing::write_corpus;
 use crate::philox::{Purpose, Stream};
 
-const VOCAB: u32 = 30_000;
+pub(super) const VOCAB: u32 = 30_000;
 
-fn documents(count: u32) -> Vec<Vec<Vec<u32>>> {
+pub(super) fn documents(count: u32) -> Vec<Vec<Vec<u32>>> {
     let mut stream = Stream::new(8, Purpose::Tie, [0; 3]);
     let mut document = |_| {
         let len = 1 + stream.below(40) * stream.below(40);
@@ -31,7 +31,7 @@ fn corpus(dir: &Path, count: u32) -> Arc<Corpus> {
     Arc::new(Corpus::open(dir).unwrap())
 }
 
-fn options() -> LoaderOptions {
+pub(super) fn options() -> LoaderOptions {
     LoaderOptions {
         sequence_length: 64,
         batch_size: 37,

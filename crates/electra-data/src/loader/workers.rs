@@ -1,6 +1,6 @@
-//! The threads of a loader: one plans windows, the others write batches.
+//! The threads of a loader: one per corpus plans windows, the others write batches.
 //!
-//! The planner works one window ahead. The caller's thread cuts the stream of rows into global batches and
+//! A planner works one window ahead. The caller's thread cuts the stream of rows into global batches and
 //! sends the share of this rank to the workers. Batches are returned in the order in which they were
 //! requested, so scheduling never changes the result.
 
@@ -13,20 +13,23 @@ use arrow_array::RecordBatch;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, unbounded};
 
 use super::batch::{BatchWriter, BufferPool, RowRange};
-use super::batch_cutter::{BatchCutter, next_window, rank_share};
+use super::batch_cutter::{BatchCutter, Cut, next_window, rank_share};
 use super::mask::Masker;
-use super::options::{Position, Settings};
-use super::shuffle_window::{Blocks, ShuffleWindow};
+use super::mixture::Mixture;
+use super::options::Settings;
+use super::shuffle_window::ShuffleWindow;
+use super::state::{Place, Position};
 use crate::error::{Error, Result};
 use crate::store::Cancel;
 
 /// What the threads of a loader share.
 pub(super) struct Shared {
-    pub blocks: Blocks,
+    pub mixture: Mixture,
     pub settings: Settings,
     pub pool: Arc<BufferPool>,
-    /// Windows that wait between the planner and the caller.
-    pub windows_ahead: usize,
+    /// For each corpus, how many planned windows may wait for the caller. Each corpus of a mixture keeps one window
+    /// besides the one that is cut, a corpus alone two.
+    pub windows_waiting: Vec<usize>,
 }
 
 /// What a loader has after waiting.
@@ -45,22 +48,24 @@ struct BatchRequest {
     reply: Sender<Result<RecordBatch>>,
 }
 
-/// A batch that is being written, and the position after it.
+/// A batch that is being written, and where the corpora stand after it.
 struct PendingBatch {
     reply: Receiver<Result<RecordBatch>>,
-    after: Position,
+    after: Vec<Place>,
 }
 
-/// A window, or `None` after the last one.
-type Planned = Result<Option<Arc<ShuffleWindow>>>;
+type Planned = Result<Arc<ShuffleWindow>>;
 
 /// The running threads. Dropping it closes their channels and joins them.
 pub(super) struct Pipeline {
-    /// The position after the last batch that was returned.
-    pub position: Position,
+    /// Where the corpora stand after the last batch that was returned.
+    pub places: Vec<Place>,
     shared: Arc<Shared>,
     cutter: BatchCutter,
-    plans: Option<Receiver<Planned>>,
+    /// The windows of each corpus, in order.
+    plans: Vec<Receiver<Planned>>,
+    /// The corpus whose window the cutter awaits.
+    awaited: usize,
     requests: Option<Sender<BatchRequest>>,
     pending: VecDeque<PendingBatch>,
     /// Returned after the batches before it.
@@ -71,14 +76,14 @@ pub(super) struct Pipeline {
 }
 
 impl Pipeline {
-    pub fn start(shared: &Arc<Shared>, position: Position) -> Result<Self> {
-        let (plan_sender, plans) = bounded(shared.windows_ahead);
+    pub fn start(shared: &Arc<Shared>, places: &[Place]) -> Result<Self> {
         let (requests, request_receiver) = unbounded();
         let mut pipeline = Self {
-            position,
+            places: places.to_vec(),
             shared: shared.clone(),
-            cutter: BatchCutter::new(position, shared.blocks.num_windows(), shared.settings.batch_size),
-            plans: Some(plans),
+            cutter: BatchCutter::new(places, &shared.mixture, &shared.settings),
+            plans: Vec::new(),
+            awaited: 0,
             requests: Some(requests),
             pending: VecDeque::new(),
             failure: None,
@@ -86,8 +91,12 @@ impl Pipeline {
             cancel: Cancel::default(),
             threads: Vec::new(),
         };
-        let (ours, cancel) = (shared.clone(), pipeline.cancel.clone());
-        pipeline.spawn("electra-plan", move || plan(&ours, position, &plan_sender, &cancel))?;
+        for (corpus, place) in places.iter().enumerate() {
+            let (shared, position, cancel) = (shared.clone(), place.position, pipeline.cancel.clone());
+            let (sender, plans) = bounded(shared.windows_waiting[corpus]);
+            pipeline.plans.push(plans);
+            pipeline.spawn("electra-plan", move || plan(&shared, corpus, position, &sender, &cancel))?;
+        }
         for _ in 0..shared.settings.num_threads {
             let (shared, requests) = (shared.clone(), request_receiver.clone());
             pipeline.spawn("electra-load", move || work(&shared, &requests))?;
@@ -104,16 +113,16 @@ impl Pipeline {
     pub fn poll_next(&mut self, deadline: Instant) -> Result<Poll> {
         loop {
             self.request_ahead();
-            if let Some(pending) = self.pending.front() {
+            if let Some(pending) = self.pending.front_mut() {
                 let result = match pending.reply.recv_deadline(deadline) {
                     Ok(result) => result,
                     Err(RecvTimeoutError::Timeout) => return Ok(Poll::Pending),
                     Err(RecvTimeoutError::Disconnected) => Err(stopped()),
                 };
-                let after = pending.after;
+                let after = std::mem::take(&mut pending.after);
                 self.pending.pop_front();
                 let batch = result?;
-                self.position = after;
+                self.places = after;
                 return Ok(Poll::Batch(batch));
             }
             if let Some(failure) = self.failure.take() {
@@ -122,39 +131,35 @@ impl Pipeline {
             if self.ended {
                 return Ok(Poll::Finished);
             }
-            match self.plans.as_ref().map(|plans| plans.recv_deadline(deadline)) {
-                Some(Ok(planned)) => self.accept(planned),
-                Some(Err(RecvTimeoutError::Timeout)) => return Ok(Poll::Pending),
-                _ => return Err(stopped()),
+            match self.plans[self.awaited].recv_deadline(deadline) {
+                Ok(planned) => self.accept(planned),
+                Err(RecvTimeoutError::Timeout) => return Ok(Poll::Pending),
+                Err(RecvTimeoutError::Disconnected) => return Err(stopped()),
             }
         }
     }
 
-    /// Requests batches up to the prefetch limit, without waiting for the planner.
+    /// Requests batches up to the prefetch limit, without waiting for a planner.
     fn request_ahead(&mut self) {
         while self.pending.len() < self.shared.settings.prefetch && !self.ended && self.failure.is_none() {
-            if let Some(rows) = self.cutter.next_full_batch() {
-                self.request(rows);
-                continue;
-            }
-            match self.plans.as_ref().map(Receiver::try_recv) {
-                Some(Ok(planned)) => self.accept(planned),
-                Some(Err(TryRecvError::Empty)) => return,
-                _ => self.failure = Some(stopped()),
+            match self.cutter.cut() {
+                Cut::Batch(rows) => self.request(rows),
+                Cut::Ended => self.ended = true,
+                Cut::Awaits(corpus) => {
+                    self.awaited = corpus;
+                    match self.plans[corpus].try_recv() {
+                        Ok(planned) => self.accept(planned),
+                        Err(TryRecvError::Empty) => return,
+                        Err(TryRecvError::Disconnected) => self.failure = Some(stopped()),
+                    }
+                }
             }
         }
     }
 
     fn accept(&mut self, planned: Planned) {
         match planned {
-            Ok(Some(window)) => self.cutter.window = Some(window),
-            Ok(None) => {
-                self.ended = true;
-                let rest = self.cutter.take_rest();
-                if !rest.is_empty() {
-                    self.request(rest);
-                }
-            }
+            Ok(window) => self.cutter.accept(self.awaited, window),
             Err(error) => self.failure = Some(error),
         }
     }
@@ -165,14 +170,15 @@ impl Pipeline {
         let request = BatchRequest { rows: rank_share(rows, rank, world_size), reply: sender };
         // If no worker is left, the reply channel closes, which `poll_next` reports.
         let _ = self.requests.as_ref().map(|requests| requests.send(request));
-        self.pending.push_back(PendingBatch { reply, after: self.cutter.position });
+        self.pending.push_back(PendingBatch { reply, after: self.cutter.places() });
     }
 }
 
 impl Drop for Pipeline {
     fn drop(&mut self) {
         self.cancel.raise();
-        (self.plans, self.requests) = (None, None);
+        self.plans.clear();
+        self.requests = None;
         self.pending.clear();
         for thread in self.threads.drain(..) {
             let _ = thread.join(); // a panic has printed its message already
@@ -180,27 +186,27 @@ impl Drop for Pipeline {
     }
 }
 
-/// The planning thread: packs windows from `position` on until the receiver is gone.
-fn plan(shared: &Shared, mut position: Position, plans: &Sender<Planned>, cancel: &Cancel) {
-    let mut packer = shared.settings.packer();
-    while position.epoch < shared.settings.epochs.unwrap_or(u32::MAX) {
-        let window = shared.blocks.plan(&mut packer, position.epoch, position.window, cancel);
+/// A planning thread: packs a corpus's windows from `position` on until the receiver is gone.
+fn plan(shared: &Shared, corpus: usize, mut position: Position, plans: &Sender<Planned>, cancel: &Cancel) {
+    let blocks = &shared.mixture.streams()[corpus];
+    let mut packer = shared.settings.packer(blocks.seed());
+    while position.epoch < shared.settings.last_epoch() {
+        let window = blocks.plan(&mut packer, position.epoch, position.window, cancel);
         let failed = window.is_err();
-        if plans.send(window.map(|window| Some(Arc::new(window)))).is_err() || failed {
+        if plans.send(window.map(Arc::new)).is_err() || failed {
             return;
         }
-        position = next_window(position, shared.blocks.num_windows());
+        position = next_window(position, blocks.num_windows());
     }
-    let _ = plans.send(Ok(None));
 }
 
 /// A worker thread: writes batches until there are no more requests.
 fn work(shared: &Shared, requests: &Receiver<BatchRequest>) {
-    let Settings { sequence_length, seed, masking, mask_prob, .. } = shared.settings;
-    let corpus = shared.blocks.corpus();
+    let Settings { sequence_length, masking, mask_prob, .. } = shared.settings;
+    let corpus = shared.mixture.streams()[0].corpus(); // all have the same vocabulary
     let (specials, vocab_size) = (corpus.special_tokens(), corpus.vocab_size());
     let masker = Masker::new(masking, mask_prob, sequence_length, specials, vocab_size);
-    let mut writer = BatchWriter::new(corpus, sequence_length, seed, masker, shared.pool.clone());
+    let mut writer = BatchWriter::new(corpus, sequence_length, masker, shared.pool.clone());
     for request in requests {
         let _ = request.reply.send(writer.write(&request.rows)); // the loader may be gone
     }

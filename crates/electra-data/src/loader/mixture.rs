@@ -1,0 +1,279 @@
+//! Several corpora as one stream of rows: their proportions, their seeds, and whose turn it is.
+//!
+//! Each corpus has its own stream of rows, exactly as if it were alone under its seed. A mixture decides row by
+//! row which corpus gives the next one, so its proportions do not depend on batches, ranks or interruptions.
+
+use std::sync::Arc;
+
+use super::shuffle_window::Blocks;
+use super::state::Place;
+use crate::error::{Error, Result};
+use crate::format::Corpus;
+use crate::philox::philox4x32;
+
+/// The sum of a mixture's weights is below this, so that products with numbers of rows fit into 128 bits.
+const MAX_WEIGHT: u64 = 1 << 63;
+
+/// A corpus and its weight, if it has one.
+type Weighted = (Arc<Corpus>, Option<f64>);
+
+/// The corpora of a loader: one, or several with weights.
+#[derive(Debug)]
+pub(super) struct Mixture {
+    streams: Vec<Blocks>,
+    weights: Vec<u64>,
+}
+
+impl Mixture {
+    /// Corpora with their weights; without any weight, in proportion to their tokens. They must differ and have
+    /// the same tokenizer. A corpus alone is read with `seed` itself.
+    pub fn new(corpora: Vec<Weighted>, seed: u64) -> Result<Self> {
+        if corpora.is_empty() {
+            return Err(Error::Input("there is no corpus; name at least one".into()));
+        }
+        let weights = weights_of(&corpora)?;
+        check_corpora(&corpora)?;
+        let is_alone = corpora.len() == 1;
+        let stream = |(corpus, _): Weighted| {
+            let seed = if is_alone { seed } else { derived_seed(seed, corpus.content_hash()) };
+            Blocks::new(corpus, seed)
+        };
+        Ok(Self { streams: corpora.into_iter().map(stream).collect::<Result<_>>()?, weights })
+    }
+
+    /// The blocks of each corpus.
+    pub fn streams(&self) -> &[Blocks] {
+        &self.streams
+    }
+
+    /// The weights in lowest terms.
+    pub fn weights(&self) -> &[u64] {
+        &self.weights
+    }
+
+    /// Whose turn it is where the corpora stand at `places`, if each is read `epochs` times.
+    pub fn turns(&self, places: &[Place], epochs: u32) -> Turns {
+        let weights = self.weights.iter().zip(places);
+        let weights = weights.map(|(&weight, place)| if place.position.epoch < epochs { weight } else { 0 });
+        Turns::new(weights.collect(), places.iter().map(|place| place.turns).collect())
+    }
+}
+
+/// Decides which corpus gives the next row.
+///
+/// Row number k (from 0) of a corpus with share w may come as soon as N w > k, if it becomes row N of all rows,
+/// and is due when N w = k + 1. Of the corpora whose next row may come, the one whose row is due first gives it.
+/// This is earliest-deadline-first scheduling of fluid shares (Baruah et al., "Proportionate progress", 1996), so
+/// after any N rows the corpus has given more than N w - 1 and less than N w + 1. Taking the corpus that lags
+/// most would not always keep that for more than two.
+#[derive(Clone, Debug)]
+pub(super) struct Turns {
+    /// 0 for a corpus that is finished.
+    weights: Vec<u64>,
+    /// Rows that each corpus has given since the weights last changed.
+    rows: Vec<u64>,
+    total_weight: u128,
+    total_rows: u128,
+    /// Whether all further rows are of one corpus.
+    pub is_decided: bool,
+}
+
+impl Turns {
+    fn new(weights: Vec<u64>, rows: Vec<u64>) -> Self {
+        let total = |numbers: &[u64]| numbers.iter().copied().map(u128::from).sum();
+        let is_decided = weights.iter().filter(|&&weight| weight > 0).count() <= 1;
+        Self { total_weight: total(&weights), total_rows: total(&rows), is_decided, weights, rows }
+    }
+
+    /// The corpus that gives the next row; `None` if all are finished.
+    #[inline]
+    pub fn next(&self) -> Option<usize> {
+        let wide = u128::from;
+        let may_come = |&corpus: &usize| {
+            wide(self.rows[corpus]) * self.total_weight < (self.total_rows + 1) * wide(self.weights[corpus])
+        };
+        let due = |a: usize, b: usize| (wide(self.rows[a]) + 1) * wide(self.weights[b]);
+        (0..self.weights.len()).filter(may_come).min_by(|&a, &b| due(a, b).cmp(&due(b, a)))
+    }
+
+    /// Counts rows that a corpus gives.
+    #[inline]
+    pub fn give(&mut self, corpus: usize, rows: u64) {
+        self.rows[corpus] += rows;
+        self.total_rows += u128::from(rows);
+    }
+
+    /// Rows that a corpus has given since the weights last changed.
+    pub fn given(&self, corpus: usize) -> u64 {
+        self.rows[corpus]
+    }
+
+    /// Takes a corpus that is finished out of the mixture; the others share anew.
+    pub fn finish(&mut self, corpus: usize) {
+        self.weights[corpus] = 0;
+        *self = Self::new(std::mem::take(&mut self.weights), vec![0; self.rows.len()]);
+    }
+}
+
+/// A corpus's own seed in a mixture: equal block numbers of two corpora must not get equal masks, and the order
+/// of a corpus must not depend on the others. Not negative as an `i64`, so that it can be given as an option.
+fn derived_seed(seed: u64, content_hash: &str) -> u64 {
+    let hash = u128::from_str_radix(content_hash, 16).unwrap_or_default(); // 32 hexadecimal digits
+    let counter = [hash as u32, (hash >> 32) as u32, (hash >> 64) as u32, (hash >> 96) as u32];
+    let [low, high, ..] = philox4x32(counter, [seed as u32, (seed >> 32) as u32]);
+    (u64::from(high) << 32 | u64::from(low)) >> 1
+}
+
+fn check_corpora(corpora: &[Weighted]) -> Result<()> {
+    for (number, (corpus, _)) in corpora.iter().enumerate() {
+        if corpus.num_tokens() == 0 {
+            let which = if corpora.len() == 1 { String::new() } else { format!("{}: ", named(corpus)) };
+            let reason = "the corpus has no tokens; prepare it from other input";
+            return Err(Error::Input(format!("{which}{reason}")));
+        }
+        for (other, _) in &corpora[..number] {
+            check_pair(other, corpus)?;
+        }
+    }
+    Ok(())
+}
+
+/// Two corpora of a mixture have the same ids, and are not the same.
+fn check_pair(first: &Corpus, second: &Corpus) -> Result<()> {
+    let (hashes, names) = (first.tokenizer_hash(), format!("{} and {}", named(first), named(second)));
+    if hashes != second.tokenizer_hash() || first.special_tokens() != second.special_tokens() {
+        return Err(Error::Input(format!(
+            "{names} have different vocabularies (hashes {hashes} and {}); prepare one again with the other's",
+            second.tokenizer_hash()
+        )));
+    }
+    if first.content_hash() == second.content_hash() {
+        let hash = first.content_hash();
+        return Err(Error::Input(format!(
+            "{names} are the same corpus (content hash {hash}); name it once, with its whole weight"
+        )));
+    }
+    Ok(())
+}
+
+fn named(corpus: &Corpus) -> std::path::Display<'_> {
+    corpus.dir().display()
+}
+
+/// The weights as integers in lowest terms: those given, or the numbers of tokens.
+fn weights_of(corpora: &[Weighted]) -> Result<Vec<u64>> {
+    let given: Vec<f64> = corpora.iter().filter_map(|&(_, weight)| weight).collect();
+    if given.is_empty() {
+        let tokens = corpora.iter().map(|(corpus, _)| u128::from(corpus.num_tokens()));
+        return lowest_terms(tokens.collect()).ok_or_else(|| Error::Input("too many tokens".into()));
+    }
+    for (corpus, weight) in corpora {
+        let Some(weight) = *weight else {
+            let reason = "has no weight; give every corpus one, or none";
+            return Err(Error::Input(format!("{}: {reason}", named(corpus))));
+        };
+        if !(weight > 0.0 && weight.is_finite()) {
+            let reason = "must be a number above 0";
+            return Err(Error::Input(format!("{}: weight {weight}: {reason}", named(corpus))));
+        }
+    }
+    decimals(&given).and_then(lowest_terms).ok_or_else(|| {
+        Error::Input(format!("weights {given:?}: too far apart, or of too many digits; round them"))
+    })
+}
+
+/// Numbers as whole multiples of a power of ten, by their shortest decimal form: 0.7 and 0.25 are 70 and 25.
+fn decimals(numbers: &[f64]) -> Option<Vec<u128>> {
+    let texts: Vec<String> = numbers.iter().map(f64::to_string).collect();
+    let parts: Vec<_> = texts.iter().map(|text| text.split_once('.').unwrap_or((text, ""))).collect();
+    let digits = parts.iter().map(|(_, fraction)| fraction.len()).max()?;
+    parts.iter().map(|(whole, fraction)| format!("{whole}{fraction:0<digits$}").parse().ok()).collect()
+}
+
+/// Divides by the greatest common divisor; `None` if the sum is too large even then.
+fn lowest_terms(numbers: Vec<u128>) -> Option<Vec<u64>> {
+    let divisor = numbers.iter().copied().fold(0, gcd).max(1);
+    let terms = numbers.into_iter().map(|number| u64::try_from(number / divisor).ok());
+    let terms: Vec<u64> = terms.collect::<Option<_>>()?;
+    let sum = terms.iter().try_fold(0_u64, |sum, &term| sum.checked_add(term))?;
+    (sum < MAX_WEIGHT).then_some(terms)
+}
+
+fn gcd(a: u128, b: u128) -> u128 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_are_exact_and_in_lowest_terms() {
+        let terms = |weights: &[f64]| decimals(weights).and_then(lowest_terms);
+        assert_eq!(terms(&[0.7, 0.3]), Some(vec![7, 3]));
+        assert_eq!(terms(&[70.0, 30.0]), Some(vec![7, 3]));
+        assert_eq!(terms(&[1.0, 0.25, 1e-3]), Some(vec![1000, 250, 1]));
+        assert_eq!(terms(&[1.0 / 3.0, 1.0]), Some(vec![3_333_333_333_333_333, 10_000_000_000_000_000]));
+        assert_eq!(terms(&[1e300, 1.0]), None);
+        assert_eq!(terms(&[1e-300, 1.0]), None);
+        assert_eq!(terms(&[1e19, 1.0]), None);
+    }
+
+    /// The corpora of the first `rows` rows.
+    fn order(weights: &[u64], rows: usize) -> Vec<usize> {
+        let mut turns = Turns::new(weights.to_vec(), vec![0; weights.len()]);
+        let mut next = || {
+            let corpus = turns.next().unwrap();
+            turns.give(corpus, 1);
+            corpus
+        };
+        (0..rows).map(|_| next()).collect()
+    }
+
+    #[test]
+    fn corpora_take_turns() {
+        assert_eq!(order(&[1, 1], 4), [0, 1, 0, 1]);
+        assert_eq!(order(&[7, 3], 10), [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]);
+        assert_eq!(order(&[1, 2, 1], 4), [1, 0, 1, 2]);
+        assert_eq!(order(&[1, 1 << 40], 3), [1, 1, 1]);
+    }
+
+    #[test]
+    fn proportions_are_exact_at_every_row() {
+        // With the last one, the corpus that lags most would leave another more than a row behind.
+        for weights in [&[7, 3][..], &[1, 999], &[5], &[1, 1, 1, 1, 1], &[52, 1, 39, 1, 6, 23, 1, 23, 4]] {
+            let total: u64 = weights.iter().sum();
+            let mut given = vec![0_u64; weights.len()];
+            for (rows, corpus) in (1..).zip(order(weights, 3 * total as usize)) {
+                given[corpus] += 1;
+                for (&given, &weight) in given.iter().zip(weights) {
+                    assert!((given * total).abs_diff(rows * weight) < total, "{weights:?}: row {rows}");
+                }
+            }
+            assert!(given.iter().zip(weights).all(|(&given, &weight)| given == 3 * weight));
+        }
+    }
+
+    #[test]
+    fn a_finished_corpus_leaves_its_turns_to_the_others() {
+        let mut turns = Turns::new(vec![8, 1, 3], vec![16, 2, 6]);
+        assert!(!turns.is_decided);
+        turns.finish(0);
+        let rest: Vec<_> = (0..4).map(|_| turns.next().inspect(|&corpus| turns.give(corpus, 1))).collect();
+        assert_eq!(rest, [Some(2), Some(2), Some(1), Some(2)]);
+        turns.finish(2);
+        assert!(turns.is_decided);
+        assert_eq!(turns.next(), Some(1));
+        turns.finish(1);
+        assert_eq!(turns.next(), None);
+    }
+
+    #[test]
+    fn seeds_differ_by_corpus_and_by_seed() {
+        let seeds = [(1, "0f"), (2, "0f"), (1, "1f"), (1, "0f00000000000000000000000000000f")];
+        let seeds: Vec<_> = seeds.iter().map(|(seed, hash)| derived_seed(*seed, hash)).collect();
+        let distinct: std::collections::HashSet<_> = seeds.iter().collect();
+        assert_eq!(distinct.len(), seeds.len());
+        assert!(seeds.iter().all(|&seed| i64::try_from(seed).is_ok()));
+    }
+}

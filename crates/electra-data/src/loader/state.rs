@@ -1,0 +1,289 @@
+//! Where a loader stands: the state from which it resumes.
+
+use serde::{Deserialize, Serialize};
+
+use super::mixture::Mixture;
+use super::options::Settings;
+use crate::error::{Error, Result};
+
+/// No loader has given more rows than this, so that products with weights fit into 128 bits.
+const MAX_TURNS: u64 = 1 << 48;
+
+/// A position between two rows of a corpus's stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Position {
+    /// Number of finished epochs.
+    pub epoch: u32,
+    /// Number of finished windows of this epoch.
+    pub window: u32,
+    /// Number of finished rows of this window.
+    pub row: u64,
+}
+
+/// A corpus's position, and its turns in the mixture.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Place {
+    /// The position.
+    pub position: Position,
+    /// Rows of the window; 0 at its start, where they may not be known yet.
+    pub window_rows: u64,
+    /// Rows given since a corpus last left the mixture; without a meaning for a corpus alone.
+    pub turns: u64,
+}
+
+/// Where a loader stands and what that belongs to: all that it needs to resume. As JSON, less than 256 bytes for
+/// one corpus, and about 110 per corpus of a mixture.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LoaderState(Saved);
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+enum Saved {
+    Single(Single),
+    Mixture(Several),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Single {
+    epoch: u32,
+    #[serde(rename = "group")]
+    window: u32,
+    row: u64,
+    seed: u64,
+    corpus: String,
+    options: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Several {
+    corpora: Vec<Member>,
+    seed: u64,
+    options: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Member {
+    corpus: String,
+    weight: u64,
+    epoch: u32,
+    #[serde(rename = "group")]
+    window: u32,
+    row: u64,
+    turns: u64,
+}
+
+impl LoaderState {
+    /// The state of a loader with these settings whose corpora stand at `places`.
+    pub(super) fn new(places: &[Place], settings: &Settings, mixture: &Mixture) -> Self {
+        let members = places.iter().zip(mixture.streams()).zip(mixture.weights());
+        let mut corpora: Vec<Member> = members
+            .map(|((place, blocks), &weight)| Member {
+                corpus: blocks.corpus().content_hash().into(),
+                weight,
+                epoch: place.position.epoch,
+                window: place.position.window,
+                row: place.position.row,
+                turns: place.turns,
+            })
+            .collect();
+        let (seed, options) = (settings.seed, settings.content());
+        if corpora.len() > 1 {
+            return Self(Saved::Mixture(Several { corpora, seed, options }));
+        }
+        let Member { corpus, epoch, window, row, .. } = corpora.remove(0);
+        Self(Saved::Single(Single { epoch, window, row, seed, corpus, options }))
+    }
+
+    /// Parses a state from the JSON that [`LoaderState::to_json`] returned.
+    pub fn from_json(json: &str) -> Result<Self> {
+        let parsed = serde_json::from_str::<serde_json::Value>(json);
+        let saved = if parsed.is_ok_and(|state| state.get("corpora").is_some()) {
+            serde_json::from_str(json).map(Saved::Mixture)
+        } else {
+            serde_json::from_str(json).map(Saved::Single)
+        };
+        let saved = saved.map_err(|error| {
+            Error::Input(format!("state: {error}; give what state() returned, unchanged"))
+        })?;
+        Ok(Self(saved))
+    }
+
+    /// The state as a JSON object.
+    pub fn to_json(&self) -> Result<String> {
+        serde_json::to_string(self).map_err(|error| Error::Input(format!("state: {error}")))
+    }
+
+    /// The corpora's places, if the state belongs to a loader of this mixture with these settings.
+    pub(super) fn places(&self, settings: &Settings, mixture: &Mixture) -> Result<Vec<Place>> {
+        let count = mixture.streams().len();
+        let ours = Self::new(&vec![Place::default(); count], settings, mixture);
+        require_same_corpora(&self.0, &ours.0)?;
+        let (seed, options) = self.0.stream();
+        let (our_seed, our_options) = ours.0.stream();
+        require_same("seed", &seed.to_string(), &our_seed.to_string())?;
+        require_same("options", options, our_options)?;
+        self.0.places()
+    }
+}
+
+impl Saved {
+    /// What the streams of rows depend on besides the corpora.
+    fn stream(&self) -> (u64, &str) {
+        match self {
+            Self::Single(state) => (state.seed, &state.options),
+            Self::Mixture(state) => (state.seed, &state.options),
+        }
+    }
+
+    /// The content hashes, separated by commas.
+    fn hashes(&self) -> String {
+        match self {
+            Self::Single(state) => state.corpus.clone(),
+            Self::Mixture(state) => joined(state.corpora.iter().map(|member| &member.corpus)),
+        }
+    }
+
+    fn weights(&self) -> String {
+        match self {
+            Self::Single(_) => String::new(),
+            Self::Mixture(state) => joined(state.corpora.iter().map(|member| member.weight)),
+        }
+    }
+
+    fn places(&self) -> Result<Vec<Place>> {
+        let members = match self {
+            Self::Single(state) => return Ok(vec![place(state.epoch, state.window, state.row, 0)]),
+            Self::Mixture(state) => &state.corpora,
+        };
+        if let Some(Member { turns, .. }) = members.iter().find(|member| member.turns > MAX_TURNS) {
+            return Err(Error::Input(format!("state: turns {turns}: no loader has given so many rows")));
+        }
+        Ok(members.iter().map(|m| place(m.epoch, m.window, m.row, m.turns)).collect())
+    }
+}
+
+fn place(epoch: u32, window: u32, row: u64, turns: u64) -> Place {
+    Place { position: Position { epoch, window, row }, window_rows: 0, turns }
+}
+
+fn joined(parts: impl Iterator<Item = impl ToString>) -> String {
+    parts.map(|part| part.to_string()).collect::<Vec<_>>().join(", ")
+}
+
+fn require_same_corpora(saved: &Saved, ours: &Saved) -> Result<()> {
+    let is_single = matches!((saved, ours), (Saved::Single(_), Saved::Single(_)));
+    require_same(if is_single { "corpus" } else { "corpora" }, &saved.hashes(), &ours.hashes())?;
+    require_same("weights", &saved.weights(), &ours.weights())
+}
+
+fn require_same(what: &str, saved: &str, ours: &str) -> Result<()> {
+    if saved == ours {
+        return Ok(());
+    }
+    Err(Error::Input(format!(
+        "state: saved with {what} {saved:?} but this loader has {ours:?}; create the loader with the same settings"
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::format::Corpus;
+    use crate::format::testing::write_corpus;
+    use crate::loader::LoaderOptions;
+    use crate::loader::pack::Packing;
+
+    /// A mixture of corpora of one token each.
+    fn mixture(dir: &Path, weighted: &[(u32, f64)]) -> Mixture {
+        let corpus = |token: u32| {
+            let dir = dir.join(token.to_string());
+            write_corpus(&dir, 99, &[vec![vec![token]]], 10);
+            Arc::new(Corpus::open(&dir).unwrap())
+        };
+        Mixture::new(weighted.iter().map(|&(token, weight)| (corpus(token), Some(weight))).collect(), 0)
+            .unwrap()
+    }
+
+    fn state(mixture: &Mixture, settings: &Settings) -> LoaderState {
+        LoaderState::new(&vec![Place::default(); mixture.streams().len()], settings, mixture)
+    }
+
+    #[test]
+    fn the_longest_states_are_short() {
+        let dir = tempfile::tempdir().unwrap();
+        let options = LoaderOptions {
+            sequence_length: 32_768,
+            mask_prob: 1.0 / 3.0,
+            seed: i64::MAX,
+            ..LoaderOptions::default()
+        };
+        let position = Position { epoch: u32::MAX, window: u32::MAX, row: u64::MAX };
+        let place = Place { position, turns: 1 << 40, ..Place::default() };
+        for (weighted, longest) in [(&[(5, 1.0)][..], 256), (&[(5, 1e15), (6, 1.0), (7, 0.3)], 620)] {
+            let mixture = mixture(dir.path(), weighted);
+            let state = LoaderState::new(&vec![place; weighted.len()], &options.check().unwrap(), &mixture);
+            let json = state.to_json().unwrap();
+            assert!(json.len() < longest, "{}: {json}", json.len());
+            assert_eq!(LoaderState::from_json(&json).unwrap(), state);
+        }
+    }
+
+    #[test]
+    fn the_state_of_one_corpus_has_its_first_form() {
+        let dir = tempfile::tempdir().unwrap();
+        let mixture = mixture(dir.path(), &[(5, 0.5)]);
+        let hash = mixture.streams()[0].corpus().content_hash();
+        let json = state(&mixture, &LoaderOptions::default().check().unwrap()).to_json().unwrap();
+        let options = "sequence_length=128 masking=google mask_prob=0.15 packing=best-fit";
+        let fields =
+            format!(r#""epoch":0,"group":0,"row":0,"seed":0,"corpus":"{hash}","options":"{options}""#);
+        assert_eq!(json, format!("{{{fields}}}"));
+    }
+
+    #[test]
+    fn a_state_of_another_loader_is_rejected() {
+        let dir = tempfile::tempdir().unwrap();
+        let [a, b] = [5, 6].map(|token| mixture(dir.path(), &[(token, 1.0)]));
+        let [hash_a, hash_b] = [&a, &b].map(|mixture| mixture.streams()[0].corpus().content_hash());
+        let ours = LoaderOptions::default().check().unwrap();
+        let message = |state: &LoaderState, settings: &Settings, mixture: &Mixture| {
+            state.places(settings, mixture).unwrap_err().to_string()
+        };
+        let single = state(&a, &ours);
+        let expected = format!("saved with corpus \"{hash_a}\" but this loader has \"{hash_b}\"");
+        assert!(message(&single, &ours, &b).contains(&expected));
+        let mut other = ours.clone();
+        other.seed = 5;
+        assert!(message(&single, &other, &a).contains("saved with seed \"0\""));
+        other = ours.clone();
+        other.sequence_length = 512;
+        assert!(message(&single, &other, &a).contains("sequence_length=128"));
+        other = ours.clone();
+        other.packing = Packing::Google;
+        assert!(message(&single, &other, &a).contains("packing=best-fit"));
+        // Mixtures: with one corpus, in another order, with other weights.
+        let several = mixture(dir.path(), &[(5, 0.7), (6, 0.3)]);
+        let saved = state(&several, &ours);
+        assert!(saved.places(&ours, &mixture(dir.path(), &[(5, 70.0), (6, 30.0)])).is_ok());
+        let both = format!("corpora \"{hash_a}, {hash_b}\"");
+        assert!(message(&saved, &ours, &a).contains(&format!("{both} but this loader has \"{hash_a}\"")));
+        assert!(message(&single, &ours, &several).contains(&format!("saved with corpora \"{hash_a}\" but")));
+        let turned = mixture(dir.path(), &[(6, 0.3), (5, 0.7)]);
+        assert!(message(&saved, &ours, &turned).contains(&format!("this loader has \"{hash_b}, {hash_a}\"")));
+        let weights = "saved with weights \"7, 3\" but this loader has \"1, 1\"";
+        assert!(message(&saved, &ours, &mixture(dir.path(), &[(5, 1.0), (6, 1.0)])).contains(weights));
+        for json in ["", "{}", "[]", "{\"epoch\": -1}", "null", "{\"corpora\": []}", "{\"corpora\": 1}"] {
+            assert!(LoaderState::from_json(json).unwrap_err().to_string().starts_with("state: "));
+        }
+        let many = saved.to_json().unwrap().replace("\"turns\":0", &format!("\"turns\":{}", u64::MAX));
+        assert!(
+            message(&LoaderState::from_json(&many).unwrap(), &ours, &several).contains("no loader has given")
+        );
+    }
+}

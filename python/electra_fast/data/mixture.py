@@ -1,0 +1,201 @@
+"""One corpus or several that are trained on together: how they are named, and what they are as a whole.
+
+Sits between the configuration's `data.corpus` and the loader, which reads the corpora in proportion to their weights.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from electra_fast import _data
+from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.errors import InputError
+
+Corpora = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float]
+"""A folder; folders as "FOLDER:WEIGHT", or without weights; or weights by folder. A folder may be a URL."""
+
+Weighted = list[tuple[str, float | None]]
+
+
+def weighted_folders(corpora: Corpora) -> Weighted:
+    """The folders and their weights, None where there is none. A folder alone is taken as it is, colons and all."""
+    if isinstance(corpora, (str, os.PathLike)):
+        return [(os.fspath(corpora), None)]
+    if isinstance(corpora, Mapping):
+        return [(os.fspath(folder), _weight(folder, weight)) for folder, weight in corpora.items()]
+    entries = [_divided(os.fspath(entry)) for entry in corpora]
+    return [(folder, float(weight) if weight else None) for folder, weight in entries]
+
+
+def absolute(corpora: Corpora) -> str | list[str] | dict[str, float]:
+    """The same with absolute paths, which mean the same folders wherever they are read; URLs stay as they are."""
+    if isinstance(corpora, (str, os.PathLike)):
+        return _absolute(os.fspath(corpora))
+    if isinstance(corpora, Mapping):
+        return {_absolute(os.fspath(folder)): weight for folder, weight in corpora.items()}
+    entries = [_divided(os.fspath(entry)) for entry in corpora]
+    return [f"{_absolute(folder)}:{weight}" if weight else _absolute(folder) for folder, weight in entries]
+
+
+def missing_folder(corpora: Corpora) -> str | None:
+    """The first folder that does not exist, URLs aside."""
+    folders = (folder for folder, _ in weighted_folders(corpora))
+    return next((folder for folder in folders if _data.url_of(folder) is None and not Path(folder).exists()), None)
+
+
+class Mixture:
+    """The corpora of a run, of which each gives rows in proportion to its weight; often there is only one.
+
+    Args:
+        corpora: A corpus's folder; or several as a list of "FOLDER:WEIGHT" or a mapping from folder to weight.
+            Without any weight, rows are in proportion to the corpora's tokens.
+
+    Raises:
+        FileNotFoundError: There is no corpus in one of the folders; the message names it.
+        ValueError: The corpora have different vocabularies, two are the same, a weight is not a number above 0 or is
+            missing, or a file is damaged.
+    """
+
+    def __init__(self, corpora: Corpora) -> None:
+        entries = weighted_folders(corpora)
+        self.folders = [folder for folder, _ in entries]
+        self.corpora = [Corpus(folder) for folder in self.folders]
+        # A corpus alone has no share to compute; the loader says whether it can be read.
+        self.weights = [1] if isinstance(corpora, (str, os.PathLike)) else _data.mixture_weights(entries)
+
+    def __str__(self) -> str:
+        return ", ".join(self.folders)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one corpus only."""
+        return len(self.corpora) == 1
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of all corpora."""
+        return Tokenizer.of(self.corpora[0])
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of entries; every id is smaller."""
+        return self.corpora[0].vocab_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all documents of all corpora."""
+        return sum(corpus.num_tokens for corpus in self.corpora)
+
+    @property
+    def content_hash(self) -> str:
+        """Identifies the corpora and their weights: the hash of one corpus, "HASH:WEIGHT HASH:WEIGHT" of several."""
+        if self.is_single:
+            return self.corpora[0].content_hash
+        return " ".join(
+            f"{corpus.content_hash}:{weight}" for corpus, weight in zip(self.corpora, self.weights, strict=True)
+        )
+
+    @property
+    def shares(self) -> list[float]:
+        """The share of each corpus in the rows; they add up to 1."""
+        return [weight / sum(self.weights) for weight in self.weights]
+
+    @property
+    def holdout(self) -> Corpora | None:
+        """The validation corpora (`prepare --holdout`) of those corpora that have one.
+
+        Without weights: a pass reads each once, and any part of a pass has tokens of each in proportion.
+        """
+        if self.is_single:
+            return self.corpora[0].holdout
+        opened = (Corpus(corpus.holdout) for corpus in self.corpora if corpus.holdout is not None)
+        found = {corpus.content_hash: corpus.path for corpus in opened if corpus.num_tokens}
+        return list(found.values()) or None
+
+    def token_counts(self) -> NDArray[np.int64] | NDArray[np.float64]:
+        """How often each id is expected in as many tokens as the corpora have: shape [vocab_size].
+
+        The counts of one corpus, int64. For several fp64, each corpus with its share of the tokens: with weights in
+        proportion to the tokens, the sum of the counts. Reads all tokens.
+        """
+        if self.is_single:
+            return self.corpora[0].token_counts()
+        parts = zip(self.shares, self.corpora, strict=True)
+        expected = np.zeros(self.vocab_size)
+        for share, corpus in parts:
+            expected += share * self.num_tokens / corpus.num_tokens * corpus.token_counts()
+        return expected
+
+    def names(self) -> list[str]:
+        """Short names: the last part of each folder's path where these differ, else the folders."""
+        last = [Path(folder).name for folder in self.folders]
+        return last if max(Counter(last).values()) == 1 else self.folders
+
+
+def resumed_state(fresh: dict[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Where a loader starts whose stream of rows is another one than that of a saved state, and what to say of it.
+
+    A corpus that both have begins its next epoch. But with equal seeds and options, the corpora of two mixtures keep
+    their orders, so they go on where they were, and only their shares change.
+    """
+    before = {member["corpus"]: member for member in _members(saved)}
+    same = ("seed", "options")
+    goes_on = "corpora" in fresh and "corpora" in saved and all(fresh[name] == saved[name] for name in same)
+
+    def begin(member: dict[str, Any]) -> dict[str, Any]:
+        known = before.get(member["corpus"])
+        if known is None:
+            return member
+        if goes_on:
+            return member | {name: known[name] for name in ("epoch", "group", "row")}
+        return member | {"epoch": known["epoch"] + 1}
+
+    if "corpora" in fresh:
+        state = fresh | {"corpora": [begin(member) for member in fresh["corpora"]]}
+    else:
+        state = begin(fresh)
+    if goes_on:
+        return state, "the corpora have other shares from here on; those that were there before go on where they were"
+    return state, "the change makes other rows of the corpus: their order starts anew, with another epoch"
+
+
+def stream_of(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What decides the stream of rows to which a loader's state belongs."""
+    corpora = [(member["corpus"], member.get("weight")) for member in _members(state)]
+    return state["seed"], state["options"], corpora
+
+
+def _members(state: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    members: Iterable[Mapping[str, Any]] = state.get("corpora", [state])
+    return members
+
+
+def _divided(entry: str) -> tuple[str, str]:
+    """Folder and weight of an entry "FOLDER:WEIGHT"; an existing folder of that whole name has no weight."""
+    folder, _, weight = entry.rpartition(":")
+    return (folder, weight) if folder and _is_number(weight) and not Path(entry).exists() else (entry, "")
+
+
+def _weight(folder: str, weight: object) -> float:
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise InputError(f"{folder}: weight {weight!r}: must be a number above 0")
+    return float(weight)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _absolute(folder: str) -> str:
+    return _data.url_of(folder) or (os.path.abspath(folder) if folder else "")
