@@ -1,5 +1,6 @@
 //! `BatchLoader`: the iterator of record batches.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
@@ -74,10 +75,11 @@ impl BatchLoader {
         })
     }
 
-    /// The folders of the corpora, as absolute paths, with the weights given.
+    /// The folders of the corpora, as absolute paths or URLs, with the weights given. Strings, since a `Path` would
+    /// spoil a URL.
     #[getter]
-    fn corpora(&self) -> Vec<Weighted> {
-        self.corpora.clone()
+    fn corpora(&self) -> Vec<(&OsStr, Option<f64>)> {
+        self.corpora.iter().map(|(path, weight)| (path.as_os_str(), *weight)).collect()
     }
 
     /// How often each corpus has been read, after the last batch that was returned.
