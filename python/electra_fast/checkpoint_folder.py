@@ -45,7 +45,7 @@ class TrainState:
     """Time spent on steps."""
     log_window: LogWindow = field(default_factory=LogWindow)
     corpus: str | None = None
-    """Content hash of the corpus."""
+    """Content hash of the corpus; of several, HASH:WEIGHT of each."""
     loader: dict[str, Any] | None = None
     """`BatchLoader.state`; None for an imported model whose training has not started."""
     imported: bool = False

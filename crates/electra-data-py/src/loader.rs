@@ -1,5 +1,6 @@
 //! `BatchLoader`: the iterator of record batches.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
@@ -79,11 +80,11 @@ impl BatchLoader {
         })
     }
 
-    /// The folders of the corpora, as absolute paths or URLs, with the weights given.
+    /// The folders of the corpora, as absolute paths or URLs, with the weights given. Strings, since a `Path` would
+    /// spoil a URL.
     #[getter]
-    fn corpora(&self) -> Vec<(String, Option<f64>)> {
-        let text = |path: &Path| path.to_string_lossy().into_owned();
-        self.corpora.iter().map(|(path, weight)| (text(path), *weight)).collect()
+    fn corpora(&self) -> Vec<(&OsStr, Option<f64>)> {
+        self.corpora.iter().map(|(path, weight)| (path.as_os_str(), *weight)).collect()
     }
 
     /// How often each corpus has been read, after the last batch that was returned.

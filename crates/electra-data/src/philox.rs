@@ -35,6 +35,8 @@ pub(crate) const fn probability(p: f64) -> u32 {
 }
 
 /// The four random words for a counter and a key.
+// Always inlined: `Stream::refill` computes four counters side by side only if it sees into this.
+#[inline(always)]
 pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     let [mut x0, mut x1, mut x2, mut x3] = counter;
     let [mut k0, mut k1] = key;

@@ -115,8 +115,10 @@ class Mixture:
         """
         if self.is_single:
             return self.corpora[0].holdout
-        opened = (Corpus(corpus.holdout) for corpus in self.corpora if corpus.holdout is not None)
-        found = {corpus.content_hash: corpus.path for corpus in opened if corpus.num_tokens}
+        folders = [corpus.holdout for corpus in self.corpora if corpus.holdout is not None]
+        opened = [(Corpus(folder), folder) for folder in folders]
+        # By content: two corpora may have the same validation part. One without text has nothing to read.
+        found = {corpus.content_hash: folder for corpus, folder in opened if corpus.num_tokens}
         return list(found.values()) or None
 
     def token_counts(self) -> NDArray[np.int64] | NDArray[np.float64]:
