@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use crate::errors::InputError;
-use electra_data::{Corpus, Error, Loader, LoaderOptions, LoaderState, Poll};
+use electra_data::{Corpus, Error, Loader, LoaderOptions, LoaderState, Poll, Tokenizer};
 use pyo3::prelude::*;
 
 use crate::errors::{absolute, raise};
@@ -30,7 +30,7 @@ pub struct BatchLoader {
 impl BatchLoader {
     #[new]
     #[pyo3(signature = (
-        corpus, *, sequence_length, batch_size, seed, masking, mask_prob, packing, rank, world_size,
+        corpus, *, sequence_length, batch_size, seed, masking, mask_prob, packing, cut_at, rank, world_size,
         num_threads, prefetch, epochs
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only, one per option")]
@@ -43,6 +43,7 @@ impl BatchLoader {
         masking: String,
         mask_prob: f64,
         packing: String,
+        cut_at: String,
         rank: i64,
         world_size: i64,
         num_threads: i64,
@@ -56,6 +57,8 @@ impl BatchLoader {
             masking,
             mask_prob,
             packing,
+            cut_at,
+            word_starts: None,
             rank,
             world_size,
             num_threads,
@@ -131,7 +134,12 @@ impl BatchLoader {
 }
 
 fn open(corpus: &Path, options: &LoaderOptions) -> Result<Loader, Error> {
-    Loader::new(Arc::new(Corpus::open(corpus)?), options)
+    let corpus = Arc::new(Corpus::open(corpus)?);
+    let mut options = options.clone();
+    if options.needs_word_starts() {
+        options.word_starts = Tokenizer::of_corpus(&corpus)?.word_starts().map(Into::into);
+    }
+    Loader::new(corpus, &options)
 }
 
 /// Must be called without the GIL: the owner of the lock may be waiting for a batch.

@@ -29,6 +29,7 @@ impl Loader {
         if corpus.num_tokens() == 0 {
             return Err(Error::Input("the corpus has no tokens; prepare it from other input".into()));
         }
+        settings.check_words(&corpus)?;
         let blocks = Blocks::new(corpus, settings.seed)?;
         let shared = Arc::new(Shared { blocks, settings, pool: Arc::default() });
         Ok(Self { shared, position: Position::default(), pipeline: None })
@@ -83,13 +84,14 @@ impl Loader {
         Ok(())
     }
 
-    /// Rows per epoch; with `google` packing, in the first one. Reads where documents end, and for `google`
-    /// all line lengths.
+    /// Rows per epoch; in the first one, where the number depends on the epoch (`google` packing, and cuts at
+    /// words or lines). Reads where documents end, for `google` and cuts at lines all line lengths, for cuts
+    /// at words some tokens of every row.
     pub fn num_rows(&self) -> Result<u64> {
         self.sum_over_blocks(|packer, counter| self.shared.blocks.count_rows(packer, counter))
     }
 
-    /// What the rows of the first epoch hold. Packs all blocks, which reads no token.
+    /// What the rows of the first epoch hold. Packs all blocks, which reads no token, except for cuts at words.
     pub fn contents(&self) -> Result<Contents> {
         self.sum_over_blocks(|packer, counter| Ok(Contents::of(&self.shared.blocks.rows(packer, counter)?)))
     }

@@ -14,6 +14,8 @@ use crate::format::Corpus;
 use crate::format::testing::write_corpus;
 use crate::philox::{Purpose, Stream};
 
+mod cuts;
+
 const VOCAB: u32 = 30_000;
 
 fn documents(count: u32) -> Vec<Vec<Vec<u32>>> {

@@ -14,7 +14,6 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounde
 
 use super::batch::{BatchWriter, BufferPool, RowRange};
 use super::batch_cutter::{BatchCutter, next_window, rank_share};
-use super::mask::Masker;
 use super::options::{Position, Settings};
 use super::shuffle_window::{Blocks, ShuffleWindow};
 use crate::error::{Error, Result};
@@ -190,10 +189,9 @@ fn plan(shared: &Shared, mut position: Position, plans: &Sender<Planned>) {
 
 /// A worker thread: writes batches until there are no more requests.
 fn work(shared: &Shared, requests: &Receiver<BatchRequest>) {
-    let Settings { sequence_length, seed, masking, mask_prob, .. } = shared.settings;
+    let Settings { sequence_length, seed, .. } = shared.settings;
     let corpus = shared.blocks.corpus();
-    let (specials, vocab_size) = (corpus.special_tokens(), corpus.vocab_size());
-    let masker = Masker::new(masking, mask_prob, sequence_length, specials, vocab_size);
+    let masker = shared.settings.masker(corpus);
     let mut writer = BatchWriter::new(corpus, sequence_length, seed, masker, shared.pool.clone());
     for request in requests {
         let _ = request.reply.send(writer.write(&request.rows)); // the loader may be gone
