@@ -19,6 +19,7 @@ import torch
 
 import electra_fast
 from electra_fast.data.corpus import Corpus
+from electra_fast.data.inspect import show_row
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.prepare_report import contents
 
@@ -237,3 +238,10 @@ def test_a_run_trains_on_whole_words(tiny_corpus: Path, tmp_path: Path):
     assert (
         "masking=span" in (options := BatchLoader.from_config(config).state()["options"]) and "cut_at=word" in options
     )
+
+
+@pytest.mark.parametrize("masking", MASKINGS)
+def test_inspect_shows_a_row_with_masked_words(tiny_corpus: Path, capfd: pytest.CaptureFixture[str], masking: str):
+    show_row(tiny_corpus, sequence_length=32, masking=masking, seed=0, cut_at="line")
+    shown = capfd.readouterr().err
+    assert shown.startswith("[CLS]") and "[MASK](" in shown
