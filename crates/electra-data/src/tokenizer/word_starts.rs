@@ -19,7 +19,8 @@ impl Tokenizer {
     /// For each id, whether it begins a word; `None` if the vocabulary does not mark words.
     ///
     /// Added tokens, [UNK] among them, and ids without an entry are words of their own. Where starts are
-    /// marked, what follows a word without a space (punctuation) belongs to it.
+    /// marked, what follows a word without a space (punctuation) belongs to it; with byte-level BPE that adds no
+    /// space before a text, so does the first word of the next line, which has no mark.
     pub fn word_starts(&self) -> Option<Vec<bool>> {
         let (mark, begins) = match self.continuation_prefix() {
             Some(prefix) => (prefix, false),
