@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--masking", default="google")
     parser.add_argument("--packing", default="best-fit")
+    parser.add_argument("--cut-at", default="token")
     parser.add_argument("--batch-tokens", type=int, default=65_536)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a run")
     parser.add_argument("--runs", type=int, default=5)
@@ -93,6 +94,7 @@ def open_loader(arguments: argparse.Namespace, threads: int, length: int) -> Bat
         batch_size=arguments.batch_tokens // length,
         masking=arguments.masking,
         packing=arguments.packing,
+        cut_at=arguments.cut_at,
         num_threads=threads,
     )
 

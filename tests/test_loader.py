@@ -239,7 +239,10 @@ def test_a_row_is_python_data(open_loader: Open):
         ({"world_size": 0}, "world_size = 0: must be from 1"),
         ({"mask_prob": 0.0}, "mask_prob = 0: must lie between 0 and 1"),
         ({"mask_prob": float("nan")}, "mask_prob = NaN"),
-        ({"masking": "roberta"}, 'masking = "roberta": unknown; choose "paper", "google" or "bert"'),
+        (
+            {"masking": "roberta"},
+            'masking = "roberta": unknown; choose "paper", "google", "bert", "whole-word" or "span"',
+        ),
         ({"packing": "no"}, 'packing = "no": unknown; choose "best-fit" or "google"'),
         ({"num_threads": 0}, "num_threads = 0: must be from 1"),
         ({"prefetch": -3}, "prefetch = -3: must be from 1"),
@@ -313,8 +316,15 @@ def test_loading_is_possible_from_several_threads(open_loader: Open):
     assert sum(batch.num_rows for batch in taken) == loader.num_rows
 
 
-@pytest.mark.parametrize("masking", ["paper", "google", "bert"])
+@pytest.mark.parametrize("masking", ["paper", "google", "bert", "whole-word", "span"])
 def test_the_bytes_of_batches_are_fixed(open_loader: Open, masking: str):
     # A different digest means that existing runs cannot resume exactly: say so in the changelog.
     golden = (Path(__file__).parent / "golden" / "batches.txt").read_text()
     assert f"{masking} {digest(list(open_loader(epochs=2, masking=masking)))}\n" in golden
+
+
+@pytest.mark.parametrize("cut_at", ["word", "line"])
+def test_the_bytes_of_batches_are_fixed_for_each_cut(open_loader: Open, cut_at: str):
+    # In this corpus each token is a word and each document a line: cuts at words are those of google's batches.
+    golden = (Path(__file__).parent / "golden" / "batches.txt").read_text()
+    assert f"cut_at={cut_at} {digest(list(open_loader(epochs=2, cut_at=cut_at)))}\n" in golden

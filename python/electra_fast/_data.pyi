@@ -153,6 +153,7 @@ class BatchLoader:
         masking: str,
         mask_prob: float,
         packing: str,
+        cut_at: str,
         rank: int,
         world_size: int,
         num_threads: int,

@@ -218,6 +218,7 @@ def _inspect(options: argparse.Namespace) -> None:
             sequence_length=options.sequence_length,
             masking=options.masking,
             packing=options.packing,
+            cut_at=options.cut_at,
             seed=options.seed,
         )
 

@@ -70,8 +70,9 @@ def build_parser() -> argparse.ArgumentParser:
     sub = command("inspect", "what is in a corpus, and one packed, masked row of it as text")
     sub.add_argument("directory", type=Path)
     sub.add_argument("--sequence-length", type=int, default=128, help="tokens per row (%(default)s)")
-    sub.add_argument("--masking", default="google", help="paper, google or bert (%(default)s)")
+    sub.add_argument("--masking", default="google", help="paper, google, bert, whole-word or span (%(default)s)")
     sub.add_argument("--packing", default="best-fit", help="of the row shown: best-fit or google (%(default)s)")
+    sub.add_argument("--cut-at", default="token", help="of the row shown: token, word or line (%(default)s)")
     sub.add_argument("--seed", type=int, default=0, help="which row to show (%(default)s)")
     sub.add_argument("--json", action="store_true", help="one object on standard output")
 

@@ -130,10 +130,15 @@ class DataConfig(Section):
         takes_several=True,
     )
     sequence_length: int = config_key(128, "tokens per row, [CLS] and [SEP] included", low=8, high=32768)
-    masking: Literal["paper", "google", "bert"] = config_key("google", "how positions are drawn and masked")
+    masking: Literal["paper", "google", "bert", "whole-word", "span"] = config_key(
+        "google", "how positions are drawn and masked: single tokens, whole words, or one to three words together"
+    )
     mask_prob: float = config_key(0.15, "share of a row's tokens to mask", low=0, high=0.9, open_low=True)
     packing: Literal["best-fit", "google"] = config_key(
         "best-fit", "how documents become rows: every token kept, or as the published code builds examples"
+    )
+    cut_at: Literal["token", "word", "line"] = config_key(
+        "token", "where packing best-fit may cut a document: anywhere, or only before a word or line of it"
     )
     num_threads: int = config_key(1, "threads that fill batches, beside one that plans", low=1, high=1024)
     prefetch: int = config_key(4, "batches prepared ahead", low=1, high=1024)

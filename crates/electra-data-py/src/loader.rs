@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use crate::errors::InputError;
-use electra_data::{CacheOptions, Corpus, Error, Loader, LoaderOptions, LoaderState, Poll};
+use electra_data::{CacheOptions, Corpus, Error, Loader, LoaderOptions, LoaderState, Poll, Tokenizer};
 use pyo3::prelude::*;
 
 use crate::errors::{absolute, raise};
@@ -35,7 +35,7 @@ pub struct BatchLoader {
 impl BatchLoader {
     #[new]
     #[pyo3(signature = (
-        corpora, *, sequence_length, batch_size, seed, masking, mask_prob, packing, rank, world_size,
+        corpora, *, sequence_length, batch_size, seed, masking, mask_prob, packing, cut_at, rank, world_size,
         num_threads, prefetch, epochs, cache_dir=None, cache_bytes=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only, one per option")]
@@ -48,6 +48,7 @@ impl BatchLoader {
         masking: String,
         mask_prob: f64,
         packing: String,
+        cut_at: String,
         rank: i64,
         world_size: i64,
         num_threads: i64,
@@ -63,6 +64,8 @@ impl BatchLoader {
             masking,
             mask_prob,
             packing,
+            cut_at,
+            word_starts: None,
             rank,
             world_size,
             num_threads,
@@ -158,13 +161,26 @@ pub(crate) fn mixture_weights(py: Python<'_>, corpora: Vec<Weighted>) -> PyResul
     py.detach(weights).map_err(raise)
 }
 
-/// The cache's bytes are divided among the corpora.
-fn open(corpora: &[Weighted], options: &LoaderOptions, cache: Option<&CacheOptions>) -> Result<Loader, Error> {
-    let share = |cache: &CacheOptions| CacheOptions { bytes: cache.bytes / corpora.len() as u64, ..cache.clone() };
+/// The cache's bytes are divided among the corpora, which all have the same vocabulary.
+fn open(
+    corpora: &[Weighted],
+    options: &LoaderOptions,
+    cache: Option<&CacheOptions>,
+) -> Result<Loader, Error> {
+    let share =
+        |cache: &CacheOptions| CacheOptions { bytes: cache.bytes / corpora.len() as u64, ..cache.clone() };
     let cache = cache.map(share);
-    let corpora =
-        corpora.iter().map(|(path, weight)| Ok((Arc::new(Corpus::open_with(path, cache.as_ref())?), *weight)));
-    Loader::mixture(corpora.collect::<Result<_, _>>()?, options)
+    let corpora = corpora
+        .iter()
+        .map(|(path, weight)| Ok((Arc::new(Corpus::open_with(path, cache.as_ref())?), *weight)));
+    let corpora: Vec<_> = corpora.collect::<Result<_, Error>>()?;
+    let mut options = options.clone();
+    if let Some((corpus, _)) = corpora.first()
+        && options.needs_word_starts()
+    {
+        options.word_starts = Tokenizer::of_corpus(corpus)?.word_starts().map(Into::into);
+    }
+    Loader::mixture(corpora, &options)
 }
 
 /// Must be called without the GIL: the owner of the lock may be waiting for a batch.

@@ -17,8 +17,8 @@ from electra_fast.data.prepare_report import PACKINGS, contents
 def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, Any]:
     """Statistics of a corpus and its validation split: documents, tokens, bytes per token, rows of a given length.
 
-    `unknown_share` is [UNK] per token; `tokens_per_word` is `None` for a tokenizer that does not mark tokens
-    that continue a word. Both are measured on at most 2^24 evenly spaced tokens.
+    `unknown_share` is [UNK] per token; `tokens_per_word` is `None` for a tokenizer that does not mark words. Both
+    are measured on at most 2^24 evenly spaced tokens.
 
     `rows` and `tokens_per_row` are those of `best-fit`. For each packing, keys with its prefix (`best_fit_`,
     `google_`) give the number of rows, the tokens kept and dropped, and the share of positions filled.
@@ -59,12 +59,18 @@ def _packings(directory: str | Path, sequence_length: int, num_tokens: int) -> d
 
 
 def show_row(
-    directory: str | Path, *, sequence_length: int, masking: str, seed: int, packing: str = "best-fit"
+    directory: str | Path,
+    *,
+    sequence_length: int,
+    masking: str,
+    seed: int,
+    packing: str = "best-fit",
+    cut_at: str = "token",
 ) -> None:
     """Prints a row on standard error: one segment per line, masked positions in color with the original token."""
     corpus = Corpus(directory)
     tokenizer = Tokenizer.of(corpus)
-    options: dict[str, Any] = {"seed": seed, "masking": masking, "packing": packing, "epochs": 1}
+    options: dict[str, Any] = {"seed": seed, "masking": masking, "packing": packing, "cut_at": cut_at, "epochs": 1}
     loader = BatchLoader(directory, sequence_length=sequence_length, batch_size=1, **options)
     row = {name: tensor.flatten().tolist() for name, tensor in to_torch(next(loader)).items()}
     slots = zip(row["masked_positions"], row["masked_ids"], row["masked_weights"], strict=True)

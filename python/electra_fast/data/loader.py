@@ -45,8 +45,8 @@ def default_cache_dir() -> str:
 class BatchLoader(Iterator[RecordBatch]):
     """Masked, packed record batches of a corpus, or of several; endless unless `epochs` is given.
 
-    The stream of rows depends only on the corpus, `seed`, `sequence_length`, `masking`, `mask_prob` and
-    `packing`. `batch_size` counts rows over all ranks; rank r of W gets rows `r*batch_size//W`
+    The stream of rows depends only on the corpus, `seed`, `sequence_length`, `masking`, `mask_prob`, `packing` and
+    `cut_at`. `batch_size` counts rows over all ranks; rank r of W gets rows `r*batch_size//W`
     to `(r+1)*batch_size//W` of each batch, so the concatenated batches are the same for any W.
     After `epochs` passes it stops with a partial batch of the remaining rows, split the same way
     (a rank may then get no rows). Threads start with the first batch.
@@ -61,13 +61,21 @@ class BatchLoader(Iterator[RecordBatch]):
         sequence_length: Tokens per row (L), special tokens included, 8 to 32,768.
         batch_size: Rows per batch, over all ranks.
         seed: Determines the order of documents, where they are split, and the masks.
-        masking: `paper`, `google` or `bert`.
-        mask_prob: Fraction of a row's tokens that are masked.
+        masking: Which tokens are masked. `paper`: distinct ones. `google`: draws that may repeat, 85 % of them
+            masked. `bert`: distinct ones, 80 % masked, 10 % replaced. `whole-word`: all tokens of words in
+            random order, skipping words that would exceed `mask_prob`. `span`: one to three adjacent words n with
+            probability proportional to 1/n, fewer where a special token, a masked word or `mask_prob` ends them
+            (the n-grams of DeBERTa). Words are those that the vocabulary marks (`##`, `Ġ`, `▁`); the first token
+            of a segment counts as the start of one. In a row in which no word is short enough, tokens are masked
+            one by one.
+        mask_prob: Fraction of a row's tokens that are masked; with whole words, the most.
         rank: Which part of each batch to return.
         world_size: Number of parts.
         packing: How documents become rows. `best-fit` keeps every token and fills the rows. `google`
             builds examples as the published code does: one or two segments of a document's lines
             (token types 0 and 1), one example per row, truncated if too long; `inspect` reports how much that drops.
+        cut_at: Where `best-fit` may cut a document into rows: at any `token`, or only before a `word` or `line`
+            of it, with more padding. A word or line longer than a row is cut at tokens.
         num_threads: Threads that fill batches, in addition to one that plans them.
         prefetch: Number of batches prepared in advance.
         cache_dir: Folder on a local disk for what is fetched of corpora in object stores (URLs `s3://`, `gs://`,
@@ -79,9 +87,11 @@ class BatchLoader(Iterator[RecordBatch]):
 
     Raises:
         FileNotFoundError: There is no corpus.
-        ValueError: An option is out of range (the message gives the range), or a file is damaged (the message
-            gives the file and block); the latter may be raised by any batch. Corpora have different vocabularies, or
-            one is named twice, or a weight is missing or not above 0.
+        ValueError: An option is out of range (the message gives the range), the vocabulary does not mark the
+            words that an option is about, or a file is damaged (the message gives the file and block); the latter
+            may be raised by any batch. Corpora have different vocabularies, or one is named twice, or a weight is
+            missing or not above 0. The cache is too small for the corpus, or a store refuses it.
+        OSError: A store did not answer, or the cache's disk is full; may be raised by any batch.
     """
 
     def __init__(
@@ -96,6 +106,7 @@ class BatchLoader(Iterator[RecordBatch]):
         rank: int = 0,
         world_size: int = 1,
         packing: str = "best-fit",
+        cut_at: str = "token",
         num_threads: int = 1,
         prefetch: int = 4,
         epochs: int | None = None,
@@ -109,6 +120,7 @@ class BatchLoader(Iterator[RecordBatch]):
             "masking": masking,
             "mask_prob": mask_prob,
             "packing": packing,
+            "cut_at": cut_at,
             "rank": rank,
             "world_size": world_size,
             "num_threads": num_threads,
@@ -131,6 +143,7 @@ class BatchLoader(Iterator[RecordBatch]):
             "masking": data.masking,
             "mask_prob": data.mask_prob,
             "packing": data.packing,
+            "cut_at": data.cut_at,
             "cache_dir": data.cache_dir or None,
             "cache_bytes": data.cache_bytes,
             "num_threads": data.num_threads,
@@ -175,9 +188,10 @@ class BatchLoader(Iterator[RecordBatch]):
 
     @property
     def num_rows(self) -> int:
-        """Rows per epoch, over all corpora: the same in every epoch with `best-fit`; of the first epoch with `google`.
+        """Rows per epoch, over all corpora: the same in every epoch with `best-fit`; of the first with `google` or `cut_at`.
 
-        Each call reads the lengths of all documents, or of all lines with `google`.
+        Each call reads the lengths of all documents, or of all lines with `google` and `cut_at="line"`; with
+        `cut_at="word"`, also the tokens around each cut.
         """
         return self._loader.num_rows
 

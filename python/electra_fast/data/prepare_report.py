@@ -44,7 +44,7 @@ class PrepareReport:
     unknown_share: float | None = None
     """[UNK] per token, measured on at most 2^24 evenly spaced tokens; `None` while incomplete."""
     tokens_per_word: float | None = None
-    """Fertility; `None` while incomplete, or if the tokenizer does not mark tokens that continue a word."""
+    """Fertility; `None` while incomplete, or if the tokenizer does not mark words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,10 @@ class Contents:
     """Fraction of positions that are not padding."""
 
 
-def contents(corpora: Corpora, packing: str, sequence_length: int, *, seed: int = 0) -> Contents:
-    """What a packing keeps of corpora in the first epoch; reads document and line lengths, no tokens."""
+def contents(
+    corpora: Corpora, packing: str, sequence_length: int, *, seed: int = 0, cut_at: str = "token"
+) -> Contents:
+    """What a packing keeps of corpora in the first epoch; reads no tokens, except for cuts at words."""
     loader = _data.BatchLoader(
         weighted_folders(corpora),
         sequence_length=sequence_length,
@@ -68,6 +70,7 @@ def contents(corpora: Corpora, packing: str, sequence_length: int, *, seed: int 
         masking="google",
         mask_prob=0.15,
         packing=packing,
+        cut_at=cut_at,
         rank=0,
         world_size=1,
         num_threads=1,

@@ -44,7 +44,7 @@ METRICS = (
 Needs = Mapping[str, tuple[Scalar, ...]]
 """Values that are allowed, by configuration key; the first is the usual one."""
 
-DISTINCT = ("paper", "bert")
+DISTINCT = ("paper", "bert", "whole-word", "span")
 """The values of `data.masking` that draw no position twice."""
 _WHY_DISTINCT = "google draws some positions twice and averages their samples, which then have no probability"
 

@@ -231,7 +231,10 @@ def _corruptor(corrupted_by: str | Path, mixture: Mixture, device: torch.device)
 
 def _common_config(config: Config, length: int) -> Config:
     """The rows that every model reads: none depends on how a model was trained."""
-    rows = {"sequence_length": length, "packing": "best-fit", "masking": "paper", "mask_prob": 0.15}
+    rows = {
+        **{"sequence_length": length, "packing": "best-fit", "cut_at": "token"},
+        **{"masking": "paper", "mask_prob": 0.15},
+    }
     # The limit of this model's positions is `_check_length`'s to tell; a configuration has it for training.
     limit = {"max_positions": max(config.model.max_positions, length)}
     return config.replace({"data": rows, "model": limit})

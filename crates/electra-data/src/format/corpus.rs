@@ -207,11 +207,16 @@ impl Corpus {
         &self.dir
     }
 
+    /// Path or URL of the corpus's copy of the tokenizer's file.
+    pub fn tokenizer_name(&self) -> PathBuf {
+        self.dir.join(&self.manifest.tokenizer.file)
+    }
+
     /// The corpus's copy of the tokenizer's file; of one in a store, a local copy that lasts as long as the corpus is
     /// open or its cache exists.
     pub fn tokenizer_path(&self) -> Result<PathBuf> {
         let entry = &self.manifest.tokenizer;
-        let (Some(store), Some(cache)) = (&self.store, &self.cache) else { return Ok(self.dir.join(&entry.file)) };
+        let (Some(store), Some(cache)) = (&self.store, &self.cache) else { return Ok(self.tokenizer_name()) };
         if let Some(path) = self.tokenizer.get() {
             return Ok(path.clone());
         }
@@ -221,7 +226,12 @@ impl Corpus {
         }
         write_atomically(cache.dir(), &entry.file, &std::process::id().to_string(), &bytes)?;
         // Its settings would otherwise be guessed from the vocabulary.
-        write_atomically(cache.dir(), MANIFEST, &std::process::id().to_string(), self.manifest.canonical().as_bytes())?;
+        write_atomically(
+            cache.dir(),
+            MANIFEST,
+            &std::process::id().to_string(),
+            self.manifest.canonical().as_bytes(),
+        )?;
         Ok(self.tokenizer.get_or_init(|| cache.dir().join(&entry.file)).clone())
     }
 

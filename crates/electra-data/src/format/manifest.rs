@@ -177,9 +177,10 @@ impl Manifest {
     /// Reads and checks the manifest of a corpus in an object store.
     pub fn fetch(store: &Store) -> Result<Self> {
         let bytes = store.read(MANIFEST).map_err(|error| match error {
-            Error::NotFound { path, hint } => {
-                Error::NotFound { path, hint: format!("{hint}; the URL must be that of a folder of `electra-fast prepare`") }
-            }
+            Error::NotFound { path, hint } => Error::NotFound {
+                path,
+                hint: format!("{hint}; the URL must be that of a folder of `electra-fast prepare`"),
+            },
             error => error,
         })?;
         Self::parse(&Path::new(store.url()).join(MANIFEST), &bytes)

@@ -88,8 +88,8 @@ impl MappedFile {
         mapped.check_cached_table(cache, geometry)?;
         if expected.kind == FileKind::Lines {
             let start: [u8; HEADER_BYTES] = *mapped.bytes(0..HEADER_BYTES)?.first_chunk().expect("64 bytes");
-            mapped.header =
-                Header::parse(&start).map_err(|reason| damaged(&mapped.path, format!("block 0: {reason}")))?;
+            mapped.header = Header::parse(&start)
+                .map_err(|reason| damaged(&mapped.path, format!("block 0: {reason}")))?;
         }
         if mapped.header.layout() != Some(layout) {
             return Err(damaged(&mapped.path, "its lengths contradict the manifest".into()));

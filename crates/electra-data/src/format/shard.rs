@@ -189,7 +189,13 @@ impl Shard {
     /// What the header of a file is by the manifest, which does not know how long the lines' body is.
     fn header(&self, kind: FileKind) -> Header {
         let &Self { num_tokens, num_documents, tokenizer_hash, .. } = self;
-        Header { kind, num_tokens, num_documents, tokenizer_hash, body_length: num_tokens * u64::from(self.width) }
+        Header {
+            kind,
+            num_tokens,
+            num_documents,
+            tokenizer_hash,
+            body_length: num_tokens * u64::from(self.width),
+        }
     }
 
     /// The blocks of the cache that hold the tables of this shard: of its tokens, or of its lines, which begin with

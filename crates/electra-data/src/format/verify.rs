@@ -102,7 +102,11 @@ impl Place {
         let shard = match &self.store {
             None => Shard::new(&self.dir, &self.manifest, entry),
             Some(store) => {
-                let alone = Manifest::new(self.manifest.token_bytes, self.manifest.tokenizer.clone(), vec![entry.clone()]);
+                let alone = Manifest::new(
+                    self.manifest.token_bytes,
+                    self.manifest.tokenizer.clone(),
+                    vec![entry.clone()],
+                );
                 match BlockCache::open(store.clone(), &alone, None) {
                     Ok(cache) => Shard::cached(&Arc::new(cache), 0, &alone),
                     Err(error) => return vec![error],

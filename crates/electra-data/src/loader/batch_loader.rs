@@ -42,6 +42,7 @@ impl Loader {
     pub fn mixture(corpora: Vec<(Arc<Corpus>, Option<f64>)>, options: &LoaderOptions) -> Result<Self> {
         let settings = options.check()?;
         let mixture = Mixture::new(corpora, settings.seed)?;
+        settings.check_words(mixture.streams()[0].corpus())?;
         let places = vec![Place::default(); mixture.streams().len()];
         let lines = settings.packer(settings.seed).reads_lines();
         let waiting = mixture.streams().iter().map(|blocks| windows_waiting(blocks, lines, places.len()));
@@ -111,13 +112,15 @@ impl Loader {
         blocks.count_window(&mut settings.packer(blocks.seed()), position.epoch, position.window)
     }
 
-    /// Rows per epoch, over all corpora; with `google` packing, in the first one. Reads where documents end, and for
-    /// `google` all line lengths.
+    /// Rows per epoch, over all corpora; in the first one, where the number depends on the epoch (`google` packing, and
+    /// cuts at words or lines). Reads where documents end, for `google` and cuts at lines all line lengths, for cuts
+    /// at words some tokens of every row.
     pub fn num_rows(&self) -> Result<u64> {
         self.sum_over_blocks(|blocks, packer, counter| blocks.count_rows(packer, counter))
     }
 
-    /// What the rows of the first epoch hold, over all corpora. Packs all blocks, which reads no token.
+    /// What the rows of the first epoch hold, over all corpora. Packs all blocks, which reads no token, except for cuts
+    /// at words.
     pub fn contents(&self) -> Result<Contents> {
         self.sum_over_blocks(|blocks, packer, counter| Ok(Contents::of(&blocks.rows(packer, counter)?)))
     }

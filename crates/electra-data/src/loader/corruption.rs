@@ -54,11 +54,15 @@ fn read_all(dir: &Path) -> Vec<String> {
     let lines =
         |shard: &Shard| (0..shard.num_documents()).find_map(|document| shard.line_lengths(document).err());
     let lines = corpus.shards().find_map(|shard| lines(&shard));
-    let batches = match Loader::new(corpus, &options()) {
-        Ok(mut loader) => loader.num_rows().err().or_else(|| loader.find_map(Result::err)),
-        Err(error) => Some(error),
+    let batches = |cut_at: &str| {
+        let options = LoaderOptions { cut_at: cut_at.into(), ..options() };
+        match Loader::new(corpus.clone(), &options) {
+            Ok(mut loader) => loader.num_rows().err().or_else(|| loader.find_map(Result::err)),
+            Err(error) => Some(error),
+        }
     };
-    [documents, lines, batches].into_iter().flatten().map(|error| error.to_string()).collect()
+    let all = [documents, lines, batches("token"), batches("line")];
+    all.into_iter().flatten().map(|error| error.to_string()).collect()
 }
 
 /// All errors that `verify` reports.

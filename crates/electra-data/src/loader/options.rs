@@ -1,10 +1,12 @@
 //! The options of a loader, checked.
 
 use std::ops::RangeInclusive;
+use std::sync::Arc;
 
-use super::mask::Masking;
-use super::pack::{Packer, Packing};
+use super::mask::{Masker, Masking};
+use super::pack::{CutAt, Packer, Packing};
 use crate::error::{Error, Result};
+use crate::format::Corpus;
 
 /// Upper bound on the tokens of one rank's part of a batch (16 bytes each).
 const MAX_TOKENS: u64 = 1 << 28;
@@ -18,12 +20,18 @@ pub struct LoaderOptions {
     pub batch_size: i64,
     /// Seed of order, cuts and masks.
     pub seed: i64,
-    /// `paper`, `google` or `bert`.
+    /// `paper`, `google`, `bert`, `whole-word` or `span`.
     pub masking: String,
     /// Fraction of a row's tokens that are masked, between 0 and 1, both excluded.
     pub mask_prob: f64,
     /// How documents become rows: `best-fit` or `google`.
     pub packing: String,
+    /// Where documents are cut into rows: `token` (anywhere), `word` or `line`; the latter two with
+    /// `best-fit` packing only.
+    pub cut_at: String,
+    /// For each id, whether it begins a word (`Tokenizer::word_starts`, of the corpus's tokenizer). Required
+    /// if [`LoaderOptions::needs_word_starts`].
+    pub word_starts: Option<Arc<[bool]>>,
     /// Which of the `world_size` parts of each batch to load, from 0.
     pub rank: i64,
     /// Number of ranks.
@@ -45,6 +53,8 @@ impl Default for LoaderOptions {
             masking: "google".into(),
             mask_prob: 0.15,
             packing: "best-fit".into(),
+            cut_at: "token".into(),
+            word_starts: None,
             rank: 0,
             world_size: 1,
             num_threads: 1,
@@ -63,6 +73,8 @@ pub(super) struct Settings {
     pub masking: Masking,
     pub mask_prob: f64,
     pub packing: Packing,
+    pub cut_at: CutAt,
+    pub word_starts: Option<Arc<[bool]>>,
     pub rank: u64,
     pub world_size: u64,
     pub num_threads: usize,
@@ -86,6 +98,8 @@ impl LoaderOptions {
             masking: Masking::from_name(&self.masking)?,
             mask_prob: self.mask_prob,
             packing: Packing::from_name(&self.packing)?,
+            cut_at: CutAt::from_name(&self.cut_at)?,
+            word_starts: self.word_starts.clone(),
             rank: in_range("rank", self.rank, 0..=world_size as i64 - 1)?,
             world_size,
             num_threads: in_range("num_threads", self.num_threads, 1..=256)? as usize,
@@ -93,7 +107,14 @@ impl LoaderOptions {
             epochs: self.epochs.map(|n| in_range("epochs", n, 1..=max_epochs)).transpose()?.map(|n| n as u32),
         };
         settings.check_size()?;
+        settings.check_cuts()?;
         Ok(settings)
+    }
+
+    /// Whether a loader with these options needs `word_starts`.
+    pub fn needs_word_starts(&self) -> bool {
+        Masking::from_name(&self.masking).is_ok_and(Masking::needs_word_starts)
+            || CutAt::from_name(&self.cut_at).is_ok_and(|cut_at| cut_at == CutAt::Word)
     }
 }
 
@@ -108,12 +129,54 @@ fn in_range(name: &str, value: i64, range: RangeInclusive<i64>) -> Result<u64> {
 impl Settings {
     /// A packer for these settings, with the seed of a corpus.
     pub fn packer(&self, seed: u64) -> Packer {
-        Packer::new(self.packing, self.sequence_length, seed)
+        Packer::new(self.packing, self.cut_at, self.word_starts.clone(), self.sequence_length, seed)
     }
 
     /// The number of epochs after which a corpus is finished.
     pub fn last_epoch(&self) -> u32 {
         self.epochs.unwrap_or(u32::MAX)
+    }
+
+    /// A masker of the corpus's rows for these settings.
+    pub fn masker(&self, corpus: &Corpus) -> Masker {
+        let (tokens, vocab_size) = (corpus.special_tokens(), corpus.vocab_size());
+        let word_starts = self.word_starts.as_deref();
+        Masker::new(self.masking, self.mask_prob, self.sequence_length, tokens, vocab_size, word_starts)
+    }
+
+    /// Rejects a corpus whose tokenizer does not mark words, if these settings are about words.
+    pub fn check_words(&self, corpus: &Corpus) -> Result<()> {
+        let (what, others) = if self.masking.needs_word_starts() {
+            (format!("masking = {:?}", self.masking.name()), "\"paper\", \"google\" or \"bert\"")
+        } else if self.cut_at == CutAt::Word {
+            ("cut_at = \"word\"".to_owned(), "\"token\" or \"line\"")
+        } else {
+            return Ok(());
+        };
+        let path = corpus.tokenizer_name();
+        let path = path.display();
+        match self.word_starts.as_deref().map(<[bool]>::len) {
+            None => Err(Error::Input(format!(
+                "{what}: the entries of {path} do not mark where words begin; choose {others}, or prepare the \
+                 text with a WordPiece, byte-level BPE or SentencePiece vocabulary"
+            ))),
+            Some(found) if found != corpus.vocab_size() as usize => Err(Error::Input(format!(
+                "{what}: {path} has {found} entries, not {} as the corpus; run `electra-fast verify`",
+                corpus.vocab_size()
+            ))),
+            Some(_) => Ok(()),
+        }
+    }
+
+    /// Rejects cuts that the packing does not have.
+    fn check_cuts(&self) -> Result<()> {
+        let (cut_at, packing) = (self.cut_at.name(), self.packing.name());
+        if self.cut_at == CutAt::Token || self.packing == Packing::BestFit {
+            return Ok(());
+        }
+        Err(Error::Input(format!(
+            "cut_at = {cut_at:?} needs packing = \"best-fit\"; packing {packing:?} is made of lines already"
+        )))
     }
 
     /// Rejects a batch too large for any memory.
@@ -133,7 +196,11 @@ impl Settings {
     pub fn content(&self) -> String {
         let (length, prob) = (self.sequence_length, self.mask_prob);
         let (masking, packing) = (self.masking.name(), self.packing.name());
-        format!("sequence_length={length} masking={masking} mask_prob={prob} packing={packing}")
+        let cut_at = match self.cut_at {
+            CutAt::Token => String::new(), // as states were before there were others
+            cut_at => format!(" cut_at={}", cut_at.name()),
+        };
+        format!("sequence_length={length} masking={masking} mask_prob={prob} packing={packing}{cut_at}")
     }
 }
 
@@ -161,7 +228,12 @@ mod tests {
         for prob in [0.0, 1.0, -0.5, f64::NAN] {
             assert!(complaint(|o| o.mask_prob = prob).starts_with("mask_prob = "));
         }
-        assert!(complaint(|o| o.masking = "roberta".into()).contains("\"paper\", \"google\" or \"bert\""));
+        assert!(complaint(|o| o.masking = "roberta".into()).contains("\"bert\", \"whole-word\" or \"span\""));
         assert!(complaint(|o| o.packing = "none".into()).contains("\"best-fit\" or \"google\""));
+        assert!(complaint(|o| o.cut_at = "page".into()).contains("\"token\", \"word\" or \"line\""));
+        for cut_at in ["word", "line"] {
+            let message = complaint(|o| (o.cut_at, o.packing) = (cut_at.into(), "google".into()));
+            assert!(message.contains("needs packing = \"best-fit\""), "{message}");
+        }
     }
 }

@@ -19,7 +19,9 @@ const GENEROUS: u64 = 1 << 40;
 fn write(dir: &Path) {
     let mut stream = Stream::new(8, Purpose::Tie, [0; 3]);
     let mut document = |_| -> Vec<Vec<u32>> {
-        (0..1 + stream.below(9)).map(|_| (0..stream.below(120)).map(|_| 5 + stream.below(30_000)).collect()).collect()
+        (0..1 + stream.below(9))
+            .map(|_| (0..stream.below(120)).map(|_| 5 + stream.below(30_000)).collect())
+            .collect()
     };
     let documents: Vec<_> = (0..14_000).map(&mut document).collect();
     write_corpus(dir, 30_005, &documents, 524_288);
@@ -58,8 +60,12 @@ fn batches_are_those_from_disk_in_any_packing() {
     let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     write(corpus.path());
     let server = TestServer::start(corpus.path());
-    for packing in ["best-fit", "google"] {
-        let options = LoaderOptions { packing: packing.into(), ..options() };
+    for (packing, cut_at) in
+        [("best-fit", "token"), ("best-fit", "word"), ("best-fit", "line"), ("google", "token")]
+    {
+        let word_starts = (cut_at == "word").then(|| (0..30_005).map(|id| id % 3 > 0).collect());
+        let cuts = LoaderOptions { cut_at: cut_at.into(), word_starts, ..options() };
+        let options = LoaderOptions { packing: packing.into(), ..cuts };
         let local = hashes(loader_of(corpus.path(), &options));
         assert_eq!(hashes(cached(&server, scratch.path(), GENEROUS, &options).unwrap()), local, "{packing}");
         let private = Corpus::open(Path::new(&server.url)).unwrap();
@@ -117,7 +123,8 @@ fn a_cache_of_three_windows_stays_small_and_fetches_each_block_once() {
 
 /// Five windows: 320 blocks of which each shard has eight.
 fn write_many_windows(dir: &Path) {
-    let documents: Vec<Vec<Vec<u32>>> = (0..40 * 8 * 64).map(|number| vec![vec![5 + number % 20_000; 4_096]]).collect();
+    let documents: Vec<Vec<Vec<u32>>> =
+        (0..40 * 8 * 64).map(|number| vec![vec![5 + number % 20_000; 4_096]]).collect();
     write_corpus(dir, 30_005, &documents, 8 * 262_144);
 }
 
@@ -129,7 +136,9 @@ fn readers_of_one_node_share_what_they_fetch() {
     let local = hashes(loader_of(corpus.path(), &options()));
     std::thread::scope(|scope| {
         for _ in 0..4 {
-            scope.spawn(|| assert_eq!(hashes(cached(&server, scratch.path(), GENEROUS, &options()).unwrap()), local));
+            scope.spawn(|| {
+                assert_eq!(hashes(cached(&server, scratch.path(), GENEROUS, &options()).unwrap()), local)
+            });
         }
     });
     assert_eq!(server.bytes_served(".tokens"), token_bytes(corpus.path()));
@@ -191,7 +200,8 @@ fn documents_counts_and_checksums_can_be_read_remotely() {
     let corpus = tempfile::tempdir().unwrap();
     write(corpus.path());
     let server = TestServer::start(corpus.path());
-    let (local, remote) = (Corpus::open(corpus.path()).unwrap(), Corpus::open(Path::new(&server.url)).unwrap());
+    let (local, remote) =
+        (Corpus::open(corpus.path()).unwrap(), Corpus::open(Path::new(&server.url)).unwrap());
     for document in [0, 1, 7_000, local.num_documents() - 1] {
         assert_eq!(remote.document(document).unwrap(), local.document(document).unwrap());
     }

@@ -197,7 +197,7 @@ mod tests {
     use crate::format::Corpus;
     use crate::format::testing::write_corpus;
     use crate::loader::LoaderOptions;
-    use crate::loader::pack::Packing;
+    use crate::loader::pack::{CutAt, Packing};
 
     /// A mixture of corpora of one token each.
     fn mixture(dir: &Path, weighted: &[(u32, f64)]) -> Mixture {
@@ -221,6 +221,8 @@ mod tests {
             sequence_length: 32_768,
             mask_prob: 1.0 / 3.0,
             seed: i64::MAX,
+            masking: "whole-word".into(),
+            cut_at: "line".into(),
             ..LoaderOptions::default()
         };
         let position = Position { epoch: u32::MAX, window: u32::MAX, row: u64::MAX };
@@ -267,6 +269,9 @@ mod tests {
         other = ours.clone();
         other.packing = Packing::Google;
         assert!(message(&single, &other, &a).contains("packing=best-fit"));
+        other = ours.clone();
+        other.cut_at = CutAt::Line;
+        assert!(message(&single, &other, &a).contains("packing=best-fit cut_at=line\""));
         // Mixtures: with one corpus, in another order, with other weights.
         let several = mixture(dir.path(), &[(5, 0.7), (6, 0.3)]);
         let saved = state(&several, &ours);

@@ -14,6 +14,8 @@ use crate::format::Corpus;
 use crate::format::testing::write_corpus;
 use crate::philox::{Purpose, Stream};
 
+mod cuts;
+
 pub(super) const VOCAB: u32 = 30_000;
 
 pub(super) fn documents(count: u32) -> Vec<Vec<Vec<u32>>> {

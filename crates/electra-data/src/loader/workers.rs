@@ -14,7 +14,6 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounde
 
 use super::batch::{BatchWriter, BufferPool, RowRange};
 use super::batch_cutter::{BatchCutter, Cut, next_window, rank_share};
-use super::mask::Masker;
 use super::mixture::Mixture;
 use super::options::Settings;
 use super::shuffle_window::ShuffleWindow;
@@ -202,11 +201,9 @@ fn plan(shared: &Shared, corpus: usize, mut position: Position, plans: &Sender<P
 
 /// A worker thread: writes batches until there are no more requests.
 fn work(shared: &Shared, requests: &Receiver<BatchRequest>) {
-    let Settings { sequence_length, masking, mask_prob, .. } = shared.settings;
     let corpus = shared.mixture.streams()[0].corpus(); // all have the same vocabulary
-    let (specials, vocab_size) = (corpus.special_tokens(), corpus.vocab_size());
-    let masker = Masker::new(masking, mask_prob, sequence_length, specials, vocab_size);
-    let mut writer = BatchWriter::new(corpus, sequence_length, masker, shared.pool.clone());
+    let masker = shared.settings.masker(corpus);
+    let mut writer = BatchWriter::new(corpus, shared.settings.sequence_length, masker, shared.pool.clone());
     for request in requests {
         let _ = request.reply.send(writer.write(&request.rows)); // the loader may be gone
     }

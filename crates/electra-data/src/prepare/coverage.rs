@@ -36,7 +36,7 @@ pub struct Coverage {
     pub tokens: u64,
     /// Number of [UNK] among them.
     pub unknown: u64,
-    /// Number of tokens that begin a word; `None` if the vocabulary does not mark continuations.
+    /// Number of tokens that begin a word; `None` if the vocabulary does not mark words.
     pub words: Option<u64>,
     /// The most frequent unknown words of a sample, with counts.
     pub unknown_words: Vec<(String, u64)>,
@@ -112,16 +112,14 @@ impl Coverage {
 /// Counts unknown and word-initial tokens.
 struct Counter {
     unknown: usize,
-    /// For each id, 1 if it continues a word; `None` if the vocabulary does not mark continuations.
+    /// For each id, 1 if it continues a word; `None` if the vocabulary does not mark words.
     continues: Option<Vec<u8>>,
 }
 
 impl Counter {
     fn new(tokenizer: &Tokenizer) -> Self {
-        let continues = tokenizer.continuation_prefix().map(|prefix| {
-            let is_inner = |id| tokenizer.id_to_token(id).is_some_and(|token| token.starts_with(prefix));
-            (0..tokenizer.vocab_size()).map(|id| u8::from(is_inner(id))).collect()
-        });
+        let continues = tokenizer.word_starts();
+        let continues = continues.map(|starts| starts.into_iter().map(|begins| u8::from(!begins)).collect());
         Self { unknown: tokenizer.special_tokens().unk as usize, continues }
     }
 

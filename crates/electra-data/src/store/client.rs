@@ -15,8 +15,8 @@ use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::http::HttpBuilder;
 use object_store::path::Path;
 use object_store::{
-    ClientOptions, Error as StoreError, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt, ObjectStoreScheme,
-    RetryConfig,
+    ClientOptions, Error as StoreError, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt,
+    ObjectStoreScheme, RetryConfig,
 };
 use tokio::runtime::Runtime;
 use url::{Position, Url};
@@ -117,7 +117,8 @@ impl Store {
         })?;
         let prefix = format!("{}/", self.prefix);
         let name = |path: &Path| path.as_ref().strip_prefix(&prefix).unwrap_or(path.as_ref()).to_owned();
-        let object = |meta: ObjectMeta| Object { name: name(&meta.location), size: meta.size, version: meta.e_tag };
+        let object =
+            |meta: ObjectMeta| Object { name: name(&meta.location), size: meta.size, version: meta.e_tag };
         let mut objects: Vec<_> = found.into_iter().map(object).collect();
         objects.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(objects)
@@ -131,9 +132,10 @@ impl Store {
         cancel: &Cancel,
         mut each: impl FnMut(usize, &[u8]) -> Result<()>,
     ) -> Result<()> {
-        let answers = requests.iter().enumerate().map(|(number, request)| async move {
-            (number, self.read_range(request).await)
-        });
+        let answers = requests
+            .iter()
+            .enumerate()
+            .map(|(number, request)| async move { (number, self.read_range(request).await) });
         let mut answers = std::pin::pin!(stream::iter(answers).buffer_unordered(CONCURRENT));
         runtime()?.block_on(async {
             loop {
@@ -205,7 +207,8 @@ impl Store {
             let spent = start.elapsed();
             if spent + pause > self.retry {
                 let (seconds, what) = (spent.as_secs_f32(), said(&error));
-                let message = format!("{what}; the request was repeated for {seconds:.0} s ({RETRY_VARIABLE})");
+                let message =
+                    format!("{what}; the request was repeated for {seconds:.0} s ({RETRY_VARIABLE})");
                 return Err(Error::io(url, std::io::Error::other(message)));
             }
             tokio::time::sleep(pause).await;
@@ -219,8 +222,9 @@ impl Store {
 
     fn path(&self, name: &str) -> Result<Path> {
         let whole = if name.is_empty() { self.prefix.to_string() } else { format!("{}/{name}", self.prefix) };
-        Path::parse(whole.trim_start_matches('/'))
-            .map_err(|error| Error::Input(format!("{}: not a name of an object ({error})", self.url_of(name))))
+        Path::parse(whole.trim_start_matches('/')).map_err(|error| {
+            Error::Input(format!("{}: not a name of an object ({error})", self.url_of(name)))
+        })
     }
 }
 
@@ -236,7 +240,8 @@ fn build(
     let client = ClientOptions::new().with_allow_http(true);
     macro_rules! configured {
         ($builder:ty, $prefix:literal) => {{
-            let start = <$builder>::new().with_client_options(client).with_retry(retry).with_url(url.as_str());
+            let start =
+                <$builder>::new().with_client_options(client).with_retry(retry).with_url(url.as_str());
             let known = environment($prefix).into_iter().fold(start, |builder, (key, value)| {
                 match key.parse() {
                     Ok(key) => builder.with_config(key, value),
@@ -252,7 +257,9 @@ fn build(
         ObjectStoreScheme::MicrosoftAzure => configured!(MicrosoftAzureBuilder, "azure_"),
         _ => {
             let host = &url[..Position::BeforePath];
-            Ok(Arc::new(HttpBuilder::new().with_url(host).with_client_options(client).with_retry(retry).build()?))
+            Ok(Arc::new(
+                HttpBuilder::new().with_url(host).with_client_options(client).with_retry(retry).build()?,
+            ))
         }
     }
 }
@@ -267,9 +274,9 @@ fn environment(prefix: &str) -> Vec<(String, String)> {
 
 fn retry_seconds() -> Result<u64> {
     match std::env::var(RETRY_VARIABLE) {
-        Ok(text) => text
-            .parse()
-            .map_err(|_| Error::Input(format!("{RETRY_VARIABLE} is {text:?}; give whole seconds, such as 180"))),
+        Ok(text) => text.parse().map_err(|_| {
+            Error::Input(format!("{RETRY_VARIABLE} is {text:?}; give whole seconds, such as 180"))
+        }),
         Err(_) => Ok(RETRY_SECONDS),
     }
 }

@@ -25,17 +25,20 @@ pub(super) fn is_transient(error: &StoreError) -> bool {
 
 /// The error of a request for `url`.
 pub(super) fn explain(url: &str, error: &StoreError) -> Error {
-    let refused = |remedy: &str| Error::Input(format!("{url}: the store refuses it ({}); {remedy}", said(error)));
+    let refused =
+        |remedy: &str| Error::Input(format!("{url}: the store refuses it ({}); {remedy}", said(error)));
     match error {
         StoreError::NotFound { .. } => Error::NotFound { path: PathBuf::from(url), hint: not_found(url) },
         StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. } => {
             refused("check the credentials and what they may read")
         }
-        StoreError::Precondition { .. } => {
-            Error::Input(format!("{url}: it was replaced while it was in use; run again when nothing changes it"))
-        }
+        StoreError::Precondition { .. } => Error::Input(format!(
+            "{url}: it was replaced while it was in use; run again when nothing changes it"
+        )),
         StoreError::NotSupported { .. } => refused("it must serve ranges of bytes"),
-        error if lacks_credentials(error) => Error::Input(format!("{url}: no credentials were found; {}", remedy(url))),
+        error if lacks_credentials(error) => {
+            Error::Input(format!("{url}: no credentials were found; {}", remedy(url)))
+        }
         error => Error::io(url, std::io::Error::other(said(error))),
     }
 }
@@ -61,9 +64,15 @@ fn remedy(url: &str) -> &'static str {
 /// Outside of a cloud, the last resort of all providers is a metadata server that is not there.
 fn lacks_credentials(error: &StoreError) -> bool {
     let text = chain(error);
-    ["169.254.", "metadata.google.internal", "metadata/instance", "Account must be specified", "instance credentials"]
-        .iter()
-        .any(|sign| text.contains(sign))
+    [
+        "169.254.",
+        "metadata.google.internal",
+        "metadata/instance",
+        "Account must be specified",
+        "instance credentials",
+    ]
+    .iter()
+    .any(|sign| text.contains(sign))
 }
 
 /// What the error says, in one short line: the code and message of an XML answer, or the innermost cause.
@@ -109,15 +118,19 @@ mod tests {
 
     #[test]
     fn each_error_is_one_line_with_its_remedy() {
-        let missing = generic("Error performing PUT http://169.254.169.254/latest/api/token in 1s, after 2 retries");
+        let missing =
+            generic("Error performing PUT http://169.254.169.254/latest/api/token in 1s, after 2 retries");
         assert!(!is_transient(&missing));
         let line = explain("s3://b/x", &missing).to_string();
         assert!(line.starts_with("s3://b/x: no credentials were found; set AWS_ACCESS_KEY_ID"), "{line}");
-        let xml = generic("answer:\n<Error>\n<Code>InvalidRange</Code><Message>not\n so far</Message></Error>");
+        let xml =
+            generic("answer:\n<Error>\n<Code>InvalidRange</Code><Message>not\n so far</Message></Error>");
         assert!(is_transient(&xml));
         assert_eq!(explain("s3://b/x", &xml).to_string(), "s3://b/x: InvalidRange: not so far");
         let denied = StoreError::PermissionDenied { path: "x".into(), source: "403 Forbidden".into() };
-        assert!(explain("gs://b/x", &denied).to_string().contains("check the credentials and what they may read"));
+        assert!(
+            explain("gs://b/x", &denied).to_string().contains("check the credentials and what they may read")
+        );
         let absent = StoreError::NotFound { path: "x".into(), source: "404".into() };
         assert_eq!(explain("http://h/x", &absent).to_string(), "http://h/x: not found; check the URL");
         assert!(said(&generic(&"x".repeat(1000))).chars().count() < 300);

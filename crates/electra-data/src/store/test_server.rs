@@ -61,7 +61,11 @@ impl TestServer {
     /// The bytes that were served of files with this ending.
     pub fn bytes_served(&self, ending: &str) -> u64 {
         let log = self.log();
-        log.served.iter().filter(|(name, _)| name.ends_with(ending)).map(|(_, range)| range.end - range.start).sum()
+        log.served
+            .iter()
+            .filter(|(name, _)| name.ends_with(ending))
+            .map(|(_, range)| range.end - range.start)
+            .sum()
     }
 }
 

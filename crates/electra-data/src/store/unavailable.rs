@@ -34,7 +34,9 @@ pub(crate) struct Store(Infallible);
 
 impl Store {
     pub fn open(url: &str) -> Result<Self> {
-        Err(Error::Input(format!("{url}: this build reads no object stores; build it with the feature object-store")))
+        Err(Error::Input(format!(
+            "{url}: this build reads no object stores; build it with the feature object-store"
+        )))
     }
 
     pub fn url(&self) -> &str {

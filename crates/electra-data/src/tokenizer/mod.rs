@@ -8,6 +8,7 @@ mod tokenizer_json;
 mod vocab_trie;
 mod vocab_txt;
 mod word_cache;
+mod word_starts;
 mod wordpiece;
 
 pub use offsets::Pieces;

@@ -7,7 +7,7 @@
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
-use tokenizers::{ModelWrapper, NormalizerWrapper, PreTokenizerWrapper};
+use tokenizers::{NormalizerWrapper, PreTokenizerWrapper};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::tokenizer_json::{complete, content_hash};
@@ -214,16 +214,6 @@ impl Tokenizer {
     /// Why the `tokenizers` crate is used, if it is: a clause such as "its model is not WordPiece".
     pub fn why_not_fast(&self) -> Option<&'static str> {
         self.fast.as_ref().err().copied()
-    }
-
-    /// The prefix of tokens that continue a word, if the model has one.
-    pub(crate) fn continuation_prefix(&self) -> Option<&str> {
-        let prefix = match self.inner.get_model() {
-            ModelWrapper::WordPiece(model) => Some(&model.continuing_subword_prefix),
-            ModelWrapper::BPE(model) => model.continuing_subword_prefix.as_ref(),
-            _ => None,
-        };
-        prefix.map(String::as_str).filter(|prefix| !prefix.is_empty())
     }
 
     /// The parts of a text that become unknown tokens, as they stand in it.

@@ -43,7 +43,10 @@ pub(super) fn files_of(manifest: &Manifest, url: &str) -> Result<Vec<FileGeometr
 impl FileGeometry {
     fn of(entry: &FileEntry, first: u64, index_bytes: u64, url: &str) -> Result<Self> {
         let layout = Layout::from_length(entry.bytes, index_bytes).ok_or_else(|| {
-            damaged(&Path::new(url).join(&entry.file), "its length contradicts its number of documents".into())
+            damaged(
+                &Path::new(url).join(&entry.file),
+                "its length contradicts its number of documents".into(),
+            )
         })?;
         Ok(Self {
             name: entry.file.clone(),

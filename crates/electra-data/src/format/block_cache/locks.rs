@@ -9,7 +9,9 @@ use std::os::fd::AsRawFd;
 pub(super) fn try_lock(file: &File, byte: u64) -> Result<bool> {
     match control(file, libc::F_OFD_SETLK, libc::F_WRLCK, byte) {
         Ok(_) => Ok(true),
-        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::PermissionDenied) => Ok(false),
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::PermissionDenied) => {
+            Ok(false)
+        }
         Err(error) => Err(error),
     }
 }

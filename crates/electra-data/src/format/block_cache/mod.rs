@@ -291,7 +291,9 @@ impl BlockCache {
                 != read_u64(&table[8 * local..])
             {
                 let count = geometry.num_blocks;
-                return Err(self.damaged(number, format!("block {local} of {count} is damaged in the store too")));
+                return Err(
+                    self.damaged(number, format!("block {local} of {count} is damaged in the store too"))
+                );
             }
         }
         file.write_all_at(bytes, start).map_err(|error| self.cannot_write(&path, error))?;
@@ -345,7 +347,8 @@ impl BlockCache {
         let path = self.dir.join(&geometry.name);
         let file = File::options().write(true).open(&path).map_err(|error| Error::io(&path, error))?;
         punch_hole(&file, geometry.bytes_of(&(block..block + 1))).map_err(|error| {
-            let advice = format!("{error}: no holes in files; put data.cache_dir on a local disk (ext4, xfs, btrfs)");
+            let advice =
+                format!("{error}: no holes in files; put data.cache_dir on a local disk (ext4, xfs, btrfs)");
             Error::io(&path, std::io::Error::new(error.kind(), advice))
         })
     }
@@ -377,7 +380,8 @@ impl BlockCache {
             return Error::io(path, error);
         }
         let limit = self.limit;
-        let advice = format!("{error}: lower data.cache_bytes ({limit} now) or choose another data.cache_dir");
+        let advice =
+            format!("{error}: lower data.cache_bytes ({limit} now) or choose another data.cache_dir");
         Error::io(path, std::io::Error::new(error.kind(), advice))
     }
 }

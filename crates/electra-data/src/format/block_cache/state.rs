@@ -104,7 +104,9 @@ impl SharedState {
         }
         let Some(slot) = slot else {
             let dir = dir.display();
-            return Err(Error::Input(format!("{dir}: more than {SLOTS} readers share this cache; use several")));
+            return Err(Error::Input(format!(
+                "{dir}: more than {SLOTS} readers share this cache; use several"
+            )));
         };
         let state = Self { words, lock: locks, slot, num_blocks, threads: Mutex::new(()) };
         state.slot_word(slot, 0).store(0, Ordering::Release);
@@ -213,7 +215,8 @@ impl Held<'_> {
             };
             let count = if lives { state.slot_word(slot, 0).load(Ordering::Acquire) } else { 0 };
             for number in 0..(count as usize).min(MAX_RANGES) {
-                let word = |word: usize| state.slot_word(slot, 512 + 2 * number + word).load(Ordering::Relaxed);
+                let word =
+                    |word: usize| state.slot_word(slot, 512 + 2 * number + word).load(Ordering::Relaxed);
                 ranges.push(word(0)..word(1));
             }
         }

@@ -1,9 +1,12 @@
-//! Which tokens of a row are masked: `paper`, `google` and `bert` masking.
+//! Which tokens of a row are masked: `paper`, `google` and `bert` masking here, masks of words in `words`.
 //!
 //! Works on a finished row, with special tokens and padding. The number of masked tokens is exact, and
 //! positions come from a partial shuffle of the candidates, so the cost is one pass over the row plus a few
 //! random words per masked token.
 
+mod words;
+
+use self::words::WordMasker;
 use crate::error::{Error, Result};
 use crate::format::SpecialTokens;
 use crate::philox::{Stream, probability};
@@ -27,19 +30,23 @@ pub(super) enum Masking {
     Google,
     /// `round(p n)` distinct positions: 80 % `[MASK]`, 10 % a random token, 10 % unchanged.
     Bert,
+    /// Whole words in random order, all `[MASK]`, up to `round(p n)` tokens.
+    WholeWord,
+    /// The same with runs of one to three words.
+    Span,
 }
 
 impl Masking {
+    /// All maskings.
+    pub const ALL: [Self; 5] = [Self::Paper, Self::Google, Self::Bert, Self::WholeWord, Self::Span];
+
     /// The masking with this name.
     pub fn from_name(name: &str) -> Result<Self> {
-        match name {
-            "paper" => Ok(Self::Paper),
-            "google" => Ok(Self::Google),
-            "bert" => Ok(Self::Bert),
-            _ => Err(Error::Input(format!(
-                "masking = {name:?}: unknown; choose \"paper\", \"google\" or \"bert\""
-            ))),
-        }
+        Self::ALL.into_iter().find(|masking| masking.name() == name).ok_or_else(|| {
+            Error::Input(format!(
+                "masking = {name:?}: unknown; choose \"paper\", \"google\", \"bert\", \"whole-word\" or \"span\""
+            ))
+        })
     }
 
     /// Its name in configurations.
@@ -48,7 +55,23 @@ impl Masking {
             Self::Paper => "paper",
             Self::Google => "google",
             Self::Bert => "bert",
+            Self::WholeWord => "whole-word",
+            Self::Span => "span",
         }
+    }
+
+    /// The most words that are masked together, if it masks words.
+    fn max_words(self) -> Option<usize> {
+        match self {
+            Self::Paper | Self::Google | Self::Bert => None,
+            Self::WholeWord => Some(1),
+            Self::Span => Some(words::MAX_SPAN),
+        }
+    }
+
+    /// Whether it needs to know which tokens begin a word.
+    pub fn needs_word_starts(self) -> bool {
+        self.max_words().is_some()
     }
 
     /// Mask slots of a row of `sequence_length` tokens: the maximum number of masked tokens.
@@ -57,7 +80,7 @@ impl Masking {
         match self {
             Self::Paper => (mask_prob * length).ceil() as usize,
             // The arithmetic of the published code (19 at 128 tokens and 15 %), but at least one.
-            Self::Google | Self::Bert => (((mask_prob + 0.005) * length) as usize).max(1),
+            _ => (((mask_prob + 0.005) * length) as usize).max(1),
         }
         .min(sequence_length)
     }
@@ -67,7 +90,7 @@ impl Masking {
         let expected = used as f64 * mask_prob;
         match self {
             Self::Paper => (expected.ceil() as usize).min(slots),
-            Self::Google | Self::Bert => (expected.round_ties_even() as usize).clamp(1, slots),
+            _ => (expected.round_ties_even() as usize).clamp(1, slots),
         }
     }
 }
@@ -82,25 +105,31 @@ pub(super) struct Masker {
     mask: i32,
     vocab_size: u32,
     candidates: Vec<u16>,
+    words: Option<WordMasker>,
 }
 
 impl Masker {
-    /// A masker of rows of `sequence_length` tokens (at most 65,536).
+    /// A masker of rows of `sequence_length` tokens (at most 65,535). `word_starts` tells for each id whether
+    /// it begins a word, for the maskings that need it.
     pub fn new(
         masking: Masking,
         mask_prob: f64,
         sequence_length: usize,
         tokens: SpecialTokens,
         vocab_size: u32,
+        word_starts: Option<&[bool]>,
     ) -> Self {
+        let specials = [tokens.cls as i32, tokens.sep as i32, tokens.mask as i32];
+        let words = masking.max_words().zip(word_starts);
         Self {
             masking,
             mask_prob,
             slots: masking.slots(sequence_length, mask_prob),
-            specials: [tokens.cls as i32, tokens.sep as i32, tokens.mask as i32],
+            specials,
             mask: tokens.mask as i32,
             vocab_size,
             candidates: vec![0; sequence_length],
+            words: words.map(|(max, starts)| WordMasker::new(starts, specials, max, sequence_length)),
         }
     }
 
@@ -118,22 +147,38 @@ impl Masker {
         positions: &mut [i32],
         originals: &mut [i32],
     ) -> usize {
-        let candidates = self.find_candidates(row);
-        let wanted = match candidates {
-            0 => 0,
-            _ => self.masking.wanted(row.len(), self.mask_prob, self.slots),
+        let wanted = self.masking.wanted(row.len(), self.mask_prob, self.slots);
+        let mut masked = match &mut self.words {
+            Some(words) => words.apply(row, stream, &mut positions[..wanted], originals),
+            None => 0,
         };
+        if masked == 0 {
+            masked = self.apply_to_tokens(row, wanted, stream, positions, originals);
+        }
+        positions[masked..].fill(0);
+        originals[masked..].fill(0);
+        masked
+    }
+
+    /// Masks up to `wanted` tokens whatever words they belong to, also where no word is short enough.
+    fn apply_to_tokens(
+        &mut self,
+        row: &mut [i32],
+        wanted: usize,
+        stream: &mut Stream,
+        positions: &mut [i32],
+        originals: &mut [i32],
+    ) -> usize {
+        let candidates = self.find_candidates(row);
         let masked = match self.masking {
-            Masking::Google => wanted,
-            Masking::Paper | Masking::Bert => wanted.min(candidates),
+            Masking::Google if candidates > 0 => wanted,
+            _ => wanted.min(candidates),
         };
         self.draw(candidates, stream, &mut positions[..masked]);
         for (original, &position) in originals.iter_mut().zip(&positions[..masked]) {
             *original = row[position as usize];
         }
         self.replace(row, &positions[..masked], stream);
-        positions[masked..].fill(0);
-        originals[masked..].fill(0);
         masked
     }
 
@@ -190,7 +235,7 @@ impl Masker {
         for &position in positions {
             let token = &mut row[position as usize];
             match self.masking {
-                Masking::Paper => *token = self.mask,
+                Masking::Paper | Masking::WholeWord | Masking::Span => *token = self.mask,
                 Masking::Google => {
                     if stream.happens(GOOGLE_MASKED) {
                         *token = self.mask;

@@ -7,7 +7,7 @@ use crate::philox::Purpose;
 
 const TOKENS: SpecialTokens = SpecialTokens { pad: 0, unk: 1, cls: 2, sep: 3, mask: 4 };
 const VOCAB: u32 = 1000;
-const CASES: u32 = 20_000;
+pub(super) const CASES: u32 = 20_000;
 
 /// A row `[CLS] 100 101 … [SEP]` of `used` tokens.
 fn row(used: usize) -> Vec<i32> {
@@ -16,14 +16,14 @@ fn row(used: usize) -> Vec<i32> {
     row
 }
 
-struct Masked {
-    row: Vec<i32>,
-    positions: Vec<i32>,
-    originals: Vec<i32>,
-    count: usize,
+pub(super) struct Masked {
+    pub row: Vec<i32>,
+    pub positions: Vec<i32>,
+    pub originals: Vec<i32>,
+    pub count: usize,
 }
 
-fn masked(masker: &mut Masker, row: &[i32], number: u32) -> Masked {
+pub(super) fn masked(masker: &mut Masker, row: &[i32], number: u32) -> Masked {
     let mut stream = Stream::new(42, Purpose::Mask, [0, 0, number]);
     let (mut positions, mut originals) = (vec![-1; masker.slots()], vec![-1; masker.slots()]);
     let mut row = row.to_vec();
@@ -32,15 +32,15 @@ fn masked(masker: &mut Masker, row: &[i32], number: u32) -> Masked {
 }
 
 fn masker(masking: Masking, prob: f64, length: usize) -> Masker {
-    Masker::new(masking, prob, length, TOKENS, VOCAB)
+    Masker::new(masking, prob, length, TOKENS, VOCAB, None)
 }
 
-fn near(value: f64, expected: f64, tolerance: f64) {
+pub(super) fn near(value: f64, expected: f64, tolerance: f64) {
     assert!((value - expected).abs() < tolerance, "{value} is not {expected}");
 }
 
 /// Chi-squared of counts that should be equal, in standard deviations above its mean.
-fn unevenness(counts: &[f64]) -> f64 {
+pub(super) fn unevenness(counts: &[f64]) -> f64 {
     let mean = counts.iter().sum::<f64>() / counts.len() as f64;
     let chi2: f64 = counts.iter().map(|count| (count - mean).powi(2) / mean).sum();
     let freedom = (counts.len() - 1) as f64;
@@ -49,7 +49,7 @@ fn unevenness(counts: &[f64]) -> f64 {
 
 #[test]
 fn slots_are_the_published_ones() {
-    for masking in [Masking::Google, Masking::Bert] {
+    for masking in [Masking::Google, Masking::Bert, Masking::WholeWord, Masking::Span] {
         assert_eq!(masking.slots(128, 0.15), 19);
         assert_eq!(masking.slots(512, 0.15), 79);
         assert_eq!(masking.slots(512, 0.25), 130);

@@ -5,12 +5,17 @@
 //! examples as the published code does.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::format::Shard;
 
 mod best_fit;
+mod cut_points;
 mod google;
+
+pub(super) use self::cut_points::CutAt;
+use self::cut_points::CutPoints;
 
 /// How documents become rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -133,35 +138,60 @@ pub(super) struct Packer(PackerKind);
 
 enum PackerKind {
     BestFit(best_fit::BestFitPacker),
+    Snapped(best_fit::SnappedPacker),
     Google(google::GooglePacker),
 }
 
 impl Packer {
-    /// A packer of rows of `sequence_length` tokens (8 to 32,768), special tokens included.
-    pub fn new(packing: Packing, sequence_length: usize, seed: u64) -> Self {
+    /// A packer of rows of `sequence_length` tokens (8 to 32,768), special tokens included. `cut_at` is for
+    /// best-fit packing, `word_starts` for cuts at words: for each id, whether it begins one.
+    pub fn new(
+        packing: Packing,
+        cut_at: CutAt,
+        word_starts: Option<Arc<[bool]>>,
+        sequence_length: usize,
+        seed: u64,
+    ) -> Self {
+        let points = match cut_at {
+            CutAt::Token => None,
+            CutAt::Word => word_starts.map(CutPoints::Words),
+            CutAt::Line => Some(CutPoints::lines()),
+        };
         Self(match packing {
-            Packing::BestFit => PackerKind::BestFit(best_fit::BestFitPacker::new(sequence_length, seed)),
+            Packing::BestFit => match points {
+                Some(points) => {
+                    PackerKind::Snapped(best_fit::SnappedPacker::new(sequence_length, seed, points))
+                }
+                None => PackerKind::BestFit(best_fit::BestFitPacker::new(sequence_length, seed)),
+            },
             Packing::Google => PackerKind::Google(google::GooglePacker::new(sequence_length, seed)),
         })
     }
 
     /// Whether it reads line lengths.
     pub fn reads_lines(&self) -> bool {
-        matches!(self.0, PackerKind::Google(_))
+        match &self.0 {
+            PackerKind::BestFit(_) => false,
+            PackerKind::Snapped(packer) => packer.reads_lines(),
+            PackerKind::Google(_) => true,
+        }
     }
 
     /// The rows of `block`, a range of the shard's tokens.
     pub fn pack(&mut self, shard: &Shard, block: Range<u32>, counter: RngCounter) -> Result<Rows> {
         match &mut self.0 {
             PackerKind::BestFit(packer) => Ok(packer.pack(shard.document_ends()?, block, counter)),
+            PackerKind::Snapped(packer) => packer.pack(shard, block, counter),
             PackerKind::Google(packer) => packer.pack(shard, block, counter),
         }
     }
 
-    /// The number of rows that `pack` returns; with best-fit packing the same in every epoch.
+    /// The number of rows that `pack` returns; with best-fit packing and cuts anywhere, the same in every
+    /// epoch.
     pub fn count(&mut self, shard: &Shard, block: Range<u32>, counter: RngCounter) -> Result<usize> {
         match &mut self.0 {
             PackerKind::BestFit(packer) => Ok(packer.count(shard.document_ends()?, block)),
+            PackerKind::Snapped(packer) => packer.pack(shard, block, counter).map(|rows| rows.len()),
             PackerKind::Google(packer) => packer.pack(shard, block, counter).map(|rows| rows.len()),
         }
     }

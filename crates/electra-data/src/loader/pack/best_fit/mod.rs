@@ -7,8 +7,12 @@
 
 use std::ops::Range;
 
-use super::{Boundary, RngCounter, Rows, Span};
+use super::{Boundary, CutPoints, RngCounter, Rows, Span};
 use crate::philox::{Purpose, Stream};
+
+mod snapped;
+
+pub(super) use self::snapped::SnappedPacker;
 
 /// Special tokens per span: `[CLS]` before it and `[SEP]` after it.
 const SPECIALS_PER_SEGMENT: usize = 2;
@@ -40,9 +44,7 @@ impl BestFitPacker {
         for part in parts(document_ends, block) {
             cut(part, full, &mut cuts, &mut rows, &mut remainders);
         }
-        let mut ties = Stream::new(self.seed, Purpose::Tie, counter.words(0));
-        shuffle(&mut remainders, &mut ties);
-        remainders.sort_by_key(|span| std::cmp::Reverse(span.len)); // stable: ties stay shuffled
+        self.sort_remainders(&mut remainders, counter);
         self.pack_remainders(&remainders, rows.len(), &mut rows);
         rows
     }
@@ -63,15 +65,28 @@ impl BestFitPacker {
         full_rows + rows.len()
     }
 
+    /// Sorts by decreasing length, equal lengths at random.
+    fn sort_remainders(&self, remainders: &mut [Span], counter: RngCounter) {
+        let mut ties = Stream::new(self.seed, Purpose::Tie, counter.words(0));
+        shuffle(remainders, &mut ties);
+        remainders.sort_by_key(|span| std::cmp::Reverse(span.len)); // stable: ties stay shuffled
+    }
+
     fn max_span(&self) -> u32 {
         (self.sequence_length - SPECIALS_PER_SEGMENT) as u32
+    }
+
+    /// The row of each of `remainders`, sorted by decreasing length, among rows that have as few gaps as
+    /// best-fit decreasing leaves.
+    fn place(&mut self, remainders: &[Span]) -> Vec<u32> {
+        self.open_rows.clear();
+        remainders.iter().map(|span| self.open_rows.place(u32::from(span.len))).collect()
     }
 
     /// Appends rows that hold `remainders`, sorted by decreasing length. The number of rows depends only on
     /// these lengths and on the number of full rows.
     fn pack_remainders(&mut self, remainders: &[Span], full_rows: usize, rows: &mut Rows) {
-        self.open_rows.clear();
-        let assigned: Vec<u32> = remainders.iter().map(|s| self.open_rows.place(u32::from(s.len))).collect();
+        let assigned = self.place(remainders);
         let used: usize = remainders.iter().map(|s| s.num_positions()).sum();
         let ideal = used.div_ceil(self.sequence_length);
         if self.open_rows.len() <= ideal + (full_rows + ideal) / WASTE_DIVISOR + 1 {

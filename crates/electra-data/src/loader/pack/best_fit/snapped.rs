@@ -1,0 +1,102 @@
+//! Best-fit packing with cuts at words or lines only (`cut_at`).
+//!
+//! Each cut moves back to the last cut point of its span, and so do the edges of the block. A span without
+//! any, for example one long word, is cut at a token. Spans are never cut again to fill rows, so documents
+//! whose lengths leave gaps in any packing leave them here. The number of rows depends on the epoch.
+
+use std::ops::Range;
+
+use super::{BestFitPacker, CutPoints, RngCounter, Rows, Span, cut, parts, segment, share_rows};
+use crate::error::Result;
+use crate::format::Shard;
+use crate::philox::{Purpose, Stream};
+
+/// Packs blocks for one row length and seed. Reuses its working memory from block to block.
+pub(in crate::loader::pack) struct SnappedPacker {
+    best_fit: BestFitPacker,
+    points: CutPoints,
+}
+
+impl SnappedPacker {
+    /// Whether it reads line lengths.
+    pub fn reads_lines(&self) -> bool {
+        matches!(self.points, CutPoints::Lines { .. })
+    }
+
+    /// A packer of rows of `sequence_length` tokens, special tokens included.
+    pub fn new(sequence_length: usize, seed: u64, points: CutPoints) -> Self {
+        Self { best_fit: BestFitPacker::new(sequence_length, seed), points }
+    }
+
+    /// The rows of `block`, a range of the shard's tokens.
+    pub fn pack(&mut self, shard: &Shard, block: Range<u32>, counter: RngCounter) -> Result<Rows> {
+        let full = self.best_fit.max_span();
+        let mut edge = |edge| self.points.snap(shard, edge, full);
+        let block = edge(block.start)?..edge(block.end)?;
+        let (mut rows, mut remainders) = (Rows::default(), Vec::new());
+        let mut cuts = Stream::new(self.best_fit.seed, Purpose::Cut, counter.words(0));
+        for part in parts(shard.document_ends()?, block) {
+            if part.end - part.start <= full {
+                cut(part, full, &mut cuts, &mut rows, &mut remainders);
+            } else {
+                self.cut(shard, part, &mut cuts, &mut rows, &mut remainders)?;
+            }
+        }
+        self.best_fit.sort_remainders(&mut remainders, counter);
+        let assigned = self.best_fit.place(&remainders);
+        share_rows(&remainders, &assigned, self.best_fit.open_rows.len(), &mut rows);
+        Ok(rows)
+    }
+
+    /// Cuts a part of a document that is longer than a row: as without cut points, one span at a random place
+    /// is as short as what full rows would leave over, and then each cut moves back.
+    fn cut(
+        &mut self,
+        shard: &Shard,
+        part: Range<u32>,
+        cuts: &mut Stream,
+        rows: &mut Rows,
+        remainders: &mut Vec<Span>,
+    ) -> Result<()> {
+        self.points.enter(shard, part.start)?;
+        let full = self.best_fit.max_span();
+        let len = part.end - part.start;
+        let (spans, rest) = (len / full, len % full);
+        let short = (rest > 0).then(|| cuts.below(spans + 1));
+        let mut start = part.start;
+        for number in 0.. {
+            let wanted = if short == Some(number) { rest } else { full };
+            let end = self.end(shard, start..part.end, wanted)?;
+            let span = segment(start, end - start);
+            if end - start == full {
+                rows.spans.push(span);
+                rows.end_row();
+            } else {
+                remainders.push(span);
+            }
+            start = end;
+            if start == part.end {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the first span of `rest` ends if it has `wanted` tokens before its cut moves back. If that leaves
+    /// none, it may fill a row; if there is no cut point in that either, it is cut at the token.
+    fn end(&self, shard: &Shard, rest: Range<u32>, wanted: u32) -> Result<u32> {
+        let full = self.best_fit.max_span();
+        for len in [wanted, full] {
+            if rest.end - rest.start <= len {
+                return Ok(rest.end);
+            }
+            if let Some(end) = self.points.last(shard, rest.start, rest.start + len)? {
+                return Ok(end);
+            }
+        }
+        Ok(rest.start + full)
+    }
+}
+
+#[cfg(test)]
+mod tests;
