@@ -3,6 +3,7 @@
 mod documents;
 mod files;
 mod pipeline;
+mod raw_file;
 mod read_options;
 mod sampler;
 mod saved_dataset;

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
+use crossbeam_channel::{Receiver, bounded};
 use futures_util::{StreamExt, stream};
 use object_store::aws::AmazonS3Builder;
 use object_store::azure::MicrosoftAzureBuilder;
@@ -32,9 +33,11 @@ const NETWORK_THREADS: usize = 2;
 /// For how many seconds a failing request is repeated, if the environment does not say.
 const RETRY_SECONDS: u64 = 180;
 const RETRY_VARIABLE: &str = "ELECTRA_FAST_RETRY_SECONDS";
+/// For how long the requests are repeated that open a corpus or list files: a user waits for them.
+const OPENING_RETRY: Duration = Duration::from_secs(15);
 /// For how long the crate repeats a request before this file does. Short, so that missing credentials are reported
 /// soon.
-const INNER_RETRY: Duration = Duration::from_secs(10);
+const INNER_RETRY: Duration = Duration::from_secs(5);
 const MAX_PAUSE: Duration = Duration::from_secs(10);
 /// How often a waiting caller looks for a cancellation.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -85,6 +88,13 @@ impl Store {
         let retry = Duration::from_secs(retry_seconds()?);
         let inner = build(&parsed, &scheme, retry).map_err(|error| explain(url, &error))?;
         Ok(Self { url: url.to_owned(), inner, prefix, retry })
+    }
+
+    /// Another folder or object of the same bucket or host, by the same connections.
+    pub fn at(&self, url: &str) -> Result<Self> {
+        let prefix = Url::parse(url).ok().and_then(|url| ObjectStoreScheme::parse(&url).ok());
+        let (_, prefix) = prefix.ok_or_else(|| Error::Input(format!("{url}: not a URL")))?;
+        Ok(Self { url: url.to_owned(), prefix, ..self.clone() })
     }
 
     /// The URL of the folder.
@@ -149,10 +159,23 @@ impl Store {
         })
     }
 
+    /// Sends a request; the answer arrives in the channel.
+    pub fn start(&self, request: Request) -> Result<Receiver<Result<Vec<u8>>>> {
+        let (sender, answer) = bounded(1);
+        let store = self.clone();
+        let runtime = runtime()?;
+        // A thread of its own, because the future holds borrows that a task cannot.
+        runtime.spawn_blocking(move || {
+            let bytes = runtime.block_on(store.read_range(&request));
+            let _ = sender.send(bytes.map(|bytes| bytes.to_vec())); // nobody may wait for it any more
+        });
+        Ok(answer)
+    }
+
     async fn read_range(&self, request: &Request) -> Result<bytes::Bytes> {
         let path = self.path(&request.name)?;
         let wanted = request.range.end - request.range.start;
-        self.repeat(&request.name, async || {
+        self.repeat(&request.name, self.retry, async || {
             let options = GetOptions {
                 range: Some(request.range.clone().into()),
                 if_match: request.version.clone(),
@@ -175,7 +198,7 @@ impl Store {
         cancel: &Cancel,
         request: impl AsyncFn() -> std::result::Result<T, StoreError>,
     ) -> Result<T> {
-        let mut answer = std::pin::pin!(self.repeat(name, request));
+        let mut answer = std::pin::pin!(self.repeat(name, self.retry.min(OPENING_RETRY), request));
         runtime()?.block_on(async {
             loop {
                 match tokio::time::timeout(POLL_INTERVAL, &mut answer).await {
@@ -191,6 +214,7 @@ impl Store {
     async fn repeat<T>(
         &self,
         name: &str,
+        limit: Duration,
         request: impl AsyncFn() -> std::result::Result<T, StoreError>,
     ) -> Result<T> {
         let start = Instant::now();
@@ -205,10 +229,9 @@ impl Store {
                 return Err(explain(&url, &error));
             }
             let spent = start.elapsed();
-            if spent + pause > self.retry {
+            if spent + pause > limit {
                 let (seconds, what) = (spent.as_secs_f32(), said(&error));
-                let message =
-                    format!("{what}; the request was repeated for {seconds:.0} s ({RETRY_VARIABLE})");
+                let message = format!("{what}; the request was repeated for {seconds:.0} s");
                 return Err(Error::io(url, std::io::Error::other(message)));
             }
             tokio::time::sleep(pause).await;

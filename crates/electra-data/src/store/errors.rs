@@ -75,9 +75,13 @@ fn lacks_credentials(error: &StoreError) -> bool {
     .any(|sign| text.contains(sign))
 }
 
-/// What the error says, in one short line: the code and message of an XML answer, or the innermost cause.
+/// What the error says, in one short line: the code and message of an XML answer, or else the innermost cause.
 pub(super) fn said(error: &StoreError) -> String {
     let text = chain(error);
+    let mut innermost: &dyn std::error::Error = error;
+    while let Some(cause) = innermost.source().filter(|cause| !cause.to_string().is_empty()) {
+        innermost = cause;
+    }
     let tag = |name: &str| {
         let (_, rest) = text.split_once(&format!("<{name}>"))?;
         rest.split_once("</").map(|(value, _)| value)
@@ -85,7 +89,7 @@ pub(super) fn said(error: &StoreError) -> String {
     let short = match (tag("Code"), tag("Message")) {
         (Some(code), Some(message)) => format!("{code}: {message}"),
         (Some(code), None) => code.to_owned(),
-        _ => text,
+        _ => innermost.to_string(),
     };
     let line = short.split_whitespace().collect::<Vec<_>>().join(" ");
     match line.char_indices().nth(SHOWN) {

@@ -78,6 +78,7 @@ fn serve(mut connection: TcpStream, folder: &Path, log: &Mutex<Log>) {
             return;
         }
         let name = line.split(' ').nth(1).unwrap().trim_start_matches("/data/").to_owned();
+        let is_head = line.starts_with("HEAD");
         loop {
             let mut header = String::new();
             input.read_line(&mut header).unwrap();
@@ -89,7 +90,15 @@ fn serve(mut connection: TcpStream, folder: &Path, log: &Mutex<Log>) {
                 range = Some(first.parse::<u64>().unwrap()..last.parse::<u64>().unwrap() + 1);
             }
         }
-        if answer(&mut connection, &folder.join(&name), &name, range, log).is_none() {
+        let path = folder.join(&name);
+        let done = match path.metadata() {
+            Ok(found) if is_head => {
+                let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", found.len());
+                connection.write_all(head.as_bytes()).ok()
+            }
+            _ => answer(&mut connection, &path, &name, range, log),
+        };
+        if done.is_none() {
             return;
         }
     }
