@@ -17,6 +17,7 @@ pub use format::{Corpus, Shard, SpecialTokens, Verified, verify, write_sparse};
 pub use input::{DocumentSeparator, InputFormat, InvalidUtf8, ReadOptions, SkippedRecord, TextSource};
 pub use loader::{Contents, Loader, LoaderOptions, LoaderState, Poll};
 pub use prepare::{
-    Coverage, PrepareOptions, PrepareReport, Progress, VocabOptions, VocabReport, prepare, train_vocab,
+    Coverage, OpenedJob, PrepareJob, PrepareOptions, PrepareReport, Progress, TaskReport, VocabOptions,
+    VocabReport, job_tokenizer, prepare, prepare_units, train_vocab,
 };
 pub use tokenizer::{Encoder, Pieces, Tokenizer};
