@@ -86,7 +86,34 @@ def prepare(
     partition: tuple[int, int] | None = None,
     threads: int | None = None,
     progress: Callable[[int, int, int, int], None] | None = None,
+    _part_bytes: int | None = None,
 ) -> dict[str, Any]: ...
+
+class PrepareJob:
+    """The parent's side of a corpus that tasks prepare: holds the lease on its folder until it is closed."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        out: str,
+        *,
+        files: list[str],
+        separator: str = "blank-line",
+        text_fields: list[str],
+        invalid_utf8: str = "error",
+        format: str = "auto",
+        skip_bad_records: int = 0,
+        holdout: float = 0.0,
+        _part_bytes: int | None = None,
+    ) -> None: ...
+    def units(self) -> list[tuple[int, int]]: ...
+    def settings(self) -> str: ...
+    def unit(self, number: int) -> str: ...
+    def finish(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+def job_tokenizer(settings: str) -> Tokenizer: ...
+def prepare_units(settings: str, units: list[str], tokenizer: Tokenizer, threads: int = 1) -> tuple[int, int, int]: ...
 def sample_coverage(
     tokenizer: Tokenizer,
     out: str,

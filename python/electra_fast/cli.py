@@ -193,19 +193,23 @@ def _vocab(options: argparse.Namespace) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> None:
+    from electra_fast.data.dask_scheduler import dask_executor
     from electra_fast.data.prepare import prepare
 
-    prepare(
-        options.inputs,
-        vocab=options.vocab,
-        out=options.out,
-        lowercase=options.lowercase,
-        partition=options.partition,
-        holdout=options.holdout,
-        threads=options.threads,
-        kind="files",
-        **_reading(options),
-    )
+    scheduler = dask_executor(options.scheduler) if options.scheduler else contextlib.nullcontext()
+    with scheduler as executor:
+        prepare(
+            options.inputs,
+            vocab=options.vocab,
+            out=options.out,
+            lowercase=options.lowercase,
+            partition=options.partition,
+            holdout=options.holdout,
+            threads=options.threads,
+            executor=executor,
+            kind="files",
+            **_reading(options),
+        )
 
 
 def _inspect(options: argparse.Namespace) -> None:

@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     case = sub.add_mutually_exclusive_group()
     case.add_argument("--cased", dest="lowercase", action="store_const", const=False, help="keep capitals")
     case.add_argument("--uncased", dest="lowercase", action="store_const", const=True, help="lower the text's case")
-    sub.add_argument("--partition", metavar="I/N", help="only every N-th group of input files, starting with the I-th")
+    sub.add_argument("--partition", metavar="I/N", help="only every N-th unit of the input, starting with the I-th")
     sub.add_argument(
         "--holdout",
         type=float,
@@ -66,6 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="documents set aside for validation (%(default)s)",
     )
     sub.add_argument("--threads", type=int, default=0, help="tokenization threads; 0: all cores (%(default)s)")
+    sub.add_argument(
+        "--scheduler", metavar="ADDRESS", help="work on the workers of this Dask scheduler, such as tcp://host:8786"
+    )
 
     sub = command("inspect", "what is in a corpus, and one packed, masked row of it as text")
     sub.add_argument("directory", type=Path)

@@ -14,6 +14,10 @@ class InputError(ElectraFastError, ValueError):
     """A configuration, an argument or a file cannot be used."""
 
 
+class ExecutorFailed(ElectraFastError, RuntimeError):
+    """An executor lost its workers or cannot reach them; running again resumes."""
+
+
 class TrainingFailed(ElectraFastError, ArithmeticError):
     """Training cannot continue."""
 

@@ -7,6 +7,7 @@ mod corpus;
 mod errors;
 mod loader;
 mod prepare;
+mod prepare_job;
 mod process;
 mod record_batch;
 mod tokenizer;
@@ -22,6 +23,8 @@ mod _data {
     use crate::loader::{BatchLoader, mixture_weights};
     #[pymodule_export]
     use crate::prepare::{prepare, sample_coverage, train_vocab};
+    #[pymodule_export]
+    use crate::prepare_job::{PrepareJob, job_tokenizer, prepare_units};
     #[pymodule_export]
     use crate::record_batch::RecordBatch;
     #[pymodule_export]

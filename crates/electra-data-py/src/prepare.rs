@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use crate::errors::InputError;
 use electra_data::{
-    Coverage, DocumentSeparator, Error, InputFormat, InvalidUtf8, PrepareOptions, Progress, ReadOptions,
-    SkippedRecord, TextSource, VocabOptions, VocabReport,
+    Coverage, DocumentSeparator, Error, InputFormat, InvalidUtf8, PrepareOptions, PrepareReport, Progress,
+    ReadOptions, SkippedRecord, TextSource, VocabOptions, VocabReport,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -16,7 +16,8 @@ use crate::tokenizer::Tokenizer;
 /// Makes a corpus from either `files` or `documents`.
 #[pyfunction]
 #[pyo3(signature = (tokenizer, out, *, files=None, documents=None, separator="blank-line", text_fields,
-                    invalid_utf8="error", format="auto", skip_bad_records=0, holdout=0.0, partition=None, threads=None, progress=None))]
+                    invalid_utf8="error", format="auto", skip_bad_records=0, holdout=0.0, partition=None, threads=None, progress=None,
+                    _part_bytes=None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
 pub(crate) fn prepare<'py>(
     py: Python<'py>,
@@ -33,13 +34,20 @@ pub(crate) fn prepare<'py>(
     partition: Option<(usize, usize)>,
     threads: Option<usize>,
     progress: Option<Py<PyAny>>,
+    _part_bytes: Option<u64>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
-    let options = PrepareOptions { reading, validation_fraction: holdout, partition, threads };
+    let part_bytes = _part_bytes;
+    let options = PrepareOptions { reading, validation_fraction: holdout, partition, threads, part_bytes };
     let tokenizer = tokenizer.get(py)?;
     let report = PythonCallbacks::new(progress).run(py, files, documents, |source, report| {
         electra_data::prepare(source, &tokenizer, &out, &options, report)
     })?;
+    report_dict(py, report)
+}
+
+/// The fields of Python's dataclass.
+pub(crate) fn report_dict(py: Python, report: PrepareReport) -> PyResult<Bound<PyDict>> {
     let result = PyDict::new(py);
     result.set_item("complete", report.complete)?;
     result.set_item("already_complete", report.already_complete)?;
@@ -147,7 +155,7 @@ fn tuples(py: Python<'_>, records: impl IntoIterator<Item = SkippedRecord>) -> P
     PyTuple::new(py, records)
 }
 
-fn reading(
+pub(crate) fn reading(
     separator: &str,
     text_fields: Vec<String>,
     invalid_utf8: &str,
@@ -177,18 +185,18 @@ fn reading(
 }
 
 /// The Python side of a long run: the progress callback, and the exception that it raised.
-struct PythonCallbacks {
+pub(crate) struct PythonCallbacks {
     progress: Option<Py<PyAny>>,
     raised: Option<PyErr>,
 }
 
 impl PythonCallbacks {
-    fn new(progress: Option<Py<PyAny>>) -> Self {
+    pub fn new(progress: Option<Py<PyAny>>) -> Self {
         Self { progress, raised: None }
     }
 
     /// Runs `work` without the GIL. An exception raised in Python meanwhile takes precedence over its error.
-    fn run<T: Send>(
+    pub fn run<T: Send>(
         &mut self,
         py: Python,
         files: Option<Vec<PathBuf>>,

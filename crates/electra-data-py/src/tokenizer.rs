@@ -131,6 +131,11 @@ impl Tokenizer {
 }
 
 impl Tokenizer {
+    /// A tokenizer opened by this process.
+    pub fn of(inner: electra_data::Tokenizer) -> Self {
+        Self { inner: PerProcess::new(inner) }
+    }
+
     /// The tokenizer of this process. A forked child makes one from the same bytes.
     pub fn get(&self, py: Python) -> PyResult<Arc<electra_data::Tokenizer>> {
         self.inner.get(py, |parent| {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from electra_fast import _data
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.data.coverage import corpus_coverage, coverage_warning, sample_coverage
 from electra_fast.data.inputs import Kind, source
+from electra_fast.data.prepare_executor import prepare_on
 from electra_fast.data.prepare_report import PrepareReport, guess, summary
 from electra_fast.data.reading import (
     Format,
@@ -41,6 +43,7 @@ def prepare(
     holdout: float = 0.0,
     partition: str | None = None,
     threads: int = 0,
+    executor: Executor | None = None,
     kind: Kind = "auto",
     progress: bool = True,
 ) -> PrepareReport:
@@ -70,7 +73,11 @@ def prepare(
         partition: `"I/N"`, counted from 1: process only every N-th unit of the input. When the files of all N
             parts are in one folder, a run without `partition` completes it; parts run in the same folder do so
             by themselves.
-        threads: Tokenizer threads; 0 means one per core. The result does not depend on it.
+        threads: Tokenizer threads; 0 means one per core, or one per task of an executor. The result does not depend on
+            it.
+        executor: Build the units in tasks of this executor, on other cores or machines: `ProcessPoolExecutor`, Dask's
+            `Client.get_executor()`, mpi4py's `MPIPoolExecutor`. Its workers must see `inputs` and `out` under the same
+            paths. The result does not depend on it. Not for documents, and not with `partition`.
         kind: What `inputs` is, where the rule above gets it wrong: `files` or `documents` (a list of short ones).
         progress: Show a progress bar with ETA on standard error, or a line every ten seconds if it is not a
             terminal; warn if the vocabulary does not cover a sample of the text; print a summary.
@@ -84,6 +91,7 @@ def prepare(
         ValueError: Text, vocabulary, options or the output folder cannot be used; the message says which,
             where (file, line or byte) and what to do.
         OSError: Reading or writing failed, for example on a full disk; completed work is kept.
+        ExecutorFailed: The executor lost its workers, or they cannot run this package; completed work is kept.
     """
     tokenizer = _open_tokenizer(vocab, lowercase, strip_accents)
     inner = tokenizer._inner
@@ -96,18 +104,17 @@ def prepare(
         if progress and not (Path(out) / "manifest.json").exists():
             sample = sample_coverage(text, inner, os.fspath(out), **reading)
             bar.warn(coverage_warning(sample, inner))
-        report = PrepareReport(
-            **_data.prepare(
-                inner,
-                os.fspath(out),
-                **text,
-                **reading,
-                holdout=holdout,
-                partition=_parse_partition(partition),
-                threads=not_negative("threads", threads) or None,
-                progress=bar.update,
-            )
-        )
+        arguments = {
+            **text,
+            **reading,
+            "holdout": holdout,
+            "partition": _parse_partition(partition),
+            "threads": not_negative("threads", threads) or None,
+        }
+        if executor is None:
+            report = PrepareReport(**_data.prepare(inner, os.fspath(out), **arguments, progress=bar.update))
+        else:
+            report = PrepareReport(**prepare_on(executor, inner, os.fspath(out), bar, **arguments))
         if report.complete:
             coverage = corpus_coverage(_data.Corpus(os.fspath(out)), inner)
             report = replace(report, unknown_share=coverage.unknown_share, tokens_per_word=coverage.tokens_per_word)

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
-/// Prefix of temporary names. The run's tag follows, so that a run removes only its own leftovers.
+/// Prefix of temporary names. The tag of the attempt that writes the file follows.
 const TEMP: &str = ".tmp-";
 
 /// A file being written under a temporary name, which is removed unless it is committed.
@@ -66,19 +66,6 @@ pub(crate) fn is_temp(name: &str) -> bool {
     name.starts_with(TEMP)
 }
 
-/// Removes unfinished files of the run with this tag, or of all runs without one.
-pub(crate) fn remove_temps(dir: &Path, tag: Option<&str>) -> Result<()> {
-    let prefix = tag.map_or(TEMP.to_owned(), |tag| format!("{TEMP}{tag}-"));
-    let Ok(entries) = std::fs::read_dir(dir) else { return Ok(()) };
-    for entry in entries {
-        let entry = entry.map_err(|e| Error::io(dir, e))?;
-        if entry.file_name().to_string_lossy().starts_with(&prefix) {
-            std::fs::remove_file(entry.path()).map_err(|e| Error::io(entry.path(), e))?;
-        }
-    }
-    Ok(())
-}
-
 /// An error while writing, with a remedy where the system's message suggests none.
 pub(crate) fn write_error(path: &Path, error: std::io::Error) -> Error {
     use std::io::ErrorKind::{
@@ -112,17 +99,5 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         drop(AtomicFile::create(dir.path(), "a", "t").unwrap());
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
-    }
-
-    #[test]
-    fn only_leftovers_of_the_same_run_are_removed() {
-        let dir = tempfile::tempdir().unwrap();
-        for name in [".tmp-1-of-2-a", ".tmp-2-of-2-b", "c"] {
-            std::fs::write(dir.path().join(name), "x").unwrap();
-        }
-        remove_temps(dir.path(), Some("1-of-2")).unwrap();
-        assert!(!dir.path().join(".tmp-1-of-2-a").exists() && dir.path().join(".tmp-2-of-2-b").exists());
-        remove_temps(dir.path(), None).unwrap();
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 }

@@ -5,25 +5,29 @@ use std::sync::atomic::AtomicU64;
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
+use super::cut::Cut;
+use super::division::{Boundary, Part};
 use super::files::InputFile;
 use super::pipeline::{Batcher, Mark};
 use super::read_options::{DocumentSeparator, InputFormat, ReadOptions, missing_field};
 use super::skipped::SkippedRecord;
-use super::text::{Cut, InvalidBytes, LineEndings, Lines};
+use super::tables::{read_arrow, read_parquet};
+use super::text::{InvalidBytes, LineEndings, Lines};
 use crate::error::{Error, Result};
 
-/// Sends every document of a file to the batcher; `bytes` counts the bytes read from disk.
+/// Sends every document of a file, or of a part of it, to the batcher; `bytes` counts the bytes read from disk.
 pub(crate) fn read_file(
     file: &InputFile,
+    part: Option<&Part>,
     reading: &ReadOptions,
     bytes: &AtomicU64,
     to: &mut Batcher,
 ) -> Result<()> {
     let result = match file.format {
-        InputFormat::Text => read_text(file, reading, bytes, to),
-        InputFormat::JsonLines => read_json_lines(file, reading, bytes, to),
-        InputFormat::Parquet => guarded(file, || super::tables::read_parquet(file, reading, bytes, to)),
-        InputFormat::Arrow => guarded(file, || super::tables::read_arrow(file, reading, bytes, to)),
+        InputFormat::Text => read_text(file, part, reading, bytes, to),
+        InputFormat::JsonLines => read_json_lines(file, part, reading, bytes, to),
+        InputFormat::Parquet => guarded(file, || read_parquet(file, part, reading, bytes, to)),
+        InputFormat::Arrow => guarded(file, || read_arrow(file, part, reading, bytes, to)),
     };
     // Checked first: a change explains whatever else went wrong.
     file.check_unchanged()?;
@@ -39,9 +43,28 @@ fn guarded(file: &InputFile, read: impl FnOnce() -> Result<()>) -> Result<()> {
     })
 }
 
-fn read_text(file: &InputFile, reading: &ReadOptions, bytes: &AtomicU64, to: &mut Batcher) -> Result<()> {
+fn read_text(
+    file: &InputFile,
+    part: Option<&Part>,
+    reading: &ReadOptions,
+    bytes: &AtomicU64,
+    to: &mut Batcher,
+) -> Result<()> {
+    let boundary = match reading.separator {
+        DocumentSeparator::Line => Boundary::Line,
+        DocumentSeparator::BlankLine | DocumentSeparator::File => Boundary::BlankLine,
+    };
+    let is_old = part.is_some() && file.has_old_line_ends()?;
+    let (input, begin, line_ends) = match part.filter(|_| !is_old) {
+        Some(part) => match boundary.text_of(part, file)? {
+            Some(range) => (file.open_range(&range, bytes)?, range.start, LineEndings::Newline),
+            None => return Ok(()),
+        },
+        None if part.is_some_and(|part| !part.is_first()) => return Ok(()),
+        None => (file.open(bytes)?, 0, LineEndings::Detect),
+    };
     let mut lines =
-        Lines::new(file.open(bytes)?, &file.path, reading.invalid_utf8, LineEndings::Detect, to.cut());
+        Lines::new(input, &file.path, reading.invalid_utf8, line_ends, to.cut()).beginning_at(begin);
     // Whether the current line and the current document have any text yet.
     let (mut line_begun, mut document_begun) = (false, reading.separator == DocumentSeparator::File);
     while let Some(fragment) = lines.next(|e| file.unreadable(e))? {
@@ -66,16 +89,22 @@ fn read_text(file: &InputFile, reading: &ReadOptions, bytes: &AtomicU64, to: &mu
 
 fn read_json_lines(
     file: &InputFile,
+    part: Option<&Part>,
     reading: &ReadOptions,
     bytes: &AtomicU64,
     to: &mut Batcher,
 ) -> Result<()> {
+    let (input, begin) = match part {
+        Some(part) => match Boundary::Line.text_of(part, file)? {
+            Some(range) => (file.open_range(&range, bytes)?, range.start),
+            None => return Ok(()),
+        },
+        None => (file.open(bytes)?, 0),
+    };
     // A record must be parsed as a whole, so its line is never cut.
-    let mut lines =
-        Lines::new(file.open(bytes)?, &file.path, reading.invalid_utf8, LineEndings::Newline, Cut::Nowhere);
-    let mut number = 0;
+    let mut lines = Lines::new(input, &file.path, reading.invalid_utf8, LineEndings::Newline, Cut::Nowhere)
+        .beginning_at(begin);
     while let Some(fragment) = lines.next(|e| file.unreadable(e))? {
-        number += 1;
         let document = match &fragment.text {
             Ok(text) if text.trim().is_empty() => continue,
             Ok(text) => parse_record(text, &reading.text_fields),
@@ -83,7 +112,10 @@ fn read_json_lines(
         };
         match document {
             Ok(document) => to.push_document(&document)?,
-            Err(bad) => to.skip(bad.skipped(&file.name, number), &bad.error(&file.path, number))?,
+            Err(bad) => {
+                let number = lines.line_number()?;
+                to.skip(bad.skipped(&file.name, number), &bad.error(&file.path, number))?;
+            }
         }
     }
     Ok(())

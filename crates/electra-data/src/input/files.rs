@@ -1,30 +1,32 @@
 //! Finding the files that the user names (files, folders, globs), in a fixed order, and opening them.
 //!
-//! The list is divided into input groups, the unit of resuming and of partitions. Which files form a group
-//! depends on their names and sizes alone.
+//! `division` forms input groups of them.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs::File;
 use std::io::ErrorKind::{NotFound, QuotaExceeded, StorageFull};
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
+use serde::{Deserialize, Serialize};
+
 use super::read_options::InputFormat;
 use super::saved_dataset::{INFO, STATE, SavedDataset};
+use super::text::{FRAGMENT_BYTES, has_old_line_ends};
 use crate::error::{Error, Result};
 use crate::format::write_error;
 
-/// Consecutive files form one input group until they hold this many bytes.
-const GROUP_BYTES: u64 = 4 << 20;
+/// Size of the chunks in which files are read.
+const BUFFER_BYTES: usize = 1 << 18;
 
 const KNOWN: &str = ".txt, .jsonl, .parquet and .arrow, each also with .gz, .zst or .xz";
 const REMEDY: &str = "--format text reads any file as text (others: jsonl, parquet, arrow)";
 
 /// How a file is compressed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Compression {
     None,
     Gzip,
@@ -58,8 +60,8 @@ impl Compression {
     }
 }
 
-/// One file to read.
-#[derive(Clone, Debug)]
+/// One file to read. Serialized, it tells a process on another machine what to read.
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct InputFile {
     pub path: PathBuf,
     /// The path relative to the common parent of all inputs: the same on every machine.
@@ -123,19 +125,6 @@ impl Inputs {
             }
         }
         Ok(false)
-    }
-
-    /// Consecutive files in groups of at least 4 MiB, as ranges of `files`.
-    pub fn input_groups(&self) -> Vec<Range<usize>> {
-        let (mut groups, mut start, mut bytes) = (Vec::new(), 0, 0);
-        for (index, file) in self.files.iter().enumerate() {
-            bytes += file.size;
-            if bytes >= GROUP_BYTES || index + 1 == self.files.len() {
-                groups.push(start..index + 1);
-                (start, bytes) = (index + 1, 0);
-            }
-        }
-        groups
     }
 }
 
@@ -302,7 +291,7 @@ impl InputFile {
         if self.size == 0 && self.compression != Compression::None {
             return Err(self.unreadable(&std::io::ErrorKind::UnexpectedEof.into()));
         }
-        let mut raw = BufReader::with_capacity(1 << 18, CountingReader { file, bytes });
+        let mut raw = BufReader::with_capacity(BUFFER_BYTES, CountingReader { file, bytes });
         let head = raw.fill_buf().map_err(|e| Error::io(&self.path, e))?;
         if !self.compression.may_begin_with(head) {
             let (path, kind) = (self.path.display(), self.compression.name());
@@ -318,6 +307,35 @@ impl InputFile {
             }
             Compression::Xz => buffered(liblzma::bufread::XzDecoder::new_multi_decoder(raw)),
         })
+    }
+
+    /// These bytes of an uncompressed file; `bytes` counts those read from disk.
+    ///
+    /// Chunks end at the same offsets as when the whole file is read, because very long lines are cut by what
+    /// is in the buffer.
+    pub fn open_range<'a>(&self, range: &Range<u64>, bytes: &'a AtomicU64) -> Result<Box<dyn BufRead + 'a>> {
+        let failed = |e| Error::io(&self.path, e);
+        let mut before = range.start % BUFFER_BYTES as u64;
+        let mut file = File::open(&self.path).map_err(failed)?;
+        file.seek(SeekFrom::Start(range.start - before)).map_err(failed)?;
+        let mut raw = BufReader::with_capacity(BUFFER_BYTES, CountingReader { file, bytes });
+        while before > 0 {
+            let skipped = raw.fill_buf().map_err(failed)?.len().min(before as usize);
+            if skipped == 0 {
+                break; // the file has become shorter: `check_unchanged` reports it
+            }
+            raw.consume(skipped);
+            before -= skipped as u64;
+        }
+        Ok(Box::new(raw.take(range.end - range.start)))
+    }
+
+    /// Whether the file's beginning shows line ends of old Macs.
+    pub fn has_old_line_ends(&self) -> Result<bool> {
+        let mut head = Vec::new();
+        let file = File::open(&self.path).map_err(|e| Error::io(&self.path, e))?;
+        file.take(FRAGMENT_BYTES as u64).read_to_end(&mut head).map_err(|e| Error::io(&self.path, e))?;
+        Ok(has_old_line_ends(&head))
     }
 
     /// The file itself, or an unpacked temporary copy of a compressed one, because seeking is needed.
@@ -363,5 +381,5 @@ impl InputFile {
 }
 
 fn buffered<'a>(reader: impl Read + 'a) -> Box<dyn BufRead + 'a> {
-    Box::new(BufReader::with_capacity(1 << 18, reader))
+    Box::new(BufReader::with_capacity(BUFFER_BYTES, reader))
 }

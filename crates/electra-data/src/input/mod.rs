@@ -1,5 +1,9 @@
 //! Reading text: from files, folders and globs of any supported format to a stream of documents.
 
+mod cut;
+mod division;
+#[cfg(test)]
+mod division_tests;
 mod documents;
 mod files;
 mod pipeline;
@@ -15,9 +19,10 @@ pub use read_options::{DocumentSeparator, InputFormat, ReadOptions, TextSource};
 pub use skipped::SkippedRecord;
 pub use text::InvalidUtf8;
 
+pub(crate) use cut::{Cut, character_boundary};
+pub(crate) use division::{InputGroup, PART_BYTES, Part};
 pub(crate) use documents::read_file;
-pub(crate) use files::{Compression, Inputs};
-pub(crate) use pipeline::{Batcher, Intake, Mark, TextBatch, default_threads, read_beginning, run};
+pub(crate) use files::{Compression, InputFile, Inputs};
+pub(crate) use pipeline::{Batcher, Intake, Mark, TextBatch, default_threads, read_beginning, with_workers};
 pub(crate) use sampler::{Sampled, Sampler};
 pub(crate) use skipped::{SKIPPED, SkipLog, read_first_skipped, skipped_to_jsonl};
-pub(crate) use text::{Cut, character_boundary};

@@ -1,15 +1,16 @@
-//! One reader, many workers and one consumer, in order and in bounded memory.
+//! Lanes of one reader and one consumer each, in order and in bounded memory; all lanes share the workers.
 //!
 //! The reader fills batches of about 1 MiB of text. Each batch has a channel for its result, and the consumer
 //! receives from these channels in the order in which the reader made them.
 
 use std::time::Duration;
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
 
+use super::cut::{Cut, character_boundary};
 use super::sampler::{Sampled, Sampler};
 use super::skipped::{SkipLog, SkippedRecord};
-use super::text::{Cut, FRAGMENT_BYTES, character_boundary};
+use super::text::FRAGMENT_BYTES;
 use crate::error::{Error, Result};
 
 const BATCH_BYTES: usize = 1 << 20;
@@ -24,11 +25,13 @@ pub(crate) enum Mark {
     Partial,
     Line,
     Document,
+    /// Nothing: here begins the input group with this number.
+    Begin(usize),
     /// An input group, with its skipped records.
     InputGroup(Vec<SkippedRecord>),
 }
 
-/// A text of a batch with the mark at its end. One that ends a document or an input group is empty.
+/// A text of a batch with the mark at its end. One that ends a document or bounds an input group is empty.
 #[derive(Debug)]
 pub(crate) struct MarkedText<'a> {
     pub text: &'a str,
@@ -123,6 +126,11 @@ impl<'a> Batcher<'a> {
         self.intake.skips.add(record, error)
     }
 
+    /// Begins an input group.
+    pub fn begin_input_group(&mut self, number: usize) -> Result<()> {
+        self.append("", Mark::Begin(number))
+    }
+
     /// Ends an input group.
     pub fn end_input_group(&mut self) -> Result<()> {
         let skipped = self.intake.skips.take();
@@ -164,18 +172,33 @@ fn cut_near(text: &str, cut: Cut) -> Option<usize> {
     cut.last_position(&text.as_bytes()[..end]).or_else(|| Some(end + cut.first_position(&text[end..])?))
 }
 
-/// Runs `read` and the workers on threads and `consume` on this one. `consume(None)` is called every 50 ms
-/// while there is no result. Each thread has a worker of its own, which may keep state between batches.
-pub(crate) fn run<T: Send, W: FnMut(TextBatch) -> Result<T>>(
+/// Workers that one or more lanes share. A lane reads on one thread and consumes on another, in order.
+///
+/// Workers belong to no lane, so that all of them work on a single remaining input, too.
+pub(crate) struct Workers<T> {
+    batches: Sender<(TextBatch, Sender<Result<T>>)>,
+    /// Holds an entry for each batch between reader and consumer, in any lane: its capacity bounds memory.
+    in_flight: (Sender<()>, Receiver<()>),
+}
+
+/// Keeps the place of a batch between reader and consumer.
+struct Place<'a>(&'a Receiver<()>);
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let _ = self.0.try_recv();
+    }
+}
+
+/// Runs `body` with `threads` workers. Each has a `worker` of its own, which may keep state between batches.
+pub(crate) fn with_workers<T: Send, W: FnMut(TextBatch) -> Result<T>, R>(
     threads: usize,
-    intake: Intake,
-    read: impl FnOnce(&mut Batcher) -> Result<()> + Send,
+    lanes: usize,
     worker: impl Fn() -> W + Sync,
-    mut consume: impl FnMut(Option<T>) -> Result<()>,
-) -> Result<()> {
+    body: impl FnOnce(&Workers<T>) -> R,
+) -> R {
     std::thread::scope(|scope| {
-        let (batch_sender, batches) = bounded::<(TextBatch, Sender<Result<T>>)>(threads);
-        let (slot_sender, slots) = bounded::<Receiver<Result<T>>>(2 * threads);
+        let (sender, batches) = bounded::<(TextBatch, Sender<Result<T>>)>(threads);
         for _ in 0..threads {
             let (batches, worker) = (batches.clone(), &worker);
             scope.spawn(move || {
@@ -184,28 +207,46 @@ pub(crate) fn run<T: Send, W: FnMut(TextBatch) -> Result<T>>(
             });
         }
         drop(batches);
-        scope.spawn(move || {
-            let mut send = |batch| {
-                let (result, slot) = bounded(1);
-                slot_sender.send(slot).map_err(|_| Error::Interrupted)?;
-                batch_sender.send((batch, result)).map_err(|_| Error::Interrupted)
-            };
-            let mut batcher = Batcher::new(BATCH_BYTES, intake, &mut send);
-            // The text before an error may complete input groups, which are kept.
-            let (read, sent) = (read(&mut batcher), batcher.flush());
-            if let Err(error) = read.and(sent) {
-                let (result, slot) = bounded(1);
-                let _ = result.send(Err(error));
-                let _ = slot_sender.send(slot);
-            }
-        });
-        while let Some(slot) = wait(&slots, &mut consume)? {
-            // Without this error, an input group could be finished without the text of the lost batch.
-            let result = wait(&slot, &mut consume)?.ok_or_else(worker_stopped)?;
-            consume(Some(result?))?;
-        }
-        Ok(())
+        body(&Workers { batches: sender, in_flight: bounded(2 * threads + lanes) })
     })
+}
+
+impl<T: Send> Workers<T> {
+    /// Runs a lane: `read` on a thread and `consume` on this one. `consume(None)` is called every 50 ms while
+    /// there is no result.
+    pub fn run_lane(
+        &self,
+        intake: Intake,
+        read: impl FnOnce(&mut Batcher) -> Result<()> + Send,
+        mut consume: impl FnMut(Option<T>) -> Result<()>,
+    ) -> Result<()> {
+        std::thread::scope(|scope| {
+            let (slot_sender, slots) = unbounded();
+            scope.spawn(move || {
+                let mut send = |batch| {
+                    self.in_flight.0.send(()).map_err(|_| Error::Interrupted)?;
+                    let place = Place(&self.in_flight.1);
+                    let (result, slot) = bounded(1);
+                    slot_sender.send((slot, Some(place))).map_err(|_| Error::Interrupted)?;
+                    self.batches.send((batch, result)).map_err(|_| Error::Interrupted)
+                };
+                let mut batcher = Batcher::new(BATCH_BYTES, intake, &mut send);
+                // The text before an error may complete input groups, which are kept.
+                let (read, sent) = (read(&mut batcher), batcher.flush());
+                if let Err(error) = read.and(sent) {
+                    let (result, slot) = bounded(1);
+                    let _ = result.send(Err(error));
+                    let _ = slot_sender.send((slot, None));
+                }
+            });
+            while let Some((slot, _place)) = wait(&slots, &mut consume)? {
+                // Without this error, an input group could be finished without the text of the lost batch.
+                let result = wait(&slot, &mut consume)?.ok_or_else(worker_stopped)?;
+                consume(Some(result?))?;
+            }
+            Ok(())
+        })
+    }
 }
 
 /// About the first `bytes` of text that `read` finds, one text per line; an error ends it early.
@@ -249,6 +290,16 @@ pub(crate) fn default_threads() -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn run<T: Send, W: FnMut(TextBatch) -> Result<T>>(
+        threads: usize,
+        intake: Intake,
+        read: impl FnOnce(&mut Batcher) -> Result<()> + Send,
+        worker: impl Fn() -> W + Sync,
+        consume: impl FnMut(Option<T>) -> Result<()>,
+    ) -> Result<()> {
+        with_workers(threads, 1, worker, |workers| workers.run_lane(intake, read, consume))
+    }
 
     #[test]
     fn results_come_in_order_whatever_the_threads() {

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize};
+
 use super::text::InvalidUtf8;
 use crate::error::Result;
 
@@ -14,7 +16,7 @@ pub enum TextSource<'a> {
 }
 
 /// What separates documents in text files.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DocumentSeparator {
     /// One or more blank lines (and the end of a file).
     #[default]
@@ -26,7 +28,7 @@ pub enum DocumentSeparator {
 }
 
 /// The format of an input file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum InputFormat {
     /// Plain text, in any language or markup.
     Text,
@@ -56,7 +58,7 @@ impl InputFormat {
 }
 
 /// How files are read.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ReadOptions {
     /// The format of every file. By default the extension decides, and files with unknown ones are skipped.
     pub format: Option<InputFormat>,

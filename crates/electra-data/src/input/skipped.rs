@@ -2,6 +2,8 @@
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
@@ -21,34 +23,34 @@ pub struct SkippedRecord {
     pub reason: String,
 }
 
-/// The records skipped in the current input group, and the limit for the whole run.
-#[derive(Debug, Default)]
+/// The records skipped in the current input group, and the limit for the whole run. Logs that were cloned
+/// count together.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct SkipLog {
     allowed: u64,
-    count: u64,
+    count: Arc<AtomicU64>,
     records: Vec<SkippedRecord>,
 }
 
 impl SkipLog {
     /// A log that allows `allowed` records in total, of which `count` have been skipped before.
     pub fn new(allowed: u64, count: u64) -> Self {
-        Self { allowed, count, records: Vec::new() }
+        Self { allowed, count: Arc::new(AtomicU64::new(count)), records: Vec::new() }
     }
 
     /// Adds a record, or fails with its error if the limit is reached.
     pub fn add(&mut self, record: SkippedRecord, error: &Error) -> Result<()> {
-        let (allowed, count) = (self.allowed, self.count);
+        let allowed = self.allowed;
         if allowed == 0 {
             let remedy = "--skip-bad-records N leaves up to N such records out";
             return Err(Error::Input(format!("{error}; {remedy}")));
         }
-        if count >= allowed {
-            let before = format!("{count} bad records were skipped before it");
+        if self.count.fetch_add(1, Ordering::Relaxed) >= allowed {
+            let before = format!("{allowed} bad records were skipped before it");
             return Err(Error::Input(format!(
                 "{error}; {before}: --skip-bad-records {allowed} allows no more"
             )));
         }
-        self.count += 1;
         self.records.push(record);
         Ok(())
     }

@@ -1,18 +1,21 @@
 //! Documents from tables: Parquet, and Arrow IPC streams and files.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Seek, SeekFrom};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use arrow_array::cast::AsArray;
 use arrow_array::{
     Array, ArrayAccessor, ArrayRef, LargeStringArray, RecordBatch, StringArray, StringViewArray,
 };
-use arrow_ipc::reader::StreamReader;
-use arrow_schema::{DataType, Schema};
+use arrow_ipc::reader::{FileReader, StreamReader, read_footer_length};
+use arrow_ipc::root_as_footer;
+use arrow_schema::{ArrowError, DataType, Schema};
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ArrowReaderOptions, ParquetRecordBatchReaderBuilder};
+use parquet::file::metadata::ParquetMetaData;
 
+use super::division::Part;
 use super::files::InputFile;
 use super::pipeline::Batcher;
 use super::read_options::{ReadOptions, missing_field};
@@ -23,9 +26,10 @@ const ROWS: usize = 256;
 /// The same when only the beginning of a file is wanted.
 const FEW_ROWS: usize = 4;
 
-/// Sends each row of a Parquet file as a document.
+/// Sends each row of a Parquet file, or of those row groups that begin in a part of it, as a document.
 pub(super) fn read_parquet(
     file: &InputFile,
+    part: Option<&Part>,
     reading: &ReadOptions,
     bytes: &AtomicU64,
     to: &mut Batcher,
@@ -33,41 +37,74 @@ pub(super) fn read_parquet(
     let damaged = |error: &dyn std::fmt::Display| unreadable(file, "Parquet", error);
     // Ignore the Arrow schema: with the physical types, text is plain UTF-8 whatever wrote the file.
     let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true);
-    let builder =
+    let mut builder =
         ParquetRecordBatchReaderBuilder::<File>::try_new_with_options(file.open_seekable()?, options)
             .map_err(|e| damaged(&e))?;
     let columns = text_columns(file, builder.schema(), &reading.text_fields)?;
-    let rows = builder.metadata().file_metadata().num_rows().max(1) as u64;
+    let mut rows = builder.metadata().file_metadata().num_rows();
+    if let Some(part) = part {
+        let groups = row_groups_of(part, file, builder.metadata());
+        rows = groups.iter().map(|&group| builder.metadata().row_group(group).num_rows()).sum();
+        builder = builder.with_row_groups(groups);
+    }
     let mask = ProjectionMask::roots(builder.parquet_schema(), columns);
     let reader = builder
         .with_projection(mask)
         .with_batch_size(if to.is_brief() { FEW_ROWS } else { ROWS })
         .build()
         .map_err(|e| damaged(&e))?;
-    let (before, mut done) = (bytes.load(Ordering::Relaxed), 0);
+    let (size, rows) = (part.map_or(file.size, |part| part.end - part.start), rows.max(1) as u64);
+    let (mut done, mut counted) = (0, 0);
     for batch in reader {
         let batch = batch.map_err(|e| damaged(&e))?;
         send_rows(file, &batch, &reading.text_fields, to)?;
         done += batch.num_rows() as u64;
-        let share = u128::from(file.size) * u128::from(done) / u128::from(rows);
-        bytes.store(before + share as u64, Ordering::Relaxed);
+        let share = (u128::from(size) * u128::from(done) / u128::from(rows)) as u64;
+        bytes.fetch_add(share.saturating_sub(counted), Ordering::Relaxed);
+        counted = share;
     }
-    bytes.store(before + file.size, Ordering::Relaxed);
+    bytes.fetch_add(size.saturating_sub(counted), Ordering::Relaxed);
     Ok(())
 }
 
-/// Sends each row of an Arrow IPC stream or file (a stream between two magic numbers).
+/// The row groups that begin in a part, in order.
+fn row_groups_of(part: &Part, file: &InputFile, metadata: &ParquetMetaData) -> Vec<usize> {
+    let mut first_byte = 0;
+    let begins_here = |group: &usize| {
+        let columns = metadata.row_group(*group).columns();
+        let begin = columns.iter().map(|column| column.byte_range().0).min().unwrap_or(0);
+        // Never before the group before it, so that rows stay in order, and always within the file.
+        first_byte = begin.min(file.size.saturating_sub(1)).max(first_byte);
+        part.contains(first_byte)
+    };
+    (0..metadata.num_row_groups()).filter(begins_here).collect()
+}
+
+/// Sends each row of an Arrow IPC stream or file (a stream between two magic numbers) as a document. Of a
+/// file, the batches that begin in a part are read by themselves; a stream can be read only from its start.
 pub(super) fn read_arrow(
     file: &InputFile,
+    part: Option<&Part>,
     reading: &ReadOptions,
     bytes: &AtomicU64,
     to: &mut Batcher,
 ) -> Result<()> {
+    if let Some(part) = part {
+        let mut magic = Vec::new();
+        let input = File::open(&file.path).map_err(|e| Error::io(&file.path, e))?;
+        input.take(8).read_to_end(&mut magic).map_err(|e| file.unreadable(&e))?;
+        if magic == FILE_MAGIC {
+            return read_arrow_batches(file, part, reading, bytes, to);
+        }
+        if !part.is_first() {
+            return Ok(());
+        }
+    }
     let damaged = |error: &dyn std::fmt::Display| unreadable(file, "Arrow", error);
     let mut input = file.open(bytes)?;
     let mut start = Vec::with_capacity(8);
     (&mut input).take(8).read_to_end(&mut start).map_err(|e| file.unreadable(&e))?;
-    if start == b"ARROW1\0\0" {
+    if start == FILE_MAGIC {
         start.clear();
     }
     let whole = Tail { inner: std::io::Cursor::new(start).chain(input), last: [0; 8] };
@@ -82,6 +119,59 @@ pub(super) fn read_arrow(
         _ => Err(damaged(&"it is cut off: the mark of its end is missing")),
     }
 }
+
+/// Sends the rows of the record batches that begin in a part of an Arrow IPC file.
+fn read_arrow_batches(
+    file: &InputFile,
+    part: &Part,
+    reading: &ReadOptions,
+    bytes: &AtomicU64,
+    to: &mut Batcher,
+) -> Result<()> {
+    let damaged = |error: &dyn std::fmt::Display| unreadable(file, "Arrow", error);
+    let failed = |e| Error::io(&file.path, e);
+    let mut input = File::open(&file.path).map_err(failed)?;
+    let batches = record_batches(&mut input).map_err(|e| damaged(&e))?;
+    input.seek(SeekFrom::Start(0)).map_err(failed)?;
+    let mut table = FileReader::try_new_buffered(input, None).map_err(|e| damaged(&e))?;
+    text_columns(file, &table.schema(), &reading.text_fields)?;
+    for (offset, length, index) in batches {
+        // A damaged offset still belongs to one part, whose reader fails.
+        if part.contains(offset.min(file.size.saturating_sub(1))) {
+            table.set_index(index).map_err(|e| damaged(&e))?;
+            let batch = table.next().unwrap_or(Err(ArrowError::IpcError("a batch is missing".to_owned())));
+            send_rows(file, &batch.map_err(|e| damaged(&e))?, &reading.text_fields, to)?;
+            bytes.fetch_add(length, Ordering::Relaxed);
+        }
+    }
+    Ok(())
+}
+
+/// (offset, length, index) of each record batch that the footer of an Arrow IPC file lists, in the order in
+/// which they lie in the file.
+fn record_batches(input: &mut File) -> std::result::Result<Vec<(u64, u64, usize)>, ArrowError> {
+    let mut end = [0; 10];
+    input.seek(SeekFrom::End(-10))?;
+    input.read_exact(&mut end)?;
+    let length = read_footer_length(end)?;
+    input.seek(SeekFrom::End(-10 - length as i64))?;
+    let mut bytes = Vec::new();
+    (&mut *input).take(length as u64).read_to_end(&mut bytes)?;
+    let footer = root_as_footer(&bytes).map_err(|error| ArrowError::IpcError(error.to_string()))?;
+    let blocks = footer.recordBatches().into_iter().flatten();
+    let mut found: Vec<_> = blocks
+        .enumerate()
+        .map(|(index, block)| {
+            let length = i64::from(block.metaDataLength()).saturating_add(block.bodyLength());
+            (block.offset().max(0) as u64, length.max(0) as u64, index)
+        })
+        .collect();
+    found.sort_unstable();
+    Ok(found)
+}
+
+/// The first eight bytes of an Arrow IPC file.
+const FILE_MAGIC: &[u8] = b"ARROW1\0\0";
 
 /// The end-of-stream marker: an empty message.
 const END: [u8; 8] = [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0];

@@ -1,9 +1,13 @@
-//! Bytes to lines: checks UTF-8, strips BOM and CR, cuts very long lines.
+//! Bytes to lines: checks UTF-8, strips BOM and CR, cuts very long lines (where: `cut`).
 
 use std::borrow::Cow;
 use std::io::BufRead;
 use std::path::Path;
 
+use serde::{Deserialize, Serialize};
+
+use super::cut::Cut;
+use super::division::count_lines;
 use crate::error::{Error, Result};
 
 /// Longer lines are returned in fragments where the tokenizer allows it.
@@ -16,7 +20,7 @@ const MAX_LINE_BYTES: usize = 1 << 30;
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
 /// What to do with invalid UTF-8.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum InvalidUtf8 {
     /// Fail, naming the offset.
     #[default]
@@ -32,56 +36,6 @@ pub(super) struct Fragment<'a> {
     pub ends_line: bool,
 }
 
-/// Where a long line may be cut.
-#[derive(Clone, Copy)]
-pub(crate) enum Cut<'a> {
-    Nowhere,
-    /// After a space or tab.
-    Blanks,
-    /// After every character that ends a word or is a word; a very long word is shortened.
-    Words(&'a (dyn Fn(char) -> bool + Sync)),
-}
-
-impl Cut<'_> {
-    /// The last position in `text` where it may be cut.
-    pub fn last_position(self, text: &[u8]) -> Option<usize> {
-        let blank = memchr::memrchr2(b' ', b'\t', text).map(|at| at + 1);
-        match self {
-            Cut::Nowhere => None,
-            Cut::Blanks => blank,
-            Cut::Words(ends_word) => blank.or_else(|| last_word_end(text, ends_word)),
-        }
-    }
-
-    /// The first position in `text` where it may be cut; for `Words`, before the character that ends the
-    /// first.
-    pub fn first_position(self, text: &str) -> Option<usize> {
-        match self {
-            Cut::Nowhere => None,
-            Cut::Blanks => memchr::memchr2(b' ', b'\t', text.as_bytes()).map(|at| at + 1),
-            Cut::Words(ends_word) => text.find(ends_word),
-        }
-    }
-}
-
-/// The last character boundary in `text` that is not after byte `limit`.
-pub(crate) fn character_boundary(text: &str, limit: usize) -> usize {
-    (0..=limit.min(text.len())).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0)
-}
-
-fn last_word_end(text: &[u8], ends_word: &dyn Fn(char) -> bool) -> Option<usize> {
-    let (mut last, mut at) = (None, 0);
-    for chunk in text.utf8_chunks() {
-        for (offset, c) in chunk.valid().char_indices() {
-            if ends_word(c) {
-                last = Some(at + offset + c.len_utf8());
-            }
-        }
-        at += chunk.valid().len() + chunk.invalid().len();
-    }
-    last
-}
-
 /// Which characters end a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LineEndings {
@@ -92,6 +46,11 @@ pub(super) enum LineEndings {
     Detect,
     /// "\r", "\n" or "\r\n", as for Python's `open`.
     Universal,
+}
+
+/// Whether lines end in "\r" alone, as in files of old Macs, judging by the first 64 KiB.
+pub(super) fn has_old_line_ends(head: &[u8]) -> bool {
+    memchr::memchr(b'\n', head).is_none() && memchr::memchr(b'\r', head).is_some()
 }
 
 /// Reads lines from a decompressed stream.
@@ -108,16 +67,48 @@ pub(super) struct Lines<'a, R> {
     offset: u64,
     /// Bytes of the next fragment that were removed from the buffer by shortening a word.
     left_out: u64,
-    /// Number of the current line, from 1.
-    pub number: u64,
+    /// Offset in the file where this reading began …
+    begin: u64,
+    /// … and the number of lines before it, once an error has asked for it.
+    lines_before: Option<u64>,
+    /// Number of the current line, from 1, counted from where this reading began.
+    number: u64,
     ended_line: bool,
 }
 
 impl<'a, R: BufRead> Lines<'a, R> {
     /// Reads a stream from its start; long lines come in fragments where `cut` allows it.
     pub fn new(input: R, path: &'a Path, invalid: InvalidUtf8, line_ends: LineEndings, cut: Cut<'a>) -> Self {
-        let (buffer, start, offset, left_out, number, ended_line) = (Vec::new(), 0, 0, 0, 0, true);
-        Self { input, path, invalid, line_ends, cut, buffer, start, offset, left_out, number, ended_line }
+        Self {
+            input,
+            path,
+            invalid,
+            line_ends,
+            cut,
+            buffer: Vec::new(),
+            start: 0,
+            offset: 0,
+            left_out: 0,
+            begin: 0,
+            lines_before: None,
+            number: 0,
+            ended_line: true,
+        }
+    }
+
+    /// The same for a stream that begins at this offset of the file, which is the start of a line.
+    pub fn beginning_at(self, begin: u64) -> Self {
+        Self { begin, offset: begin, ..self }
+    }
+
+    /// The number of the current line in the file, from 1. Counts the lines before a part of a file, so it is
+    /// for errors only.
+    pub fn line_number(&mut self) -> Result<u64> {
+        let before = match self.lines_before {
+            Some(before) => before,
+            None => *self.lines_before.insert(count_lines(self.path, self.begin)?),
+        };
+        Ok(before + self.number)
     }
 
     /// The next fragment, `None` at the end; `unreadable` converts the stream's errors.
@@ -144,7 +135,7 @@ impl<'a, R: BufRead> Lines<'a, R> {
                 }
             }
             if searched > MAX_LINE_BYTES {
-                let (path, number) = (self.path.display(), self.number);
+                let (path, number) = (self.path.display(), self.line_number()?);
                 return Err(Error::Input(format!("{path}: line {number} is longer than 1 GiB; split it")));
             }
             let more = self.read_more(&unreadable)?;
@@ -183,8 +174,7 @@ impl<'a, R: BufRead> Lines<'a, R> {
 
     fn detect_line_ends(&mut self, unreadable: &impl Fn(&std::io::Error) -> Error) -> Result<()> {
         while self.buffer.len() < FRAGMENT_BYTES && self.read_more(unreadable)? {}
-        let head = &self.buffer[..self.buffer.len().min(FRAGMENT_BYTES)];
-        let is_old = memchr::memchr(b'\n', head).is_none() && memchr::memchr(b'\r', head).is_some();
+        let is_old = has_old_line_ends(&self.buffer[..self.buffer.len().min(FRAGMENT_BYTES)]);
         self.line_ends = if is_old { LineEndings::Universal } else { LineEndings::Newline };
         Ok(())
     }

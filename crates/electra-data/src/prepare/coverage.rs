@@ -151,7 +151,9 @@ fn beginnings(inputs: &Inputs, tokenizer: &Tokenizer, reading: &ReadOptions) -> 
     let read = |number: usize| {
         let file = files[number * files.len() / count];
         let bytes = std::sync::atomic::AtomicU64::new(0);
-        read_beginning(SAMPLE_BYTES / count, line_cut(tokenizer), |to| read_file(file, reading, &bytes, to))
+        read_beginning(SAMPLE_BYTES / count, line_cut(tokenizer), |to| {
+            read_file(file, None, reading, &bytes, to)
+        })
     };
     (0..count).map(read).collect()
 }

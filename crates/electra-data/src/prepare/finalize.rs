@@ -1,15 +1,18 @@
-//! From finished input groups to a corpus: the last steps of `prepare`. The manifest is written last.
+//! From finished input groups to a corpus: the last steps of `prepare`. The manifest is written last, and only
+//! then is anything removed.
+//!
+//! Several runs may finalize at once: they write the same bytes, and what one of them no longer finds, the
+//! manifest of another one has made obsolete.
 
-use std::collections::HashSet;
 use std::path::Path;
 
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::output_dir::{InputGroupRecord, OutputDir, remove_if_exists};
+use super::output_dir::{InputGroupRecord, OutputDir, clean_up, remove_folder, remove_if_exists};
 use crate::error::{Error, Result};
 use crate::format::{
-    DocumentWriter, MANIFEST, Manifest, Shard, ShardEntry, ShardSpec, TokenizerEntry, VALIDATION,
-    create_folder, hex128, saturating_sum, write_atomically,
+    DocumentWriter, MANIFEST, Manifest, Shard, ShardEntry, ShardSpec, TokenizerEntry, create_folder, hex128,
+    saturating_sum, write_atomically,
 };
 use crate::input::{SKIPPED, SkippedRecord, skipped_to_jsonl};
 use crate::tokenizer::Tokenizer;
@@ -27,11 +30,7 @@ pub(super) struct Finalizer<'a> {
 impl Finalizer<'_> {
     /// Turns the records of all input groups, in order, into a corpus.
     pub fn finalize(&self, mut records: Vec<InputGroupRecord>) -> Result<Manifest> {
-        let _lock = self.out.lock_finalizing()?;
         let dir = &self.out.dir;
-        if dir.join(MANIFEST).exists() {
-            return Manifest::read(dir);
-        }
         let documents = saturating_sum(records.iter().map(|record| record.documents));
         if self.wants_validation && documents > 1 && records.iter().all(|record| record.validation.is_empty())
         {
@@ -49,14 +48,14 @@ impl Finalizer<'_> {
         if has_validation {
             self.write(&self.out.validation(), self.manifest(validation))?;
         } else if self.out.validation().exists() {
-            std::fs::remove_dir_all(self.out.validation()).map_err(|e| Error::io(dir.join(VALIDATION), e))?;
+            remove_folder(&self.out.validation())?;
         }
         let skipped: Vec<SkippedRecord> = records.into_iter().flat_map(|record| record.skipped).collect();
         self.write_skipped(&skipped)?;
         let skipped_records = skipped.len() as u64;
         let manifest = Manifest { empty_documents, skipped_records, has_validation, ..self.manifest(train) };
         let manifest = self.write(dir, manifest)?;
-        self.out.clean_up()?;
+        clean_up(dir, &manifest)?;
         Ok(manifest)
     }
 
@@ -80,36 +79,34 @@ impl Finalizer<'_> {
     }
 
     fn write_skipped(&self, skipped: &[SkippedRecord]) -> Result<()> {
-        let (dir, tag) = (&self.out.dir, &self.out.tag);
+        let (dir, attempt) = (&self.out.dir, &self.out.attempt);
         if skipped.is_empty() {
             return remove_if_exists(&dir.join(SKIPPED));
         }
         let lines = skipped_to_jsonl(skipped).map_err(|e| Error::io(dir.join(SKIPPED), e.into()))?;
-        write_atomically(dir, SKIPPED, tag, &lines)
+        write_atomically(dir, SKIPPED, attempt, &lines)
     }
 
     fn write(&self, dir: &Path, manifest: Manifest) -> Result<Manifest> {
         let manifest = manifest.seal();
-        remove_strays(dir, &manifest)?;
         let (file, bytes) = self.tokenizer.file();
-        write_atomically(dir, file, &self.out.tag, bytes)?;
-        write_atomically(dir, MANIFEST, &self.out.tag, manifest.canonical().as_bytes())?;
+        write_atomically(dir, file, &self.out.attempt, bytes)?;
+        write_atomically(dir, MANIFEST, &self.out.attempt, manifest.canonical().as_bytes())?;
         Ok(manifest)
     }
 
-    /// Moves the last document to the validation split, if the random choice took none. Removes the record of
-    /// its input group first, so that an interruption leaves an unfinished group, not a wrong one.
-    fn move_last_to_validation(&self, records: &mut [InputGroupRecord]) -> Result<()> {
+    /// Moves the last document to the validation split, if the random choice took none. The last shard is copied
+    /// without it under another name, so that whoever reads the old one meanwhile finds it whole.
+    pub(super) fn move_last_to_validation(&self, records: &mut [InputGroupRecord]) -> Result<()> {
         let record = records.iter_mut().rfind(|record| !record.shards.is_empty());
         let record = record.expect("a record with documents names their shards");
+        let next = record.shards.len();
         let last = record.shards.pop().expect("this record has shards");
-        self.out.remove_record(record.input_group)?;
         create_folder(&self.out.validation())?;
         let context = self.manifest(Vec::new());
         let shard = Shard::new(&self.out.dir, &context, &last);
-        let first = record.shards.len();
         let mut kept =
-            DocumentWriter::starting_at(&self.out.dir, record.input_group, first, self.spec.clone());
+            DocumentWriter::starting_at(&self.out.dir, record.input_group, next, self.spec.clone());
         let mut taken = DocumentWriter::new(&self.out.validation(), record.input_group, self.spec.clone());
         for document in 0..last.num_documents {
             let to = if document + 1 < last.num_documents { &mut kept } else { &mut taken };
@@ -117,7 +114,7 @@ impl Finalizer<'_> {
         }
         record.validation = taken.finish()?;
         record.shards.extend(kept.finish()?);
-        self.out.save_record(record)
+        Ok(())
     }
 
     fn nothing_left(&self, records: &[InputGroupRecord]) -> Error {
@@ -128,7 +125,7 @@ impl Finalizer<'_> {
             format!("the corpus is empty: no token in all the input ({empty} empty documents)")
         };
         // None of this can be resumed.
-        let _ = self.out.clean_up();
+        let _ = clean_up(&self.out.dir, &self.manifest(Vec::new()));
         let _ = std::fs::remove_dir_all(self.out.validation());
         let _ = std::fs::remove_dir(&self.out.dir);
         Error::Input(message)
@@ -147,21 +144,4 @@ fn copy_document(shard: &Shard, document: u64, to: &mut DocumentWriter) -> Resul
         at += u64::from(length);
     }
     to.end_document().map(drop)
-}
-
-/// Removes shards of earlier, interrupted runs that the manifest does not name.
-fn remove_strays(dir: &Path, manifest: &Manifest) -> Result<()> {
-    let named: HashSet<&str> = manifest
-        .shards
-        .iter()
-        .flat_map(|shard| [shard.tokens.file.as_str(), shard.lines.file.as_str()])
-        .collect();
-    for entry in std::fs::read_dir(dir).map_err(|e| Error::io(dir, e))? {
-        let entry = entry.map_err(|e| Error::io(dir, e))?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if name.starts_with("shard-") && !named.contains(name.as_str()) {
-            remove_if_exists(&entry.path())?;
-        }
-    }
-    Ok(())
 }

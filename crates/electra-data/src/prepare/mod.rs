@@ -4,14 +4,23 @@
 mod coverage;
 mod finalize;
 mod input_group;
+mod lanes;
+mod lease;
+mod options;
 mod output_dir;
+mod process;
 mod progress;
 mod run;
+mod tasks;
+#[cfg(test)]
+mod tests;
 mod vocab;
 mod vocab_files;
 mod word_counts;
 
 pub use coverage::Coverage;
+pub use options::PrepareOptions;
 pub use progress::Progress;
-pub use run::{PrepareOptions, PrepareReport, prepare};
+pub use run::{PrepareReport, prepare};
+pub use tasks::{OpenedJob, PrepareJob, TaskReport, job_tokenizer, prepare_units};
 pub use vocab::{VocabOptions, VocabReport, train_vocab};

@@ -2,19 +2,25 @@
 //! active.
 //!
 //! `parts/job.json` stores the fingerprint of inputs and options, `parts/unit-N.json` records that input
-//! group N is finished. Both are removed once the manifest exists.
+//! group N is finished, `.lock-TAG` is the lease of a run. All are removed once the manifest exists.
+//!
+//! Several processes may build the same input group at once: they write the same bytes under temporary names
+//! of their own, and each renames its complete file to the same final name.
 
-use std::fs::{File, TryLockError};
+use std::collections::HashSet;
+use std::io::ErrorKind::{DirectoryNotEmpty, NotFound};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::lease::{Lease, refuse_held};
+use super::process::Process;
 use crate::error::{Error, Result};
 use crate::format::{
-    MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hex128, is_temp, remove_temps,
-    saturating_sum, write_atomically, write_error,
+    MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hex128, is_temp, saturating_sum,
+    write_atomically,
 };
 use crate::input::SkippedRecord;
 
@@ -22,7 +28,7 @@ use crate::input::SkippedRecord;
 pub(super) const ALL: &str = "all";
 
 const FINGERPRINT: &str = "job.json";
-const LOCK: &str = ".lock-";
+const LEASE: &str = ".lock-";
 
 /// What a finished input group has on disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,6 +50,11 @@ pub(super) struct InputGroupRecord {
 }
 
 impl InputGroupRecord {
+    /// Tokens of all shards, the validation split included.
+    pub fn num_tokens(&self) -> u64 {
+        saturating_sum(self.shards.iter().chain(&self.validation).map(|shard| shard.num_tokens))
+    }
+
     /// The bytes of the record, with its checksum.
     pub fn sealed(&self) -> serde_json::Result<Vec<u8>> {
         let unsealed = Self { checksum: String::new(), ..self.clone() };
@@ -67,14 +78,16 @@ struct FingerprintRecord {
     fingerprint: String,
 }
 
-/// Exclusive use of an output folder by one run.
+/// An output folder in use by a run.
 #[derive(Debug)]
 pub(super) struct OutputDir {
     pub dir: PathBuf,
     /// Hash of everything that the resulting bytes depend on.
     pub fingerprint: String,
-    pub tag: String,
-    _lock: File,
+    /// In the names of temporary files, so that no two runs write the same one.
+    pub attempt: String,
+    /// Held by a run of its own; a process that works for another run has none.
+    _lease: Option<Lease>,
 }
 
 /// What the output folder turned out to be.
@@ -97,18 +110,38 @@ impl OutputDir {
         }
         refuse_foreign(dir)?;
         create_folder(dir)?;
-        let lock = lock(dir, tag)?;
+        let lease = take_lease(dir, tag)?;
         if dir.join(MANIFEST).exists() {
             return Ok(Claim::Finished(Box::new(Manifest::read(dir)?)));
         }
-        let (dir, fingerprint) = (dir.to_owned(), fingerprint.to_owned());
-        let out = Self { dir, fingerprint, tag: tag.to_owned(), _lock: lock };
-        out.store_fingerprint()?;
-        let tag = (tag != ALL).then_some(tag);
+        let out = Self::new(dir, fingerprint, Some(lease));
+        out.store_fingerprint(tag)?;
         for folder in [out.dir.clone(), out.parts(), out.validation()] {
-            remove_temps(&folder, tag)?;
+            remove_temps(&folder, |process| process.is_some_and(|p| p.is_certainly_dead()))?;
         }
         Ok(Claim::Ours(out))
+    }
+
+    /// Uses the folder for the run that has claimed it.
+    pub fn join(dir: &Path, fingerprint: &str) -> Result<Self> {
+        let out = Self::new(dir, fingerprint, None);
+        out.check_fingerprint()?;
+        Ok(out)
+    }
+
+    fn new(dir: &Path, fingerprint: &str, lease: Option<Lease>) -> Self {
+        let (dir, attempt) = (dir.to_owned(), Process::current().attempt());
+        Self { dir, fingerprint: fingerprint.to_owned(), attempt, _lease: lease }
+    }
+
+    /// Fails if the folder is no longer used for these inputs and options: the run that this process works for
+    /// has ended, and another one has begun.
+    pub fn check_fingerprint(&self) -> Result<()> {
+        if self.stored_fingerprint().as_ref() == Some(&self.fingerprint) {
+            return Ok(());
+        }
+        let dir = self.dir.display();
+        Err(Error::Input(format!("{dir}: the run that this work belongs to has ended; start it again")))
     }
 
     /// The folder of records.
@@ -139,7 +172,7 @@ impl OutputDir {
     /// Records that an input group is finished; its shards are durable already.
     pub fn save_record(&self, record: &InputGroupRecord) -> Result<()> {
         let bytes = record.sealed().map_err(|e| Error::io(self.parts(), e.into()))?;
-        write_atomically(&self.parts(), &record_name(record.input_group), &self.tag, &bytes)
+        write_atomically(&self.parts(), &record_name(record.input_group), &self.attempt, &bytes)
     }
 
     /// Makes an input group unfinished again.
@@ -147,21 +180,8 @@ impl OutputDir {
         remove_if_exists(&self.parts().join(record_name(input_group)))
     }
 
-    /// Waits until no other run is finalizing this corpus.
-    pub fn lock_finalizing(&self) -> Result<File> {
-        let path = self.dir.join(format!("{LOCK}finish"));
-        let file = File::create(&path).map_err(|e| write_error(&path, e))?;
-        file.lock().map_err(|e| Error::io(&path, e))?;
-        Ok(file)
-    }
-
-    /// Removes records and locks, which are not needed once the manifest exists.
-    pub fn clean_up(&self) -> Result<()> {
-        clean_up(&self.dir)
-    }
-
     /// Takes a folder with another fingerprint, if nothing in it is finished and no other run is active.
-    fn take_over(&self) -> Result<()> {
+    fn take_over(&self, tag: &str) -> Result<()> {
         if has_records(&self.parts())? {
             let dir = self.dir.display();
             return Err(Error::Input(format!(
@@ -169,22 +189,26 @@ impl OutputDir {
                  or choose another --out"
             )));
         }
-        try_other_locks(&self.dir, &self.tag, |_| true)
+        refuse_other_leases(&self.dir, tag, |_| true)
     }
 
-    fn store_fingerprint(&self) -> Result<()> {
+    fn stored_fingerprint(&self) -> Option<String> {
+        let bytes = std::fs::read(self.parts().join(FINGERPRINT)).ok()?;
+        serde_json::from_slice::<FingerprintRecord>(&bytes).ok().map(|record| record.fingerprint)
+    }
+
+    fn store_fingerprint(&self, tag: &str) -> Result<()> {
+        if self.stored_fingerprint().as_ref() == Some(&self.fingerprint) {
+            return Ok(());
+        }
         let path = self.parts().join(FINGERPRINT);
-        if let Ok(bytes) = std::fs::read(&path) {
-            let stored = serde_json::from_slice::<FingerprintRecord>(&bytes);
-            if stored.is_ok_and(|record| record.fingerprint == self.fingerprint) {
-                return Ok(());
-            }
-            self.take_over()?;
+        if path.exists() {
+            self.take_over(tag)?;
         }
         create_folder(&self.parts())?;
         let record = FingerprintRecord { fingerprint: self.fingerprint.clone() };
         let bytes = serde_json::to_vec(&record).map_err(|e| Error::io(&path, e.into()))?;
-        write_atomically(&self.parts(), FINGERPRINT, &self.tag, &bytes)
+        write_atomically(&self.parts(), FINGERPRINT, &self.attempt, &bytes)
     }
 }
 
@@ -199,22 +223,55 @@ fn names_in(dir: &Path) -> Result<Vec<String>> {
     std::fs::read_dir(dir).map_err(failed)?.map(|entry| entry.map(|e| name_of(&e)).map_err(failed)).collect()
 }
 
-/// Removes records and locks of a finished corpus, if there are any.
-pub(super) fn clean_up(dir: &Path) -> Result<()> {
-    let parts = dir.join(PARTS);
-    if parts.exists() {
-        std::fs::remove_dir_all(&parts).map_err(|e| Error::io(&parts, e))?;
+/// Removes what a finished corpus no longer needs: records, leases, unfinished files, and shards of interrupted
+/// runs that its manifest does not name. Others may be doing the same.
+pub(super) fn clean_up(dir: &Path, manifest: &Manifest) -> Result<()> {
+    remove_folder(&dir.join(PARTS))?;
+    remove_strays(dir, manifest)?;
+    if manifest.has_validation {
+        remove_strays(&dir.join(VALIDATION), &Manifest::read(&dir.join(VALIDATION))?)?;
     }
-    for name in names_in(dir)?.iter().filter(|name| name.starts_with(LOCK)) {
+    for name in names_in(dir)?.iter().filter(|name| name.starts_with(LEASE)) {
         remove_if_exists(&dir.join(name))?;
     }
     Ok(())
 }
 
+fn remove_strays(dir: &Path, manifest: &Manifest) -> Result<()> {
+    let files = manifest.shards.iter().flat_map(|shard| [&shard.tokens.file, &shard.lines.file]);
+    let named: HashSet<&String> = files.collect();
+    for name in names_in(dir)?.iter().filter(|name| name.starts_with("shard-") && !named.contains(name)) {
+        remove_if_exists(&dir.join(name))?;
+    }
+    remove_temps(dir, |_| true)
+}
+
+/// Removes unfinished files, if the processes that were writing them are of this kind. `None` stands for an
+/// unknown process.
+fn remove_temps(dir: &Path, of: impl Fn(Option<Process>) -> bool) -> Result<()> {
+    if !dir.exists() {
+        return Ok(());
+    }
+    for name in names_in(dir)?.iter().filter(|name| is_temp(name)) {
+        if of(name.strip_prefix(".tmp-").and_then(Process::of_attempt)) {
+            remove_if_exists(&dir.join(name))?;
+        }
+    }
+    Ok(())
+}
+
+/// Removes a folder if it exists. What another process writes into it meanwhile stays.
+pub(super) fn remove_folder(dir: &Path) -> Result<()> {
+    match std::fs::remove_dir_all(dir) {
+        Err(error) if !matches!(error.kind(), NotFound | DirectoryNotEmpty) => Err(Error::io(dir, error)),
+        _ => Ok(()),
+    }
+}
+
 /// Removes a file if it exists.
 pub(super) fn remove_if_exists(path: &Path) -> Result<()> {
     match std::fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::io(path, error)),
+        Err(error) if error.kind() != NotFound => Err(Error::io(path, error)),
         _ => Ok(()),
     }
 }
@@ -236,7 +293,7 @@ fn refuse_foreign(dir: &Path) -> Result<()> {
                 && std::fs::read_dir(entry.path())
                     .is_ok_and(|mut files| files.all(|file| file.is_ok_and(|f| is_temp(&name_of(&f)))))
         };
-        if !is_temp(&name) && !name.starts_with(LOCK) && !parts_without_fingerprint() {
+        if !is_temp(&name) && !name.starts_with(LEASE) && !parts_without_fingerprint() {
             let dir = dir.display();
             return Err(Error::Input(format!(
                 "{dir}: already holds something else ({name}); choose an empty or new folder for --out"
@@ -250,36 +307,22 @@ fn name_of(entry: &std::fs::DirEntry) -> String {
     entry.file_name().to_string_lossy().into_owned()
 }
 
-/// Takes the lock of this run and fails if an overlapping run is active.
-fn lock(dir: &Path, tag: &str) -> Result<File> {
-    let own = try_lock(&dir.join(format!("{LOCK}{tag}")))?;
-    try_other_locks(dir, tag, |other| tag == ALL || other == ALL)?;
+/// Takes the lease of this run and fails if an overlapping run is active.
+fn take_lease(dir: &Path, tag: &str) -> Result<Lease> {
+    let own = Lease::take(&dir.join(format!("{LEASE}{tag}")))?;
+    refuse_other_leases(dir, tag, |other| tag == ALL || other == ALL)?;
     Ok(own)
 }
 
-/// Fails if another run holds its lock and `conflicts` is true of its tag.
-fn try_other_locks(dir: &Path, tag: &str, conflicts: impl Fn(&str) -> bool) -> Result<()> {
+/// Fails if another run holds its lease and `conflicts` is true of its tag.
+fn refuse_other_leases(dir: &Path, tag: &str, conflicts: impl Fn(&str) -> bool) -> Result<()> {
     for name in names_in(dir)? {
-        let Some(other) = name.strip_prefix(LOCK) else { continue };
-        if other != tag && other != "finish" && conflicts(other) {
-            try_lock(&dir.join(&name))?;
+        let Some(other) = name.strip_prefix(LEASE) else { continue };
+        if other != tag && conflicts(other) {
+            refuse_held(&dir.join(&name))?;
         }
     }
     Ok(())
-}
-
-fn try_lock(path: &Path) -> Result<File> {
-    let file = File::options().create(true).append(true).open(path).map_err(|e| write_error(path, e))?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(TryLockError::WouldBlock) => {
-            let dir = path.parent().unwrap_or(path).display();
-            Err(Error::Input(format!(
-                "{dir}: another prepare is running in this folder; wait for it or choose another --out"
-            )))
-        }
-        Err(TryLockError::Error(error)) => Err(Error::io(path, error)),
-    }
 }
 
 #[cfg(test)]

@@ -1,53 +1,31 @@
-//! Text to a corpus: input files → documents → token ids → shards, one input group at a time, then
+//! Text to a corpus: input files → documents → token ids → shards, input group by input group (`lanes`), then
 //! `finalize`.
 //!
-//! An input group (a group of files) is either finished or not, and building it again gives the same bytes.
-//! So a run that was killed can be resumed, and several machines can share the groups, with the same result.
+//! An input group (files, or a part of a huge one) is either finished or not, and building it again gives the
+//! same bytes. So a run that was killed can be resumed, and several machines can share the groups, with the
+//! same result.
 
-use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
-use serde_json::{Value, json};
-use xxhash_rust::xxh3::xxh3_128;
+use serde_json::json;
 
 use super::finalize::Finalizer;
 use super::input_group::InputGroupBuilder;
+use super::lanes::{self, Todo};
+use super::options::{PrepareOptions, shard_spec};
 use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir, clean_up};
 use super::progress::Progress;
 use crate::error::{Error, Result};
-use crate::format::{
-    FORMAT_VERSION, MANIFEST, Manifest, ShardEntry, ShardSpec, VALIDATION, create_folder, hex128,
-    saturating_sum,
-};
+use crate::format::{MANIFEST, Manifest, ShardEntry, VALIDATION, create_folder, saturating_sum};
 use crate::input::{
-    Batcher, DocumentSeparator, Inputs, InvalidUtf8, ReadOptions, SkipLog, SkippedRecord, TextSource,
-    default_threads, read_file, read_first_skipped,
+    Batcher, InputGroup, Inputs, SkipLog, SkippedRecord, TextSource, read_file, read_first_skipped,
 };
 use crate::tokenizer::Tokenizer;
 
 /// How many skipped records a report lists.
 const MAX_LISTED: usize = 10;
-/// A shard ends at the first document boundary after this many tokens …
-const SHARD_TOKENS: u64 = 1 << 27;
-/// … or documents.
-const SHARD_DOCUMENTS: usize = 1 << 22;
-
-/// How to make a corpus.
-#[derive(Clone, Debug, Default)]
-pub struct PrepareOptions {
-    /// How files are read.
-    pub reading: ReadOptions,
-    /// Fraction of documents that go to the validation split in `holdout/`, at least 0 and below 1.
-    ///
-    /// A document is chosen by its position in the corpus alone. If none of at least two documents is chosen,
-    /// the last one is.
-    pub validation_fraction: f64,
-    /// (I, N): build only every N-th input group, starting with the I-th, counted from 1.
-    pub partition: Option<(usize, usize)>,
-    /// Number of threads that tokenize; `None` for one per core.
-    pub threads: Option<usize>,
-}
 
 /// What a run did.
 #[derive(Clone, Debug, Default)]
@@ -84,7 +62,7 @@ pub struct PrepareReport {
 
 /// Makes a corpus in `out`, or resumes making it.
 ///
-/// `progress` is called about ten times per second. When it returns `false`, the run stops with
+/// `progress` is called about ten times per second, on this thread. When it returns `false`, the run stops with
 /// [`Error::Interrupted`]; the same call resumes it.
 pub fn prepare(
     source: TextSource,
@@ -93,78 +71,112 @@ pub fn prepare(
     options: &PrepareOptions,
     progress: &mut dyn FnMut(Progress) -> bool,
 ) -> Result<PrepareReport> {
-    check(options)?;
+    options.check()?;
+    let run = PrepareRun { tokenizer, out, options };
     match source {
         TextSource::Files(inputs) => {
-            let inputs = Inputs::expand(&inputs, Some(out), options.reading.format)?;
-            refuse_vocabulary(&inputs, tokenizer.path())?;
-            PrepareRun { tokenizer, out, options }.files(&inputs, progress)
+            let plan = run.plan(&inputs)?;
+            match run.claim(&plan)? {
+                Claimed::Complete(report) => Ok(*report),
+                Claimed::Unfinished(work) => {
+                    let built = run.build_files(&work, &plan, progress);
+                    run.unless_finished(built.and_then(|()| run.finalize(&work.out, plan.report())), &plan)
+                }
+            }
         }
-        TextSource::Documents(documents) => {
-            PrepareRun { tokenizer, out, options }.documents(documents, progress)
+        TextSource::Documents(documents) => run.documents(documents, progress),
+    }
+}
+
+/// A corpus to make.
+pub(super) struct PrepareRun<'a> {
+    pub tokenizer: &'a Tokenizer,
+    pub out: &'a Path,
+    pub options: &'a PrepareOptions,
+}
+
+/// The inputs of a run as input groups.
+pub(super) struct Plan {
+    pub inputs: Inputs,
+    pub groups: Vec<InputGroup>,
+    pub fingerprint: String,
+}
+
+/// What the output folder needs.
+pub(super) enum Claimed {
+    /// Nothing: the corpus is there.
+    Complete(Box<PrepareReport>),
+    Unfinished(Box<Work>),
+}
+
+/// What is left to do in a folder that is claimed.
+pub(super) struct Work {
+    pub out: OutputDir,
+    pub todo: Vec<Todo>,
+    /// Records that were skipped before.
+    pub skipped: u64,
+}
+
+impl Plan {
+    /// What is known before anything is read.
+    pub fn report(&self) -> PrepareReport {
+        PrepareReport {
+            num_files: self.inputs.files.len(),
+            skipped_files: self.inputs.skipped,
+            skipped_splits: self.inputs.skipped_splits.clone(),
+            num_input_groups: self.groups.len(),
+            ..PrepareReport::default()
         }
     }
 }
 
-struct PrepareRun<'a> {
-    tokenizer: &'a Tokenizer,
-    out: &'a Path,
-    options: &'a PrepareOptions,
-}
-
 impl PrepareRun<'_> {
-    fn files(&self, inputs: &Inputs, progress: &mut dyn FnMut(Progress) -> bool) -> Result<PrepareReport> {
-        let names: Vec<Value> = inputs.files.iter().map(|file| json!([file.name, file.size])).collect();
-        let fingerprint = self.fingerprint(&Value::from(names));
-        let groups = inputs.input_groups();
-        let report = PrepareReport {
-            num_files: inputs.files.len(),
-            skipped_files: inputs.skipped,
-            skipped_splits: inputs.skipped_splits.clone(),
-            num_input_groups: groups.len(),
-            ..PrepareReport::default()
-        };
-        let out = match OutputDir::claim(self.out, &fingerprint, &self.tag())? {
-            Claim::Finished(manifest) if manifest.fingerprint == fingerprint => {
-                clean_up(self.out)?;
-                return self.complete(&manifest, PrepareReport { already_complete: true, ..report });
+    /// Lists the inputs; opens none of them.
+    pub fn plan(&self, inputs: &[PathBuf]) -> Result<Plan> {
+        let inputs = Inputs::expand(inputs, Some(self.out), self.options.reading.format)?;
+        refuse_vocabulary(&inputs, self.tokenizer.path())?;
+        let groups = inputs.input_groups(&self.options.reading, self.options.part_bytes());
+        let fingerprint = self.options.fingerprint_of(self.tokenizer, &inputs);
+        Ok(Plan { inputs, groups, fingerprint })
+    }
+
+    /// Claims the folder and finds the input groups of this run's partition that are missing.
+    pub fn claim(&self, plan: &Plan) -> Result<Claimed> {
+        let out = match OutputDir::claim(self.out, &plan.fingerprint, &self.tag())? {
+            Claim::Finished(manifest) if manifest.fingerprint == plan.fingerprint => {
+                clean_up(self.out, &manifest)?;
+                let report = PrepareReport { already_complete: true, ..plan.report() };
+                return self.complete(&manifest, report).map(|report| Claimed::Complete(Box::new(report)));
             }
             Claim::Finished(_) => return Err(self.occupied("of other inputs or options")),
             Claim::Ours(out) => out,
         };
-        let records: Vec<_> = (0..groups.len()).map(|group| out.record(group)).collect();
-        let todo: Vec<usize> =
-            self.partition(groups.len()).filter(|&group| records[group].is_none()).collect();
+        let records: Vec<_> = (0..plan.groups.len()).map(|group| out.record(group)).collect();
         let skipped = self.check_skipped(records.iter().flatten())?;
-        self.build_files(&out, inputs, &groups, &todo, skipped, progress)?;
-        self.finalize(&out, report)
+        let (index, count) = self.options.partition.unwrap_or((1, 1));
+        let todo = (0..plan.groups.len())
+            .filter(|&number| number % count == index - 1 && records[number].is_none())
+            .map(|number| Todo { number, bytes: plan.groups[number].num_bytes(&plan.inputs) })
+            .collect();
+        self.create_validation(&out)?;
+        Ok(Claimed::Unfinished(Box::new(Work { out, todo, skipped })))
     }
 
-    fn build_files(
+    pub(super) fn build_files(
         &self,
-        out: &OutputDir,
-        inputs: &Inputs,
-        groups: &[Range<usize>],
-        todo: &[usize],
-        skipped: u64,
+        work: &Work,
+        plan: &Plan,
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<()> {
-        let done = AtomicU64::new(0);
-        let files = || todo.iter().flat_map(|&group| &inputs.files[groups[group].clone()]);
-        let total: u64 = files().map(|file| file.size).sum();
-        let read = |to: &mut Batcher| {
-            for &group in todo {
-                for file in &inputs.files[groups[group].clone()] {
-                    read_file(file, &self.options.reading, &done, to)?;
-                }
-                to.end_input_group()?;
-            }
-            Ok(())
+        let skips = SkipLog::new(self.options.reading.skip_bad_records, work.skipped);
+        let threads = self.options.num_threads();
+        let num_lanes = lanes::num_lanes(threads, work.todo.len());
+        let read = |number: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
+            let group = &plan.groups[number];
+            let mut files = plan.inputs.files[group.files.clone()].iter();
+            files.try_for_each(|f| read_file(f, group.part.as_ref(), &self.options.reading, bytes, to))
         };
-        self.create_validation(out)?;
-        let bytes = || (done.load(Ordering::Relaxed), total);
-        let skips = SkipLog::new(self.options.reading.skip_bad_records, skipped);
-        self.builder(out).build(todo, skips, read, bytes, progress)
+        lanes::build(&self.builder(&work.out), threads, num_lanes, &work.todo, &skips, &read, progress)
     }
 
     fn documents(
@@ -175,27 +187,30 @@ impl PrepareRun<'_> {
         if self.options.partition.is_some() {
             return Err(Error::Input("a partition needs files as input, not documents".to_owned()));
         }
-        let out = match OutputDir::claim(self.out, &self.fingerprint(&json!("documents")), ALL)? {
+        let fingerprint = self.options.fingerprint(self.tokenizer, &json!("documents"));
+        let out = match OutputDir::claim(self.out, &fingerprint, ALL)? {
             Claim::Finished(_) => return Err(self.occupied("already")),
             Claim::Ours(out) => out,
         };
         out.remove_record(0)?;
         self.create_validation(&out)?;
-        let done = AtomicU64::new(0);
-        let read = |to: &mut Batcher| {
-            for document in documents {
+        let documents = Mutex::new(documents);
+        let read = |_: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
+            let mut documents = documents.lock().unwrap_or_else(PoisonError::into_inner);
+            for document in documents.by_ref() {
                 let document = document?;
-                done.fetch_add(document.len() as u64, Ordering::Relaxed);
+                bytes.fetch_add(document.len() as u64, Ordering::Relaxed);
                 to.push_document(&document)?;
             }
-            to.end_input_group()
+            Ok(())
         };
-        let bytes = || (done.load(Ordering::Relaxed), 0);
-        self.builder(&out).build(&[0], SkipLog::default(), read, bytes, progress)?;
+        let (threads, todo) = (self.options.num_threads(), [Todo { number: 0, bytes: 0 }]);
+        lanes::build(&self.builder(&out), threads, 1, &todo, &SkipLog::default(), &read, progress)?;
         self.finalize(&out, PrepareReport { num_input_groups: 1, ..PrepareReport::default() })
     }
 
-    fn finalize(&self, out: &OutputDir, report: PrepareReport) -> Result<PrepareReport> {
+    /// Makes a corpus of the records of all input groups, or counts what is missing.
+    pub fn finalize(&self, out: &OutputDir, report: PrepareReport) -> Result<PrepareReport> {
         let records: Vec<_> = (0..report.num_input_groups).map(|group| out.record(group)).collect();
         let missing = records.iter().filter(|record| record.is_none()).count();
         let records: Vec<_> = records.into_iter().flatten().collect();
@@ -222,12 +237,24 @@ impl PrepareRun<'_> {
         let finalizer = Finalizer {
             out,
             tokenizer: self.tokenizer,
-            spec: self.spec(),
-            options: self.options_json(),
+            spec: shard_spec(self.tokenizer, &out.attempt),
+            options: self.options.to_json(),
             wants_validation: self.options.validation_fraction > 0.0,
         };
         let manifest = finalizer.finalize(records)?;
         self.complete(&manifest, report)
+    }
+
+    /// The outcome of a run. An error does not count if another run has finished the same corpus meanwhile: it
+    /// has removed what this one was looking for.
+    pub fn unless_finished(&self, outcome: Result<PrepareReport>, plan: &Plan) -> Result<PrepareReport> {
+        let Err(error) = outcome else { return outcome };
+        match Manifest::read(self.out) {
+            Ok(manifest) if manifest.fingerprint == plan.fingerprint => {
+                self.complete(&manifest, plan.report())
+            }
+            _ => Err(error),
+        }
     }
 
     fn complete(&self, manifest: &Manifest, report: PrepareReport) -> Result<PrepareReport> {
@@ -267,63 +294,18 @@ impl PrepareRun<'_> {
         )))
     }
 
-    /// Everything that the resulting bytes depend on, in one hash.
-    fn fingerprint(&self, inputs: &Value) -> String {
-        let parts = json!([FORMAT_VERSION, self.tokenizer.hash(), self.options_json(), inputs]);
-        hex128(xxh3_128(parts.to_string().as_bytes()))
-    }
-
-    /// Options that decide the content, so without `skip_bad_records`. A format is included only if given:
-    /// corpora made before there was that option must keep their fingerprint.
-    fn options_json(&self) -> Value {
-        let reading = &self.options.reading;
-        let mut options = json!({
-            "documents": match reading.separator {
-                DocumentSeparator::BlankLine => "blank-line",
-                DocumentSeparator::File => "file",
-                DocumentSeparator::Line => "line",
-            },
-            "text_fields": reading.text_fields,
-            "invalid_utf8": match reading.invalid_utf8 {
-                InvalidUtf8::Error => "error",
-                InvalidUtf8::Replace => "replace",
-            },
-            "holdout": self.options.validation_fraction,
-        });
-        if let Some(format) = reading.format {
-            options["format"] = format.name().into();
+    /// Builds input groups in `out`.
+    pub fn builder<'a>(&'a self, out: &'a OutputDir) -> InputGroupBuilder<'a> {
+        InputGroupBuilder {
+            out,
+            tokenizer: self.tokenizer,
+            spec: shard_spec(self.tokenizer, &out.attempt),
+            validation_fraction: self.options.validation_fraction,
         }
-        options
     }
 
     fn tag(&self) -> String {
         self.options.partition.map_or(ALL.to_owned(), |(index, count)| format!("{index}-of-{count}"))
-    }
-
-    /// The input groups of this run's partition.
-    fn partition(&self, num_groups: usize) -> impl Iterator<Item = usize> + use<> {
-        let (index, count) = self.options.partition.unwrap_or((1, 1));
-        (0..num_groups).filter(move |group| group % count == index - 1)
-    }
-
-    fn spec(&self) -> ShardSpec {
-        ShardSpec {
-            width: if self.tokenizer.vocab_size() <= 1 << 16 { 2 } else { 4 },
-            tokenizer_hash: self.tokenizer.hash(),
-            tag: self.tag(),
-            max_tokens: SHARD_TOKENS,
-            max_documents: SHARD_DOCUMENTS,
-        }
-    }
-
-    fn builder<'a>(&'a self, out: &'a OutputDir) -> InputGroupBuilder<'a> {
-        InputGroupBuilder {
-            out,
-            tokenizer: self.tokenizer,
-            spec: self.spec(),
-            validation_fraction: self.options.validation_fraction,
-            threads: self.options.threads.unwrap_or_else(default_threads),
-        }
     }
 
     fn create_validation(&self, out: &OutputDir) -> Result<()> {
@@ -343,27 +325,6 @@ pub(super) fn refuse_vocabulary(inputs: &Inputs, vocabulary: &Path) -> Result<()
         return Err(Error::Input(format!(
             "{path}: the vocabulary itself is among the inputs; move it out of their folder, or name the text files"
         )));
-    }
-    Ok(())
-}
-
-fn check(options: &PrepareOptions) -> Result<()> {
-    let holdout = options.validation_fraction;
-    if !(0.0..1.0).contains(&holdout) {
-        return Err(Error::Input(format!("holdout is {holdout}; give a fraction of at least 0 and below 1")));
-    }
-    if let Some((index, count)) = options.partition
-        && !(1..=count).contains(&index)
-    {
-        return Err(Error::Input(format!(
-            "partition {index}/{count}: count from 1/{count} to {count}/{count}"
-        )));
-    }
-    if options.threads == Some(0) {
-        return Err(Error::Input("threads is 0; give at least 1".to_owned()));
-    }
-    if options.reading.text_fields.is_empty() {
-        return Err(Error::Input("no text field is named; the usual one is \"text\"".to_owned()));
     }
     Ok(())
 }

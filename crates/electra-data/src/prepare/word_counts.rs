@@ -10,7 +10,7 @@ use super::progress::{Progress, ProgressReporter};
 use crate::error::Result;
 use crate::input::{
     Batcher, Cut, Inputs, Intake, Mark, ReadOptions, Sampled, Sampler, SkipLog, SkippedRecord, TextBatch,
-    TextSource, read_file, run,
+    TextSource, read_file, with_workers,
 };
 use crate::tokenizer::{Characters, Meaning, VocabTrie};
 
@@ -67,7 +67,9 @@ impl WordCounter<'_> {
                 let inputs = Inputs::expand(&paths, None, self.reading.format)?;
                 total = inputs.files.iter().map(|file| file.size).sum();
                 let (done, reading) = (&done, self.reading);
-                Box::new(move |to| inputs.files.iter().try_for_each(|f| read_file(f, reading, done, to)))
+                Box::new(move |to| {
+                    inputs.files.iter().try_for_each(|f| read_file(f, None, reading, done, to))
+                })
             }
             TextSource::Documents(mut documents) => {
                 let done = &done;
@@ -93,7 +95,8 @@ impl WordCounter<'_> {
                 Progress { bytes_done, bytes_total: total, ..Progress::default() }
             })
         };
-        run(self.threads, intake, read, || |batch| words_of(&batch, &characters), consume)?;
+        let worker = || |batch| words_of(&batch, &characters);
+        with_workers(self.threads, 1, worker, |workers| workers.run_lane(intake, read, consume))?;
         Ok(levels.counted())
     }
 }

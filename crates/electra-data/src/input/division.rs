@@ -1,0 +1,210 @@
+//! Input groups, the unit of resuming and of partitions: consecutive files, or a part of a huge file.
+//!
+//! Which files form a group depends on their names and sizes alone, so every machine forms the same groups
+//! without opening a file. A part is a range of bytes; what is read for it is decided by a rule on which the
+//! readers of neighboring parts agree without talking: text begins at the first line (blank line) that ends
+//! (begins) at or after the part's first byte, a row group or record batch belongs to the part in which its
+//! first byte lies. So a part may turn out empty, and nothing is read twice.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::files::{Compression, InputFile, Inputs};
+use super::read_options::{DocumentSeparator, InputFormat, ReadOptions};
+use super::text::FRAGMENT_BYTES;
+use crate::error::{Error, Result};
+
+/// Consecutive files form one input group until they hold this many bytes.
+const GROUP_BYTES: u64 = 4 << 20;
+/// A larger file is divided into parts of at most this size, where its format allows.
+pub(crate) const PART_BYTES: u64 = 512 << 20;
+
+/// Consecutive files, or a part of one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct InputGroup {
+    /// Range of `Inputs::files`.
+    pub files: Range<usize>,
+    /// The part of the only file; `None` if all files are read whole.
+    pub part: Option<Part>,
+}
+
+/// A range of a file's bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Part {
+    pub start: u64,
+    pub end: u64,
+}
+
+impl InputGroup {
+    /// Bytes of input, for progress: those actually read for a part may be more or fewer.
+    pub fn num_bytes(&self, inputs: &Inputs) -> u64 {
+        match &self.part {
+            Some(part) => part.end - part.start,
+            None => inputs.files[self.files.clone()].iter().map(|file| file.size).sum(),
+        }
+    }
+}
+
+impl Inputs {
+    /// The input groups: consecutive files of at least 4 MiB together, and parts of at most `part_bytes`.
+    pub fn input_groups(&self, reading: &ReadOptions, part_bytes: u64) -> Vec<InputGroup> {
+        let (mut groups, mut start, mut bytes) = (Vec::new(), 0, 0);
+        for (index, file) in self.files.iter().enumerate() {
+            let is_divided = file.is_divided(reading, part_bytes);
+            if is_divided && start < index {
+                groups.push(InputGroup { files: start..index, part: None });
+            }
+            if is_divided {
+                groups.extend(parts(file.size, part_bytes).map(|part| part.in_file(index)));
+                (start, bytes) = (index + 1, 0);
+                continue;
+            }
+            bytes += file.size;
+            if bytes >= GROUP_BYTES || index + 1 == self.files.len() {
+                groups.push(InputGroup { files: start..index + 1, part: None });
+                (start, bytes) = (index + 1, 0);
+            }
+        }
+        groups
+    }
+}
+
+impl InputFile {
+    /// Whether it is read in parts, as far as name and size tell.
+    pub fn is_divided(&self, reading: &ReadOptions, part_bytes: u64) -> bool {
+        let is_one_document =
+            self.format == InputFormat::Text && reading.separator == DocumentSeparator::File;
+        self.size > part_bytes && self.regular && self.compression == Compression::None && !is_one_document
+    }
+}
+
+impl Part {
+    fn in_file(self, index: usize) -> InputGroup {
+        InputGroup { files: index..index + 1, part: Some(self) }
+    }
+
+    /// Whether it begins the file; then it is read for all parts if the file turns out not to be divisible.
+    pub fn is_first(&self) -> bool {
+        self.start == 0
+    }
+
+    /// Whether a piece of the file belongs to this part, given the piece's first byte.
+    pub fn contains(&self, first_byte: u64) -> bool {
+        (self.start..self.end).contains(&first_byte)
+    }
+}
+
+/// Parts of nearly equal size.
+fn parts(size: u64, part_bytes: u64) -> impl Iterator<Item = Part> {
+    let count = size.div_ceil(part_bytes.max(1));
+    let bound = move |index| (u128::from(size) * u128::from(index) / u128::from(count)) as u64;
+    (0..count).map(move |index| Part { start: bound(index), end: bound(index + 1) })
+}
+
+/// Where text is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Boundary {
+    /// After the first "\n" at or after the nominal offset.
+    Line,
+    /// Before the first blank line that begins at or after it. Lines as long as a fragment do not count, even
+    /// if blank: whether their fragments are found blank depends on the buffer.
+    BlankLine,
+}
+
+impl Boundary {
+    /// The bytes of text to read for a part, `None` if there are none. The lines must end in "\n".
+    pub fn text_of(self, part: &Part, file: &InputFile) -> Result<Option<Range<u64>>> {
+        let failed = |e| Error::io(&file.path, e);
+        let mut input = BufReader::new(File::open(&file.path).map_err(failed)?);
+        let mut find = |from, limit| self.find(&mut input, from, limit).map_err(failed);
+        // A boundary beyond the part is the next part's boundary, too: so this part is empty.
+        let Some(start) = find(part.start, part.end)? else { return Ok(None) };
+        let end = if part.end < file.size { find(part.end, u64::MAX)? } else { None };
+        Ok(Some(start..end.unwrap_or(file.size)))
+    }
+
+    /// The boundary of a nominal offset, if its line end or blank line begins before `limit`.
+    fn find(self, input: &mut (impl BufRead + Seek), from: u64, limit: u64) -> std::io::Result<Option<u64>> {
+        if from == 0 {
+            return Ok(Some(0));
+        }
+        match self {
+            Self::Line => {
+                input.seek(SeekFrom::Start(from))?;
+                after_newline(input, from, limit)
+            }
+            Self::BlankLine => {
+                input.seek(SeekFrom::Start(from - 1))?;
+                match after_newline(input, from - 1, limit)? {
+                    Some(start) => blank_line(input, start, limit),
+                    None => Ok(None),
+                }
+            }
+        }
+    }
+}
+
+/// The offset after the next "\n", given the current offset; `None` if there is none before `limit`.
+fn after_newline(input: &mut impl BufRead, mut at: u64, limit: u64) -> std::io::Result<Option<u64>> {
+    loop {
+        let chunk = input.fill_buf()?;
+        if chunk.is_empty() || at >= limit {
+            return Ok(None);
+        }
+        let (found, length) = (memchr::memchr(b'\n', chunk), chunk.len());
+        if let Some(newline) = found {
+            input.consume(newline + 1);
+            let newline = at + newline as u64;
+            return Ok((newline < limit).then_some(newline + 1));
+        }
+        input.consume(length);
+        at += length as u64;
+    }
+}
+
+/// The offset of the next blank line that begins before `limit`, given that of the current line.
+fn blank_line(input: &mut impl BufRead, mut start: u64, limit: u64) -> std::io::Result<Option<u64>> {
+    let mut line = Vec::new();
+    while start < limit {
+        line.clear();
+        let length = input.by_ref().take(FRAGMENT_BYTES as u64).read_until(b'\n', &mut line)?;
+        if length == 0 {
+            return Ok(None);
+        }
+        let is_whole = length < FRAGMENT_BYTES || line.ends_with(b"\n");
+        if is_whole && std::str::from_utf8(&line).is_ok_and(|text| text.trim().is_empty()) {
+            return Ok(Some(start));
+        }
+        start += length as u64;
+        if !is_whole {
+            match after_newline(input, start, u64::MAX)? {
+                Some(next) => start = next,
+                None => return Ok(None),
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// The number of "\n" in the first bytes of a file.
+pub(super) fn count_lines(path: &Path, bytes: u64) -> Result<u64> {
+    let failed = |e| Error::io(path, e);
+    if bytes == 0 {
+        return Ok(0);
+    }
+    let mut input = BufReader::with_capacity(1 << 18, File::open(path).map_err(failed)?.take(bytes));
+    let mut lines = 0;
+    loop {
+        let chunk = input.fill_buf().map_err(failed)?;
+        if chunk.is_empty() {
+            return Ok(lines);
+        }
+        lines += memchr::memchr_iter(b'\n', chunk).count() as u64;
+        let length = chunk.len();
+        input.consume(length);
+    }
+}

@@ -1,0 +1,261 @@
+//! A file read in parts gives the same documents, skipped records and errors as when it is read whole.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use arrow_array::{ArrayRef, DictionaryArray, RecordBatch, StringArray, types::Int32Type};
+use arrow_ipc::MetadataVersion;
+use arrow_ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
+use parquet::arrow::ArrowWriter;
+use parquet::file::properties::WriterProperties;
+use proptest::prelude::*;
+
+use super::*;
+use crate::error::Result;
+
+/// Documents of each input group, and the skipped records.
+type Found = (Vec<Vec<String>>, Vec<SkippedRecord>);
+
+fn read(path: &Path, reading: &ReadOptions, part_bytes: u64) -> Result<Found> {
+    let inputs = Inputs::expand(&[path.to_owned()], None, None)?;
+    let groups = inputs.input_groups(reading, part_bytes);
+    let read = |to: &mut Batcher<'_>| {
+        for (number, group) in groups.iter().enumerate() {
+            to.begin_input_group(number)?;
+            for file in &inputs.files[group.files.clone()] {
+                read_file(file, group.part.as_ref(), reading, &AtomicU64::new(0), to)?;
+            }
+            to.end_input_group()?;
+        }
+        Ok(())
+    };
+    let (mut found, mut document): (Found, String) = ((Vec::new(), Vec::new()), String::new());
+    let work = |batch: TextBatch| {
+        Ok(batch.texts().map(|text| (text.text.to_owned(), text.mark.clone())).collect::<Vec<_>>())
+    };
+    let consume = |batch: Option<Vec<(String, Mark)>>| {
+        for (text, mark) in batch.into_iter().flatten() {
+            document.push_str(&text);
+            match mark {
+                Mark::Partial => {}
+                Mark::Line => document.push('\n'),
+                Mark::Begin(_) => found.0.push(Vec::new()),
+                Mark::Document => found.0.last_mut().unwrap().push(std::mem::take(&mut document)),
+                Mark::InputGroup(skipped) => found.1.extend(skipped),
+            }
+        }
+        Ok(())
+    };
+    let skips = SkipLog::new(reading.skip_bad_records, 0);
+    let intake = Intake { skips, ..Intake::everything(Cut::Blanks) };
+    with_workers(1, 1, || work, |workers| workers.run_lane(intake, read, consume))?;
+    Ok(found)
+}
+
+/// Compares a file in parts with the whole file; returns the number of documents in each part.
+fn compare(path: &Path, reading: &ReadOptions, part_bytes: u64) -> Vec<usize> {
+    let flat = |found: Result<Found>| {
+        found.map(|(groups, skipped)| (groups.concat(), skipped)).map_err(|e| e.to_string())
+    };
+    let parts = read(path, reading, part_bytes);
+    let counts = parts.as_ref().map_or(Vec::new(), |found| found.0.iter().map(Vec::len).collect());
+    let (parts, whole) = (flat(parts), flat(read(path, reading, u64::MAX)));
+    let differ =
+        || format!("in parts of {part_bytes}: {:.300} … {:.300}", format!("{parts:?}"), format!("{whole:?}"));
+    assert!(parts == whole, "{}", differ());
+    counts
+}
+
+fn file(dir: &tempfile::TempDir, name: &str, bytes: impl AsRef<[u8]>) -> std::path::PathBuf {
+    let path = dir.path().join(name);
+    std::fs::write(&path, bytes).unwrap();
+    path
+}
+
+fn separated_by(separator: DocumentSeparator) -> ReadOptions {
+    ReadOptions { separator, ..ReadOptions::default() }
+}
+
+/// Texts of what is hard to divide: blanks on blank lines, line ends of all kinds, marks, invalid bytes.
+fn ugly_text() -> impl Strategy<Value = Vec<u8>> {
+    let pieces: Vec<&[u8]> = vec![
+        b"a",
+        b"word two",
+        b"\n",
+        b"\n\n",
+        b"\r\n",
+        b"\r\n\r\n",
+        b" \n",
+        b"\t\r\n",
+        b"\r",
+        b"x\n",
+        b"long line of words\n",
+        "\u{3000}\n".as_bytes(),
+        "\u{85}".as_bytes(),
+        "\u{feff}".as_bytes(),
+        "é".as_bytes(),
+    ];
+    let text = prop::collection::vec(prop::sample::select(pieces), 0..50).prop_map(|all| all.concat());
+    // Sometimes with a mark before, invalid bytes after, or line ends of old Macs.
+    (text, any::<bool>(), 0..8_u8).prop_map(|(mut text, has_mark, kind)| {
+        if has_mark {
+            text.splice(0..0, *b"\xef\xbb\xbf");
+        }
+        match kind {
+            0 => text.extend_from_slice(b"\n\nsome \xff\xfe words\n"),
+            1 => text.iter_mut().filter(|byte| **byte == b'\n').for_each(|byte| *byte = b'\r'),
+            _ => {}
+        }
+        text
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn text_in_parts_is_the_same_text(text in ugly_text(), part_bytes in 1..60_u64, replace in any::<bool>()) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = file(&dir, "a.txt", text);
+        let invalid_utf8 = if replace { InvalidUtf8::Replace } else { InvalidUtf8::Error };
+        for separator in [DocumentSeparator::BlankLine, DocumentSeparator::Line, DocumentSeparator::File] {
+            compare(&path, &ReadOptions { invalid_utf8, ..separated_by(separator) }, part_bytes);
+        }
+    }
+
+    #[test]
+    fn records_in_parts_are_the_same_records(
+        lines in prop::collection::vec(prop::sample::select(vec![
+            "{\"text\": \"a\"}", "{\"text\": \"b\\nc\"}", "", " ", "{\"text\"", "{\"body\": 1}", "{\"text\": 5}\r",
+            "\u{feff}{\"text\": \"d\"}", "{\"text\": \"a longer text\", \"id\": [1, 2]}", "\u{0}",
+        ]), 0..20),
+        part_bytes in 1..60_u64,
+        skip_bad_records in prop::sample::select(vec![0_u64, 2, 100]),
+        ends in any::<bool>(),
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = file(&dir, "a.jsonl", lines.join("\n") + if ends { "\n" } else { "" });
+        compare(&path, &ReadOptions { skip_bad_records, ..ReadOptions::default() }, part_bytes);
+    }
+}
+
+#[test]
+fn every_document_is_in_the_part_in_which_it_belongs() {
+    let dir = tempfile::tempdir().unwrap();
+    let text: String = (0..100).map(|n| format!("document {n:03}\n\n")).collect();
+    let counts = compare(&file(&dir, "a.txt", &text), &separated_by(DocumentSeparator::BlankLine), 300);
+    assert_eq!((counts.len(), counts.iter().sum::<usize>()), (5, 100));
+    assert!(counts.iter().all(|&count| (18..=22).contains(&count)), "{counts:?}");
+    // A document over several parts belongs to the first of them, and the parts within it are empty.
+    let long = format!("{text}{}\n\n{text}", "word\n".repeat(400));
+    let counts = compare(&file(&dir, "b.txt", long), &separated_by(DocumentSeparator::BlankLine), 300);
+    assert!(counts[6..11].iter().all(|&count| count == 0), "{counts:?}");
+    assert_eq!(compare(&file(&dir, "c.txt", "a\rb\r\rc\r"), &ReadOptions::default(), 2), [2, 0, 0, 0]);
+}
+
+#[test]
+fn endless_lines_are_cut_at_the_same_places() {
+    let dir = tempfile::tempdir().unwrap();
+    let blanks = |kib: usize| " ".repeat(kib << 10);
+    for kib in [63, 64, 100, 250, 600] {
+        let text = format!("a\n{}\nb b\n\n{}c\n{}\nd\n", blanks(kib), blanks(kib / 2), blanks(kib)).repeat(3);
+        let path = file(&dir, "a.txt", text);
+        for part_bytes in [40 << 10, 90 << 10, 300_001] {
+            compare(&path, &separated_by(DocumentSeparator::BlankLine), part_bytes);
+            compare(&path, &separated_by(DocumentSeparator::Line), part_bytes);
+        }
+    }
+}
+
+#[test]
+fn errors_say_where_in_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut text = "some words\n\n".repeat(50).into_bytes();
+    text.extend_from_slice(b"ab\xffc\n");
+    let path = file(&dir, "a.txt", text);
+    let error = read(&path, &ReadOptions::default(), 100).unwrap_err().to_string();
+    assert!(error.contains("at byte 602 "), "{error}");
+    let lines = "{\"text\": \"a\"}\n".repeat(50) + "{\"text\": 7}\n";
+    let path = file(&dir, "a.jsonl", lines.repeat(2));
+    let error = read(&path, &ReadOptions::default(), 90).unwrap_err().to_string();
+    assert!(error.contains("line 51:"), "{error}");
+    let allowed = ReadOptions { skip_bad_records: 2, ..ReadOptions::default() };
+    let skipped = read(&path, &allowed, 90).unwrap().1;
+    assert_eq!(skipped.iter().map(|record| record.line).collect::<Vec<_>>(), [51, 102]);
+}
+
+fn batches(rows: usize, rows_per_batch: usize) -> Vec<RecordBatch> {
+    let texts: Vec<String> = (0..rows).map(|n| format!("row {n} {}", "x".repeat(n % 50))).collect();
+    let batch = |texts: &[String]| {
+        let text: ArrayRef = Arc::new(StringArray::from_iter_values(texts));
+        // One dictionary for all batches: a file cannot replace it.
+        let keys = (0..texts.len() as i32).map(|n| n % 2).collect::<Vec<_>>();
+        let values: ArrayRef = Arc::new(StringArray::from(vec!["odd", "even"]));
+        let other: ArrayRef = Arc::new(DictionaryArray::<Int32Type>::new(keys.into(), values));
+        RecordBatch::try_from_iter([("text", text), ("other", other)]).unwrap()
+    };
+    texts.chunks(rows_per_batch).map(batch).collect()
+}
+
+#[test]
+fn tables_are_divided_between_row_groups_and_batches() {
+    let (dir, batches) = (tempfile::tempdir().unwrap(), batches(500, 7));
+    let schema = batches[0].schema();
+    let path = |name: &str| dir.path().join(name);
+    let create = |name: &str| std::fs::File::create(path(name)).unwrap();
+    let properties = WriterProperties::builder().set_max_row_group_row_count(Some(13)).build();
+    let mut parquet = ArrowWriter::try_new(create("a.parquet"), schema.clone(), Some(properties)).unwrap();
+    // As pyarrow aligns it.
+    let alignment = IpcWriteOptions::try_new(8, false, MetadataVersion::V5).unwrap();
+    let mut table = FileWriter::try_new_with_options(create("a.arrow"), &schema, alignment).unwrap();
+    let mut stream = StreamWriter::try_new(create("b.arrow"), &schema).unwrap();
+    for batch in &batches {
+        parquet.write(batch).unwrap();
+        table.write(batch).unwrap();
+        stream.write(batch).unwrap();
+    }
+    parquet.close().unwrap();
+    table.finish().unwrap();
+    stream.finish().unwrap();
+    let reading = ReadOptions { text_fields: vec!["other".into(), "text".into()], ..ReadOptions::default() };
+    for part_bytes in [50, 1_000, 3_000, 10_000, 1 << 20] {
+        for name in ["a.parquet", "a.arrow"] {
+            let counts = compare(&path(name), &reading, part_bytes);
+            assert_eq!(counts.iter().sum::<usize>(), 500);
+            assert!(counts.iter().all(|&count| part_bytes > 10_000 || count < 250), "{name}: {counts:?}");
+        }
+        let counts = compare(&path("b.arrow"), &reading, part_bytes);
+        assert_eq!((counts[0], counts.iter().sum::<usize>()), (500, 500));
+    }
+    let missing = ReadOptions { text_fields: vec!["none".into()], ..ReadOptions::default() };
+    for name in ["a.parquet", "a.arrow"] {
+        compare(&path(name), &missing, 3_000);
+        let bytes = std::fs::read(path(name)).unwrap();
+        let cut = file(&dir, &format!("cut-{name}"), &bytes[..bytes.len() - 30]);
+        assert!(read(&cut, &reading, 1_000).is_err());
+    }
+}
+
+#[test]
+fn only_huge_divisible_files_are_divided() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["a.txt", "b.txt.gz", "c.jsonl", "d.txt", "e.txt"] {
+        file(&dir, name, vec![b'x'; if name == "d.txt" { 100 } else { 1_000 }]);
+    }
+    let inputs = Inputs::expand(&[dir.path().to_owned()], None, None).unwrap();
+    let groups = |reading: &ReadOptions, part_bytes| -> Vec<_> {
+        let parts = inputs.input_groups(reading, part_bytes);
+        parts.into_iter().map(|g| (g.files, g.part.map_or(0, |part| part.end - part.start))).collect()
+    };
+    let found = groups(&ReadOptions::default(), 500);
+    assert_eq!(
+        found,
+        [(0..1, 500), (0..1, 500), (1..2, 0), (2..3, 500), (2..3, 500), (3..4, 0), (4..5, 500), (4..5, 500)]
+    );
+    assert_eq!(
+        groups(&separated_by(DocumentSeparator::File), 500),
+        [(0..2, 0), (2..3, 500), (2..3, 500), (3..5, 0)]
+    );
+    assert_eq!(groups(&ReadOptions::default(), 1_000), [(0..5, 0)]);
+}

@@ -1,0 +1,232 @@
+//! One corpus by many processes: a parent divides the work into tasks for whatever executor there is.
+//!
+//! The parent ([`PrepareJob`]) lists the inputs, claims the folder and makes the corpus in the end; a task
+//! ([`prepare_units`]), in any process that sees the same files, builds input groups. What passes between them
+//! is text. A task that runs twice, even at the same time, writes the same files.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicU64;
+
+use serde::{Deserialize, Serialize};
+
+use super::lanes::{self, Todo};
+use super::options::PrepareOptions;
+use super::output_dir::OutputDir;
+use super::progress::Progress;
+use super::run::{Claimed, Plan, PrepareReport, PrepareRun, Work};
+use crate::error::{Error, Result};
+use crate::format::{Manifest, write_atomically};
+use crate::input::{Batcher, InputFile, Part, ReadOptions, SkipLog, read_file};
+use crate::tokenizer::Tokenizer;
+
+/// A corpus that is being prepared by tasks. Holds the lease on its folder until it is dropped.
+pub struct PrepareJob {
+    out: PathBuf,
+    options: PrepareOptions,
+    plan: Plan,
+    work: Box<Work>,
+}
+
+/// What opening a job found.
+pub enum OpenedJob {
+    /// The corpus is complete already.
+    Complete(Box<PrepareReport>),
+    /// There is work to do.
+    Unfinished(Box<PrepareJob>),
+}
+
+/// What all tasks of a job share.
+#[derive(Serialize, Deserialize)]
+struct TaskSettings {
+    out: PathBuf,
+    fingerprint: String,
+    reading: ReadOptions,
+    validation_fraction: f64,
+    /// Records that had been skipped before the job began.
+    skipped: u64,
+    /// The tokenizer's file in the folder of records, with its settings and its hash.
+    tokenizer: PathBuf,
+    lowercase: Option<bool>,
+    strip_accents: Option<bool>,
+    tokenizer_hash: u64,
+}
+
+/// An input group as a task gets it.
+#[derive(Serialize, Deserialize)]
+struct Unit {
+    number: usize,
+    bytes: u64,
+    files: Vec<InputFile>,
+    part: Option<Part>,
+}
+
+/// What a task has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TaskReport {
+    /// Documents with at least one token, the validation split included.
+    pub documents: u64,
+    /// Tokens in them.
+    pub tokens: u64,
+    /// Bytes of input, as the parent counts them.
+    pub bytes: u64,
+}
+
+impl PrepareJob {
+    /// Lists the inputs, claims the folder, and stores in it what tasks need.
+    pub fn open(
+        inputs: &[PathBuf],
+        tokenizer: &Tokenizer,
+        out: &Path,
+        options: PrepareOptions,
+    ) -> Result<OpenedJob> {
+        options.check()?;
+        let run = PrepareRun { tokenizer, out, options: &options };
+        let plan = run.plan(inputs)?;
+        let work = match run.claim(&plan)? {
+            Claimed::Complete(report) => return Ok(OpenedJob::Complete(report)),
+            Claimed::Unfinished(work) => work,
+        };
+        // Beside the records, not in every task: a tokenizer has up to some megabytes.
+        let (name, bytes) = tokenizer.file();
+        write_atomically(&work.out.parts(), name, &work.out.attempt, bytes)?;
+        let out = std::path::absolute(out).map_err(|e| Error::io(out, e))?;
+        Ok(OpenedJob::Unfinished(Box::new(Self { out, options, plan, work })))
+    }
+
+    /// What all tasks share, as text.
+    pub fn settings(&self, tokenizer: &Tokenizer) -> Result<String> {
+        let (lowercase, strip_accents) = tokenizer.settings();
+        self.to_text(&TaskSettings {
+            out: self.out.clone(),
+            fingerprint: self.plan.fingerprint.clone(),
+            reading: self.options.reading.clone(),
+            validation_fraction: self.options.validation_fraction,
+            skipped: self.work.skipped,
+            tokenizer: std::path::absolute(self.work.out.parts().join(tokenizer.file().0))
+                .map_err(|e| Error::io(&self.out, e))?,
+            lowercase,
+            strip_accents,
+            tokenizer_hash: tokenizer.hash(),
+        })
+    }
+
+    /// (number, bytes of input) of each input group that is missing, in order.
+    pub fn units(&self) -> Vec<(usize, u64)> {
+        self.work.todo.iter().map(|todo| (todo.number, todo.bytes)).collect()
+    }
+
+    /// An input group as text, for a task.
+    pub fn unit(&self, number: usize) -> Result<String> {
+        let group = &self.plan.groups[number];
+        let mut files = self.plan.inputs.files[group.files.clone()].to_vec();
+        for file in &mut files {
+            file.path = std::path::absolute(&file.path).map_err(|e| Error::io(&file.path, e))?;
+        }
+        let (bytes, part) = (group.num_bytes(&self.plan.inputs), group.part.clone());
+        self.to_text(&Unit { number, bytes, files, part })
+    }
+
+    /// Makes the corpus of what the tasks have built; incomplete if one of them has not run.
+    pub fn finish(&self, tokenizer: &Tokenizer) -> Result<PrepareReport> {
+        let run = PrepareRun { tokenizer, out: &self.out, options: &self.options };
+        run.unless_finished(run.finalize(&self.work.out, self.plan.report()), &self.plan)
+    }
+
+    fn to_text(&self, value: &impl Serialize) -> Result<String> {
+        // The only values that cannot be text are paths.
+        serde_json::to_string(value).map_err(|error| {
+            let out = self.out.display();
+            Error::Input(format!("{out}: the work cannot be handed to other processes: {error}; rename it"))
+        })
+    }
+}
+
+/// The tokenizer of a job.
+pub fn job_tokenizer(settings: &str) -> Result<Tokenizer> {
+    let settings: TaskSettings = parse(settings)?;
+    let path = &settings.tokenizer;
+    let bytes = std::fs::read(path).map_err(|error| unseen(path, error))?;
+    let tokenizer = Tokenizer::from_bytes(path, bytes, settings.lowercase, settings.strip_accents)?;
+    if tokenizer.hash() != settings.tokenizer_hash {
+        let path = path.display();
+        return Err(Error::Input(format!(
+            "{path}: not the tokenizer of this run, or electra-fast has another version here"
+        )));
+    }
+    Ok(tokenizer)
+}
+
+/// Builds the input groups of one task. `progress` works as for [`crate::prepare()`].
+pub fn prepare_units(
+    settings: &str,
+    units: &[String],
+    tokenizer: &Tokenizer,
+    threads: usize,
+    progress: &mut dyn FnMut(Progress) -> bool,
+) -> Result<TaskReport> {
+    let settings: TaskSettings = parse(settings)?;
+    let units: Vec<Unit> = units.iter().map(|unit| parse(unit)).collect::<Result<_>>()?;
+    let outcome = settings.build(&units, tokenizer, threads, progress);
+    // Somebody else has done this work, and the corpus is finished: nothing is left to record it in.
+    let is_finished =
+        || Manifest::read(&settings.out).is_ok_and(|found| found.fingerprint == settings.fingerprint);
+    match outcome {
+        Err(Error::Interrupted) => Err(Error::Interrupted),
+        Err(_) if is_finished() => Ok(TaskReport::default()),
+        outcome => outcome,
+    }
+}
+
+impl TaskSettings {
+    fn build(
+        &self,
+        units: &[Unit],
+        tokenizer: &Tokenizer,
+        threads: usize,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<TaskReport> {
+        let out = OutputDir::join(&self.out, &self.fingerprint)?;
+        let options = PrepareOptions {
+            reading: self.reading.clone(),
+            validation_fraction: self.validation_fraction,
+            ..PrepareOptions::default()
+        };
+        let run = PrepareRun { tokenizer, out: &self.out, options: &options };
+        let unfinished = units.iter().filter(|unit| out.record(unit.number).is_none());
+        let todo: Vec<Todo> =
+            unfinished.map(|unit| Todo { number: unit.number, bytes: unit.bytes }).collect();
+        let read = |number: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
+            let unit = units.iter().find(|unit| unit.number == number);
+            let (files, part) = unit.map_or((&[][..], None), |unit| (&unit.files[..], unit.part.as_ref()));
+            files.iter().try_for_each(|file| read_file(file, part, &self.reading, bytes, to))
+        };
+        let skips = SkipLog::new(self.reading.skip_bad_records, self.skipped);
+        let num_lanes = lanes::num_lanes(threads, todo.len());
+        lanes::build(&run.builder(&out), threads, num_lanes, &todo, &skips, &read, progress)?;
+        let mut report = TaskReport::default();
+        for unit in units {
+            let Some(record) = out.record(unit.number) else { continue };
+            report.documents += record.documents;
+            report.tokens += record.num_tokens();
+            report.bytes += unit.bytes;
+        }
+        Ok(report)
+    }
+}
+
+fn parse<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T> {
+    serde_json::from_str(text).map_err(|error| {
+        Error::Input(format!(
+            "a task of another version of electra-fast came here ({error}); install the same"
+        ))
+    })
+}
+
+/// A missing file of the job: the usual cause is that this machine does not see the parent's folder.
+fn unseen(path: &Path, error: std::io::Error) -> Error {
+    if error.kind() != std::io::ErrorKind::NotFound {
+        return Error::io(path, error);
+    }
+    let hint = "; every worker must see --out and the inputs under the same paths".to_owned();
+    Error::NotFound { path: path.to_owned(), hint }
+}

@@ -1,0 +1,246 @@
+//! Lanes, tasks and finalizing at the same time.
+
+use std::path::{Path, PathBuf};
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use super::finalize::Finalizer;
+use super::input_group::InputGroupBuilder;
+use super::lanes::{self, Todo};
+use super::options::shard_spec;
+use super::output_dir::{ALL, Claim, OutputDir};
+use super::run::{Claimed, PrepareRun};
+use super::*;
+use crate::error::{Error, Result};
+use crate::format::verify;
+use crate::input::{Batcher, ReadOptions, SkipLog, TextSource};
+use crate::tokenizer::Tokenizer;
+
+fn tokenizer(dir: &Path) -> Tokenizer {
+    let path = dir.join("vocab.txt");
+    std::fs::write(&path, "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb\nc\n").unwrap();
+    Tokenizer::from_file(&path, None, None).unwrap()
+}
+
+/// A file of documents "a b", "a b b", …, read in about twenty parts.
+fn text(dir: &Path) -> (PathBuf, PrepareOptions) {
+    let documents: String = (0..400).map(|n| format!("a{}\n\n", " b".repeat(1 + n % 9))).collect();
+    std::fs::write(dir.join("text.txt"), &documents).unwrap();
+    let part_bytes = Some(documents.len() as u64 / 20);
+    let options = PrepareOptions { part_bytes, threads: Some(4), ..PrepareOptions::default() };
+    (dir.join("text.txt"), options)
+}
+
+fn prepared(text: &Path, out: &Path, tokenizer: &Tokenizer, options: &PrepareOptions) -> PrepareReport {
+    prepare(TextSource::Files(vec![text.to_owned()]), tokenizer, out, options, &mut |_| true).unwrap()
+}
+
+type Read<'a> = dyn Fn(usize, &mut Batcher<'_>) -> Result<()> + Sync + 'a;
+
+/// Builds input groups with a reader of the test's own; returns the outcome and which groups are finished.
+fn build(lanes: usize, groups: usize, skips: &SkipLog, read: &Read) -> (Result<()>, Vec<usize>) {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer(dir.path());
+    let Claim::Ours(out) = OutputDir::claim(&dir.path().join("out"), "job", ALL).unwrap() else {
+        panic!("the folder is new");
+    };
+    let spec = shard_spec(&tokenizer, &out.attempt);
+    let builder = InputGroupBuilder { out: &out, tokenizer: &tokenizer, spec, validation_fraction: 0.0 };
+    let todo: Vec<Todo> = (0..groups).map(|number| Todo { number, bytes: 1 }).collect();
+    let read = |number: usize, _: &AtomicU64, to: &mut Batcher<'_>| read(number, to);
+    let outcome = lanes::build(&builder, 8, lanes, &todo, skips, &read, &mut |_| true);
+    (outcome, (0..groups).filter(|&group| out.record(group).is_some()).collect())
+}
+
+#[test]
+fn a_lane_for_two_workers() {
+    assert_eq!([1, 2, 3, 8].map(|threads| lanes::num_lanes(threads, 100)), [1, 1, 2, 4]);
+    assert_eq!((lanes::num_lanes(8, 1), lanes::num_lanes(8, 3)), (1, 3));
+}
+
+#[test]
+fn lanes_read_at_the_same_time() {
+    let together = Barrier::new(4);
+    let read = |_: usize, to: &mut Batcher<'_>| {
+        together.wait(); // waits forever unless four groups are being read
+        to.push_document("a b")
+    };
+    let (outcome, finished) = build(4, 16, &SkipLog::default(), &read);
+    outcome.unwrap();
+    assert_eq!(finished.len(), 16);
+}
+
+/// `cargo test --release -- --ignored --nocapture slow_readers`: the throughput of readers of 10 MB/s each.
+#[test]
+#[ignore = "prints a measurement"]
+fn slow_readers() {
+    let document = format!("{}\n", "unknown".repeat(9)).repeat(16_000);
+    for lanes in [1, 2, 4, 8] {
+        let read = |_: usize, to: &mut Batcher<'_>| {
+            (0..4).try_for_each(|_| {
+                std::thread::sleep(Duration::from_millis(100));
+                to.push_document(&document)
+            })
+        };
+        let start = Instant::now();
+        build(lanes, 32, &SkipLog::default(), &read).0.unwrap();
+        let megabytes = 32.0 * 4.0 * document.len() as f64 / 1e6;
+        println!("{lanes} lanes: {:.0} MB/s", megabytes / start.elapsed().as_secs_f64());
+    }
+}
+
+#[test]
+fn the_limit_of_skipped_records_is_one_for_all_lanes() {
+    let record = || crate::input::SkippedRecord { file: "f".into(), line: 1, reason: String::new() };
+    let read = |_: usize, to: &mut Batcher<'_>| {
+        to.push_document("a")?;
+        to.skip(record(), &Error::Input("bad".into()))
+    };
+    assert!(build(4, 20, &SkipLog::new(20, 0), &read).0.is_ok());
+    let error = build(4, 20, &SkipLog::new(20, 1), &read).0.unwrap_err().to_string();
+    assert!(error.contains("bad; 20 bad records were skipped before it"), "{error}");
+}
+
+#[test]
+fn an_error_keeps_the_groups_that_were_finished() {
+    let done = AtomicUsize::new(0);
+    let read = |number: usize, to: &mut Batcher<'_>| {
+        if number == 9 {
+            return Err(Error::Input("group 9 is bad".to_owned()));
+        }
+        done.fetch_add(1, Ordering::Relaxed);
+        to.push_document("a")
+    };
+    let (outcome, finished) = build(1, 20, &SkipLog::default(), &read);
+    assert_eq!(outcome.unwrap_err().to_string(), "group 9 is bad");
+    assert_eq!(finished, (0..9).collect::<Vec<_>>());
+    let (outcome, finished) = build(4, 20, &SkipLog::default(), &read);
+    assert_eq!(outcome.unwrap_err().to_string(), "group 9 is bad");
+    assert!(!finished.contains(&9));
+}
+
+#[test]
+fn text_outside_of_input_groups_is_an_error_and_not_dropped() {
+    let read = |_: usize, to: &mut Batcher<'_>| {
+        to.end_input_group()?;
+        to.push_document("a")
+    };
+    let (outcome, _) = build(1, 1, &SkipLog::default(), &read);
+    assert!(outcome.unwrap_err().to_string().contains("more text was read"));
+}
+
+#[test]
+fn tasks_make_the_same_corpus() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tokenizer, (text, options)) = (tokenizer(dir.path()), text(dir.path()));
+    let local = prepared(&text, &dir.path().join("local"), &tokenizer, &options);
+    let out = dir.path().join("out");
+    let open = || PrepareJob::open(std::slice::from_ref(&text), &tokenizer, &out, options.clone()).unwrap();
+    let OpenedJob::Unfinished(job) = open() else { panic!("there is no corpus yet") };
+    let settings = job.settings(&tokenizer).unwrap();
+    let units: Vec<String> = job.units().iter().map(|&(number, _)| job.unit(number).unwrap()).collect();
+    assert!(units.len() >= 20);
+    let run = |units: &[String]| {
+        let own = job_tokenizer(&settings).unwrap();
+        prepare_units(&settings, units, &own, 1, &mut |_| true).unwrap()
+    };
+    assert_eq!(job.finish(&tokenizer).unwrap().missing_input_groups, units.len());
+    // Each unit by two tasks at once.
+    let done: Vec<TaskReport> = std::thread::scope(|scope| {
+        let tasks: Vec<_> = [0, 0, 1, 1]
+            .iter()
+            .map(|&odd| {
+                let units: Vec<String> = units.iter().skip(odd).step_by(2).cloned().collect();
+                scope.spawn(move || run(&units))
+            })
+            .collect();
+        tasks.into_iter().map(|task| task.join().unwrap()).collect()
+    });
+    assert_eq!(done[0], done[1]);
+    assert_eq!(done[0].documents + done[2].documents, local.num_documents);
+    let found = job.finish(&tokenizer).unwrap();
+    assert_eq!((found.complete, found.content_hash), (true, local.content_hash));
+    // A task that comes late finds nothing to do, and the folder is as it should be.
+    let late = prepare_units(&settings, &units[..1], &tokenizer, 1, &mut |_| true).unwrap();
+    assert_eq!(late, TaskReport::default());
+    drop(job);
+    assert!(matches!(open(), OpenedJob::Complete(_)));
+    assert!(verify(&out).unwrap().damaged.is_empty());
+    assert!(!out.join("parts").exists());
+}
+
+#[test]
+fn a_task_of_another_run_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tokenizer, (text, options)) = (tokenizer(dir.path()), text(dir.path()));
+    let out = dir.path().join("out");
+    let open = |options| PrepareJob::open(std::slice::from_ref(&text), &tokenizer, &out, options).unwrap();
+    let OpenedJob::Unfinished(first) = open(options.clone()) else { panic!("there is no corpus yet") };
+    let (settings, unit) = (first.settings(&tokenizer).unwrap(), first.unit(0).unwrap());
+    drop(first);
+    let _second = open(PrepareOptions { validation_fraction: 0.5, ..options });
+    let error = prepare_units(&settings, &[unit], &tokenizer, 1, &mut |_| true).unwrap_err().to_string();
+    assert!(error.contains("the run that this work belongs to has ended"), "{error}");
+}
+
+#[test]
+fn several_can_finalize_at_once() {
+    for (round, validation_fraction) in [0.0, 0.1, 1e-12].into_iter().cycle().take(30).enumerate() {
+        let dir = tempfile::tempdir().unwrap();
+        let (tokenizer, (text, options)) = (tokenizer(dir.path()), text(dir.path()));
+        let options = PrepareOptions { validation_fraction, reading: ReadOptions::default(), ..options };
+        let expected = prepared(&text, &dir.path().join("alone"), &tokenizer, &options);
+        let out = dir.path().join("out");
+        let run = PrepareRun { tokenizer: &tokenizer, out: &out, options: &options };
+        let plan = run.plan(std::slice::from_ref(&text)).unwrap();
+        let Claimed::Unfinished(work) = run.claim(&plan).unwrap() else { panic!("there is no corpus yet") };
+        run.build_files(&work, &plan, &mut |_| true).unwrap();
+        let folders: Vec<_> = (0..4).map(|_| OutputDir::join(&out, &plan.fingerprint).unwrap()).collect();
+        let start = Barrier::new(folders.len());
+        std::thread::scope(|scope| {
+            for folder in &folders {
+                let (run, plan, start, expected) = (&run, &plan, &start, &expected);
+                scope.spawn(move || {
+                    start.wait();
+                    let found = run.unless_finished(run.finalize(folder, plan.report()), plan).unwrap();
+                    let hashes = (&found.content_hash, found.validation_documents);
+                    assert_eq!(hashes, (&expected.content_hash, expected.validation_documents), "{round}");
+                });
+            }
+        });
+        assert!(verify(&out).unwrap().damaged.is_empty());
+        let names = |folder: &str| {
+            let entries = std::fs::read_dir(dir.path().join(folder)).unwrap();
+            let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+            names.sort();
+            names
+        };
+        drop(work);
+        assert_eq!(names("out"), names("alone"));
+    }
+}
+
+#[test]
+fn moving_the_last_document_leaves_what_another_finalizer_reads() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tokenizer, (text, options)) = (tokenizer(dir.path()), text(dir.path()));
+    let out = dir.path().join("out");
+    let run = PrepareRun { tokenizer: &tokenizer, out: &out, options: &options };
+    let plan = run.plan(std::slice::from_ref(&text)).unwrap();
+    let Claimed::Unfinished(work) = run.claim(&plan).unwrap() else { panic!("there is no corpus yet") };
+    run.build_files(&work, &plan, &mut |_| true).unwrap();
+    let records = || (0..plan.groups.len()).map(|group| work.out.record(group).unwrap()).collect::<Vec<_>>();
+    let (mut ours, mut theirs) = (records(), records());
+    let finalizer = Finalizer {
+        out: &work.out,
+        tokenizer: &tokenizer,
+        spec: shard_spec(&tokenizer, &work.out.attempt),
+        options: options.to_json(),
+        wants_validation: true,
+    };
+    finalizer.move_last_to_validation(&mut ours).unwrap();
+    finalizer.move_last_to_validation(&mut theirs).unwrap();
+    assert_eq!(ours, theirs);
+    assert_ne!(ours, records()); // what is recorded is still there, whole
+}

@@ -1,0 +1,304 @@
+"""`prepare` on executors: the same corpus as by one process, whatever happens to the workers."""
+
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+
+import in_process
+import pytest
+from killed_worker import kill_first, kill_this_process
+
+from electra_fast import _data
+from electra_fast.data import prepare_executor
+from electra_fast.data.corpus import Corpus, verify
+from electra_fast.data.dask_scheduler import dask_executor
+from electra_fast.data.prepare import prepare
+from electra_fast.errors import ExecutorFailed, InputError
+
+VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(500))]
+UNITS = 6
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder of files of one unit each: 4 MiB, mostly blank lines."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(UNITS):
+        documents = "\n\n".join(f"w{number} w{n}" for n in range(100))
+        (folder / f"{number}.txt").write_text(documents + "\n" * (4 << 20))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vocab(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
+    path.write_text("\n".join(VOCAB))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(text, vocab, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "out"
+    prepare([text], vocab=vocab, out=out, holdout=0.1, progress=False)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def unit_per_task(monkeypatch):
+    monkeypatch.setattr(prepare_executor, "TASK_BYTES", 1)
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def processes(workers=2):
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+
+
+class Repeating(Executor):
+    """Runs each task twice at the same time, as after a worker was taken for dead."""
+
+    def __init__(self):
+        self.pool = ThreadPoolExecutor(4)
+
+    def submit(self, task, /, *arguments):
+        again = self.pool.submit(task, *arguments)
+        again.add_done_callback(lambda future: future.result())
+        return self.pool.submit(task, *arguments)
+
+
+class Immediate(Executor):
+    """Runs tasks when they are submitted; `before` is called with the number of each."""
+
+    def __init__(self, before=lambda task: None):
+        self.before, self.tasks = before, 0
+
+    def submit(self, task, /, *arguments):
+        future = Future()
+        try:
+            self.tasks += 1
+            self.before(self.tasks)
+            future.set_result(task(*pickle.loads(pickle.dumps(arguments))))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
+@pytest.mark.parametrize("make", [processes, lambda: ThreadPoolExecutor(3), Repeating, Immediate])
+def test_the_corpus_does_not_depend_on_the_executor(text, vocab, whole, tmp_path, make):
+    out = tmp_path / "out"
+    report = prepare([text], vocab=vocab, out=out, holdout=0.1, executor=make(), progress=False)
+    assert report.complete and report.num_units == UNITS and contents(out) == contents(whole)
+    again = prepare([text], vocab=vocab, out=out, holdout=0.1, executor=Immediate(), progress=False)
+    assert again.already_complete and again.content_hash == report.content_hash
+
+
+def test_small_units_share_a_task(text, vocab, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_executor, "TASK_BYTES", 10 << 20)
+    monkeypatch.setattr(prepare_executor, "MAX_SUBMITTED", 1)
+    executor = Immediate()
+    prepare([text], vocab=vocab, out=tmp_path / "out", holdout=0.1, executor=executor, progress=False)
+    assert executor.tasks == UNITS / 2 and contents(tmp_path / "out") == contents(whole)
+
+
+def test_a_failed_run_is_resumed(text, vocab, whole, tmp_path):
+    def fail_third(task):
+        if task == 3:
+            raise OSError("no space left")
+
+    arguments = {"vocab": vocab, "out": tmp_path / "out", "holdout": 0.1, "progress": False}
+    with pytest.raises(OSError, match="no space left"):
+        prepare([text], executor=Immediate(fail_third), **arguments)
+    executor = Immediate()
+    prepare([text], executor=executor, **arguments)
+    assert executor.tasks == 1 and contents(tmp_path / "out") == contents(whole)
+
+
+def test_a_bad_unit_says_what_is_wrong_in_one_line(vocab, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "w1"}\n' + "\n" * (4 << 20))
+    (tmp_path / "b.jsonl").write_text('\n\n{"text": 5}\n')
+    arguments = {"vocab": vocab, "out": tmp_path / "out", "progress": False}
+    with processes(1) as executor, pytest.raises(InputError, match="b.jsonl: line 3: .*is a number") as caught:
+        prepare([tmp_path], executor=executor, **arguments)
+    assert "\n" not in str(caught.value)
+    assert list((tmp_path / "out/parts").glob("unit-*")), "the good unit is kept"
+    assert not list((tmp_path / "out").glob(".lock*"))
+    report = prepare([tmp_path], executor=Immediate(), skip_bad_records=1, **arguments)
+    assert report.complete and report.skipped_records == 1
+
+
+@pytest.mark.parametrize("allowed", [1, 2])
+def test_skipped_records_count_over_all_tasks(vocab, tmp_path, allowed):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "w1"}\n{\n' + "\n" * (4 << 20))
+    arguments = {"vocab": vocab, "out": tmp_path / "out", "skip_bad_records": allowed, "progress": False}
+    if allowed == 1:
+        with pytest.raises(InputError, match="2 bad records were skipped so far, and --skip-bad-records allows 1"):
+            prepare([tmp_path], executor=Immediate(), **arguments)
+    else:
+        assert prepare([tmp_path], executor=Immediate(), **arguments).skipped_records == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        lambda folder: _data.Tokenizer(str(folder / "none.txt")),
+        lambda folder: _data.prepare_units("{}", [], None),
+        lambda folder: _data.job_tokenizer("{}"),
+    ],
+)
+def test_errors_of_the_extension_survive_pickling(tmp_path, error):
+    with pytest.raises(Exception) as caught:  # noqa: B017, PT011  # of several types
+        error(tmp_path)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert type(copy) is type(caught.value) and str(copy) == str(caught.value)
+
+
+def test_what_an_executor_cannot_do_is_refused(text, vocab, tmp_path):
+    arguments = {"vocab": vocab, "out": tmp_path / "out", "executor": Immediate(), "progress": False}
+    with pytest.raises(InputError, match="executor needs files as inputs"):
+        prepare(iter(["w1"]), **arguments)
+    with pytest.raises(InputError, match="give executor or partition, not both"):
+        prepare([text], partition="1/2", **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_pool_says_to_run_again(text, vocab, whole, tmp_path):
+    class Killed(Executor):
+        """A pool whose worker is killed at the third task."""
+
+        def __init__(self):
+            self.pool, self.tasks = processes(1), 0
+
+        def submit(self, task, /, *arguments):
+            self.tasks += 1
+            return self.pool.submit(kill_this_process) if self.tasks == 3 else self.pool.submit(task, *arguments)
+
+    arguments = {"vocab": vocab, "out": tmp_path / "out", "holdout": 0.1, "progress": False}
+    with pytest.raises(ExecutorFailed, match=r"the executor failed \(Broken.* run again") as caught:
+        prepare([text], executor=Killed(), **arguments)
+    assert "\n" not in str(caught.value) and len(list((tmp_path / "out/parts").glob("unit-*"))) == 2
+    prepare([text], **arguments)
+    assert contents(tmp_path / "out") == contents(whole)
+
+
+def test_ctrl_c_cancels_what_has_not_begun(text, vocab, whole, tmp_path):
+    class Slow(Executor):
+        """Runs the first task, and interrupts the parent while all others wait."""
+
+        def __init__(self):
+            self.waiting = []
+
+        def submit(self, task, /, *arguments):
+            future = Future()
+            if self.waiting or list((tmp_path / "out/parts").glob("unit-*")):
+                self.waiting.append(future)
+            else:
+                future.set_result(task(*arguments))
+            if len(self.waiting) == UNITS - 1:
+                signal.raise_signal(signal.SIGINT)
+            return future
+
+    arguments = {"vocab": vocab, "out": tmp_path / "out", "holdout": 0.1, "progress": False}
+    executor = Slow()
+    with pytest.raises(KeyboardInterrupt):
+        prepare([text], executor=executor, **arguments)
+    assert sum(future.cancelled() for future in executor.waiting) >= UNITS - 2
+    prepare([text], **arguments)
+    assert contents(tmp_path / "out") == contents(whole)
+
+
+# --- Dask ---------------------------------------------------------------------------------------
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+# Workers import what a test runs there.
+ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A scheduler with two workers, each a process of its own; gives the address and the workers."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    log = (tmp_path / "dask.log").open("w")
+    options = {"stdout": log, "stderr": log, "cwd": tmp_path, "env": ENVIRONMENT}
+    scheduler = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", address, "--no-dashboard"]
+    worker = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-nanny", "--nthreads", "1"]
+    worker += ["--no-dashboard", "--host", "127.0.0.1", "--local-directory", str(tmp_path / "dask")]
+    started = [subprocess.Popen(scheduler, **options)]
+    try:
+        started += [subprocess.Popen(worker, **options) for _ in range(2)]
+        wait_for_workers(address, started)
+        yield address, started[1:]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+        log.close()
+
+
+def wait_for_workers(address, started):
+    from distributed import Client
+
+    with Client(address, timeout=60, set_as_default=False) as client:
+        client.wait_for_workers(2, timeout=60)
+    assert all(process.poll() is None for process in started)
+
+
+def test_dask_finishes_though_a_worker_is_killed(text, vocab, whole, tmp_path, cluster):
+    address, (victim, _) = cluster
+
+    class Killing(Executor):
+        """Dask's executor; kills a worker that is in the middle of a task."""
+
+        def __init__(self, executor):
+            self.executor, self.submitted = executor, 0
+
+        def submit(self, task, /, *arguments):
+            self.submitted += 1
+            if self.submitted == 3:
+                future = self.executor.submit(kill_first, victim.pid, task, *arguments)
+            else:
+                future = self.executor.submit(task, *arguments)
+            return future
+
+    with dask_executor(address) as executor:
+        out = tmp_path / "out"
+        report = prepare([text], vocab=vocab, out=out, holdout=0.1, executor=Killing(executor), progress=False)
+    assert victim.wait(timeout=30) == -signal.SIGKILL
+    assert report.complete and report.content_hash == Corpus(whole).content_hash and verify(out)
+    assert contents(out) == contents(whole)
+
+
+def test_the_command_line_works_on_a_scheduler(text, vocab, whole, tmp_path, cluster):
+    command = [sys.executable, "-m", "electra_fast", "prepare", text, "--vocab", vocab, "--out", tmp_path / "out"]
+    command += ["--holdout", "0.1", "--scheduler", cluster[0]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and contents(tmp_path / "out") == contents(whole)
+
+
+def test_a_scheduler_that_is_not_there_is_one_line(text, vocab, tmp_path, monkeypatch):
+    arguments = ("prepare", text, "--vocab", vocab, "--out", tmp_path / "out", "--scheduler")
+    start = time.monotonic()
+    done = in_process.run(*arguments, f"tcp://127.0.0.1:{free_port()}")
+    assert done.returncode == 2 and time.monotonic() - start < 30
+    assert re.fullmatch(r"electra-fast: error: --scheduler tcp:\S+ no Dask scheduler answers there .*\n", done.stderr)
+    done = in_process.run(*arguments, "nonsense://x")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    done = in_process.run(*arguments, "tcp://127.0.0.1:1")
+    assert done.stderr == 'electra-fast: error: --scheduler needs Dask: pip install "electra-fast[dask]"\n'
