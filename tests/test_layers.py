@@ -54,11 +54,12 @@ KERNEL_IMPORTS = {"torch", "triton", "__future__"} | sys.stdlib_module_names
 # Rust: the folders of electra-data, and which other folders each may use. Modules are private to their folder,
 # so only what its `mod.rs` re-exports can be used at all.
 CRATE_USES = {
-    "format": set(),
-    "input": {"format"},
+    "store": set(),
+    "format": {"store"},
+    "input": {"format", "store"},
     "tokenizer": {"format"},
-    "prepare": {"format", "input", "tokenizer"},
-    "loader": {"format"},
+    "prepare": {"format", "input", "store", "tokenizer"},
+    "loader": {"format", "store"},
 }
 # Single files beside the folders, usable from all of them.
 CRATE_GROUND = {"error", "philox", "threads"}

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+from electra_fast import _data
 from electra_fast.errors import InputError
 
 Kind = Literal["auto", "files", "documents"]
@@ -58,6 +59,8 @@ def _path(position: int, entry: Any) -> str:
 def _reject_short_texts(inputs: Iterable[Any]) -> None:
     """One-line documents look like paths: if there is no such file, the error says how to pass documents."""
     for path in inputs:
+        if _data.url_of(os.fspath(path)) is not None:
+            continue
         if isinstance(path, str) and not set("*?[") & set(path) and not os.path.exists(path):
             raise FileNotFoundError(f"{path}: not found; for documents instead of paths add kind='documents'")
 

@@ -6,17 +6,16 @@
 //! (begins) at or after the part's first byte, a row group or record batch belongs to the part in which its
 //! first byte lies. So a part may turn out empty, and nothing is read twice.
 
-use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
-use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::files::{Compression, InputFile, Inputs};
+use super::files::Inputs;
+use super::input_file::{Compression, InputFile};
 use super::read_options::{DocumentSeparator, InputFormat, ReadOptions};
 use super::text::FRAGMENT_BYTES;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Consecutive files form one input group until they hold this many bytes.
 const GROUP_BYTES: u64 = 4 << 20;
@@ -118,8 +117,8 @@ pub(super) enum Boundary {
 impl Boundary {
     /// The bytes of text to read for a part, `None` if there are none. The lines must end in "\n".
     pub fn text_of(self, part: &Part, file: &InputFile) -> Result<Option<Range<u64>>> {
-        let failed = |e| Error::io(&file.path, e);
-        let mut input = BufReader::new(File::open(&file.path).map_err(failed)?);
+        let failed = |e| file.unreadable(&e);
+        let mut input = BufReader::new(file.raw()?);
         let mut find = |from, limit| self.find(&mut input, from, limit).map_err(failed);
         // A boundary beyond the part is the next part's boundary, too: so this part is empty.
         let Some(start) = find(part.start, part.end)? else { return Ok(None) };
@@ -191,12 +190,12 @@ fn blank_line(input: &mut impl BufRead, mut start: u64, limit: u64) -> std::io::
 }
 
 /// The number of "\n" in the first bytes of a file.
-pub(super) fn count_lines(path: &Path, bytes: u64) -> Result<u64> {
-    let failed = |e| Error::io(path, e);
+pub(super) fn count_lines(file: &InputFile, bytes: u64) -> Result<u64> {
+    let failed = |e| file.unreadable(&e);
     if bytes == 0 {
         return Ok(0);
     }
-    let mut input = BufReader::with_capacity(1 << 18, File::open(path).map_err(failed)?.take(bytes));
+    let mut input = BufReader::with_capacity(1 << 18, file.raw()?.take(bytes));
     let mut lines = 0;
     loop {
         let chunk = input.fill_buf().map_err(failed)?;

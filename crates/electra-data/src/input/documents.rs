@@ -7,7 +7,7 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use super::cut::Cut;
 use super::division::{Boundary, Part};
-use super::files::InputFile;
+use super::input_file::InputFile;
 use super::pipeline::{Batcher, Mark};
 use super::read_options::{DocumentSeparator, InputFormat, ReadOptions, missing_field};
 use super::skipped::SkippedRecord;
@@ -64,7 +64,7 @@ fn read_text(
         None => (file.open(bytes)?, 0, LineEndings::Detect),
     };
     let mut lines =
-        Lines::new(input, &file.path, reading.invalid_utf8, line_ends, to.cut()).beginning_at(begin);
+        Lines::new(input, &file.path, reading.invalid_utf8, line_ends, to.cut()).beginning_at(begin, file);
     // Whether the current line and the current document have any text yet.
     let (mut line_begun, mut document_begun) = (false, reading.separator == DocumentSeparator::File);
     while let Some(fragment) = lines.next(|e| file.unreadable(e))? {
@@ -103,7 +103,7 @@ fn read_json_lines(
     };
     // A record must be parsed as a whole, so its line is never cut.
     let mut lines = Lines::new(input, &file.path, reading.invalid_utf8, LineEndings::Newline, Cut::Nowhere)
-        .beginning_at(begin);
+        .beginning_at(begin, file);
     while let Some(fragment) = lines.next(|e| file.unreadable(e))? {
         let document = match &fragment.text {
             Ok(text) if text.trim().is_empty() => continue,

@@ -23,7 +23,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// The bytes of a file.
 pub(super) enum RawFile {
     Local(File),
-    Stored(StoredFile),
+    Stored(Box<StoredFile>),
 }
 
 /// The bytes of an object in a store.
@@ -45,7 +45,16 @@ impl StoredFile {
     /// An object, which is read when its bytes are asked for. `cancel` ends waiting for the store.
     pub fn new(store: Store, object: Object, cancel: Cancel) -> Self {
         let (chunk, ahead) = (Vec::new(), VecDeque::new());
-        Self { store, object, cancel, position: 0, chunk, chunk_start: 0, ahead, request_bytes: FIRST_REQUEST }
+        Self {
+            store,
+            object,
+            cancel,
+            position: 0,
+            chunk,
+            chunk_start: 0,
+            ahead,
+            request_bytes: FIRST_REQUEST,
+        }
     }
 
     fn request(&self, start: u64, end: u64) -> IoResult<Receiver<Result<Vec<u8>>>> {
@@ -170,7 +179,8 @@ impl ChunkReader for RawFile {
     }
 }
 
-#[cfg(all(test, feature = "object-store"))]
+#[cfg(test)]
+#[cfg(feature = "object-store")]
 mod tests {
     use proptest::prelude::*;
 
@@ -180,13 +190,14 @@ mod tests {
     fn stored(server: &TestServer) -> RawFile {
         let store = Store::open(&server.url).unwrap();
         let object = store.head("text").unwrap();
-        RawFile::Stored(StoredFile::new(store, object, Cancel::default()))
+        RawFile::Stored(Box::new(StoredFile::new(store, object, Cancel::default())))
     }
 
     #[test]
     fn a_stored_file_reads_as_one_on_disk() {
         let dir = tempfile::tempdir().unwrap();
-        let text: Vec<u8> = (0..30_000_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+        let text: Vec<u8> =
+            (0..30_000_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
         std::fs::write(dir.path().join("text"), &text).unwrap();
         let server = TestServer::start(dir.path());
         let mut found = Vec::new();

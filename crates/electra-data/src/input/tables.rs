@@ -1,6 +1,5 @@
 //! Documents from tables: Parquet, and Arrow IPC streams and files.
 
-use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -16,8 +15,9 @@ use parquet::arrow::arrow_reader::{ArrowReaderOptions, ParquetRecordBatchReaderB
 use parquet::file::metadata::ParquetMetaData;
 
 use super::division::Part;
-use super::files::InputFile;
+use super::input_file::InputFile;
 use super::pipeline::Batcher;
+use super::raw_file::RawFile;
 use super::read_options::{ReadOptions, missing_field};
 use crate::error::{Error, Result};
 
@@ -38,7 +38,7 @@ pub(super) fn read_parquet(
     // Ignore the Arrow schema: with the physical types, text is plain UTF-8 whatever wrote the file.
     let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true);
     let mut builder =
-        ParquetRecordBatchReaderBuilder::<File>::try_new_with_options(file.open_seekable()?, options)
+        ParquetRecordBatchReaderBuilder::<RawFile>::try_new_with_options(file.open_seekable()?, options)
             .map_err(|e| damaged(&e))?;
     let columns = text_columns(file, builder.schema(), &reading.text_fields)?;
     let mut rows = builder.metadata().file_metadata().num_rows();
@@ -91,8 +91,7 @@ pub(super) fn read_arrow(
 ) -> Result<()> {
     if let Some(part) = part {
         let mut magic = Vec::new();
-        let input = File::open(&file.path).map_err(|e| Error::io(&file.path, e))?;
-        input.take(8).read_to_end(&mut magic).map_err(|e| file.unreadable(&e))?;
+        file.raw()?.take(8).read_to_end(&mut magic).map_err(|e| file.unreadable(&e))?;
         if magic == FILE_MAGIC {
             return read_arrow_batches(file, part, reading, bytes, to);
         }
@@ -129,8 +128,8 @@ fn read_arrow_batches(
     to: &mut Batcher,
 ) -> Result<()> {
     let damaged = |error: &dyn std::fmt::Display| unreadable(file, "Arrow", error);
-    let failed = |e| Error::io(&file.path, e);
-    let mut input = File::open(&file.path).map_err(failed)?;
+    let failed = |e| file.unreadable(&e);
+    let mut input = file.raw()?;
     let batches = record_batches(&mut input).map_err(|e| damaged(&e))?;
     input.seek(SeekFrom::Start(0)).map_err(failed)?;
     let mut table = FileReader::try_new_buffered(input, None).map_err(|e| damaged(&e))?;
@@ -149,7 +148,7 @@ fn read_arrow_batches(
 
 /// (offset, length, index) of each record batch that the footer of an Arrow IPC file lists, in the order in
 /// which they lie in the file.
-fn record_batches(input: &mut File) -> std::result::Result<Vec<(u64, u64, usize)>, ArrowError> {
+fn record_batches(input: &mut RawFile) -> std::result::Result<Vec<(u64, u64, usize)>, ArrowError> {
     let mut end = [0; 10];
     input.seek(SeekFrom::End(-10))?;
     input.read_exact(&mut end)?;

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::cut::Cut;
 use super::division::count_lines;
+use super::input_file::InputFile;
 use crate::error::{Error, Result};
 
 /// Longer lines are returned in fragments where the tokenizer allows it.
@@ -71,6 +72,7 @@ pub(super) struct Lines<'a, R> {
     begin: u64,
     /// … and the number of lines before it, once an error has asked for it.
     lines_before: Option<u64>,
+    part_of: Option<&'a InputFile>,
     /// Number of the current line, from 1, counted from where this reading began.
     number: u64,
     ended_line: bool,
@@ -91,22 +93,24 @@ impl<'a, R: BufRead> Lines<'a, R> {
             left_out: 0,
             begin: 0,
             lines_before: None,
+            part_of: None,
             number: 0,
             ended_line: true,
         }
     }
 
-    /// The same for a stream that begins at this offset of the file, which is the start of a line.
-    pub fn beginning_at(self, begin: u64) -> Self {
-        Self { begin, offset: begin, ..self }
+    /// The same for a stream that begins at this offset of a file, which is the start of a line.
+    pub fn beginning_at(self, begin: u64, file: &'a InputFile) -> Self {
+        Self { begin, offset: begin, part_of: Some(file), ..self }
     }
 
     /// The number of the current line in the file, from 1. Counts the lines before a part of a file, so it is
     /// for errors only.
     pub fn line_number(&mut self) -> Result<u64> {
-        let before = match self.lines_before {
-            Some(before) => before,
-            None => *self.lines_before.insert(count_lines(self.path, self.begin)?),
+        let before = match (self.lines_before, self.part_of) {
+            (Some(before), _) => before,
+            (None, Some(file)) => *self.lines_before.insert(count_lines(file, self.begin)?),
+            (None, None) => 0,
         };
         Ok(before + self.number)
     }

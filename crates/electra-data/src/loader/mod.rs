@@ -13,7 +13,8 @@ mod mixture_tests;
 mod options;
 mod pack;
 mod permutation;
-#[cfg(all(test, feature = "object-store"))]
+#[cfg(test)]
+#[cfg(feature = "object-store")]
 mod remote_tests;
 mod shuffle_window;
 mod state;

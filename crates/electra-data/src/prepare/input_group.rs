@@ -8,6 +8,7 @@ use super::output_dir::{InputGroupRecord, OutputDir};
 use crate::error::{Error, Result};
 use crate::format::{DocumentWriter, ShardSpec};
 use crate::input::{Cut, Mark, SkippedRecord, TextBatch};
+use crate::store::Cancel;
 use crate::tokenizer::{Encoder, Tokenizer};
 
 /// What all input groups of a run share.
@@ -17,6 +18,8 @@ pub(super) struct InputGroupBuilder<'a> {
     pub spec: ShardSpec,
     /// Fraction of documents that go to the validation split.
     pub validation_fraction: f64,
+    /// Ends waiting for a store when the run ends.
+    pub cancel: Cancel,
 }
 
 /// Documents and tokens written so far, in all lanes.

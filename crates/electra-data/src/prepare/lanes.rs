@@ -17,6 +17,7 @@ use super::input_group::{InputGroupBuilder, LaneWriter, Written, line_cut, token
 use super::progress::{Progress, ProgressReporter};
 use crate::error::{Error, Result};
 use crate::input::{Batcher, Intake, SkipLog, TextBatch, with_workers};
+use crate::store::Cancel;
 
 const WORKERS_PER_LANE: usize = 2;
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -42,6 +43,7 @@ struct Shared<'a> {
     bytes_finished: AtomicU64,
     bytes_read: Vec<AtomicU64>,
     is_stopped: AtomicBool,
+    cancel: &'a Cancel,
     /// The first error.
     failure: Mutex<Option<Error>>,
 }
@@ -73,6 +75,7 @@ pub(super) fn build(
         bytes_finished: AtomicU64::new(0),
         bytes_read: (0..lanes).map(|_| AtomicU64::new(0)).collect(),
         is_stopped: AtomicBool::new(false),
+        cancel: &builder.cancel,
         failure: Mutex::new(None),
     };
     let worker = || {
@@ -141,6 +144,7 @@ impl Shared<'_> {
             let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
             failure.get_or_insert(error);
             self.is_stopped.store(true, Ordering::Relaxed);
+            self.cancel.raise();
         }
     }
 

@@ -23,6 +23,7 @@ use crate::format::{
     write_atomically,
 };
 use crate::input::SkippedRecord;
+use crate::store::is_url;
 
 /// The tag of a run that does all input groups.
 pub(super) const ALL: &str = "all";
@@ -101,6 +102,12 @@ pub(super) enum Claim {
 impl OutputDir {
     /// Claims the folder for a run, or explains why it cannot. Never touches the files of others.
     pub fn claim(dir: &Path, fingerprint: &str, tag: &str) -> Result<Claim> {
+        if is_url(dir) {
+            let dir = dir.display();
+            return Err(Error::Input(format!(
+                "{dir}: a corpus is written to a folder; choose a local --out and copy it to the store when it is complete"
+            )));
+        }
         if dir.exists() && !dir.is_dir() {
             let dir = dir.display();
             return Err(Error::Input(format!("{dir}: not a folder; choose another --out")));

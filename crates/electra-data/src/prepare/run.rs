@@ -22,6 +22,7 @@ use crate::format::{MANIFEST, Manifest, ShardEntry, VALIDATION, create_folder, s
 use crate::input::{
     Batcher, InputGroup, Inputs, SkipLog, SkippedRecord, TextSource, read_file, read_first_skipped,
 };
+use crate::store::Cancel;
 use crate::tokenizer::Tokenizer;
 
 /// How many skipped records a report lists.
@@ -176,7 +177,15 @@ impl PrepareRun<'_> {
             let mut files = plan.inputs.files[group.files.clone()].iter();
             files.try_for_each(|f| read_file(f, group.part.as_ref(), &self.options.reading, bytes, to))
         };
-        lanes::build(&self.builder(&work.out), threads, num_lanes, &work.todo, &skips, &read, progress)
+        lanes::build(
+            &self.builder(&work.out, &plan.inputs.cancel),
+            threads,
+            num_lanes,
+            &work.todo,
+            &skips,
+            &read,
+            progress,
+        )
     }
 
     fn documents(
@@ -205,7 +214,15 @@ impl PrepareRun<'_> {
             Ok(())
         };
         let (threads, todo) = (self.options.num_threads(), [Todo { number: 0, bytes: 0 }]);
-        lanes::build(&self.builder(&out), threads, 1, &todo, &SkipLog::default(), &read, progress)?;
+        lanes::build(
+            &self.builder(&out, &Cancel::default()),
+            threads,
+            1,
+            &todo,
+            &SkipLog::default(),
+            &read,
+            progress,
+        )?;
         self.finalize(&out, PrepareReport { num_input_groups: 1, ..PrepareReport::default() })
     }
 
@@ -294,13 +311,14 @@ impl PrepareRun<'_> {
         )))
     }
 
-    /// Builds input groups in `out`.
-    pub fn builder<'a>(&'a self, out: &'a OutputDir) -> InputGroupBuilder<'a> {
+    /// Builds input groups in `out`; the end of the run raises `cancel`.
+    pub fn builder<'a>(&'a self, out: &'a OutputDir, cancel: &Cancel) -> InputGroupBuilder<'a> {
         InputGroupBuilder {
             out,
             tokenizer: self.tokenizer,
             spec: shard_spec(self.tokenizer, &out.attempt),
             validation_fraction: self.options.validation_fraction,
+            cancel: cancel.clone(),
         }
     }
 

@@ -17,6 +17,7 @@ use super::run::{Claimed, Plan, PrepareReport, PrepareRun, Work};
 use crate::error::{Error, Result};
 use crate::format::{Manifest, write_atomically};
 use crate::input::{Batcher, InputFile, Part, ReadOptions, SkipLog, read_file};
+use crate::store::Cancel;
 use crate::tokenizer::Tokenizer;
 
 /// A corpus that is being prepared by tasks. Holds the lease on its folder until it is dropped.
@@ -165,8 +166,10 @@ pub fn prepare_units(
     progress: &mut dyn FnMut(Progress) -> bool,
 ) -> Result<TaskReport> {
     let settings: TaskSettings = parse(settings)?;
-    let units: Vec<Unit> = units.iter().map(|unit| parse(unit)).collect::<Result<_>>()?;
-    let outcome = settings.build(&units, tokenizer, threads, progress);
+    let mut units: Vec<Unit> = units.iter().map(|unit| parse(unit)).collect::<Result<_>>()?;
+    let cancel = Cancel::default();
+    units.iter_mut().flat_map(|unit| &mut unit.files).for_each(|file| file.cancel_with(&cancel));
+    let outcome = settings.build(&units, tokenizer, threads, &cancel, progress);
     // Somebody else has done this work, and the corpus is finished: nothing is left to record it in.
     let is_finished =
         || Manifest::read(&settings.out).is_ok_and(|found| found.fingerprint == settings.fingerprint);
@@ -183,6 +186,7 @@ impl TaskSettings {
         units: &[Unit],
         tokenizer: &Tokenizer,
         threads: usize,
+        cancel: &Cancel,
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<TaskReport> {
         let out = OutputDir::join(&self.out, &self.fingerprint)?;
@@ -202,7 +206,7 @@ impl TaskSettings {
         };
         let skips = SkipLog::new(self.reading.skip_bad_records, self.skipped);
         let num_lanes = lanes::num_lanes(threads, todo.len());
-        lanes::build(&run.builder(&out), threads, num_lanes, &todo, &skips, &read, progress)?;
+        lanes::build(&run.builder(&out, cancel), threads, num_lanes, &todo, &skips, &read, progress)?;
         let mut report = TaskReport::default();
         for unit in units {
             let Some(record) = out.record(unit.number) else { continue };

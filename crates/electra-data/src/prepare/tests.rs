@@ -15,6 +15,7 @@ use super::*;
 use crate::error::{Error, Result};
 use crate::format::verify;
 use crate::input::{Batcher, ReadOptions, SkipLog, TextSource};
+use crate::store::Cancel;
 use crate::tokenizer::Tokenizer;
 
 fn tokenizer(dir: &Path) -> Tokenizer {
@@ -46,7 +47,13 @@ fn build(lanes: usize, groups: usize, skips: &SkipLog, read: &Read) -> (Result<(
         panic!("the folder is new");
     };
     let spec = shard_spec(&tokenizer, &out.attempt);
-    let builder = InputGroupBuilder { out: &out, tokenizer: &tokenizer, spec, validation_fraction: 0.0 };
+    let builder = InputGroupBuilder {
+        out: &out,
+        tokenizer: &tokenizer,
+        spec,
+        validation_fraction: 0.0,
+        cancel: Cancel::default(),
+    };
     let todo: Vec<Todo> = (0..groups).map(|number| Todo { number, bytes: 1 }).collect();
     let read = |number: usize, _: &AtomicU64, to: &mut Batcher<'_>| read(number, to);
     let outcome = lanes::build(&builder, 8, lanes, &todo, skips, &read, &mut |_| true);

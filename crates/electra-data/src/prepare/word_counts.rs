@@ -12,6 +12,7 @@ use crate::input::{
     Batcher, Cut, Inputs, Intake, Mark, ReadOptions, Sampled, Sampler, SkipLog, SkippedRecord, TextBatch,
     TextSource, read_file, with_workers,
 };
+use crate::store::Cancel;
 use crate::tokenizer::{Characters, Meaning, VocabTrie};
 
 /// BERT's tokenizer maps longer words to [UNK], so they are not counted.
@@ -61,10 +62,11 @@ impl WordCounter<'_> {
             sampler: Sampler::new(self.seed, self.sample),
         };
         let done = AtomicU64::new(0);
-        let mut total = 0;
+        let (mut total, mut cancel) = (0, Cancel::default());
         let read: Read = match source {
             TextSource::Files(paths) => {
                 let inputs = Inputs::expand(&paths, None, self.reading.format)?;
+                cancel = inputs.cancel.clone();
                 total = inputs.files.iter().map(|file| file.size).sum();
                 let (done, reading) = (&done, self.reading);
                 Box::new(move |to| {
@@ -90,10 +92,11 @@ impl WordCounter<'_> {
         let mut reporter = ProgressReporter::new(progress);
         let consume = |found: Option<BatchCounts>| {
             found.into_iter().for_each(|found| levels.add(found));
-            reporter.report_if_due(|| {
+            let reported = reporter.report_if_due(|| {
                 let bytes_done = done.load(Ordering::Relaxed);
                 Progress { bytes_done, bytes_total: total, ..Progress::default() }
-            })
+            });
+            reported.inspect_err(|_| cancel.raise())
         };
         let worker = || |batch| words_of(&batch, &characters);
         with_workers(self.threads, 1, worker, |workers| workers.run_lane(intake, read, consume))?;

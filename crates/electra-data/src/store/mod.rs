@@ -7,7 +7,8 @@
 mod client;
 #[cfg(feature = "object-store")]
 mod errors;
-#[cfg(all(test, feature = "object-store"))]
+#[cfg(test)]
+#[cfg(feature = "object-store")]
 pub(crate) mod test_server;
 #[cfg(not(feature = "object-store"))]
 mod unavailable;

@@ -1,0 +1,210 @@
+//! One input file: what is known of it before it is read, and opening it, unpacked, in whole or in part.
+
+use std::fs::File;
+use std::io::ErrorKind::{NotFound, QuotaExceeded, StorageFull};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::SystemTime;
+
+use serde::{Deserialize, Serialize};
+
+use super::raw_file::RawFile;
+use super::read_options::InputFormat;
+use super::stored::{self, StoredObject};
+use super::text::{FRAGMENT_BYTES, has_old_line_ends};
+use crate::error::{Error, Result};
+use crate::format::write_error;
+use crate::store::Cancel;
+
+/// Size of the chunks in which files are read.
+const BUFFER_BYTES: usize = 1 << 18;
+
+/// How a file is compressed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Compression {
+    None,
+    Gzip,
+    Zstd,
+    Xz,
+}
+
+impl Compression {
+    fn name(self) -> &'static str {
+        match self {
+            Self::None => "plain",
+            Self::Gzip => "gzip",
+            Self::Zstd => "zstd",
+            Self::Xz => "xz",
+        }
+    }
+
+    /// Whether compressed data can begin like this: `head` may be shorter than the magic bytes.
+    fn may_begin_with(self, head: &[u8]) -> bool {
+        let begins = |magic: &[u8]| head.iter().zip(magic).all(|(found, expected)| found == expected);
+        match self {
+            Self::None => true,
+            Self::Gzip => begins(&[0x1f, 0x8b]),
+            // A data frame, or a skippable frame, which parallel compressors write first.
+            Self::Zstd => {
+                begins(&[0x28, 0xb5, 0x2f, 0xfd])
+                    || (0x50..=0x5f).any(|kind| begins(&[kind, 0x2a, 0x4d, 0x18]))
+            }
+            Self::Xz => begins(b"\xfd7zXZ\0"),
+        }
+    }
+}
+
+/// One file to read. Serialized, it tells a process on another machine what to read.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct InputFile {
+    pub path: PathBuf,
+    /// The path relative to the common parent of all inputs: the same on every machine.
+    pub name: String,
+    pub size: u64,
+    /// Whether it is a regular file, which can be read more than once, unlike a pipe.
+    pub regular: bool,
+    /// Modification time when the file was listed.
+    pub modified: Option<SystemTime>,
+    pub format: InputFormat,
+    pub compression: Compression,
+    /// The object that it is, if it is in a store.
+    #[serde(default)]
+    pub object: Option<StoredObject>,
+}
+
+/// A file that counts the bytes read from it.
+struct CountingReader<'a> {
+    file: RawFile,
+    bytes: &'a AtomicU64,
+}
+
+impl Read for CountingReader<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let count = self.file.read(buffer)?;
+        self.bytes.fetch_add(count as u64, Ordering::Relaxed);
+        Ok(count)
+    }
+}
+
+impl InputFile {
+    /// Has `cancel` end waiting for the file's store.
+    pub fn cancel_with(&mut self, cancel: &Cancel) {
+        if let Some(object) = &mut self.object {
+            object.cancel = cancel.clone();
+        }
+    }
+
+    /// The bytes of the file as they are.
+    pub(super) fn raw(&self) -> Result<RawFile> {
+        match &self.object {
+            None => File::open(&self.path).map(RawFile::Local).map_err(|e| Error::io(&self.path, e)),
+            Some(object) => Ok(RawFile::Stored(Box::new(object.open()?))),
+        }
+    }
+
+    /// The decompressed contents; `bytes` counts the bytes read from disk.
+    pub fn open<'a>(&self, bytes: &'a AtomicU64) -> Result<Box<dyn BufRead + 'a>> {
+        let file = self.raw()?;
+        if self.size == 0 && self.compression != Compression::None {
+            return Err(self.unreadable(&std::io::ErrorKind::UnexpectedEof.into()));
+        }
+        let mut raw = BufReader::with_capacity(BUFFER_BYTES, CountingReader { file, bytes });
+        let head = raw.fill_buf().map_err(|e| self.unreadable(&e))?;
+        if !self.compression.may_begin_with(head) {
+            let (path, kind) = (self.path.display(), self.compression.name());
+            return Err(Error::Input(format!(
+                "{path}: is not {kind} data, despite its name; if it is plain text, rename it"
+            )));
+        }
+        Ok(match self.compression {
+            Compression::None => Box::new(raw),
+            Compression::Gzip => buffered(flate2::bufread::MultiGzDecoder::new(raw)),
+            Compression::Zstd => {
+                buffered(zstd::stream::read::Decoder::with_buffer(raw).map_err(|e| Error::io(&self.path, e))?)
+            }
+            Compression::Xz => buffered(liblzma::bufread::XzDecoder::new_multi_decoder(raw)),
+        })
+    }
+
+    /// These bytes of an uncompressed file; `bytes` counts those read from disk.
+    ///
+    /// Chunks end at the same offsets as when the whole file is read, because very long lines are cut by what
+    /// is in the buffer.
+    pub fn open_range<'a>(&self, range: &Range<u64>, bytes: &'a AtomicU64) -> Result<Box<dyn BufRead + 'a>> {
+        let failed = |e| self.unreadable(&e);
+        let mut before = range.start % BUFFER_BYTES as u64;
+        let mut file = self.raw()?;
+        file.seek(SeekFrom::Start(range.start - before)).map_err(failed)?;
+        let mut raw = BufReader::with_capacity(BUFFER_BYTES, CountingReader { file, bytes });
+        while before > 0 {
+            let skipped = raw.fill_buf().map_err(failed)?.len().min(before as usize);
+            if skipped == 0 {
+                break; // the file has become shorter: `check_unchanged` reports it
+            }
+            raw.consume(skipped);
+            before -= skipped as u64;
+        }
+        Ok(Box::new(raw.take(range.end - range.start)))
+    }
+
+    /// Whether the file's beginning shows line ends of old Macs.
+    pub fn has_old_line_ends(&self) -> Result<bool> {
+        let mut head = Vec::new();
+        self.raw()?.take(FRAGMENT_BYTES as u64).read_to_end(&mut head).map_err(|e| self.unreadable(&e))?;
+        Ok(has_old_line_ends(&head))
+    }
+
+    /// The file itself, or an unpacked temporary copy of a compressed one, because seeking is needed.
+    pub(super) fn open_seekable(&self) -> Result<RawFile> {
+        if self.compression == Compression::None {
+            return self.raw();
+        }
+        let mut unpacked = tempfile::tempfile().map_err(|e| Error::io(std::env::temp_dir(), e))?;
+        let uncounted = AtomicU64::new(0);
+        let mut stream = self.open(&uncounted)?;
+        std::io::copy(&mut stream, &mut unpacked).map_err(|error| match error.kind() {
+            StorageFull | QuotaExceeded => write_error(&std::env::temp_dir(), error),
+            _ => self.unreadable(&error),
+        })?;
+        Ok(RawFile::Local(unpacked))
+    }
+
+    /// An error if the file changed since it was listed: what was read may be a mix of old and new. A store
+    /// refuses to send bytes of another version than the one that was listed.
+    pub fn check_unchanged(&self) -> Result<()> {
+        if self.object.is_some() {
+            return Ok(());
+        }
+        let what = match std::fs::metadata(&self.path) {
+            Ok(now) if now.len() == self.size && now.modified().ok() == self.modified => return Ok(()),
+            Ok(now) if now.len() == self.size => "was written to".to_owned(),
+            Ok(now) => format!("went from {} to {} bytes", self.size, now.len()),
+            Err(error) if error.kind() == NotFound => "disappeared".to_owned(),
+            Err(error) => return Err(Error::io(&self.path, error)),
+        };
+        let path = self.path.display();
+        Err(Error::Input(format!("{path}: {what} while it was in use; run again when nothing changes it")))
+    }
+
+    /// The error for a failed read: the system's, or damaged compressed data.
+    pub fn unreadable(&self, error: &std::io::Error) -> Error {
+        if let Some(failed) = stored::store_error(error) {
+            return failed;
+        }
+        if error.raw_os_error().is_some() || self.compression == Compression::None {
+            return Error::io(&self.path, std::io::Error::new(error.kind(), error.to_string()));
+        }
+        let (path, kind) = (self.path.display(), self.compression.name());
+        let what = match error.kind() {
+            std::io::ErrorKind::UnexpectedEof => "is cut off".to_owned(),
+            _ => format!("cannot be unpacked ({error})"),
+        };
+        Error::Input(format!("{path}: the {kind} data {what}; get the file again"))
+    }
+}
+
+fn buffered<'a>(reader: impl Read + 'a) -> Box<dyn BufRead + 'a> {
+    Box::new(BufReader::with_capacity(BUFFER_BYTES, reader))
+}

@@ -1,0 +1,123 @@
+//! Input files in object stores: finding them by URL, folder or glob, and opening them.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::raw_file::StoredFile;
+use crate::error::{Error, Result};
+use crate::store::{Cancel, Object, Store};
+
+/// A file in a store. Serialized without its connection, which another process opens anew.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct StoredObject {
+    url: String,
+    size: u64,
+    version: Option<String>,
+    #[serde(skip)]
+    store: Option<Store>,
+    /// Ends waiting for the store when the run ends.
+    #[serde(skip)]
+    pub cancel: Cancel,
+}
+
+impl StoredObject {
+    /// The URL as a path.
+    pub fn path(&self) -> PathBuf {
+        PathBuf::from(&self.url)
+    }
+
+    /// Its length in bytes.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Its bytes.
+    pub(super) fn open(&self) -> Result<StoredFile> {
+        let store = match &self.store {
+            Some(store) => store.at(&self.url)?,
+            None => Store::open(&self.url)?,
+        };
+        let (name, size, version) = (String::new(), self.size, self.version.clone());
+        Ok(StoredFile::new(store, Object { name, size, version }, self.cancel.clone()))
+    }
+}
+
+/// The objects that a URL names: one, all below a folder, or those that match a glob. `visible`: leave hidden ones out
+/// of a glob too.
+pub(super) fn find(url: &str, visible: bool) -> Result<Vec<StoredObject>> {
+    let is_glob = |part: &str| part.contains(['*', '?', '[']);
+    // The part of the URL before the first glob is a folder.
+    let folder = match url.split('/').position(is_glob) {
+        Some(count) => url.split('/').take(count).collect::<Vec<_>>().join("/"),
+        None => url.to_owned(),
+    };
+    let store = Store::open(&folder)?;
+    if folder.starts_with("http") {
+        if folder.len() < url.len() {
+            return Err(Error::Input(format!("{url}: a web server cannot list files; give the URL of each")));
+        }
+        return Ok(vec![object_of(&store, url, store.head("")?)]);
+    }
+    if folder.len() < url.len() {
+        return matching(&store, &folder, url, visible);
+    }
+    match store.head("") {
+        Ok(object) => Ok(vec![object_of(&store, url, object)]),
+        Err(Error::NotFound { path, .. }) => {
+            let found = below(&store, &folder, store.list("")?);
+            let hint = "; No files matched: check the URL or the glob".to_owned();
+            if found.is_empty() { Err(Error::NotFound { path, hint }) } else { Ok(found) }
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// All objects below a folder that are not hidden.
+fn below(store: &Store, folder: &str, objects: Vec<Object>) -> Vec<StoredObject> {
+    let visible =
+        |object: &Object| object.name.split('/').all(|part| !part.is_empty() && !part.starts_with('.'));
+    let objects = objects.into_iter().filter(visible);
+    objects.map(|object| object_of(store, &format!("{folder}/{}", object.name), object)).collect()
+}
+
+/// The objects of a folder that match a glob, and those below a folder that matches.
+fn matching(store: &Store, folder: &str, url: &str, visible: bool) -> Result<Vec<StoredObject>> {
+    let rest = url[folder.len()..].trim_start_matches('/');
+    let bad = |error: &dyn std::fmt::Display| Error::Input(format!("{url}: {error}"));
+    let pattern = glob::Pattern::new(rest).map_err(|e| bad(&e))?;
+    let below_it = glob::Pattern::new(&format!("{rest}/**/*")).map_err(|e| bad(&e))?;
+    let options = glob::MatchOptions {
+        require_literal_separator: true,
+        require_literal_leading_dot: visible,
+        ..glob::MatchOptions::new()
+    };
+    let objects = store.list("")?.into_iter().filter(|object| {
+        [&pattern, &below_it].iter().any(|pattern| pattern.matches_with(&object.name, options))
+    });
+    Ok(objects.map(|object| object_of(store, &format!("{folder}/{}", object.name), object)).collect())
+}
+
+fn object_of(store: &Store, url: &str, object: Object) -> StoredObject {
+    let Object { size, version, .. } = object;
+    StoredObject {
+        url: url.to_owned(),
+        size,
+        version,
+        store: Some(store.clone()),
+        cancel: Cancel::default(),
+    }
+}
+
+/// The error of a store that a failed read hides, if it hides one.
+pub(super) fn store_error(error: &std::io::Error) -> Option<Error> {
+    let hidden = error.get_ref()?.downcast_ref::<Error>()?;
+    Some(match hidden {
+        Error::Interrupted => Error::Interrupted,
+        Error::NotFound { path, hint } => Error::NotFound { path: path.clone(), hint: hint.clone() },
+        Error::Io { path, source } => {
+            Error::io(path.clone(), std::io::Error::new(source.kind(), source.to_string()))
+        }
+        other => Error::Input(other.to_string()),
+    })
+}
