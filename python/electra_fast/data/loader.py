@@ -188,7 +188,7 @@ class BatchLoader(Iterator[RecordBatch]):
 
     @property
     def num_rows(self) -> int:
-        """Rows per epoch, over all corpora: the same in every epoch with `best-fit`; of the first with `google` or `cut_at`.
+        """Rows per epoch of all corpora: always the same with `best-fit`; of the first with `google` or `cut_at`.
 
         Each call reads the lengths of all documents, or of all lines with `google` and `cut_at="line"`; with
         `cut_at="word"`, also the tokens around each cut.

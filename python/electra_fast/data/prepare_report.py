@@ -58,9 +58,7 @@ class Contents:
     """Fraction of positions that are not padding."""
 
 
-def contents(
-    corpora: Corpora, packing: str, sequence_length: int, *, seed: int = 0, cut_at: str = "token"
-) -> Contents:
+def contents(corpora: Corpora, packing: str, sequence_length: int, *, seed: int = 0, cut_at: str = "token") -> Contents:
     """What a packing keeps of corpora in the first epoch; reads no tokens, except for cuts at words."""
     loader = _data.BatchLoader(
         weighted_folders(corpora),

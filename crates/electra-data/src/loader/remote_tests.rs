@@ -86,8 +86,8 @@ fn a_large_cache_fetches_each_byte_once_in_any_number_of_epochs() {
         if name.ends_with(".tokens") {
             let length = corpus.path().join(name).metadata().unwrap().len() as usize;
             let bytes = seen.entry(name.clone()).or_insert_with(|| vec![false; length]);
-            for byte in range.start as usize..range.end as usize {
-                assert!(!std::mem::replace(&mut bytes[byte], true), "{name}: byte {byte} was fetched twice");
+            for byte in &mut bytes[range.start as usize..range.end as usize] {
+                assert!(!std::mem::replace(byte, true), "{name}: a byte of {range:?} was fetched twice");
             }
         }
         assert!(!name.ends_with(".lines"), "best-fit packing reads no lines");

@@ -1,0 +1,303 @@
+"""Corpora and inputs in a real S3 server on the loopback: the same as on disk, and one line for what goes wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import electra_fast as ef
+from electra_fast.errors import InputError
+
+WORDS = ["the", "of", "and", "cat", "dog", "sees", "a", "blue", "house", "runs", "##s", "##ing"]
+VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+
+
+class S3:
+    """A running server (`moto`) with one bucket, `bucket`."""
+
+    def __init__(self, port: int) -> None:
+        self.endpoint = f"http://127.0.0.1:{port}"
+
+    def put(self, key: str, data: bytes = b"") -> None:
+        headers = {"Content-Type": "application/octet-stream"}
+        request = urllib.request.Request(f"{self.endpoint}/{key}", data=data, method="PUT", headers=headers)
+        urllib.request.urlopen(request, timeout=60).close()
+
+    def replace(self, key: str, new: str) -> None:
+        """Overwrites an object, which its owner alone may do."""
+        program = "import boto3, sys; boto3.client('s3').put_object(Bucket='bucket', Key=sys.argv[1], Body=sys.argv[2])"
+        subprocess.run([sys.executable, "-c", program, key, new], check=True)
+
+    def upload(self, folder: Path, prefix: str) -> str:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.put(f"bucket/{prefix}/{path.relative_to(folder)}", path.read_bytes())
+        return f"s3://bucket/{prefix}"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    store = S3(port)
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(store.endpoint, timeout=60).close()
+                break
+            except urllib.error.URLError:
+                assert server.poll() is None, "the server ended"
+                time.sleep(0.1)
+        store.put("bucket")
+        yield store
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture(autouse=True)
+def credentials(s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("ELECTRA_FAST_RETRY_SECONDS", "3")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def text(seed: int, documents: int = 40) -> str:
+    generator = np.random.default_rng(seed)
+    lines = [" ".join(generator.choice(WORDS[:-2], 12)) for _ in range(documents * 3)]
+    return "\n\n".join("\n".join(lines[3 * number : 3 * number + 3]) for number in range(documents)) + "\n"
+
+
+@pytest.fixture(scope="module")
+def vocab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
+    path.write_text("\n".join(VOCAB) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def local(vocab: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "a.txt").write_text(text(0, 400))
+    ef.prepare(folder / "a.txt", vocab=vocab, out=folder / "shards", holdout=0.05, progress=False)
+    return folder / "shards"
+
+
+@pytest.fixture(scope="module")
+def remote(s3: S3, local: Path) -> str:
+    return s3.upload(local, "corpora/shards")
+
+
+def content(batch: Any) -> bytes:
+    """The columns of a batch, without what lies between them."""
+    return pickle.dumps(pa.record_batch(batch).to_pydict())
+
+
+def batches(corpus: str | Path | dict[str, float], **options: object) -> list[bytes]:
+    arguments = {"sequence_length": 64, "batch_size": 16, "epochs": 2, **options}
+    return [content(batch) for batch in ef.BatchLoader(corpus, **arguments)]  # type: ignore[arg-type]
+
+
+def test_a_corpus_in_a_bucket_is_the_one_on_disk(local: Path, remote: str) -> None:
+    ours, theirs = ef.Corpus(local), ef.Corpus(remote)
+    assert (len(ours), ours.num_tokens, ours.content_hash) == (len(theirs), theirs.num_tokens, theirs.content_hash)
+    assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert np.array_equal(ours.token_counts(), theirs.token_counts())
+    assert theirs.path == remote and theirs.holdout == f"{remote}/holdout"
+    assert len(ef.Corpus(theirs.holdout)) == len(ef.Corpus(ours.holdout or ""))
+    assert ef.Tokenizer.of(theirs).content_hash == ef.Tokenizer.of(ours).content_hash
+    assert pickle.loads(pickle.dumps(theirs)).num_tokens == ours.num_tokens
+    assert ef.verify(remote)["content_hash"] == ours.content_hash
+
+
+@pytest.mark.parametrize(
+    "masking, cut_at, packing", [("google", "token", "google"), ("whole-word", "line", "best-fit")]
+)
+def test_batches_are_the_same_bytes(local: Path, remote: str, masking: str, cut_at: str, packing: str) -> None:
+    options = {"masking": masking, "cut_at": cut_at, "packing": packing}
+    expected = batches(local, **options)
+    assert batches(remote, **options) == expected
+    assert batches(Path(remote), **options) == expected  # a Path merges the slashes of a URL
+
+
+def test_a_loader_resumes_and_is_pickled(local: Path, remote: str) -> None:
+    expected = batches(local)
+    loader = ef.BatchLoader(remote, sequence_length=64, batch_size=16, epochs=2)
+    for batch in expected[:3]:
+        assert content(next(loader)) == batch
+    copy = pickle.loads(pickle.dumps(loader))
+    assert [content(batch) for batch in copy] == expected[3:]
+
+
+def test_a_mixture_of_disk_and_bucket(vocab: Path, local: Path, remote: str, tmp_path: Path) -> None:
+    ef.prepare([text(7)], vocab=vocab, out=tmp_path / "other", kind="documents", progress=False)
+    other = tmp_path / "other"
+    assert batches({remote: 0.7, str(other): 0.3}) == batches({str(local): 0.7, str(other): 0.3})
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "electra_fast", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+PRETRAIN = ["pretrain", "--preset", "tiny", "--train.steps", "6", "--train.batch_size", "8", "--train.log_every", "1"]
+PRETRAIN += ["--data.sequence_length", "64", "--train.checkpoint_every", "2", "--train.eval_every", "3"]
+PRETRAIN += ["--train.precision", "fp32"]
+
+
+def losses(folder: Path) -> list[tuple[int, float, float]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"], line.get("grad_norm", 0)) for line in lines if "loss" in line]
+
+
+def test_training_reads_from_a_bucket_and_resumes(local: Path, remote: str, tmp_path: Path) -> None:
+    for name, data in (("disk", str(local)), ("bucket", remote)):
+        done = run(*PRETRAIN, "--data", data, "--out", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "bucket") == losses(tmp_path / "disk")
+    command = [sys.executable, "-m", "electra_fast", *PRETRAIN, "--data", remote, "--out", str(tmp_path / "killed")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "killed/checkpoints/step-2").exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = run(*PRETRAIN, "--data", remote, "--out", tmp_path / "killed")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "killed")[-1] == losses(tmp_path / "disk")[-1]
+    evaluated = run("evaluate", tmp_path / "bucket", "--data", remote, "--json")
+    expected = run("evaluate", tmp_path / "disk", "--data", local, "--json")
+    assert json.loads(evaluated.stdout) == json.loads(expected.stdout)
+
+
+@pytest.fixture(scope="module")
+def inputs(s3: S3, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "deep").mkdir()
+    (folder / "a.txt").write_text(text(1))
+    (folder / "b.txt.gz").write_bytes(gzip.compress(text(2).encode()))
+    (folder / "deep/c.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in text(3).split("\n\n")))
+    rows = text(4, 300).split("\n\n")
+    pq.write_table(pa.table({"text": rows}), folder / "deep/d.parquet", row_group_size=50)
+    with pa.ipc.new_file(folder / "deep/e.arrow", pa.schema([("text", pa.string())])) as writer:
+        for start in range(0, len(rows), 100):
+            writer.write_table(pa.table({"text": rows[start : start + 100]}))
+    (folder / "notes.md").write_text("of another kind")
+    (folder / ".hidden.txt").write_text("the cat")
+    s3.upload(folder, "inputs")
+    return folder
+
+
+@pytest.mark.parametrize("what", ["", "/*.txt*", "/deep", "/*/*.jsonl", "/deep/d.parquet", "/d*/e.arrow"])
+def test_inputs_may_lie_in_a_bucket(what: str, inputs: Path, vocab: Path, tmp_path: Path) -> None:
+    hashes = [
+        ef.prepare(f"{base}{what}", vocab=vocab, out=tmp_path / name, progress=False).content_hash
+        for name, base in (("disk", inputs), ("bucket", "s3://bucket/inputs"))
+    ]
+    assert hashes[0] == hashes[1] != ""
+
+
+def test_huge_files_are_read_in_parts(inputs: Path, vocab: Path, tmp_path: Path) -> None:
+    expected = ef.prepare(inputs / "deep", vocab=vocab, out=tmp_path / "a", progress=False, _part_bytes=5_000)
+    found = ef.prepare("s3://bucket/inputs/deep", vocab=vocab, out=tmp_path / "b", progress=False, _part_bytes=5_000)
+    assert found.content_hash == expected.content_hash and found.num_units == expected.num_units > 3
+
+
+def test_a_vocabulary_is_trained_from_a_bucket(inputs: Path, tmp_path: Path) -> None:
+    for name, source in (("disk", inputs / "a.txt"), ("bucket", "s3://bucket/inputs/a.txt")):
+        ef.train_vocab(source, out=tmp_path / f"{name}.txt", size=40, progress=False)
+    assert (tmp_path / "disk.txt").read_text() == (tmp_path / "bucket.txt").read_text()
+
+
+def test_a_replaced_input_is_noticed(s3: S3, vocab: Path, tmp_path: Path) -> None:
+    class ReplacingExecutor(ThreadPoolExecutor):
+        def submit(self, function: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
+            s3.replace("changing/a.txt", text(6))
+            return super().submit(function, *arguments, **named)
+
+    s3.put("bucket/changing/a.txt", text(5).encode())
+    with (
+        ReplacingExecutor(1) as executor,
+        pytest.raises(InputError, match="a.txt: it was replaced while it was in use"),
+    ):
+        ef.prepare("s3://bucket/changing", vocab=vocab, out=tmp_path / "x", executor=executor, progress=False)
+
+
+def test_executors_read_from_a_bucket(inputs: Path, vocab: Path, tmp_path: Path) -> None:
+    expected = ef.prepare(inputs / "deep", vocab=vocab, out=tmp_path / "a", progress=False)
+    with ThreadPoolExecutor(2) as executor:
+        found = ef.prepare(
+            "s3://bucket/inputs/deep", vocab=vocab, out=tmp_path / "b", executor=executor, progress=False
+        )
+    assert found.content_hash == expected.content_hash
+
+
+COMPLAINTS = {
+    "s3://absent/x": "s3://absent/x/manifest.json: not found; check the URL, the bucket and the region",
+    "s3://bucket/absent": "s3://bucket/absent/manifest.json: not found",
+    "http://127.0.0.1:1/x": "the request was repeated for",
+    "gs://bucket/x": "no credentials were found; set GOOGLE_APPLICATION_CREDENTIALS",
+    "az://container/x": "no credentials were found; set AZURE_STORAGE_ACCOUNT_NAME",
+}
+
+
+@pytest.mark.parametrize("url", COMPLAINTS)
+def test_a_bad_url_is_one_line(url: str, tmp_path: Path) -> None:
+    done = run("inspect", url)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert COMPLAINTS[url] in done.stderr
+
+
+def test_an_unknown_scheme_is_named() -> None:
+    with pytest.raises(InputError, match="ftp://host/x: unknown kind of URL; s3://, gs://, az:// and http"):
+        ef.Corpus("ftp://host/x")
+
+
+def test_missing_credentials_are_one_line(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    done = run("inspect", remote)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "no credentials were found; set AWS_ACCESS_KEY_ID" in done.stderr
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    monkeypatch.setenv("ELECTRA_FAST_RETRY_SECONDS", "soon")
+    assert 'ELECTRA_FAST_RETRY_SECONDS is "soon"' in run("inspect", remote).stderr
+
+
+def test_a_small_cache_is_refused(remote: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cache_bytes = 1000: 3 shuffle windows of s3://.* need \d+; give at least"):
+        ef.BatchLoader(remote, sequence_length=64, batch_size=8, cache_bytes=1000)
+    done = run(*PRETRAIN, "--data", remote, "--out", tmp_path / "run", "--data.cache_bytes", "1000")
+    assert done.returncode == 2 and "give at least" in done.stderr.splitlines()[-1]
+
+
+def test_nothing_is_written_to_a_bucket(vocab: Path, inputs: Path) -> None:
+    with pytest.raises(InputError, match="a corpus is written to a folder; choose a local --out"):
+        ef.prepare(inputs / "a.txt", vocab=vocab, out="s3://bucket/new", progress=False)
+    with pytest.raises((FileNotFoundError, InputError), match="s3://bucket/inputs/absent"):
+        ef.prepare("s3://bucket/inputs/absent", vocab=vocab, out="somewhere", progress=False)
