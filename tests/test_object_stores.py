@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import electra_fast as ef
+from electra_fast import _data
 from electra_fast.errors import InputError
 
 WORDS = ["the", "of", "and", "cat", "dog", "sees", "a", "blue", "house", "runs", "##s", "##ing"]
@@ -223,15 +224,19 @@ def test_inputs_may_lie_in_a_bucket(what: str, inputs: Path, vocab: Path, tmp_pa
 
 
 def test_huge_files_are_read_in_parts(inputs: Path, vocab: Path, tmp_path: Path) -> None:
-    expected = ef.prepare(inputs / "deep", vocab=vocab, out=tmp_path / "a", progress=False, _part_bytes=5_000)
-    found = ef.prepare("s3://bucket/inputs/deep", vocab=vocab, out=tmp_path / "b", progress=False, _part_bytes=5_000)
-    assert found.content_hash == expected.content_hash and found.num_units == expected.num_units > 3
+    def prepared(source: str | Path, name: str) -> Any:
+        arguments: dict[str, Any] = {"text_fields": ["text"], "_part_bytes": 5_000}
+        return _data.prepare(ef.Tokenizer(vocab)._inner, str(tmp_path / name), files=[str(source)], **arguments)
+
+    expected, found = prepared(inputs / "deep", "a"), prepared("s3://bucket/inputs/deep", "b")
+    assert found["content_hash"] == expected["content_hash"] and found["num_units"] == expected["num_units"] > 3
 
 
 def test_a_vocabulary_is_trained_from_a_bucket(inputs: Path, tmp_path: Path) -> None:
     for name, source in (("disk", inputs / "a.txt"), ("bucket", "s3://bucket/inputs/a.txt")):
-        ef.train_vocab(source, out=tmp_path / f"{name}.txt", size=40, progress=False)
-    assert (tmp_path / "disk.txt").read_text() == (tmp_path / "bucket.txt").read_text()
+        (tmp_path / name).mkdir()
+        ef.train_vocab(source, out=tmp_path / name / "vocab.txt", size=40, progress=False)
+    assert (tmp_path / "disk/vocab.txt").read_text() == (tmp_path / "bucket/vocab.txt").read_text()
 
 
 def test_a_replaced_input_is_noticed(s3: S3, vocab: Path, tmp_path: Path) -> None:
