@@ -100,13 +100,7 @@ fn matching(store: &Store, folder: &str, url: &str, visible: bool) -> Result<Vec
 
 fn object_of(store: &Store, url: &str, object: Object) -> StoredObject {
     let Object { size, version, .. } = object;
-    StoredObject {
-        url: url.to_owned(),
-        size,
-        version,
-        store: Some(store.clone()),
-        cancel: Cancel::default(),
-    }
+    StoredObject { url: url.to_owned(), size, version, store: Some(store.clone()), cancel: Cancel::default() }
 }
 
 /// The error of a store that a failed read hides, if it hides one.
