@@ -127,9 +127,12 @@ def serve(folder: Path, latency: float) -> None:
     lock, counted = threading.Lock(), [0, 0]
 
     class Handler(BaseHTTPRequestHandler):
+        """Serves ranges."""
+
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            """Answers with a range of a file, or with the counts."""
             name = self.path.rpartition("/")[2]
             if name == "counts":
                 body = json.dumps(counted).encode()
@@ -157,7 +160,7 @@ def serve(folder: Path, latency: float) -> None:
                 counted[1] += end - start
 
         def log_message(self, format: str, *args: object) -> None:
-            pass
+            """Says nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     print(f"http://127.0.0.1:{server.server_port}/shards", flush=True)
