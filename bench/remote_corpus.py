@@ -2,10 +2,10 @@
 
     python bench/remote_corpus.py [--tokens 50e9] [--latency 30] [--folder FOLDER]
 
-Writes a sparse corpus of zeros (100 GB apparent size, 0.2 GB on disk), which needs `cargo`, and serves it from a child
-process on the loopback, each answer delayed by the latency of a store in the same region. Each measurement runs in a new
-process with an empty cache: the time from opening the corpus to the first tensors, then the stream over some shuffle
-windows, with a cache of three windows and with a large one. A store elsewhere is slower, and this machine serves itself.
+Writes a sparse corpus of zeros (100 GB apparent size, 0.2 GB on disk), which needs `cargo`, and serves it from a
+child process on the loopback, each answer delayed by the latency of a store in the same region. Each measurement runs
+in a new process with an empty cache: the time from opening the corpus to the first tensors, then the stream over some
+shuffle windows, with a small cache and with a large one. This machine serves itself, which a store would not ask of it.
 """
 
 import argparse
