@@ -23,7 +23,6 @@ from pathlib import Path
 
 from large_corpus import anonymous_megabytes, warm_up, write
 
-WINDOW_BYTES = 64 * (1 << 19)
 OPTIONS = {"sequence_length": 128, "batch_size": 512, "prefetch": 8}
 
 
@@ -48,9 +47,8 @@ def main() -> None:
         try:
             assert server.stdout is not None
             url = server.stdout.readline().strip()
-            small = 4 * WINDOW_BYTES
-            for name, place, cache in (("on disk", str(corpus), 0), ("4 windows", url, small), ("64 GB", url, 1 << 36)):
-                report(name, place, cache, folder, arguments)
+            for name, place, cache in (("on disk", str(corpus), 0), ("160 MB", url, 160e6), ("16 GB", url, 16e9)):
+                report(name, place, int(cache), folder, arguments)
         finally:
             server.kill()
 
