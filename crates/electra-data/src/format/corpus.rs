@@ -293,6 +293,30 @@ mod tests {
     use crate::format::testing::write_corpus;
 
     #[test]
+    fn thousands_of_shards_are_opened_without_looking_at_each() {
+        let dir = tempfile::tempdir().unwrap();
+        write_corpus(dir.path(), 100, &[vec![vec![5, 6]]], 1);
+        let one = Manifest::read(dir.path()).unwrap();
+        let opened = |count: usize| {
+            let shards = (0..count).map(|number| {
+                let mut shard = one.shards[0].clone();
+                shard.tokens.file = format!("shard-{number:06}-000.tokens"); // exists for number 0 only
+                shard
+            });
+            let manifest = Manifest { shards: shards.collect(), ..one.clone() }.seal();
+            std::fs::write(dir.path().join(MANIFEST), manifest.canonical()).unwrap();
+            Corpus::open(dir.path())
+        };
+        assert!(
+            opened(CHECKED_SHARDS).unwrap_err().to_string().contains("missing, though the manifest names it")
+        );
+        let corpus = opened(CHECKED_SHARDS + 1).unwrap();
+        assert_eq!(corpus.document(0).unwrap(), [5, 6]);
+        let error = corpus.document(1).unwrap_err().to_string();
+        assert!(error.contains("shard-000001-000.tokens: missing, though the manifest names it"), "{error}");
+    }
+
+    #[test]
     fn a_corpus_can_be_shared_between_threads() {
         fn shared<T: Send + Sync>() {}
         shared::<Corpus>();
