@@ -23,7 +23,7 @@ NUM_NODES = (1, 16, 256)
 # are fetched ahead, bytes of a page, requests in flight.
 BLOCK_TOKENS, MARGIN, WINDOW_BLOCKS = 262_144, 256, 64
 MIN_WINDOWS, WINDOWS_AHEAD = 3, 7
-PAGE, IN_FLIGHT = 65_536, 32
+PAGE, IN_FLIGHT = 65_536, 64
 DEFAULT_CACHE = 2**34
 # An entry of the manifest, for a shard of 2^27 tokens; seconds to open a corpus of this size over HTTP (on two cores).
 ENTRY_BYTES, OPENING_SECONDS = 368, 1.2
@@ -125,7 +125,7 @@ class Reading:
         return self.epoch("bytes") / (self.corpus.num_blocks * BLOCK_TOKENS)
 
     def request_seconds(self, requests: list[float]) -> float:
-        """One such request per block of a window, 32 at a time."""
+        """One such request per block of a window, 64 at a time."""
         return WINDOW_BLOCKS / IN_FLIGHT * sum(self.latency + size / REQUEST_BANDWIDTH for size in requests)
 
     def window(self) -> dict[str, float]:

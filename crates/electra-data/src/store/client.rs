@@ -26,8 +26,8 @@ use super::Cancel;
 use super::errors::{explain, is_transient, said};
 use crate::error::{Error, Result};
 
-/// Requests in flight: enough for gigabytes per second at the latency of a store.
-const CONCURRENT: usize = 32;
+/// Requests in flight: a whole shuffle window, since what limits a reader is a store's latency.
+const CONCURRENT: usize = 64;
 /// Threads that wait for the network.
 const NETWORK_THREADS: usize = 2;
 /// For how many seconds a failing request is repeated, if the environment does not say.
@@ -134,7 +134,7 @@ impl Store {
         Ok(objects)
     }
 
-    /// Sends all requests, up to 32 at a time, and calls `each` with the number and the bytes of every answer, in the
+    /// Sends all requests, up to 64 at a time, and calls `each` with the number and the bytes of every answer, in the
     /// order in which they arrive. [`Error::Interrupted`] after a cancellation.
     pub fn read_ranges(
         &self,
