@@ -149,7 +149,7 @@ fn passing_faults_change_nothing() {
     let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     write(corpus.path());
     let local = hashes(loader_of(corpus.path(), &options()));
-    for fault in [Fault::Unavailable, Fault::Cut, Fault::Short, Fault::Corrupt] {
+    for fault in [Fault::Unavailable, Fault::Cut, Fault::Stall, Fault::Short, Fault::Corrupt] {
         let server = TestServer::start(corpus.path());
         server.log().faults = [fault; 2].into();
         let dir = scratch.path().join(format!("{fault:?}"));

@@ -16,6 +16,8 @@ pub(crate) enum Fault {
     Forbidden,
     /// The connection ends in the middle of the body.
     Cut,
+    /// The body stops in its middle, and the connection stays open.
+    Stall,
     /// The body is shorter than the range, and the header agrees.
     Short,
     /// A bit of the body is flipped.
@@ -134,7 +136,7 @@ fn answer(
     let mut body = bytes[wanted.start as usize..wanted.end as usize].to_vec();
     let (mut length, mut end) = (body.len(), wanted.end);
     match fault {
-        Some(Fault::Cut) => body.truncate(length / 2),
+        Some(Fault::Cut | Fault::Stall) => body.truncate(length / 2),
         Some(Fault::Short) => {
             body.truncate(length / 2);
             (length, end) = (body.len(), wanted.start + body.len() as u64);
@@ -149,5 +151,8 @@ fn answer(
         }
         None => send("200 OK", "", length, &body),
     };
-    (fault != Some(Fault::Cut)).then_some(()).and(sent)
+    if fault == Some(Fault::Stall) {
+        std::thread::sleep(std::time::Duration::from_secs(60));
+    }
+    (!matches!(fault, Some(Fault::Cut | Fault::Stall))).then_some(()).and(sent)
 }
