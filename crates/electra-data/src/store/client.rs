@@ -3,7 +3,6 @@
 //! That crate repeats a request by itself for half a minute. Here it is repeated for longer, because a training run
 //! should outlive a store's bad minutes, and also if an answer is shorter than what was asked for.
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
@@ -22,8 +21,8 @@ use object_store::{
 use tokio::runtime::Runtime;
 use url::{Position, Url};
 
-use super::Cancel;
 use super::errors::{explain, is_transient, said};
+use super::{Cancel, Object, Request};
 use crate::error::{Error, Result};
 
 /// Requests in flight: a whole shuffle window, since what limits a reader is a store's latency.
@@ -43,28 +42,6 @@ const TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 6 } else { 30 });
 const MAX_PAUSE: Duration = Duration::from_secs(10);
 /// How often a waiting caller looks for a cancellation.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-
-/// An object in a store.
-#[derive(Clone, Debug)]
-pub(crate) struct Object {
-    /// Its name below the store's URL.
-    pub name: String,
-    /// Its length in bytes.
-    pub size: u64,
-    /// What identifies its version, if the store says so.
-    pub version: Option<String>,
-}
-
-/// A range of an object's bytes.
-#[derive(Clone, Debug)]
-pub(crate) struct Request {
-    /// The object's name below the store's URL.
-    pub name: String,
-    /// The bytes.
-    pub range: Range<u64>,
-    /// The version that is wanted.
-    pub version: Option<String>,
-}
 
 /// A folder in an object store, of this process.
 #[derive(Clone, Debug)]

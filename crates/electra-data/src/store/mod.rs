@@ -3,6 +3,7 @@
 //! A location is a path everywhere in this crate; one that begins with a URL's scheme lies in a store. This folder
 //! is the only one that knows the crate `object_store`, which the Cargo feature `object-store` compiles in.
 
+mod cancel;
 #[cfg(feature = "object-store")]
 mod client;
 #[cfg(feature = "object-store")]
@@ -13,15 +14,37 @@ pub(crate) mod test_server;
 #[cfg(not(feature = "object-store"))]
 mod unavailable;
 
+use std::ops::Range;
 use std::path::Path;
 
-#[cfg(feature = "object-store")]
-pub(crate) use client::{Object, Request, Store};
-#[cfg(not(feature = "object-store"))]
-pub(crate) use unavailable::{Object, Request, Store};
-
-mod cancel;
 pub(crate) use cancel::Cancel;
+#[cfg(feature = "object-store")]
+pub(crate) use client::Store;
+#[cfg(not(feature = "object-store"))]
+pub(crate) use unavailable::Store;
+
+/// An object in a store.
+#[derive(Clone, Debug)]
+pub(crate) struct Object {
+    /// Its name below the store's URL.
+    pub name: String,
+    /// Its length in bytes.
+    pub size: u64,
+    /// What identifies its version, if the store says so.
+    pub version: Option<String>,
+}
+
+/// A range of an object's bytes.
+#[derive(Clone, Debug)]
+#[cfg_attr(not(feature = "object-store"), expect(dead_code, reason = "nothing sends one"))]
+pub(crate) struct Request {
+    /// The object's name below the store's URL.
+    pub name: String,
+    /// The bytes.
+    pub range: Range<u64>,
+    /// The version that is wanted.
+    pub version: Option<String>,
+}
 
 /// The schemes of URLs that can be read.
 const SCHEMES: [&str; 7] = ["s3", "s3a", "gs", "az", "azure", "http", "https"];

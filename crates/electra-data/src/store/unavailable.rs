@@ -1,34 +1,11 @@
 //! What stands in for a store in a build without the feature `object-store`: errors that say so.
 
 use std::convert::Infallible;
-use std::ops::Range;
 
 use crossbeam_channel::Receiver;
 
-use super::Cancel;
+use super::{Cancel, Object, Request};
 use crate::error::{Error, Result};
-
-/// An object in a store.
-#[derive(Clone, Debug)]
-pub(crate) struct Object {
-    /// Its name below the store's URL.
-    pub name: String,
-    /// Its length in bytes.
-    pub size: u64,
-    /// What identifies its version, if the store says so.
-    pub version: Option<String>,
-}
-
-/// A range of an object's bytes.
-#[derive(Clone, Debug)]
-pub(crate) struct Request {
-    /// The object's name below the store's URL.
-    pub name: String,
-    /// The bytes.
-    pub range: Range<u64>,
-    /// The version that is wanted.
-    pub version: Option<String>,
-}
 
 /// No store can be opened.
 #[derive(Clone, Debug)]
