@@ -84,6 +84,9 @@ impl Store {
         if parsed.host_str().is_none_or(str::is_empty) {
             return Err(bad(&"the URL names no bucket or host"));
         }
+        if parsed.fragment().is_some() {
+            return Err(bad(&"write the # in its name as %23"));
+        }
         let Ok((scheme, prefix)) = ObjectStoreScheme::parse(&parsed) else {
             return Err(bad(&"unknown kind of URL; s3://, gs://, az:// and http(s):// can be read"));
         };
@@ -117,7 +120,7 @@ impl Store {
     pub fn head(&self, name: &str) -> Result<Object> {
         let path = self.path(name)?;
         let found = self.wait(name, &Cancel::default(), async || self.inner.head(&path).await)?;
-        Ok(Object { name: name.to_owned(), size: found.size, version: found.e_tag })
+        Ok(Object { name: name.to_owned(), size: found.size, version: version_of(found) })
     }
 
     /// All objects whose name begins with the folder `below` (or all), sorted by name.
@@ -129,8 +132,11 @@ impl Store {
         })?;
         let prefix = format!("{}/", self.prefix);
         let name = |path: &Path| path.as_ref().strip_prefix(&prefix).unwrap_or(path.as_ref()).to_owned();
-        let object =
-            |meta: ObjectMeta| Object { name: name(&meta.location), size: meta.size, version: meta.e_tag };
+        let object = |meta: ObjectMeta| Object {
+            name: name(&meta.location),
+            size: meta.size,
+            version: version_of(meta),
+        };
         let mut objects: Vec<_> = found.into_iter().map(object).collect();
         objects.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(objects)
@@ -251,6 +257,11 @@ impl Store {
             Error::Input(format!("{}: not a name of an object ({error})", self.url_of(name)))
         })
     }
+}
+
+/// A weak tag does not say whether the bytes are the same, so servers refuse it as a condition.
+fn version_of(meta: ObjectMeta) -> Option<String> {
+    meta.e_tag.filter(|tag| !tag.starts_with("W/"))
 }
 
 fn build(

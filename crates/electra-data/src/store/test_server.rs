@@ -75,7 +75,7 @@ impl TestServer {
 fn serve(mut connection: TcpStream, folder: &Path, log: &Mutex<Log>) {
     let mut input = BufReader::new(connection.try_clone().unwrap());
     loop {
-        let (mut line, mut range) = (String::new(), None);
+        let (mut line, mut range, mut is_conditional) = (String::new(), None, false);
         if input.read_line(&mut line).unwrap_or(0) == 0 {
             return;
         }
@@ -87,6 +87,7 @@ fn serve(mut connection: TcpStream, folder: &Path, log: &Mutex<Log>) {
             if header.trim().is_empty() {
                 break;
             }
+            is_conditional |= header.to_lowercase().starts_with("if-match:");
             if let Some(value) = header.to_lowercase().trim().strip_prefix("range: bytes=") {
                 let (first, last) = value.split_once('-').unwrap();
                 range = Some(first.parse::<u64>().unwrap()..last.parse::<u64>().unwrap() + 1);
@@ -95,8 +96,13 @@ fn serve(mut connection: TcpStream, folder: &Path, log: &Mutex<Log>) {
         let path = folder.join(&name);
         let done = match path.metadata() {
             Ok(found) if is_head => {
-                let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", found.len());
+                let length = found.len();
+                let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\nETag: W/\"1\"\r\n\r\n");
                 connection.write_all(head.as_bytes()).ok()
+            }
+            // No condition holds for a weak tag.
+            _ if is_conditional => {
+                connection.write_all(b"HTTP/1.1 412 Precondition Failed\r\nContent-Length: 0\r\n\r\n").ok()
             }
             _ => answer(&mut connection, &path, &name, range, log),
         };
