@@ -38,7 +38,8 @@ const OPENING_RETRY: Duration = Duration::from_secs(15);
 /// For how long the crate repeats a request before this file does. Short, so that missing credentials are reported
 /// soon.
 const INNER_RETRY: Duration = Duration::from_secs(5);
-/// How long one request may take, its body included, before it counts as stalled.
+/// How long a request may wait for more bytes before it counts as stalled. Not the time of the whole request: over a
+/// slow line those in flight take long, and would be repeated forever.
 const TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 6 } else { 30 });
 const MAX_PAUSE: Duration = Duration::from_secs(10);
 /// How often a waiting caller looks for a cancellation.
@@ -273,7 +274,8 @@ fn build(
     // Fails only if the process has installed one already, which is as good.
     CRYPTOGRAPHY.call_once(|| drop(rustls::crypto::ring::default_provider().install_default()));
     let retry = RetryConfig { retry_timeout: retry.min(INNER_RETRY), ..RetryConfig::default() };
-    let client = ClientOptions::new().with_allow_http(true).with_timeout(TIMEOUT);
+    let client =
+        ClientOptions::new().with_allow_http(true).with_timeout_disabled().with_read_timeout(TIMEOUT);
     macro_rules! configured {
         ($builder:ty, $prefix:literal) => {{
             let start =

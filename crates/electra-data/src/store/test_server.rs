@@ -18,6 +18,8 @@ pub(crate) enum Fault {
     Cut,
     /// The body stops in its middle, and the connection stays open.
     Stall,
+    /// The body takes eight seconds.
+    Slow,
     /// The body is shorter than the range, and the header agrees.
     Short,
     /// A bit of the body is flipped.
@@ -120,16 +122,22 @@ fn answer(
     range: Option<Range<u64>>,
     log: &Mutex<Log>,
 ) -> Option<()> {
-    let mut send = |status: &str, headers: &str, length: usize, body: &[u8]| {
-        let head = format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\n{headers}\r\n");
-        connection.write_all(head.as_bytes()).and_then(|()| connection.write_all(body)).ok()
-    };
     let fault = match name.ends_with(".tokens") {
         true => {
             let mut log = log.lock().unwrap();
             log.faults.pop_front().or(log.always)
         }
         false => None,
+    };
+    let slow = fault == Some(Fault::Slow);
+    let mut send = |status: &str, headers: &str, length: usize, body: &[u8]| {
+        let head = format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\n{headers}\r\n");
+        connection.write_all(head.as_bytes()).ok()?;
+        for piece in body.chunks(if slow { body.len().div_ceil(8) } else { body.len() }.max(1)) {
+            connection.write_all(piece).ok()?;
+            std::thread::sleep(std::time::Duration::from_secs(slow.into()));
+        }
+        Some(())
     };
     match fault {
         Some(Fault::Unavailable) => return send("503 Service Unavailable", "", 0, b""),
