@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -162,6 +163,15 @@ def test_a_mixture_of_disk_and_bucket(vocab: Path, local: Path, remote: str, tmp
     assert batches({remote: 0.7, str(other): 0.3}) == batches({str(local): 0.7, str(other): 0.3})
 
 
+def test_readers_of_a_new_cache_do_not_disturb_each_other(remote: str, tmp_path: Path) -> None:
+    def first(cache: int) -> bytes:
+        options = {"masking": "whole-word", "cache_dir": str(tmp_path / str(cache))}
+        return content(next(ef.BatchLoader(remote, sequence_length=64, batch_size=16, **options)))  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(8) as readers:
+        assert len(set(readers.map(first, [number // 8 for number in range(80)]))) == 1
+
+
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "electra_fast", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -221,6 +231,21 @@ def test_inputs_may_lie_in_a_bucket(what: str, inputs: Path, vocab: Path, tmp_pa
         for name, base in (("disk", inputs), ("bucket", "s3://bucket/inputs"))
     ]
     assert hashes[0] == hashes[1] != ""
+
+
+@pytest.mark.parametrize("name", ["a#1.txt", "a%20b.txt", "a?.txt", "a b+ü.txt"])
+def test_names_may_have_any_characters(name: str, s3: S3, vocab: Path, tmp_path: Path) -> None:
+    s3.put(f"bucket/{tmp_path.name}/{urllib.parse.quote(name)}", text(1).encode())
+    made = ef.prepare(f"s3://bucket/{tmp_path.name}", vocab=vocab, out=tmp_path / "out", progress=False)
+    assert made.num_documents == 40
+    with pytest.raises(InputError, match="write the # in its name as %23"):
+        ef.prepare("s3://bucket/inputs#1", vocab=vocab, out=tmp_path / "other", progress=False)
+
+
+def test_a_whole_bucket_is_read(s3: S3, vocab: Path, tmp_path: Path) -> None:
+    s3.put("whole")
+    s3.put("whole/a.txt", text(1).encode())
+    assert ef.prepare("s3://whole", vocab=vocab, out=tmp_path / "out", progress=False).num_documents == 40
 
 
 def test_huge_files_are_read_in_parts(inputs: Path, vocab: Path, tmp_path: Path) -> None:
@@ -299,6 +324,10 @@ def test_a_small_cache_is_refused(remote: str, tmp_path: Path) -> None:
         ef.BatchLoader(remote, sequence_length=64, batch_size=8, cache_bytes=1000)
     done = run(*PRETRAIN, "--data", remote, "--out", tmp_path / "run", "--data.cache_bytes", "1000")
     assert done.returncode == 2 and "give at least" in done.stderr.splitlines()[-1]
+    with pytest.raises(InputError, match="cache_bytes must not be negative"):
+        ef.BatchLoader(remote, sequence_length=64, batch_size=8, cache_bytes=-1)
+    done = run(*PRETRAIN, "--data", remote, "--out", tmp_path / "run", "--data.cache_bytes", str(1 << 70))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_nothing_is_written_to_a_bucket(vocab: Path, inputs: Path) -> None:

@@ -143,7 +143,9 @@ class DataConfig(Section):
     num_threads: int = config_key(1, "threads that fill batches, beside one that plans", low=1, high=1024)
     prefetch: int = config_key(4, "batches prepared ahead", low=1, high=1024)
     cache_dir: str = config_key("", "local disk for corpora in object stores; default: ~/.cache/electra-fast/corpora")
-    cache_bytes: int = config_key(1 << 34, "most bytes of a corpus in an object store that a node keeps", low=1)
+    cache_bytes: int = config_key(
+        1 << 34, "most bytes of a corpus in an object store that a node keeps", low=1, high=1 << 60
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

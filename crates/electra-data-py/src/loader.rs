@@ -55,7 +55,7 @@ impl BatchLoader {
         prefetch: i64,
         epochs: Option<i64>,
         cache_dir: Option<PathBuf>,
-        cache_bytes: Option<u64>,
+        cache_bytes: Option<i64>,
     ) -> PyResult<Self> {
         let options = LoaderOptions {
             sequence_length,
@@ -72,7 +72,9 @@ impl BatchLoader {
             prefetch,
             epochs,
         };
-        let cache = cache_dir.zip(cache_bytes).map(|(dir, bytes)| CacheOptions { dir, bytes });
+        let bytes = cache_bytes.map(u64::try_from).transpose();
+        let bytes = bytes.map_err(|_| InputError::new_err("cache_bytes must not be negative"))?;
+        let cache = cache_dir.zip(bytes).map(|(dir, bytes)| CacheOptions { dir, bytes });
         let loader = py.detach(|| open(&corpora, &options, cache.as_ref())).map_err(raise)?;
         let corpora = corpora.into_iter().map(|(path, weight)| Ok((absolute(&path)?, weight)));
         Ok(Self {

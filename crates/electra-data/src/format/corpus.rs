@@ -1,5 +1,6 @@
 //! A finished corpus, opened for reading: its manifest and its shards.
 
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -224,14 +225,11 @@ impl Corpus {
         if hex128(xxh3_128(&bytes)) != entry.file_hash {
             return Err(damaged(&self.dir.join(&entry.file), "not the bytes written".into()));
         }
-        write_atomically(cache.dir(), &entry.file, &std::process::id().to_string(), &bytes)?;
+        // Of this reader alone: threads share a process, and containers its number.
+        let tag = format!("{:016x}", RandomState::new().build_hasher().finish());
+        write_atomically(cache.dir(), &entry.file, &tag, &bytes)?;
         // Its settings would otherwise be guessed from the vocabulary.
-        write_atomically(
-            cache.dir(),
-            MANIFEST,
-            &std::process::id().to_string(),
-            self.manifest.canonical().as_bytes(),
-        )?;
+        write_atomically(cache.dir(), MANIFEST, &tag, self.manifest.canonical().as_bytes())?;
         Ok(self.tokenizer.get_or_init(|| cache.dir().join(&entry.file)).clone())
     }
 

@@ -62,6 +62,10 @@ pub(super) fn find(url: &str, visible: bool) -> Result<Vec<StoredObject>> {
     if folder.len() < url.len() {
         return matching(&store, &folder, url, visible);
     }
+    let is_bucket = url.split('/').count() == 3;
+    if is_bucket {
+        return Ok(below(&store, &folder, store.list("")?)); // some stores answer as if it were an object
+    }
     match store.head("") {
         Ok(object) => Ok(vec![object_of(&store, url, object)]),
         Err(Error::NotFound { path, .. }) => {
@@ -78,7 +82,7 @@ fn below(store: &Store, folder: &str, objects: Vec<Object>) -> Vec<StoredObject>
     let visible =
         |object: &Object| object.name.split('/').all(|part| !part.is_empty() && !part.starts_with('.'));
     let objects = objects.into_iter().filter(visible);
-    objects.map(|object| object_of(store, &format!("{folder}/{}", object.name), object)).collect()
+    objects.map(|object| object_of(store, &url_in(folder, &object.name), object)).collect()
 }
 
 /// The objects of a folder that match a glob, and those below a folder that matches.
@@ -95,7 +99,12 @@ fn matching(store: &Store, folder: &str, url: &str, visible: bool) -> Result<Vec
     let objects = store.list("")?.into_iter().filter(|object| {
         [&pattern, &below_it].iter().any(|pattern| pattern.matches_with(&object.name, options))
     });
-    Ok(objects.map(|object| object_of(store, &format!("{folder}/{}", object.name), object)).collect())
+    Ok(objects.map(|object| object_of(store, &url_in(folder, &object.name), object)).collect())
+}
+
+/// The URL of an object in a folder. What has a meaning in URLs is escaped.
+fn url_in(folder: &str, name: &str) -> String {
+    format!("{folder}/{}", name.replace('%', "%25").replace('#', "%23").replace('?', "%3F"))
 }
 
 fn object_of(store: &Store, url: &str, object: Object) -> StoredObject {

@@ -159,6 +159,18 @@ fn passing_faults_change_nothing() {
 }
 
 #[test]
+fn a_slow_line_is_no_fault() {
+    let corpus = tempfile::tempdir().unwrap();
+    write_corpus(corpus.path(), 100, &[vec![vec![5, 6]]], 1);
+    let server = TestServer::start(corpus.path());
+    server.log().always = Some(Fault::Slow);
+    let remote = Corpus::open(Path::new(&server.url)).unwrap();
+    assert_eq!(remote.document(0).unwrap(), [5, 6]);
+    let served = server.log().served.len();
+    assert!(served <= 4, "requests were repeated: {served}");
+}
+
+#[test]
 fn lasting_faults_are_one_line() {
     let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     write(corpus.path());

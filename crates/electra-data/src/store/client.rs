@@ -37,7 +37,8 @@ const OPENING_RETRY: Duration = Duration::from_secs(15);
 /// For how long the crate repeats a request before this file does. Short, so that missing credentials are reported
 /// soon.
 const INNER_RETRY: Duration = Duration::from_secs(5);
-/// How long one request may take, its body included, before it counts as stalled.
+/// How long a request may wait for more bytes before it counts as stalled. Not the time of the whole request: over a
+/// slow line those in flight take long, and would be repeated forever.
 const TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 6 } else { 30 });
 const MAX_PAUSE: Duration = Duration::from_secs(10);
 /// How often a waiting caller looks for a cancellation.
@@ -60,6 +61,9 @@ impl Store {
         let parsed = Url::parse(url).map_err(|error| bad(&format!("not a URL ({error})")))?;
         if parsed.host_str().is_none_or(str::is_empty) {
             return Err(bad(&"the URL names no bucket or host"));
+        }
+        if parsed.fragment().is_some() {
+            return Err(bad(&"write the # in its name as %23"));
         }
         let Ok((scheme, prefix)) = ObjectStoreScheme::parse(&parsed) else {
             return Err(bad(&"unknown kind of URL; s3://, gs://, az:// and http(s):// can be read"));
@@ -94,7 +98,7 @@ impl Store {
     pub fn head(&self, name: &str) -> Result<Object> {
         let path = self.path(name)?;
         let found = self.wait(name, &Cancel::default(), async || self.inner.head(&path).await)?;
-        Ok(Object { name: name.to_owned(), size: found.size, version: found.e_tag })
+        Ok(Object { name: name.to_owned(), size: found.size, version: version_of(found) })
     }
 
     /// All objects whose name begins with the folder `below` (or all), sorted by name.
@@ -106,8 +110,11 @@ impl Store {
         })?;
         let prefix = format!("{}/", self.prefix);
         let name = |path: &Path| path.as_ref().strip_prefix(&prefix).unwrap_or(path.as_ref()).to_owned();
-        let object =
-            |meta: ObjectMeta| Object { name: name(&meta.location), size: meta.size, version: meta.e_tag };
+        let object = |meta: ObjectMeta| Object {
+            name: name(&meta.location),
+            size: meta.size,
+            version: version_of(meta),
+        };
         let mut objects: Vec<_> = found.into_iter().map(object).collect();
         objects.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(objects)
@@ -230,6 +237,11 @@ impl Store {
     }
 }
 
+/// A weak tag does not say whether the bytes are the same, so servers refuse it as a condition.
+fn version_of(meta: ObjectMeta) -> Option<String> {
+    meta.e_tag.filter(|tag| !tag.starts_with("W/"))
+}
+
 fn build(
     url: &Url,
     scheme: &ObjectStoreScheme,
@@ -239,7 +251,8 @@ fn build(
     // Fails only if the process has installed one already, which is as good.
     CRYPTOGRAPHY.call_once(|| drop(rustls::crypto::ring::default_provider().install_default()));
     let retry = RetryConfig { retry_timeout: retry.min(INNER_RETRY), ..RetryConfig::default() };
-    let client = ClientOptions::new().with_allow_http(true).with_timeout(TIMEOUT);
+    let client =
+        ClientOptions::new().with_allow_http(true).with_timeout_disabled().with_read_timeout(TIMEOUT);
     macro_rules! configured {
         ($builder:ty, $prefix:literal) => {{
             let start =

@@ -18,6 +18,8 @@ pub(crate) enum Fault {
     Cut,
     /// The body stops in its middle, and the connection stays open.
     Stall,
+    /// The body takes eight seconds.
+    Slow,
     /// The body is shorter than the range, and the header agrees.
     Short,
     /// A bit of the body is flipped.
@@ -75,7 +77,7 @@ impl TestServer {
 fn serve(mut connection: TcpStream, folder: &Path, log: &Mutex<Log>) {
     let mut input = BufReader::new(connection.try_clone().unwrap());
     loop {
-        let (mut line, mut range) = (String::new(), None);
+        let (mut line, mut range, mut is_conditional) = (String::new(), None, false);
         if input.read_line(&mut line).unwrap_or(0) == 0 {
             return;
         }
@@ -87,6 +89,7 @@ fn serve(mut connection: TcpStream, folder: &Path, log: &Mutex<Log>) {
             if header.trim().is_empty() {
                 break;
             }
+            is_conditional |= header.to_lowercase().starts_with("if-match:");
             if let Some(value) = header.to_lowercase().trim().strip_prefix("range: bytes=") {
                 let (first, last) = value.split_once('-').unwrap();
                 range = Some(first.parse::<u64>().unwrap()..last.parse::<u64>().unwrap() + 1);
@@ -95,8 +98,13 @@ fn serve(mut connection: TcpStream, folder: &Path, log: &Mutex<Log>) {
         let path = folder.join(&name);
         let done = match path.metadata() {
             Ok(found) if is_head => {
-                let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", found.len());
+                let length = found.len();
+                let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\nETag: W/\"1\"\r\n\r\n");
                 connection.write_all(head.as_bytes()).ok()
+            }
+            // No condition holds for a weak tag.
+            _ if is_conditional => {
+                connection.write_all(b"HTTP/1.1 412 Precondition Failed\r\nContent-Length: 0\r\n\r\n").ok()
             }
             _ => answer(&mut connection, &path, &name, range, log),
         };
@@ -114,16 +122,22 @@ fn answer(
     range: Option<Range<u64>>,
     log: &Mutex<Log>,
 ) -> Option<()> {
-    let mut send = |status: &str, headers: &str, length: usize, body: &[u8]| {
-        let head = format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\n{headers}\r\n");
-        connection.write_all(head.as_bytes()).and_then(|()| connection.write_all(body)).ok()
-    };
     let fault = match name.ends_with(".tokens") {
         true => {
             let mut log = log.lock().unwrap();
             log.faults.pop_front().or(log.always)
         }
         false => None,
+    };
+    let slow = fault == Some(Fault::Slow);
+    let mut send = |status: &str, headers: &str, length: usize, body: &[u8]| {
+        let head = format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\n{headers}\r\n");
+        connection.write_all(head.as_bytes()).ok()?;
+        for piece in body.chunks(if slow { body.len().div_ceil(8) } else { body.len() }.max(1)) {
+            connection.write_all(piece).ok()?;
+            std::thread::sleep(std::time::Duration::from_secs(slow.into()));
+        }
+        Some(())
     };
     match fault {
         Some(Fault::Unavailable) => return send("503 Service Unavailable", "", 0, b""),

@@ -50,14 +50,31 @@ fn control(file: &File, command: libc::c_int, kind: libc::c_int, byte: u64) -> R
     }
 }
 
+/// Takes disk space for a range, where the file system can: a full disk is an error here, but kills a process that
+/// writes to a mapped hole.
+pub(super) fn allocate(file: &File, bytes: Range<u64>) -> Result<()> {
+    match fallocate(file, 0, bytes) {
+        Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
+        outcome => outcome,
+    }
+}
+
 /// Gives the disk space of a range back: it reads as zeros from now on.
 pub(super) fn punch_hole(file: &File, bytes: Range<u64>) -> Result<()> {
-    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    fallocate(file, libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, bytes)
+}
+
+fn fallocate(file: &File, mode: libc::c_int, bytes: Range<u64>) -> Result<()> {
     let (start, length) = (bytes.start as libc::off_t, (bytes.end - bytes.start) as libc::off_t);
-    // SAFETY: the descriptor is open; no memory is passed.
-    match unsafe { libc::fallocate(file.as_raw_fd(), mode, start, length) } {
-        -1 => Err(Error::last_os_error()),
-        _ => Ok(()),
+    loop {
+        // SAFETY: the descriptor is open; no memory is passed.
+        if unsafe { libc::fallocate(file.as_raw_fd(), mode, start, length) } == 0 {
+            return Ok(());
+        }
+        let error = Error::last_os_error();
+        if error.kind() != ErrorKind::Interrupted {
+            return Err(error);
+        }
     }
 }
 

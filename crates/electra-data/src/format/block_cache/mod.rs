@@ -6,6 +6,7 @@
 //! holes take their place. Nothing on disk is trusted: a process verifies every block once more on first use, because
 //! a crash of the machine may lose what the state calls present.
 
+mod fetch;
 mod geometry;
 mod locks;
 mod state;
@@ -13,22 +14,19 @@ mod state;
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tempfile::TempDir;
-use xxhash_rust::xxh3::xxh3_128;
 
 use self::locks::punch_hole;
 use self::state::SharedState;
 use super::atomic_file::write_error;
-use super::header::{BLOCK_BYTES, block_hash, read_u64};
-use super::manifest::{Manifest, hex128};
+use super::manifest::Manifest;
 use super::mmap::damaged;
 use crate::error::{Error, Result};
-use crate::store::{Cancel, Request, Store};
+use crate::store::{Cancel, Store};
 
 pub(super) use self::geometry::FileGeometry;
 pub(super) use self::state::Words;
@@ -126,12 +124,14 @@ impl BlockCache {
         let path = self.dir.join(&geometry.name);
         let file = File::options().create(true).truncate(false).read(true).write(true).open(&path);
         let file = file.map_err(|error| write_error(&path, error))?;
-        let length = file.metadata().map_err(|error| Error::io(&path, error))?.len();
-        if length != geometry.bytes {
-            // New, or somebody removed it.
+        let length = || file.metadata().map(|found| found.len()).map_err(|error| Error::io(&path, error));
+        if length()? != geometry.bytes {
             let held = self.state.hold()?;
-            self.state.present(geometry.blocks()).for_each(|block| self.clear(&held, block));
-            file.set_len(geometry.bytes).map_err(|error| write_error(&path, error))?;
+            // New, or somebody removed it, unless another reader has just made it.
+            if length()? != geometry.bytes {
+                self.state.present(geometry.blocks()).for_each(|block| self.clear(&held, block));
+                file.set_len(geometry.bytes).map_err(|error| write_error(&path, error))?;
+            }
         }
         Ok(file)
     }
@@ -146,19 +146,25 @@ impl BlockCache {
 
     /// Fetches blocks that nobody announced, if they are absent, and pins them until thousands of others were read in
     /// the same way.
+    ///
+    /// The table that verifies them stays as well: this process does so on their first use.
     pub fn require(&self, blocks: Range<u64>) -> Result<()> {
-        let key = (blocks.start, blocks.end);
-        if self.limit < u64::MAX && !self.is_pinned(&blocks) {
-            self.change_pins(|pins| *pins.entry(key).or_default() += 1)?;
-            let mut ranges = self.unannounced.lock().unwrap_or_else(PoisonError::into_inner);
-            ranges.push_back(key);
-            let oldest = (ranges.len() > MAX_UNANNOUNCED).then(|| ranges.pop_front()).flatten();
-            drop(ranges);
-            if let Some((start, end)) = oldest {
-                self.unpin(std::slice::from_ref(&(start..end)))?;
+        let table = self.files[self.file_of(blocks.start)].table_block();
+        for range in [table..table + 1, blocks.clone()] {
+            if self.limit < u64::MAX && !self.is_pinned(&range) {
+                self.pin_unannounced((range.start, range.end))?;
             }
         }
         self.fetch(std::slice::from_ref(&blocks), &Cancel::default())
+    }
+
+    fn pin_unannounced(&self, key: (u64, u64)) -> Result<()> {
+        self.change_pins(|pins| *pins.entry(key).or_default() += 1)?;
+        let mut ranges = self.unannounced.lock().unwrap_or_else(PoisonError::into_inner);
+        ranges.push_back(key);
+        let oldest = (ranges.len() > MAX_UNANNOUNCED).then(|| ranges.pop_front()).flatten();
+        drop(ranges);
+        oldest.map_or(Ok(()), |(start, end)| self.unpin(std::slice::from_ref(&(start..end))))
     }
 
     fn is_pinned(&self, blocks: &Range<u64>) -> bool {
@@ -189,119 +195,6 @@ impl BlockCache {
         }
         let ranges: Vec<Range<u64>> = pins.keys().map(|&(start, end)| start..end).collect();
         self.state.hold()?.set_in_use(ranges.iter())
-    }
-
-    /// Makes all blocks of these ranges present. Other readers of the node fetch some of them, if they need them too.
-    pub fn fetch(&self, ranges: &[Range<u64>], cancel: &Cancel) -> Result<()> {
-        loop {
-            let absent = self.absent_runs(ranges);
-            if absent.is_empty() {
-                return Ok(());
-            }
-            let (mut ours, mut bytes) = (Vec::new(), 0);
-            for run in absent {
-                if self.state.try_lock_fetch(run.start)? {
-                    bytes += (run.end - run.start) * BLOCK_BYTES as u64;
-                    ours.push(run);
-                }
-            }
-            // Another reader may have fetched some before they were locked.
-            let todo = self.absent_runs(&ours);
-            let outcome = self.make_room(bytes).and_then(|()| self.fetch_runs(&todo, cancel));
-            ours.iter().try_for_each(|run| self.state.unlock_fetch(run.start))?;
-            outcome?;
-            if cancel.is_raised() {
-                return Err(Error::Interrupted);
-            }
-            if ours.is_empty() {
-                cancel.wait(POLL_INTERVAL);
-            }
-        }
-    }
-
-    /// The parts of the ranges that are absent: runs of consecutive blocks of one file, at most 8 MiB each.
-    fn absent_runs(&self, ranges: &[Range<u64>]) -> Vec<Range<u64>> {
-        let mut runs: Vec<Range<u64>> = Vec::new();
-        let mut sorted = ranges.to_vec();
-        sorted.sort_by_key(|range| range.start);
-        let mut next = 0;
-        for range in sorted {
-            for block in range.start.max(next)..range.end {
-                if self.state.is_present(block) {
-                    continue;
-                }
-                match runs.last_mut() {
-                    Some(run)
-                        if run.end == block
-                            && block - run.start < REQUEST_BLOCKS
-                            && self.file_of(run.start) == self.file_of(block) =>
-                    {
-                        run.end += 1;
-                    }
-                    _ => runs.push(block..block + 1),
-                }
-            }
-            next = next.max(range.end);
-        }
-        runs
-    }
-
-    fn fetch_runs(&self, runs: &[Range<u64>], cancel: &Cancel) -> Result<()> {
-        let mut left = runs.to_vec();
-        for attempt in 1..=ATTEMPTS {
-            let request = |run: &Range<u64>| {
-                let file = &self.files[self.file_of(run.start)];
-                Request { name: file.name.clone(), range: file.bytes_of(run), version: None }
-            };
-            let requests: Vec<Request> = left.iter().map(request).collect();
-            let mut bad = Vec::new();
-            self.store.read_ranges(&requests, cancel, |number, bytes| {
-                let run = &left[number];
-                match self.accept(run, bytes) {
-                    Err(Error::Damaged { .. }) if attempt < ATTEMPTS => bad.push(run.clone()),
-                    outcome => outcome?,
-                }
-                Ok(())
-            })?;
-            left = bad;
-        }
-        Ok(())
-    }
-
-    /// Verifies a run of blocks, writes them and says that they are present.
-    fn accept(&self, run: &Range<u64>, bytes: &[u8]) -> Result<()> {
-        let number = self.file_of(run.start);
-        let geometry = &self.files[number];
-        let file = self.local_file(number)?;
-        let path = self.dir.join(&geometry.name);
-        let start = geometry.bytes_of(run).start;
-        let mut table = vec![0; 8 * geometry.num_blocks as usize + 8];
-        if run.contains(&geometry.table_block()) {
-            table.copy_from_slice(&bytes[(geometry.table - start) as usize..]);
-            if hex128(xxh3_128(&table[..table.len() - 8])) != geometry.hash {
-                return Err(self.damaged(number, "the table of checksums is not that of the manifest".into()));
-            }
-        } else {
-            file.read_exact_at(&mut table, geometry.table).map_err(|error| Error::io(&path, error))?;
-        }
-        for block in run.clone().filter(|&block| block != geometry.table_block()) {
-            let local = (block - geometry.first) as usize;
-            let range = geometry.bytes_of(&(block..block + 1));
-            if block_hash(&bytes[(range.start - start) as usize..(range.end - start) as usize])
-                != read_u64(&table[8 * local..])
-            {
-                let count = geometry.num_blocks;
-                return Err(
-                    self.damaged(number, format!("block {local} of {count} is damaged in the store too"))
-                );
-            }
-        }
-        file.write_all_at(bytes, start).map_err(|error| self.cannot_write(&path, error))?;
-        for block in run.clone() {
-            let range = geometry.bytes_of(&(block..block + 1));
-            self.state.set_present(block, range.end - range.start);
-        }
-        Ok(())
     }
 
     /// Fetches a block again whose bytes on disk are not what they were.
@@ -396,3 +289,7 @@ impl Drop for Pins {
         let _ = self.cache.unpin(&self.ranges);
     }
 }
+
+#[cfg(test)]
+#[cfg(feature = "object-store")]
+mod tests;

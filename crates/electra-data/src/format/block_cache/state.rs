@@ -17,7 +17,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use memmap2::{MmapMut, MmapOptions};
 
-use super::locks::{is_locked, lock, try_lock, unlock};
+use super::locks::{allocate, is_locked, lock, try_lock, unlock};
 use crate::error::{Error, Result};
 use crate::format::atomic_file::write_error;
 
@@ -91,9 +91,9 @@ impl SharedState {
         let (file, locks) = (open(&path)?, open(&dir.join("lock"))?);
         let failed = |error| Error::io(dir.join("lock"), error);
         lock(&locks, STATE_BYTE).map_err(failed)?;
-        let words = HEADER + SLOTS * SLOT_WORDS + num_blocks.div_ceil(64) as usize;
-        file.set_len(8 * words as u64).map_err(|error| write_error(&path, error))?;
-        let words = Words::shared(&file, &path, words)?;
+        let count = HEADER + SLOTS * SLOT_WORDS + num_blocks.div_ceil(64) as usize;
+        file.set_len(8 * count as u64).map_err(|error| write_error(&path, error))?;
+        let words = Words::shared(&file, &path, count)?;
         let (mut slot, mut alone) = (None, true);
         for candidate in 0..SLOTS {
             if slot.is_none() && try_lock(&locks, SLOT_BYTE + candidate as u64).map_err(failed)? {
@@ -108,6 +108,13 @@ impl SharedState {
                 "{dir}: more than {SLOTS} readers share this cache; use several"
             )));
         };
+        let ours = HEADER + slot * SLOT_WORDS;
+        for words in [0..HEADER, ours..ours + SLOT_WORDS, HEADER + SLOTS * SLOT_WORDS..count] {
+            let bytes = 8 * words.start as u64..8 * words.end as u64;
+            if !bytes.is_empty() {
+                allocate(&file, bytes).map_err(|error| write_error(&path, error))?;
+            }
+        }
         let state = Self { words, lock: locks, slot, num_blocks, threads: Mutex::new(()) };
         state.slot_word(slot, 0).store(0, Ordering::Release);
         if alone {
@@ -234,7 +241,7 @@ impl Held<'_> {
 
     /// Where the last eviction ended.
     pub fn hand(&self) -> u64 {
-        self.state.words.at(HAND).load(Ordering::Relaxed)
+        self.state.words.at(HAND).load(Ordering::Relaxed).min(self.state.num_blocks)
     }
 
     /// Sets where this eviction ended.
