@@ -278,6 +278,20 @@ def test_a_replaced_input_is_noticed(s3: S3, vocab: Path, tmp_path: Path) -> Non
         ef.prepare("s3://bucket/changing", vocab=vocab, out=tmp_path / "x", executor=executor, progress=False)
 
 
+@pytest.mark.parametrize("name", ["d.parquet", "a.txt"])
+def test_a_store_that_fails_is_no_damaged_file(s3: S3, name: str, inputs: Path, vocab: Path, tmp_path: Path) -> None:
+    class ReplacingExecutor(ThreadPoolExecutor):
+        def submit(self, function: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
+            s3.replace(f"failing/{name}", "x" * 100_000)
+            return super().submit(function, *arguments, **named)
+
+    source = next(inputs.rglob(name))
+    s3.put(f"bucket/failing/{name}", source.read_bytes())
+    with ReplacingExecutor(1) as executor, pytest.raises(InputError, match=f"{name}: it was replaced while") as error:
+        ef.prepare(f"s3://bucket/failing/{name}", vocab=vocab, out=tmp_path / "x", executor=executor, progress=False)
+    assert "get the file again" not in str(error.value)
+
+
 def test_executors_read_from_a_bucket(inputs: Path, vocab: Path, tmp_path: Path) -> None:
     expected = ef.prepare(inputs / "deep", vocab=vocab, out=tmp_path / "a", progress=False)
     with ThreadPoolExecutor(2) as executor:

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::raw_file::RawFile;
 use super::read_options::InputFormat;
-use super::stored::{self, StoredObject};
+use super::stored::StoredObject;
 use super::text::{FRAGMENT_BYTES, has_old_line_ends};
 use crate::error::{Error, Result};
 use crate::format::write_error;
@@ -172,10 +172,10 @@ impl InputFile {
     }
 
     /// An error if the file changed since it was listed: what was read may be a mix of old and new. A store
-    /// refuses to send bytes of another version than the one that was listed.
+    /// refuses to send bytes of another version than the one that was listed, which is a failure of the store.
     pub fn check_unchanged(&self) -> Result<()> {
-        if self.object.is_some() {
-            return Ok(());
+        if let Some(object) = &self.object {
+            return object.failure().map_or(Ok(()), Err);
         }
         let what = match std::fs::metadata(&self.path) {
             Ok(now) if now.len() == self.size && now.modified().ok() == self.modified => return Ok(()),
@@ -190,7 +190,7 @@ impl InputFile {
 
     /// The error for a failed read: the system's, or damaged compressed data.
     pub fn unreadable(&self, error: &std::io::Error) -> Error {
-        if let Some(failed) = stored::store_error(error) {
+        if let Some(failed) = self.object.as_ref().and_then(StoredObject::failure) {
             return failed;
         }
         if error.raw_os_error().is_some() || self.compression == Compression::None {

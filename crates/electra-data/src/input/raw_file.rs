@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{Error as IoError, ErrorKind, Read, Result as IoResult, Seek, SeekFrom};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError};
@@ -20,6 +21,9 @@ const LAST_REQUEST: u64 = 8 << 20;
 const REQUESTS_AHEAD: usize = 3;
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
+/// The last error of the store that a file is in.
+pub(super) type Failure = Arc<Mutex<Option<Error>>>;
+
 /// The bytes of a file.
 pub(super) enum RawFile {
     Local(File),
@@ -31,6 +35,7 @@ pub(super) struct StoredFile {
     store: Store,
     object: Object,
     cancel: Cancel,
+    failure: Failure,
     /// Offset of the next byte to be read.
     position: u64,
     /// Bytes at hand, and the offset of their first.
@@ -43,12 +48,13 @@ pub(super) struct StoredFile {
 
 impl StoredFile {
     /// An object, which is read when its bytes are asked for. `cancel` ends waiting for the store.
-    pub fn new(store: Store, object: Object, cancel: Cancel) -> Self {
+    pub fn new(store: Store, object: Object, cancel: Cancel, failure: Failure) -> Self {
         let (chunk, ahead) = (Vec::new(), VecDeque::new());
         Self {
             store,
             object,
             cancel,
+            failure,
             position: 0,
             chunk,
             chunk_start: 0,
@@ -57,17 +63,24 @@ impl StoredFile {
         }
     }
 
+    /// Keeps a store's error, which libraries that read tables would turn into text.
+    fn failed(&self, error: Error) -> IoError {
+        let text = error.to_string();
+        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        IoError::other(text)
+    }
+
     fn request(&self, start: u64, end: u64) -> IoResult<Receiver<Result<Vec<u8>>>> {
         let Object { name, version, .. } = self.object.clone();
-        self.store.start(Request { name, range: start..end, version }).map_err(IoError::other)
+        self.store.start(Request { name, range: start..end, version }).map_err(|error| self.failed(error))
     }
 
     fn wait(&self, answer: &Receiver<Result<Vec<u8>>>) -> IoResult<Vec<u8>> {
         loop {
             match answer.recv_timeout(POLL_INTERVAL) {
-                Ok(bytes) => return bytes.map_err(IoError::other),
+                Ok(bytes) => return bytes.map_err(|error| self.failed(error)),
                 Err(RecvTimeoutError::Timeout) if self.cancel.is_raised() => {
-                    return Err(IoError::other(Error::Interrupted));
+                    return Err(self.failed(Error::Interrupted));
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Err(ErrorKind::BrokenPipe.into()),
@@ -162,7 +175,12 @@ impl ChunkReader for RawFile {
         Ok(match self {
             Self::Local(file) => Box::new(file.get_read(start)?),
             Self::Stored(file) => {
-                let new = StoredFile::new(file.store.clone(), file.object.clone(), file.cancel.clone());
+                let new = StoredFile::new(
+                    file.store.clone(),
+                    file.object.clone(),
+                    file.cancel.clone(),
+                    file.failure.clone(),
+                );
                 Box::new(StoredFile { position: start, ..new })
             }
         })
@@ -190,7 +208,7 @@ mod tests {
     fn stored(server: &TestServer) -> RawFile {
         let store = Store::open(&server.url).unwrap();
         let object = store.head("text").unwrap();
-        RawFile::Stored(Box::new(StoredFile::new(store, object, Cancel::default())))
+        RawFile::Stored(Box::new(StoredFile::new(store, object, Cancel::default(), Failure::default())))
     }
 
     #[test]

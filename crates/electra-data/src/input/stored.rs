@@ -1,10 +1,11 @@
 //! Input files in object stores: finding them by URL, folder or glob, and opening them.
 
 use std::path::PathBuf;
+use std::sync::PoisonError;
 
 use serde::{Deserialize, Serialize};
 
-use super::raw_file::StoredFile;
+use super::raw_file::{Failure, StoredFile};
 use crate::error::{Error, Result};
 use crate::store::{Cancel, Object, Store};
 
@@ -19,6 +20,8 @@ pub(crate) struct StoredObject {
     /// Ends waiting for the store when the run ends.
     #[serde(skip)]
     pub cancel: Cancel,
+    #[serde(skip)]
+    failure: Failure,
 }
 
 impl StoredObject {
@@ -32,6 +35,19 @@ impl StoredObject {
         self.size
     }
 
+    /// The last error of the store while its bytes were read.
+    pub fn failure(&self) -> Option<Error> {
+        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        failure.as_ref().map(|error| match error {
+            Error::Interrupted => Error::Interrupted,
+            Error::NotFound { path, hint } => Error::NotFound { path: path.clone(), hint: hint.clone() },
+            Error::Io { path, source } => {
+                Error::io(path.clone(), std::io::Error::new(source.kind(), source.to_string()))
+            }
+            other => Error::Input(other.to_string()),
+        })
+    }
+
     /// Its bytes.
     pub(super) fn open(&self) -> Result<StoredFile> {
         let store = match &self.store {
@@ -39,7 +55,7 @@ impl StoredObject {
             None => Store::open(&self.url)?,
         };
         let (name, size, version) = (String::new(), self.size, self.version.clone());
-        Ok(StoredFile::new(store, Object { name, size, version }, self.cancel.clone()))
+        Ok(StoredFile::new(store, Object { name, size, version }, self.cancel.clone(), self.failure.clone()))
     }
 }
 
@@ -109,18 +125,12 @@ fn url_in(folder: &str, name: &str) -> String {
 
 fn object_of(store: &Store, url: &str, object: Object) -> StoredObject {
     let Object { size, version, .. } = object;
-    StoredObject { url: url.to_owned(), size, version, store: Some(store.clone()), cancel: Cancel::default() }
-}
-
-/// The error of a store that a failed read hides, if it hides one.
-pub(super) fn store_error(error: &std::io::Error) -> Option<Error> {
-    let hidden = error.get_ref()?.downcast_ref::<Error>()?;
-    Some(match hidden {
-        Error::Interrupted => Error::Interrupted,
-        Error::NotFound { path, hint } => Error::NotFound { path: path.clone(), hint: hint.clone() },
-        Error::Io { path, source } => {
-            Error::io(path.clone(), std::io::Error::new(source.kind(), source.to_string()))
-        }
-        other => Error::Input(other.to_string()),
-    })
+    StoredObject {
+        url: url.to_owned(),
+        size,
+        version,
+        store: Some(store.clone()),
+        cancel: Cancel::default(),
+        failure: Failure::default(),
+    }
 }

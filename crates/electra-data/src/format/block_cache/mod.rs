@@ -184,7 +184,10 @@ impl BlockCache {
                     }
                 }
             }
-        })
+        })?;
+        // Once more: another thread may have verified one while it was still pinned.
+        ranges.iter().for_each(|range| self.forget(range.clone()));
+        Ok(())
     }
 
     fn change_pins(&self, change: impl FnOnce(&mut BTreeMap<(u64, u64), usize>)) -> Result<()> {

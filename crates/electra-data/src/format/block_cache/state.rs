@@ -11,7 +11,8 @@
 
 use std::fs::File;
 use std::ops::Range;
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -67,6 +68,9 @@ impl Words {
 pub(super) struct SharedState {
     words: Words,
     lock: File,
+    /// The state's file. A reader must not touch the files of another cache that has taken its place.
+    path: PathBuf,
+    inode: u64,
     slot: usize,
     num_blocks: u64,
     /// Locks of open files do not exclude the threads that share one.
@@ -115,7 +119,8 @@ impl SharedState {
                 allocate(&file, bytes).map_err(|error| write_error(&path, error))?;
             }
         }
-        let state = Self { words, lock: locks, slot, num_blocks, threads: Mutex::new(()) };
+        let inode = file.metadata().map_err(|error| Error::io(&path, error))?.ino();
+        let state = Self { words, lock: locks, path, inode, slot, num_blocks, threads: Mutex::new(()) };
         state.slot_word(slot, 0).store(0, Ordering::Release);
         if alone {
             state.initialize(&bytes_of);
@@ -182,7 +187,15 @@ impl SharedState {
     pub fn hold(&self) -> Result<Held<'_>> {
         let threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         lock(&self.lock, STATE_BYTE).map_err(lock_failed)?;
-        Ok(Held { state: self, _threads: threads })
+        let held = Held { state: self, _threads: threads };
+        let now = std::fs::metadata(&self.path).ok().map(|found| found.ino());
+        if now != Some(self.inode) {
+            let path = self.path.display();
+            return Err(Error::Input(format!(
+                "{path}: the cache was removed while it was in use; start again"
+            )));
+        }
+        Ok(held)
     }
 
     fn bits(&self, word: usize) -> &AtomicU64 {
