@@ -155,8 +155,9 @@ class Corpus(Sequence[Ids]):
     def __getstate__(self) -> tuple[str, str]:
         return self._inner.path, self.content_hash
 
-    def __setstate__(self, pickled: tuple[Path | str, str]) -> None:
-        self.path, content_hash = pickled
+    def __setstate__(self, pickled: tuple[str, str]) -> None:
+        path, content_hash = pickled
+        self.path = location(path)
         self._inner = _data.Corpus(os.fspath(self.path), content_hash)
 
     def __repr__(self) -> str:

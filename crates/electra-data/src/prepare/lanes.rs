@@ -102,9 +102,12 @@ pub(super) fn build(
                 });
             }
             drop(ending);
-            while ended.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+            loop {
                 if !shared.is_stopped.load(Ordering::Relaxed) {
                     shared.note(reporter.report_if_due(|| shared.progress()));
+                }
+                if ended.recv_timeout(POLL_INTERVAL) != Err(RecvTimeoutError::Timeout) {
+                    break;
                 }
             }
         });
