@@ -47,7 +47,7 @@ def main() -> None:
         try:
             assert server.stdout is not None
             url = server.stdout.readline().strip()
-            for name, place, cache in (("on disk", str(corpus), 0), ("160 MB", url, 160e6), ("16 GB", url, 16e9)):
+            for name, place, cache in (("on disk", str(corpus), 0), ("200 MB", url, 200e6), ("16 GB", url, 16e9)):
                 report(name, place, int(cache), folder, arguments)
         finally:
             server.kill()
@@ -160,6 +160,7 @@ def serve(folder: Path, latency: float) -> None:
         def log_message(self, format: str, *args: object) -> None:
             """Says nothing."""
 
+    ThreadingHTTPServer.request_queue_size = 256  # connections that arrive at once; others would wait for a second
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     print(f"http://127.0.0.1:{server.server_port}/shards", flush=True)
     server.serve_forever()
