@@ -122,7 +122,7 @@ impl Corpus {
     ) -> Result<Option<Vec<Pins>>> {
         let Some(cache) = &self.cache else { return Ok(None) };
         let with_margin = |(number, tokens): &(usize, Range<u32>)| {
-            let end = u64::from(tokens.end + MARGIN).min(self.shard_size(*number).1);
+            let end = (u64::from(tokens.end) + u64::from(MARGIN)).min(self.shard_size(*number).1);
             (self.shard(*number), tokens.start.saturating_sub(MARGIN)..end as u32)
         };
         let shards: Vec<_> = parts.iter().map(with_margin).collect();
@@ -148,6 +148,19 @@ impl Corpus {
     /// The cache's limit in bytes, if the corpus is in an object store and its cache has one.
     pub(crate) fn cache_limit(&self) -> Option<u64> {
         self.cache.as_ref().map(|cache| cache.limit()).filter(|&limit| limit < u64::MAX)
+    }
+
+    /// Has the tables of a shard fetched, with those of its lines if `lines`. They stay until the result is dropped.
+    /// `None` for a corpus on disk.
+    pub(crate) fn prefetch_tables(&self, shard: usize, lines: bool) -> Result<Option<Pins>> {
+        let Some(cache) = &self.cache else { return Ok(None) };
+        let shard = self.shard(shard);
+        let files = [Some(false), lines.then_some(true)];
+        let tables: Vec<_> =
+            files.into_iter().flatten().flat_map(|lines| shard.table_blocks(cache, lines)).collect();
+        let pins = cache.pin(tables.clone())?;
+        cache.fetch(&tables, &Cancel::default())?;
+        Ok(Some(pins))
     }
 
     /// What [`Corpus::prefetch`] fetches of a shard for `tokens` of its tokens, about, and for the tables that all of

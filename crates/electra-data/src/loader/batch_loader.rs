@@ -135,7 +135,11 @@ impl Loader {
         let sum_of = |blocks: &Blocks, first: u32| -> Result<T> {
             let mut packer = settings.packer(blocks.seed());
             let ours = (first..blocks.len()).step_by(threads as usize);
-            ours.map(|block| of(blocks, &mut packer, RngCounter { epoch: 0, block })).sum()
+            let of_block = |block| {
+                let _pins = blocks.pin_tables(block, packer.reads_lines())?;
+                of(blocks, &mut packer, RngCounter { epoch: 0, block })
+            };
+            ours.map(of_block).sum()
         };
         let sum = |first: u32| mixture.streams().iter().map(|blocks| sum_of(blocks, first)).sum();
         std::thread::scope(|scope| {

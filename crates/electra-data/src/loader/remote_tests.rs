@@ -115,6 +115,7 @@ fn a_cache_of_three_windows_stays_small_and_fetches_each_block_once() {
         largest = largest.max(disk_usage(scratch.path()));
     }
     assert_eq!(found, local);
+    assert_eq!(remote.num_rows().unwrap(), loader_of(corpus.path(), &options).num_rows().unwrap());
     assert!(largest <= limit + (1 << 20), "{largest} of {limit}");
     // A block begins and ends within a checksum's block, which its neighbor needs too: 9 instead of 8 per block.
     let served = server.bytes_served(".tokens");

@@ -90,6 +90,11 @@ impl Blocks {
         (start..total.min(start + BLOCKS_PER_WINDOW)).map(move |index| order.at(index) as u32)
     }
 
+    /// Keeps the tables of a block's shard in the cache of a corpus in an object store.
+    pub fn pin_tables(&self, block: u32, lines: bool) -> Result<Option<Pins>> {
+        self.corpus.prefetch_tables(self.locate(block).0, lines)
+    }
+
     /// The number of rows of one block.
     pub fn count_rows(&self, packer: &mut Packer, counter: RngCounter) -> Result<u64> {
         let (shard, range) = self.locate(counter.block);
