@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from in_process import run
 
 import electra_fast as ef
 from electra_fast import _data
@@ -170,11 +171,6 @@ def test_readers_of_a_new_cache_do_not_disturb_each_other(remote: str, tmp_path:
 
     with ThreadPoolExecutor(8) as readers:
         assert len(set(readers.map(first, [number // 8 for number in range(80)]))) == 1
-
-
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "electra_fast", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 PRETRAIN = ["pretrain", "--preset", "tiny", "--train.steps", "6", "--train.batch_size", "8", "--train.log_every", "1"]
