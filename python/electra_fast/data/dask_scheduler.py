@@ -33,7 +33,7 @@ def dask_executor(address: str) -> Iterator[Executor]:
         host, port = get_address_host_port(address)
         socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
         client = Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
-    except (OSError, ValueError, NotImplementedError) as error:
+    except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"--scheduler {address}: no Dask scheduler answers there ({reason}); check it") from error
     with client:

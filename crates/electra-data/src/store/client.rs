@@ -137,8 +137,8 @@ impl Store {
             loop {
                 match tokio::time::timeout(POLL_INTERVAL, answers.next()).await {
                     Ok(None) => return Ok(()),
+                    _ if cancel.is_raised() => return Err(Error::Interrupted),
                     Ok(Some((number, bytes))) => each(number, &bytes?)?,
-                    Err(_) if cancel.is_raised() => return Err(Error::Interrupted),
                     Err(_) => {}
                 }
             }
