@@ -81,7 +81,7 @@ class Transcription:
 
     def loss(self, batch, samples, counted=None):
         objective, name = self.config.objective, self.config.objective.name
-        sums, counts = dict.fromkeys(("gen", "disc", "enc", "base", "sent"), 0.0), [0, 0, 0]
+        sums, counts = dict.fromkeys(("gen", "disc", "enc", "base", "fix", "sent"), 0.0), [0, 0, 0]
         for row, (start, end) in itertools.product(range(4), SEGMENTS):
             masked_ids = batch["input_ids"][row, start:end].tolist()
             slots = {
@@ -127,6 +127,8 @@ class Transcription:
                     sums["base"] = sums["base"] - advantage * log_p * objective.gen_weight
                     q = right.detach()
                     sums["base"] = sums["base"] - q * value.log() - (1 - q) * (1 - value).log()
+                if objective.corrective_weight and at in slots:
+                    sums["fix"] = sums["fix"] - self.log_probabilities("corrective", found[at])[original[at]]
             if objective.contrastive_weight:
                 p = self.sigmoid("sentence_head", found[0])
                 sums["sent"] = sums["sent"] - (p if any(wrong) else 1 - p).log()
@@ -137,6 +139,7 @@ class Transcription:
             + objective.disc_weight * sums["disc"] / (masked if name == "electra15" else tokens)
             + objective.encoder_weight * sums["enc"] / (tokens if name == "all-tokens-mlm" else masked)
             + sums["base"] / masked
+            + objective.corrective_weight * sums["fix"] / masked
             + objective.contrastive_weight * sums["sent"] / segments
         )
 

@@ -16,6 +16,7 @@ def needs(name):
 VARIANTS = {name: needs(name) for name in OBJECTIVES} | {
     "electra15, random positions": needs("electra15") | {"objective.disc_positions": "random"},
     "contrastive": {"objective.contrastive_weight": "2", "data.masking": "paper"},
+    "corrective": {"objective.corrective_weight": "3"},
     "uniform": {"generator.kind": "uniform"},
     "unigram": {"generator.kind": "unigram"},
     "replace-mlm, unigram": needs("replace-mlm") | {"generator.kind": "unigram"},
@@ -24,5 +25,5 @@ VARIANTS = {name: needs(name) for name in OBJECTIVES} | {
 }
 
 # Those that compute with other operations than the rest: for tests that take seconds each.
-DIFFERENT = ("electra", "mlm", "electra15, random positions", "contrastive", "unigram", "plain heads")
-DIFFERENT += ("replace-mlm", "all-tokens-mlm", "two-stage", "adversarial")
+DIFFERENT = ("electra", "mlm", "electra15, random positions", "corrective", "contrastive", "unigram")
+DIFFERENT += ("plain heads", "replace-mlm", "all-tokens-mlm", "two-stage", "adversarial")

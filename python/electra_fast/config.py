@@ -110,6 +110,11 @@ class ObjectiveConfig(Section):
     gen_weight: float = config_key(1.0, "weight of the generator's loss", low=0)
     disc_weight: float = config_key(50.0, "weight of the discriminator's loss", low=0)
     encoder_weight: float = config_key(1.0, "weight of the encoder's loss in replace-mlm and all-tokens-mlm", low=0)
+    corrective_weight: float = config_key(
+        0.0,
+        "weight of the loss by which the discriminator predicts the original tokens at the masked positions (electra)",
+        low=0,
+    )
     contrastive_weight: float = config_key(
         0.0, "weight of the loss that tells segments without replacements (electra); 0: none are kept whole", low=0
     )

@@ -206,6 +206,7 @@ class Electra(nn.Module):
     discriminator_head: DiscriminatorHead
     encoder_head: MaskedLMHead
     baseline_head: LogitHead
+    corrective_head: MaskedLMHead
     sentence_head: LogitHead
     copy_head: LogitHead
 

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 class ElectraObjective(GeneratorObjective):
     """gen_weight * masked language modelling of the generator + disc_weight * replaced-token detection.
 
-    No gradient flows from the discriminator to the generator through the samples. With a contrastive weight, a fifth
-    of the segments stay whole, and a head on [CLS] tells them (`contrastive`).
+    No gradient flows from the discriminator to the generator through the samples. With a corrective weight, the
+    discriminator also predicts the original tokens at the masked positions of the corrupted text, through a head of its
+    own and its embedding table (after the corrective language modelling of COCO-LM, arXiv 2102.08473, which has a loss
+    over all tokens and a copy mechanism). With a contrastive weight, a fifth of the segments stay whole, and a head on
+    [CLS] tells them (`contrastive`).
     """
 
     roles = ("generator", "discriminator")
@@ -36,6 +39,8 @@ class ElectraObjective(GeneratorObjective):
         "true_positives",
         "predicted_positives",
         "replaced",
+        "corrective_loss",
+        "corrective_correct",
         "contrastive_loss",
         "segments",
         "contrastive_correct",
@@ -43,10 +48,18 @@ class ElectraObjective(GeneratorObjective):
     denominator: ClassVar[str] = "tokens"
     """The total that counts the tokens of the discriminator's loss."""
 
+    @property
+    def corrective_weight(self) -> float:
+        """Weight of the corrective loss, which the variants of `electra` do not have."""
+        objective = self.config.objective
+        return objective.corrective_weight if objective.name == "electra" else 0.0
+
     def networks(self) -> dict[str, Network]:
         """A generator that is a fraction of the model, or none for a fixed distribution; the model as discriminator."""
         config = self.config
         heads = {"discriminator_head": Head("replaced_token")}
+        if self.corrective_weight:
+            heads["corrective_head"] = Head("masked_lm", config.data.mask_prob)
         if config.objective.contrastive_weight:
             heads["sentence_head"] = Head("logit")
         return self.generator() | {"discriminator": Network(config.model, heads)}
@@ -88,6 +101,12 @@ class ElectraObjective(GeneratorObjective):
         loss = losses.divide(self.gen_weight * generated.loss, denominators, "masked_weight")
         loss = loss + losses.divide(weights.disc_weight * discriminator_loss, denominators, self.denominator)
         totals = generated.totals(inputs.slots, "generator") | discriminator_totals
+        if self.corrective_weight:
+            head, table_VE = model.corrective_head, model.embeddings.token
+            hidden_MD = inputs.slots.of_states(hidden_TD)
+            corrected = losses.predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
+            loss = loss + losses.divide(self.corrective_weight * corrected.loss, denominators, "masked_weight")
+            totals |= corrected.totals(inputs.slots, "corrective")
         if weights.contrastive_weight:
             sentence_loss, sentence_totals = contrastive.sentence_loss(model, inputs, hidden_TD, replaced_T)
             loss = loss + losses.divide(weights.contrastive_weight * sentence_loss, denominators, "segments")
@@ -109,6 +128,11 @@ class ElectraObjective(GeneratorObjective):
             "discriminator_loss": discriminator_loss,
             **detection_metrics(totals, self.denominator),
         }
+        if self.corrective_weight:
+            corrective_loss = ratio(totals, "corrective_loss", "masked_weight")
+            loss += self.corrective_weight * corrective_loss
+            found["corrective_loss"] = corrective_loss
+            found["corrective_accuracy"] = ratio(totals, "corrective_correct", "masked_weight")
         if weights.contrastive_weight:
             contrastive_loss = ratio(totals, "contrastive_loss", "segments")
             loss += weights.contrastive_weight * contrastive_loss

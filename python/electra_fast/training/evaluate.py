@@ -148,7 +148,8 @@ def _evaluate_corrupted(
 
     if "discriminator" in model.networks:
         # Judged over all tokens and no segment kept whole, whatever it was trained over.
-        config = config.with_objective("electra").replace({"objective": {"contrastive_weight": 0.0}})
+        own_heads = {"contrastive_weight": 0.0, "corrective_weight": 0.0}
+        config = config.with_objective("electra").replace({"objective": own_heads})
     batches = _batches(corpora, config, max_batches, next(model.parameters()).device, World())
     objective = objective_of(config)
     found: dict[str, Number | str] = {

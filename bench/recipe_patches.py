@@ -1,0 +1,235 @@
+"""Variants of encoder, initialization, sampling and update that `recipes.py` tries and the package does not have.
+
+Each is a function that changes the package in this process. They change classes and entry points rather than
+operations, so that a model that was loaded before, such as a corruptor, computes as ever.
+
+Shapes: T packed tokens, E embedding, D hidden, N heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from electra_fast import initialization, model, ops
+from electra_fast.attention import AttentionMask, Queries, attention
+from electra_fast.config import Config, ModelConfig
+from electra_fast.layers import Linear
+from electra_fast.ops import Dropout
+from electra_fast.training import muon
+
+
+def init_width(config: Config) -> None:
+    """The published initialization with its deviation scaled to the width: 0.02 at 768, as published for base."""
+    original = initialization.initialize
+
+    def initialize(network: nn.Module, architecture: str, seed: int) -> None:
+        original(network, architecture, seed)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                if parameter.dim() == 2:
+                    parameter.mul_((768 / config.model.hidden_size) ** 0.5)
+
+    model.initialize = initialize
+
+
+def init_published(config: Config) -> None:
+    """The published initialization in the modern encoder."""
+
+    def initialize(network: nn.Module, architecture: str, seed: int) -> None:
+        initialization.initialize(network, "bert", seed)
+
+    model.initialize = initialize
+
+
+class _Layer(model.ModernLayer):
+    """A `ModernLayer` for training, with its parts apart."""
+
+    def mixed(self, x_TD: Tensor, mask: AttentionMask, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        assert rotary is not None
+        q, k, v = ops.rotary_qkv(x_TD, self.qkv.weight, *rotary, self.num_heads)
+        out: Tensor = self.attention_out(attention(q, k, v, mask, 0.0).flatten(1))
+        return out
+
+    def fed(self, x_TD: Tensor) -> Tensor:
+        out: Tensor = self.feed_forward_out(ops.geglu(x_TD, self.geglu_in.weight))
+        return out
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        mask: AttentionMask,
+        rotary: tuple[Tensor, Tensor] | None,
+        dropout: Dropout,
+        queries: Queries | None = None,
+    ) -> Tensor:
+        assert queries is None
+        x_TD = x_TD + self.mixed(x_TD if self.attention_norm is None else self.attention_norm(x_TD), mask, rotary)
+        return x_TD + self.fed(self.feed_forward_norm(x_TD))
+
+
+class _GeluLayer(_Layer):
+    """With one input matrix of 1.5 times the width instead of GeGLU's two: the same FLOPs."""
+
+    def __init__(self, config: ModelConfig, is_first: bool) -> None:
+        super().__init__(config, is_first)
+        width = 3 * config.intermediate_size // 2
+        del self.geglu_in
+        self.feed_forward_in = Linear(config.hidden_size, width, bias=False)
+        self.feed_forward_out = Linear(width, config.hidden_size, bias=False)
+
+    def fed(self, x_TD: Tensor) -> Tensor:
+        out: Tensor = self.feed_forward_out(ops.bias_gelu(x_TD, self.feed_forward_in.weight, None))
+        return out
+
+
+class _PostNormLayer(_Layer):
+    """With norms after the sums."""
+
+    def __init__(self, config: ModelConfig, is_first: bool) -> None:
+        super().__init__(config, is_first=False)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        mask: AttentionMask,
+        rotary: tuple[Tensor, Tensor] | None,
+        dropout: Dropout,
+        queries: Queries | None = None,
+    ) -> Tensor:
+        assert self.attention_norm is not None
+        x_TD = self.attention_norm(x_TD + self.mixed(x_TD, mask, rotary))
+        normed: Tensor = self.feed_forward_norm(x_TD + self.fed(x_TD))
+        return normed
+
+
+class _UnrotatedLayer(_Layer):
+    """Without rotary positions."""
+
+    def mixed(self, x_TD: Tensor, mask: AttentionMask, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        q, k, v = self.qkv(x_TD).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
+        out: Tensor = self.attention_out(attention(q, k, v, mask, 0.0).flatten(1))
+        return out
+
+
+class _PositionEmbeddings(model.Embeddings):
+    """Token embeddings plus learned ones of the positions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.position = nn.Parameter(torch.empty(config.max_positions, config.embedding_size))
+
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        position_ids_T: Tensor,
+        token_type_ids_T: Tensor,
+        dtype: torch.dtype,
+        dropout: Dropout,
+    ) -> Tensor:
+        x_TE: Tensor = super().forward(input_ids_T, position_ids_T, token_type_ids_T, dtype, dropout)
+        return x_TE + ops.gather_rows(self.position, position_ids_T)
+
+
+def gelu(config: Config) -> None:
+    """GELU instead of GeGLU."""
+    model.ModernLayer = _GeluLayer
+
+
+def post_norm(config: Config) -> None:
+    """Post-norm instead of pre-norm."""
+    model.ModernLayer = _PostNormLayer
+
+
+def learned_positions(config: Config) -> None:
+    """Learned positions instead of rotary ones."""
+    model.ModernLayer, model.Embeddings = _UnrotatedLayer, _PositionEmbeddings
+
+
+class _Disentangled(nn.Module):
+    """The discriminator's embeddings in DeBERTaV3 (arXiv 2111.09543): the generator's, detached, plus own ones."""
+
+    def __init__(self, shared: model.Embeddings, config: ModelConfig) -> None:
+        super().__init__()
+        object.__setattr__(self, "shared", shared)  # the generator's module, not a part of this one
+        self.delta = model.Embeddings(config)
+        self.architecture = "modern"
+
+    @property
+    def token(self) -> Tensor:
+        return self.shared.token.detach() + self.delta.token
+
+    forward = model.Embeddings.forward
+
+
+def gdes(config: Config) -> None:
+    """Gradient-disentangled embedding sharing."""
+
+    def initialize(network: nn.Module, architecture: str, seed: int) -> None:
+        if "discriminator" in network.networks:
+            network.embeddings = _Disentangled(network.generator_embeddings, network.config.model)
+        initialization.initialize(network, architecture, seed)
+        if "discriminator" in network.networks:
+            nn.init.zeros_(network.embeddings.delta.token)
+
+    model.initialize = initialize
+
+
+def falling_temperature(config: Config) -> None:
+    """A temperature of 2 at first that falls to 1 exponentially, by e in a tenth of the steps (arXiv 2310.07347)."""
+    original, tenth = ops.generator_head, config.train.steps / 10
+
+    def generator_head(*arguments: Any) -> Any:
+        *rest, seed_and_step, temperature, disallow_correct = arguments
+        if seed_and_step is not None:
+            temperature = 1 + math.exp(-int(seed_and_step[1]) / tenth)
+        return original(*rest, seed_and_step, temperature, disallow_correct)
+
+    ops.generator_head = generator_head
+
+
+# Of the iterations that converge fastest from singular values above 1e-3 (Polar Express, arXiv 2505.16932).
+_POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+)
+
+
+def polar_express(config: Config) -> None:
+    """Muon by five Polar Express iterations."""
+
+    def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        tall = matrices.shape[1] > matrices.shape[2]
+        x = matrices.mT if tall else matrices
+        x = x / (x.norm(dim=(1, 2), keepdim=True) * 1.01).clamp(min=1e-7)
+        for a, b, c in _POLAR_EXPRESS:
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x.mT if tall else x
+
+    muon.orthogonalize = orthogonalize
+
+
+PATCHES: dict[str, Callable[[Config], None]] = {
+    "init-width": init_width,
+    "init-published": init_published,
+    "gelu": gelu,
+    "post-norm": post_norm,
+    "learned-positions": learned_positions,
+    "gdes": gdes,
+    "falling-temperature": falling_temperature,
+    "polar-express": polar_express,
+}
+
+
+def apply(names: Sequence[str], config: Config) -> None:
+    """Changes the package in this process."""
+    for name in names:
+        PATCHES[name](config)

@@ -1,0 +1,145 @@
+"""What `recipes.py` prints, draws and writes of finished runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from electra_fast.atomic_files import replace_file
+
+Result = Mapping[str, Any]
+CORRUPTORS = ("network", "unigram")
+CRITERION = CORRUPTORS[0]
+"""The corruptor whose AUC decides."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """The runs of one setting with one budget, a seed each."""
+
+    setting: str
+    budget: float
+    results: Sequence[Result]
+
+    def mean(self, measure: Callable[[Result], float]) -> float:
+        """Over the seeds."""
+        return statistics.mean(map(measure, self.results))
+
+
+def auc(result: Result, corruptor: str = CRITERION) -> float:
+    """AUC of a run; that of chance where it diverged."""
+    return 0.5 if "failed" in result else float(result["corrupted_by"][corruptor]["discriminator_auc"])
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation."""
+    return f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
+
+
+def columns(results: Sequence[Result]) -> list[str]:
+    """Cells of a table, below `HEADER`."""
+    good = [each for each in results if "failed" not in each]
+    cells = [spread([auc(each, name) for each in results]) for name in CORRUPTORS]
+    for name in ("discriminator_loss", "generator_loss"):
+        cells.append(spread([each["corrupted_by"][CRITERION][name] for each in good]) if good else "diverged")
+    seconds = f"{statistics.mean(each['seconds'] for each in good):.0f}" if good else ""
+    scores = [statistics.mean(each["tasks"].values()) for each in good if "tasks" in each]
+    return [*cells, spread(scores) if scores else "", seconds, str(len(results))]
+
+
+HEADER = ["AUC, network", "AUC, unigram", "discriminator's loss", "generator's loss", "five tasks", "seconds", "seeds"]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def crossing(curve: Sequence[tuple[float, float]], value: float) -> tuple[float, str]:
+    """Where a curve first reaches a value: cost, and "" or what bounds it.
+
+    Args:
+        curve: (cost, measure) in rising order of the cost.
+        value: Of the measure.
+
+    Returns:
+        The cost, interpolated in its logarithm, and ""; or the first cost and "at most", where the curve begins higher;
+        or the last cost and "more than", where it never gets there.
+    """
+    (cost_before, before), *rest = curve
+    if before >= value:
+        return cost_before, "at most" if before > value else ""
+    for cost, measure in rest:
+        if measure >= value:
+            share = (value - before) / (measure - before)
+            return math.exp(math.log(cost_before) + share * math.log(cost / cost_before)), ""
+        cost_before, before = cost, measure
+    return cost_before, "more than"
+
+
+def advantage(
+    ours: Sequence[Point], theirs: Sequence[Point], measure: Callable[[Result], float], cost: Callable[[Point], float]
+) -> str:
+    """By which factor their cost exceeds ours for what they reach with their largest budget."""
+    value, their_cost = theirs[-1].mean(measure), cost(theirs[-1])
+    our_cost, bound = crossing([(cost(point), point.mean(measure)) for point in ours], value)
+    word = {"": "", "at most": "at least ", "more than": "less than "}[bound]
+    return f"{value:.4f}: {word}{their_cost / our_cost:.2f} times"
+
+
+def seconds(point: Point) -> float:
+    """Mean time of its runs."""
+    return point.mean(lambda result: float(result.get("seconds", math.nan)))
+
+
+def write_comparison(folder: Path, scale: str, curves: Mapping[str, Sequence[Point]]) -> str:
+    """Writes recipes-SCALE.json and .png; returns tables and factors as text."""
+    rows = [
+        [side, f"{point.budget:.1e}", point.setting, *columns(point.results)]
+        for side, curve in curves.items()
+        for point in curve
+    ]
+    text = markdown(["side", "FLOPs", "best setting", *HEADER], rows)
+    baseline, ours = curves.values()
+    for name in CORRUPTORS:
+        for unit, cost in (("FLOPs", lambda point: point.budget), ("seconds", seconds)):
+            text += f"\nto the baseline's last AUC on {name}, by {unit}: "
+            text += advantage(ours, baseline, lambda result, name=name: auc(result, name), cost)
+    record = {
+        side: [{"setting": p.setting, "budget": p.budget, "results": p.results} for p in curve]
+        for side, curve in curves.items()
+    }
+    replace_file(folder / f"recipes-{scale}.json", json.dumps(record, indent=1) + "\n")
+    _draw(folder / f"recipes-{scale}.png", scale, curves)
+    return text
+
+
+def _draw(path: Path, scale: str, curves: Mapping[str, Sequence[Point]]) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    drawn: list[tuple[str, Callable[[Result], float]]] = [
+        (f"AUC, replaced tokens from the {name}", lambda result, name=name: auc(result, name)) for name in CORRUPTORS
+    ]
+    drawn.append(("generator's loss, nats", lambda result: float(result["corrupted_by"][CRITERION]["generator_loss"])))
+    for axis, (title, measure) in zip(axes, drawn, strict=True):
+        for side, curve in curves.items():
+            budgets = [point.budget for point in curve]
+            axis.plot(budgets, [point.mean(measure) for point in curve], marker="o", label=side)
+            for point in curve:
+                axis.plot([point.budget] * len(point.results), list(map(measure, point.results)), "_", color="gray")
+        axis.set(xscale="log", xlabel="training FLOPs", title=title)
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.suptitle(f"{scale}: best setting for each budget")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,193 @@
+"""What `recipes.py` compares: scales, both sides with the settings that each is tuned over, and single ingredients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Keys = Mapping[str, str]
+TFLOP = 1e12
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A size of model, text and budget at which recipes are compared.
+
+    Args:
+        name: On the command line.
+        preset: Sizes of the model.
+        keys: Configuration that all runs share.
+        modern_keys: The same, of runs with the modern encoder: widths at which its FLOPs are those of the other.
+        vocab_size: Of the corpus.
+        budgets: True FLOPs of the runs of `compare`, each twice the one before.
+        ingredient_budget: Of the runs of `ingredients`.
+        corruptor: Configuration of the masked language model that corrupts validation text.
+        corruptor_budget: True FLOPs of its training.
+        eval_batches: Batches of 64 rows that runs are judged on.
+    """
+
+    name: str
+    preset: str
+    keys: Keys
+    modern_keys: Keys
+    vocab_size: int
+    budgets: tuple[float, ...]
+    ingredient_budget: float
+    corruptor: Keys
+    corruptor_budget: float
+    eval_batches: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A contender: keys laid over those of the scale, patches of `recipe_patches`, and what was expected of it."""
+
+    name: str
+    keys: Keys
+    patches: tuple[str, ...] = ()
+    expected: str = ""
+
+    def changed(self, name: str, keys: Keys, patches: tuple[str, ...] = (), expected: str = "") -> Setting:
+        """A variant of it."""
+        return Setting(name, {**self.keys, **keys}, self.patches + patches, expected)
+
+
+# One pass over text: no dropout, no dropped or padded text, and masks without repetition, on both sides.
+COMMON: Keys = {
+    "data.masking": "paper",
+    "data.packing": "best-fit",
+    "model.dropout": "0",
+    "model.attention_dropout": "0",
+    "train.precision": "fp32",
+    "train.execution": "eager",
+    "train.eval_every": "0",
+    "train.keep_checkpoints": "1",
+}
+
+GOOGLE: Keys = {
+    "optimizer.name": "adamw",
+    "optimizer.schedule": "product",
+    "optimizer.bias_correction": "false",
+    "objective.disc_weight": "50",
+}
+ENCODER: Keys = {
+    "model.architecture": "modern",
+    "optimizer.schedule": "linear",
+    "optimizer.bias_correction": "true",
+    "optimizer.beta2": "0.98",
+}
+ADAMW: Keys = ENCODER | {"optimizer.name": "adamw", "optimizer.learning_rate": "2e-3", "objective.disc_weight": "25"}
+MUON: Keys = ENCODER | {
+    "optimizer.name": "muon",
+    "optimizer.learning_rate": "4e-3",
+    "optimizer.muon_learning_rate": "0.02",
+    "objective.disc_weight": "25",
+    "objective.corrective_weight": "1",
+}
+MODERN = Setting("modern", MUON)
+
+SCALES = {
+    "tiny": Scale(
+        name="tiny",
+        preset="tiny",
+        keys={"train.batch_size": "32"},
+        modern_keys={"model.intermediate_size": "176"},
+        vocab_size=2048,
+        budgets=(1 * TFLOP, 2 * TFLOP, 4 * TFLOP, 8 * TFLOP),
+        ingredient_budget=4 * TFLOP,
+        corruptor={**ADAMW, "objective.name": "mlm", "model.intermediate_size": "176"},
+        corruptor_budget=3 * TFLOP,
+        eval_batches=64,
+    ),
+    "mini": Scale(
+        name="mini",
+        preset="mini",
+        keys={"train.batch_size": "16"},
+        modern_keys={"model.intermediate_size": "704"},
+        vocab_size=8192,
+        budgets=(20 * TFLOP, 40 * TFLOP, 80 * TFLOP, 160 * TFLOP),
+        ingredient_budget=40 * TFLOP,
+        corruptor={
+            **ADAMW,
+            "objective.name": "mlm",
+            "model.hidden_size": "128",
+            "model.num_heads": "2",
+            "model.intermediate_size": "352",
+        },
+        corruptor_budget=20 * TFLOP,
+        eval_batches=16,
+    ),
+}
+
+
+def _rate(value: str) -> Keys:
+    return {"optimizer.learning_rate": value}
+
+
+def _trials_google() -> tuple[Setting, ...]:
+    base = Setting("google", GOOGLE)
+    plain = [base.changed(f"google, {rate}", _rate(rate)) for rate in ("5e-4", "1e-3", "2e-3", "4e-3")]
+    lighter = [
+        base.changed(f"google, {rate}, disc_weight 10", _rate(rate) | {"objective.disc_weight": "10"})
+        for rate in ("1e-3", "2e-3")
+    ]
+    scaled = [
+        base.changed(f"google, {rate}, init scaled to the width", _rate(rate), ("init-width",))
+        for rate in ("1e-3", "2e-3")
+    ]
+    return (*plain, *lighter, *scaled)
+
+
+def _trials_modern() -> tuple[Setting, ...]:
+    rates = [
+        MODERN.changed(f"modern, muon {muon}, rest {rate}", {"optimizer.muon_learning_rate": muon} | _rate(rate))
+        for muon in ("0.01", "0.02", "0.04")
+        for rate in ("2e-3", "4e-3")
+    ]
+    weights = [MODERN.changed(f"modern, disc_weight {w}", {"objective.disc_weight": w}) for w in ("10", "50")]
+    return (*rates, *weights)
+
+
+SIDES: dict[str, tuple[Setting, ...]] = {"google": _trials_google(), "modern": _trials_modern()}
+
+
+def _one(name: str, expected: str, keys: Keys | None = None, patch: str = "") -> Setting:
+    return MODERN.changed(name, keys or {}, (patch,) if patch else (), expected)
+
+
+_CORRECTED = {"objective.corrective_weight": "1"}
+INGREDIENTS: tuple[Setting, ...] = (
+    MODERN,
+    Setting("google", {**GOOGLE, **_rate("1e-3")}, (), "far below"),
+    # Objective and update rule together.
+    Setting("AdamW, no corrective loss", ADAMW, (), "-.03"),
+    Setting("AdamW, no corrective loss, disc_weight 10", {**ADAMW, "objective.disc_weight": "10"}, (), "-.03"),
+    Setting("AdamW with the corrective loss", {**ADAMW, **_CORRECTED}, (), "-.02"),
+    _one("no corrective loss", "stalls, -.1", {"objective.corrective_weight": "0"}),
+    # The encoder, part by part.
+    _one("GELU instead of GeGLU", "-.01", patch="gelu"),
+    _one("learned positions instead of rotary ones", "-.03", patch="learned-positions"),
+    _one("post-norm", "-.02", patch="post-norm"),
+    _one("published initialization", "-.01", patch="init-published"),
+    # Rates and weights.
+    _one("muon 0.01", "-.01", {"optimizer.muon_learning_rate": "0.01"}),
+    _one("muon 0.04", "-.02", {"optimizer.muon_learning_rate": "0.04"}),
+    _one("rest 2e-3", "-.01", _rate("2e-3")),
+    _one("rest 8e-3", "0", _rate("8e-3")),
+    _one("disc_weight 10", "-.01", {"objective.disc_weight": "10"}),
+    _one("disc_weight 50", "0", {"objective.disc_weight": "50"}),
+    _one("corrective_weight 0.5", "0", {"objective.corrective_weight": "0.5"}),
+    _one("corrective_weight 2", "0", {"objective.corrective_weight": "2"}),
+    _one("beta2 0.999", "0", {"optimizer.beta2": "0.999"}),
+    _one("momentum 0.9", "0", {"optimizer.muon_momentum": "0.9"}),
+    _one("weight decay 0.1", "0", {"optimizer.weight_decay": "0.1"}),
+    _one("Polar Express", "0", patch="polar-express"),
+    # Generator and masks.
+    _one("generator of one layer", "+.01: cheaper", {"generator.num_layers": "1"}),
+    _one("mask_prob 0.25", "0", {"data.mask_prob": "0.25"}),
+    _one("temperature 0.7", "-.01", {"objective.temperature": "0.7"}),
+    _one("falling temperature", "0", patch="falling-temperature"),
+    _one("never the original", "0", {"objective.disallow_correct": "true"}),
+    _one("disentangled embeddings", "-.02", patch="gdes"),
+    _one("embeddings not tied", "-.03", {"model.tying": "none"}),
+)

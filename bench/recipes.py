@@ -1,0 +1,258 @@
+"""Which recipe learns most from the same FLOPs: each ingredient alone, and `modern` beside a tuned `google`.
+
+    python bench/recipes.py TEXTS... --out FOLDER [--scale tiny|mini] [--study compare|ingredients] [--only WORD ...]
+                            [--seeds N] [--glue FOLDER] [--minutes M] [--workers N] [--results FILE]
+
+The texts become a corpus with the scale's own vocabulary. Every run is a process of its own with one thread, trains on
+a budget of true FLOPs (Muon's orthogonalization included) with a schedule of its own, and is judged on validation text
+that two fixed corruptors have filled: the unigram distribution, and a masked language model that is trained first and
+belongs to no contender. Each finished run is a line of `--results` (default: recipes.jsonl beside this script), where
+later calls find it; a run that was stopped resumes from its checkpoint in FOLDER.
+
+`compare` tunes both sides by successive halving: as many settings for each, the better half of which is run again with
+twice the budget, and the best of each budget with three seeds. `ingredients` changes one thing at a time. Both end with
+a table, `compare` also with a picture. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from recipe_report import CRITERION, HEADER, Point, auc, columns, markdown, write_comparison
+from recipe_run import RESULT, RUN
+from recipe_studies import COMMON, INGREDIENTS, SCALES, SIDES, Scale, Setting
+
+import electra_fast as ef
+from electra_fast.atomic_files import replace_file
+from electra_fast.model import Electra
+from electra_fast.training.flops import flops_per_token
+from electra_fast.training.muon import stacks
+from electra_fast.training.optim import Optimizer
+
+HERE = Path(__file__).parent
+NUM_SEEDS = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run: a setting with a budget of true FLOPs and a seed."""
+
+    setting: Setting
+    budget: float
+    seed: int
+
+
+def update_flops(config: ef.Config) -> float:
+    """FLOPs per step of Muon's five iterations.
+
+    Of a matrix m x n with m <= n, each has products of m x n by n x m, m x m by m x m and m x m by m x n.
+    """
+    if config.optimizer.name != "muon":
+        return 0.0
+    optimizer = Optimizer(Electra(config).named_parameters(), config.optimizer)
+    total = 0.0
+    for stack in stacks({name: p for name, p in optimizer.parameters.items() if name not in optimizer.exp_avg_sq}):
+        m, n = sorted(stack.shape)
+        total += stack.num_matrices * 5 * 2 * (2 * m * m * n + m**3)
+    return total
+
+
+class Study:
+    """The runs of a scale: a corpus, two corruptors, and a file of results.
+
+    Args:
+        scale: What is compared at which budgets.
+        out: Folder for the corpus and for runs in progress.
+        results: File of finished runs, a JSON object per line.
+        deadline: No run is started after it, by `time.monotonic`.
+        glue: Folder of the tasks to fine-tune on, if any.
+    """
+
+    def __init__(self, scale: Scale, out: Path, results: Path, deadline: float, glue: Path | None) -> None:
+        self.scale, self.out, self.results, self.deadline, self.glue = scale, out, results, deadline, glue
+        self.corpus = out / "shards"
+        self._lock = threading.Lock()
+        lines = results.read_text().splitlines() if results.exists() else []
+        self.found: dict[str, dict[str, Any]] = {_name(each["run"]): each for each in map(json.loads, lines)}
+
+    def prepare(self, texts: Sequence[str]) -> None:
+        """Makes vocabulary and corpus, and trains the corruptor."""
+        vocab = self.out / "vocab.txt"
+        if not vocab.exists():
+            ef.train_vocab(texts, out=vocab, size=self.scale.vocab_size, lowercase=True)
+        ef.prepare(texts, vocab=vocab, out=self.corpus, holdout=0.01)
+        config = self._sized(Setting("corruptor", self.scale.corruptor), self.scale.corruptor_budget, 1_000_000)
+        ef.pretrain(config, data=self.corpus, out=self.out / "corruptor")
+
+    def config(self, job: Job) -> ef.Config:
+        """A run's configuration, with the steps that its budget buys."""
+        is_modern = job.setting.keys.get("model.architecture") == "modern"
+        keys = {**(self.scale.modern_keys if is_modern else {}), **job.setting.keys}
+        return self._sized(Setting(job.setting.name, keys), job.budget, job.seed)
+
+    def _sized(self, setting: Setting, budget: float, seed: int) -> ef.Config:
+        keys = {**COMMON, **self.scale.keys, **setting.keys, "model.vocab_size": str(self.vocab_size)}
+        config = ef.Config.preset(self.scale.preset).override({**keys, "train.seed": str(seed)})
+        tokens = config.train.batch_size * config.data.sequence_length
+        steps = round(budget / (tokens * flops_per_token(config).total + update_flops(config)))
+        often = {"log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 4)}
+        return config.replace({"train": {"steps": steps, **often}})
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Entries of the corpus's vocabulary."""
+        return ef.Corpus(self.corpus).vocab_size
+
+    def identity(self, job: Job) -> dict[str, Any]:
+        """What a result is found by: all that it depends on besides the version."""
+        config = self.config(job)
+        differences = ef.Config().differences(config)
+        skipped = ("train.log_every", "train.checkpoint_every", "train.keep_checkpoints")
+        keys = {key: now for key, (_, now) in differences.items() if key not in skipped}
+        return {
+            "scale": self.scale.name,
+            "corpus": ef.Corpus(self.corpus).content_hash,
+            "budget": job.budget,
+            "keys": dict(sorted(keys.items())),
+            "patches": list(job.setting.patches),
+            "tasks": self.glue is not None,
+        }
+
+    def result(self, job: Job) -> dict[str, Any] | None:
+        """What a finished run has measured."""
+        found = self.found.get(_name(self.identity(job)))
+        return None if found is None else found["result"]
+
+    def point(self, setting: Setting, budget: float, num_seeds: int) -> Point:
+        """The finished runs of a setting."""
+        found = [self.result(Job(setting, budget, seed)) for seed in range(num_seeds)]
+        return Point(setting.name, budget, [each for each in found if each is not None])
+
+    def run(self, jobs: Iterable[Job], num_workers: int) -> None:
+        """Does all runs that are not finished, so many at a time; SystemExit at the deadline."""
+        waiting = [job for job in jobs if self.result(job) is None]
+        with ThreadPoolExecutor(num_workers) as pool:
+            outcomes = list(pool.map(self._run, waiting))
+        if not all(outcomes):
+            sys.exit(f"{sum(map(bool, outcomes))} of {len(waiting)} runs finished in time; call again to continue")
+
+    def _run(self, job: Job) -> bool:
+        """Does one run in a process of its own; False where it is too late to start or it was stopped."""
+        if time.monotonic() > self.deadline:
+            return False
+        identity, config = self.identity(job), self.config(job)
+        folder = self.out / "runs" / _digest(identity)
+        folder.mkdir(parents=True, exist_ok=True)
+        corruptors = {"unigram": "unigram", CRITERION: str(self.out / "corruptor")}
+        work = {
+            "corpus": str(self.corpus),
+            "patches": job.setting.patches,
+            "corruptors": corruptors,
+            "sequence_length": config.data.sequence_length,
+            "eval_batches": self.scale.eval_batches,
+            "glue": None if self.glue is None else str(self.glue),
+            "finetune_seeds": NUM_SEEDS,
+        }
+        replace_file(folder / "config.toml", config.to_toml())
+        replace_file(folder / RUN, json.dumps(work))
+        limit = max(1.0, self.deadline - time.monotonic() + 60)
+        with (folder / "log.txt").open("ab") as log:
+            command = [sys.executable, str(HERE / "recipe_run.py"), str(folder)]
+            process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # it writes a checkpoint
+                process.wait()
+                return False
+        if code:
+            print(f"{job.setting.name}: exit code {code}, see {folder / 'log.txt'}", flush=True)
+            return False
+        result = json.loads((folder / RESULT).read_text())
+        with self._lock, self.results.open("a") as file:
+            line = {"run": identity, "name": job.setting.name, "result": result, "version": ef.__version__}
+            line["torch"] = torch.__version__
+            file.write(json.dumps(line) + "\n")
+            self.found[_name(identity)] = line
+        print(f"{job.setting.name}, {job.budget:.0e}, seed {job.seed}: {'  '.join(columns([result]))}", flush=True)
+        shutil.rmtree(folder)
+        return True
+
+
+def _name(identity: dict[str, Any]) -> str:
+    return json.dumps(identity, sort_keys=True)
+
+
+def _digest(identity: dict[str, Any]) -> str:
+    return hashlib.sha256(_name(identity).encode()).hexdigest()[:16]
+
+
+def ingredients(study: Study, only: Sequence[str], num_seeds: int, num_workers: int) -> str:
+    """Runs each ingredient with every seed; a table."""
+    chosen = [each for each in INGREDIENTS if not only or any(word in each.name for word in only)]
+    budget = study.scale.ingredient_budget
+    study.run([Job(each, budget, seed) for seed in range(num_seeds) for each in chosen], num_workers)
+    points = [study.point(each, budget, num_seeds) for each in chosen]
+    rows = [[each.name, *columns(point.results), each.expected] for each, point in zip(chosen, points, strict=True)]
+    return markdown(["changed", *HEADER, "expected of the AUC"], rows)
+
+
+def compare(study: Study, num_seeds: int, num_workers: int) -> dict[str, list[Point]]:
+    """Successive halving on all sides at once; the best setting for each budget, with every seed."""
+    alive, curves = dict(SIDES), {side: [] for side in SIDES}
+    for budget in study.scale.budgets:
+        study.run([Job(each, budget, 0) for trials in alive.values() for each in trials], num_workers)
+        for side, trials in alive.items():
+            ranked = sorted(trials, key=lambda each: auc(study.point(each, budget, 1).results[0]), reverse=True)
+            alive[side] = tuple(ranked[: -(-len(ranked) // 2)])
+        best = {side: trials[0] for side, trials in alive.items()}
+        study.run([Job(each, budget, seed) for seed in range(num_seeds) for each in best.values()], num_workers)
+        for side, each in best.items():
+            curves[side].append(study.point(each, budget, num_seeds))
+    return curves
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("texts", nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--scale", choices=SCALES, default="tiny")
+    parser.add_argument("--study", choices=("compare", "ingredients"), default="compare")
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
+    parser.add_argument("--glue", type=Path)
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--results", type=Path, default=HERE / "recipes.jsonl")
+    options = parser.parse_args()
+    out = options.out.absolute() / options.scale
+    out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * options.minutes
+    study = Study(SCALES[options.scale], out, options.results.absolute(), deadline, options.glue)
+    study.prepare(options.texts)
+    if options.study == "ingredients":
+        print(ingredients(study, options.only, options.seeds, options.workers))
+    else:
+        curves = compare(study, options.seeds, options.workers)
+        print(write_comparison(options.results.absolute().parent, options.scale, curves))
+
+
+if __name__ == "__main__":
+    main()
