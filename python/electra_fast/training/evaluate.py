@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -131,34 +131,60 @@ def evaluate_model(
     return _judge(model, objective, compute, batches, world, forward or objective.forward)
 
 
+def unigram_auc(
+    model: Electra,
+    corpora: Corpora,
+    config: Config,
+    compute: ComputeConfig,
+    max_batches: int,
+    corruptor: Corruptor,
+    world: World,
+    wrapped: Callable[[Objective], Forward],
+) -> Number:
+    """The AUC of a discriminator on text that a corruptor fills, in rows of the run's length.
+
+    As `evaluate_model`; `wrapped` gives an objective's forward pass, where the model is sharded.
+    """
+    config = _of_discriminator(_common_config(config, config.data.sequence_length))
+    objective, device = objective_of(config), next(model.parameters()).device
+    batches = _filled(_batches(corpora, config, max_batches, device, world), corruptor, config.train.batch_size)
+    return _judge(model, objective, compute, batches, world, wrapped(objective))["discriminator_auc"]
+
+
 def _evaluate_corrupted(
     model: Electra, corpora: Corpora, config: Config, compute: ComputeConfig, max_batches: int, corruptor: Corruptor
 ) -> dict[str, Number | str]:
     """`evaluate_model` of text that a corruptor fills, for the metrics that compare between models."""
     digest = hashlib.sha256()
 
-    def corrupted(batches: _Batches) -> _Batches:
-        num_rows = 0
+    def digested(batches: _Batches) -> _Batches:
         for first_row, batch in batches:
-            batch = {**batch, "sampled_ids": corruptor.sample(batch, num_rows)}
             for ids in corrupted_rows(batch):
                 digest.update(ids.cpu().numpy().astype("<i4").tobytes())
-            num_rows += batch["input_ids"].shape[0]
             yield first_row, batch
 
     if "discriminator" in model.networks:
-        # Judged over all tokens and no segment kept whole, whatever it was trained over.
-        own_heads = {"contrastive_weight": 0.0, "corrective_weight": 0.0}
-        config = config.with_objective("electra").replace({"objective": own_heads})
+        config = _of_discriminator(config)
     batches = _batches(corpora, config, max_batches, next(model.parameters()).device, World())
+    batches = digested(_filled(batches, corruptor, config.train.batch_size))
     objective = objective_of(config)
-    found: dict[str, Number | str] = {
-        **_judge(model, objective, compute, corrupted(batches), World(), objective.forward)
-    }
+    found: dict[str, Number | str] = {**_judge(model, objective, compute, batches, World(), objective.forward)}
     found["loss"] = None
     if "generator" not in model.networks:
         found |= {"generator_loss": None, "generator_accuracy": None}
     return found | {"sequence_length": config.data.sequence_length, "corruption": digest.hexdigest()[:16]}
+
+
+def _of_discriminator(config: Config) -> Config:
+    """Judges the discriminator over all tokens and no segment kept whole, whatever it was trained over and for."""
+    own_heads = {"contrastive_weight": 0.0, "corrective_weight": 0.0}
+    return config.with_objective("electra").replace({"objective": own_heads})
+
+
+def _filled(batches: _Batches, corruptor: Corruptor, batch_size: int) -> _Batches:
+    """The batches with a corruptor's samples, which depend on each row's number in the loader's stream."""
+    for number, (first_row, batch) in enumerate(batches):
+        yield first_row, {**batch, "sampled_ids": corruptor.sample(batch, number * batch_size + first_row)}
 
 
 def _batches(corpora: Corpora, config: Config, max_batches: int, device: torch.device, world: World) -> _Batches:

@@ -12,7 +12,7 @@ from electra_fast.errors import InputError
 from electra_fast.json_files import read_records
 
 # Colors that stay apart for color-blind readers (Okabe and Ito, 2008).
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#999999"
+BLUE, ORANGE, GREEN, PURPLE, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#999999", "#000000"
 
 Record = dict[str, Any]
 
@@ -34,7 +34,8 @@ def plot_metrics(run: Path, picture: Path) -> None:
         "encoder_accuracy": PURPLE,
     }
     _lines(axes[1, 0], records, [], rates, "Rates")
-    _lines(axes[1, 0], validation, [], {"discriminator_auc": GREY}, "Rates", "o--", suffix=", validation")
+    aucs = {"discriminator_auc": GREY, "unigram_auc": BLACK}
+    _lines(axes[1, 0], validation, [], aucs, "Rates", "o--", suffix=", validation")
     axes[1, 0].set_ylim(0, 1)
     _lines(axes[1, 1], records, [], {"tokens_per_second": GREY}, "Tokens per second")
     axes[1, 1].set_ylim(bottom=0)

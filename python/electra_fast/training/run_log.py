@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from electra_fast.json_files import JsonLines
+from electra_fast.json_files import JsonLines, read_records
 from electra_fast.objectives.objective import Number
 from electra_fast.progress import TrainingProgress
 
@@ -62,3 +62,8 @@ class RunLog:
         """A line of evaluations.jsonl."""
         if self._files is not None:
             self._files[1].write(record)
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """What evaluations.jsonl has; nothing on a silent rank."""
+        return [] if self._files is None else read_records(self._run / "evaluations.jsonl")
