@@ -1,0 +1,124 @@
+"""`bench/recipes.py`: budgets, tuning by halving, what is read off the curves, and one real run, interrupted."""
+
+import importlib
+import json
+import math
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from test_bench import BENCH
+from torch.utils.flop_counter import FlopCounterMode
+
+import electra_fast as ef
+from electra_fast.training.flops import flops_per_token
+from electra_fast.training.muon import orthogonalize
+
+
+@pytest.fixture(scope="module")
+def modules():
+    names = ("recipes", "recipe_studies", "recipe_report")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCH))
+        yield [importlib.import_module(name) for name in names]
+
+
+@pytest.fixture
+def study(modules, validation_corpus, tmp_path):
+    """A study of tiny budgets, on a corpus that is there."""
+    recipes, studies, _ = modules
+    scale = replace(studies.SCALES["tiny"], budgets=(2e9, 4e9), ingredient_budget=2e9, eval_batches=1)
+    study = recipes.Study(scale, tmp_path, tmp_path / "results.jsonl", math.inf, None)
+    study.corpus = validation_corpus
+    return study
+
+
+def test_budgets_count_the_update(modules, study):
+    recipes, studies, _ = modules
+    job = recipes.Job(studies.MODERN, 3e11, 0)
+    config = study.config(job)
+    update = recipes.update_flops(config)
+    step = config.train.batch_size * config.data.sequence_length * flops_per_token(config).total
+    assert abs(config.train.steps * (step + update) - 3e11) <= (step + update) / 2
+    assert update > 0.05 * step
+    adamw = study.config(recipes.Job(studies.Setting("adamw", studies.ADAMW), 3e11, 0))
+    assert recipes.update_flops(adamw) == 0 and adamw.train.steps > config.train.steps
+
+
+def test_the_update_is_counted_as_torch_counts_it(modules, study):
+    recipes, studies, _ = modules
+    config = study.config(recipes.Job(studies.MODERN, 3e11, 0))
+    optimizer = recipes.Optimizer(recipes.Electra(config).named_parameters(), config.optimizer)
+    names = [name for name in optimizer.parameters if name not in optimizer.exp_avg_sq]
+    assert len(names) > 10 and not any("token" in name for name in names)
+    with FlopCounterMode(display=False) as counter:
+        for stack in recipes.stacks({name: optimizer.parameters[name] for name in names}):
+            orthogonalize(torch.ones(stack.num_matrices, *stack.shape))
+    assert counter.get_total_flops() == recipes.update_flops(config)
+
+
+def test_both_sides_are_tuned_over_as_many_settings(modules):
+    _, studies, _ = modules
+    assert len({len(trials) for trials in studies.SIDES.values()}) == 1
+    for trials in (*studies.SIDES.values(), studies.INGREDIENTS):
+        assert len({each.name for each in trials}) == len(trials)
+        assert len({json.dumps([dict(each.keys), each.patches], sort_keys=True) for each in trials}) == len(trials)
+
+
+def test_the_better_half_gets_twice_the_budget(modules, study, monkeypatch):
+    """With known results: settings whose AUC depends on their place in the list, the budget and the seed."""
+    recipes, studies, report = modules
+    order = {each.name: place for trials in studies.SIDES.values() for place, each in enumerate(trials)}
+    done = []
+
+    def run(self, job):
+        done.append((job.setting.name, job.budget, job.seed))
+        auc = 0.5 + 0.01 * order[job.setting.name] + 0.02 * math.log2(job.budget / 2e9) + 0.001 * job.seed
+        judged = {"discriminator_auc": auc, "discriminator_loss": 0.4, "generator_loss": 5.0}
+        found = {"seconds": 10 * job.budget / 2e9, "corrupted_by": dict.fromkeys(report.CORRUPTORS, judged)}
+        self.found[recipes._name(self.identity(job))] = {"result": found}
+        return True
+
+    monkeypatch.setattr(recipes.Study, "_run", run)
+    curves = recipes.compare(study, num_seeds=3, num_workers=1)
+    for side, trials in studies.SIDES.items():
+        names = [each.name for each in trials]
+        first = sorted(name for name, budget, seed in done if budget == 2e9 and seed == 0 and name in names)
+        second = sorted(name for name, budget, seed in done if budget == 4e9 and seed == 0 and name in names)
+        assert first == sorted(names) and second == sorted(names[-(len(names) // 2) :])
+        assert [point.setting for point in curves[side]] == [names[-1]] * 2
+        assert [len(point.results) for point in curves[side]] == [3, 3]
+    assert len(set(done)) == len(done)
+    text = report.write_comparison(study.out, "tiny", curves)
+    assert "1.00 times" in text and (study.out / "recipes-tiny.png").stat().st_size > 10_000
+    assert json.loads((study.out / "recipes-tiny.json").read_text())["google"][1]["budget"] == 4e9
+
+
+@pytest.mark.parametrize(
+    ("value", "cost", "bound"),
+    [(0.6, 2.0, ""), (0.65, math.sqrt(8), ""), (0.55, 1.0, "at most"), (0.9, 8.0, "more than"), (0.8, 8.0, "")],
+)
+def test_where_a_curve_reaches_a_value(modules, value, cost, bound):
+    curve = [(1.0, 0.56), (2.0, 0.6), (4.0, 0.7), (8.0, 0.8)]
+    assert modules[2].crossing(curve, value) == (pytest.approx(cost), bound)
+
+
+def test_a_run_is_stopped_resumed_and_never_done_twice(modules, study, capsys):
+    recipes, studies, report = modules
+    corruptor = ef.Config.preset("tiny").override({"train.steps": "2", "objective.name": "mlm"})
+    ef.pretrain(corruptor, data=study.corpus, out=study.out / "corruptor")
+    late = recipes.Study(study.scale, study.out, study.results, time.monotonic() - 1, None)
+    late.corpus = study.corpus
+    with pytest.raises(SystemExit, match="0 of 1 runs finished in time"):
+        recipes.ingredients(late, ["never the original"], 1, 1)
+    for _ in range(2):
+        again = recipes.Study(study.scale, study.out, study.results, math.inf, None)
+        again.corpus = study.corpus
+        table = recipes.ingredients(again, ["never the original"], 1, 1)
+    assert table.splitlines()[2].startswith("| never the original | 0.")
+    lines = study.results.read_text().splitlines()
+    assert len(lines) == 1 and json.loads(lines[0])["run"]["keys"]["objective.disallow_correct"] is True
+    found = json.loads(lines[0])["result"]["corrupted_by"]
+    assert found["network"]["corruption"] != found["unigram"]["corruption"]
+    assert not list((study.out / "runs").iterdir())
