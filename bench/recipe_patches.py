@@ -46,6 +46,19 @@ def init_published(config: Config) -> None:
     model.initialize = initialize
 
 
+def init_unit(config: Config) -> None:
+    """The modern initialization with matrices of variance 1 / inputs instead of a third of it."""
+
+    def initialize(network: nn.Module, architecture: str, seed: int) -> None:
+        initialization.initialize(network, architecture, seed)
+        with torch.no_grad():
+            for name, parameter in network.named_parameters():
+                if parameter.dim() == 2 and not name.endswith("token"):
+                    parameter.mul_(3**0.5)
+
+    model.initialize = initialize
+
+
 class _Layer(model.ModernLayer):
     """A `ModernLayer` for training, with its parts apart."""
 
@@ -135,6 +148,19 @@ class _PositionEmbeddings(model.Embeddings):
         return x_TE + ops.gather_rows(self.position, position_ids_T)
 
 
+class _SquaredReluLayer(_GeluLayer):
+    """With relu(x)^2 in the place of GELU."""
+
+    def fed(self, x_TD: Tensor) -> Tensor:
+        out: Tensor = self.feed_forward_out(ops.linear(x_TD, self.feed_forward_in.weight).relu().square())
+        return out
+
+
+def squared_relu(config: Config) -> None:
+    """Squared ReLU instead of GeGLU."""
+    model.ModernLayer = _SquaredReluLayer
+
+
 def gelu(config: Config) -> None:
     """GELU instead of GeGLU."""
     model.ModernLayer = _GeluLayer
@@ -220,7 +246,9 @@ def polar_express(config: Config) -> None:
 PATCHES: dict[str, Callable[[Config], None]] = {
     "init-width": init_width,
     "init-published": init_published,
+    "init-unit": init_unit,
     "gelu": gelu,
+    "squared-relu": squared_relu,
     "post-norm": post_norm,
     "learned-positions": learned_positions,
     "gdes": gdes,

@@ -22,6 +22,7 @@ from electra_fast.atomic_files import replace_file
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import Diverged
 from electra_fast.interruption import interrupt_at_once
+from electra_fast.reproduction.row_run import end_with_parent
 from electra_fast.training import evaluate as evaluation
 
 RUN, RESULT = "run.json", "result.json"
@@ -69,6 +70,7 @@ def do(folder: Path) -> dict[str, Any]:
 def main(folder: Path) -> int:
     """The process; returns its exit code."""
     interrupt_at_once()
+    end_with_parent()
     try:
         replace_file(folder / RESULT, json.dumps(do(folder), indent=2) + "\n")
     except KeyboardInterrupt:

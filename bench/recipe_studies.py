@@ -80,7 +80,7 @@ ADAMW: Keys = ENCODER | {"optimizer.name": "adamw", "optimizer.learning_rate": "
 MUON: Keys = ENCODER | {
     "optimizer.name": "muon",
     "optimizer.learning_rate": "4e-3",
-    "optimizer.muon_learning_rate": "0.02",
+    "optimizer.muon_learning_rate": "0.01",
     "objective.disc_weight": "25",
     "objective.corrective_weight": "1",
 }
@@ -141,7 +141,7 @@ def _trials_google() -> tuple[Setting, ...]:
 def _trials_modern() -> tuple[Setting, ...]:
     rates = [
         MODERN.changed(f"modern, muon {muon}, rest {rate}", {"optimizer.muon_learning_rate": muon} | _rate(rate))
-        for muon in ("0.01", "0.02", "0.04")
+        for muon in ("0.005", "0.01", "0.02")
         for rate in ("2e-3", "4e-3")
     ]
     weights = [MODERN.changed(f"modern, disc_weight {w}", {"objective.disc_weight": w}) for w in ("10", "50")]
@@ -163,15 +163,12 @@ INGREDIENTS: tuple[Setting, ...] = (
     Setting("AdamW, no corrective loss", ADAMW, (), "-.03"),
     Setting("AdamW, no corrective loss, disc_weight 10", {**ADAMW, "objective.disc_weight": "10"}, (), "-.03"),
     Setting("AdamW with the corrective loss", {**ADAMW, **_CORRECTED}, (), "-.02"),
+    Setting("AdamW 1e-3 with the corrective loss", {**ADAMW, **_CORRECTED, **_rate("1e-3")}, (), "-.03"),
+    Setting("AdamW 4e-3 with the corrective loss", {**ADAMW, **_CORRECTED, **_rate("4e-3")}, (), "-.01"),
     _one("no corrective loss", "stalls, -.1", {"objective.corrective_weight": "0"}),
-    # The encoder, part by part.
-    _one("GELU instead of GeGLU", "-.01", patch="gelu"),
-    _one("learned positions instead of rotary ones", "-.03", patch="learned-positions"),
-    _one("post-norm", "-.02", patch="post-norm"),
-    _one("published initialization", "-.01", patch="init-published"),
     # Rates and weights.
-    _one("muon 0.01", "-.01", {"optimizer.muon_learning_rate": "0.01"}),
-    _one("muon 0.04", "-.02", {"optimizer.muon_learning_rate": "0.04"}),
+    _one("muon 0.005", "-.01", {"optimizer.muon_learning_rate": "0.005"}),
+    _one("muon 0.02", "-.04", {"optimizer.muon_learning_rate": "0.02"}),
     _one("rest 2e-3", "-.01", _rate("2e-3")),
     _one("rest 8e-3", "0", _rate("8e-3")),
     _one("disc_weight 10", "-.01", {"objective.disc_weight": "10"}),
@@ -182,6 +179,19 @@ INGREDIENTS: tuple[Setting, ...] = (
     _one("momentum 0.9", "0", {"optimizer.muon_momentum": "0.9"}),
     _one("weight decay 0.1", "0", {"optimizer.weight_decay": "0.1"}),
     _one("Polar Express", "0", patch="polar-express"),
+    # The encoder, part by part.
+    _one("GELU instead of GeGLU", "-.01", patch="gelu"),
+    _one("squared ReLU instead of GeGLU", "0", patch="squared-relu"),
+    _one("larger initialization", "0", patch="init-unit"),
+    MODERN.changed("GELU and larger initialization", {}, ("gelu", "init-unit"), "0"),
+    _one("learned positions instead of rotary ones", "-.03", patch="learned-positions"),
+    _one("post-norm", "-.02", patch="post-norm"),
+    _one("published initialization", "-.01", patch="init-published"),
+    # Tokens per step, by both update rules.
+    _one("half the batch", "+.01", {"train.batch_size": "16"}),
+    _one("twice the batch", "-.02", {"train.batch_size": "64"}),
+    Setting("AdamW, corrective loss, half the batch", {**ADAMW, **_CORRECTED, "train.batch_size": "16"}, (), "+.01"),
+    Setting("AdamW, corrective loss, twice the batch", {**ADAMW, **_CORRECTED, "train.batch_size": "64"}, (), "-.04"),
     # Generator and masks.
     _one("generator of one layer", "+.01: cheaper", {"generator.num_layers": "1"}),
     _one("mask_prob 0.25", "0", {"data.mask_prob": "0.25"}),

@@ -1,7 +1,7 @@
 """Which recipe learns most from the same FLOPs: each ingredient alone, and `modern` beside a tuned `google`.
 
     python bench/recipes.py TEXTS... --out FOLDER [--scale tiny|mini] [--study compare|ingredients] [--only WORD ...]
-                            [--seeds N] [--glue FOLDER] [--minutes M] [--workers N] [--results FILE]
+                            [--budget FLOPS] [--seeds N] [--glue FOLDER] [--minutes M] [--workers N] [--results FILE]
 
 The texts become a corpus with the scale's own vocabulary. Every run is a process of its own with one thread, trains on
 a budget of true FLOPs (Muon's orthogonalization included) with a schedule of its own, and is judged on validation text
@@ -174,13 +174,14 @@ class Study:
         limit = max(1.0, self.deadline - time.monotonic() + 60)
         with (folder / "log.txt").open("ab") as log:
             command = [sys.executable, str(HERE / "recipe_run.py"), str(folder)]
-            process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            try:
-                code = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                process.terminate()  # it writes a checkpoint
-                process.wait()
-                return False
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            # Its standard input closes when this process ends, and then it writes a checkpoint and ends too.
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment) as process:
+                try:
+                    code = process.wait(limit)
+                except subprocess.TimeoutExpired:
+                    process.terminate()
+                    return False
         if code:
             print(f"{job.setting.name}: exit code {code}, see {folder / 'log.txt'}", flush=True)
             return False
@@ -203,10 +204,9 @@ def _digest(identity: dict[str, Any]) -> str:
     return hashlib.sha256(_name(identity).encode()).hexdigest()[:16]
 
 
-def ingredients(study: Study, only: Sequence[str], num_seeds: int, num_workers: int) -> str:
+def ingredients(study: Study, only: Sequence[str], budget: float, num_seeds: int, num_workers: int) -> str:
     """Runs each ingredient with every seed; a table."""
     chosen = [each for each in INGREDIENTS if not only or any(word in each.name for word in only)]
-    budget = study.scale.ingredient_budget
     study.run([Job(each, budget, seed) for seed in range(num_seeds) for each in chosen], num_workers)
     points = [study.point(each, budget, num_seeds) for each in chosen]
     rows = [[each.name, *columns(point.results), each.expected] for each, point in zip(chosen, points, strict=True)]
@@ -236,6 +236,7 @@ def main() -> None:
     parser.add_argument("--scale", choices=SCALES, default="tiny")
     parser.add_argument("--study", choices=("compare", "ingredients"), default="compare")
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--budget", type=float, default=0.0, help="true FLOPs per run of `ingredients`")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
     parser.add_argument("--glue", type=Path)
     parser.add_argument("--minutes", type=float, default=math.inf)
@@ -248,7 +249,8 @@ def main() -> None:
     study = Study(SCALES[options.scale], out, options.results.absolute(), deadline, options.glue)
     study.prepare(options.texts)
     if options.study == "ingredients":
-        print(ingredients(study, options.only, options.seeds, options.workers))
+        budget = options.budget or study.scale.ingredient_budget
+        print(ingredients(study, options.only, budget, options.seeds, options.workers))
     else:
         curves = compare(study, options.seeds, options.workers)
         print(write_comparison(options.results.absolute().parent, options.scale, curves))

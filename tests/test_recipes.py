@@ -111,11 +111,11 @@ def test_a_run_is_stopped_resumed_and_never_done_twice(modules, study, capsys):
     late = recipes.Study(study.scale, study.out, study.results, time.monotonic() - 1, None)
     late.corpus = study.corpus
     with pytest.raises(SystemExit, match="0 of 1 runs finished in time"):
-        recipes.ingredients(late, ["never the original"], 1, 1)
+        recipes.ingredients(late, ["never the original"], 2e9, 1, 1)
     for _ in range(2):
         again = recipes.Study(study.scale, study.out, study.results, math.inf, None)
         again.corpus = study.corpus
-        table = recipes.ingredients(again, ["never the original"], 1, 1)
+        table = recipes.ingredients(again, ["never the original"], 2e9, 1, 1)
     assert table.splitlines()[2].startswith("| never the original | 0.")
     lines = study.results.read_text().splitlines()
     assert len(lines) == 1 and json.loads(lines[0])["run"]["keys"]["objective.disallow_correct"] is True

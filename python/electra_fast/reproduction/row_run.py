@@ -86,7 +86,7 @@ def do(folder: Path) -> None:
         replace_file(folder / FAILED, json_text({"failed": str(error)}))
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Stops this process when its standard input closes, which is when the one that started it has ended."""
 
     def watch() -> None:
@@ -99,7 +99,7 @@ def _end_with_parent() -> None:
 def main(folder: Path) -> int:
     """The process; returns its exit code."""
     interrupt_at_once()
-    _end_with_parent()
+    end_with_parent()
     try:
         with (folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one whose parent was killed may still be writing its checkpoint
