@@ -125,17 +125,14 @@ def _rate(value: str) -> Keys:
 
 
 def _trials_google() -> tuple[Setting, ...]:
-    base = Setting("google", GOOGLE)
-    plain = [base.changed(f"google, {rate}", _rate(rate)) for rate in ("5e-4", "1e-3", "2e-3", "4e-3")]
-    lighter = [
-        base.changed(f"google, {rate}, disc_weight 10", _rate(rate) | {"objective.disc_weight": "10"})
-        for rate in ("1e-3", "2e-3")
-    ]
-    scaled = [
-        base.changed(f"google, {rate}, init scaled to the width", _rate(rate), ("init-width",))
-        for rate in ("1e-3", "2e-3")
-    ]
-    return (*plain, *lighter, *scaled)
+    base, scaled = Setting("google", GOOGLE), ("init-width",)
+    lighter = {"objective.disc_weight": "10"}
+    return (
+        *(base.changed(f"google, {rate}", _rate(rate)) for rate in ("1e-3", "2e-3", "4e-3")),
+        base.changed("google, 2e-3, disc_weight 10", _rate("2e-3") | lighter),
+        *(base.changed(f"google, {rate}, wider init", _rate(rate), scaled) for rate in ("1e-3", "2e-3", "4e-3")),
+        base.changed("google, 2e-3, wider init, disc_weight 10", _rate("2e-3") | lighter, scaled),
+    )
 
 
 def _trials_modern() -> tuple[Setting, ...]:
@@ -178,7 +175,7 @@ INGREDIENTS: tuple[Setting, ...] = (
     _one("beta2 0.999", "0", {"optimizer.beta2": "0.999"}),
     _one("momentum 0.9", "0", {"optimizer.muon_momentum": "0.9"}),
     _one("weight decay 0.1", "0", {"optimizer.weight_decay": "0.1"}),
-    _one("Polar Express", "0", patch="polar-express"),
+    _one("Muon by three optimal iterations", "0", patch="three-steps"),
     # The encoder, part by part.
     _one("GELU instead of GeGLU", "-.01", patch="gelu"),
     _one("squared ReLU instead of GeGLU", "0", patch="squared-relu"),

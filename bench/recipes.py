@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recipe_patches import NUM_ITERATIONS
 from recipe_report import CRITERION, HEADER, Point, auc, columns, markdown, write_comparison
 from recipe_run import RESULT, RUN
 from recipe_studies import COMMON, INGREDIENTS, SCALES, SIDES, Scale, Setting
@@ -58,18 +59,18 @@ class Job:
     seed: int
 
 
-def update_flops(config: ef.Config) -> float:
-    """FLOPs per step of Muon's five iterations.
+def update_flops(config: ef.Config, patches: Sequence[str] = ()) -> float:
+    """FLOPs per step of Muon's iterations.
 
     Of a matrix m x n with m <= n, each has products of m x n by n x m, m x m by m x m and m x m by m x n.
     """
     if config.optimizer.name != "muon":
         return 0.0
     optimizer = Optimizer(Electra(config).named_parameters(), config.optimizer)
-    total = 0.0
+    total, iterations = 0.0, min((NUM_ITERATIONS[each] for each in patches if each in NUM_ITERATIONS), default=5)
     for stack in stacks({name: p for name, p in optimizer.parameters.items() if name not in optimizer.exp_avg_sq}):
         m, n = sorted(stack.shape)
-        total += stack.num_matrices * 5 * 2 * (2 * m * m * n + m**3)
+        total += stack.num_matrices * iterations * 2 * (2 * m * m * n + m**3)
     return total
 
 
@@ -104,13 +105,13 @@ class Study:
         """A run's configuration, with the steps that its budget buys."""
         is_modern = job.setting.keys.get("model.architecture") == "modern"
         keys = {**(self.scale.modern_keys if is_modern else {}), **job.setting.keys}
-        return self._sized(Setting(job.setting.name, keys), job.budget, job.seed)
+        return self._sized(Setting(job.setting.name, keys, job.setting.patches), job.budget, job.seed)
 
     def _sized(self, setting: Setting, budget: float, seed: int) -> ef.Config:
         keys = {**COMMON, **self.scale.keys, **setting.keys, "model.vocab_size": str(self.vocab_size)}
         config = ef.Config.preset(self.scale.preset).override({**keys, "train.seed": str(seed)})
         tokens = config.train.batch_size * config.data.sequence_length
-        steps = round(budget / (tokens * flops_per_token(config).total + update_flops(config)))
+        steps = round(budget / (tokens * flops_per_token(config).total + update_flops(config, setting.patches)))
         often = {"log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 4)}
         return config.replace({"train": {"steps": steps, **often}})
 
@@ -186,6 +187,7 @@ class Study:
             print(f"{job.setting.name}: exit code {code}, see {folder / 'log.txt'}", flush=True)
             return False
         result = json.loads((folder / RESULT).read_text())
+        self._check_text(result)
         with self._lock, self.results.open("a") as file:
             line = {"run": identity, "name": job.setting.name, "result": result, "version": ef.__version__}
             line["torch"] = torch.__version__
@@ -194,6 +196,14 @@ class Study:
         print(f"{job.setting.name}, {job.budget:.0e}, seed {job.seed}: {'  '.join(columns([result]))}", flush=True)
         shutil.rmtree(folder)
         return True
+
+    def _check_text(self, result: dict[str, Any]) -> None:
+        """SystemExit where a run was judged on other text than those before it."""
+        earlier = (each for each in self.found.values() if each["run"]["scale"] == self.scale.name)
+        for each in (*earlier, {"result": result}):
+            for name, judged in each["result"].get("corrupted_by", {}).items():
+                if "corrupted_by" in result and judged["corruption"] != result["corrupted_by"][name]["corruption"]:
+                    sys.exit(f"{self.results}: judged on text of another corruptor; name another file in --results")
 
 
 def _name(identity: dict[str, Any]) -> str:

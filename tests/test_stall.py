@@ -34,6 +34,24 @@ def test_when_it_warns(losses, aucs, stalls):
         assert "stalled since step" in warning and f"to {losses[-1]:.3f}" in warning
 
 
+# Two runs of `tiny` (bench/recipes.py, 4 TFLOP), the second without the corrective loss; evaluated 20 times.
+LEARNS = (
+    "6.21 6.18 6.09 5.76 5.46 5.27 5.12 5.00 4.89 4.83 4.76 4.71 4.67 4.63 4.60 4.55 4.52 4.51 4.49 4.48",
+    ".546 .535 .536 .547 .641 .735 .751 .794 .805 .812 .826 .832 .838 .837 .839 .844 .845 .848 .850 .851",
+)
+STALLS = (
+    "6.21 6.18 6.08 5.93 5.84 5.74 5.65 5.55 5.41 5.26 5.12 5.04 4.97 4.88 4.83 4.78 4.74 4.71 4.69 4.68",
+    ".536 .538 .532 .531 .535 .543 .535 .543 .550 .555 .557 .557 .559 .560 .557 .551 .560 .560 .561 .561",
+)
+
+
+@pytest.mark.parametrize(("run", "alarms"), [(LEARNS, [4]), (STALLS, [4, 5, 7, 13, 14, 15, 16, 17, 18, 20])])
+def test_real_runs(run, alarms):
+    """Before the first one learns anything, it is not told apart from the other."""
+    found = evaluations(*(map(float, column.split()) for column in run))
+    assert [end for end in range(1, 21) if stall_warning(found[:end])] == alarms
+
+
 def test_a_discriminator_without_a_loss_stalls(validation_corpus, tmp_path, capfd):
     """And the AUC of an evaluation is that of `evaluate`, on the same text."""
     changes = {"objective.disc_weight": "0", "model.tying": "none", "optimizer.learning_rate": "5e-3"}
