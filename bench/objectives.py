@@ -25,6 +25,7 @@ from electra_fast.training.step import WARM_UP, TrainStep, choose_execution
 
 VARIANTS = {
     **{name: {"objective.name": name} for name in OBJECTIVES},
+    "corrective": {"objective.corrective_weight": "1"},
     "contrastive": {"objective.contrastive_weight": "1"},
     "uniform": {"generator.kind": "uniform"},
 }

@@ -126,12 +126,12 @@ def _rate(value: str) -> Keys:
 
 def _trials_google() -> tuple[Setting, ...]:
     base, scaled = Setting("google", GOOGLE), ("init-width",)
-    lighter = {"objective.disc_weight": "10"}
+    corrected = {"optimizer.schedule": "linear", "optimizer.bias_correction": "true", "optimizer.beta2": "0.98"}
     return (
-        *(base.changed(f"google, {rate}", _rate(rate)) for rate in ("1e-3", "2e-3", "4e-3")),
-        base.changed("google, 2e-3, disc_weight 10", _rate("2e-3") | lighter),
-        *(base.changed(f"google, {rate}, wider init", _rate(rate), scaled) for rate in ("1e-3", "2e-3", "4e-3")),
-        base.changed("google, 2e-3, wider init, disc_weight 10", _rate("2e-3") | lighter, scaled),
+        *(base.changed(f"google, {rate}", _rate(rate)) for rate in ("2.5e-4", "5e-4", "1e-3")),
+        *(base.changed(f"google, {rate}, wider init", _rate(rate), scaled) for rate in ("2.5e-4", "5e-4", "1e-3")),
+        base.changed("google, 5e-4, corrected AdamW", _rate("5e-4") | corrected),
+        base.changed("google, 1e-3, corrected AdamW", _rate("1e-3") | corrected),
     )
 
 

@@ -215,8 +215,10 @@ def _digest(identity: dict[str, Any]) -> str:
 
 
 def ingredients(study: Study, only: Sequence[str], budget: float, num_seeds: int, num_workers: int) -> str:
-    """Runs each ingredient with every seed; a table."""
-    chosen = [each for each in INGREDIENTS if not only or any(word in each.name for word in only)]
+    """Runs each ingredient with every seed, or the settings whose names have one of some words; a table."""
+    trials = [each for trials in SIDES.values() for each in trials]
+    named = [each for each in (*INGREDIENTS, *trials) if any(word in each.name for word in only)]
+    chosen = named if only else INGREDIENTS
     study.run([Job(each, budget, seed) for seed in range(num_seeds) for each in chosen], num_workers)
     points = [study.point(each, budget, num_seeds) for each in chosen]
     rows = [[each.name, *columns(point.results), each.expected] for each, point in zip(chosen, points, strict=True)]

@@ -96,7 +96,7 @@ def test_true_counts_in_mflop_a_token(preset: str, parts: tuple[float, ...], tot
 def test_true_counts_equal_what_torch_counts(recipe: str, embedding_size: int, objective: str) -> None:
     changes = {
         "model": {"embedding_size": embedding_size, "vocab_size": 300, "num_layers": 3},
-        "objective": {"name": objective},
+        "objective": {"name": objective, "corrective_weight": 0.0},
         "data": {"mask_prob": 0.25},
     }
     config = Config.preset("tiny", recipe).replace(changes)
