@@ -93,7 +93,7 @@ SCALES = {
         keys={"train.batch_size": "32"},
         modern_keys={"model.intermediate_size": "176"},
         vocab_size=2048,
-        budgets=(1 * TFLOP, 2 * TFLOP, 4 * TFLOP, 8 * TFLOP),
+        budgets=(2 * TFLOP, 4 * TFLOP, 8 * TFLOP, 16 * TFLOP),
         ingredient_budget=4 * TFLOP,
         corruptor={**ADAMW, "objective.name": "mlm", "model.intermediate_size": "176"},
         corruptor_budget=3 * TFLOP,
@@ -125,13 +125,16 @@ def _rate(value: str) -> Keys:
 
 
 def _trials_google() -> tuple[Setting, ...]:
-    base, scaled = Setting("google", GOOGLE), ("init-width",)
-    corrected = {"optimizer.schedule": "linear", "optimizer.bias_correction": "true", "optimizer.beta2": "0.98"}
+    """The published encoder. With AdamW as published, a generator of these sizes stays at the unigram distribution."""
+    base, scaled, lighter = Setting("google", GOOGLE), ("init-width",), {"objective.disc_weight": "10"}
+    corrected = base.changed("", {"optimizer.schedule": "linear", "optimizer.bias_correction": "true"})
+    corrected = corrected.changed("", {"optimizer.beta2": "0.98"})
     return (
-        *(base.changed(f"google, {rate}", _rate(rate)) for rate in ("2.5e-4", "5e-4", "1e-3")),
-        *(base.changed(f"google, {rate}, wider init", _rate(rate), scaled) for rate in ("2.5e-4", "5e-4", "1e-3")),
-        base.changed("google, 5e-4, corrected AdamW", _rate("5e-4") | corrected),
-        base.changed("google, 1e-3, corrected AdamW", _rate("1e-3") | corrected),
+        base.changed("google, 2.5e-4", _rate("2.5e-4")),
+        base.changed("google, 2.5e-4, disc_weight 10", _rate("2.5e-4") | lighter),
+        *(corrected.changed(f"google, corrected, {rate}", _rate(rate)) for rate in ("5e-4", "1e-3", "2e-3")),
+        corrected.changed("google, corrected, 1e-3, disc_weight 10", _rate("1e-3") | lighter),
+        *(corrected.changed(f"google, corrected, {r}, wider init", _rate(r), scaled) for r in ("1e-3", "2e-3")),
     )
 
 
