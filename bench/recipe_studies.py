@@ -105,8 +105,8 @@ SCALES = {
         keys={"train.batch_size": "16"},
         modern_keys={"model.intermediate_size": "704"},
         vocab_size=8192,
-        budgets=(20 * TFLOP, 40 * TFLOP, 80 * TFLOP, 160 * TFLOP),
-        ingredient_budget=40 * TFLOP,
+        budgets=(45 * TFLOP, 90 * TFLOP, 180 * TFLOP),  # the last one is an hour of a core
+        ingredient_budget=90 * TFLOP,
         corruptor={
             **ADAMW,
             "objective.name": "mlm",
