@@ -19,7 +19,9 @@ class Scale:
         keys: Configuration that all runs share.
         modern_keys: The same, of runs with the modern encoder: widths at which its FLOPs are those of the other.
         vocab_size: Of the corpus.
-        budgets: True FLOPs of the runs of `compare`, each twice the one before.
+        budgets: True FLOPs of the runs of `compare`, each twice the one before. Settings cannot be told apart before the
+            discriminator has left its plateau, so the first is not smaller than that takes.
+        lower_budgets: Of runs of the best setting for the first of these, for the curve.
         ingredient_budget: Of the runs of `ingredients`.
         corruptor: Configuration of the masked language model that corrupts validation text.
         corruptor_budget: True FLOPs of its training.
@@ -32,6 +34,7 @@ class Scale:
     modern_keys: Keys
     vocab_size: int
     budgets: tuple[float, ...]
+    lower_budgets: tuple[float, ...]
     ingredient_budget: float
     corruptor: Keys
     corruptor_budget: float
@@ -93,7 +96,8 @@ SCALES = {
         keys={"train.batch_size": "32"},
         modern_keys={"model.intermediate_size": "176"},
         vocab_size=2048,
-        budgets=(2 * TFLOP, 4 * TFLOP, 8 * TFLOP, 16 * TFLOP),
+        budgets=(4 * TFLOP, 8 * TFLOP, 16 * TFLOP),
+        lower_budgets=(1 * TFLOP, 2 * TFLOP),
         ingredient_budget=4 * TFLOP,
         corruptor={**ADAMW, "objective.name": "mlm", "model.intermediate_size": "176"},
         corruptor_budget=3 * TFLOP,
@@ -106,6 +110,7 @@ SCALES = {
         modern_keys={"model.intermediate_size": "704"},
         vocab_size=8192,
         budgets=(45 * TFLOP, 90 * TFLOP, 180 * TFLOP),  # the last one is an hour of a core
+        lower_budgets=(22 * TFLOP,),
         ingredient_budget=90 * TFLOP,
         corruptor={
             **ADAMW,

@@ -10,7 +10,7 @@ belongs to no contender. Each finished run is a line of `--results` (default: re
 later calls find it; a run that was stopped resumes from its checkpoint in FOLDER.
 
 `compare` tunes both sides by successive halving: as many settings for each, the better half of which is run again with
-twice the budget, and the best of each budget with three seeds. `ingredients` changes one thing at a time. Both end with
+twice the budget, and the best of each budget with three seeds; the first best also with less. `ingredients` changes one thing at a time. Both end with
 a table, `compare` also with a picture. Nothing is downloaded.
 """
 
@@ -226,7 +226,7 @@ def ingredients(study: Study, only: Sequence[str], budget: float, num_seeds: int
 
 
 def compare(study: Study, num_seeds: int, num_workers: int) -> dict[str, list[Point]]:
-    """Successive halving on all sides at once; the best setting for each budget, with every seed."""
+    """Successive halving on all sides at once; the best setting for each budget, in rising order, with every seed."""
     alive, curves = dict(SIDES), {side: [] for side in SIDES}
     for budget in study.scale.budgets:
         study.run([Job(each, budget, 0) for trials in alive.values() for each in trials], num_workers)
@@ -234,9 +234,11 @@ def compare(study: Study, num_seeds: int, num_workers: int) -> dict[str, list[Po
             ranked = sorted(trials, key=lambda each: auc(study.point(each, budget, 1).results[0]), reverse=True)
             alive[side] = tuple(ranked[: -(-len(ranked) // 2)])
         best = {side: trials[0] for side, trials in alive.items()}
-        study.run([Job(each, budget, seed) for seed in range(num_seeds) for each in best.values()], num_workers)
-        for side, each in best.items():
-            curves[side].append(study.point(each, budget, num_seeds))
+        lower = study.scale.lower_budgets if budget == study.scale.budgets[0] else ()
+        for same in (*lower, budget):
+            study.run([Job(each, same, seed) for seed in range(num_seeds) for each in best.values()], num_workers)
+            for side, each in best.items():
+                curves[side].append(study.point(each, same, num_seeds))
     return curves
 
 

@@ -28,7 +28,9 @@ def modules():
 def study(modules, validation_corpus, tmp_path):
     """A study of tiny budgets, on a corpus that is there."""
     recipes, studies, _ = modules
-    scale = replace(studies.SCALES["tiny"], budgets=(2e9, 4e9), ingredient_budget=2e9, eval_batches=1)
+    scale = replace(
+        studies.SCALES["tiny"], budgets=(2e9, 4e9), lower_budgets=(1e9,), ingredient_budget=2e9, eval_batches=1
+    )
     study = recipes.Study(scale, tmp_path, tmp_path / "results.jsonl", math.inf, None)
     study.corpus = validation_corpus
     return study
@@ -87,12 +89,13 @@ def test_the_better_half_gets_twice_the_budget(modules, study, monkeypatch):
         first = sorted(name for name, budget, seed in done if budget == 2e9 and seed == 0 and name in names)
         second = sorted(name for name, budget, seed in done if budget == 4e9 and seed == 0 and name in names)
         assert first == sorted(names) and second == sorted(names[-(len(names) // 2) :])
-        assert [point.setting for point in curves[side]] == [names[-1]] * 2
-        assert [len(point.results) for point in curves[side]] == [3, 3]
+        assert [(point.setting, point.budget) for point in curves[side]] == [(names[-1], b) for b in (1e9, 2e9, 4e9)]
+        assert [len(point.results) for point in curves[side]] == [3, 3, 3]
+        assert [name for name, budget, _ in done if budget == 1e9 and name in names] == [names[-1]] * 3
     assert len(set(done)) == len(done)
     text = report.write_comparison(study.out, "tiny", curves)
     assert "1.00 times" in text and (study.out / "recipes-tiny.png").stat().st_size > 10_000
-    assert json.loads((study.out / "recipes-tiny.json").read_text())["google"][1]["budget"] == 4e9
+    assert json.loads((study.out / "recipes-tiny.json").read_text())["google"][2]["budget"] == 4e9
 
 
 @pytest.mark.parametrize(
