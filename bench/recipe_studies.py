@@ -19,8 +19,8 @@ class Scale:
         keys: Configuration that all runs share.
         modern_keys: The same, of runs with the modern encoder: widths at which its FLOPs are those of the other.
         vocab_size: Of the corpus.
-        budgets: True FLOPs of the runs of `compare`, each twice the one before. Settings cannot be told apart before the
-            discriminator has left its plateau, so the first is not smaller than that takes.
+        budgets: True FLOPs of the runs of `compare`, each twice the one before. Before the discriminator has left its
+            plateau, settings cannot be told apart, so the first is not smaller than that takes.
         lower_budgets: Of runs of the best setting for the first of these, for the curve.
         ingredient_budget: Of the runs of `ingredients`.
         corruptor: Configuration of the masked language model that corrupts validation text.

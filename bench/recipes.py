@@ -10,8 +10,8 @@ belongs to no contender. Each finished run is a line of `--results` (default: re
 later calls find it; a run that was stopped resumes from its checkpoint in FOLDER.
 
 `compare` tunes both sides by successive halving: as many settings for each, the better half of which is run again with
-twice the budget, and the best of each budget with three seeds; the first best also with less. `ingredients` changes one thing at a time. Both end with
-a table, `compare` also with a picture. Nothing is downloaded.
+twice the budget, and the best of each budget with three seeds; the first best also with less. `ingredients` changes
+one thing at a time. Both end with a table, `compare` also with a picture. Nothing is downloaded.
 """
 
 from __future__ import annotations
