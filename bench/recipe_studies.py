@@ -84,7 +84,7 @@ MUON: Keys = ENCODER | {
     "optimizer.name": "muon",
     "optimizer.learning_rate": "4e-3",
     "optimizer.muon_learning_rate": "0.01",
-    "objective.disc_weight": "25",
+    "objective.disc_weight": "10",
     "objective.corrective_weight": "1",
 }
 MODERN = Setting("modern", MUON)
@@ -144,8 +144,9 @@ def _trials_google() -> tuple[Setting, ...]:
 
 
 def _trials_modern() -> tuple[Setting, ...]:
+    heavier = MODERN.changed("", {"objective.disc_weight": "25"})
     rates = [
-        MODERN.changed(f"modern, muon {muon}, rest {rate}", {"optimizer.muon_learning_rate": muon} | _rate(rate))
+        heavier.changed(f"modern, muon {muon}, rest {rate}", {"optimizer.muon_learning_rate": muon} | _rate(rate))
         for muon in ("0.005", "0.01", "0.02")
         for rate in ("2e-3", "4e-3")
     ]
@@ -176,8 +177,8 @@ INGREDIENTS: tuple[Setting, ...] = (
     _one("muon 0.02", "-.04", {"optimizer.muon_learning_rate": "0.02"}),
     _one("rest 2e-3", "-.01", _rate("2e-3")),
     _one("rest 8e-3", "0", _rate("8e-3")),
-    _one("disc_weight 10", "-.01", {"objective.disc_weight": "10"}),
-    _one("disc_weight 50", "0", {"objective.disc_weight": "50"}),
+    _one("disc_weight 5", "0", {"objective.disc_weight": "5"}),
+    _one("disc_weight 25", "-.01", {"objective.disc_weight": "25"}),
     _one("corrective_weight 0.5", "0", {"objective.corrective_weight": "0.5"}),
     _one("corrective_weight 2", "0", {"objective.corrective_weight": "2"}),
     _one("beta2 0.999", "0", {"optimizer.beta2": "0.999"}),

@@ -95,7 +95,7 @@ RECIPES: dict[str, dict[str, Scalar]] = {
         "optimizer.beta2": 0.98,
         "optimizer.learning_rate": 4e-3,
         "optimizer.muon_learning_rate": 0.01,
-        "objective.disc_weight": 25.0,
+        "objective.disc_weight": 10.0,
         "objective.corrective_weight": 1.0,
     },
 }
