@@ -27,8 +27,13 @@ class Point:
     results: Sequence[Result]
 
     def mean(self, measure: Callable[[Result], float]) -> float:
-        """Over the seeds."""
-        return statistics.mean(map(measure, self.results))
+        """Over the seeds; NaN where there are none."""
+        return statistics.mean(map(measure, self.results)) if self.results else math.nan
+
+    @property
+    def finished(self) -> Point:
+        """Without the runs that diverged."""
+        return Point(self.setting, self.budget, [each for each in self.results if "failed" not in each])
 
 
 def auc(result: Result, corruptor: str = CRITERION) -> float:
@@ -90,12 +95,12 @@ def advantage(
     value, their_cost = theirs[-1].mean(measure), cost(theirs[-1])
     our_cost, bound = crossing([(cost(point), point.mean(measure)) for point in ours], value)
     word = {"": "", "at most": "at least ", "more than": "less than "}[bound]
-    return f"{value:.4f}: {word}{their_cost / our_cost:.2f} times"
+    return f"{word}{their_cost / our_cost:.2f} times as much ({value:.4f})"
 
 
 def seconds(point: Point) -> float:
     """Mean time of its runs."""
-    return point.mean(lambda result: float(result.get("seconds", math.nan)))
+    return point.finished.mean(lambda result: float(result["seconds"]))
 
 
 def write_comparison(folder: Path, scale: str, curves: Mapping[str, Sequence[Point]]) -> str:
@@ -109,7 +114,7 @@ def write_comparison(folder: Path, scale: str, curves: Mapping[str, Sequence[Poi
     baseline, ours = curves.values()
     for name in CORRUPTORS:
         for unit, cost in (("FLOPs", lambda point: point.budget), ("seconds", seconds)):
-            text += f"\nto the baseline's last AUC on {name}, by {unit}: "
+            text += f"\n{unit} that the baseline takes to its last AUC, {name}: "
             text += advantage(ours, baseline, lambda result, name=name: auc(result, name), cost)
     record = {
         side: [{"setting": p.setting, "budget": p.budget, "results": p.results} for p in curve]
@@ -133,9 +138,9 @@ def _draw(path: Path, scale: str, curves: Mapping[str, Sequence[Point]]) -> None
     drawn.append(("generator's loss, nats", lambda result: float(result["corrupted_by"][CRITERION]["generator_loss"])))
     for axis, (title, measure) in zip(axes, drawn, strict=True):
         for side, curve in curves.items():
-            budgets = [point.budget for point in curve]
-            axis.plot(budgets, [point.mean(measure) for point in curve], marker="o", label=side)
-            for point in curve:
+            budgets, points = [point.budget for point in curve], [point.finished for point in curve]
+            axis.plot(budgets, [point.mean(measure) for point in points], marker="o", label=side)
+            for point in points:
                 axis.plot([point.budget] * len(point.results), list(map(measure, point.results)), "_", color="gray")
         axis.set(xscale="log", xlabel="training FLOPs", title=title)
         axis.grid(alpha=0.3)

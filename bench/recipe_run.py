@@ -7,6 +7,7 @@ does what FOLDER/run.json says, resumes where it was stopped, and leaves FOLDER/
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import sys
@@ -18,7 +19,6 @@ import recipe_patches
 import torch
 
 import electra_fast as ef
-from electra_fast import checkpoint_folder
 from electra_fast.atomic_files import replace_file
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import Diverged
@@ -26,7 +26,7 @@ from electra_fast.interruption import interrupt_at_once
 from electra_fast.reproduction.row_run import end_with_parent
 from electra_fast.training import evaluate as evaluation
 
-RUN, RESULT = "run.json", "result.json"
+RUN, RESULT, SECONDS = "run.json", "result.json", "seconds.txt"
 JUDGED = ("discriminator_auc", "discriminator_loss", "generator_loss", "generator_accuracy", "corruption", "tokens")
 
 
@@ -38,19 +38,18 @@ def do(folder: Path) -> dict[str, Any]:
     loaded = {source: evaluation._corruptor(source, mixture, device) for source in work["corruptors"].values()}
     evaluation._corruptor = lambda source, *_: loaded[str(source)]  # patches must not change a corruptor
     recipe_patches.apply(work["patches"], config)
-    steps, first_step = config.train.steps, max(checkpoint_folder.steps(run), default=0)
-    processor_seconds = -time.process_time()
+    before = time.process_time()
     try:
         ef.pretrain(config, data=work["corpus"], out=run)
     except Diverged as error:
         return {"failed": str(error)}
-    processor_seconds += time.process_time()
+    finally:
+        with (folder / SECONDS).open("a") as file:
+            file.write(f"{time.process_time() - before}\n")
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     found: dict[str, Any] = {
-        # Of the processor, which other processes disturb less than the clock; of all steps, by those of this process.
-        "seconds": round(
-            processor_seconds * steps / (steps - first_step) if first_step < steps else last["seconds"], 1
-        ),
+        # Of the processor, which other processes disturb less than the clock; of all sessions but killed ones.
+        "seconds": round(sum(map(float, (folder / SECONDS).read_text().split())), 1),
         "tokens": last["tokens"],
         "own_discriminator_loss": last["discriminator_loss"],
         "corrupted_by": {},
@@ -79,7 +78,9 @@ def main(folder: Path) -> int:
     interrupt_at_once()
     end_with_parent()
     try:
-        replace_file(folder / RESULT, json.dumps(do(folder), indent=2) + "\n")
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one whose parent was killed may still be writing its checkpoint
+            replace_file(folder / RESULT, json.dumps(do(folder), indent=2) + "\n")
     except KeyboardInterrupt:
         return 130
     return 0

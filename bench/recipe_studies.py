@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Keys = Mapping[str, str]
 TFLOP = 1e12
@@ -43,12 +43,16 @@ class Scale:
 
 @dataclass(frozen=True)
 class Setting:
-    """A contender: keys laid over those of the scale, patches of `recipe_patches`, and what was expected of it."""
+    """A contender: keys laid over those of the scale, patches of `recipe_patches`, and what was expected of it.
+
+    `batch_factor` multiplies the scale's rows per step.
+    """
 
     name: str
     keys: Keys
     patches: tuple[str, ...] = ()
     expected: str = ""
+    batch_factor: float = 1.0
 
     def changed(self, name: str, keys: Keys, patches: tuple[str, ...] = (), expected: str = "") -> Setting:
         """A variant of it."""
@@ -96,8 +100,8 @@ SCALES = {
         keys={"train.batch_size": "32"},
         modern_keys={"model.intermediate_size": "176"},
         vocab_size=2048,
-        budgets=(4 * TFLOP, 8 * TFLOP, 16 * TFLOP),
-        lower_budgets=(1 * TFLOP, 2 * TFLOP),
+        budgets=(8 * TFLOP, 16 * TFLOP, 32 * TFLOP),
+        lower_budgets=(1 * TFLOP, 2 * TFLOP, 4 * TFLOP),
         ingredient_budget=4 * TFLOP,
         corruptor={**ADAMW, "objective.name": "mlm", "model.intermediate_size": "176"},
         corruptor_budget=3 * TFLOP,
@@ -194,10 +198,10 @@ INGREDIENTS: tuple[Setting, ...] = (
     _one("post-norm", "-.02", patch="post-norm"),
     _one("published initialization", "-.01", patch="init-published"),
     # Tokens per step, by both update rules.
-    _one("half the batch", "+.01", {"train.batch_size": "16"}),
-    _one("twice the batch", "-.02", {"train.batch_size": "64"}),
-    Setting("AdamW, corrective loss, half the batch", {**ADAMW, **_CORRECTED, "train.batch_size": "16"}, (), "+.01"),
-    Setting("AdamW, corrective loss, twice the batch", {**ADAMW, **_CORRECTED, "train.batch_size": "64"}, (), "-.04"),
+    replace(MODERN, name="half the batch", expected="+.01", batch_factor=0.5),
+    replace(MODERN, name="twice the batch", expected="-.02", batch_factor=2),
+    Setting("AdamW, corrective loss, half the batch", {**ADAMW, **_CORRECTED}, (), "+.01", 0.5),
+    Setting("AdamW, corrective loss, twice the batch", {**ADAMW, **_CORRECTED}, (), "-.04", 2),
     # Generator and masks.
     _one("generator of one layer", "+.01: cheaper", {"generator.num_layers": "1"}),
     _one("mask_prob 0.25", "0", {"data.mask_prob": "0.25"}),

@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from electra_fast.model import Electra
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.muon import stacks
 from electra_fast.training.optim import Optimizer
+from electra_fast.training.run import exclusive
 
 HERE = Path(__file__).parent
 NUM_SEEDS = 3
@@ -89,7 +90,7 @@ class Study:
         self.scale, self.out, self.results, self.deadline, self.glue = scale, out, results, deadline, glue
         self.corpus = out / "shards"
         self._lock = threading.Lock()
-        lines = results.read_text().splitlines() if results.exists() else []
+        lines = results.read_text().split("\n")[:-1] if results.exists() else []  # without one that a crash cut short
         self.found: dict[str, dict[str, Any]] = {_name(each["run"]): each for each in map(json.loads, lines)}
 
     def prepare(self, texts: Sequence[str]) -> None:
@@ -105,11 +106,13 @@ class Study:
         """A run's configuration, with the steps that its budget buys."""
         is_modern = job.setting.keys.get("model.architecture") == "modern"
         keys = {**(self.scale.modern_keys if is_modern else {}), **job.setting.keys}
-        return self._sized(Setting(job.setting.name, keys, job.setting.patches), job.budget, job.seed)
+        return self._sized(replace(job.setting, keys=keys), job.budget, job.seed)
 
     def _sized(self, setting: Setting, budget: float, seed: int) -> ef.Config:
         keys = {**COMMON, **self.scale.keys, **setting.keys, "model.vocab_size": str(self.vocab_size)}
         config = ef.Config.preset(self.scale.preset).override({**keys, "train.seed": str(seed)})
+        batch_size = round(setting.batch_factor * config.train.batch_size)
+        config = config.replace({"train": {"batch_size": batch_size}})
         tokens = config.train.batch_size * config.data.sequence_length
         steps = round(budget / (tokens * flops_per_token(config).total + update_flops(config, setting.patches)))
         often = {"log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 4)}
@@ -147,11 +150,13 @@ class Study:
 
     def run(self, jobs: Iterable[Job], num_workers: int) -> None:
         """Does all runs that are not finished, so many at a time; SystemExit at the deadline."""
-        waiting = [job for job in jobs if self.result(job) is None]
+        # Two names may be of one configuration.
+        named = {_name(self.identity(job)): job for job in jobs}
+        waiting = [job for name, job in named.items() if name not in self.found]
         with ThreadPoolExecutor(num_workers) as pool:
             outcomes = list(pool.map(self._run, waiting))
         if not all(outcomes):
-            sys.exit(f"{sum(map(bool, outcomes))} of {len(waiting)} runs finished in time; call again to continue")
+            sys.exit(f"{sum(outcomes)} of {len(waiting)} runs are finished; call again to continue")
 
     def _run(self, job: Job) -> bool:
         """Does one run in a process of its own; False where it is too late to start or it was stopped."""
@@ -187,8 +192,8 @@ class Study:
             print(f"{job.setting.name}: exit code {code}, see {folder / 'log.txt'}", flush=True)
             return False
         result = json.loads((folder / RESULT).read_text())
-        self._check_text(result)
         with self._lock, self.results.open("a") as file:
+            self._check_text(identity, result)
             line = {"run": identity, "name": job.setting.name, "result": result, "version": ef.__version__}
             line["torch"] = torch.__version__
             file.write(json.dumps(line) + "\n")
@@ -197,10 +202,12 @@ class Study:
         shutil.rmtree(folder)
         return True
 
-    def _check_text(self, result: dict[str, Any]) -> None:
+    def _check_text(self, identity: dict[str, Any], result: dict[str, Any]) -> None:
         """SystemExit where a run was judged on other text than those before it."""
-        earlier = (each for each in self.found.values() if each["run"]["scale"] == self.scale.name)
-        for each in (*earlier, {"result": result}):
+        same = ("scale", "corpus")
+        for each in self.found.values():
+            if any(each["run"][key] != identity[key] for key in same):
+                continue
             for name, judged in each["result"].get("corrupted_by", {}).items():
                 if "corrupted_by" in result and judged["corruption"] != result["corrupted_by"][name]["corruption"]:
                     sys.exit(f"{self.results}: judged on text of another corruptor; name another file in --results")
@@ -260,14 +267,15 @@ def main() -> None:
     out = options.out.absolute() / options.scale
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * options.minutes
-    study = Study(SCALES[options.scale], out, options.results.absolute(), deadline, options.glue)
-    study.prepare(options.texts)
-    if options.study == "ingredients":
-        budget = options.budget or study.scale.ingredient_budget
-        print(ingredients(study, options.only, budget, options.seeds, options.workers))
-    else:
-        curves = compare(study, options.seeds, options.workers)
-        print(write_comparison(options.results.absolute().parent, options.scale, curves))
+    with exclusive(out):
+        study = Study(SCALES[options.scale], out, options.results.absolute(), deadline, options.glue)
+        study.prepare(options.texts)
+        if options.study == "ingredients":
+            budget = options.budget or study.scale.ingredient_budget
+            print(ingredients(study, options.only, budget, options.seeds, options.workers))
+        else:
+            curves = compare(study, options.seeds, options.workers)
+            print(write_comparison(options.results.absolute().parent, options.scale, curves))
 
 
 if __name__ == "__main__":

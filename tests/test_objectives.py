@@ -120,6 +120,10 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
     assert {folder.name for folder in (tmp_path / "hf").iterdir()} == set(ours.networks) == set(theirs.networks)
     for logits in names:
         assert torch.equal(getattr(theirs, logits)(ids), getattr(ours, logits)(ids))
+    if name == "corrective":
+        exported = ef.evaluate(tmp_path / "hf", validation_corpus, sequence_length=16, mlm_examples=0)
+        assert exported["discriminator_auc"] == pytest.approx(found["discriminator_auc"], abs=1e-6)
+        assert "corrective_loss" in found and "corrective_loss" not in exported  # the folder has no such head
     # What is fine-tuned is the result, not its generator, from the run as from the export.
     encoder, again = load_encoder(tmp_path / "run"), load_encoder(tmp_path / "hf")
     assert encoder.content_hash == again.content_hash

@@ -65,7 +65,8 @@ def test_both_sides_are_tuned_over_as_many_settings(modules):
     assert len({len(trials) for trials in studies.SIDES.values()}) == 1
     for trials in (*studies.SIDES.values(), studies.INGREDIENTS):
         assert len({each.name for each in trials}) == len(trials)
-        assert len({json.dumps([dict(each.keys), each.patches], sort_keys=True) for each in trials}) == len(trials)
+        different = {json.dumps([dict(x.keys), x.patches, x.batch_factor], sort_keys=True) for x in trials}
+        assert len(different) == len(trials)
 
 
 def test_the_better_half_gets_twice_the_budget(modules, study, monkeypatch):
@@ -98,6 +99,24 @@ def test_the_better_half_gets_twice_the_budget(modules, study, monkeypatch):
     assert json.loads((study.out / "recipes-tiny.json").read_text())["google"][2]["budget"] == 4e9
 
 
+def test_a_run_that_diverged_is_chance_and_stops_no_report(modules, tmp_path):
+    _, _, report = modules
+    judged = {"discriminator_auc": 0.7, "discriminator_loss": 0.4, "generator_loss": 5.0}
+    good = {"seconds": 10.0, "corrupted_by": dict.fromkeys(report.CORRUPTORS, judged)}
+    point = report.Point("one", 1e9, [good, {"failed": "the loss became nan"}])
+    curves = {"google": [point], "modern": [report.Point("other", 1e9, [good])]}
+    text = report.write_comparison(tmp_path, "tiny", curves)
+    assert "| 0.6000 ± 0.1414 |" in text and "nan" not in text
+    only = {"google": [report.Point("one", 1e9, [{"failed": "nan"}])], "modern": curves["modern"]}
+    assert "diverged" in report.write_comparison(tmp_path, "tiny", only)
+
+
+def test_a_line_that_was_cut_short_is_no_result(modules, study):
+    recipes, *_ = modules
+    study.results.write_text('{"run": {"scale": "tiny"}, "result": {}}\n{"run": {"sca')
+    assert len(recipes.Study(study.scale, study.out, study.results, math.inf, None).found) == 1
+
+
 @pytest.mark.parametrize(
     ("value", "cost", "bound"),
     [(0.6, 2.0, ""), (0.65, math.sqrt(8), ""), (0.55, 1.0, "at most"), (0.9, 8.0, "more than"), (0.8, 8.0, "")],
@@ -113,7 +132,7 @@ def test_a_run_is_stopped_resumed_and_never_done_twice(modules, study, capsys):
     ef.pretrain(corruptor, data=study.corpus, out=study.out / "corruptor")
     late = recipes.Study(study.scale, study.out, study.results, time.monotonic() - 1, None)
     late.corpus = study.corpus
-    with pytest.raises(SystemExit, match="0 of 1 runs finished in time"):
+    with pytest.raises(SystemExit, match="0 of 1 runs are finished"):
         recipes.ingredients(late, ["never the original"], 2e9, 1, 1)
     for _ in range(2):
         again = recipes.Study(study.scale, study.out, study.results, math.inf, None)

@@ -118,7 +118,12 @@ class TestAllowedChanges:
 
     @pytest.mark.parametrize(
         ("key", "value"),
-        [("model.hidden_size", "128"), ("generator.num_layers", "1"), ("objective.name", "mlm")],
+        [
+            ("model.hidden_size", "128"),
+            ("generator.num_layers", "1"),
+            ("objective.name", "mlm"),
+            ("objective.corrective_weight", "1"),
+        ],
     )
     def test_sizes_and_objective_never_change(self, run, validation_corpus, key, value):
         with pytest.raises(ValueError, match=rf"{key} = .*another model or optimizer state"):

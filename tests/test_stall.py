@@ -53,7 +53,7 @@ def test_real_runs(run, alarms):
 
 
 def test_a_discriminator_without_a_loss_stalls(validation_corpus, tmp_path, capfd):
-    """And the AUC of an evaluation is that of `evaluate`, on the same text."""
+    """And the AUC of an evaluation is one on nearly the replacements of `evaluate`, which counts all tokens."""
     changes = {"objective.disc_weight": "0", "model.tying": "none", "optimizer.learning_rate": "5e-3"}
     changes |= {"train.steps": "80", "train.eval_every": "20", "train.eval_batches": "0", "model.dropout": "0"}
     pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
@@ -67,7 +67,7 @@ def test_a_discriminator_without_a_loss_stalls(validation_corpus, tmp_path, capf
         corrupted_by="unigram",
         mlm_examples=0,
     )
-    assert found["unigram_auc"] == fixed["discriminator_auc"]
+    assert found["unigram_auc"] == pytest.approx(fixed["discriminator_auc"], abs=0.03)
     assert found["unigram_auc"] != found["discriminator_auc"]
 
 

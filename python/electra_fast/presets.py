@@ -84,6 +84,8 @@ RECIPES: dict[str, dict[str, Scalar]] = {
         "optimizer.schedule": "product",
         "optimizer.bias_correction": False,
     },
+    # Rates and weights were tuned at `tiny` (bench/LOG.md). Muon's updates have the same spectral norm at any width,
+    # and the tables' rate does not depend on it, so all sizes have the same rates: a rule that has not been tested.
     "modern": {
         "model.architecture": "modern",
         "model.dropout": 0.0,

@@ -22,11 +22,12 @@ from electra_fast.data.loader import BatchLoader, padding_row, to_torch
 from electra_fast.data.mixture import Corpora, Mixture
 from electra_fast.errors import InputError
 from electra_fast.huggingface.export import load
-from electra_fast.huggingface.source import origin, tokenizer_folder
+from electra_fast.huggingface.source import checkpoint_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import check_vocabulary
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Number, Objective
+from electra_fast.sampling import alias_table
 from electra_fast.training import metrics
 from electra_fast.training.backward import Forward
 from electra_fast.training.corruptor import UNIGRAM, Corruptor, corrupted_rows, max_positions
@@ -95,6 +96,8 @@ def evaluate(
     config = model.config.replace({"train": {"batch_size": rows_per_batch, "accumulate": 1}})
     # fp32 and the backend that runs everywhere, whatever the model was trained with.
     compute = ComputeConfig("sdpa", torch.float32)
+    if checkpoint_of(Path(source)) is None:  # Hugging Face folders do not have this head
+        config = config.replace({"objective": {"corrective_weight": 0.0}})
     report: dict[str, Number | str] = {}
     if corrupted_by is None:
         own_length = min(config.data.sequence_length, config.model.max_positions)
@@ -137,16 +140,24 @@ def unigram_auc(
     config: Config,
     compute: ComputeConfig,
     max_batches: int,
-    corruptor: Corruptor,
     world: World,
     wrapped: Callable[[Objective], Forward],
 ) -> Number:
-    """The AUC of a discriminator on text that a corruptor fills, in rows of the run's length.
+    """The AUC of a discriminator on replacements that are the same whatever it has learned.
 
-    As `evaluate_model`; `wrapped` gives an objective's forward pass, where the model is sharded.
+    As `evaluate_model`, in rows of the run's length, over all tokens. The replacements have the distribution of the
+    tokens that are masked in these rows. `wrapped` gives an objective's forward pass, where the model is sharded.
     """
     config = _of_discriminator(_common_config(config, config.data.sequence_length))
     objective, device = objective_of(config), next(model.parameters()).device
+    counts_V = torch.zeros(config.model.vocab_size, dtype=torch.float64)
+    for _, batch in _batches(corpora, config, max_batches, torch.device("cpu"), world):
+        masked_ids = batch["masked_ids"][batch["masked_weights"] > 0]
+        counts_V += torch.bincount(masked_ids, minlength=len(counts_V))
+    counts_V = world.exchange(counts_V).sum(0)
+    if not counts_V.any():
+        return None
+    corruptor = Corruptor(alias_table(counts_V).to(device), len(counts_V), config.data.sequence_length, SEED)
     batches = _filled(_batches(corpora, config, max_batches, device, world), corruptor, config.train.batch_size)
     return _judge(model, objective, compute, batches, world, wrapped(objective))["discriminator_auc"]
 

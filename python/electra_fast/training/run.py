@@ -47,6 +47,8 @@ FREE_KEYS = {
 FIXED_KEYS = {"objective.name", "optimizer.name"}
 FIXED_SECTIONS = ("model.", "generator.")
 NOT_FIXED = {"model.dropout", "model.attention_dropout", "model.attention"}
+# Losses through a head of their own, which is there from the start or not at all.
+HEAD_WEIGHTS = {"objective.corrective_weight", "objective.contrastive_weight"}
 # The corpora, identified by content hashes and weights, are listed among the changed keys under this name.
 CORPUS = "corpus"
 CHANGES_FILE = "changes.jsonl"
@@ -182,7 +184,8 @@ def _with(config: Config, section: str, **values: Scalar) -> Config:
 def _refuse(folder: Path, directory: Path, changes: Changes, config: Config, allow_changes: bool) -> None:
     """Raises ValueError for the first change that is impossible, or was not allowed."""
     for name, (was, now) in changes.items():
-        if name in FIXED_KEYS or (name.startswith(FIXED_SECTIONS) and name not in NOT_FIXED):
+        has_other_heads = name in HEAD_WEIGHTS and (not was) != (not now)
+        if name in FIXED_KEYS or has_other_heads or (name.startswith(FIXED_SECTIONS) and name not in NOT_FIXED):
             raise InputError(
                 f"{folder}: this run was started with {name} = {was!r}, now it is {now!r}, which would be another "
                 "model or optimizer state; leave it as it was to resume, or give another --out"

@@ -18,11 +18,11 @@ _DISCRIMINATOR_STAYS = 0.005  # of its AUC
 _SATURATED = 0.9
 
 
-def stall_warning(evaluations: Sequence[Mapping[str, Number]]) -> str | None:
+def stall_warning(evaluations: Sequence[Mapping[str, Number]], can_correct: bool = False) -> str | None:
     """A warning in one line about the newest of a run's evaluations, in order, or None.
 
     Reads `step`, `generator_loss` and `unigram_auc`; None where one of the last two is missing, as in an objective
-    that has no such network.
+    that has no such network. With `can_correct` it suggests the corrective loss, which a run cannot begin later.
     """
     if len(evaluations) <= _EVALUATIONS:
         return None
@@ -33,8 +33,9 @@ def stall_warning(evaluations: Sequence[Mapping[str, Number]]) -> str | None:
     (loss_before, loss), (auc_before, auc) = map(float, losses), map(float, aucs)  # type: ignore[arg-type]
     if loss > (1 - _GENERATOR_IMPROVES) * loss_before or auc > auc_before + _DISCRIMINATOR_STAYS or auc > _SATURATED:
         return None
+    remedy = "objective.corrective_weight = 1, " if can_correct else ""
     return (
         f"the discriminator has stalled since step {first['step']}: the generator's loss fell from {loss_before:.3f} "
         f"to {loss:.3f}, while the AUC on unigram replacements went from {auc_before:.3f} to {auc:.3f}; if that goes "
-        "on, use a smaller generator.fraction, set objective.corrective_weight = 1, or lower the learning rate"
+        f"on, start again with {remedy}a smaller generator.fraction or a lower learning rate"
     )

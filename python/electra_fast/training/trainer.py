@@ -21,16 +21,15 @@ from electra_fast.attention import is_deterministic
 from electra_fast.checkpoint_folder import LogWindow, TrainState
 from electra_fast.compute import choose_compute, choose_device
 from electra_fast.data.loader import BatchLoader
-from electra_fast.data.mixture import Corpora, Mixture, resumed_state, stream_of
+from electra_fast.data.mixture import Mixture, resumed_state, stream_of
 from electra_fast.errors import Diverged, InputError, ReportedElsewhere, TrainingFailed
 from electra_fast.interruption import StopRequest
 from electra_fast.model import Electra
 from electra_fast.objectives.objective import Number
 from electra_fast.training import metrics
 from electra_fast.training.checkpoint_writer import CheckpointWriter
-from electra_fast.training.corruptor import Corruptor
 from electra_fast.training.environment import environment, record_environment
-from electra_fast.training.evaluate import SEED, evaluate_model, unigram_auc
+from electra_fast.training.evaluate import evaluate_model, unigram_auc
 from electra_fast.training.faults import Faults
 from electra_fast.training.flops import device_peak, flops_per_token
 from electra_fast.training.hardware import settle_hardware
@@ -94,7 +93,6 @@ class Trainer:
         self.blocked_seconds = 0.0
         self.rank_seconds, self.first_timed = [0.0] * world.size, self.state.step
         self.every = {"log": train.log_every, "checkpoint": train.checkpoint_every}
-        self.unigram: Corruptor | None = None
         if train.eval_every and mixture.holdout is not None:
             self.every["evaluation"] = train.eval_every
 
@@ -280,20 +278,14 @@ class Trainer:
                 self.model, self.mixture.holdout, self.config, self.compute, num_batches, objective, self.world, forward
             )
             if "discriminator" in objective.networks():
-                found["unigram_auc"] = self._unigram_auc(self.mixture.holdout)
+                wrapped = self.train_step.backward.forward
+                settings = (self.mixture.holdout, self.config, self.compute, num_batches)
+                found["unigram_auc"] = unigram_auc(self.model, *settings, self.world, wrapped)
         log.write_evaluation({"step": self.state.step, **found})
         log.say(f"step {self.state.step}: validation: {_validation_text(found)}")
-        if log.evaluations and (message := stall_warning(log.evaluations)):
+        can_correct = self.config.objective.name == "electra" and not self.config.objective.corrective_weight
+        if message := stall_warning(log.evaluations, can_correct):
             log.say(f"step {self.state.step}: warning: {message}")
-
-    def _unigram_auc(self, holdout: Corpora) -> Number:
-        """The discriminator's AUC on replacements that are the same in all evaluations, and in other runs."""
-        if self.unigram is None:
-            self.unigram = Corruptor.unigram(Mixture(holdout), SEED, self.device)
-        wrapped = self.train_step.backward.forward
-        num_batches = self.config.train.eval_batches
-        settings = (holdout, self.config, self.compute, num_batches)
-        return unigram_auc(self.model, *settings, self.unigram, self.world, wrapped)
 
     def _say_changes(self, log: RunLog) -> None:
         """Reports a new stage, and each capture of the graph, which takes as long as many steps."""
