@@ -90,7 +90,9 @@ class Study:
         self.scale, self.out, self.results, self.deadline, self.glue = scale, out, results, deadline, glue
         self.corpus = out / "shards"
         self._lock = threading.Lock()
-        lines = results.read_text().split("\n")[:-1] if results.exists() else []  # without one that a crash cut short
+        *lines, rest = results.read_text().split("\n") if results.exists() else [""]
+        if rest:  # a line that a crash cut short
+            replace_file(results, "".join(f"{line}\n" for line in lines))
         self.found: dict[str, dict[str, Any]] = {_name(each["run"]): each for each in map(json.loads, lines)}
 
     def prepare(self, texts: Sequence[str]) -> None:
@@ -109,7 +111,7 @@ class Study:
         return self._sized(replace(job.setting, keys=keys), job.budget, job.seed)
 
     def _sized(self, setting: Setting, budget: float, seed: int) -> ef.Config:
-        keys = {**COMMON, **self.scale.keys, **setting.keys, "model.vocab_size": str(self.vocab_size)}
+        keys = {**COMMON, **self.scale.keys, **setting.keys, "model.vocab_size": str(self.opened.vocab_size)}
         config = ef.Config.preset(self.scale.preset).override({**keys, "train.seed": str(seed)})
         batch_size = round(setting.batch_factor * config.train.batch_size)
         config = config.replace({"train": {"batch_size": batch_size}})
@@ -119,9 +121,9 @@ class Study:
         return config.replace({"train": {"steps": steps, **often}})
 
     @cached_property
-    def vocab_size(self) -> int:
-        """Entries of the corpus's vocabulary."""
-        return ef.Corpus(self.corpus).vocab_size
+    def opened(self) -> ef.Corpus:
+        """The corpus."""
+        return ef.Corpus(self.corpus)
 
     def identity(self, job: Job) -> dict[str, Any]:
         """What a result is found by: all that it depends on besides the version."""
@@ -131,7 +133,7 @@ class Study:
         keys = {key: now for key, (_, now) in differences.items() if key not in skipped}
         return {
             "scale": self.scale.name,
-            "corpus": ef.Corpus(self.corpus).content_hash,
+            "corpus": self.opened.content_hash,
             "budget": job.budget,
             "keys": dict(sorted(keys.items())),
             "patches": list(job.setting.patches),

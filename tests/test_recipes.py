@@ -115,6 +115,7 @@ def test_a_line_that_was_cut_short_is_no_result(modules, study):
     recipes, *_ = modules
     study.results.write_text('{"run": {"scale": "tiny"}, "result": {}}\n{"run": {"sca')
     assert len(recipes.Study(study.scale, study.out, study.results, math.inf, None).found) == 1
+    assert study.results.read_text() == '{"run": {"scale": "tiny"}, "result": {}}\n'
 
 
 @pytest.mark.parametrize(

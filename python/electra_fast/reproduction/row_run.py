@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def do(folder: Path) -> None:
         replace_file(folder / FAILED, json_text({"failed": str(error)}))
 
 
-def end_with_parent() -> None:
+def _end_with_parent() -> None:
     """Stops this process when its standard input closes, which is when the one that started it has ended."""
 
     def watch() -> None:
@@ -96,14 +97,14 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main(folder: Path) -> int:
-    """The process; returns its exit code."""
+def main(folder: Path, work: Callable[[Path], None] = do) -> int:
+    """The process of a run, which does its work in a folder; returns its exit code."""
     interrupt_at_once()
-    end_with_parent()
+    _end_with_parent()
     try:
         with (folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one whose parent was killed may still be writing its checkpoint
-            do(folder)
+            work(folder)
     except KeyboardInterrupt as interruption:
         return 128 + getattr(interruption, "signal", signal.SIGINT)
     except (ElectraFastError, OSError) as error:
