@@ -7,10 +7,12 @@ does what FOLDER/run.json says, resumes where it was stopped, and leaves FOLDER/
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
 import time
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,13 @@ import recipe_patches
 import torch
 
 import electra_fast as ef
+from electra_fast import checkpoint_folder
 from electra_fast.atomic_files import replace_file
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import Diverged
 from electra_fast.reproduction.row_run import main
 from electra_fast.training import evaluate as evaluation
+from electra_fast.training.time_limit import TimeLimit
 
 RUN, RESULT, SECONDS = "run.json", "result.json", "seconds.txt"
 JUDGED = ("discriminator_auc", "discriminator_loss", "generator_loss", "generator_accuracy", "corruption", "tokens")
@@ -31,14 +35,16 @@ JUDGED = ("discriminator_auc", "discriminator_loss", "generator_loss", "generato
 def do(folder: Path) -> dict[str, Any]:
     """Trains, evaluates and fine-tunes; what was measured."""
     job = json.loads((folder / RUN).read_text())
-    config, run, start = ef.Config.load(folder / "config.toml"), folder / "run", time.monotonic()
+    parts = [(ef.Config.load(folder / name), last_step) for name, last_step in job["parts"]]
+    config, run, start = parts[-1][0], folder / "run", time.monotonic()
     mixture, device = Mixture(job["corpus"]), torch.device("cpu")
     loaded = {source: evaluation._corruptor(source, mixture, device) for source in job["corruptors"].values()}
     evaluation._corruptor = lambda source, *_: loaded[str(source)]  # patches must not change a corruptor
     recipe_patches.apply(job["patches"], config)
     before = time.process_time()
     try:
-        ef.pretrain(config, data=job["corpus"], out=run)
+        for config, last_step in parts:
+            _train_until(last_step, config, job["corpus"], run)
     except Diverged as error:
         return {"failed": str(error)}
     finally:
@@ -69,6 +75,16 @@ def do(folder: Path) -> dict[str, Any]:
         shutil.rmtree(folder / "tasks")
     found["all_seconds"] = round(time.monotonic() - start, 1)
     return found
+
+
+def _train_until(last_step: int, config: ef.Config, corpus: str, run: Path) -> None:
+    """Trains a run, or goes on with it, up to a step; not at all if it is there."""
+    first_step = max(checkpoint_folder.steps(run), default=0)
+    if first_step >= last_step:
+        return
+    asked = itertools.count(first_step + 1)
+    with unittest.mock.patch.object(TimeLimit, "is_up", lambda self, seconds: next(asked) == last_step):
+        ef.pretrain(config, data=corpus, out=run, allow_changes=True)
 
 
 def work(folder: Path) -> None:

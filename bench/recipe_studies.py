@@ -45,7 +45,8 @@ class Scale:
 class Setting:
     """A contender: keys laid over those of the scale, patches of `recipe_patches`, and what was expected of it.
 
-    `batch_factor` multiplies the scale's rows per step.
+    `batch_factor` multiplies the scale's rows per step, `length_factor` their length. `early` is how the first half of
+    the FLOPs is spent, if otherwise; the learning rate's schedule spans both.
     """
 
     name: str
@@ -53,6 +54,8 @@ class Setting:
     patches: tuple[str, ...] = ()
     expected: str = ""
     batch_factor: float = 1.0
+    length_factor: float = 1.0
+    early: Setting | None = None
 
     def changed(self, name: str, keys: Keys, patches: tuple[str, ...] = (), expected: str = "") -> Setting:
         """A variant of it."""
@@ -110,7 +113,7 @@ SCALES = {
     "mini": Scale(
         name="mini",
         preset="mini",
-        keys={"train.batch_size": "16"},
+        keys={"train.batch_size": "16", "train.precision": "bf16"},
         modern_keys={"model.intermediate_size": "704"},
         vocab_size=8192,
         budgets=(45 * TFLOP, 90 * TFLOP, 180 * TFLOP),  # the last one is an hour of a core
@@ -119,6 +122,7 @@ SCALES = {
         corruptor={
             **ADAMW,
             "objective.name": "mlm",
+            "train.precision": "fp32",
             "model.hidden_size": "128",
             "model.num_heads": "2",
             "model.intermediate_size": "352",
@@ -200,6 +204,13 @@ INGREDIENTS: tuple[Setting, ...] = (
     # Tokens per step, by both update rules.
     replace(MODERN, name="half the batch", expected="+.01", batch_factor=0.5),
     replace(MODERN, name="twice the batch", expected="-.02", batch_factor=2),
+    replace(MODERN, name="half the batch at first", expected="0", early=replace(MODERN, batch_factor=0.5)),
+    replace(
+        MODERN,
+        name="rows of a quarter at first",
+        expected="+.01: cheaper",
+        early=replace(MODERN, batch_factor=4, length_factor=0.25),
+    ),
     Setting("AdamW, corrective loss, half the batch", {**ADAMW, **_CORRECTED}, (), "+.01", 0.5),
     Setting("AdamW, corrective loss, twice the batch", {**ADAMW, **_CORRECTED}, (), "-.04", 2),
     # Generator and masks.

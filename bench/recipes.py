@@ -1,6 +1,6 @@
 """Which recipe learns most from the same FLOPs: each ingredient alone, and `modern` beside a tuned `google`.
 
-    python bench/recipes.py TEXTS... --out FOLDER [--scale tiny|mini] [--study compare|ingredients] [--only WORD ...]
+    python bench/recipes.py TEXTS... --out FOLDER [--scale tiny|mini] [--study compare|ingredients] [--only NAME ...]
                             [--budget FLOPS] [--seeds N] [--glue FOLDER] [--minutes M] [--workers N] [--results FILE]
 
 The texts become a corpus with the scale's own vocabulary. Every run is a process of its own with one thread, trains on
@@ -28,8 +28,10 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -101,24 +103,34 @@ class Study:
         if not vocab.exists():
             ef.train_vocab(texts, out=vocab, size=self.scale.vocab_size, lowercase=True)
         ef.prepare(texts, vocab=vocab, out=self.corpus, holdout=0.01)
-        config = self._sized(Setting("corruptor", self.scale.corruptor), self.scale.corruptor_budget, 1_000_000)
-        ef.pretrain(config, data=self.corpus, out=self.out / "corruptor")
+        corruptor = Job(Setting("corruptor", self.scale.corruptor), self.scale.corruptor_budget, 1_000_000)
+        ef.pretrain(self.config(corruptor), data=self.corpus, out=self.out / "corruptor")
 
     def config(self, job: Job) -> ef.Config:
-        """A run's configuration, with the steps that its budget buys."""
-        is_modern = job.setting.keys.get("model.architecture") == "modern"
-        keys = {**(self.scale.modern_keys if is_modern else {}), **job.setting.keys}
-        return self._sized(replace(job.setting, keys=keys), job.budget, job.seed)
+        """A run's configuration, with the steps that its budget buys; that of its second part, if it has two."""
+        return self.parts(job)[-1][0]
 
-    def _sized(self, setting: Setting, budget: float, seed: int) -> ef.Config:
-        keys = {**COMMON, **self.scale.keys, **setting.keys, "model.vocab_size": str(self.opened.vocab_size)}
+    def parts(self, job: Job) -> list[tuple[ef.Config, int]]:
+        """The configuration of each part of a run, and the step that ends it."""
+        settings = [each for each in (job.setting.early, job.setting) if each is not None]
+        sized = [self._sized(each, job.seed) for each in settings]
+        counts = [round(job.budget / len(sized) / flops) for _, flops in sized]
+        steps = sum(counts)
+        every = {"steps": steps, "log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 4)}
+        configs = [config.replace({"train": every}) for config, _ in sized]
+        return list(zip(configs, accumulate(counts), strict=True))
+
+    def _sized(self, setting: Setting, seed: int) -> tuple[ef.Config, float]:
+        """A setting's configuration but for the steps, and the FLOPs of each."""
+        is_modern = setting.keys.get("model.architecture") == "modern"
+        sizes = {**self.scale.keys, **(self.scale.modern_keys if is_modern else {})}
+        keys = {**COMMON, **sizes, **setting.keys, "model.vocab_size": str(self.opened.vocab_size)}
         config = ef.Config.preset(self.scale.preset).override({**keys, "train.seed": str(seed)})
-        batch_size = round(setting.batch_factor * config.train.batch_size)
-        config = config.replace({"train": {"batch_size": batch_size}})
+        rows, length = config.train.batch_size, config.data.sequence_length
+        train, data = {"batch_size": round(setting.batch_factor * rows)}, round(setting.length_factor * length)
+        config = config.replace({"train": train, "data": {"sequence_length": data}})
         tokens = config.train.batch_size * config.data.sequence_length
-        steps = round(budget / (tokens * flops_per_token(config).total + update_flops(config, setting.patches)))
-        often = {"log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 4)}
-        return config.replace({"train": {"steps": steps, **often}})
+        return config, tokens * flops_per_token(config).total + update_flops(config, setting.patches)
 
     @cached_property
     def opened(self) -> ef.Corpus:
@@ -131,7 +143,7 @@ class Study:
         differences = ef.Config().differences(config)
         skipped = ("train.log_every", "train.checkpoint_every", "train.keep_checkpoints")
         keys = {key: now for key, (_, now) in differences.items() if key not in skipped}
-        return {
+        identity = {
             "scale": self.scale.name,
             "corpus": self.opened.content_hash,
             "budget": job.budget,
@@ -139,6 +151,11 @@ class Study:
             "patches": list(job.setting.patches),
             "tasks": self.glue is not None,
         }
+        if job.setting.early is not None:
+            first, last_step = self.parts(job)[0]
+            identity["early"] = {key: str(was) for key, (was, _) in first.differences(config).items()}
+            identity["early"]["last_step"] = last_step
+        return identity
 
     def result(self, job: Job) -> dict[str, Any] | None:
         """What a finished run has measured."""
@@ -164,7 +181,7 @@ class Study:
         """Does one run in a process of its own; False where it is too late to start or it was stopped."""
         if time.monotonic() > self.deadline:
             return False
-        identity, config = self.identity(job), self.config(job)
+        identity, parts = self.identity(job), self.parts(job)
         folder = self.out / "runs" / _digest(identity)
         folder.mkdir(parents=True, exist_ok=True)
         corruptors = {"unigram": "unigram", CRITERION: str(self.out / "corruptor")}
@@ -172,12 +189,14 @@ class Study:
             "corpus": str(self.corpus),
             "patches": job.setting.patches,
             "corruptors": corruptors,
-            "sequence_length": config.data.sequence_length,
+            "parts": [(f"config-{number}.toml", last_step) for number, (_, last_step) in enumerate(parts)],
+            "sequence_length": self.config(job).data.sequence_length,
             "eval_batches": self.scale.eval_batches,
             "glue": None if self.glue is None else str(self.glue),
             "finetune_seeds": NUM_SEEDS,
         }
-        replace_file(folder / "config.toml", config.to_toml())
+        for (name, _), (config, _) in zip(work["parts"], parts, strict=True):
+            replace_file(folder / name, config.to_toml())
         replace_file(folder / RUN, json.dumps(work))
         limit = max(1.0, self.deadline - time.monotonic() + 60)
         with (folder / "log.txt").open("ab") as log:
@@ -224,9 +243,9 @@ def _digest(identity: dict[str, Any]) -> str:
 
 
 def ingredients(study: Study, only: Sequence[str], budget: float, num_seeds: int, num_workers: int) -> str:
-    """Runs each ingredient with every seed, or the settings whose names have one of some words; a table."""
+    """Runs each ingredient with every seed, or the settings of some names (`*` stands for anything); a table."""
     trials = [each for trials in SIDES.values() for each in trials]
-    named = [each for each in (*INGREDIENTS, *trials) if any(word in each.name for word in only)]
+    named = [each for each in (*INGREDIENTS, *trials) if any(fnmatch(each.name, name) for name in only)]
     chosen = named if only else INGREDIENTS
     study.run([Job(each, budget, seed) for seed in range(num_seeds) for each in chosen], num_workers)
     points = [study.point(each, budget, num_seeds) for each in chosen]

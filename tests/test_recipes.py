@@ -65,7 +65,7 @@ def test_both_sides_are_tuned_over_as_many_settings(modules):
     assert len({len(trials) for trials in studies.SIDES.values()}) == 1
     for trials in (*studies.SIDES.values(), studies.INGREDIENTS):
         assert len({each.name for each in trials}) == len(trials)
-        different = {json.dumps([dict(x.keys), x.patches, x.batch_factor], sort_keys=True) for x in trials}
+        different = {repr(replace(each, name="", expected="")) for each in trials}
         assert len(different) == len(trials)
 
 
@@ -145,3 +145,19 @@ def test_a_run_is_stopped_resumed_and_never_done_twice(modules, study, capsys):
     found = json.loads(lines[0])["result"]["corrupted_by"]
     assert found["network"]["corruption"] != found["unigram"]["corruption"]
     assert not list((study.out / "runs").iterdir())
+
+
+def test_the_first_half_is_spent_otherwise(modules, study):
+    recipes, studies, _ = modules
+    corruptor = ef.Config.preset("tiny").override({"train.steps": "2", "objective.name": "mlm"})
+    ef.pretrain(corruptor, data=study.corpus, out=study.out / "corruptor")
+    chosen = {each.name: each for each in studies.INGREDIENTS}
+    job = recipes.Job(chosen["rows of a quarter at first"], 8e9, 0)
+    (first, middle), (second, last) = study.parts(job)
+    assert (first.data.sequence_length, first.train.batch_size) == (8, 128) and first.train.steps == last
+    for config, steps in ((first, middle), (second, last - middle)):
+        flops = 1024 * flops_per_token(config).total + recipes.update_flops(config)
+        assert steps * flops == pytest.approx(4e9, rel=0.2)
+    assert study._run(job)
+    assert study.result(job)["tokens"] == 1024 * last
+    assert study.result(recipes.Job(studies.MODERN, 8e9, 0)) is None
