@@ -63,7 +63,7 @@ class Ours:
         model, compute = ef.Electra(config).to(device), choose_compute(config, device)
         shards = Shards(shard_model(model, world.mesh(device.type))) if sharding == "full" else None
         named = model.named_parameters() if shards is None else shards.parameters.items()
-        optimizer = Optimizer(named, config.optimizer, shards=shards)
+        optimizer = Optimizer(named, config.optimizer, shards=shards, matrix_dtype=compute.dtype)
         execution = choose_execution("auto", device, sharding)
         self.train_step = TrainStep(model, optimizer, config, compute, execution, num_processes, world, shards=shards)
         self.batches = ef.BatchLoader.from_config(config, corpus=corpus, rank=world.rank, world_size=world.size)
@@ -101,7 +101,8 @@ class Peer:
         self.config, self.device = config, choose_device()
         self.loss = Loss(config, self.device)
         self.ddp = DistributedDataParallel(self.loss, gradient_as_bucket_view=True, static_graph=True)
-        self.optimizer = Optimizer(self.loss.model.named_parameters(), config.optimizer)
+        named, dtype = self.loss.model.named_parameters(), self.loss.compute.dtype
+        self.optimizer = Optimizer(named, config.optimizer, matrix_dtype=dtype)
         self.batches = ef.BatchLoader.from_config(config, corpus=corpus, rank=world.rank, world_size=world.size)
         self.world, self.numbers = world, itertools.count()
 

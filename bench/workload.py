@@ -62,8 +62,9 @@ def new_step(
 ) -> TrainStep:
     """The training step of a new model on the device, as in `pretrain`."""
     model = ef.Electra(config).to(device).train()
-    optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    return TrainStep(model, optimizer, config, compute or choose_compute(config, device), execution, num_processes)
+    compute = compute or choose_compute(config, device)
+    optimizer = Optimizer(model.named_parameters(), config.optimizer, matrix_dtype=compute.dtype)
+    return TrainStep(model, optimizer, config, compute, execution, num_processes)
 
 
 def label(config: ef.Config, text: str) -> str:

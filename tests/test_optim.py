@@ -29,9 +29,9 @@ def update(optimizer, scale=1.0):
     return optimizer.step()
 
 
-def train(config, scale=1.0):
+def train(config, scale=1.0, dtype=torch.float32):
     named = parameters()
-    optimizer = Optimizer(named.items(), config)
+    optimizer = Optimizer(named.items(), config, matrix_dtype=dtype)
     for step in range(STEPS):
         for name, gradient in gradients(named, step).items():
             named[name].grad = gradient
@@ -78,9 +78,10 @@ def test_without_bias_correction_written_out(rule):
         torch.testing.assert_close(ours[name].double(), weight, rtol=1e-5, atol=1e-6)
 
 
-def test_muon_equals_torch_within_its_bf16():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_equals_torch_within_its_bf16(dtype):
     """torch.optim.Muon iterates in bf16, so matrices agree to its precision; everything else is AdamW."""
-    ours = train(plain(name="muon", muon_learning_rate=0.02))
+    ours = train(plain(name="muon", muon_learning_rate=0.02), dtype=dtype)
     adamw = train(plain())
     named = parameters()
     matrices = [named["x.weight"], named["wide.weight"]]

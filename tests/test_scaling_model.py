@@ -258,7 +258,7 @@ def test_groups_of_matrices_are_those_of_the_optimizer(num_groups):
     if num_groups > 1:
         with model.FakeTensorMode():
             division = muon.MatrixDivision(num_groups, range(1), gather)
-            muon.Orthogonalization(stacks, division, torch.device("cpu")).exchange()
+            muon.Orthogonalization(stacks, division, torch.device("cpu"), torch.float32).exchange()
         numel = model.muon_group("base", num_groups)[1]
         assert found == [numel, num_groups * numel]
     else:

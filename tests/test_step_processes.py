@@ -21,6 +21,7 @@ from electra_fast.compute import ComputeConfig
 from electra_fast.data.loader import BatchLoader, HostBatch
 from electra_fast.errors import TrainingFailed
 from electra_fast.heads import DiscriminatorHead
+from electra_fast.training import muon
 from electra_fast.training.backward import Backward
 from electra_fast.training.optim import Optimizer
 from electra_fast.training.step import TrainStep
@@ -107,6 +108,20 @@ def test_processes_train_as_one(tiny_corpus, recipe, num_processes, accumulate):
     assert found_totals == pytest.approx(totals, rel=1e-4)
     for name, tensor in weights.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_muon_iterates_in_the_precision_of_the_run(tiny_corpus, tmp_path, monkeypatch, precision, dtype):
+    original, dtypes = muon.orthogonalize, set()
+
+    def orthogonalize(matrices, dtype):
+        dtypes.add(dtype)
+        return original(matrices, dtype)
+
+    monkeypatch.setattr(muon, "orthogonalize", orthogonalize)
+    config = configured(tiny_corpus, "modern", precision=precision, steps=1, execution="eager")
+    ef.pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    assert dtypes == {dtype}
 
 
 @pytest.mark.usefixtures("two_cores")

@@ -27,7 +27,8 @@ def flops_per_second(config: Config) -> float:
     device = choose_device()
     compute, execution = choose_compute(config, device), choose_execution(config.train.execution, device)
     model = Electra(config).to(device)
-    step = TrainStep(model, Optimizer(model.named_parameters(), config.optimizer), config, compute, execution)
+    optimizer = Optimizer(model.named_parameters(), config.optimizer, matrix_dtype=compute.dtype)
+    step = TrainStep(model, optimizer, config, compute, execution)
     loader, num_steps = BatchLoader.from_config(config), 0
     start = time.perf_counter()
     while num_steps <= _WARMUP_STEPS or time.perf_counter() - start < _SECONDS:

@@ -76,7 +76,9 @@ class PretrainingWork(Work):
         for name, values in self.buffers.items():
             model.get_buffer(name).copy_(torch.from_numpy(values))
         backward = Backward(model, self.config, self.compute, self.execution, rank, num_processes)
-        return backward, Optimizer(model.named_parameters(), self.config.optimizer)  # of what the first stage trains
+        # Of what the first stage trains.
+        optimizer = Optimizer(model.named_parameters(), self.config.optimizer, matrix_dtype=self.compute.dtype)
+        return backward, optimizer
 
 
 class Backward(GradientComputation):

@@ -106,11 +106,13 @@ class Orthogonalization:
         stacks: All of them.
         division: Among the ranks.
         device: Of the matrices.
+        dtype: Of the iterations.
     """
 
-    def __init__(self, stacks: Sequence[Stack], division: MatrixDivision, device: torch.device) -> None:
-        # bf16 as published; without tensor cores it gains nothing.
-        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    def __init__(
+        self, stacks: Sequence[Stack], division: MatrixDivision, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._dtype = dtype
         num_groups, own = division.num_groups, division.own
         self._num_groups, self._own, self._gather = num_groups, own, division.gather
         self._whole: list[Tensor] = [torch.empty(0)] * len(stacks)

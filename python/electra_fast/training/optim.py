@@ -72,6 +72,7 @@ class Optimizer:
         config: Update rule and its settings.
         lr_factors: What the learning rate of a parameter is multiplied by, where that is not 1, by name.
         shards: Where the parameters are only this rank's rows of a sharded model's.
+        matrix_dtype: Of Muon's iterations: that of the activations, as bf16 suffices for both.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class Optimizer:
         config: OptimizerConfig,
         lr_factors: Mapping[str, float] | None = None,
         shards: Shards | None = None,
+        matrix_dtype: torch.dtype = torch.float32,
     ) -> None:
+        self._matrix_dtype = matrix_dtype
         self.config, self._lr_factors, self._shards = config, dict(lr_factors or {}), shards
         self._all_parameters = dict(named_parameters)
         # On the device, set for each step: -learning rate, -Muon's learning rate, Adam's two bias corrections.
@@ -125,7 +128,9 @@ class Optimizer:
         is_whole = self._shards is None
         whole = {name: self.parameters[name] for name in self.own_names if is_whole and name in self._muon_names}
         self._stacks = stacks(whole)
-        self._orthogonalization = Orthogonalization(self._stacks, self._matrix_division, self.scalars.device)
+        self._orthogonalization = Orthogonalization(
+            self._stacks, self._matrix_division, self.scalars.device, self._matrix_dtype
+        )
 
     def zero_grad(self) -> None:
         """Sets all gradients to None."""
@@ -336,7 +341,7 @@ class Optimizer:
         wholes = shards.to_owners(self._nesterov(list(gradients), gradients), owners)
         updates: dict[str, Tensor] = {}
         for stack in stacks(wholes):
-            orthogonal = orthogonalize(stack.join(wholes), torch.bfloat16 if self.scalars.is_cuda else torch.float32)
+            orthogonal = orthogonalize(stack.join(wholes), self._matrix_dtype)
             updates |= stack.split(orthogonal * self._muon_scale(stack))
         updates = {name: update.reshape(shards.shapes[name]) for name, update in updates.items()}
         self._apply_muon(shards.from_owners(updates, owners))

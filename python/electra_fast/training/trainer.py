@@ -67,7 +67,7 @@ class Trainer:
 
             shards = Shards(shard_model(self.model, world.mesh(self.device.type)))
         named = self.model.named_parameters() if shards is None else shards.parameters.items()
-        self.optimizer = Optimizer(named, self.config.optimizer, shards=shards)
+        self.optimizer = Optimizer(named, self.config.optimizer, shards=shards, matrix_dtype=self.compute.dtype)
         self.loader = BatchLoader.from_config(self.config, rank=world.rank, world_size=world.size)
         self.train_step = TrainStep(
             self.model,
