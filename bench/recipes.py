@@ -7,7 +7,8 @@ The texts become a corpus with the scale's own vocabulary. Every run is a proces
 a budget of true FLOPs (Muon's orthogonalization included) with a schedule of its own, and is judged on validation text
 that two fixed corruptors have filled: the unigram distribution, and a masked language model that is trained first and
 belongs to no contender. Each finished run is a line of `--results` (default: recipes.jsonl beside this script), where
-later calls find it; a run that was stopped resumes from its checkpoint in FOLDER.
+later calls find it; a run that was stopped resumes from its checkpoint in FOLDER. With `--glue`, models are fine-tuned
+too: those of earlier runs as well, as long as FOLDER has them.
 
 `compare` tunes both sides by successive halving: as many settings for each, the better half of which is run again with
 twice the budget, and the best of each budget with three seeds; the first best also with less. `ingredients` changes
@@ -21,7 +22,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -149,7 +149,6 @@ class Study:
             "budget": job.budget,
             "keys": dict(sorted(keys.items())),
             "patches": list(job.setting.patches),
-            "tasks": self.glue is not None,
         }
         if job.setting.early is not None:
             first, last_step = self.parts(job)[0]
@@ -158,9 +157,10 @@ class Study:
         return identity
 
     def result(self, job: Job) -> dict[str, Any] | None:
-        """What a finished run has measured."""
-        found = self.found.get(_name(self.identity(job)))
-        return None if found is None else found["result"]
+        """What a finished run has measured; None without the tasks that are asked for."""
+        result: dict[str, Any] | None = self.found.get(_name(self.identity(job)), {}).get("result")
+        is_whole = result is not None and (self.glue is None or "tasks" in result or "failed" in result)
+        return result if is_whole else None
 
     def point(self, setting: Setting, budget: float, num_seeds: int) -> Point:
         """The finished runs of a setting."""
@@ -171,7 +171,7 @@ class Study:
         """Does all runs that are not finished, so many at a time; SystemExit at the deadline."""
         # Two names may be of one configuration.
         named = {_name(self.identity(job)): job for job in jobs}
-        waiting = [job for name, job in named.items() if name not in self.found]
+        waiting = [job for job in named.values() if self.result(job) is None]
         with ThreadPoolExecutor(num_workers) as pool:
             outcomes = list(pool.map(self._run, waiting))
         if not all(outcomes):
@@ -220,7 +220,6 @@ class Study:
             file.write(json.dumps(line) + "\n")
             self.found[_name(identity)] = line
         print(f"{job.setting.name}, {job.budget:.0e}, seed {job.seed}: {'  '.join(columns([result]))}", flush=True)
-        shutil.rmtree(folder)
         return True
 
     def _check_text(self, identity: dict[str, Any], result: dict[str, Any]) -> None:

@@ -144,7 +144,11 @@ def test_a_run_is_stopped_resumed_and_never_done_twice(modules, study, capsys):
     assert len(lines) == 1 and json.loads(lines[0])["run"]["keys"]["objective.disallow_correct"] is True
     found = json.loads(lines[0])["result"]["corrupted_by"]
     assert found["network"]["corruption"] != found["unigram"]["corruption"]
-    assert not list((study.out / "runs").iterdir())
+    job = recipes.Job(next(each for each in studies.INGREDIENTS if each.name == "never the original"), 2e9, 0)
+    assert again.result(job) is not None
+    with_tasks = recipes.Study(study.scale, study.out, study.results, math.inf, study.out / "glue")
+    with_tasks.corpus = study.corpus
+    assert with_tasks.result(job) is None
 
 
 def test_the_first_half_is_spent_otherwise(modules, study):
