@@ -19,9 +19,9 @@ class Scale:
         keys: Configuration that all runs share.
         modern_keys: The same, of runs with the modern encoder: widths at which its FLOPs are those of the other.
         vocab_size: Of the corpus.
-        budgets: True FLOPs of the runs of `compare`, each twice the one before. Before the discriminator has left its
-            plateau, settings cannot be told apart, so the first is not smaller than that takes.
-        lower_budgets: Of runs of the best setting for the first of these, for the curve.
+        budgets: True FLOPs of the runs of `compare` by side, each twice the one before. Before the discriminator has
+            left its plateau, settings cannot be told apart, so the first is not smaller than that takes.
+        lower_budgets: Of runs of the best setting for the first of these, for the curve, by side.
         ingredient_budget: Of the runs of `ingredients`.
         corruptor: Configuration of the masked language model that corrupts validation text.
         corruptor_budget: True FLOPs of its training.
@@ -33,8 +33,8 @@ class Scale:
     keys: Keys
     modern_keys: Keys
     vocab_size: int
-    budgets: tuple[float, ...]
-    lower_budgets: tuple[float, ...]
+    budgets: Mapping[str, tuple[float, ...]]
+    lower_budgets: Mapping[str, tuple[float, ...]]
     ingredient_budget: float
     corruptor: Keys
     corruptor_budget: float
@@ -103,8 +103,8 @@ SCALES = {
         keys={"train.batch_size": "32"},
         modern_keys={"model.intermediate_size": "176"},
         vocab_size=2048,
-        budgets=(8 * TFLOP, 16 * TFLOP, 32 * TFLOP),
-        lower_budgets=(1 * TFLOP, 2 * TFLOP, 4 * TFLOP),
+        budgets={"google": (8 * TFLOP, 16 * TFLOP), "modern": (4 * TFLOP, 8 * TFLOP)},
+        lower_budgets={"google": (2 * TFLOP, 4 * TFLOP), "modern": (1 * TFLOP, 2 * TFLOP)},
         ingredient_budget=4 * TFLOP,
         corruptor={**ADAMW, "objective.name": "mlm", "model.intermediate_size": "176"},
         corruptor_budget=3 * TFLOP,
@@ -116,8 +116,8 @@ SCALES = {
         keys={"train.batch_size": "16", "train.precision": "bf16"},
         modern_keys={"model.intermediate_size": "704"},
         vocab_size=8192,
-        budgets=(45 * TFLOP, 90 * TFLOP, 180 * TFLOP),  # the last one is an hour of a core
-        lower_budgets=(22 * TFLOP,),
+        budgets={"google": (90 * TFLOP, 180 * TFLOP), "modern": (45 * TFLOP, 90 * TFLOP)},
+        lower_budgets={"google": (45 * TFLOP,), "modern": (22 * TFLOP,)},
         ingredient_budget=90 * TFLOP,
         corruptor={
             **ADAMW,
@@ -142,9 +142,10 @@ def _trials_google() -> tuple[Setting, ...]:
     base, scaled, lighter = Setting("google", GOOGLE), ("init-width",), {"objective.disc_weight": "10"}
     corrected = base.changed("", {"optimizer.schedule": "linear", "optimizer.bias_correction": "true"})
     corrected = corrected.changed("", {"optimizer.beta2": "0.98"})
+    halved = corrected.changed("google, corrected, 1e-3, half the batch", _rate("1e-3"))
     return (
         base.changed("google, 2.5e-4", _rate("2.5e-4")),
-        base.changed("google, 2.5e-4, disc_weight 10", _rate("2.5e-4") | lighter),
+        replace(halved, batch_factor=0.5),
         *(corrected.changed(f"google, corrected, {rate}", _rate(rate)) for rate in ("5e-4", "1e-3", "2e-3")),
         corrected.changed("google, corrected, 1e-3, disc_weight 10", _rate("1e-3") | lighter),
         *(corrected.changed(f"google, corrected, {r}, wider init", _rate(r), scaled) for r in ("1e-3", "2e-3")),
@@ -152,14 +153,13 @@ def _trials_google() -> tuple[Setting, ...]:
 
 
 def _trials_modern() -> tuple[Setting, ...]:
-    heavier = MODERN.changed("", {"objective.disc_weight": "25"})
     rates = [
-        heavier.changed(f"modern, muon {muon}, rest {rate}", {"optimizer.muon_learning_rate": muon} | _rate(rate))
+        MODERN.changed(f"modern, muon {muon}, rest {rate}", {"optimizer.muon_learning_rate": muon} | _rate(rate))
         for muon in ("0.005", "0.01", "0.02")
         for rate in ("2e-3", "4e-3")
     ]
-    weights = [MODERN.changed(f"modern, disc_weight {w}", {"objective.disc_weight": w}) for w in ("10", "50")]
-    return (*rates, *weights)
+    heavier = MODERN.changed("modern, disc_weight 25", {"objective.disc_weight": "25"})
+    return (*rates, heavier, replace(MODERN, name="modern, twice the batch", batch_factor=2))
 
 
 SIDES: dict[str, tuple[Setting, ...]] = {"google": _trials_google(), "modern": _trials_modern()}

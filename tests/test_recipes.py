@@ -28,9 +28,8 @@ def modules():
 def study(modules, validation_corpus, tmp_path):
     """A study of tiny budgets, on a corpus that is there."""
     recipes, studies, _ = modules
-    scale = replace(
-        studies.SCALES["tiny"], budgets=(2e9, 4e9), lower_budgets=(1e9,), ingredient_budget=2e9, eval_batches=1
-    )
+    budgets, lower = {"google": (4e10, 8e10), "modern": (2e10, 4e10)}, {"google": (2e10,), "modern": (1e10,)}
+    scale = replace(studies.SCALES["tiny"], budgets=budgets, lower_budgets=lower, ingredient_budget=2e9, eval_batches=1)
     study = recipes.Study(scale, tmp_path, tmp_path / "results.jsonl", math.inf, None)
     study.corpus = validation_corpus
     return study
@@ -72,12 +71,14 @@ def test_both_sides_are_tuned_over_as_many_settings(modules):
 def test_the_better_half_gets_twice_the_budget(modules, study, monkeypatch):
     """With known results: settings whose AUC depends on their place in the list, the budget and the seed."""
     recipes, studies, report = modules
+    sides = {side: [each.name for each in trials] for side, trials in studies.SIDES.items()}
     order = {each.name: place for trials in studies.SIDES.values() for place, each in enumerate(trials)}
     done = []
 
     def run(self, job):
         done.append((job.setting.name, job.budget, job.seed))
-        auc = 0.5 + 0.01 * order[job.setting.name] + 0.02 * math.log2(job.budget / 2e9) + 0.001 * job.seed
+        low = 4e10 if job.setting.name in sides["google"] else 2e10
+        auc = 0.5 + 0.01 * order[job.setting.name] + 0.02 * math.log2(job.budget / low) + 0.001 * job.seed
         judged = {"discriminator_auc": auc, "discriminator_loss": 0.4, "generator_loss": 5.0}
         found = {"seconds": 10 * job.budget / 2e9, "corrupted_by": dict.fromkeys(report.CORRUPTORS, judged)}
         self.found[recipes._name(self.identity(job))] = {"result": found}
@@ -87,16 +88,18 @@ def test_the_better_half_gets_twice_the_budget(modules, study, monkeypatch):
     curves = recipes.compare(study, num_seeds=3, num_workers=1)
     for side, trials in studies.SIDES.items():
         names = [each.name for each in trials]
-        first = sorted(name for name, budget, seed in done if budget == 2e9 and seed == 0 and name in names)
-        second = sorted(name for name, budget, seed in done if budget == 4e9 and seed == 0 and name in names)
+        low, high = study.scale.budgets[side]
+        first = sorted(name for name, budget, seed in done if budget == low and seed == 0 and name in names)
+        second = sorted(name for name, budget, seed in done if budget == high and seed == 0 and name in names)
         assert first == sorted(names) and second == sorted(names[-(len(names) // 2) :])
-        assert [(point.setting, point.budget) for point in curves[side]] == [(names[-1], b) for b in (1e9, 2e9, 4e9)]
+        points = [(point.setting, point.budget) for point in curves[side]]
+        assert points == [(names[-1], budget) for budget in (low / 2, low, high)]
         assert [len(point.results) for point in curves[side]] == [3, 3, 3]
-        assert [name for name, budget, _ in done if budget == 1e9 and name in names] == [names[-1]] * 3
+        assert [name for name, budget, _ in done if budget == low / 2 and name in names] == [names[-1]] * 3
     assert len(set(done)) == len(done)
     text = report.write_comparison(study.out, "tiny", curves)
-    assert "1.00 times" in text and (study.out / "recipes-tiny.png").stat().st_size > 10_000
-    assert json.loads((study.out / "recipes-tiny.json").read_text())["google"][2]["budget"] == 4e9
+    assert "2.00 times" in text and (study.out / "recipes-tiny.png").stat().st_size > 10_000
+    assert json.loads((study.out / "recipes-tiny.json").read_text())["google"][2]["budget"] == 8e10
 
 
 def test_a_run_that_diverged_is_chance_and_stops_no_report(modules, tmp_path):
