@@ -229,11 +229,11 @@ def three_steps(config: Config) -> None:
     def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         tall = matrices.shape[1] > matrices.shape[2]
         x = matrices.mT if tall else matrices
-        x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+        x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
         for a, b, c in _THREE_STEPS:
             gram = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        return x.mT if tall else x
+        return (x.mT if tall else x).to(matrices.dtype)
 
     muon.orthogonalize = orthogonalize
 

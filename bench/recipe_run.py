@@ -70,7 +70,7 @@ def do(folder: Path) -> dict[str, Any]:
         )
         found["corrupted_by"][name] = {key: report[key] for key in JUDGED}
     if job["glue"]:
-        tasks = ef.finetune("glue", model=run, data=job["glue"], out=folder / "tasks", seeds=job["finetune_seeds"])
+        tasks = ef.finetune("glue", model=run, data=job["glue"], out=folder / "tasks")  # as many seeds as models
         found["tasks"] = {name: each["median"] for name, each in tasks.items()}
         shutil.rmtree(folder / "tasks")
     found["all_seconds"] = round(time.monotonic() - start, 1)

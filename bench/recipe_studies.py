@@ -204,6 +204,9 @@ INGREDIENTS: tuple[Setting, ...] = (
     # Tokens per step, by both update rules.
     replace(MODERN, name="half the batch", expected="+.01", batch_factor=0.5),
     replace(MODERN, name="twice the batch", expected="-.02", batch_factor=2),
+    replace(MODERN, name="four times the batch", expected="-.05", batch_factor=4),
+    replace(_one("four times the batch, muon 0.02", "-.02", {"optimizer.muon_learning_rate": "0.02"}), batch_factor=4),
+    replace(_one("four times the batch, rest 8e-3", "-.04", _rate("8e-3")), batch_factor=4),
     replace(MODERN, name="half the batch at first", expected="0", early=replace(MODERN, batch_factor=0.5)),
     replace(
         MODERN,

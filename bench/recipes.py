@@ -194,7 +194,6 @@ class Study:
             "sequence_length": self.config(job).data.sequence_length,
             "eval_batches": self.scale.eval_batches,
             "glue": None if self.glue is None else str(self.glue),
-            "finetune_seeds": NUM_SEEDS,
         }
         for (name, _), (config, _) in zip(work["parts"], parts, strict=True):
             replace_file(folder / name, config.to_toml())
