@@ -146,9 +146,9 @@ def _trials_google() -> tuple[Setting, ...]:
     return (
         base.changed("google, 2.5e-4", _rate("2.5e-4")),
         replace(halved, batch_factor=0.5),
-        *(corrected.changed(f"google, corrected, {rate}", _rate(rate)) for rate in ("5e-4", "1e-3", "2e-3")),
+        *(corrected.changed(f"google, corrected, {rate}", _rate(rate)) for rate in ("2.5e-4", "5e-4", "1e-3")),
         corrected.changed("google, corrected, 1e-3, disc_weight 10", _rate("1e-3") | lighter),
-        *(corrected.changed(f"google, corrected, {r}, wider init", _rate(r), scaled) for r in ("1e-3", "2e-3")),
+        *(corrected.changed(f"google, corrected, {r}, wider init", _rate(r), scaled) for r in ("5e-4", "1e-3")),
     )
 
 
