@@ -24,15 +24,17 @@ from electra_fast.training import muon
 
 
 def init_width(config: Config) -> None:
-    """The published initialization with its deviation scaled to the width: 0.02 at 768, as published for base."""
+    """The published initialization with the deviation of layers and heads scaled to their inputs: 0.02 for 768."""
     original = initialization.initialize
 
     def initialize(network: nn.Module, architecture: str, seed: int) -> None:
         original(network, architecture, seed)
+        # Tables stay: norms follow them. So do Glorot's matrices, which are scaled already.
+        others = (".token", ".position", ".token_type", "projection.weight", "classifier.weight")
         with torch.no_grad():
-            for parameter in network.parameters():
-                if parameter.dim() == 2:
-                    parameter.mul_((768 / config.model.hidden_size) ** 0.5)
+            for name, parameter in network.named_parameters():
+                if parameter.dim() == 2 and not name.endswith(others):
+                    parameter.mul_((768 / parameter.shape[1]) ** 0.5)
 
     model.initialize = initialize
 
@@ -145,7 +147,7 @@ class _PositionEmbeddings(model.Embeddings):
         dropout: Dropout,
     ) -> Tensor:
         x_TE: Tensor = super().forward(input_ids_T, position_ids_T, token_type_ids_T, dtype, dropout)
-        return x_TE + ops.gather_rows(self.position, position_ids_T)
+        return x_TE + ops.gather_rows(self.position, position_ids_T).to(dtype)
 
 
 class _SquaredReluLayer(_GeluLayer):
@@ -172,8 +174,17 @@ def post_norm(config: Config) -> None:
 
 
 def learned_positions(config: Config) -> None:
-    """Learned positions instead of rotary ones."""
+    """Learned positions instead of rotary ones, which begin like the tokens."""
     model.ModernLayer, model.Embeddings = _UnrotatedLayer, _PositionEmbeddings
+
+    def initialize(network: nn.Module, architecture: str, seed: int) -> None:
+        initialization.initialize(network, architecture, seed)
+        for name, parameter in network.named_parameters():
+            if name.endswith(".position"):
+                nn.init.trunc_normal_(parameter, std=0.02, a=-0.04, b=0.04, generator=random)
+
+    random = torch.Generator().manual_seed(config.train.seed)
+    model.initialize = initialize
 
 
 class _Disentangled(nn.Module):

@@ -52,12 +52,21 @@ def columns(results: Sequence[Result]) -> list[str]:
     cells = [spread([auc(each, name) for each in results]) for name in CORRUPTORS]
     for name in ("discriminator_loss", "generator_loss"):
         cells.append(spread([each["corrupted_by"][CRITERION][name] for each in good]) if good else "diverged")
-    seconds = f"{statistics.mean(each['seconds'] for each in good):.0f}" if good else ""
+    times = [each["seconds"] for each in good if each["seconds"]]
+    taken = f"{statistics.mean(times):.0f}" if times else ""
     scores = [statistics.mean(each["tasks"].values()) for each in good if "tasks" in each]
-    return [*cells, spread(scores) if scores else "", seconds, str(len(results))]
+    return [*cells, spread(scores) if scores else "", taken, str(len(results))]
 
 
-HEADER = ["AUC, network", "AUC, unigram", "discriminator's loss", "generator's loss", "five tasks", "seconds", "seeds"]
+HEADER = [
+    "AUC, network",
+    "AUC, unigram",
+    "discriminator's loss",
+    "generator's loss",
+    "mean of the tasks",
+    "seconds",
+    "seeds",
+]
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -99,8 +108,9 @@ def advantage(
 
 
 def seconds(point: Point) -> float:
-    """Mean time of its runs."""
-    return point.finished.mean(lambda result: float(result["seconds"]))
+    """Mean processor time of its runs; NaN where it was not taken."""
+    timed = [each for each in point.finished.results if each["seconds"]]
+    return Point(point.setting, point.budget, timed).mean(lambda result: float(result["seconds"]))
 
 
 def write_comparison(folder: Path, scale: str, curves: Mapping[str, Sequence[Point]]) -> str:

@@ -36,15 +36,15 @@ def do(folder: Path) -> dict[str, Any]:
     """Trains, evaluates and fine-tunes; what was measured."""
     job = json.loads((folder / RUN).read_text())
     parts = [(ef.Config.load(folder / name), last_step) for name, last_step in job["parts"]]
-    config, run, start = parts[-1][0], folder / "run", time.monotonic()
+    config, run = parts[-1][0], folder / "run"
     mixture, device = Mixture(job["corpus"]), torch.device("cpu")
     loaded = {source: evaluation._corruptor(source, mixture, device) for source in job["corruptors"].values()}
     evaluation._corruptor = lambda source, *_: loaded[str(source)]  # patches must not change a corruptor
     recipe_patches.apply(job["patches"], config)
     before = time.process_time()
     try:
-        for config, last_step in parts:
-            _train_until(last_step, config, job["corpus"], run)
+        for number, (part, last_step) in enumerate(parts):
+            _train_until(last_step, part, job["corpus"], run, is_changed=number > 0)
     except Diverged as error:
         return {"failed": str(error)}
     finally:
@@ -70,26 +70,26 @@ def do(folder: Path) -> dict[str, Any]:
         )
         found["corrupted_by"][name] = {key: report[key] for key in JUDGED}
     if job["glue"]:
-        tasks = ef.finetune("glue", model=run, data=job["glue"], out=folder / "tasks")  # as many seeds as models
+        # One seed each: the models differ in theirs.
+        tasks = ef.finetune("glue", model=run, data=job["glue"], out=folder / "tasks")
         found["tasks"] = {name: each["median"] for name, each in tasks.items()}
-        shutil.rmtree(folder / "tasks")
-    found["all_seconds"] = round(time.monotonic() - start, 1)
     return found
 
 
-def _train_until(last_step: int, config: ef.Config, corpus: str, run: Path) -> None:
+def _train_until(last_step: int, config: ef.Config, corpus: str, run: Path, *, is_changed: bool) -> None:
     """Trains a run, or goes on with it, up to a step; not at all if it is there."""
     first_step = max(checkpoint_folder.steps(run), default=0)
     if first_step >= last_step:
         return
     asked = itertools.count(first_step + 1)
     with unittest.mock.patch.object(TimeLimit, "is_up", lambda self, seconds: next(asked) == last_step):
-        ef.pretrain(config, data=corpus, out=run, allow_changes=True)
+        ef.pretrain(config, data=corpus, out=run, allow_changes=is_changed)
 
 
 def work(folder: Path) -> None:
     """Leaves what was measured."""
     replace_file(folder / RESULT, json.dumps(do(folder), indent=2) + "\n")
+    shutil.rmtree(folder / "tasks", ignore_errors=True)
 
 
 if __name__ == "__main__":

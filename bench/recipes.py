@@ -7,8 +7,8 @@ The texts become a corpus with the scale's own vocabulary. Every run is a proces
 a budget of true FLOPs (Muon's orthogonalization included) with a schedule of its own, and is judged on validation text
 that two fixed corruptors have filled: the unigram distribution, and a masked language model that is trained first and
 belongs to no contender. Each finished run is a line of `--results` (default: recipes.jsonl beside this script), where
-later calls find it; a run that was stopped resumes from its checkpoint in FOLDER. With `--glue`, models are fine-tuned
-too: those of earlier runs as well, as long as FOLDER has them.
+later calls find it; a run that was stopped resumes from its checkpoint in FOLDER. `compare --glue` also fine-tunes the
+best models, for which runs whose models FOLDER does not have are repeated.
 
 `compare` tunes both sides by successive halving: as many settings for each, the better half of which is run again with
 twice the budget, and the best of each budget with three seeds; the first best also with less. `google` gets twice the
@@ -52,15 +52,18 @@ from electra_fast.training.run import exclusive
 
 HERE = Path(__file__).parent
 NUM_SEEDS = 3
+# Of what is computed: another number makes earlier results unusable.
+REVISION = 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run: a setting with a budget of true FLOPs and a seed."""
+    """A run: a setting with a budget of true FLOPs and a seed, and whether its model is fine-tuned."""
 
     setting: Setting
     budget: float
     seed: int
+    finetune: bool = False
 
 
 def update_flops(config: ef.Config, patches: Sequence[str] = ()) -> float:
@@ -114,6 +117,7 @@ class Study:
     def parts(self, job: Job) -> list[tuple[ef.Config, int]]:
         """The configuration of each part of a run, and the step that ends it."""
         settings = [each for each in (job.setting.early, job.setting) if each is not None]
+        assert all(each.patches == job.setting.patches for each in settings)
         sized = [self._sized(each, job.seed) for each in settings]
         counts = [round(job.budget / len(sized) / flops) for _, flops in sized]
         steps = sum(counts)
@@ -145,6 +149,7 @@ class Study:
         skipped = ("train.log_every", "train.checkpoint_every", "train.keep_checkpoints")
         keys = {key: now for key, (_, now) in differences.items() if key not in skipped}
         identity = {
+            "revision": REVISION,
             "scale": self.scale.name,
             "corpus": self.opened.content_hash,
             "budget": job.budget,
@@ -158,10 +163,8 @@ class Study:
         return identity
 
     def result(self, job: Job) -> dict[str, Any] | None:
-        """What a finished run has measured; None without the tasks that are asked for."""
-        result: dict[str, Any] | None = self.found.get(_name(self.identity(job)), {}).get("result")
-        is_whole = result is not None and (self.glue is None or "tasks" in result or "failed" in result)
-        return result if is_whole else None
+        """What a finished run has measured, with the tasks if they are asked for."""
+        return _if_whole(self.found.get(_name(self.identity(job)), {}).get("result"), job)
 
     def point(self, setting: Setting, budget: float, num_seeds: int) -> Point:
         """The finished runs of a setting."""
@@ -193,24 +196,12 @@ class Study:
             "parts": [(f"config-{number}.toml", last_step) for number, (_, last_step) in enumerate(parts)],
             "sequence_length": self.config(job).data.sequence_length,
             "eval_batches": self.scale.eval_batches,
-            "glue": None if self.glue is None else str(self.glue),
+            "glue": str(self.glue) if job.finetune else None,
         }
         for (name, _), (config, _) in zip(work["parts"], parts, strict=True):
             replace_file(folder / name, config.to_toml())
         replace_file(folder / RUN, json.dumps(work))
-        limit = max(1.0, self.deadline - time.monotonic() + 60)
-        with (folder / "log.txt").open("ab") as log:
-            command = [sys.executable, str(HERE / "recipe_run.py"), str(folder)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            # Its standard input closes when this process ends, and then it writes a checkpoint and ends too.
-            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment) as process:
-                try:
-                    code = process.wait(limit)
-                except subprocess.TimeoutExpired:
-                    process.terminate()
-                    return False
-        if code:
-            print(f"{job.setting.name}: exit code {code}, see {folder / 'log.txt'}", flush=True)
+        if not self._work(job, folder):
             return False
         result = json.loads((folder / RESULT).read_text())
         with self._lock, self.results.open("a") as file:
@@ -222,6 +213,25 @@ class Study:
         print(f"{job.setting.name}, {job.budget:.0e}, seed {job.seed}: {'  '.join(columns([result]))}", flush=True)
         return True
 
+    def _work(self, job: Job, folder: Path) -> bool:
+        """Lets a process leave a run's results in its folder, where an earlier one has not; False if it was stopped."""
+        if (folder / RESULT).exists() and _if_whole(json.loads((folder / RESULT).read_text()), job) is not None:
+            return True
+        limit = max(1.0, self.deadline - time.monotonic() + 60)
+        with (folder / "log.txt").open("ab") as log:
+            command = [sys.executable, str(HERE / "recipe_run.py"), str(folder)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            # Its standard input closes when this process ends, and then it writes a checkpoint and ends too.
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment) as process:
+                try:
+                    code = process.wait(limit)
+                except subprocess.TimeoutExpired:
+                    process.terminate()
+                    return False
+        if code:
+            print(f"{job.setting.name}: exit code {code}, see {folder / 'log.txt'}", flush=True)
+        return code == 0
+
     def _check_text(self, identity: dict[str, Any], result: dict[str, Any]) -> None:
         """SystemExit where a run was judged on other text than those before it."""
         same = ("scale", "corpus")
@@ -231,6 +241,11 @@ class Study:
             for name, judged in each["result"].get("corrupted_by", {}).items():
                 if "corrupted_by" in result and judged["corruption"] != result["corrupted_by"][name]["corruption"]:
                     sys.exit(f"{self.results}: judged on text of another corruptor; name another file in --results")
+
+
+def _if_whole(result: dict[str, Any] | None, job: Job) -> dict[str, Any] | None:
+    has_all = result is not None and (not job.finetune or "tasks" in result or "failed" in result)
+    return result if has_all else None
 
 
 def _name(identity: dict[str, Any]) -> str:
@@ -265,7 +280,8 @@ def compare(study: Study, num_seeds: int, num_workers: int) -> dict[str, list[Po
             alive[side] = ranked[: -(-len(ranked) // 2)]
             best[side] += [(ranked[0], each) for each in (*(() if level else lower[side]), budget)]
         pairs = [pair for each in best.values() for pair in each]
-        study.run([Job(*pair, seed) for seed in range(num_seeds) for pair in pairs], num_workers)
+        finetune = study.glue is not None
+        study.run([Job(*pair, seed, finetune) for seed in range(num_seeds) for pair in pairs], num_workers)
     return {side: [study.point(*pair, num_seeds) for pair in pairs] for side, pairs in best.items()}
 
 
@@ -284,6 +300,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--results", type=Path, default=HERE / "recipes.jsonl")
     options = parser.parse_args()
+    if options.glue and options.study != "compare":
+        parser.error("--glue is for --study compare")
     out = options.out.absolute() / options.scale
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * options.minutes

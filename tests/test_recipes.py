@@ -1,8 +1,9 @@
-"""`bench/recipes.py`: budgets, tuning by halving, what is read off the curves, and one real run, interrupted."""
+"""`bench/recipes.py`: budgets, tuning by halving, what is read off the curves, and real runs, one interrupted."""
 
 import importlib
 import json
 import math
+import subprocess
 import time
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from test_bench import BENCH
 from torch.utils.flop_counter import FlopCounterMode
 
 import electra_fast as ef
+from electra_fast import checkpoint_folder
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.muon import orthogonalize
 
@@ -130,7 +132,7 @@ def test_where_a_curve_reaches_a_value(modules, value, cost, bound):
     assert modules[2].crossing(curve, value) == (pytest.approx(cost), bound)
 
 
-def test_a_run_is_stopped_resumed_and_never_done_twice(modules, study, capsys):
+def test_a_run_is_never_done_twice(modules, study, monkeypatch):
     recipes, studies, report = modules
     corruptor = ef.Config.preset("tiny").override({"train.steps": "2", "objective.name": "mlm"})
     ef.pretrain(corruptor, data=study.corpus, out=study.out / "corruptor")
@@ -148,14 +150,20 @@ def test_a_run_is_stopped_resumed_and_never_done_twice(modules, study, capsys):
     found = json.loads(lines[0])["result"]["corrupted_by"]
     assert found["network"]["corruption"] != found["unigram"]["corruption"]
     job = recipes.Job(next(each for each in studies.INGREDIENTS if each.name == "never the original"), 2e9, 0)
-    assert again.result(job) is not None
-    with_tasks = recipes.Study(study.scale, study.out, study.results, math.inf, study.out / "glue")
-    with_tasks.corpus = study.corpus
-    assert with_tasks.result(job) is None
+    assert again.result(job) is not None and again.result(replace(job, finetune=True)) is None
+    # A kill between the run's result and its line.
+    study.results.write_text("")
+    last = recipes.Study(study.scale, study.out, study.results, math.inf, None)
+    last.corpus = study.corpus
+    monkeypatch.setattr(subprocess, "Popen", None)
+    last.run([job], 1)
+    assert study.results.read_text().splitlines() == lines
 
 
 def test_the_first_half_is_spent_otherwise(modules, study):
+    """Also where it is interrupted before the second one."""
     recipes, studies, _ = modules
+    recipe_run = importlib.import_module("recipe_run")
     corruptor = ef.Config.preset("tiny").override({"train.steps": "2", "objective.name": "mlm"})
     ef.pretrain(corruptor, data=study.corpus, out=study.out / "corruptor")
     chosen = {each.name: each for each in studies.INGREDIENTS}
@@ -165,6 +173,11 @@ def test_the_first_half_is_spent_otherwise(modules, study):
     for config, steps in ((first, middle), (second, last - middle)):
         flops = 1024 * flops_per_token(config).total + recipes.update_flops(config)
         assert steps * flops == pytest.approx(4e9, rel=0.2)
+    folder = study.out / "runs" / recipes._digest(study.identity(job))
+    recipe_run._train_until(middle - 1, first, str(study.corpus), folder / "run", is_changed=False)
+    assert checkpoint_folder.steps(folder / "run") == [middle - 1]
     assert study._run(job)
-    assert study.result(job)["tokens"] == 1024 * last
+    (change,) = map(json.loads, (folder / "run" / "changes.jsonl").read_text().splitlines())
+    assert change["step"] == middle and change["changes"]["data.sequence_length"] == [8, 32]
+    assert checkpoint_folder.steps(folder / "run") == [last]
     assert study.result(recipes.Job(studies.MODERN, 8e9, 0)) is None

@@ -21,8 +21,9 @@ from electra_fast.compute import ComputeConfig
 from electra_fast.data.loader import BatchLoader, HostBatch
 from electra_fast.errors import TrainingFailed
 from electra_fast.heads import DiscriminatorHead
+from electra_fast.objectives import objective_of
 from electra_fast.training import muon
-from electra_fast.training.backward import Backward
+from electra_fast.training.backward import Backward, PretrainingWork
 from electra_fast.training.optim import Optimizer
 from electra_fast.training.step import TrainStep
 from electra_fast.training.step_processes import choose_num_processes
@@ -122,6 +123,8 @@ def test_muon_iterates_in_the_precision_of_the_run(tiny_corpus, tmp_path, monkey
     config = configured(tiny_corpus, "modern", precision=precision, steps=1, execution="eager")
     ef.pretrain(config, data=tiny_corpus, out=tmp_path / "run")
     assert dtypes == {dtype}
+    work = PretrainingWork(config, type(objective_of(config)), ComputeConfig("sdpa", dtype), "eager", {})
+    assert work.share(1, 2)[1].matrix_dtype == dtype
 
 
 @pytest.mark.usefixtures("two_cores")

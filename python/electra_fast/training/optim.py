@@ -83,7 +83,7 @@ class Optimizer:
         shards: Shards | None = None,
         matrix_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._matrix_dtype = matrix_dtype
+        self.matrix_dtype = matrix_dtype
         self.config, self._lr_factors, self._shards = config, dict(lr_factors or {}), shards
         self._all_parameters = dict(named_parameters)
         # On the device, set for each step: -learning rate, -Muon's learning rate, Adam's two bias corrections.
@@ -129,7 +129,7 @@ class Optimizer:
         whole = {name: self.parameters[name] for name in self.own_names if is_whole and name in self._muon_names}
         self._stacks = stacks(whole)
         self._orthogonalization = Orthogonalization(
-            self._stacks, self._matrix_division, self.scalars.device, self._matrix_dtype
+            self._stacks, self._matrix_division, self.scalars.device, self.matrix_dtype
         )
 
     def zero_grad(self) -> None:
@@ -341,7 +341,7 @@ class Optimizer:
         wholes = shards.to_owners(self._nesterov(list(gradients), gradients), owners)
         updates: dict[str, Tensor] = {}
         for stack in stacks(wholes):
-            orthogonal = orthogonalize(stack.join(wholes), self._matrix_dtype)
+            orthogonal = orthogonalize(stack.join(wholes), self.matrix_dtype)
             updates |= stack.split(orthogonal * self._muon_scale(stack))
         updates = {name: update.reshape(shards.shapes[name]) for name, update in updates.items()}
         self._apply_muon(shards.from_owners(updates, owners))
