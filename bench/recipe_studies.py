@@ -138,17 +138,16 @@ def _rate(value: str) -> Keys:
 
 
 def _trials_google() -> tuple[Setting, ...]:
-    """The published encoder. With AdamW as published, a generator of these sizes stays at the unigram distribution."""
-    base, scaled, lighter = Setting("google", GOOGLE), ("init-width",), {"objective.disc_weight": "10"}
+    """The published encoder. At these sizes AdamW as published leaves its generator at the unigram distribution."""
+    base, scaled = Setting("google", GOOGLE), ("init-width",)
     corrected = base.changed("", {"optimizer.schedule": "linear", "optimizer.bias_correction": "true"})
     corrected = corrected.changed("", {"optimizer.beta2": "0.98"})
-    halved = corrected.changed("google, corrected, 1e-3, half the batch", _rate("1e-3"))
+    halved = corrected.changed("google, corrected, 2.5e-4, half the batch", _rate("2.5e-4"))
     return (
         base.changed("google, 2.5e-4", _rate("2.5e-4")),
+        *(corrected.changed(f"google, corrected, {r}", _rate(r)) for r in ("1.2e-4", "2.5e-4", "5e-4", "1e-3")),
+        *(corrected.changed(f"google, corrected, {r}, wider init", _rate(r), scaled) for r in ("2.5e-4", "5e-4")),
         replace(halved, batch_factor=0.5),
-        *(corrected.changed(f"google, corrected, {rate}", _rate(rate)) for rate in ("2.5e-4", "5e-4", "1e-3")),
-        corrected.changed("google, corrected, 1e-3, disc_weight 10", _rate("1e-3") | lighter),
-        *(corrected.changed(f"google, corrected, {r}, wider init", _rate(r), scaled) for r in ("5e-4", "1e-3")),
     )
 
 
