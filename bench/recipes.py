@@ -194,7 +194,7 @@ class Study:
             "patches": job.setting.patches,
             "corruptors": corruptors,
             "parts": [(f"config-{number}.toml", last_step) for number, (_, last_step) in enumerate(parts)],
-            "sequence_length": self.config(job).data.sequence_length,
+            "sequence_length": ef.Config.preset(self.scale.preset).data.sequence_length,
             "eval_batches": self.scale.eval_batches,
             "glue": str(self.glue) if job.finetune else None,
         }
