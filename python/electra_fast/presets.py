@@ -85,7 +85,8 @@ RECIPES: dict[str, dict[str, Scalar]] = {
         "optimizer.bias_correction": False,
     },
     # Rates and weights were tuned at `tiny` (bench/LOG.md). Muon's updates have the same spectral norm at any width,
-    # and the tables' rate does not depend on it, so all sizes have the same rates: a rule that has not been tested.
+    # and the tables' rate does not depend on it, so all sizes have the same rates. At `mini` they were tried for up to
+    # 1,215 steps; Muon's best rate falls with the number of steps (0.02 for some 700 steps, 0.01 for 3,000).
     "modern": {
         "model.architecture": "modern",
         "model.dropout": 0.0,
