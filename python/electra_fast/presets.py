@@ -86,7 +86,7 @@ RECIPES: dict[str, dict[str, Scalar]] = {
     },
     # Rates and weights were tuned at `tiny` (bench/LOG.md). Muon's updates have the same spectral norm at any width,
     # and the tables' rate does not depend on it, so all sizes have the same rates. At `mini` they were tried for up to
-    # 1,215 steps; Muon's best rate falls with the number of steps (0.02 for some 700 steps, 0.01 for 3,000).
+    # 1,215 steps; Muon's best rate falls with the number of steps (0.02 for 600 to 800, 0.01 for 1,200 to 3,300).
     "modern": {
         "model.architecture": "modern",
         "model.dropout": 0.0,
