@@ -272,7 +272,7 @@ def compare(study: Study, num_seeds: int, num_workers: int) -> dict[str, list[Po
     budgets, lower = study.scale.budgets, study.scale.lower_budgets
     alive: dict[str, Sequence[Setting]] = dict(SIDES)
     best: dict[str, list[tuple[Setting, float]]] = {side: [] for side in SIDES}
-    for level in range(len(budgets["google"])):
+    for level in range(min(map(len, budgets.values()))):
         study.run([Job(each, budgets[side][level], 0) for side in SIDES for each in alive[side]], num_workers)
         for side, trials in alive.items():
             budget = budgets[side][level]
