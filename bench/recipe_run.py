@@ -70,9 +70,10 @@ def do(folder: Path) -> dict[str, Any]:
         )
         found["corrupted_by"][name] = {key: report[key] for key in JUDGED}
     if job["glue"]:
+        data, data_hash = job["glue"]
         # One seed each: the models differ in theirs.
-        tasks = ef.finetune("glue", model=run, data=job["glue"], out=folder / "tasks")
-        found["tasks"] = {name: each["median"] for name, each in tasks.items()}
+        tasks = ef.finetune("glue", model=run, data=data, out=folder / "tasks" / data_hash)
+        found |= {"tasks": {name: each["median"] for name, each in tasks.items()}, "tasks_of": data_hash}
     return found
 
 

@@ -8,7 +8,7 @@ a budget of true FLOPs (Muon's orthogonalization included) with a schedule of it
 that two fixed corruptors have filled: the unigram distribution, and a masked language model that is trained first and
 belongs to no contender. Each finished run is a line of `--results` (default: recipes.jsonl beside this script), where
 later calls find it; a run that was stopped resumes from its checkpoint in FOLDER. `compare --glue` also fine-tunes the
-best models, for which runs whose models FOLDER does not have are repeated.
+best models of each level, for which runs whose models FOLDER does not have are repeated.
 
 `compare` tunes both sides by successive halving: as many settings for each, the better half of which is run again with
 twice the budget, and the best of each budget with three seeds; the first best also with less. `google` gets twice the
@@ -142,6 +142,16 @@ class Study:
         """The corpus."""
         return ef.Corpus(self.corpus)
 
+    @cached_property
+    def glue_hash(self) -> str | None:
+        """Of the tasks' files."""
+        if self.glue is None:
+            return None
+        found = hashlib.sha256()
+        for path in sorted(self.glue.rglob("*.tsv")):
+            found.update(str(path.relative_to(self.glue)).encode() + path.read_bytes())
+        return found.hexdigest()[:16]
+
     def identity(self, job: Job) -> dict[str, Any]:
         """What a result is found by: all that it depends on besides the version."""
         config = self.config(job)
@@ -164,7 +174,7 @@ class Study:
 
     def result(self, job: Job) -> dict[str, Any] | None:
         """What a finished run has measured, with the tasks if they are asked for."""
-        return _if_whole(self.found.get(_name(self.identity(job)), {}).get("result"), job)
+        return self._if_whole(self.found.get(_name(self.identity(job)), {}).get("result"), job)
 
     def point(self, setting: Setting, budget: float, num_seeds: int) -> Point:
         """The finished runs of a setting."""
@@ -196,7 +206,7 @@ class Study:
             "parts": [(f"config-{number}.toml", last_step) for number, (_, last_step) in enumerate(parts)],
             "sequence_length": ef.Config.preset(self.scale.preset).data.sequence_length,
             "eval_batches": self.scale.eval_batches,
-            "glue": str(self.glue) if job.finetune else None,
+            "glue": (str(self.glue), self.glue_hash) if job.finetune else None,
         }
         for (name, _), (config, _) in zip(work["parts"], parts, strict=True):
             replace_file(folder / name, config.to_toml())
@@ -215,7 +225,7 @@ class Study:
 
     def _work(self, job: Job, folder: Path) -> bool:
         """Lets a process leave a run's results in its folder, where an earlier one has not; False if it was stopped."""
-        if (folder / RESULT).exists() and _if_whole(json.loads((folder / RESULT).read_text()), job) is not None:
+        if (folder / RESULT).exists() and self._if_whole(json.loads((folder / RESULT).read_text()), job) is not None:
             return True
         limit = max(1.0, self.deadline - time.monotonic() + 60)
         with (folder / "log.txt").open("ab") as log:
@@ -232,6 +242,11 @@ class Study:
             print(f"{job.setting.name}: exit code {code}, see {folder / 'log.txt'}", flush=True)
         return code == 0
 
+    def _if_whole(self, result: dict[str, Any] | None, job: Job) -> dict[str, Any] | None:
+        if result is None or "failed" in result or not job.finetune:
+            return result
+        return result if result.get("tasks_of", "") == self.glue_hash else None
+
     def _check_text(self, identity: dict[str, Any], result: dict[str, Any]) -> None:
         """SystemExit where a run was judged on other text than those before it."""
         same = ("scale", "corpus")
@@ -241,11 +256,6 @@ class Study:
             for name, judged in each["result"].get("corrupted_by", {}).items():
                 if "corrupted_by" in result and judged["corruption"] != result["corrupted_by"][name]["corruption"]:
                     sys.exit(f"{self.results}: judged on text of another corruptor; name another file in --results")
-
-
-def _if_whole(result: dict[str, Any] | None, job: Job) -> dict[str, Any] | None:
-    has_all = result is not None and (not job.finetune or "tasks" in result or "failed" in result)
-    return result if has_all else None
 
 
 def _name(identity: dict[str, Any]) -> str:
@@ -279,9 +289,14 @@ def compare(study: Study, num_seeds: int, num_workers: int) -> dict[str, list[Po
             ranked = sorted(trials, key=lambda each: auc(study.point(each, budget, 1).results[0]), reverse=True)
             alive[side] = ranked[: -(-len(ranked) // 2)]
             best[side] += [(ranked[0], each) for each in (*(() if level else lower[side]), budget)]
-        pairs = [pair for each in best.values() for pair in each]
-        finetune = study.glue is not None
-        study.run([Job(*pair, seed, finetune) for seed in range(num_seeds) for pair in pairs], num_workers)
+        jobs = [
+            # What is below the levels is for the curve alone: fine-tuning costs more than such a model.
+            Job(setting, budget, seed, study.glue is not None and budget in budgets[side])
+            for seed in range(num_seeds)
+            for side, pairs in best.items()
+            for setting, budget in pairs
+        ]
+        study.run(jobs, num_workers)
     return {side: [study.point(*pair, num_seeds) for pair in pairs] for side, pairs in best.items()}
 
 

@@ -181,3 +181,25 @@ def test_the_first_half_is_spent_otherwise(modules, study):
     assert change["step"] == middle and change["changes"]["data.sequence_length"] == [8, 32]
     assert checkpoint_folder.steps(folder / "run") == [last]
     assert study.result(recipes.Job(studies.MODERN, 8e9, 0)) is None
+
+
+def test_scores_are_those_of_the_tasks_that_are_asked_for(modules, study):
+    recipes, studies, report = modules
+    corruptor = ef.Config.preset("tiny").override({"train.steps": "2", "objective.name": "mlm"})
+    ef.pretrain(corruptor, data=study.corpus, out=study.out / "corruptor")
+    job = recipes.Job(studies.MODERN, 2e9, 0, finetune=True)
+    for places in (2, 1):  # the second time with another folder, whose task has one example less
+        glue = study.out / f"glue-{places}"
+        (glue / "RTE").mkdir(parents=True)
+        lines = ["index\tsentence1\tsentence2\tlabel", *(f"{i}\ta b\tc d\tentailment" for i in range(places))]
+        for name in ("train", "dev"):
+            (glue / "RTE" / f"{name}.tsv").write_text("\n".join([*lines, "9\te f\tg h\tnot_entailment"]) + "\n")
+        asked = recipes.Study(study.scale, study.out, study.results, math.inf, glue)
+        asked.corpus = study.corpus
+        assert asked.result(job) is None
+        assert asked._run(job)
+        again = recipes.Study(study.scale, study.out, study.results, math.inf, glue)
+        again.corpus = study.corpus
+        (score,) = again.result(job)["tasks"].values()
+        assert 0 <= score <= 1 and report.columns([again.result(job)])[4] == f"{score:.4f}"
+    assert len(study.results.read_text().splitlines()) == 2
