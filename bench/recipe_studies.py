@@ -45,7 +45,8 @@ class Scale:
 class Setting:
     """A contender: keys laid over those of the scale, patches of `recipe_patches`, and what was expected of it.
 
-    `batch_factor` multiplies the scale's rows per step, `length_factor` their length. `early` is how the first half of
+    `batch_factor` multiplies the scale's rows per step, `length_factor` their length; `muon_factor` and `rest_factor`
+    the learning rates, which follow from the number of steps in the recipe `modern`. `early` is how the first half of
     the FLOPs is spent, if otherwise; the learning rate's schedule spans both.
     """
 
@@ -55,6 +56,8 @@ class Setting:
     expected: str = ""
     batch_factor: float = 1.0
     length_factor: float = 1.0
+    muon_factor: float = 1.0
+    rest_factor: float = 1.0
     early: Setting | None = None
 
     def changed(self, name: str, keys: Keys, patches: tuple[str, ...] = (), expected: str = "") -> Setting:
@@ -89,8 +92,8 @@ ENCODER: Keys = {
 ADAMW: Keys = ENCODER | {"optimizer.name": "adamw", "optimizer.learning_rate": "2e-3", "objective.disc_weight": "25"}
 MUON: Keys = ENCODER | {
     "optimizer.name": "muon",
-    "optimizer.learning_rate": "4e-3",
-    "optimizer.muon_learning_rate": "0.01",
+    "optimizer.learning_rate": "0",
+    "optimizer.muon_learning_rate": "0",
     "objective.disc_weight": "10",
     "objective.corrective_weight": "1",
 }
@@ -139,26 +142,31 @@ def _rate(value: str) -> Keys:
 
 def _trials_google() -> tuple[Setting, ...]:
     """The published encoder. At these sizes AdamW as published leaves its generator at the unigram distribution."""
-    base, scaled = Setting("google", GOOGLE), ("init-width",)
+    base = Setting("google", GOOGLE)
     corrected = base.changed("", {"optimizer.schedule": "linear", "optimizer.bias_correction": "true"})
     corrected = corrected.changed("", {"optimizer.beta2": "0.98"})
-    halved = corrected.changed("google, corrected, 2.5e-4, half the batch", _rate("2.5e-4"))
+    low = corrected.changed("google, corrected, 2.5e-4", _rate("2.5e-4"))
+    high = corrected.changed("google, corrected, 5e-4", _rate("5e-4"))
     return (
         base.changed("google, 2.5e-4", _rate("2.5e-4")),
-        *(corrected.changed(f"google, corrected, {r}", _rate(r)) for r in ("1.2e-4", "2.5e-4", "5e-4", "1e-3")),
-        *(corrected.changed(f"google, corrected, {r}, wider init", _rate(r), scaled) for r in ("2.5e-4", "5e-4")),
-        replace(halved, batch_factor=0.5),
+        low,
+        high,
+        high.changed(f"{high.name}, wider init", {}, ("init-width",)),
+        replace(high, name=f"{high.name}, half the batch", batch_factor=0.5),
+        replace(low, name=f"{low.name}, a quarter of the batch", batch_factor=0.25),
     )
 
 
 def _trials_modern() -> tuple[Setting, ...]:
-    rates = [
-        MODERN.changed(f"modern, muon {muon}, rest {rate}", {"optimizer.muon_learning_rate": muon} | _rate(rate))
-        for muon in ("0.005", "0.01", "0.02")
-        for rate in ("2e-3", "4e-3")
-    ]
-    heavier = MODERN.changed("modern, disc_weight 25", {"objective.disc_weight": "25"})
-    return (*rates, heavier, replace(MODERN, name="modern, twice the batch", batch_factor=2))
+    factors = ((1.0, 1.0), (1.5, 1.0), (0.5, 1.0), (1.0, 2.0), (1.0, 0.5))
+    return (
+        *(_scaled(f"modern, muon times {muon:g}, rest times {rest:g}", "", muon, rest) for muon, rest in factors),
+        replace(MODERN, name="modern, half the batch", batch_factor=0.5),
+    )
+
+
+def _scaled(name: str, expected: str, muon: float = 1.0, rest: float = 1.0) -> Setting:
+    return replace(MODERN, name=name, expected=expected, muon_factor=muon, rest_factor=rest)
 
 
 SIDES: dict[str, tuple[Setting, ...]] = {"google": _trials_google(), "modern": _trials_modern()}
@@ -180,10 +188,10 @@ INGREDIENTS: tuple[Setting, ...] = (
     Setting("AdamW 4e-3 with the corrective loss", {**ADAMW, **_CORRECTED, **_rate("4e-3")}, (), "-.01"),
     _one("no corrective loss", "stalls, -.1", {"objective.corrective_weight": "0"}),
     # Rates and weights.
-    _one("muon 0.005", "-.01", {"optimizer.muon_learning_rate": "0.005"}),
-    _one("muon 0.02", "-.04", {"optimizer.muon_learning_rate": "0.02"}),
-    _one("rest 2e-3", "-.01", _rate("2e-3")),
-    _one("rest 8e-3", "0", _rate("8e-3")),
+    _scaled("half of Muon's rate", "-.01", muon=0.5),
+    _scaled("twice Muon's rate", "-.04", muon=2),
+    _scaled("half of the other rate", "-.01", rest=0.5),
+    _scaled("twice the other rate", "0", rest=2),
     _one("disc_weight 5", "0", {"objective.disc_weight": "5"}),
     _one("disc_weight 25", "-.01", {"objective.disc_weight": "25"}),
     _one("corrective_weight 0.5", "0", {"objective.corrective_weight": "0.5"}),
@@ -204,8 +212,6 @@ INGREDIENTS: tuple[Setting, ...] = (
     replace(MODERN, name="half the batch", expected="+.01", batch_factor=0.5),
     replace(MODERN, name="twice the batch", expected="-.02", batch_factor=2),
     replace(MODERN, name="four times the batch", expected="-.05", batch_factor=4),
-    replace(_one("four times the batch, muon 0.02", "-.02", {"optimizer.muon_learning_rate": "0.02"}), batch_factor=4),
-    replace(_one("four times the batch, rest 8e-3", "-.04", _rate("8e-3")), batch_factor=4),
     replace(MODERN, name="half the batch at first", expected="0", early=replace(MODERN, batch_factor=0.5)),
     replace(
         MODERN,

@@ -116,13 +116,20 @@ class Study:
 
     def parts(self, job: Job) -> list[tuple[ef.Config, int]]:
         """The configuration of each part of a run, and the step that ends it."""
-        settings = [each for each in (job.setting.early, job.setting) if each is not None]
-        assert all(each.patches == job.setting.patches for each in settings)
+        setting = job.setting
+        settings = [each for each in (setting.early, setting) if each is not None]
+        assert all(each.patches == setting.patches for each in settings)
         sized = [self._sized(each, job.seed) for each in settings]
         counts = [round(job.budget / len(sized) / flops) for _, flops in sized]
         steps = sum(counts)
         every = {"steps": steps, "log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 4)}
         configs = [config.replace({"train": every}) for config, _ in sized]
+        rates = configs[-1].resolved().optimizer
+        scaled = {
+            "learning_rate": setting.rest_factor * rates.learning_rate,
+            "muon_learning_rate": setting.muon_factor * rates.muon_learning_rate,
+        }
+        configs = [config.replace({"optimizer": scaled}) for config in configs]
         return list(zip(configs, accumulate(counts), strict=True))
 
     def _sized(self, setting: Setting, seed: int) -> tuple[ef.Config, float]:

@@ -50,7 +50,7 @@ def shape(text: str, overrides: dict[str, str] | None = None, recipe: str = "goo
     preset, _, rows = text.partition(":")
     changes = {"model.vocab_size": str(VOCAB_SIZE), "model.dropout": "0", "model.attention_dropout": "0"}
     changes |= {"data.packing": "best-fit", **({"train.batch_size": rows} if rows else {})}
-    return ef.Config.preset(preset, recipe).override(changes | (overrides or {}))
+    return ef.Config.preset(preset, recipe).override(changes | (overrides or {})).resolved()
 
 
 def new_step(

@@ -146,8 +146,8 @@ def test_differences_name_the_keys() -> None:
         ("[train]\nsteps = 0", "train.steps = 0 must be at least 1"),
         ("[data]\nmask_prob = 0.95", "data.mask_prob = 0.95 must be above 0 and at most 0.9"),
         ("[data]\nmask_prob = 0", "data.mask_prob = 0.0 must be above 0 and at most 0.9"),
-        ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate = nan must be above 0"),
-        ("[optimizer]\nlearning_rate = inf", "optimizer.learning_rate = inf must be above 0"),
+        ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate = nan must be at least 0"),
+        ("[optimizer]\nlearning_rate = inf", "optimizer.learning_rate = inf must be at least 0"),
         ("[model]\ndropout = 1.0", "model.dropout = 1.0 must be at least 0 and at most 0.99"),
         ("[model]\nnum_heads = 5", "model.num_heads = 5 does not divide model.hidden_size = 256"),
         (

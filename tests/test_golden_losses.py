@@ -50,9 +50,10 @@ def write_corpus(folder: Path) -> Path:
 def losses(corpus: Path, out: Path, recipe: str, name: str) -> list[dict[str, Any]]:
     """A line per step of a run: its metrics, those left out that the objective does not have."""
     config = ef.Config.preset("tiny", recipe).override(VARIANTS[name] | {"data.masking": MASKING[recipe]})
+    rates = {"learning_rate": 4e-3, "muon_learning_rate": 0.01} if recipe == "modern" else {}
     config = config.replace(
         {
-            "optimizer": {"warmup_steps": 5},
+            "optimizer": {"warmup_steps": 5, **rates},
             "train": {"steps": STEPS, "batch_size": 16, "accumulate": 2, "precision": "fp32", "log_every": 1},
         }
     )

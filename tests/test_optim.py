@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from electra_fast.config import OptimizerConfig
+from electra_fast.config import Config, OptimizerConfig
 from electra_fast.training.muon import orthogonalize
 from electra_fast.training.optim import Optimizer, lr_scale
 
@@ -268,6 +268,13 @@ def test_what_must_have_a_gradient():
         update(optimizer)
     with pytest.raises(ValueError, match="no parameter requires a gradient"):
         Optimizer([(name, p.requires_grad_(False)) for name, p in named.items()], plain())
+
+
+def test_rates_must_be_chosen():
+    config = Config.preset("tiny", "modern").optimizer
+    optimizer = Optimizer(parameters().items(), config)
+    with pytest.raises(ValueError, match="a learning rate is 0"):
+        optimizer.set_step_scalars(1.0)
 
 
 def test_schedules():

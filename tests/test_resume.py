@@ -202,13 +202,14 @@ class TestWarmup:
         assert max(factors) == factors[warmup] >= 0.949
         assert config.override({"optimizer.warmup_steps": "0"}).optimizer.num_warmup_steps(steps) == 0
 
-    def test_a_run_stores_the_number(self, validation_corpus, tmp_path):
-        config = tiny_config(**{"optimizer.warmup_steps": "-1", "train.steps": "40"})
-        pretrain(config, data=validation_corpus, out=tmp_path / "run")
-        assert Config.load(tmp_path / "run/config.toml").optimizer.warmup_steps == 2
-        longer = tiny_config(**{"optimizer.warmup_steps": "-1", "train.steps": "80"})
-        pretrain(longer, data=validation_corpus, out=tmp_path / "run")  # the warmup that was is no change
-        assert Config.load(tmp_path / "run/config.toml").optimizer.warmup_steps == 2
+    def test_a_run_stores_the_numbers(self, validation_corpus, tmp_path):
+        left = {"optimizer.warmup_steps": "-1", "optimizer.learning_rate": "0", "optimizer.muon_learning_rate": "0"}
+        pretrain(tiny_config(**left, **{"train.steps": "40"}), data=validation_corpus, out=tmp_path / "run")
+        stored = Config.load(tmp_path / "run/config.toml").optimizer
+        assert (stored.warmup_steps, stored.learning_rate, stored.muon_learning_rate) == (2, 0.004, 0.02)
+        longer = tiny_config(**left, **{"train.steps": "80"})
+        pretrain(longer, data=validation_corpus, out=tmp_path / "run")  # what was is no change
+        assert Config.load(tmp_path / "run/config.toml").optimizer == stored
 
     @pytest.mark.parametrize(
         ("schedule", "warmup", "share"), [("linear", 240, "10%"), ("product", 240, "2%"), ("linear", 12, None)]
@@ -225,6 +226,20 @@ class TestWarmup:
         assert max(lr_scale(config, step, STEPS) for step in range(STEPS)) == pytest.approx(
             float(share[:-1]) / 100, abs=0.0051
         )
+
+
+class TestRates:
+    @pytest.mark.parametrize(
+        ("steps", "rate", "muon_rate"),
+        [(100, 0.004, 0.02), (625, 0.004, 0.02), (2500, 0.004, 0.01), (10_000, 0.002, 0.005), (10**6, 0.0002, 0.0005)],
+    )
+    def test_modern_follows_the_steps_unless_set(self, steps, rate, muon_rate):
+        config = Config.preset("small", "modern").override({"train.steps": str(steps)})
+        optimizer = config.resolved().optimizer
+        assert (optimizer.learning_rate, optimizer.muon_learning_rate) == (rate, muon_rate)
+        both = {"optimizer.learning_rate": "1e-3", "optimizer.muon_learning_rate": "3e-3"}
+        optimizer = config.override(both).resolved().optimizer
+        assert (optimizer.learning_rate, optimizer.muon_learning_rate) == (1e-3, 3e-3)
 
 
 WITHOUT_TORCH = """

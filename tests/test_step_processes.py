@@ -43,7 +43,8 @@ def two_cores():
 def configured(corpus, recipe="google", dropout=0.0, **train):
     changes = {"vocab_size": ef.Corpus(corpus).vocab_size, "dropout": dropout, "attention_dropout": dropout}
     config = ef.Config.preset("tiny", recipe).replace({"model": changes})
-    return config.replace({"train": {"batch_size": 12, "steps": FEW_STEPS} | train, "data": {"sequence_length": 64}})
+    train = {"batch_size": 12, "steps": FEW_STEPS} | train
+    return config.replace({"train": train, "data": {"sequence_length": 64}}).resolved()
 
 
 def make_step(config, num_processes, execution="eager"):

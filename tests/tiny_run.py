@@ -15,6 +15,7 @@ TINY = {
     "model.dropout": "0.1",
     "data.sequence_length": "16",
     "optimizer.learning_rate": "1e-3",
+    "optimizer.muon_learning_rate": "0.01",
     "optimizer.warmup_steps": "4",
     "train.steps": str(STEPS),
     "train.batch_size": "8",

@@ -8,10 +8,11 @@ alone tells what was trained.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 from electra_fast.config_file import Scalar, did_you_mean, read_toml
 from electra_fast.config_section import Configuration, Section, config_key
@@ -158,7 +159,9 @@ class OptimizerConfig(Section):
     """`[optimizer]`: the update rule and its schedule."""
 
     name: Literal["adamw", "lamb", "muon"] = config_key("adamw", "update rule")
-    learning_rate: float = config_key(5e-4, "peak learning rate", low=0, open_low=True)
+    learning_rate: float = config_key(
+        5e-4, "peak learning rate; 0 (recipe modern): 0.2 / sqrt(train.steps), at most 0.004", low=0
+    )
     warmup_steps: int = config_key(-1, "steps of linear warmup; -1: a twentieth of train.steps, at most 10,000", low=-1)
     schedule: Literal["linear", "product"] = config_key(
         "product", "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0"
@@ -169,12 +172,34 @@ class OptimizerConfig(Section):
     beta1: float = config_key(0.9, "decay of the first moment", low=0, high=0.999999)
     beta2: float = config_key(0.999, "decay of the second moment", low=0, high=0.999999)
     epsilon: float = config_key(1e-6, "Adam's epsilon", low=0, open_low=True)
-    muon_learning_rate: float = config_key(0.02, "peak learning rate of the matrices under muon", low=0, open_low=True)
+    muon_learning_rate: float = config_key(
+        0.02, "peak learning rate of the matrices under muon; 0: 0.5 / sqrt(train.steps), at most 0.02", low=0
+    )
     muon_momentum: float = config_key(0.95, "momentum of the matrices under muon", low=0, high=0.999999)
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Steps of warmup in a run of `num_steps`."""
         return self.warmup_steps if self.warmup_steps >= 0 else min(10_000, num_steps // 20)
+
+    def for_steps(self, num_steps: int) -> Self:
+        """With those of `following` filled in for a run of `num_steps`; learning rates are rules of recipe `modern`."""
+        rate, muon_rate = (float(f"{peak / math.sqrt(num_steps):.3g}") for peak in (0.2, 0.5))
+        return dataclasses.replace(
+            self,
+            warmup_steps=self.num_warmup_steps(num_steps),
+            learning_rate=self.learning_rate or min(0.004, rate),
+            muon_learning_rate=self.muon_learning_rate or min(0.02, muon_rate),
+        )
+
+    @property
+    def following(self) -> list[str]:
+        """The keys that are left to follow from the number of steps."""
+        left = {
+            "warmup_steps": self.warmup_steps < 0,
+            "learning_rate": self.learning_rate == 0,
+            "muon_learning_rate": self.muon_learning_rate == 0,
+        }
+        return [key for key, is_left in left.items() if is_left]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +283,10 @@ class Config(Configuration):
             hidden_size=num_heads * (model.hidden_size // model.num_heads),
             intermediate_size=round(model.intermediate_size * hidden_fraction),
         )
+
+    def resolved(self) -> Config:
+        """With the warmup and the learning rates that follow from `train.steps` filled in."""
+        return dataclasses.replace(self, optimizer=self.optimizer.for_steps(self.train.steps))
 
     def with_objective(self, name: str) -> Config:
         """The same with another objective, and with what that needs wherever this has something else."""

@@ -84,9 +84,9 @@ RECIPES: dict[str, dict[str, Scalar]] = {
         "optimizer.schedule": "product",
         "optimizer.bias_correction": False,
     },
-    # Rates and weights were tuned at `tiny` (bench/LOG.md). Muon's updates have the same spectral norm at any width,
-    # and the tables' rate does not depend on it, so all sizes have the same rates. At `mini` they were tried for up to
-    # 1,215 steps; Muon's best rate falls with the number of steps (0.02 for 600 to 800, 0.01 for 1,200 to 3,300).
+    # Weights were tuned at `tiny` (bench/LOG.md). Learning rates of 0 follow from the number of steps: Muon's best one
+    # falls with its square root, at `tiny` and `mini`, with one to four times the tokens per step, and its updates have
+    # the same spectral norm at any width.
     "modern": {
         "model.architecture": "modern",
         "model.dropout": 0.0,
@@ -96,8 +96,8 @@ RECIPES: dict[str, dict[str, Scalar]] = {
         "optimizer.schedule": "linear",
         "optimizer.bias_correction": True,
         "optimizer.beta2": 0.98,
-        "optimizer.learning_rate": 4e-3,
-        "optimizer.muon_learning_rate": 0.01,
+        "optimizer.learning_rate": 0.0,
+        "optimizer.muon_learning_rate": 0.0,
         "objective.disc_weight": 10.0,
         "objective.corrective_weight": 1.0,
     },

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real thin
 @pytest.mark.parametrize("attention", ["varlen", "sdpa"])
 @pytest.mark.parametrize("recipe", ["google", "modern"])
 def test_a_step_stays_on_the_device(tiny_corpus, recipe, attention, dropout, optimizer, monkeypatch):
-    config = ef.Config.preset("tiny", recipe).replace({"optimizer": {"name": optimizer}, "model": {"dropout": dropout}})
+    changes = {"optimizer": {"name": optimizer}, "model": {"dropout": dropout}}
+    config = ef.Config.preset("tiny", recipe).replace(changes).resolved()
     check_step(tiny_corpus, config, attention, monkeypatch)
 
 

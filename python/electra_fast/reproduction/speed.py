@@ -24,7 +24,7 @@ _SECONDS = 5.0
 
 def flops_per_second(config: Config) -> float:
     """True model FLOPs per second of training steps, over some seconds."""
-    device = choose_device()
+    config, device = config.resolved(), choose_device()
     compute, execution = choose_compute(config, device), choose_execution(config.train.execution, device)
     model = Electra(config).to(device)
     optimizer = Optimizer(model.named_parameters(), config.optimizer, matrix_dtype=compute.dtype)

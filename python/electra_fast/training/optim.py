@@ -140,9 +140,11 @@ class Optimizer:
     def set_step_scalars(self, lr_scale: float) -> None:
         """Prepares the next `step`, at `lr_scale` times the peak learning rate: counts it and copies its scalars.
 
-        This is the part of an update that a CUDA graph cannot contain.
+        This is the part of an update that a CUDA graph cannot contain. ValueError if a learning rate is 0.
         """
         config = self.config
+        if config.learning_rate == 0 or (config.name == "muon" and config.muon_learning_rate == 0):
+            raise ValueError("a learning rate is 0, to follow from the number of steps: use Config.resolved")
         self.num_updates += 1
         scalars = [-lr_scale * config.learning_rate, -lr_scale * config.muon_learning_rate, 1.0, 1.0]
         if config.bias_correction:

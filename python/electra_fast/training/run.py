@@ -130,8 +130,9 @@ def _new_run(folder: Path, config: Config, mixture: Mixture) -> Run:
 def _resumed_run(folder: Path, directory: Path, config: Config, mixture: Mixture, allow_changes: bool) -> Run:
     state, saved = checkpoint_folder.read_state(directory), Config.load(directory / "config.toml")
     is_import = state.loader is None
-    if config.optimizer.warmup_steps < 0 and not is_import:  # it follows the steps that the run was started with
-        config = _with(config, "optimizer", warmup_steps=saved.optimizer.warmup_steps)
+    if not is_import:  # what follows the steps follows those that the run was started with
+        following = {key: getattr(saved.optimizer, key) for key in config.optimizer.following}
+        config = _with(config, "optimizer", **following)
     recorded = _recorded(folder, state.step)
     kept = _hardware_choices(config, saved, recorded)
     config = _resolved(config.override(kept), mixture)
@@ -167,14 +168,13 @@ def _hardware_choices(config: Config, saved: Config, recorded: Changes) -> dict[
 
 
 def _resolved(config: Config, mixture: Mixture) -> Config:
-    """The configuration with the corpus' vocabulary size and the number of warmup steps filled in."""
+    """The configuration with the corpus' vocabulary size, and the warmup and rates of so many steps filled in."""
     if config.model.vocab_size not in (0, mixture.vocab_size):
         raise InputError(
             f"model.vocab_size = {config.model.vocab_size}, but the corpus was prepared with {mixture.vocab_size} "
             "entries; leave the key out, or prepare with the model's vocabulary"
         )
-    config = _with(config, "optimizer", warmup_steps=config.optimizer.num_warmup_steps(config.train.steps))
-    return _with(config, "model", vocab_size=mixture.vocab_size)
+    return _with(config.resolved(), "model", vocab_size=mixture.vocab_size)
 
 
 def _with(config: Config, section: str, **values: Scalar) -> Config:
