@@ -12,8 +12,9 @@ best models of each level, for which runs whose models FOLDER does not have are 
 
 `compare` tunes both sides by successive halving: as many settings for each, the better half of which is run again with
 twice the budget, and the best of each budget with three seeds; the first best also with less. `google` gets twice the
-budget of `modern`, for it needs more. `ingredients` changes one thing at a time. Both end with a table, `compare` also
-with a picture. Nothing is downloaded.
+budget of `modern`, for it needs more. `ingredients` changes one thing at a time, and with
+it the number of steps and the rates that follow from it. Both end with a table, `compare` also with a picture. Nothing
+is downloaded.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class Study:
         if self.glue is None:
             return None
         found = hashlib.sha256()
-        for path in sorted(self.glue.rglob("*.tsv")):
+        for path in sorted(each for ending in ("tsv", "txt") for each in self.glue.rglob(f"*.{ending}")):
             found.update(str(path.relative_to(self.glue)).encode() + path.read_bytes())
         return found.hexdigest()[:16]
 

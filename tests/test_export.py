@@ -170,6 +170,16 @@ def others_folders(folder: Path) -> None:
         path.write_text(json.dumps({k: v for k, v in table.items() if "electra_fast" not in k}), encoding="utf-8")
 
 
+def test_rates_of_an_import_follow_the_steps_if_they_did(tmp_path: Path, tiny_corpus: Path) -> None:
+    few = {"data": {"sequence_length": 16}, "train": {"steps": 2, "batch_size": 4}}
+    config = Config.preset("tiny", "modern").replace(few | {"optimizer": {"learning_rate": 1e-3}})
+    pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out")
+    import_folder(tmp_path / "out", tmp_path / "again")
+    optimizer = Config.load(tmp_path / "again" / "config.toml").optimizer
+    assert (optimizer.warmup_steps, optimizer.learning_rate, optimizer.muon_learning_rate) == (-1, 1e-3, 0)
+
+
 @pytest.mark.parametrize("origin", ["best-fit", "google", "others"])
 def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, tiny_corpus: Path, origin: str) -> None:
     """Survives import, training without pairs, a resume, and two more exports."""

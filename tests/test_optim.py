@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from electra_fast.config import Config, OptimizerConfig
+from electra_fast.config import OptimizerConfig
 from electra_fast.training.muon import orthogonalize
 from electra_fast.training.optim import Optimizer, lr_scale
 
@@ -270,11 +270,15 @@ def test_what_must_have_a_gradient():
         Optimizer([(name, p.requires_grad_(False)) for name, p in named.items()], plain())
 
 
-def test_rates_must_be_chosen():
-    config = Config.preset("tiny", "modern").optimizer
-    optimizer = Optimizer(parameters().items(), config)
+@pytest.mark.parametrize(
+    ("rule", "rate", "muon_rate"), [("muon", 1e-3, 0.0), ("muon", 0.0, 0.02), ("adamw", 0.0, 0.02)]
+)
+def test_rates_must_be_chosen(rule, rate, muon_rate):
+    config = OptimizerConfig(name=rule, learning_rate=rate, muon_learning_rate=muon_rate)
     with pytest.raises(ValueError, match="a learning rate is 0"):
-        optimizer.set_step_scalars(1.0)
+        Optimizer(parameters().items(), config).set_step_scalars(1.0)
+    adamw = OptimizerConfig(name="adamw", learning_rate=1e-3, muon_learning_rate=0.0)
+    Optimizer(parameters().items(), adamw).set_step_scalars(1.0)
 
 
 def test_schedules():

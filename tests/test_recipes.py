@@ -61,6 +61,15 @@ def test_the_update_is_counted_as_torch_counts_it(modules, study):
     assert counter.get_total_flops() == recipes.update_flops(config)
 
 
+def test_factors_multiply_the_rates_of_so_many_steps(modules, study):
+    recipes, studies, _ = modules
+    setting = replace(studies.MODERN, muon_factor=0.5, rest_factor=2.0)
+    base, scaled = (study.config(recipes.Job(each, 3e12, 0)) for each in (studies.MODERN, setting))
+    assert base.optimizer.muon_learning_rate == pytest.approx(0.5 / math.sqrt(base.train.steps), rel=0.01)
+    assert scaled.optimizer.muon_learning_rate == base.optimizer.muon_learning_rate / 2
+    assert scaled.optimizer.learning_rate == 2 * base.optimizer.learning_rate > 0
+
+
 def test_both_sides_are_tuned_over_as_many_settings(modules):
     _, studies, _ = modules
     assert len({len(trials) for trials in studies.SIDES.values()}) == 1
@@ -78,26 +87,31 @@ def test_the_better_half_gets_twice_the_budget(modules, study, monkeypatch):
     done = []
 
     def run(self, job):
-        done.append((job.setting.name, job.budget, job.seed))
+        done.append((job.setting.name, job.budget, job.seed, job.finetune))
         low = 4e10 if job.setting.name in sides["google"] else 2e10
         auc = 0.5 + 0.01 * order[job.setting.name] + 0.02 * math.log2(job.budget / low) + 0.001 * job.seed
         judged = {"discriminator_auc": auc, "discriminator_loss": 0.4, "generator_loss": 5.0}
         found = {"seconds": 10 * job.budget / 2e9, "corrupted_by": dict.fromkeys(report.CORRUPTORS, judged)}
+        found |= {"tasks": {"rte": 0.5}, "tasks_of": self.glue_hash} if job.finetune else {}
         self.found[recipes._name(self.identity(job))] = {"result": found}
         return True
 
     monkeypatch.setattr(recipes.Study, "_run", run)
+    study.glue = study.out
     curves = recipes.compare(study, num_seeds=3, num_workers=1)
     for side, trials in studies.SIDES.items():
         names = [each.name for each in trials]
         low, high = study.scale.budgets[side]
-        first = sorted(name for name, budget, seed in done if budget == low and seed == 0 and name in names)
-        second = sorted(name for name, budget, seed in done if budget == high and seed == 0 and name in names)
-        assert first == sorted(names) and second == sorted(names[-(len(names) // 2) :])
+        first = {name for name, budget, seed, _ in done if budget == low and seed == 0 and name in names}
+        second = {name for name, budget, seed, _ in done if budget == high and seed == 0 and name in names}
+        assert first == set(names) and second == set(names[-(len(names) // 2) :])
         points = [(point.setting, point.budget) for point in curves[side]]
         assert points == [(names[-1], budget) for budget in (low / 2, low, high)]
         assert [len(point.results) for point in curves[side]] == [3, 3, 3]
-        assert [name for name, budget, _ in done if budget == low / 2 and name in names] == [names[-1]] * 3
+        assert [job[0] for job in done if job[1] == low / 2 and job[0] in names] == [names[-1]] * 3
+        # The best of each level, with every seed, and nothing else.
+        tuned = [(budget, seed) for name, budget, seed, finetune in done if finetune and name in names]
+        assert sorted(tuned) == [(budget, seed) for budget in (low, high) for seed in range(3)]
     assert len(set(done)) == len(done)
     text = report.write_comparison(study.out, "tiny", curves)
     assert "2.00 times" in text and (study.out / "recipes-tiny.png").stat().st_size > 10_000

@@ -202,14 +202,13 @@ class TestWarmup:
         assert max(factors) == factors[warmup] >= 0.949
         assert config.override({"optimizer.warmup_steps": "0"}).optimizer.num_warmup_steps(steps) == 0
 
-    def test_a_run_stores_the_numbers(self, validation_corpus, tmp_path):
-        left = {"optimizer.warmup_steps": "-1", "optimizer.learning_rate": "0", "optimizer.muon_learning_rate": "0"}
-        pretrain(tiny_config(**left, **{"train.steps": "40"}), data=validation_corpus, out=tmp_path / "run")
-        stored = Config.load(tmp_path / "run/config.toml").optimizer
-        assert (stored.warmup_steps, stored.learning_rate, stored.muon_learning_rate) == (2, 0.004, 0.02)
-        longer = tiny_config(**left, **{"train.steps": "80"})
-        pretrain(longer, data=validation_corpus, out=tmp_path / "run")  # what was is no change
-        assert Config.load(tmp_path / "run/config.toml").optimizer == stored
+    def test_a_run_stores_the_number(self, validation_corpus, tmp_path):
+        config = tiny_config(**{"optimizer.warmup_steps": "-1", "train.steps": "40"})
+        pretrain(config, data=validation_corpus, out=tmp_path / "run")
+        assert Config.load(tmp_path / "run/config.toml").optimizer.warmup_steps == 2
+        longer = tiny_config(**{"optimizer.warmup_steps": "-1", "train.steps": "80"})
+        pretrain(longer, data=validation_corpus, out=tmp_path / "run")  # the warmup that was is no change
+        assert Config.load(tmp_path / "run/config.toml").optimizer.warmup_steps == 2
 
     @pytest.mark.parametrize(
         ("schedule", "warmup", "share"), [("linear", 240, "10%"), ("product", 240, "2%"), ("linear", 12, None)]
@@ -240,6 +239,31 @@ class TestRates:
         both = {"optimizer.learning_rate": "1e-3", "optimizer.muon_learning_rate": "3e-3"}
         optimizer = config.override(both).resolved().optimizer
         assert (optimizer.learning_rate, optimizer.muon_learning_rate) == (1e-3, 3e-3)
+
+    def test_a_run_stores_them_and_keeps_them(self, validation_corpus, tmp_path):
+        left = {"optimizer.learning_rate": "0", "optimizer.muon_learning_rate": "0"}
+        folder, short, long = tmp_path / "run", {"train.steps": "8"}, {"train.steps": "12"}
+        pretrain(tiny_config("modern", **left, **short), data=validation_corpus, out=tmp_path / "other")
+        stored = Config.load(tmp_path / "other/config.toml").optimizer
+        assert (stored.learning_rate, stored.muon_learning_rate) == (0.004, 0.02)
+        pretrain(tiny_config("modern", **short), data=validation_corpus, out=folder)
+        pretrain(tiny_config("modern", **left, **long), data=validation_corpus, out=folder)
+        kept = Config.load(folder / "config.toml").optimizer
+        assert (kept.learning_rate, kept.muon_learning_rate) == (1e-3, 0.01)
+
+    def test_a_change_stays_after_a_kill(self, validation_corpus, tmp_path):
+        """Before the first checkpoint that has it."""
+        folder = tmp_path / "run"
+        pretrain(tiny_config("modern", **{"train.steps": "8"}), data=validation_corpus, out=folder)
+        record = {"step": 8, "changes": {"optimizer.learning_rate": [1e-3, 2e-3]}}
+        (folder / "changes.jsonl").write_text(json.dumps(record) + "\n")
+        left = tiny_config("modern", **{"optimizer.learning_rate": "0", "train.steps": "12"})
+        pretrain(left, data=validation_corpus, out=folder, allow_changes=True)
+        assert Config.load(folder / "config.toml").optimizer.learning_rate == 2e-3
+
+    def test_only_the_modern_encoder_has_a_rule(self):
+        with pytest.raises(ValueError, match="optimizer.learning_rate = 0 follows from train.steps only with"):
+            tiny_config("google", **{"optimizer.learning_rate": "0"})
 
 
 WITHOUT_TORCH = """

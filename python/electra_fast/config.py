@@ -182,7 +182,7 @@ class OptimizerConfig(Section):
         return self.warmup_steps if self.warmup_steps >= 0 else min(10_000, num_steps // 20)
 
     def for_steps(self, num_steps: int) -> Self:
-        """With those of `following` filled in for a run of `num_steps`; learning rates are rules of recipe `modern`."""
+        """A copy for a run of `num_steps`, in which the keys of `following` have numbers."""
         rate, muon_rate = (float(f"{peak / math.sqrt(num_steps):.3g}") for peak in (0.2, 0.5))
         return dataclasses.replace(
             self,
@@ -265,6 +265,11 @@ class Config(Configuration):
             )
         if train.sharding == "full" and train.reduce == "exact":
             raise InputError('train.sharding = "full" needs train.reduce = "fast": its sums have another order')
+        if self.optimizer.learning_rate == 0 and model.architecture != "modern":
+            raise InputError(
+                'optimizer.learning_rate = 0 follows from train.steps only with model.architecture = "modern"; '
+                "give a rate above 0"
+            )
         objective_of(self).check()
 
     def generator_shape(self) -> ModelConfig:

@@ -76,7 +76,8 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
     `directory` has what `export` writes, or discriminator/ and generator/ (or only generator/: objective `mlm`) of
     others; `out` must not exist or be empty. Sizes and tying come from the folders; the rest of config.toml comes from
     the run that was exported or, for other models, from the preset of that size. The learning-rate schedule restarts,
-    with a warmup of a twentieth of the steps unless set; precision, attention backend and execution are `auto` again.
+    with a warmup of a twentieth of the steps unless set, and peak rates that follow from the steps if they did so in
+    the run that was exported; precision, attention backend and execution are `auto` again.
     """
     source, out = Path(directory), Path(out)
     if not _is_empty(out):
@@ -86,7 +87,11 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
     _say_own_heads(model, "not in the folder and begins untrained")
     tokenizer = tokenizer_folder(source, model.config.model.vocab_size)
     # Chosen when the training starts: how long it is and where it runs may differ from the exported run.
+    rates = ("optimizer.learning_rate", "optimizer.muon_learning_rate")
     fresh = {"optimizer.warmup_steps": "-1"} | dict.fromkeys(HARDWARE_KEYS, AUTO)
+    if model.config.model.architecture == "modern":
+        left = model.config.override(dict.fromkeys(rates, "0")).resolved()
+        fresh |= {name: "0" for name in rates if model.config.value(name) == left.value(name)}
     model.config = model.config.override(fresh)
 
     def write(folder: Path) -> None:

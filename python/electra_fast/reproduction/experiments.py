@@ -1,7 +1,8 @@
 """The paper's comparisons as rows: a configuration each, what the paper reports of it, and what it concludes.
 
 Rows of an experiment differ in what it compares and in nothing else, so all mask as the paper does, and all get the
-same budget of true FLOPs. The paper gives the generators' and the tying experiment equal steps instead.
+same budget of true FLOPs. How many steps that buys differs, and so does what follows from them: the warmup, and the
+learning rates of recipe `modern`. The paper gives the generators' and the tying experiment equal steps instead.
 """
 
 from __future__ import annotations

@@ -130,10 +130,10 @@ def _new_run(folder: Path, config: Config, mixture: Mixture) -> Run:
 def _resumed_run(folder: Path, directory: Path, config: Config, mixture: Mixture, allow_changes: bool) -> Run:
     state, saved = checkpoint_folder.read_state(directory), Config.load(directory / "config.toml")
     is_import = state.loader is None
-    if not is_import:  # what follows the steps follows those that the run was started with
-        following = {key: getattr(saved.optimizer, key) for key in config.optimizer.following}
-        config = _with(config, "optimizer", **following)
     recorded = _recorded(folder, state.step)
+    if not is_import:  # what follows the steps follows those that the run was started with
+        names = [f"optimizer.{key}" for key in config.optimizer.following]
+        config = config.override({name: _last_value(name, saved, recorded) for name in names})
     kept = _hardware_choices(config, saved, recorded)
     config = _resolved(config.override(kept), mixture)
     changes: Changes = {
@@ -163,12 +163,16 @@ def _hardware_choices(config: Config, saved: Config, recorded: Changes) -> dict[
     A checkpoint has `auto` itself if it is an import, or older than the recording: then it is chosen as for a new run.
     """
     asked = [name for name in HARDWARE_KEYS if config.value(name) == AUTO]
-    values = {name: str(recorded[name][1] if name in recorded else saved.value(name)) for name in asked}
+    values = {name: _last_value(name, saved, recorded) for name in asked}
     return {name: value for name, value in values.items() if value != AUTO}
 
 
+def _last_value(name: str, saved: Config, recorded: Changes) -> str:
+    return str(recorded[name][1] if name in recorded else saved.value(name))
+
+
 def _resolved(config: Config, mixture: Mixture) -> Config:
-    """The configuration with the corpus' vocabulary size, and the warmup and rates of so many steps filled in."""
+    """The configuration with the corpus' vocabulary size, and what follows from `train.steps`, filled in."""
     if config.model.vocab_size not in (0, mixture.vocab_size):
         raise InputError(
             f"model.vocab_size = {config.model.vocab_size}, but the corpus was prepared with {mixture.vocab_size} "

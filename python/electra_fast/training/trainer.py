@@ -201,7 +201,11 @@ class Trainer:
         if bad or (spikes is not None and in_a_row >= most):
             what = f"{' and '.join(bad)} became nan or infinite" if bad else f"{in_a_row} spikes in a row were skipped"
             first, last = self.state.step - window.steps + 1, self.state.step
-            remedy = "start again with a lower optimizer.learning_rate or a longer optimizer.warmup_steps"
+            optimizer = self.config.optimizer
+            lower = f"lower optimizer.learning_rate than {optimizer.learning_rate:g}"
+            if optimizer.name == "muon":
+                lower += f", a lower optimizer.muon_learning_rate than {optimizer.muon_learning_rate:g}"
+            remedy = f"start again with a {lower} or a longer optimizer.warmup_steps"
             where = f"{self.run.folder}: {what} in steps {first}-{last}"
             self._fail(lambda: Diverged(f"{where}; {self._last_good()}; {remedy}"))
 
