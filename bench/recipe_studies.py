@@ -157,16 +157,19 @@ def _trials_google() -> tuple[Setting, ...]:
     )
 
 
+def _scaled(name: str, expected: str = "", muon: float = 1.0, rest: float = 1.0) -> Setting:
+    return replace(MODERN, name=name, expected=expected, muon_factor=muon, rest_factor=rest)
+
+
 def _trials_modern() -> tuple[Setting, ...]:
-    factors = ((1.0, 1.0), (1.5, 1.0), (0.5, 1.0), (1.0, 2.0), (1.0, 0.5))
     return (
-        *(_scaled(f"modern, muon times {muon:g}, rest times {rest:g}", "", muon, rest) for muon, rest in factors),
+        MODERN,
+        _scaled("modern, Muon times 1.5", muon=1.5),
+        _scaled("modern, half of Muon's rate", muon=0.5),
+        _scaled("modern, twice the other rate", rest=2),
+        _scaled("modern, half of the other rate", rest=0.5),
         replace(MODERN, name="modern, half the batch", batch_factor=0.5),
     )
-
-
-def _scaled(name: str, expected: str, muon: float = 1.0, rest: float = 1.0) -> Setting:
-    return replace(MODERN, name=name, expected=expected, muon_factor=muon, rest_factor=rest)
 
 
 SIDES: dict[str, tuple[Setting, ...]] = {"google": _trials_google(), "modern": _trials_modern()}

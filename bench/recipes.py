@@ -277,7 +277,8 @@ def _digest(identity: dict[str, Any]) -> str:
 def ingredients(study: Study, only: Sequence[str], budget: float, num_seeds: int, num_workers: int) -> str:
     """Runs each ingredient with every seed, or the settings of some names (`*` stands for anything); a table."""
     trials = [each for trials in SIDES.values() for each in trials]
-    named = [each for each in (*INGREDIENTS, *trials) if any(fnmatch(each.name, name) for name in only)]
+    by_name = {each.name: each for each in (*INGREDIENTS, *trials)}  # `modern` is in both
+    named = [each for each in by_name.values() if any(fnmatch(each.name, name) for name in only)]
     chosen = named if only else INGREDIENTS
     study.run([Job(each, budget, seed) for seed in range(num_seeds) for each in chosen], num_workers)
     points = [study.point(each, budget, num_seeds) for each in chosen]

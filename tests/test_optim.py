@@ -277,8 +277,11 @@ def test_rates_must_be_chosen(rule, rate, muon_rate):
     config = OptimizerConfig(name=rule, learning_rate=rate, muon_learning_rate=muon_rate)
     with pytest.raises(ValueError, match="a learning rate is 0"):
         Optimizer(parameters().items(), config).set_step_scalars(1.0)
-    adamw = OptimizerConfig(name="adamw", learning_rate=1e-3, muon_learning_rate=0.0)
-    Optimizer(parameters().items(), adamw).set_step_scalars(1.0)
+
+
+def test_muon_alone_needs_its_rate():
+    config = OptimizerConfig(name="adamw", learning_rate=1e-3, muon_learning_rate=0.0)
+    Optimizer(parameters().items(), config).set_step_scalars(1.0)
 
 
 def test_schedules():
