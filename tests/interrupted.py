@@ -15,7 +15,7 @@ def kill_until_done(arguments, delay=2.0):
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-            delay, kills = delay * 1.3, kills + 1
+            delay, kills = delay * 1.5, kills + 1
             continue
         assert process.returncode == 0, errors
         break

@@ -38,10 +38,6 @@ def arguments(corpus, glue, out, experiment="tying", budget="1.2e10", **options)
     return ["reproduce", experiment, "--data", corpus, "--tasks", glue, "--out", out, *SMALL, *QUICK, *words]
 
 
-# Tests of one worker, so that no other one makes the comparison, which takes half a minute, again.
-of_whole = pytest.mark.xdist_group("reproduction")
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, validation_corpus, glue_folder):
     """A comparison that nobody disturbed."""
@@ -59,7 +55,6 @@ def without_times(value):
     return [without_times(each) for each in value] if isinstance(value, list) else value
 
 
-@of_whole
 def test_leaves_table_results_and_picture(whole):
     out, done = whole
     results = json.loads(done.stdout)
@@ -77,7 +72,6 @@ def test_leaves_table_results_and_picture(whole):
     assert not list(out.glob("runs/*/tasks"))  # no fine-tuned models are kept
 
 
-@of_whole
 def test_run_again_it_has_nothing_to_do_and_says_the_same(whole, validation_corpus, glue_folder):
     out, done = whole
     start = time.monotonic()
@@ -86,11 +80,10 @@ def test_run_again_it_has_nothing_to_do_and_says_the_same(whole, validation_corp
     assert "take about" not in again.stderr and time.monotonic() - start < 30
 
 
-@of_whole
 def test_killed_at_random_moments_it_ends_with_the_same_table(whole, validation_corpus, glue_folder, tmp_path):
     words = [str(word) for word in arguments(validation_corpus, glue_folder, tmp_path / "out")]
     moments = random.Random(0)
-    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGKILL, signal.SIGTERM):
         process = subprocess.Popen([sys.executable, "-m", "electra_fast", *words], stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 120
         while not list((tmp_path / "out").glob("runs/*/run/config.toml")) and time.monotonic() < deadline:
@@ -105,7 +98,6 @@ def test_killed_at_random_moments_it_ends_with_the_same_table(whole, validation_
     assert without_times(ours) == without_times(theirs)
 
 
-@of_whole
 def test_other_settings_are_refused(whole, validation_corpus, glue_folder):
     out, _ = whole
     done = run(*arguments(validation_corpus, glue_folder, out, budget="1.3e10"))
@@ -114,7 +106,6 @@ def test_other_settings_are_refused(whole, validation_corpus, glue_folder):
     assert done.returncode == 2 and "give the same to resume, or another --out" in done.stderr
 
 
-@of_whole
 def test_more_seeds_are_more_runs(whole, validation_corpus, tmp_path):
     out = shutil.copytree(whole[0], tmp_path / "out")
     base = base_config(Config.preset("tiny", "modern"), ef.Corpus(validation_corpus), {})
