@@ -41,6 +41,11 @@ def auc(result: Result, corruptor: str = CRITERION) -> float:
     return 0.5 if "failed" in result else float(result["corrupted_by"][corruptor]["discriminator_auc"])
 
 
+def score(result: Result) -> float:
+    """Mean of the fine-tuned model's tasks."""
+    return statistics.mean(result["tasks"].values())
+
+
 def spread(values: Sequence[float]) -> str:
     """Mean and standard deviation."""
     return f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
@@ -54,7 +59,7 @@ def columns(results: Sequence[Result]) -> list[str]:
         cells.append(spread([each["corrupted_by"][CRITERION][name] for each in good]) if good else "diverged")
     times = [each["seconds"] for each in good if each["seconds"]]
     taken = f"{statistics.mean(times):.0f}" if times else ""
-    scores = [statistics.mean(each["tasks"].values()) for each in good if "tasks" in each]
+    scores = [score(each) for each in good if "tasks" in each]
     return [*cells, spread(scores) if scores else "", taken, str(len(results))]
 
 
@@ -126,6 +131,12 @@ def write_comparison(folder: Path, scale: str, curves: Mapping[str, Sequence[Poi
         for unit, cost in (("FLOPs", lambda point: point.budget), ("seconds", seconds)):
             text += f"\n{unit} that the baseline takes to its last AUC, {name}: "
             text += advantage(ours, baseline, lambda result, name=name: auc(result, name), cost)
+    ours, baseline = (
+        [p for p in curve if p.results and all("tasks" in each for each in p.results)] for curve in (ours, baseline)
+    )
+    if ours and baseline:
+        text += "\nFLOPs that the baseline takes to its last mean of the tasks: "
+        text += advantage(ours, baseline, score, lambda point: point.budget)
     record = {
         side: [{"setting": p.setting, "budget": p.budget, "results": p.results} for p in curve]
         for side, curve in curves.items()

@@ -130,6 +130,21 @@ def test_a_run_that_diverged_is_chance_and_stops_no_report(modules, tmp_path):
     assert "diverged" in report.write_comparison(tmp_path, "tiny", only)
 
 
+def test_points_without_tasks_are_not_on_the_curve_of_the_tasks(modules, tmp_path):
+    _, _, report = modules
+    judged = {"discriminator_auc": 0.7, "discriminator_loss": 0.4, "generator_loss": 5.0}
+
+    def point(budget, *scores):
+        results = [{"tasks": {"sst2": each, "mrpc": each + 2}} if each else {} for each in scores]
+        corrupted = dict.fromkeys(report.CORRUPTORS, judged)
+        return report.Point("one", budget, [{"seconds": 1.0, "corrupted_by": corrupted} | each for each in results])
+
+    ours = [point(1e9, 0), point(2e9, 58, 60), point(4e9, 69, 0), point(8e9, 69)]
+    text = report.write_comparison(tmp_path, "tiny", {"google": [point(8e9, 64)], "modern": ours})
+    assert text.endswith("mean of the tasks: 2.00 times as much (65.0000)")  # half the way from 2e9 to 8e9
+    assert "tasks:" not in report.write_comparison(tmp_path, "tiny", {"google": [point(8e9, 0)], "modern": ours})
+
+
 def test_a_line_that_was_cut_short_is_no_result(modules, study):
     recipes, *_ = modules
     study.results.write_text('{"run": {"scale": "tiny"}, "result": {}}\n{"run": {"sca')
