@@ -22,7 +22,7 @@ DEMO   := $(CACHE)/$(TREE)/demo
 export CARGO_TARGET_DIR ?= $(CACHE)/target
 
 # One worker per core, but at most 8: each needs one or two gigabytes of memory.
-WORKERS := -n auto --maxprocesses 8 --dist loadgroup
+WORKERS := -n auto --maxprocesses 8
 # The tests start many Python processes that import torch, which takes twice as long without bytecode. The bytecode
 # goes into the environment, which every run recreates, and never into the source tree.
 BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(ENV)/bytecode

@@ -131,12 +131,10 @@ def write_comparison(folder: Path, scale: str, curves: Mapping[str, Sequence[Poi
         for unit, cost in (("FLOPs", lambda point: point.budget), ("seconds", seconds)):
             text += f"\n{unit} that the baseline takes to its last AUC, {name}: "
             text += advantage(ours, baseline, lambda result, name=name: auc(result, name), cost)
-    ours, baseline = (
-        [p for p in curve if p.results and all("tasks" in each for each in p.results)] for curve in (ours, baseline)
-    )
-    if ours and baseline:
+    scored = [[p for p in curve if p.results and all("tasks" in r for r in p.results)] for curve in (ours, baseline)]
+    if all(scored):
         text += "\nFLOPs that the baseline takes to its last mean of the tasks: "
-        text += advantage(ours, baseline, score, lambda point: point.budget)
+        text += advantage(*scored, score, lambda point: point.budget)
     record = {
         side: [{"setting": p.setting, "budget": p.budget, "results": p.results} for p in curve]
         for side, curve in curves.items()
