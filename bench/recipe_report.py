@@ -125,7 +125,7 @@ def write_comparison(folder: Path, scale: str, curves: Mapping[str, Sequence[Poi
         for side, curve in curves.items()
         for point in curve
     ]
-    text = markdown(["side", "FLOPs", "best setting", *HEADER], rows)
+    text = markdown(["side", "FLOPs", "setting", *HEADER], rows)
     baseline, ours = curves.values()
     for name in CORRUPTORS:
         for unit, cost in (("FLOPs", lambda point: point.budget), ("seconds", seconds)):
@@ -164,6 +164,6 @@ def _draw(path: Path, scale: str, curves: Mapping[str, Sequence[Point]]) -> None
         axis.set(xscale="log", xlabel="training FLOPs", title=title)
         axis.grid(alpha=0.3)
     axes[0].legend()
-    figure.suptitle(f"{scale}: best setting for each budget")
+    figure.suptitle(f"{scale}, mean over seeds; gray: each seed")
     figure.savefig(path, dpi=120)
     plt.close(figure)

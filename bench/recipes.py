@@ -10,11 +10,11 @@ belongs to no contender. Each finished run is a line of `--results` (default: re
 later calls find it; a run that was stopped resumes from its checkpoint in FOLDER. `compare --glue` also fine-tunes the
 best models of each level, for which runs whose models FOLDER does not have are repeated.
 
-`compare` tunes both sides by successive halving: as many settings for each, the better half of which is run again with
-twice the budget, and the best of each budget with three seeds; the first best also with less. `google` gets twice the
-budget of `modern`, for it needs more. `ingredients` changes one thing at a time, and with
-it the number of steps and the rates that follow from it. Both end with a table, `compare` also with a picture. Nothing
-is downloaded.
+`compare` tries as many settings for each side, and the better half of them with twice the budget. Then `google` is run
+with three seeds in its best setting for each budget, and `modern` as it is shipped: its rates follow from the number of
+steps by a rule that such trials led to. `google` gets twice the budget, for it needs more. `ingredients` changes one
+thing at a time, and with it the number of steps and the rates that follow from it. Both end with a table, `compare`
+also with a picture. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import torch
 from recipe_patches import NUM_ITERATIONS
 from recipe_report import CRITERION, HEADER, Point, auc, columns, markdown, write_comparison
 from recipe_run import RESULT, RUN
-from recipe_studies import COMMON, INGREDIENTS, SCALES, SIDES, Scale, Setting
+from recipe_studies import COMMON, INGREDIENTS, SCALES, SHIPPED, SIDES, Scale, Setting
 
 import electra_fast as ef
 from electra_fast.atomic_files import replace_file
@@ -287,26 +287,27 @@ def ingredients(study: Study, only: Sequence[str], budget: float, num_seeds: int
 
 
 def compare(study: Study, num_seeds: int, num_workers: int) -> dict[str, list[Point]]:
-    """Successive halving on all sides at once; the best setting for each budget, in rising order, with every seed."""
+    """Successive halving on all sides at once; the chosen setting for each budget, in rising order, with every seed."""
     budgets, lower = study.scale.budgets, study.scale.lower_budgets
     alive: dict[str, Sequence[Setting]] = dict(SIDES)
-    best: dict[str, list[tuple[Setting, float]]] = {side: [] for side in SIDES}
+    chosen: dict[str, list[tuple[Setting, float]]] = {side: [] for side in SIDES}
     for level in range(min(map(len, budgets.values()))):
         study.run([Job(each, budgets[side][level], 0) for side in SIDES for each in alive[side]], num_workers)
         for side, trials in alive.items():
             budget = budgets[side][level]
             ranked = sorted(trials, key=lambda each: auc(study.point(each, budget, 1).results[0]), reverse=True)
             alive[side] = ranked[: -(-len(ranked) // 2)]
-            best[side] += [(ranked[0], each) for each in (*(() if level else lower[side]), budget)]
+            setting = SHIPPED.get(side, ranked[0])
+            chosen[side] += [(setting, each) for each in (*(() if level else lower[side]), budget)]
         jobs = [
             # What is below the levels is for the curve alone: fine-tuning costs more than such a model.
             Job(setting, budget, seed, study.glue is not None and budget in budgets[side])
             for seed in range(num_seeds)
-            for side, pairs in best.items()
+            for side, pairs in chosen.items()
             for setting, budget in pairs
         ]
         study.run(jobs, num_workers)
-    return {side: [study.point(*pair, num_seeds) for pair in pairs] for side, pairs in best.items()}
+    return {side: [study.point(*pair, num_seeds) for pair in pairs] for side, pairs in chosen.items()}
 
 
 def main() -> None:
