@@ -12,7 +12,7 @@ from electra_fast.training.step import TrainStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
-STEPS = 3
+STEPS = 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
