@@ -21,8 +21,8 @@ DEMO   := $(CACHE)/$(TREE)/demo
 # Crates from the registry are compiled once per machine, not once per checkout.
 export CARGO_TARGET_DIR ?= $(CACHE)/target
 
-# One worker more than cores, since some tests wait for other processes, but at most 8: each needs a gigabyte or two.
-WORKERS := -n $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 8))')
+# One worker per core, but at most 8: each needs one or two gigabytes of memory.
+WORKERS := -n auto --maxprocesses 8
 # The tests start many Python processes that import torch, which takes twice as long without bytecode. The bytecode
 # goes into the environment, which every run recreates, and never into the source tree.
 BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(ENV)/bytecode

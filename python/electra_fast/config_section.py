@@ -132,14 +132,24 @@ class Configuration:
         return value
 
 
+_HINTS: dict[type, dict[str, Any]] = {}
+
+
+def _type_hints(owner: type) -> dict[str, Any]:
+    """`get_type_hints` of a class, once: it evaluates source text, and every configuration that is made asks."""
+    if owner not in _HINTS:
+        _HINTS[owner] = get_type_hints(owner)
+    return _HINTS[owner]
+
+
 def _sections(configuration: type[Configuration]) -> dict[str, type[Section]]:
-    hints = get_type_hints(configuration)
+    hints = _type_hints(configuration)
     return {field.name: hints[field.name] for field in dataclasses.fields(configuration)}
 
 
 def _choices(section: type[Section]) -> dict[str, tuple[str, ...]]:
     """The values that a key may have, of those that are names: its Literal type, or what its table holds."""
-    hints = get_type_hints(section)
+    hints = _type_hints(section)
     literal = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
     found = {field.name: field.metadata["choices"] or literal.get(field.name) for field in dataclasses.fields(section)}
     return {name: choices for name, choices in found.items() if choices}
