@@ -17,6 +17,7 @@ import random
 import re
 import signal
 import string
+from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -106,6 +107,16 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, validation_corpus: Path)
     out = tmp_path_factory.mktemp("whole") / "run"
     pretrain(tiny_config(), data=validation_corpus, out=out)
     return out
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Any]:
+    """Forks processes that run `tiny_run`, so that they need not import torch."""
+    from ranks import Server
+
+    server = Server()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

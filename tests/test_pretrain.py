@@ -4,12 +4,12 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import time
 
 import pytest
 import torch
-from tiny_run import STEPS, assert_same_run, command, lines, tiny_config, weights
+from ranks import wait_for
+from tiny_run import STEPS, assert_same_run, lines, tiny_config, weights
 
 from electra_fast import checkpoint, checkpoint_folder
 from electra_fast.checkpoint_folder import TrainState
@@ -61,20 +61,19 @@ def test_accumulation_changes_no_sample(whole_run, validation_corpus, tmp_path):
 
 
 @pytest.mark.parametrize("attempt", range(3))
-def test_kill_nine_loses_nothing(whole_run, validation_corpus, tmp_path, attempt):
+def test_kill_nine_loses_nothing(server, whole_run, validation_corpus, tmp_path, attempt):
     """Killed at random moments until it gets through; more rounds with ELECTRA_FAST_KILLS."""
     draw = random.Random(attempt)
     out = tmp_path / "run"
     for _ in range(int(os.environ.get("ELECTRA_FAST_KILLS", "2"))):
-        process = subprocess.Popen(command(validation_corpus, out), stderr=subprocess.DEVNULL)
+        (process,) = server.start(1, validation_corpus, out)
         goal = draw.randrange(1, STEPS)
         # Wait for work to begin, then for a random while, so that kills fall into steps and saves alike.
-        while process.poll() is None and len(list((out / "checkpoints").glob("step-*"))) * 3 < goal % 7:
-            time.sleep(0.01)
+        wait_for(lambda goal=goal: len(list((out / "checkpoints").glob("step-*"))) * 3 >= goal % 7)
         time.sleep(draw.random() * 0.3)
         process.kill()
         process.wait()
-    subprocess.run(command(validation_corpus, out), check=True, stderr=subprocess.DEVNULL)
+    server.run(1, validation_corpus, out)
     assert_same_run(out, whole_run)
 
 

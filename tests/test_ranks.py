@@ -7,20 +7,13 @@ import time
 
 import pytest
 import torch
-from ranks import Server, wait_for
+from ranks import wait_for
 from tiny_run import STEPS, assert_same_run, lines, weights
 
 from electra_fast import checkpoint_folder
 
 NO_DROPOUT = {"model.dropout": "0", "model.attention_dropout": "0"}
 EXACT = {"train.reduce": "exact"}
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = Server()
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,18 @@
 """A model whose parameters are divided over processes trains, evaluates, updates and is saved as a whole one.
 
-Tests start processes that run the checks below, which compare with the whole model in every process. They run many in
-one go, since most of the time is torch's import.
+Tests start a process that imports torch and forks as many as are wanted; these run the checks below, which compare with
+the whole model in every process.
 """
 
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import socket
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 import torch
@@ -60,23 +63,9 @@ def run_processes(num_processes, *checks):
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(num_processes),
     }
-    command = [sys.executable, "-W", "error", __file__, json.dumps(checks)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    processes = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **pipes)
-        for rank in range(num_processes)
-    ]
-    try:
-        end = time.monotonic() + SECONDS
-        while time.monotonic() < end and any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes):
-                break
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-    outputs = [process.communicate()[0].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0] * num_processes, "\n".join(outputs)
+    command = [sys.executable, __file__, json.dumps(checks)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    assert done.returncode == 0, done.stdout.decode()
 
 
 def mesh():
@@ -328,10 +317,34 @@ def test_rows_are_divided_as_torch_divides_chunks(num_rows):
         assert found == chunks + [[]] * (num_processes - len(chunks))
 
 
-if __name__ == "__main__":
+def run_checks(rank, checks):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for check, *arguments in json.loads(sys.argv[1]):
+    for check, *arguments in checks:
         print(check, *arguments, flush=True)
         globals()[check](*arguments)
     dist.destroy_process_group()
+
+
+def fork_and_wait(num_processes, checks):
+    """The exit codes; where one fails or hangs, all end."""
+    fork, end = multiprocessing.get_context("fork"), time.monotonic() + SECONDS
+    processes = [fork.Process(target=run_checks, args=(rank, checks)) for rank in range(num_processes)]
+    for process in processes:
+        process.start()
+    running = [process.sentinel for process in processes]
+    while running and time.monotonic() < end and not any(process.exitcode for process in processes):
+        for ended in multiprocessing.connection.wait(running, timeout=1):
+            running.remove(ended)
+    for process in processes:
+        process.kill()
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+if __name__ == "__main__":
+    import torch._dynamo  # what every rank would import later, in seconds
+
+    sys.exit(any(fork_and_wait(int(os.environ["WORLD_SIZE"]), json.loads(sys.argv[1]))))
