@@ -41,8 +41,8 @@ def folder(tmp_path_factory):
         ("export", folder / "run", "--out", folder / "export"),
         ("import", folder / "export", "--out", folder / "imported"),
     ]  # fmt: skip
-    for step in steps:
-        done = shell(*step)
+    for how, step in zip((shell, shell, shell, run, run), steps, strict=True):
+        done = how(*step)
         assert done.returncode == 0, done.stderr
         assert done.stdout == ""
     return folder
