@@ -152,7 +152,7 @@ def _draw(path: Path, scale: str, curves: Mapping[str, Sequence[Point]]) -> None
 
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     drawn: list[tuple[str, Callable[[Result], float]]] = [
-        (f"AUC, replaced tokens from the {name}", lambda result, name=name: auc(result, name)) for name in CORRUPTORS
+        (f"AUC on replacements of the {name}", lambda result, name=name: auc(result, name)) for name in CORRUPTORS
     ]
     drawn.append(("generator's loss, nats", lambda result: float(result["corrupted_by"][CRITERION]["generator_loss"])))
     for axis, (title, measure) in zip(axes, drawn, strict=True):
@@ -161,7 +161,10 @@ def _draw(path: Path, scale: str, curves: Mapping[str, Sequence[Point]]) -> None
             axis.plot(budgets, [point.mean(measure) for point in points], marker="o", label=side)
             for point in points:
                 axis.plot([point.budget] * len(point.results), list(map(measure, point.results)), "_", color="gray")
-        axis.set(xscale="log", xlabel="training FLOPs", title=title)
+        ticks = sorted({point.budget for curve in curves.values() for point in curve})
+        axis.set(xscale="log", xlabel="training TFLOP", title=title)
+        axis.set_xticks(ticks, [f"{each / 1e12:.3g}" for each in ticks])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].legend()
     figure.suptitle(f"{scale}, mean over seeds; gray: each seed")
