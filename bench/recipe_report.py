@@ -155,13 +155,13 @@ def _draw(path: Path, scale: str, curves: Mapping[str, Sequence[Point]]) -> None
         (f"AUC on replacements of the {name}", lambda result, name=name: auc(result, name)) for name in CORRUPTORS
     ]
     drawn.append(("generator's loss, nats", lambda result: float(result["corrupted_by"][CRITERION]["generator_loss"])))
+    ticks = sorted({point.budget for curve in curves.values() for point in curve})
     for axis, (title, measure) in zip(axes, drawn, strict=True):
         for side, curve in curves.items():
             budgets, points = [point.budget for point in curve], [point.finished for point in curve]
             axis.plot(budgets, [point.mean(measure) for point in points], marker="o", label=side)
             for point in points:
                 axis.plot([point.budget] * len(point.results), list(map(measure, point.results)), "_", color="gray")
-        ticks = sorted({point.budget for curve in curves.values() for point in curve})
         axis.set(xscale="log", xlabel="training TFLOP", title=title)
         axis.set_xticks(ticks, [f"{each / 1e12:.3g}" for each in ticks])
         axis.minorticks_off()

@@ -8,7 +8,7 @@ a budget of true FLOPs (Muon's orthogonalization included) with a schedule of it
 that two fixed corruptors have filled: the unigram distribution, and a masked language model that is trained first and
 belongs to no contender. Each finished run is a line of `--results` (default: recipes.jsonl beside this script), where
 later calls find it; a run that was stopped resumes from its checkpoint in FOLDER. `compare --glue` also fine-tunes the
-best models of each level, for which runs whose models FOLDER does not have are repeated.
+models chosen for each level, for which runs whose models FOLDER does not have are repeated.
 
 `compare` tries as many settings for each side, and the better half of them with twice the budget. Then `google` is run
 with three seeds in its best setting for each budget, and `modern` as it is shipped: its rates follow from the number of

@@ -1,6 +1,5 @@
 """Several corpora in one run: how they are named, what is trained on, resuming, ranks, and what is refused."""
 
-import contextlib
 import copy
 import itertools
 import json
@@ -12,7 +11,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from ranks import Server
 from test_loader import digest
 from tiny_run import STEPS, assert_same_run, command, lines, tiny_config
 
@@ -235,11 +233,10 @@ class TestTraining:
         assert main(["pretrain", "--out", str(tmp_path / "run")]) == 0
         assert_same_run(tmp_path / "run", whole)
 
-    def test_two_ranks_train_as_one(self, mixed, tmp_path):
+    def test_two_ranks_train_as_one(self, server, mixed, tmp_path):
         exact = {"train.reduce": "exact", "train.steps": "8"}
-        with contextlib.closing(Server()) as server:
-            for world_size in (1, 2):
-                server.run(world_size, mixed, tmp_path / str(world_size), **exact)
+        for world_size in (1, 2):
+            server.run(world_size, mixed, tmp_path / str(world_size), **exact)
         assert lines(tmp_path / "2") == lines(tmp_path / "1")
         assert all(len(record["epochs"]) == 2 for record in lines(tmp_path / "2"))
 
