@@ -187,6 +187,65 @@ def learned_positions(config: Config) -> None:
     model.initialize = initialize
 
 
+class _RotaryBertLayer(model.BertLayer):
+    """A `BertLayer` for training with rotary positions."""
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        mask: AttentionMask,
+        rotary: tuple[Tensor, Tensor] | None,
+        dropout: Dropout,
+        queries: Queries | None = None,
+    ) -> Tensor:
+        assert queries is None
+        assert rotary is not None
+        q, k, v = self.qkv(x_TD).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
+        mixed = attention(ops.rotate(q, *rotary), ops.rotate(k, *rotary), v, mask, 0.0)
+        x_TD = self.attention_norm.after_residual(self.attention_out, mixed.flatten(1), x_TD, dropout)
+        inner = ops.bias_gelu(x_TD, self.feed_forward_in.weight, self.feed_forward_in.bias)
+        normed: Tensor = self.feed_forward_norm.after_residual(self.feed_forward_out, inner, x_TD, dropout.call(1))
+        return normed
+
+
+class _RotaryEncoder(model.Encoder):
+    """An `Encoder` whose layers have the angles of rotary positions in `bert` too."""
+
+    def forward(
+        self,
+        x_TE: Tensor,
+        position_ids_T: Tensor,
+        mask: AttentionMask,
+        dropout: Dropout,
+        queries: Queries | None = None,
+    ) -> Tensor:
+        x_TD = x_TE if self.projection is None else self.projection(x_TE)
+        rotary = ops.rotary_angles(position_ids_T, self.head_dim, self.rope_theta, torch.float32)
+        for i, layer in enumerate(self.layers):
+            x_TD = layer(x_TD, mask, rotary, dropout.call(1 + 2 * i), queries)
+        return x_TD
+
+
+class _OnePositionEmbeddings(model.Embeddings):
+    """Embeddings to which all tokens are at position 0, so that its row is a bias."""
+
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        position_ids_T: Tensor,
+        token_type_ids_T: Tensor,
+        dtype: torch.dtype,
+        dropout: Dropout,
+    ) -> Tensor:
+        x_TE: Tensor = super().forward(input_ids_T, torch.zeros_like(position_ids_T), token_type_ids_T, dtype, dropout)
+        return x_TE
+
+
+def rotary_positions(config: Config) -> None:
+    """Rotary positions instead of learned ones in the published encoder."""
+    model.BertLayer, model.Encoder, model.Embeddings = _RotaryBertLayer, _RotaryEncoder, _OnePositionEmbeddings
+
+
 class _Disentangled(nn.Module):
     """The discriminator's embeddings in DeBERTaV3 (arXiv 2111.09543): the generator's, detached, plus own ones."""
 
@@ -259,6 +318,7 @@ PATCHES: dict[str, Callable[[Config], None]] = {
     "squared-relu": squared_relu,
     "post-norm": post_norm,
     "learned-positions": learned_positions,
+    "rotary-positions": rotary_positions,
     "gdes": gdes,
     "falling-temperature": falling_temperature,
     "three-steps": three_steps,

@@ -157,6 +157,12 @@ def _trials_google() -> tuple[Setting, ...]:
     )
 
 
+def _rotary(google: Setting) -> Setting:
+    """A setting of the published encoder with rotary positions."""
+    name = f"{google.name}, rotary positions"
+    return replace(google, name=name, patches=(*google.patches, "rotary-positions"), expected="leaves the plateau")
+
+
 def _scaled(name: str, expected: str = "", muon: float = 1.0, rest: float = 1.0) -> Setting:
     return replace(MODERN, name=name, expected=expected, muon_factor=muon, rest_factor=rest)
 
@@ -185,10 +191,12 @@ _CORRECTED = {"objective.corrective_weight": "1"}
 INGREDIENTS: tuple[Setting, ...] = (
     MODERN,
     Setting("google", {**GOOGLE, **_rate("1e-3")}, (), "far below"),
+    *(_rotary(each) for each in SIDES["google"] if not each.patches),
     # Objective and update rule together.
     Setting("AdamW, no corrective loss", ADAMW, (), "-.03"),
     Setting("AdamW, no corrective loss, disc_weight 10", {**ADAMW, "objective.disc_weight": "10"}, (), "-.03"),
     Setting("AdamW with the corrective loss", {**ADAMW, **_CORRECTED}, (), "-.02"),
+    Setting("AdamW 5e-4 with the corrective loss", {**ADAMW, **_CORRECTED, **_rate("5e-4")}, (), "-.05"),
     Setting("AdamW 1e-3 with the corrective loss", {**ADAMW, **_CORRECTED, **_rate("1e-3")}, (), "-.03"),
     Setting("AdamW 4e-3 with the corrective loss", {**ADAMW, **_CORRECTED, **_rate("4e-3")}, (), "-.01"),
     _one("no corrective loss", "stalls, -.1", {"objective.corrective_weight": "0"}),

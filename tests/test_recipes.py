@@ -13,7 +13,9 @@ from test_bench import BENCH
 from torch.utils.flop_counter import FlopCounterMode
 
 import electra_fast as ef
-from electra_fast import checkpoint_folder
+from electra_fast import checkpoint_folder, model
+from electra_fast.attention import AttentionMask
+from electra_fast.ops import Dropout
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.muon import orthogonalize
 
@@ -234,3 +236,29 @@ def test_scores_are_those_of_the_tasks_that_are_asked_for(modules, study):
         (score,) = again.result(job)["tasks"].values()
         assert 0 <= score <= 1 and report.columns([again.result(job)])[4] == f"{score:.4f}"
     assert len(study.results.read_text().splitlines()) == 2
+
+
+def test_rotary_positions_in_the_published_encoder_are_relative(modules, monkeypatch):
+    for name in ("BertLayer", "Encoder", "Embeddings"):
+        monkeypatch.setattr(model, name, getattr(model, name))
+    config = ef.Config.preset("tiny").override({"model.vocab_size": "64", "model.dropout": "0"})
+    ids, types, mask = torch.arange(5, 21), torch.zeros(16, dtype=torch.int64), AttentionMask.padded(1, 16, None, 0)
+    positions = torch.arange(16)
+
+    def states(network, at):
+        with torch.no_grad():
+            embedded = network.embeddings(ids, at, types, torch.float32, Dropout(0.0, None, 0))
+            return network.discriminator(embedded, at, mask, Dropout(0.0, None, 0))
+
+    def distance(network, at):
+        return (states(network, positions) - states(network, at)).abs().max().item()
+
+    learned = model.Electra(config).eval()
+    importlib.import_module("recipe_patches").apply(["rotary-positions"], config)
+    rotary = model.Electra(config).eval()
+    with torch.no_grad():
+        for network in (learned, rotary):
+            for layer in network.discriminator.layers:
+                layer.qkv.weight.mul_(20)  # so that attention is not uniform
+    assert distance(rotary, positions + 7) < 1e-4 and distance(learned, positions + 7) > 1e-2
+    assert distance(rotary, positions.flip(0)) > 1e-2
