@@ -90,7 +90,10 @@ ENCODER: Keys = {
     "optimizer.beta2": "0.98",
 }
 ADAMW: Keys = ENCODER | {"optimizer.name": "adamw", "optimizer.learning_rate": "2e-3", "objective.disc_weight": "25"}
-MUON: Keys = ENCODER | {
+MASKS: Keys = {"data.mask_prob": "0.25"}
+MUON: Keys = {
+    **ENCODER,
+    **MASKS,
     "optimizer.name": "muon",
     "optimizer.learning_rate": "0",
     "optimizer.muon_learning_rate": "0",
@@ -187,18 +190,19 @@ def _one(name: str, expected: str, keys: Keys | None = None, patch: str = "") ->
     return MODERN.changed(name, keys or {}, (patch,) if patch else (), expected)
 
 
+_ADAMW = {**ADAMW, **MASKS}
 _CORRECTED = {"objective.corrective_weight": "1"}
 INGREDIENTS: tuple[Setting, ...] = (
     MODERN,
     Setting("google", {**GOOGLE, **_rate("1e-3")}, (), "far below"),
     *(_rotary(each) for each in SIDES["google"] if not each.patches),
     # Objective and update rule together.
-    Setting("AdamW, no corrective loss", ADAMW, (), "-.03"),
-    Setting("AdamW, no corrective loss, disc_weight 10", {**ADAMW, "objective.disc_weight": "10"}, (), "-.03"),
-    Setting("AdamW with the corrective loss", {**ADAMW, **_CORRECTED}, (), "-.02"),
-    Setting("AdamW 5e-4 with the corrective loss", {**ADAMW, **_CORRECTED, **_rate("5e-4")}, (), "-.05"),
-    Setting("AdamW 1e-3 with the corrective loss", {**ADAMW, **_CORRECTED, **_rate("1e-3")}, (), "-.03"),
-    Setting("AdamW 4e-3 with the corrective loss", {**ADAMW, **_CORRECTED, **_rate("4e-3")}, (), "-.01"),
+    Setting("AdamW, no corrective loss", _ADAMW, (), "-.03"),
+    Setting("AdamW, no corrective loss, disc_weight 10", {**_ADAMW, "objective.disc_weight": "10"}, (), "-.03"),
+    Setting("AdamW with the corrective loss", {**_ADAMW, **_CORRECTED}, (), "-.02"),
+    Setting("AdamW 5e-4 with the corrective loss", {**_ADAMW, **_CORRECTED, **_rate("5e-4")}, (), "-.05"),
+    Setting("AdamW 1e-3 with the corrective loss", {**_ADAMW, **_CORRECTED, **_rate("1e-3")}, (), "-.03"),
+    Setting("AdamW 4e-3 with the corrective loss", {**_ADAMW, **_CORRECTED, **_rate("4e-3")}, (), "-.01"),
     _one("no corrective loss", "stalls, -.1", {"objective.corrective_weight": "0"}),
     # Rates and weights.
     _scaled("half of Muon's rate", "-.01", muon=0.5),
@@ -209,6 +213,14 @@ INGREDIENTS: tuple[Setting, ...] = (
     _one("disc_weight 25", "-.01", {"objective.disc_weight": "25"}),
     _one("corrective_weight 0.5", "0", {"objective.corrective_weight": "0.5"}),
     _one("corrective_weight 2", "0", {"objective.corrective_weight": "2"}),
+    # Nearly none: without it, the head would be missing.
+    replace(
+        MODERN,
+        name="corrective loss in the first half alone",
+        keys={**MUON, "objective.corrective_weight": "1e-6"},
+        expected="-.03",
+        early=MODERN,
+    ),
     _one("beta2 0.999", "0", {"optimizer.beta2": "0.999"}),
     _one("momentum 0.9", "0", {"optimizer.muon_momentum": "0.9"}),
     _one("weight decay 0.1", "0", {"optimizer.weight_decay": "0.1"}),
@@ -232,11 +244,14 @@ INGREDIENTS: tuple[Setting, ...] = (
         expected="+.01: cheaper",
         early=replace(MODERN, batch_factor=4, length_factor=0.25),
     ),
-    Setting("AdamW, corrective loss, half the batch", {**ADAMW, **_CORRECTED}, (), "+.01", 0.5),
-    Setting("AdamW, corrective loss, twice the batch", {**ADAMW, **_CORRECTED}, (), "-.04", 2),
+    Setting("AdamW, corrective loss, half the batch", {**_ADAMW, **_CORRECTED}, (), "+.01", 0.5),
+    Setting("AdamW, corrective loss, twice the batch", {**_ADAMW, **_CORRECTED}, (), "-.04", 2),
     # Generator and masks.
     _one("generator of one layer", "+.01: cheaper", {"generator.num_layers": "1"}),
-    _one("mask_prob 0.25", "0", {"data.mask_prob": "0.25"}),
+    _one("generator of a quarter of the width", "0", {"generator.fraction": "0.25"}),
+    _one("generator of half the width", "0", {"generator.fraction": "0.5"}),
+    _one("mask_prob 0.15", "-.01", {"data.mask_prob": "0.15"}),
+    _one("mask_prob 0.35", "0", {"data.mask_prob": "0.35"}),
     _one("temperature 0.7", "-.01", {"objective.temperature": "0.7"}),
     _one("falling temperature", "0", patch="falling-temperature"),
     _one("never the original", "0", {"objective.disallow_correct": "true"}),

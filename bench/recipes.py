@@ -7,8 +7,8 @@ The texts become a corpus with the scale's own vocabulary. Every run is a proces
 a budget of true FLOPs (Muon's orthogonalization included) with a schedule of its own, and is judged on validation text
 that two fixed corruptors have filled: the unigram distribution, and a masked language model that is trained first and
 belongs to no contender. Each finished run is a line of `--results` (default: recipes.jsonl beside this script), where
-later calls find it; a run that was stopped resumes from its checkpoint in FOLDER. `compare --glue` also fine-tunes the
-models chosen for each level, for which runs whose models FOLDER does not have are repeated.
+later calls find it; a run that was stopped resumes from its checkpoint in FOLDER. `--glue` also fine-tunes models, in
+`compare` those chosen for each level, for which runs whose models FOLDER does not have are repeated.
 
 `compare` tries as many settings for each side, and the better half of them with twice the budget. Then `google` is run
 with three seeds in its best setting for each budget, and `modern` as it is shipped: its rates follow from the number of
@@ -55,6 +55,8 @@ HERE = Path(__file__).parent
 NUM_SEEDS = 3
 # Of what is computed: another number makes earlier results unusable.
 REVISION = 1
+# So many processes share its steps; with another number it would sum in another order and corrupt otherwise.
+CORRUPTOR_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class Study:
             ef.train_vocab(texts, out=vocab, size=self.scale.vocab_size, lowercase=True)
         ef.prepare(texts, vocab=vocab, out=self.corpus, holdout=0.01)
         corruptor = Job(Setting("corruptor", self.scale.corruptor), self.scale.corruptor_budget, 1_000_000)
+        torch.set_num_threads(CORRUPTOR_THREADS)
         ef.pretrain(self.config(corruptor), data=self.corpus, out=self.out / "corruptor")
 
     def config(self, job: Job) -> ef.Config:
@@ -280,7 +283,8 @@ def ingredients(study: Study, only: Sequence[str], budget: float, num_seeds: int
     by_name = {each.name: each for each in (*INGREDIENTS, *trials)}  # `modern` is in both
     named = [each for each in by_name.values() if any(fnmatch(each.name, name) for name in only)]
     chosen = named if only else INGREDIENTS
-    study.run([Job(each, budget, seed) for seed in range(num_seeds) for each in chosen], num_workers)
+    finetune = study.glue is not None
+    study.run([Job(each, budget, seed, finetune) for seed in range(num_seeds) for each in chosen], num_workers)
     points = [study.point(each, budget, num_seeds) for each in chosen]
     rows = [[each.name, *columns(point.results), each.expected] for each, point in zip(chosen, points, strict=True)]
     return markdown(["changed", *HEADER, "expected of the AUC"], rows)
@@ -325,8 +329,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--results", type=Path, default=HERE / "recipes.jsonl")
     options = parser.parse_args()
-    if options.glue and options.study != "compare":
-        parser.error("--glue is for --study compare")
     out = options.out.absolute() / options.scale
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * options.minutes

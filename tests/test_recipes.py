@@ -63,6 +63,16 @@ def test_the_update_is_counted_as_torch_counts_it(modules, study):
     assert counter.get_total_flops() == recipes.update_flops(config)
 
 
+@pytest.mark.parametrize("name", ["tiny", "mini"])
+def test_modern_is_compared_as_it_is_shipped(modules, study, name):
+    recipes, studies, _ = modules
+    study.scale = studies.SCALES[name]
+    compared = study.config(recipes.Job(studies.MODERN, 1e14, 0)).resolved()
+    shipped = ef.Config.preset(name, "modern").replace({"train": {"steps": compared.train.steps}}).resolved()
+    others = {"model.vocab_size", "train.log_every", "train.checkpoint_every", *studies.COMMON, *study.scale.keys}
+    assert {*shipped.differences(compared)} <= others
+
+
 def test_factors_multiply_the_rates_of_so_many_steps(modules, study):
     recipes, studies, _ = modules
     setting = replace(studies.MODERN, muon_factor=0.5, rest_factor=2.0)

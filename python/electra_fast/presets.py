@@ -84,14 +84,15 @@ RECIPES: dict[str, dict[str, Scalar]] = {
         "optimizer.schedule": "product",
         "optimizer.bias_correction": False,
     },
-    # Weights were tuned at `tiny` (bench/LOG.md). Learning rates of 0 follow from the number of steps: Muon's best one
-    # falls with its square root, at `tiny` and `mini`, with one to four times the tokens per step, and its updates have
-    # the same spectral norm at any width.
+    # Weights were tuned at `tiny`, the share of masks also at `mini` (bench/LOG.md). Learning rates of 0 follow from the
+    # number of steps: Muon's best one falls with its square root, at `tiny` and `mini`, with one to four times the
+    # tokens per step, and its updates have the same spectral norm at any width.
     "modern": {
         "model.architecture": "modern",
         "model.dropout": 0.0,
         "model.attention_dropout": 0.0,
         "data.masking": "paper",
+        "data.mask_prob": 0.25,
         "optimizer.name": "muon",
         "optimizer.schedule": "linear",
         "optimizer.bias_correction": True,
