@@ -183,7 +183,7 @@ def _trials_modern() -> tuple[Setting, ...]:
 
 SIDES: dict[str, tuple[Setting, ...]] = {"google": _trials_google(), "modern": _trials_modern()}
 SHIPPED = {"modern": MODERN}
-"""What is compared of a side instead of the best of its trials."""
+"""What is compared of a side, without trials."""
 
 
 def _one(name: str, expected: str, keys: Keys | None = None, patch: str = "") -> Setting:

@@ -10,11 +10,11 @@ belongs to no contender. Each finished run is a line of `--results` (default: re
 later calls find it; a run that was stopped resumes from its checkpoint in FOLDER. `--glue` also fine-tunes models, in
 `compare` those chosen for each level, for which runs whose models FOLDER does not have are repeated.
 
-`compare` tries as many settings for each side, and the better half of them with twice the budget. Then `google` is run
-with three seeds in its best setting for each budget, and `modern` as it is shipped: its rates follow from the number of
-steps by a rule that such trials led to. `google` gets twice the budget, for it needs more. `ingredients` changes one
-thing at a time, and with it the number of steps and the rates that follow from it. Both end with a table, `compare`
-also with a picture. Nothing is downloaded.
+`compare` tries settings of `google`, and the better half of them with twice the budget. Then `google` is run with three
+seeds in its best setting for each budget, and `modern` as it is shipped: its rates follow from the number of steps by a
+rule that as many trials led to (`--study ingredients --only 'modern*'`). `google` gets twice the budget, for it needs
+more. `ingredients` changes one thing at a time, and with it the number of steps and the rates that follow from it. Both
+end with a table, `compare` also with a picture. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -291,18 +291,17 @@ def ingredients(study: Study, only: Sequence[str], budget: float, num_seeds: int
 
 
 def compare(study: Study, num_seeds: int, num_workers: int) -> dict[str, list[Point]]:
-    """Successive halving on all sides at once; the chosen setting for each budget, in rising order, with every seed."""
+    """Successive halving where a side is not shipped; the setting of each budget, in rising order, with every seed."""
     budgets, lower = study.scale.budgets, study.scale.lower_budgets
-    alive: dict[str, Sequence[Setting]] = dict(SIDES)
+    alive = {side: (SHIPPED[side],) if side in SHIPPED else trials for side, trials in SIDES.items()}
     chosen: dict[str, list[tuple[Setting, float]]] = {side: [] for side in SIDES}
     for level in range(min(map(len, budgets.values()))):
         study.run([Job(each, budgets[side][level], 0) for side in SIDES for each in alive[side]], num_workers)
         for side, trials in alive.items():
             budget = budgets[side][level]
             ranked = sorted(trials, key=lambda each: auc(study.point(each, budget, 1).results[0]), reverse=True)
-            alive[side] = ranked[: -(-len(ranked) // 2)]
-            setting = SHIPPED.get(side, ranked[0])
-            chosen[side] += [(setting, each) for each in (*(() if level else lower[side]), budget)]
+            alive[side] = tuple(ranked[: -(-len(ranked) // 2)])
+            chosen[side] += [(ranked[0], each) for each in (*(() if level else lower[side]), budget)]
         jobs = [
             # What is below the levels is for the curve alone: fine-tuning costs more than such a model.
             Job(setting, budget, seed, study.glue is not None and budget in budgets[side])

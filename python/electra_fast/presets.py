@@ -84,8 +84,8 @@ RECIPES: dict[str, dict[str, Scalar]] = {
         "optimizer.schedule": "product",
         "optimizer.bias_correction": False,
     },
-    # Weights were tuned at `tiny`, the share of masks also at `mini` (bench/LOG.md). Learning rates of 0 follow from the
-    # number of steps: Muon's best one falls with its square root, at `tiny` and `mini`, with one to four times the
+    # Weights were tuned at `tiny`, the share of masks also at `mini` (bench/LOG.md). Learning rates of 0 follow from
+    # the number of steps: Muon's best one falls with its square root, at `tiny` and `mini`, with one to four times the
     # tokens per step, and its updates have the same spectral norm at any width.
     "modern": {
         "model.architecture": "modern",
