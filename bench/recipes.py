@@ -12,9 +12,9 @@ later calls find it; a run that was stopped resumes from its checkpoint in FOLDE
 
 `compare` tries settings of `google`, and the better half of them with twice the budget. Then `google` is run with three
 seeds in its best setting for each budget, and `modern` as it is shipped: its rates follow from the number of steps by a
-rule that as many trials led to (`--study ingredients --only 'modern*'`). `google` gets twice the budget, for it needs
-more. `ingredients` changes one thing at a time, and with it the number of steps and the rates that follow from it. Both
-end with a table, `compare` also with a picture. Nothing is downloaded.
+rule that as many trials led to (LOG.md). `google` gets twice the budget, for it needs more. `ingredients` changes one
+thing at a time, and with it the number of steps and the rates that follow from it. Both end with a table, `compare`
+also with a picture. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import torch
 from recipe_patches import NUM_ITERATIONS
 from recipe_report import CRITERION, HEADER, Point, auc, columns, markdown, write_comparison
 from recipe_run import RESULT, RUN
-from recipe_studies import COMMON, INGREDIENTS, SCALES, SHIPPED, SIDES, Scale, Setting
+from recipe_studies import COMMON, INGREDIENTS, SCALES, SIDES, Scale, Setting
 
 import electra_fast as ef
 from electra_fast.atomic_files import replace_file
@@ -291,9 +291,9 @@ def ingredients(study: Study, only: Sequence[str], budget: float, num_seeds: int
 
 
 def compare(study: Study, num_seeds: int, num_workers: int) -> dict[str, list[Point]]:
-    """Successive halving where a side is not shipped; the setting of each budget, in rising order, with every seed."""
+    """Successive halving on all sides at once; the chosen setting for each budget, in rising order, with every seed."""
     budgets, lower = study.scale.budgets, study.scale.lower_budgets
-    alive = {side: (SHIPPED[side],) if side in SHIPPED else trials for side, trials in SIDES.items()}
+    alive = dict(SIDES)
     chosen: dict[str, list[tuple[Setting, float]]] = {side: [] for side in SIDES}
     for level in range(min(map(len, budgets.values()))):
         study.run([Job(each, budgets[side][level], 0) for side in SIDES for each in alive[side]], num_workers)

@@ -7,7 +7,6 @@ learning rates of recipe `modern`. The paper gives the generators' and the tying
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -106,11 +105,10 @@ def with_steps(row: Row, budget: float) -> Config:
     steps = round(budget / per_step)
     needed = max(MIN_STEPS, 2 * config.optimizer.warmup_steps)
     if steps < needed:
-        unit = 10 ** (math.floor(math.log10(needed * per_step)) - 2)  # of the third digit, which is rounded up
         what = f"a warmup of {needed // 2} steps" if needed > MIN_STEPS else "a schedule with a warmup"
         raise InputError(
             f"a budget of {budget:.3g} FLOPs is {steps} steps of {row.name}, and {what} needs {needed}; "
-            f"give --budget {math.ceil(needed * per_step / unit) * unit:.3g} or more"
+            f"give --budget {1.01 * needed * per_step:.3g} or more"
         )
     return config.replace({"train": {"steps": steps}})
 
