@@ -29,6 +29,8 @@ from electra_fast.training import evaluate as evaluation
 from electra_fast.training.time_limit import TimeLimit
 
 RUN, RESULT, SECONDS = "run.json", "result.json", "seconds.txt"
+EVAL_ROWS = 64
+"""Per batch of an evaluation."""
 JUDGED = ("discriminator_auc", "discriminator_loss", "generator_loss", "generator_accuracy", "corruption", "tokens")
 
 
@@ -63,7 +65,7 @@ def do(folder: Path) -> dict[str, Any]:
             run,
             job["corpus"],
             sequence_length=job["sequence_length"],
-            batch_size=64,
+            batch_size=EVAL_ROWS,
             max_batches=job["eval_batches"],
             corrupted_by=corruptor,
             mlm_examples=0,

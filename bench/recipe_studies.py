@@ -25,7 +25,7 @@ class Scale:
         ingredient_budget: Of the runs of `ingredients`.
         corruptor: Configuration of the masked language model that corrupts validation text.
         corruptor_budget: True FLOPs of its training.
-        eval_batches: Batches of 64 rows that runs are judged on.
+        eval_batches: Batches of `recipe_run.EVAL_ROWS` rows that runs are judged on.
     """
 
     name: str

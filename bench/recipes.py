@@ -7,8 +7,9 @@ The texts become a corpus with the scale's own vocabulary. Every run is a proces
 a budget of true FLOPs (Muon's orthogonalization included) with a schedule of its own, and is judged on validation text
 that two fixed corruptors have filled: the unigram distribution, and a masked language model that is trained first and
 belongs to no contender. Each finished run is a line of `--results` (default: recipes.jsonl beside this script), where
-later calls find it; a run that was stopped resumes from its checkpoint in FOLDER. `--glue` also fine-tunes models, in
-`compare` those chosen for each level, for which runs whose models FOLDER does not have are repeated.
+later calls find those that were judged on the same text: a corruptor that another kind of processor trains fills it
+otherwise. A run that was stopped resumes from its checkpoint in FOLDER. `--glue` also fine-tunes models, in `compare`
+those chosen for each level, for which runs whose models FOLDER does not have are repeated.
 
 `compare` tries settings of `google`, and the better half of them with twice the budget. Then `google` is run with three
 seeds in its best setting for each budget, and `modern` as it is shipped: its rates follow from the number of steps by a
@@ -40,12 +41,13 @@ from typing import Any
 import torch
 from recipe_patches import NUM_ITERATIONS
 from recipe_report import CRITERION, HEADER, Point, auc, columns, markdown, write_comparison
-from recipe_run import RESULT, RUN
+from recipe_run import EVAL_ROWS, RESULT, RUN
 from recipe_studies import COMMON, INGREDIENTS, SCALES, SIDES, Scale, Setting
 
 import electra_fast as ef
 from electra_fast.atomic_files import replace_file
 from electra_fast.model import Electra
+from electra_fast.training.evaluate import evaluate
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.muon import stacks
 from electra_fast.training.optim import Optimizer
@@ -55,7 +57,8 @@ HERE = Path(__file__).parent
 NUM_SEEDS = 3
 # Of what is computed: another number makes earlier results unusable.
 REVISION = 1
-# So many processes share its steps; with another number it would sum in another order and corrupt otherwise.
+# So many processes share its steps; with another number it would sum in another order and corrupt otherwise, as it does
+# on another processor. Results are those of one text.
 CORRUPTOR_THREADS = 2
 
 
@@ -153,6 +156,22 @@ class Study:
         """The corpus."""
         return ef.Corpus(self.corpus)
 
+    @property
+    def corruptors(self) -> dict[str, str]:
+        """What fills validation text, by name."""
+        return {"unigram": "unigram", CRITERION: str(self.out / "corruptor")}
+
+    @cached_property
+    def judged_on(self) -> dict[str, str]:
+        """Hashes of validation text as the corruptors fill it."""
+        return {name: self._corruption(corruptor) for name, corruptor in self.corruptors.items()}
+
+    def _corruption(self, corruptor: str) -> str:
+        length, batches = ef.Config.preset(self.scale.preset).data.sequence_length, self.scale.eval_batches
+        size = {"sequence_length": length, "batch_size": EVAL_ROWS, "max_batches": batches}
+        report = evaluate(self.out / "corruptor", self.corpus, corrupted_by=corruptor, mlm_examples=0, **size)
+        return str(report["corruption"])
+
     @cached_property
     def glue_hash(self) -> str | None:
         """Of the tasks' files."""
@@ -173,6 +192,7 @@ class Study:
             "revision": REVISION,
             "scale": self.scale.name,
             "corpus": self.opened.content_hash,
+            "judged_on": self.judged_on,
             "budget": job.budget,
             "keys": dict(sorted(keys.items())),
             "patches": list(job.setting.patches),
@@ -209,11 +229,10 @@ class Study:
         identity, parts = self.identity(job), self.parts(job)
         folder = self.out / "runs" / _digest(identity)
         folder.mkdir(parents=True, exist_ok=True)
-        corruptors = {"unigram": "unigram", CRITERION: str(self.out / "corruptor")}
         work = {
             "corpus": str(self.corpus),
             "patches": job.setting.patches,
-            "corruptors": corruptors,
+            "corruptors": self.corruptors,
             "parts": [(f"config-{number}.toml", last_step) for number, (_, last_step) in enumerate(parts)],
             "sequence_length": ef.Config.preset(self.scale.preset).data.sequence_length,
             "eval_batches": self.scale.eval_batches,
@@ -226,7 +245,6 @@ class Study:
             return False
         result = json.loads((folder / RESULT).read_text())
         with self._lock, self.results.open("a") as file:
-            self._check_text(identity, result)
             line = {"run": identity, "name": job.setting.name, "result": result, "version": ef.__version__}
             line["torch"] = torch.__version__
             file.write(json.dumps(line) + "\n")
@@ -257,16 +275,6 @@ class Study:
         if result is None or "failed" in result or not job.finetune:
             return result
         return result if result.get("tasks_of", "") == self.glue_hash else None
-
-    def _check_text(self, identity: dict[str, Any], result: dict[str, Any]) -> None:
-        """SystemExit where a run was judged on other text than those before it."""
-        same = ("scale", "corpus")
-        for each in self.found.values():
-            if any(each["run"][key] != identity[key] for key in same):
-                continue
-            for name, judged in each["result"].get("corrupted_by", {}).items():
-                if "corrupted_by" in result and judged["corruption"] != result["corrupted_by"][name]["corruption"]:
-                    sys.exit(f"{self.results}: judged on text of another corruptor; name another file in --results")
 
 
 def _name(identity: dict[str, Any]) -> str:

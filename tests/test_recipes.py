@@ -36,6 +36,7 @@ def study(modules, validation_corpus, tmp_path):
     scale = replace(studies.SCALES["tiny"], budgets=budgets, lower_budgets=lower, ingredient_budget=2e9, eval_batches=1)
     study = recipes.Study(scale, tmp_path, tmp_path / "results.jsonl", math.inf, None)
     study.corpus = validation_corpus
+    study.judged_on = {"network": "0", "unigram": "1"}
     return study
 
 
@@ -202,6 +203,10 @@ def test_a_run_is_never_done_twice(modules, study, monkeypatch):
     assert found["network"]["corruption"] != found["unigram"]["corruption"]
     job = recipes.Job(next(each for each in studies.INGREDIENTS if each.name == "never the original"), 2e9, 0)
     assert again.result(job) is not None and again.result(replace(job, finetune=True)) is None
+    # Both texts are those of the run; what was judged on another one is not found.
+    assert again.judged_on == {name: each["corruption"] for name, each in found.items()}
+    again.judged_on = again.judged_on | {"network": "0"}
+    assert again.result(job) is None
     # A kill between the run's result and its line.
     study.results.write_text("")
     last = recipes.Study(study.scale, study.out, study.results, math.inf, None)
