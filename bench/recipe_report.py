@@ -119,7 +119,10 @@ def seconds(point: Point) -> float:
 
 
 def write_comparison(folder: Path, scale: str, curves: Mapping[str, Sequence[Point]]) -> str:
-    """Writes recipes-SCALE.json and .png; returns tables and factors as text."""
+    """Writes recipes-SCALE-BASELINE.json and .png; returns tables and factors as text.
+
+    `curves` has two sides: the baseline first.
+    """
     rows = [
         [side, f"{point.budget:.1e}", point.setting, *columns(point.results)]
         for side, curve in curves.items()
@@ -127,6 +130,7 @@ def write_comparison(folder: Path, scale: str, curves: Mapping[str, Sequence[Poi
     ]
     text = markdown(["side", "FLOPs", "setting", *HEADER], rows)
     baseline, ours = curves.values()
+    path = folder / f"recipes-{scale}-{next(iter(curves))}.json"
     for name in CORRUPTORS:
         for unit, cost in (("FLOPs", lambda point: point.budget), ("seconds", seconds)):
             text += f"\n{unit} that the baseline takes to its last AUC, {name}: "
@@ -139,8 +143,8 @@ def write_comparison(folder: Path, scale: str, curves: Mapping[str, Sequence[Poi
         side: [{"setting": p.setting, "budget": p.budget, "results": p.results} for p in curve]
         for side, curve in curves.items()
     }
-    replace_file(folder / f"recipes-{scale}.json", json.dumps(record, indent=1) + "\n")
-    _draw(folder / f"recipes-{scale}.png", scale, curves)
+    replace_file(path, json.dumps(record, indent=1) + "\n")
+    _draw(path.with_suffix(".png"), scale, curves)
     return text
 
 

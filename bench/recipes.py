@@ -1,7 +1,8 @@
 """Which recipe learns most from the same FLOPs: each ingredient alone, and `modern` beside a tuned `google`.
 
-    python bench/recipes.py TEXTS... --out FOLDER [--scale tiny|mini] [--study compare|ingredients] [--only NAME ...]
-                            [--budget FLOPS] [--seeds N] [--glue FOLDER] [--minutes M] [--workers N] [--results FILE]
+    python bench/recipes.py TEXTS... --out FOLDER [--scale tiny|mini] [--study compare|ingredients]
+                            [--baseline google|google-rotary] [--only NAME ...] [--budget FLOPS] [--seeds N]
+                            [--glue FOLDER] [--minutes M] [--workers N] [--results FILE]
 
 The texts become a corpus with the scale's own vocabulary. Every run is a process of its own with one thread, trains on
 a budget of true FLOPs (Muon's orthogonalization included) with a schedule of its own, and is judged on validation text
@@ -13,9 +14,10 @@ those chosen for each level, for which runs whose models FOLDER does not have ar
 
 `compare` tries settings of `google`, and the better half of them with twice the budget. Then `google` is run with three
 seeds in its best setting for each budget, and `modern` as it is shipped: its rates follow from the number of steps by a
-rule that as many trials led to (LOG.md). `google` gets twice the budget, for it needs more. `ingredients` changes one
-thing at a time, and with it the number of steps and the rates that follow from it. Both end with a table, `compare`
-also with a picture. Nothing is downloaded.
+rule that as many trials led to (LOG.md). `google` gets twice the budget, for it needs more. The baseline
+`google-rotary` is the same encoder with rotary positions, which tells what the rest of `modern` is worth. `ingredients`
+changes one thing at a time, and with it the number of steps and the rates that follow from it. Both end with a table,
+`compare` also with a picture. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ import torch
 from recipe_patches import NUM_ITERATIONS
 from recipe_report import CRITERION, HEADER, Point, auc, columns, markdown, write_comparison
 from recipe_run import EVAL_ROWS, RESULT, RUN
-from recipe_studies import COMMON, INGREDIENTS, SCALES, SIDES, Scale, Setting
+from recipe_studies import BASELINES, COMMON, INGREDIENTS, MODERN, SCALES, Scale, Setting
 
 import electra_fast as ef
 from electra_fast.atomic_files import replace_file
@@ -287,9 +289,8 @@ def _digest(identity: dict[str, Any]) -> str:
 
 def ingredients(study: Study, only: Sequence[str], budget: float, num_seeds: int, num_workers: int) -> str:
     """Runs each ingredient with every seed, or the settings of some names (`*` stands for anything); a table."""
-    trials = [each for trials in SIDES.values() for each in trials]
-    by_name = {each.name: each for each in (*INGREDIENTS, *trials)}  # `modern` is in both
-    named = [each for each in by_name.values() if any(fnmatch(each.name, name) for name in only)]
+    settings = [*INGREDIENTS, *(each for trials in BASELINES.values() for each in trials)]
+    named = [each for each in settings if any(fnmatch(each.name, name) for name in only)]
     chosen = named if only else INGREDIENTS
     finetune = study.glue is not None
     study.run([Job(each, budget, seed, finetune) for seed in range(num_seeds) for each in chosen], num_workers)
@@ -298,13 +299,13 @@ def ingredients(study: Study, only: Sequence[str], budget: float, num_seeds: int
     return markdown(["changed", *HEADER, "expected of the AUC"], rows)
 
 
-def compare(study: Study, num_seeds: int, num_workers: int) -> dict[str, list[Point]]:
-    """Successive halving on all sides at once; the chosen setting for each budget, in rising order, with every seed."""
+def compare(study: Study, baseline: str, num_seeds: int, num_workers: int) -> dict[str, list[Point]]:
+    """Successive halving on both sides; the chosen setting for each budget, in rising order, with every seed."""
     budgets, lower = study.scale.budgets, study.scale.lower_budgets
-    alive = dict(SIDES)
-    chosen: dict[str, list[tuple[Setting, float]]] = {side: [] for side in SIDES}
-    for level in range(min(map(len, budgets.values()))):
-        study.run([Job(each, budgets[side][level], 0) for side in SIDES for each in alive[side]], num_workers)
+    alive = {baseline: BASELINES[baseline], "modern": (MODERN,)}
+    chosen: dict[str, list[tuple[Setting, float]]] = {side: [] for side in alive}
+    for level in range(len(budgets["modern"])):
+        study.run([Job(each, budgets[side][level], 0) for side in alive for each in alive[side]], num_workers)
         for side, trials in alive.items():
             budget = budgets[side][level]
             ranked = sorted(trials, key=lambda each: auc(study.point(each, budget, 1).results[0]), reverse=True)
@@ -328,6 +329,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--scale", choices=SCALES, default="tiny")
     parser.add_argument("--study", choices=("compare", "ingredients"), default="compare")
+    parser.add_argument("--baseline", choices=BASELINES, default="google", help="of `compare`")
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--budget", type=float, default=0.0, help="true FLOPs per run of `ingredients`")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
@@ -346,7 +348,7 @@ def main() -> None:
             budget = options.budget or study.scale.ingredient_budget
             print(ingredients(study, options.only, budget, options.seeds, options.workers))
         else:
-            curves = compare(study, options.seeds, options.workers)
+            curves = compare(study, options.baseline, options.seeds, options.workers)
             print(write_comparison(options.results.absolute().parent, options.scale, curves))
 
 

@@ -32,7 +32,9 @@ def modules():
 def study(modules, validation_corpus, tmp_path):
     """A study of tiny budgets, on a corpus that is there."""
     recipes, studies, _ = modules
-    budgets, lower = {"google": (4e10, 8e10), "modern": (2e10, 4e10)}, {"google": (2e10,), "modern": (1e10,)}
+    rising = (2e10, 4e10)
+    budgets = {"google": (4e10, 8e10), "google-rotary": rising, "modern": rising}
+    lower = {side: (first / 2,) for side, (first, _) in budgets.items()}
     scale = replace(studies.SCALES["tiny"], budgets=budgets, lower_budgets=lower, ingredient_budget=2e9, eval_batches=1)
     study = recipes.Study(scale, tmp_path, tmp_path / "results.jsonl", math.inf, None)
     study.corpus = validation_corpus
@@ -78,7 +80,7 @@ def test_modern_is_compared_as_it_is_shipped(modules, study, name):
 def test_every_setting_is_a_run_at_every_scale(modules, study, name):
     recipes, studies, _ = modules
     study.scale = studies.SCALES[name]
-    for setting in (*studies.INGREDIENTS, *studies.SIDES["google"]):
+    for setting in (*studies.INGREDIENTS, *sum(studies.BASELINES.values(), ())):
         assert study.config(recipes.Job(setting, 1e14, 0)).train.steps > 100
 
 
@@ -93,23 +95,23 @@ def test_factors_multiply_the_rates_of_so_many_steps(modules, study):
 
 def test_settings_differ(modules):
     _, studies, _ = modules
-    assert len(studies.SIDES["google"]) >= 6 and studies.SIDES["modern"] == (studies.MODERN,)
-    for trials in (*studies.SIDES.values(), studies.INGREDIENTS):
+    for trials in (*studies.BASELINES.values(), studies.INGREDIENTS):
         assert len({each.name for each in trials}) == len(trials)
         different = {repr(replace(each, name="", expected="")) for each in trials}
         assert len(different) == len(trials)
 
 
-def test_the_better_half_gets_twice_the_budget(modules, study, monkeypatch):
+@pytest.mark.parametrize(("baseline", "factor"), [("google", 2), ("google-rotary", 1)])
+def test_the_better_half_gets_twice_the_budget(modules, study, baseline, factor, monkeypatch):
     """With known results: settings whose AUC depends on their place in the list, the budget and the seed."""
     recipes, studies, report = modules
-    sides = {side: [each.name for each in trials] for side, trials in studies.SIDES.items()}
-    order = {each.name: place for trials in studies.SIDES.values() for place, each in enumerate(trials)}
+    sides = {baseline: [each.name for each in studies.BASELINES[baseline]], "modern": [studies.MODERN.name]}
+    order = {name: place for names in sides.values() for place, name in enumerate(names)}
     done = []
 
     def run(self, job):
         done.append((job.setting.name, job.budget, job.seed, job.finetune))
-        low = 4e10 if job.setting.name in sides["google"] else 2e10
+        (low,) = (study.scale.budgets[side][0] for side, names in sides.items() if job.setting.name in names)
         auc = 0.5 + 0.01 * order[job.setting.name] + 0.02 * math.log2(job.budget / low) + 0.001 * job.seed
         auc += 0.05 * (job.setting.name in sides["modern"])
         judged = {"discriminator_auc": auc, "discriminator_loss": 0.4, "generator_loss": 5.0}
@@ -120,9 +122,8 @@ def test_the_better_half_gets_twice_the_budget(modules, study, monkeypatch):
 
     monkeypatch.setattr(recipes.Study, "_run", run)
     study.glue = study.out
-    curves = recipes.compare(study, num_seeds=3, num_workers=1)
-    for side, trials in studies.SIDES.items():
-        names = [each.name for each in trials]
+    curves = recipes.compare(study, baseline, num_seeds=3, num_workers=1)
+    for side, names in sides.items():
         low, high = study.scale.budgets[side]
         first = {name for name, budget, seed, _ in done if budget == low and seed == 0 and name in names}
         second = {name for name, budget, seed, _ in done if budget == high and seed == 0 and name in names}
@@ -137,8 +138,9 @@ def test_the_better_half_gets_twice_the_budget(modules, study, monkeypatch):
         assert sorted(tuned) == [(budget, seed) for budget in (low, high) for seed in range(3)]
     assert len(set(done)) == len(done)
     text = report.write_comparison(study.out, "tiny", curves)
-    assert "2.00 times" in text and (study.out / "recipes-tiny.png").stat().st_size > 10_000
-    assert json.loads((study.out / "recipes-tiny.json").read_text())["google"][2]["budget"] == 8e10
+    path, last = study.out / f"recipes-tiny-{baseline}.json", study.scale.budgets[baseline][-1]
+    assert f"{factor}.00 times" in text and path.with_suffix(".png").stat().st_size > 10_000
+    assert json.loads(path.read_text())[baseline][2]["budget"] == last
 
 
 def test_a_run_that_diverged_is_chance_and_stops_no_report(modules, tmp_path):
