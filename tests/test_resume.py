@@ -240,6 +240,13 @@ class TestRates:
         optimizer = config.override(both).resolved().optimizer
         assert (optimizer.learning_rate, optimizer.muon_learning_rate) == (1e-3, 3e-3)
 
+    def test_they_follow_the_steps_of_a_stage(self):
+        config = Config.preset("small", "modern").with_objective("two-stage")
+        stage, whole = (config.replace({"train": {"steps": steps}}).resolved() for steps in (20_000, 10_000))
+        electra = Config.preset("small", "modern").replace({"train": {"steps": 10_000}}).resolved()
+        assert stage.optimizer == electra.optimizer != whole.optimizer
+        assert stage.optimizer.warmup_steps == 500
+
     def test_a_run_stores_them_and_keeps_them(self, validation_corpus, tmp_path):
         left = {"optimizer.learning_rate": "0", "optimizer.muon_learning_rate": "0"}
         folder, short, long = tmp_path / "run", {"train.steps": "8"}, {"train.steps": "12"}

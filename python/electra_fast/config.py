@@ -290,8 +290,12 @@ class Config(Configuration):
         )
 
     def resolved(self) -> Config:
-        """With the warmup and the learning rates that follow from `train.steps` filled in."""
-        return dataclasses.replace(self, optimizer=self.optimizer.for_steps(self.train.steps))
+        """With the warmup and the learning rates that follow from `train.steps` filled in.
+
+        Of an objective with stages, from the steps of the longest, for each has a schedule of its own.
+        """
+        num_steps = max(stage.num_steps for stage in objective_of(self).stages())
+        return dataclasses.replace(self, optimizer=self.optimizer.for_steps(num_steps))
 
     def with_objective(self, name: str) -> Config:
         """The same with another objective, and with what that needs wherever this has something else."""
