@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from electra_fast import initialization, model, ops
-from electra_fast.attention import AttentionMask, Queries, attention
+from electra_fast.attention import AttentionMask, Queries, attention, query_attention
 from electra_fast.config import Config, ModelConfig
 from electra_fast.layers import Linear
 from electra_fast.ops import Dropout
@@ -188,7 +188,7 @@ def learned_positions(config: Config) -> None:
 
 
 class _RotaryBertLayer(model.BertLayer):
-    """A `BertLayer` for training with rotary positions."""
+    """A `BertLayer` with rotary positions."""
 
     def forward(
         self,
@@ -198,10 +198,14 @@ class _RotaryBertLayer(model.BertLayer):
         dropout: Dropout,
         queries: Queries | None = None,
     ) -> Tensor:
-        assert queries is None
         assert rotary is not None
         q, k, v = self.qkv(x_TD).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
-        mixed = attention(ops.rotate(q, *rotary), ops.rotate(k, *rotary), v, mask, 0.0)
+        q, k, dropped = ops.rotate(q, *rotary), ops.rotate(k, *rotary), self.attention_dropout * self.training
+        if queries is None:
+            mixed = attention(q, k, v, mask, dropped)
+        else:
+            mixed = query_attention(q[queries.index_n], k, v, queries, dropped)
+            x_TD = x_TD[queries.index_n]
         x_TD = self.attention_norm.after_residual(self.attention_out, mixed.flatten(1), x_TD, dropout)
         inner = ops.bias_gelu(x_TD, self.feed_forward_in.weight, self.feed_forward_in.bias)
         normed: Tensor = self.feed_forward_norm.after_residual(self.feed_forward_out, inner, x_TD, dropout.call(1))

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import electra_fast as ef
 from electra_fast import checkpoint_folder, model
-from electra_fast.attention import AttentionMask
+from electra_fast.attention import AttentionMask, Queries
 from electra_fast.ops import Dropout
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.muon import orthogonalize
@@ -270,10 +270,10 @@ def test_rotary_positions_in_the_published_encoder_are_relative(modules, monkeyp
     ids, types, mask = torch.arange(5, 21), torch.zeros(16, dtype=torch.int64), AttentionMask.padded(1, 16, None, 0)
     positions = torch.arange(16)
 
-    def states(network, at):
+    def states(network, at, queries=None):
         with torch.no_grad():
             embedded = network.embeddings(ids, at, types, torch.float32, Dropout(0.0, None, 0))
-            return network.discriminator(embedded, at, mask, Dropout(0.0, None, 0))
+            return network.discriminator(embedded, at, mask, Dropout(0.0, None, 0), queries)
 
     def distance(network, at):
         return (states(network, positions) - states(network, at)).abs().max().item()
@@ -287,3 +287,7 @@ def test_rotary_positions_in_the_published_encoder_are_relative(modules, monkeyp
                 layer.qkv.weight.mul_(20)  # so that attention is not uniform
     assert distance(rotary, positions + 7) < 1e-4 and distance(learned, positions + 7) > 1e-2
     assert distance(rotary, positions.flip(0)) > 1e-2
+    # As fine-tuning reads it: some hidden states alone.
+    some = torch.tensor([3, 11])
+    queries = Queries(some, torch.ones(2, 16, dtype=torch.bool))
+    torch.testing.assert_close(states(rotary, positions, queries), states(rotary, positions)[some])
