@@ -226,7 +226,8 @@ class _RotaryEncoder(model.Encoder):
         x_TD = x_TE if self.projection is None else self.projection(x_TE)
         rotary = ops.rotary_angles(position_ids_T, self.head_dim, self.rope_theta, torch.float32)
         for i, layer in enumerate(self.layers):
-            x_TD = layer(x_TD, mask, rotary, dropout.call(1 + 2 * i), queries)
+            only = queries if i == len(self.layers) - 1 else None
+            x_TD = layer(x_TD, mask, rotary, dropout.call(1 + 2 * i), only)
         return x_TD
 
 
