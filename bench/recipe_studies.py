@@ -172,6 +172,23 @@ def _trials_google() -> tuple[Setting, ...]:
     )
 
 
+def _more_google() -> tuple[Setting, ...]:
+    """Rates and batches around the best of `google` with rotary positions."""
+    quarter = next(each for each in _trials_google() if each.batch_factor == 0.25)
+    rates = (("1.25e-4", 0.25), ("5e-4", 0.25), ("2.5e-4", 0.5), ("1e-3", 0.5), ("2.5e-4", 0.125))
+    batches = {0.5: "half the batch", 0.25: "a quarter of the batch", 0.125: "an eighth of the batch"}
+    return tuple(
+        replace(
+            quarter,
+            name=f"google, corrected, {rate}, {batches[factor]}",
+            keys={**quarter.keys, **_rate(rate)},
+            batch_factor=factor,
+            expected="below",
+        )
+        for rate, factor in rates
+    )
+
+
 def _rotary(google: Setting) -> Setting:
     """A setting of the published encoder with rotary positions."""
     return replace(google, name=f"{google.name}, rotary positions", patches=(*google.patches, "rotary-positions"))
@@ -197,9 +214,16 @@ _CORRECTED = {"objective.corrective_weight": "1"}
 INGREDIENTS: tuple[Setting, ...] = (
     MODERN,
     Setting("google", {**GOOGLE, **_rate("1e-3")}, (), "far below"),
+    *map(_rotary, _more_google()),
     # Objective and update rule together.
     Setting("AdamW, no corrective loss", _ADAMW, (), "-.03"),
     Setting("AdamW, no corrective loss, disc_weight 10", {**_ADAMW, "objective.disc_weight": "10"}, (), "-.03"),
+    Setting(
+        "AdamW 1e-3, no corrective loss, disc_weight 10",
+        {**_ADAMW, **_rate("1e-3"), "objective.disc_weight": "10"},
+        (),
+        "-.03",
+    ),
     Setting("AdamW with the corrective loss", {**_ADAMW, **_CORRECTED}, (), "-.02"),
     Setting("AdamW 5e-4 with the corrective loss", {**_ADAMW, **_CORRECTED, **_rate("5e-4")}, (), "-.05"),
     Setting("AdamW 1e-3 with the corrective loss", {**_ADAMW, **_CORRECTED, **_rate("1e-3")}, (), "-.03"),

@@ -246,6 +246,8 @@ class Study:
         if not self._work(job, folder):
             return False
         result = json.loads((folder / RESULT).read_text())
+        for name, judged in result.get("corrupted_by", {}).items():
+            assert judged["corruption"] == self.judged_on[name], f"{folder}: {name} filled the text otherwise"
         with self._lock, self.results.open("a") as file:
             line = {"run": identity, "name": job.setting.name, "result": result, "version": ef.__version__}
             line["torch"] = torch.__version__
@@ -291,6 +293,8 @@ def ingredients(study: Study, only: Sequence[str], budget: float, num_seeds: int
     """Runs each ingredient with every seed, or the settings of some names (`*` stands for anything); a table."""
     settings = [*INGREDIENTS, *(each for trials in BASELINES.values() for each in trials)]
     named = [each for each in settings if any(fnmatch(each.name, name) for name in only)]
+    if only and not named:
+        sys.exit(f"--only {' '.join(only)}: no setting has such a name; they are in recipe_studies.py")
     chosen = named if only else INGREDIENTS
     finetune = study.glue is not None
     study.run([Job(each, budget, seed, finetune) for seed in range(num_seeds) for each in chosen], num_workers)

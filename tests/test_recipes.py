@@ -38,7 +38,6 @@ def study(modules, validation_corpus, tmp_path):
     scale = replace(studies.SCALES["tiny"], budgets=budgets, lower_budgets=lower, ingredient_budget=2e9, eval_batches=1)
     study = recipes.Study(scale, tmp_path, tmp_path / "results.jsonl", math.inf, None)
     study.corpus = validation_corpus
-    study.judged_on = {"network": "0", "unigram": "1"}
     return study
 
 
@@ -121,7 +120,7 @@ def test_the_better_half_gets_twice_the_budget(modules, study, baseline, factor,
         return True
 
     monkeypatch.setattr(recipes.Study, "_run", run)
-    study.glue = study.out
+    study.glue, study.judged_on = study.out, {}
     curves = recipes.compare(study, baseline, num_seeds=3, num_workers=1)
     for side, names in sides.items():
         low, high = study.scale.budgets[side]
@@ -184,6 +183,11 @@ def test_a_line_that_was_cut_short_is_no_result(modules, study):
 def test_where_a_curve_reaches_a_value(modules, value, cost, bound):
     curve = [(1.0, 0.56), (2.0, 0.6), (4.0, 0.7), (8.0, 0.8)]
     assert modules[2].crossing(curve, value) == (pytest.approx(cost), bound)
+
+
+def test_a_name_that_no_setting_has_is_refused(modules, study):
+    with pytest.raises(SystemExit, match="--only half the bacth: no setting has such a name"):
+        modules[0].ingredients(study, ["half the bacth"], 2e9, 1, 1)
 
 
 def test_a_run_is_never_done_twice(modules, study, monkeypatch):

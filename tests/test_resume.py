@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny_run import STEPS, assert_same_run, lines, tiny_config
 
 from electra_fast import checkpoint_folder
 from electra_fast.config import Config, OptimizerConfig
+from electra_fast.training import opening
 from electra_fast.training.optim import lr_scale
 from electra_fast.training.pretrain import pretrain
 
@@ -246,6 +248,13 @@ class TestRates:
         electra = Config.preset("small", "modern").replace({"train": {"steps": 10_000}}).resolved()
         assert stage.optimizer == electra.optimizer != whole.optimizer
         assert stage.optimizer.warmup_steps == 500
+
+    def test_a_warmup_that_is_too_long_for_a_stage_is_noticed(self):
+        asked = {"train": {"steps": 100}, "optimizer": {"warmup_steps": 120}}
+        whole = Config.preset("tiny", "modern").replace(asked)
+        assert not list(opening._low_peak(SimpleNamespace(config=whole)))
+        (told,) = opening._low_peak(SimpleNamespace(config=whole.with_objective("two-stage")))
+        assert "the learning rate never passes 42%" in told
 
     def test_a_run_stores_them_and_keeps_them(self, validation_corpus, tmp_path):
         left = {"optimizer.learning_rate": "0", "optimizer.muon_learning_rate": "0"}

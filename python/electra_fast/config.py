@@ -160,9 +160,9 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "lamb", "muon"] = config_key("adamw", "update rule")
     learning_rate: float = config_key(
-        5e-4, "peak learning rate; 0 (recipe modern): 0.2 / sqrt(train.steps), at most 0.004", low=0
+        5e-4, "peak learning rate; 0 (recipe modern): 0.2 / sqrt(steps), at most 0.004", low=0
     )
-    warmup_steps: int = config_key(-1, "steps of linear warmup; -1: a twentieth of train.steps, at most 10,000", low=-1)
+    warmup_steps: int = config_key(-1, "steps of linear warmup; -1: a twentieth of the steps, at most 10,000", low=-1)
     schedule: Literal["linear", "product"] = config_key(
         "product", "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0"
     )
@@ -173,7 +173,7 @@ class OptimizerConfig(Section):
     beta2: float = config_key(0.999, "decay of the second moment", low=0, high=0.999999)
     epsilon: float = config_key(1e-6, "Adam's epsilon", low=0, open_low=True)
     muon_learning_rate: float = config_key(
-        0.02, "peak learning rate of the matrices under muon; 0: 0.5 / sqrt(train.steps), at most 0.02", low=0
+        0.02, "peak learning rate of the matrices under muon; 0: 0.5 / sqrt(steps), at most 0.02", low=0
     )
     muon_momentum: float = config_key(0.95, "momentum of the matrices under muon", low=0, high=0.999999)
 
@@ -289,13 +289,14 @@ class Config(Configuration):
             intermediate_size=round(model.intermediate_size * hidden_fraction),
         )
 
-    def resolved(self) -> Config:
-        """With the warmup and the learning rates that follow from `train.steps` filled in.
+    @property
+    def schedule_steps(self) -> int:
+        """Steps of the learning rate's schedule: `train.steps`, or those of the longest stage, for each has its own."""
+        return max(stage.num_steps for stage in objective_of(self).stages())
 
-        Of an objective with stages, from the steps of the longest, for each has a schedule of its own.
-        """
-        num_steps = max(stage.num_steps for stage in objective_of(self).stages())
-        return dataclasses.replace(self, optimizer=self.optimizer.for_steps(num_steps))
+    def resolved(self) -> Config:
+        """With the warmup and the learning rates that follow from the steps of the schedule filled in."""
+        return dataclasses.replace(self, optimizer=self.optimizer.for_steps(self.schedule_steps))
 
     def with_objective(self, name: str) -> Config:
         """The same with another objective, and with what that needs wherever this has something else."""

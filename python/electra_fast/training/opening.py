@@ -54,13 +54,13 @@ def _rate_change(run: Run, step: int, num_steps: int) -> str:
 
 
 def _low_peak(run: Run) -> Iterator[str]:
-    optimizer, steps = run.config.optimizer, run.config.train.steps
+    optimizer, steps = run.config.optimizer, run.config.schedule_steps
     # Both schedules have one peak: at the end of the warmup, or in the middle of a warmup that is too long.
     at = (min(optimizer.warmup_steps, steps - 1), steps // 2)
     peak = max(lr_scale(optimizer, step, steps) for step in at)
     if peak < LOW_PEAK:
         yield (
-            f"warning: optimizer.warmup_steps = {optimizer.warmup_steps} with train.steps = {steps}: the learning "
-            f"rate never passes {peak:.0%} of optimizer.learning_rate = {optimizer.learning_rate:g}; "
+            f"warning: optimizer.warmup_steps = {optimizer.warmup_steps} with train.steps = {run.config.train.steps}: "
+            f"the learning rate never passes {peak:.0%} of optimizer.learning_rate = {optimizer.learning_rate:g}; "
             f"lower optimizer.warmup_steps (-1: a twentieth of the steps)"
         )
