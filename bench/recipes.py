@@ -168,9 +168,14 @@ class Study:
         """Hashes of validation text as the corruptors fill it."""
         return {name: self._corruption(corruptor) for name, corruptor in self.corruptors.items()}
 
+    @property
+    def sequence_length(self) -> int:
+        """Of the rows of validation text."""
+        return ef.Config.preset(self.scale.preset).data.sequence_length
+
     def _corruption(self, corruptor: str) -> str:
-        length, batches = ef.Config.preset(self.scale.preset).data.sequence_length, self.scale.eval_batches
-        size = {"sequence_length": length, "batch_size": EVAL_ROWS, "max_batches": batches}
+        batches = self.scale.eval_batches
+        size = {"sequence_length": self.sequence_length, "batch_size": EVAL_ROWS, "max_batches": batches}
         report = evaluate(self.out / "corruptor", self.corpus, corrupted_by=corruptor, mlm_examples=0, **size)
         return str(report["corruption"])
 
@@ -236,7 +241,7 @@ class Study:
             "patches": job.setting.patches,
             "corruptors": self.corruptors,
             "parts": [(f"config-{number}.toml", last_step) for number, (_, last_step) in enumerate(parts)],
-            "sequence_length": ef.Config.preset(self.scale.preset).data.sequence_length,
+            "sequence_length": self.sequence_length,
             "eval_batches": self.scale.eval_batches,
             "glue": (str(self.glue), self.glue_hash) if job.finetune else None,
         }
