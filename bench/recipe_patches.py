@@ -19,6 +19,7 @@ from electra_fast import initialization, model, ops
 from electra_fast.attention import AttentionMask, Queries, attention, query_attention
 from electra_fast.config import Config, ModelConfig
 from electra_fast.layers import Linear
+from electra_fast.linear import linear
 from electra_fast.ops import Dropout
 from electra_fast.training import muon
 
@@ -154,7 +155,7 @@ class _SquaredReluLayer(_GeluLayer):
     """With relu(x)^2 in the place of GELU."""
 
     def fed(self, x_TD: Tensor) -> Tensor:
-        out: Tensor = self.feed_forward_out(ops.linear(x_TD, self.feed_forward_in.weight).relu().square())
+        out: Tensor = self.feed_forward_out(linear(x_TD, self.feed_forward_in.weight).relu().square())
         return out
 
 

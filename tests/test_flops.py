@@ -9,11 +9,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from variants import VARIANTS
 
-from electra_fast import ops
 from electra_fast.attention import AttentionMask
 from electra_fast.compute import ComputeConfig, RngKey
 from electra_fast.config import Config
 from electra_fast.dispatch import use_impl
+from electra_fast.linear import linear
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.training.flops import (
@@ -141,7 +141,7 @@ def test_true_counts_of_whole_steps_equal_what_torch_counts(name: str, monkeypat
     """Forward and backward of each stage, by the references, whose products torch sees."""
 
     def nll(x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
-        logits = ops.linear(x_TE, table_VE, bias_V)
+        logits = linear(x_TE, table_VE, bias_V)
         return torch.nn.functional.cross_entropy(logits, target_T, reduction="none"), logits.argmax(-1) == target_T
 
     monkeypatch.setattr("electra_fast.vocabulary_nll.vocabulary_nll", nll)

@@ -38,8 +38,9 @@ PACKAGE_LAYERS = [
     {"layers"},
     {"config"},
     {"objectives", "presets"},
-    {"ops", "attention", "vocabulary_nll"},
-    {"cpu_ops"},
+    {"attention"},
+    {"ops", "vocabulary_nll"},
+    {"cpu_ops", "linear"},
     {"sampling", "dispatch", "initialization"},
     {"kernels", "data"},
     # usable from everywhere

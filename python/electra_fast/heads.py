@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from electra_fast import ops
 from electra_fast.config import ModelConfig
 from electra_fast.layers import Linear, Norm
+from electra_fast.linear import linear
 
 
 class MaskedLMHead(nn.Module):
@@ -42,7 +43,7 @@ class MaskedLMHead(nn.Module):
         return x
 
     def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
-        return ops.linear(self.transform(x_MD), table_VE, self.bias)
+        return linear(self.transform(x_MD), table_VE, self.bias)
 
 
 class PlainMaskedLMHead(nn.Module):
@@ -62,7 +63,7 @@ class PlainMaskedLMHead(nn.Module):
         return x_MD if self.projection is None else self.projection(x_MD)
 
     def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
-        return ops.linear(self.transform(x_MD), table_VE, self.bias)
+        return linear(self.transform(x_MD), table_VE, self.bias)
 
 
 class DiscriminatorHead(nn.Module):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from electra_fast import ops
 from electra_fast.config import ModelConfig
+from electra_fast.linear import linear
 from electra_fast.ops import Dropout
 
 
@@ -35,4 +36,4 @@ class Linear(nn.Linear):
         """Leaves the weights to `initialize`, and the global random state alone."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)

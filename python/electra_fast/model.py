@@ -21,6 +21,7 @@ from electra_fast.errors import InputError
 from electra_fast.heads import HEADS, DiscriminatorHead, LogitHead, MaskedLMHead
 from electra_fast.initialization import initialize
 from electra_fast.layers import Linear, Norm
+from electra_fast.linear import linear
 from electra_fast.objectives import objective_of
 from electra_fast.ops import Dropout
 from electra_fast.proposal import Proposal
@@ -140,8 +141,8 @@ def _queries_keys_values(qkv: Linear, x_TD: Tensor, index_n: Tensor, num_heads: 
     """Queries of some tokens, keys and values of all; [T, D], [n] → [n, N, H], [T, N, H] twice."""
     width = x_TD.shape[1]
     bias_q, bias_kv = (None, None) if qkv.bias is None else (qkv.bias[:width], qkv.bias[width:])
-    q_nD = ops.linear(ops.gather_rows(x_TD, index_n), qkv.weight[:width], bias_q)
-    k, v = ops.linear(x_TD, qkv.weight[width:], bias_kv).view(x_TD.shape[0], 2, num_heads, -1).unbind(1)
+    q_nD = linear(ops.gather_rows(x_TD, index_n), qkv.weight[:width], bias_q)
+    k, v = linear(x_TD, qkv.weight[width:], bias_kv).view(x_TD.shape[0], 2, num_heads, -1).unbind(1)
     return q_nD.view(len(index_n), num_heads, -1), k, v
 
 

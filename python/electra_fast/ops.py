@@ -22,15 +22,11 @@ from torch import Tensor
 from electra_fast import cpu_ops
 from electra_fast.dispatch import kernels, uses_cpu_ops, uses_kernels
 from electra_fast.kernels import gather_rows as row_kernels
+from electra_fast.linear import linear
 from electra_fast.sampling import modify_logits, philox, sample_alias_reference, sample_categorical
 
 # What `discriminator_loss` counts over valid tokens, in this order.
 DISCRIMINATOR_TOTALS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias in x's dtype; [..., in] → [..., out]."""
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def gather_rows(x_RD: Tensor, index_M: Tensor) -> Tensor:

@@ -38,8 +38,19 @@ def test_a_step_of_every_objective_stays_on_the_device(tiny_corpus, name, monkey
     check_step(tiny_corpus, ef.Config.preset("tiny").override(VARIANTS[name]), "varlen", monkeypatch)
 
 
+def fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, *, lr, **_):
+    """What CUDA's kernel demands, of which torch has no fake form where the learning rate is a tensor."""
+    lists = (gradients, exp_avgs, exp_avg_sqs)
+    assert not max_exp_avg_sqs and len(steps) == len(parameters)
+    for parameter, *rest in zip(parameters, *lists, strict=True):
+        assert all(x.shape == parameter.shape and x.stride() == parameter.stride() for x in rest)
+    assert all(x.is_cuda and x.dtype == torch.float32 for x in (*parameters, *sum(lists, []), *steps, lr))
+    assert lr.dim() == 0 and all(step.dim() == 0 for step in steps)
+
+
 def check_step(tiny_corpus, config, attention, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # asked by torch's flash attention
+    monkeypatch.setattr(torch, "_fused_adamw_", fused_adamw)
     config = config.replace({"model": {"vocab_size": ef.Corpus(tiny_corpus).vocab_size, "attention_dropout": 0.0}})
     batch = ef.to_torch(next(ef.BatchLoader(tiny_corpus, sequence_length=32, batch_size=4)))
     network = ef.Electra(config).train()

@@ -22,6 +22,7 @@ from electra_fast.finetuning.inputs import Inputs
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.huggingface.finetuned import JOINT_WIDTH
 from electra_fast.layers import Linear
+from electra_fast.linear import linear
 
 # Added to the logits of tokens that cannot be an answer, as in the published code, and the logit of no token at all.
 _DISALLOWED, _NOTHING = -1000.0, -10_000.0
@@ -150,12 +151,12 @@ class JointReader(TaskModel):
     def _end_inner(self, x_TD: Tensor) -> Tensor:
         """The part of the end's inner layer that does not depend on the start; [T, D] → [T, 512]."""
         dense = self.head.end_dense
-        return ops.linear(x_TD, dense.weight[:, x_TD.shape[1] :], dense.bias)
+        return linear(x_TD, dense.weight[:, x_TD.shape[1] :], dense.bias)
 
     def _end_logits(self, x_TD: Tensor, inner_TI: Tensor, start_n: Tensor, inputs: Inputs) -> Tensor:
         """Logits of the end given the position of the start; [n, W]."""
         place_n = (inputs.first_n + start_n).clamp(max=len(x_TD) - 1)  # an example may have fewer tokens than the beam
-        start_nI = ops.linear(ops.gather_rows(x_TD, place_n), self.head.end_dense.weight[:, : x_TD.shape[1]], None)
+        start_nI = linear(ops.gather_rows(x_TD, place_n), self.head.end_dense.weight[:, : x_TD.shape[1]], None)
         inner_TI = F.gelu(inner_TI + self._members(inputs).T @ start_nI)
         logits_T = self.head.end(inner_TI).squeeze(1) + _DISALLOWED * (1 - _allowed(inputs))
         return inputs.by_example(logits_T, _NOTHING, self.beam_size)

@@ -20,6 +20,7 @@ from electra_fast.finetuning.methods import METHODS
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.optimization import lr_factors
 from electra_fast.finetuning.training_set import StepBatch, TrainingBatch
+from electra_fast.linear import WeightCasts
 from electra_fast.training.allocator import keep_freed_memory
 from electra_fast.training.backward import GradientComputation, Work
 from electra_fast.training.optim import Optimizer
@@ -65,6 +66,7 @@ class TaskBackward(GradientComputation):
     def __init__(self, model: TaskModel, compute: ComputeConfig, rank: int = 0) -> None:
         self.model, self._compute, self._rank = model, compute, rank
         self._device = next(model.parameters()).device
+        self._casts = WeightCasts(model, compute.dtype)
         self.batch: TrainingInputs | None = None
 
     def load(self, batch: StepBatch, step: int) -> None:
@@ -82,9 +84,10 @@ class TaskBackward(GradientComputation):
                 parameter.grad = torch.zeros_like(parameter)
             return [{"loss": torch.zeros((), device=self._device)}]
         key = RngKey(batch.seed_and_step).dropout_key(0)
-        losses = self.model.losses(batch.inputs, batch.targets, self._compute, key)
-        loss = (losses * batch.weights).sum()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        with self._casts.current():
+            losses = self.model.losses(batch.inputs, batch.targets, self._compute, key)
+            loss = (losses * batch.weights).sum()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         return [{"loss": loss.detach()}]
 
 

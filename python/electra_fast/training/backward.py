@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from electra_fast.compute import ComputeConfig, RngKey, seed_generator
 from electra_fast.config import Config
 from electra_fast.data.loader import HostBatch, MicroBatches
+from electra_fast.linear import WeightCasts
 from electra_fast.model import Electra
 from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.objectives.objective import Objective, Output, Stage
@@ -128,6 +129,8 @@ class Backward(GradientComputation):
         self._first_rows_on_device = torch.tensor(self._first_rows, device=self._device)
         self._seed_and_step = torch.zeros(2, dtype=torch.int64, device=self._device)
         self.loss = torch.zeros((), device=self._device)
+        # What is compiled casts by itself, and sharded weights have no fixed addresses.
+        self._casts = WeightCasts(model, compute.dtype, enabled=not self.is_compiled and shards is None)
         self.set_stage(objective_of(config).stage(0))
 
     def set_stage(self, stage: Stage) -> None:
@@ -190,12 +193,13 @@ class Backward(GradientComputation):
         if self._device.type == "cpu" and self._own_parts[group]:
             # By the rows, so that a group draws the same on any rank.
             seed_generator(self._device, self._seed, self._first_rows[self._own_parts[group][0]], self._step)
-        for part in self._own_parts[group]:
-            key = RngKey(self._seed_and_step, self._first_rows_on_device[part])
-            output = self._forward(self.model, batches[part], self.compute, key, denominators)
-            output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-            self.loss += output.loss.detach()
-            totals.append(output.totals)
+        with self._casts.current():
+            for part in self._own_parts[group]:
+                key = RngKey(self._seed_and_step, self._first_rows_on_device[part])
+                output = self._forward(self.model, batches[part], self.compute, key, denominators)
+                output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+                self.loss += output.loss.detach()
+                totals.append(output.totals)
         return totals
 
     def _copy(self, values: Tensor, target: Tensor) -> None:

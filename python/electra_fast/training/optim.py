@@ -86,8 +86,9 @@ class Optimizer:
         self.matrix_dtype = matrix_dtype
         self.config, self._lr_factors, self._shards = config, dict(lr_factors or {}), shards
         self._all_parameters = dict(named_parameters)
-        # On the device, set for each step: -learning rate, -Muon's learning rate, Adam's two bias corrections.
-        self.scalars = torch.zeros(4, device=next(iter(self._all_parameters.values())).device)
+        # On the device, set for each step: -learning rate, -Muon's learning rate, Adam's two bias corrections, and the
+        # number of updates that they correct for.
+        self.scalars = torch.zeros(5, device=next(iter(self._all_parameters.values())).device)
         for_muon = config.name == "muon"
         matrices = {name for name, p in self._all_parameters.items() if p.dim() == 2}
         self._muon_names = {name for name in matrices if for_muon and not name.endswith(_NOT_FOR_MUON)}
@@ -146,10 +147,11 @@ class Optimizer:
         if config.learning_rate == 0 or (config.name == "muon" and config.muon_learning_rate == 0):
             raise ValueError("a learning rate is 0, to follow from the number of steps: use Config.resolved")
         self.num_updates += 1
-        scalars = [-lr_scale * config.learning_rate, -lr_scale * config.muon_learning_rate, 1.0, 1.0]
-        if config.bias_correction:
-            scalars[2] = 1 / (1 - config.beta1**self.num_updates)
-            scalars[3] = 1 / math.sqrt(1 - config.beta2**self.num_updates)
+        # After infinitely many updates both bias corrections are exactly 1.
+        num_updates = self.num_updates if config.bias_correction else math.inf
+        corrections = (1 / (1 - config.beta1**num_updates), 1 / math.sqrt(1 - config.beta2**num_updates))
+        learning_rates = (-lr_scale * config.learning_rate, -lr_scale * config.muon_learning_rate)
+        scalars = [*learning_rates, *corrections, num_updates]
         host = torch.tensor(scalars, pin_memory=self.scalars.is_cuda)
         self.scalars.copy_(host, non_blocking=True)
 
@@ -204,7 +206,7 @@ class Optimizer:
             torch._foreach_mul_(list(own.values()), self.config.clip_norm / bounded.clamp(min=self.config.clip_norm))
         adam = {name: grad for name, grad in own.items() if name not in self._muon_names}
         if adam:
-            self._step_adam(adam)
+            self._step_lamb(adam) if self.config.name == "lamb" else self._step_adamw(adam)
         if self._shards is not None and len(adam) < len(own):
             self._step_sharded_muon(self._shards, {name: own[name] for name in own if name in self._muon_names})
         for number, stack in enumerate(self._stacks):
@@ -229,16 +231,37 @@ class Optimizer:
         # Muon's iterations multiply each element about 30 times with as many numbers as the shorter side has.
         return shape.numel() * (1 + min(shape) / 16 if name in self._muon_names else 1)
 
-    def _step_adam(self, gradients: Mapping[str, Tensor]) -> None:
+    def _step_adamw(self, gradients: Mapping[str, Tensor]) -> None:
+        """AdamW by torch's fused operator, which passes over memory once instead of ten times."""
         config = self.config
-        (_, _, inv_correction1, inv_sqrt_correction2), negative_lr = self.scalars.unbind(), self._lr_scalars[0]
+        groups: dict[tuple[bool, float], list[str]] = {}
+        for name in gradients:
+            groups.setdefault((self.parameters[name].dim() > 1, self._lr_factor(name)), []).append(name)
+        for (is_decayed, lr_factor), names in groups.items():
+            torch._fused_adamw_(
+                [self.parameters[name] for name in names],
+                [gradients[name] for name in names],
+                [self.exp_avg[name] for name in names],
+                [self.exp_avg_sq[name] for name in names],
+                [],
+                [self.scalars[4]] * len(names),
+                lr=-self.scalars[0] * lr_factor,
+                beta1=config.beta1,
+                beta2=config.beta2,
+                weight_decay=config.weight_decay if is_decayed else 0.0,
+                eps=config.epsilon,
+                amsgrad=False,
+                maximize=False,
+                found_inf=self._skipped,
+            )
+
+    def _step_lamb(self, gradients: Mapping[str, Tensor]) -> None:
+        config = self.config
+        (_, _, inv_correction1, inv_sqrt_correction2, _), negative_lr = self.scalars.unbind(), self._lr_scalars[0]
         names, grads = list(gradients), list(gradients.values())
         parameters: list[Tensor] = [self.parameters[name] for name in names]
         exp_avgs = [self.exp_avg[name] for name in names]
         exp_avg_sqs = [self.exp_avg_sq[name] for name in names]
-        if self._is_fused:
-            self._step_adam_fused(names, parameters, grads, exp_avgs, exp_avg_sqs)
-            return
         torch._foreach_lerp_(exp_avgs, self._or_kept(grads, exp_avgs), 1 - config.beta1)
         beta2 = config.beta2 if self._skipped is None else torch.where(self._skipped > 0, 1.0, config.beta2)
         torch._foreach_mul_(exp_avg_sqs, beta2)
@@ -251,13 +274,12 @@ class Optimizer:
         updates = torch._foreach_div(exp_avgs, denominators)
         if config.bias_correction:
             torch._foreach_mul_(updates, inv_correction1)
-        # Weight decay and LAMB's trust ratio apply to matrices and embeddings, not to norms and biases.
+        # Weight decay and the trust ratio apply to matrices and embeddings, not to norms and biases.
         decayed = [i for i, parameter in enumerate(parameters) if parameter.dim() > 1]
         if decayed:
             weights = [parameters[i] for i in decayed]
             torch._foreach_add_([updates[i] for i in decayed], weights, alpha=config.weight_decay)
-        if config.name == "lamb":
-            self._apply_trust_ratios({names[i]: (parameters[i], updates[i]) for i in decayed})
+        self._apply_trust_ratios({names[i]: (parameters[i], updates[i]) for i in decayed})
         torch._foreach_mul_(updates, negative_lr)
         if self._lr_factors:
             torch._foreach_mul_(updates, [self._lr_factor(name) for name in names])
@@ -278,45 +300,8 @@ class Optimizer:
         sizes, lengths = self._shards.norms([*parameters, *updates]).chunk(2)
         torch._foreach_mul_(updates, list(_trust_ratios(sizes, lengths).unbind()))
 
-    @property
-    def _is_fused(self) -> bool:
-        return self.config.name != "lamb" and not self.scalars.is_cuda
-
     def _lr_factor(self, name: str) -> float:
         return self._lr_factors.get(name, 1.0)
-
-    def _step_adam_fused(
-        self,
-        names: list[str],
-        parameters: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-    ) -> None:
-        """AdamW by torch's fused operator, which passes over memory once instead of ten times."""
-        config = self.config
-        # After infinitely many updates both bias corrections are exactly 1.
-        num_updates = torch.full((), self.num_updates if config.bias_correction else math.inf)
-        groups: dict[tuple[bool, float], list[int]] = {}
-        for i, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-            groups.setdefault((parameter.dim() > 1, self._lr_factor(name)), []).append(i)
-        for (is_decayed, lr_factor), group in groups.items():
-            torch._fused_adamw_(
-                [parameters[i] for i in group],
-                [grads[i] for i in group],
-                [exp_avgs[i] for i in group],
-                [exp_avg_sqs[i] for i in group],
-                [],
-                [num_updates] * len(group),
-                lr=-self.scalars[0] * lr_factor,
-                beta1=config.beta1,
-                beta2=config.beta2,
-                weight_decay=config.weight_decay if is_decayed else 0.0,
-                eps=config.epsilon,
-                amsgrad=False,
-                maximize=False,
-                found_inf=self._skipped,
-            )
 
     def _nesterov(self, names: Sequence[str], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Muon's momentum moved on, and what is to be orthogonalized, by name."""

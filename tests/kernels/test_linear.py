@@ -1,0 +1,77 @@
+"""Linear layers with fp32 weights and 16-bit activations: gradients, and casts that are never out of date."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from electra_fast import dispatch
+from electra_fast.linear import WeightCasts, cast, linear
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def normal(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def output_and_gradients(function, inputs, dy):
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+
+@pytest.mark.parametrize("shape", [(300, 24), (7, 9, 24)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_weights_are_not_rounded(shape, dtype):
+    x, weight, bias = normal(*shape, seed=0).to(dtype), normal(40, 24, seed=1), normal(40, seed=2)
+    dy = normal(*shape[:-1], 40, seed=3).to(dtype)
+    rounded = [x.double(), weight.to(dtype).double(), bias.to(dtype).double()]
+    truth = output_and_gradients(F.linear, rounded, dy.double())
+    with dispatch.use_impl("reference"):
+        eager = output_and_gradients(linear, (x, weight, bias), dy)
+    with dispatch.use_impl("kernel"):
+        found = output_and_gradients(linear, (x, weight, bias), dy)
+        assert torch.equal(found[0], output_and_gradients(lambda x, w: linear(x, w, bias), (x, weight), dy)[0])
+    for ours, theirs, exact in zip(found, eager, truth, strict=True):
+        assert ours.dtype == theirs.dtype
+        rounding = torch.finfo(ours.dtype).eps * exact.abs().max()
+        assert (ours - exact).abs().max() <= (theirs - exact).abs().max() + rounding
+    for ours, exact in zip(found[2:], truth[2:], strict=True):  # of weight and bias: sums in fp32
+        assert (ours - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+def test_computes_only_the_gradients_that_are_wanted():
+    x, weight = normal(5, 8, seed=0).bfloat16(), normal(4, 8, seed=1).requires_grad_()
+    with dispatch.use_impl("kernel"):
+        linear(x, weight).sum().backward()
+    assert x.grad is None and weight.grad is not None and weight.grad.dtype == torch.float32
+
+
+def test_casts_are_made_anew_for_each_context_and_used_in_it_alone():
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).to(DEVICE)
+    with dispatch.use_impl("kernel"):
+        casts = WeightCasts(model, torch.bfloat16)
+        kept = []
+        for _ in range(2):
+            with torch.no_grad():
+                model[2].weight += 1.0
+            with casts.current():
+                kept.append(cast(model[2].weight, torch.bfloat16))
+                assert torch.equal(kept[-1], model[2].weight.bfloat16())
+                assert cast(model[2].weight, torch.float16).dtype == torch.float16
+            found = cast(model[2].weight, torch.bfloat16)
+            assert torch.equal(found, kept[-1]) and found.data_ptr() != kept[-1].data_ptr()
+        assert kept[0].data_ptr() == kept[1].data_ptr()  # which a captured graph relies on
+
+
+def test_a_context_ends_with_an_error_and_casts_nothing_where_nothing_is_cast():
+    model = nn.Linear(6, 5)
+    for impl, dtype, enabled in (("reference", torch.bfloat16, True), ("kernel", torch.float32, True),
+                                 ("kernel", torch.bfloat16, False)):  # fmt: skip
+        with dispatch.use_impl(impl), WeightCasts(model, dtype, enabled).current():
+            assert cast(model.weight, torch.bfloat16).data_ptr() != cast(model.weight, torch.bfloat16).data_ptr()
+    with dispatch.use_impl("kernel"):
+        with pytest.raises(RuntimeError, match="stop"), WeightCasts(model, torch.bfloat16).current():
+            raise RuntimeError("stop")
+        assert cast(model.weight, torch.bfloat16).data_ptr() != cast(model.weight, torch.bfloat16).data_ptr()
