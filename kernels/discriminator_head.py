@@ -2,8 +2,8 @@
 
 Last in the forward pass, first in the backward pass; contracts and references are in
 `ops.replaced_logits` and `ops.discriminator_loss`. Each op reads its [T, D] or [T] input once. Sums
-over tokens use no atomics: every program writes its partial sums to a row of a small buffer, and a
-second kernel adds the rows in a fixed order, so that results are bitwise reproducible.
+over tokens use no atomics: every program writes its partial sums to a row of a small buffer, whose rows
+are added in a fixed order, so that results are bitwise reproducible.
 
 GELU is exact, without the tanh approximation. Sums are fp32; the loss and the counts are summed over
 programs in fp64.
@@ -21,16 +21,16 @@ import triton.language as tl
 from torch import Tensor
 
 from electra_fast.kernels.gelu import gelu, gelu_and_derivative
+from electra_fast.kernels.occupancy import resident_programs
 
 NUM_WARPS = 4
 # Elements per program and iteration: 32 and 16 per thread, in 16-byte loads. The backward pass keeps
 # two running sums per element.
 FORWARD_TILE, BACKWARD_TILE = 4096, 2048
 MAX_COLUMNS = 256  # one warp per row: 16 bytes of bf16 per lane
-# Programs of the backward pass: one wave of an H200, 5 on each of 132 multiprocessors.
-MAX_PROGRAMS = 660
+BACKWARD_PROGRAMS_PER_SM = 5
 MIN_TILES = 4  # per program; with fewer, writing partial sums would dominate
-SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 256, 16, 8
+SUM_ROWS, SUM_WARPS = 256, 8
 LOSS_TOKENS = 1024
 LOSS_COLUMNS = 8  # of the partial sums: the loss, `ops.DISCRIMINATOR_TOTALS`, two unused
 NUM_TOTALS = 5
@@ -92,20 +92,6 @@ def _gelu_logit_backward_kernel(
     tl.store(partial_ptr + D + column, tl.sum(dweight, axis=0), mask=column_mask)
     if first_column == 0:
         tl.store(partial_ptr + 2 * D, tl.sum(dclassifier_bias, axis=0))
-
-
-@triton.jit
-def _column_sums_kernel(
-    partial_ptr, sum_ptr, num_partials, num_columns, partial_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    column_mask = column < num_columns
-    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for first in range(0, num_partials, ROWS):
-        row = first + tl.arange(0, ROWS)
-        mask = (row < num_partials)[:, None] & column_mask[None, :]
-        total += tl.load(partial_ptr + row[:, None] * partial_stride + column[None, :], mask=mask, other=0.0)
-    tl.store(sum_ptr + column, tl.sum(total, axis=0), mask=column_mask)
 
 
 @triton.jit
@@ -207,22 +193,18 @@ def gelu_logit_backward(dlogits_T: Tensor, h_TD: Tensor, bias_D: Tensor, weight_
     num_tokens, width = h_TD.shape
     columns = block_columns(width)
     rows, column_blocks = BACKWARD_TILE // columns, triton.cdiv(width, columns)
-    rows_per_program = rows * max(MIN_TILES, triton.cdiv(num_tokens * column_blocks, rows * MAX_PROGRAMS))
+    max_programs = resident_programs(h_TD.device, BACKWARD_PROGRAMS_PER_SM)
+    rows_per_program = rows * max(MIN_TILES, triton.cdiv(num_tokens * column_blocks, rows * max_programs))
     num_programs = triton.cdiv(num_tokens, rows_per_program)
     dh_TD = torch.empty_like(h_TD, memory_format=torch.contiguous_format)
     partial_stride = 2 * width + 4  # keeps rows 16-byte aligned
     partials = torch.empty(num_programs, partial_stride, dtype=torch.float32, device=h_TD.device)
-    sums = torch.empty(2 * width + 1, dtype=torch.float32, device=h_TD.device)
     _gelu_logit_backward_kernel[(num_programs, column_blocks)](
         dlogits_T.contiguous(), h_TD.contiguous(), bias_D, weight_1D, dh_TD, partials,
         num_tokens, rows_per_program, partial_stride,
         D=width, ROWS=rows, COLUMNS=columns, num_warps=NUM_WARPS,
     )  # fmt: skip
-    _column_sums_kernel[(triton.cdiv(sums.shape[0], SUM_COLUMNS),)](
-        partials, sums, num_programs, sums.shape[0], partial_stride,
-        ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=SUM_WARPS,
-    )  # fmt: skip
-    return dh_TD, sums
+    return dh_TD, partials[:, : 2 * width + 1].sum(0)
 
 
 @gelu_logit_backward.register_fake

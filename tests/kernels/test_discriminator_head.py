@@ -113,16 +113,6 @@ def test_head_of_strided_activations():
     assert all(torch.equal(a, b) for a, b in zip(*halves, strict=True))
 
 
-def test_many_partial_sums_are_added():
-    """More rows than one iteration of the second reduction, and a partial last block of columns."""
-    partials = torch.randn(700, 36, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    sums = torch.empty(33, device=DEVICE)
-    head._column_sums_kernel[(3,)](
-        partials, sums, 700, 33, 36, ROWS=head.SUM_ROWS, COLUMNS=head.SUM_COLUMNS, num_warps=head.SUM_WARPS
-    )
-    torch.testing.assert_close(sums, partials.double().sum(0)[:33].float(), rtol=1e-6, atol=5e-5)
-
-
 def make_loss(num_tokens, case="mixed", dtype=torch.float32):
     random = torch.Generator().manual_seed(num_tokens)
     logits_T = torch.randn(num_tokens, generator=random) * 4
@@ -268,12 +258,9 @@ def test_head_compiles_ahead_of_time(width, dtype):
     compile_both("_gelu_logit_backward_kernel", types, shape, 128 if dtype == "fp32" else 102)
 
 
-def test_sums_compile_ahead_of_time():
-    types = {"partial_ptr": "*fp32!", "sum_ptr": "*fp32!", "num_partials": "i32", "num_columns": "i32"}
-    constants = {"ROWS": head.SUM_ROWS, "COLUMNS": head.SUM_COLUMNS}
-    compile_both("_column_sums_kernel", types | {"partial_stride": "i32"}, constants, 128, head.SUM_WARPS)
+def test_sums_of_the_loss_compile_ahead_of_time():
     types = {"partial_ptr": "*fp64!", "loss_ptr": "*fp32!", "totals_ptr": "*i64!", "num_partials": "i32"}
-    constants |= {"NUM_TOTALS": head.NUM_TOTALS, "COLUMNS": head.LOSS_COLUMNS}
+    constants = {"ROWS": head.SUM_ROWS, "NUM_TOTALS": head.NUM_TOTALS, "COLUMNS": head.LOSS_COLUMNS}
     compile_both("_loss_sums_kernel", types, constants, 128, head.SUM_WARPS)
 
 
