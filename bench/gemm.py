@@ -5,7 +5,8 @@
 bf16, random numbers, by cuBLAS through PyTorch. Prints each distinct layer's three products in
 microseconds (TFLOP/s, GB/s), and for each model their sum over a step, a lower bound of its time with
 these products. Weight gradients sum over all tokens into a small matrix, which leaves most of the GPU
-idle unless the sum is split: "split-K S" does that by a batched product and a sum.
+idle unless the sum is split: "split-K S" does that by a batched product and a sum. Those of a step are fp32; "rounded to
+bf16" is the same product with 16-bit results.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from workload import label, shape
 
 import electra_fast as ef
+from electra_fast.linear import weight_gradient
 
 SHAPES, QUICK_SHAPES = ["small:1024", "small:128", "base:128", "large:64"], ["tiny:8"]
 SPLITS = (4, 16, 64)
@@ -54,7 +56,8 @@ def products(rows: int, inputs: int, outputs: int, device: torch.device) -> Iter
     calls = 20 if device.type == "cuda" else 1
     yield "forward", seconds_per_call(lambda: x @ weight.T, device, calls)
     yield "input gradient", seconds_per_call(lambda: dy @ weight, device, calls)
-    yield "weight gradient", seconds_per_call(lambda: dy.T @ x, device, calls)
+    yield "weight gradient", seconds_per_call(lambda: weight_gradient(dy, x), device, calls)
+    yield "rounded to bf16", seconds_per_call(lambda: dy.T @ x, device, calls)
     for splits in SPLITS:
         if rows % splits == 0:
             yield f"split-K {splits}", seconds_per_call(lambda s=splits: split_k(s), device, calls)
