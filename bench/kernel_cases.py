@@ -69,9 +69,9 @@ def case(name: str) -> Callable[[Callable[[Setting], Iterator[Case]]], None]:
     return partial(CASES.__setitem__, name)
 
 
-def kernel(name: str) -> Function:
+def kernel(name: str, module: str = "launchers") -> Function:
     """A kernel's launcher, imported when called: Triton's interpreter must be enabled before Triton is imported."""
-    return lambda *inputs: getattr(importlib.import_module("electra_fast.kernels.launchers"), name)(*inputs)
+    return lambda *inputs: getattr(importlib.import_module(f"electra_fast.kernels.{module}"), name)(*inputs)
 
 
 def compiler(device: torch.device) -> str:
@@ -268,6 +268,42 @@ def _(setting: Setting) -> Iterator[Case]:
                 reference,
                 ours,
                 num_bytes=8 * h.numel() * h.element_size(),
+            )
+
+
+@case("narrow feed-forward sublayer")
+def _(setting: Setting) -> Iterator[Case]:
+    """The feed-forward sublayer of `small`'s generator, with weights in fp32 as in training."""
+    for num_tokens, width, inner in setting.shapes([(131_072, 64, 256), (16_384, 64, 256)], (7, 16, 64)):
+        for p in (0.0, 0.1):
+            x, w1, w2 = setting.normal(num_tokens, width), setting.weight(inner, width), setting.weight(width, inner)
+            vectors = [setting.weight(size) for size in (inner, width, width, width)]
+            dropout = ops.Dropout(p, torch.tensor([1, 2, 0], device=setting.device))
+
+            def reference(
+                x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, w: Tensor, b: Tensor, p: float = p
+            ) -> Tensor:
+                z = x + F.dropout(ops.linear(F.gelu(ops.linear(x, w1, b1)), w2, b2), p)
+                return F.layer_norm(z, z.shape[-1:], w.to(z.dtype), b.to(z.dtype), 1e-12)
+
+            def ours(*inputs: Tensor, dropout: ops.Dropout = dropout) -> Any:
+                launcher = kernel("narrow_feed_forward", "narrow_feed_forward")
+                return launcher(*inputs, 1e-12, *dropout.arguments)
+
+            def composition(
+                x: Tensor, w1: Tensor, b1: Tensor, *others: Tensor, dropout: ops.Dropout = dropout
+            ) -> Tensor:
+                w2, b2, w, b = others
+                return ops.residual_norm(ops.bias_gelu(x, w1, b1), w2, b2, x, w, b, 1e-12, dropout)
+
+            yield Case(
+                f"T={num_tokens} D={width} F={inner} dropout={p}",
+                (x, w1, vectors[0], w2, *vectors[1:]),
+                reference,
+                ours,
+                peers={"bias + gelu, bias + dropout + residual + norm": composition},
+                num_flops=3 * 4 * num_tokens * width * inner,
+                num_bytes=5 * x.numel() * x.element_size(),
             )
 
 
