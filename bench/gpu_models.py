@@ -13,7 +13,7 @@ from gpu_check import STEP
 from groups import Group, main
 
 # Cases of `kernel_cases.py` by a word in their names, the most expensive in a step first.
-KERNELS = ("generator head", "residual", "bias + gelu", "attention", "embedding", "discriminator", "corrupt")
+KERNELS = ("generator head", "residual", "+ gelu", "attention", "embedding", "discriminator", "corrupt")
 
 
 def attention(shape: str, backend: str) -> Group:
