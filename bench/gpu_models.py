@@ -13,9 +13,7 @@ from gpu_check import STEP
 from groups import Group, main
 
 # Cases of `kernel_cases.py` by a word in their names, the most expensive in a step first.
-KERNELS = (
-    "generator head", "residual", "bias + gelu", "feed-forward", "attention", "embedding", "discriminator", "corrupt",
-)  # fmt: skip
+KERNELS = ("attention", "+ gelu", "feed-forward", "generator head", "residual", "embedding", "discriminator", "corrupt")
 
 
 def attention(shape: str, backend: str) -> Group:

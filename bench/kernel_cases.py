@@ -244,6 +244,48 @@ def _(setting: Setting) -> Iterator[Case]:
         yield Case(f"T={num_tokens} F={width}", inputs, reference, kernel("bias_gelu"), num_bytes=num_bytes)
 
 
+@case("linear + gelu + linear")
+def _(setting: Setting) -> Iterator[Case]:
+    real = [(131_072, 256, 1024), (131_072, 64, 256), (65_536, 768, 3072)]
+    for num_tokens, width, columns in setting.shapes(real, (70, 24, 40)):
+        x, weight_in, bias = setting.normal(num_tokens, width), setting.weight(columns, width), setting.weight(columns)
+
+        def reference(x: Tensor, weight_in: Tensor, bias: Tensor, weight_out: Tensor) -> Tensor:
+            return ops.linear(ops.bias_gelu_reference(x, weight_in, bias), weight_out)
+
+        def today(x: Tensor, weight_in: Tensor, bias: Tensor, weight_out: Tensor) -> Tensor:
+            return ops.linear(ops.bias_gelu(x, weight_in, bias), weight_out)
+
+        yield Case(
+            f"T={num_tokens} D={width} F={columns}",
+            (x, weight_in, bias, setting.weight(width, columns)),
+            reference,
+            _FeedForward.apply,
+            peers={"cuBLAS, then bias + gelu": today},
+            num_flops=12 * num_tokens * width * columns,
+            # Each product's operands and result, where h and gelu(h) are stored.
+            num_bytes=num_tokens * (6 * width + 8 * columns) * x.element_size(),
+        )
+
+
+class _FeedForward(torch.autograd.Function):
+    """gelu(x @ weight_in.T + bias) @ weight_out.T by the kernels that fuse the GELU with both passes' first product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_in: Tensor, bias: Tensor, weight_out: Tensor) -> Tensor:
+        weight_in, weight_out = weight_in.to(x.dtype), weight_out.to(x.dtype)
+        h, y = importlib.import_module("electra_fast.kernels.matmul_gelu").matmul_gelu(x, weight_in, bias)
+        ctx.save_for_backward(x, h, y, weight_in, weight_out)
+        return F.linear(y, weight_out)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, ...]:
+        x, h, y, weight_in, weight_out = ctx.saved_tensors
+        matmul_gelu = importlib.import_module("electra_fast.kernels.matmul_gelu")
+        dh, dbias = matmul_gelu.matmul_gelu_backward(dz, weight_out, h)
+        return dh @ weight_in, (dh.T @ x).float(), dbias, (dz.T @ y).float()
+
+
 @case("bias + dropout + residual + norm")
 def _(setting: Setting) -> Iterator[Case]:
     for num_tokens, width in setting.shapes([(131_072, 256), (131_072, 64), (65_536, 768)], (7, 64)):
