@@ -4,9 +4,9 @@
 
 bf16, random numbers, by cuBLAS through PyTorch. Prints each distinct layer's three products in
 microseconds (TFLOP/s, GB/s), and for each model their sum over a step, a lower bound of its time with
-these products. Weight gradients sum over all tokens into a small matrix, which leaves most of the GPU
-idle unless the sum is split: "split-K S" does that by a batched product and a sum. Those of a step are fp32; "rounded to
-bf16" is the same product with 16-bit results.
+these products. Weight gradients sum over all tokens into a small fp32 matrix, which leaves most of the GPU
+idle unless the sum is split: "split-K S" does that by a batched product and a sum; "rounded to bf16" is the
+same product with 16-bit results.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from electra_fast import attention, ops
+from electra_fast import attention, dispatch, ops, sublayers
+from electra_fast.attention_choice import choose_attention
 from electra_fast.linear import linear
 
 VOCAB_SIZE = 30_522
@@ -69,9 +70,9 @@ def case(name: str) -> Callable[[Callable[[Setting], Iterator[Case]]], None]:
     return partial(CASES.__setitem__, name)
 
 
-def kernel(name: str, module: str = "launchers") -> Function:
+def kernel(name: str) -> Function:
     """A kernel's launcher, imported when called: Triton's interpreter must be enabled before Triton is imported."""
-    return lambda *inputs: getattr(importlib.import_module(f"electra_fast.kernels.{module}"), name)(*inputs)
+    return lambda *inputs: getattr(importlib.import_module("electra_fast.kernels.launchers"), name)(*inputs)
 
 
 def compiler(device: torch.device) -> str:
@@ -108,7 +109,7 @@ def _(setting: Setting) -> Iterator[Case]:
 def _backend(name: str, setting: Setting, ids: Tensor, cu_seqlens: Tensor) -> Function:
     """Attention by one backend; its mask is built once, as for all layers of a step."""
     try:
-        attention.choose_attention(name, setting.device, setting.dtype, 0.0)
+        choose_attention(name, setting.device, setting.dtype, 0.0)
     except ValueError as error:
         return partial(refuse, str(error))
     mask = attention.AttentionMask.packed(ids, cu_seqlens, name)
@@ -122,6 +123,46 @@ class Unavailable(Exception):
 def refuse(reason: str, *_: Any) -> None:
     """Takes the place of a function that cannot run here."""
     raise Unavailable(reason)
+
+
+def _after_bias(attend: Function) -> Function:
+    """A backend on a qkv product without its bias."""
+
+    def function(
+        qkv_TX: Tensor, bias_X: Tensor, ids_BL: Tensor, cos: None, sin: None, num_heads: int, _: None
+    ) -> Tensor:
+        qkv = (qkv_TX + bias_X.to(qkv_TX.dtype)).view(qkv_TX.shape[0], 3, num_heads, -1)
+        return attend(*qkv.unbind(1)).flatten(1)
+
+    return function
+
+
+@case("attention of short rows, with the bias of qkv")
+def _(setting: Setting) -> Iterator[Case]:
+    for num_rows, length, num_heads, head_dim in setting.shapes(
+        [(1024, 128, 4, 64), (1024, 128, 1, 64)], (2, 32, 2, 16)
+    ):
+        ids = torch.ones(num_rows, length, dtype=torch.int32, device=setting.device)
+        offsets = torch.arange(0, num_rows * length + 1, length, dtype=torch.int32, device=setting.device)
+        rest = (ids, None, None, num_heads, None)
+
+        def reference(qkv: Tensor, bias: Tensor, *rest: Any) -> Tensor:
+            return attention.short_attention_reference(qkv, bias, *rest, ops.Dropout())
+
+        def ours(*inputs: Any) -> Any:
+            return kernel("short_attention")(*inputs, 0.0, None, 0)
+
+        num_tokens, width = num_rows * length, num_heads * head_dim
+        inputs = (setting.normal(num_tokens, 3 * width), setting.weight(3 * width), *rest)
+        yield Case(
+            f"B={num_rows} L={length} N={num_heads} H={head_dim}",
+            inputs,
+            reference,
+            ours,
+            peers={name: _after_bias(_backend(name, setting, ids, offsets)) for name in ("sdpa", "varlen")},
+            num_flops=3 * 4 * num_tokens * length * width,
+            num_bytes=11 * num_tokens * width * inputs[0].element_size(),
+        )
 
 
 @case("attention mask")
@@ -244,48 +285,6 @@ def _(setting: Setting) -> Iterator[Case]:
         yield Case(f"T={num_tokens} F={width}", inputs, reference, kernel("bias_gelu"), num_bytes=num_bytes)
 
 
-@case("linear + gelu + linear")
-def _(setting: Setting) -> Iterator[Case]:
-    real = [(131_072, 256, 1024), (131_072, 64, 256), (65_536, 768, 3072)]
-    for num_tokens, width, columns in setting.shapes(real, (70, 24, 40)):
-        x, weight_in, bias = setting.normal(num_tokens, width), setting.weight(columns, width), setting.weight(columns)
-
-        def reference(x: Tensor, weight_in: Tensor, bias: Tensor, weight_out: Tensor) -> Tensor:
-            return ops.linear(ops.bias_gelu_reference(x, weight_in, bias), weight_out)
-
-        def today(x: Tensor, weight_in: Tensor, bias: Tensor, weight_out: Tensor) -> Tensor:
-            return ops.linear(ops.bias_gelu(x, weight_in, bias), weight_out)
-
-        yield Case(
-            f"T={num_tokens} D={width} F={columns}",
-            (x, weight_in, bias, setting.weight(width, columns)),
-            reference,
-            _FeedForward.apply,
-            peers={"cuBLAS, then bias + gelu": today},
-            num_flops=12 * num_tokens * width * columns,
-            # Each product's operands and result, where h and gelu(h) are stored.
-            num_bytes=num_tokens * (6 * width + 8 * columns) * x.element_size(),
-        )
-
-
-class _FeedForward(torch.autograd.Function):
-    """gelu(x @ weight_in.T + bias) @ weight_out.T by the kernels that fuse the GELU with both passes' first product."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_in: Tensor, bias: Tensor, weight_out: Tensor) -> Tensor:
-        weight_in, weight_out = weight_in.to(x.dtype), weight_out.to(x.dtype)
-        h, y = importlib.import_module("electra_fast.kernels.matmul_gelu").matmul_gelu(x, weight_in, bias)
-        ctx.save_for_backward(x, h, y, weight_in, weight_out)
-        return F.linear(y, weight_out)
-
-    @staticmethod
-    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, ...]:
-        x, h, y, weight_in, weight_out = ctx.saved_tensors
-        matmul_gelu = importlib.import_module("electra_fast.kernels.matmul_gelu")
-        dh, dbias = matmul_gelu.matmul_gelu_backward(dz, weight_out, h)
-        return dh @ weight_in, (dh.T @ x).float(), dbias, (dz.T @ y).float()
-
-
 @case("bias + dropout + residual + norm")
 def _(setting: Setting) -> Iterator[Case]:
     for num_tokens, width in setting.shapes([(131_072, 256), (131_072, 64), (65_536, 768)], (7, 64)):
@@ -313,37 +312,36 @@ def _(setting: Setting) -> Iterator[Case]:
             )
 
 
-@case("narrow feed-forward sublayer")
+@case("feed-forward sublayer")
 def _(setting: Setting) -> Iterator[Case]:
-    """The feed-forward sublayer of `small`'s generator, with weights in fp32 as in training."""
-    for num_tokens, width, inner in setting.shapes([(131_072, 64, 256), (16_384, 64, 256)], (7, 16, 64)):
+    """By the kernels that the step chooses for its widths, beside those of single operations."""
+    real = [(131_072, 256, 1024), (131_072, 64, 256), (65_536, 768, 3072)]
+    for num_tokens, width, inner in setting.shapes(real, (7, 16, 64)):
         for p in (0.0, 0.1):
-            x, w1, w2 = setting.normal(num_tokens, width), setting.weight(inner, width), setting.weight(width, inner)
-            vectors = [setting.weight(size) for size in (inner, width, width, width)]
+            shapes = ((inner, width), (inner,), (width, inner), (width,), (width,), (width,))
+            x, weights = setting.normal(num_tokens, width), [setting.weight(*shape) for shape in shapes]
             dropout = ops.Dropout(p, torch.tensor([1, 2, 0], device=setting.device))
 
-            def reference(
-                x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, w: Tensor, b: Tensor, p: float = p
-            ) -> Tensor:
-                z = x + F.dropout(ops.linear(F.gelu(ops.linear(x, w1, b1)), w2, b2), p)
-                return F.layer_norm(z, z.shape[-1:], w.to(z.dtype), b.to(z.dtype), 1e-12)
+            def reference(x: Tensor, *weights: Tensor, p: float = p) -> Tensor:
+                w1, b1, w2, b2, w, b = (weight.to(x.dtype) for weight in weights)
+                z = x + F.dropout(F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2), p)
+                return F.layer_norm(z, z.shape[-1:], w, b, 1e-12)
 
-            def ours(*inputs: Tensor, dropout: ops.Dropout = dropout) -> Any:
-                launcher = kernel("narrow_feed_forward", "narrow_feed_forward")
-                return launcher(*inputs, 1e-12, *dropout.arguments)
+            def ours(x: Tensor, *weights: Tensor, dropout: ops.Dropout = dropout) -> Tensor:
+                with dispatch.use_impl("kernel"):
+                    return sublayers.feed_forward(x, sublayers.SublayerWeights(*weights), 1e-12, dropout)
 
-            def composition(
-                x: Tensor, w1: Tensor, b1: Tensor, *others: Tensor, dropout: ops.Dropout = dropout
-            ) -> Tensor:
-                w2, b2, w, b = others
-                return ops.residual_norm(ops.bias_gelu(x, w1, b1), w2, b2, x, w, b, 1e-12, dropout)
+            def apart(x: Tensor, *weights: Tensor, dropout: ops.Dropout = dropout) -> Tensor:
+                with dispatch.use_impl("kernel"):
+                    inner_TF = ops.bias_gelu(x, *weights[:2])
+                    return ops.residual_norm(inner_TF, *weights[2:4], x, *weights[4:], 1e-12, dropout)
 
             yield Case(
                 f"T={num_tokens} D={width} F={inner} dropout={p}",
-                (x, w1, vectors[0], w2, *vectors[1:]),
+                (x, *weights),
                 reference,
                 ours,
-                peers={"bias + gelu, bias + dropout + residual + norm": composition},
+                peers={"bias + gelu, bias + dropout + residual + norm": apart},
                 num_flops=3 * 4 * num_tokens * width * inner,
                 num_bytes=5 * x.numel() * x.element_size(),
             )

@@ -1,6 +1,6 @@
 """How many kernels does a training step launch on a GPU? Counted without one.
 
-    python bench/launches.py [--shape small:8] [--section.key value ...]
+    python bench/launches.py [--shape small:8] [--recipe google] [--section.key value ...]
 
 Takes one step on the CPU with every Triton kernel replaced by a counter, and counts torch's operators: views and
 allocations launch nothing, a `foreach` as many kernels as torch's `multi_tensor_apply` makes of it, everything else
@@ -71,11 +71,12 @@ def main() -> int:
     """Launches of one step by operator, most frequent first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="small:8", help="preset, or preset:rows")
+    parser.add_argument("--recipe", default="google")
     parser.add_argument("--attention", default="sdpa", help="attention backend")
     options = parse_arguments(parser, with_overrides=True)
     device = torch.device("cpu")
     results, corpus = Results(options.results, device), make_corpus(options.cache, 300)
-    config = shape(options.shape, options.overrides)
+    config = shape(options.shape, options.overrides, options.recipe)
     launches = Launches()
     triton.JITFunction.run = lambda self, *_, **__: launches.counts.update([self.__name__])
     dispatch.kernels()

@@ -67,12 +67,21 @@ def check_attention(device: torch.device, compute: ComputeConfig) -> dict[str, A
     mask = attention.AttentionMask.packed(ids, borders, compute.attention)
     truth = outcome(torch.float64, reference)
     eager = outcome(compute.dtype, reference)
-    ours = outcome(compute.dtype, lambda q, k, v: attention.attention(q, k, v, mask))
+    ours = outcome(compute.dtype, lambda q, k, v: attend(q, k, v, mask, ops.Dropout()))
     ratios = [
         ((a.double() - t).abs().max() / (b.double() - t).abs().max()).item()
         for a, b, t in zip(ours, eager, truth, strict=True)
     ]
     return {"ok": max(ratios) < 2, "error_over_eager": max(ratios)}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: attention.AttentionMask, dropout: ops.Dropout) -> Tensor:
+    """`attention.attention`, and the same by the kernel for short rows, which takes all three together."""
+    if mask.backend != "short":
+        return attention.attention(q, k, v, mask, dropout.probability)
+    qkv_TX, options = torch.stack((q, k, v), 1).flatten(1), (None, None, q.shape[1], None, *dropout.arguments)
+    out: Tensor = dispatch.kernels().short_attention(qkv_TX, None, mask.segment_ids_BL, *options)[0]
+    return out.view(q.shape)
 
 
 def check_attention_dropout(device: torch.device, compute: ComputeConfig) -> dict[str, Any]:
@@ -81,7 +90,8 @@ def check_attention_dropout(device: torch.device, compute: ComputeConfig) -> dic
     borders = torch.arange(0, 64 * 128 + 1, 128, dtype=torch.int32, device=device)
     q, k = (torch.randn(64 * 128, 4, 64, device=device).to(compute.dtype) for _ in range(2))
     mask = attention.AttentionMask.packed(ids, borders, compute.attention)
-    out = attention.attention(q, k, torch.ones_like(q), mask, 0.3).float()
+    key = torch.tensor([1, 2, 0], device=device)
+    out = attend(q, k, torch.ones_like(q), mask, ops.Dropout(0.3, key)).float()
     mean, spread = out.mean().item(), out.std().item()
     return {"ok": abs(mean - 1) < 0.02 and spread > 0.02, "mean": mean, "spread": spread}
 
@@ -151,9 +161,11 @@ def checks(parts: list[str], device: torch.device, cache: Path, quick: bool) -> 
         for width in (128, 768):
             yield f"samples, E={width}", lambda w=width: check_samples(device, compute.dtype, w, num_slots)
     if "attention" in parts:
-        for name in dict.fromkeys(("sdpa", compute.attention, *(("flex", "xformers") if not quick else ()))):
-            yield f"attention {name}", lambda n=name: check_attention(device, ComputeConfig(n, compute.dtype))
-        yield f"attention dropout, {compute.attention}", lambda: check_attention_dropout(device, compute)
+        for name in ("sdpa",) if quick else attention.ATTENTION_BACKENDS:
+            backend = ComputeConfig(name, compute.dtype)
+            yield f"attention {name}", lambda b=backend: check_attention(device, b)
+            if name in attention.WITH_DROPOUT:
+                yield f"attention dropout, {name}", lambda b=backend: check_attention_dropout(device, b)
     if "objectives" in parts:
         execution = "graph" if device.type == "cuda" else "eager"
         for name in OBJECTIVES:

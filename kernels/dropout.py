@@ -26,18 +26,27 @@ def threshold(probability: float) -> int:
 
 
 @triton.jit
+def philox_words(key_ptr, call_index, token, quad):
+    """Four uint32 [tokens, quads]: the words of columns 4 * quad … 4 * quad + 3.
+
+    `token` is the int64 index within the micro-batch, `quad` int32.
+    """
+    seed = tl.load(key_ptr)
+    step = tl.load(key_ptr + 1)
+    token += tl.load(key_ptr + 2)
+    quad = quad[None, :] + tl.zeros((token.shape[0], 1), tl.int32)
+    row = token[:, None] + tl.zeros((1, quad.shape[1]), tl.int64)
+    return tl.philox(seed, quad.to(tl.uint32), row.to(tl.uint32), (row * 0 + step).to(tl.uint32),
+                     (quad * 0 + FIRST_CALL + call_index).to(tl.uint32))  # fmt: skip
+
+
+@triton.jit
 def keep_scale(key_ptr, call_index, token, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, THRESHOLD: tl.constexpr):
     """fp32 [BLOCK_T, BLOCK_D] to multiply by: 0 for dropped elements, 1 / (1 - p) for kept ones.
 
     `token` is the int64 [BLOCK_T] index within the micro-batch. One Philox call serves four adjacent columns.
     """
-    seed = tl.load(key_ptr)
-    step = tl.load(key_ptr + 1)
-    token += tl.load(key_ptr + 2)
-    quad = tl.arange(0, BLOCK_D // 4)[None, :] + tl.zeros((BLOCK_T, 1), tl.int32)
-    row = token[:, None] + tl.zeros((1, BLOCK_D // 4), tl.int64)
-    w0, w1, w2, w3 = tl.philox(seed, quad.to(tl.uint32), row.to(tl.uint32), (row * 0 + step).to(tl.uint32),
-                               (quad * 0 + FIRST_CALL + call_index).to(tl.uint32))  # fmt: skip
+    w0, w1, w2, w3 = philox_words(key_ptr, call_index, token, tl.arange(0, BLOCK_D // 4))
     word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     return tl.where((word >> 8).to(tl.int32) >= THRESHOLD, RESOLUTION / (RESOLUTION - THRESHOLD), 0.0)
 

@@ -15,17 +15,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention import flex_attention as torch_flex
 
+from electra_fast import ops
 from electra_fast.attention import (
     ATTENTION_BACKENDS,
     AttentionMask,
     attention,
     attention_reference,
-    choose_attention,
+    self_attention,
+    short_attention_reference,
 )
-from electra_fast.config import Config
+from electra_fast.ops import Dropout
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-BACKENDS = [name for name in ATTENTION_BACKENDS if name != "xformers"]
+# Those of queries, keys and values; `short` takes what they come from, and its kernel has tests of its own.
+SEPARATE = [name for name in ATTENTION_BACKENDS if name != "short"]
+BACKENDS = [name for name in SEPARATE if name != "xformers"]
 eager_flex = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels of this backend run on CUDA only")
 
@@ -117,6 +121,68 @@ def test_masks_are_local_only_where_a_model_is() -> None:
     assert AttentionMask.padded(3, LENGTH, torch.ones(3, LENGTH)).local is None
 
 
+def short_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The qkv product of rows that end before the longest segment does, its bias, segment ids and their offsets."""
+    length = 100
+    ids = ragged()[0][:, :length]
+    borders = [row * length + int(i) for row in range(3) for i in [0, *(ids[row].diff().nonzero() + 1)]]
+    random = torch.Generator().manual_seed(5)
+    product = torch.randn(3 * length, 3 * NUM_HEADS * HEAD_DIM, generator=random, dtype=torch.float64)
+    bias = torch.randn(product.shape[1], generator=random, dtype=torch.float64)
+    return product.to(dtype), bias, ids, torch.tensor([*borders, 3 * length])
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("is_rotary", [False, True])
+def test_the_reference_of_short_equals_that_of_the_others(is_rotary: bool, window: int | None) -> None:
+    product, bias, ids, borders = short_inputs()
+    q, k, v = (product + bias).view(-1, 3, NUM_HEADS, HEAD_DIM).unbind(1)
+    angles: tuple[Tensor | None, Tensor | None] = (None, None)
+    if is_rotary:
+        rotary = ops.rotary_angles(torch.arange(100).repeat(3), HEAD_DIM, 1e4, torch.float64)
+        q, k, angles = ops.rotate(q, *rotary), ops.rotate(k, *rotary), (rotary[0][:, 0], rotary[1][:, 0])
+    found = short_attention_reference(product, bias, ids, *angles, NUM_HEADS, window, Dropout())
+    expected = attention_reference(q, k, v, borders, window).flatten(1)
+    assert (found - expected).abs().max() < 1e-12
+
+
+def test_short_draws_a_mask_for_each_weight() -> None:
+    """By key: that of a matrix of queries by heads and keys, and the same for a row in another micro-batch."""
+    product, bias, ids, _ = short_inputs(torch.float32)
+    width, dropout = NUM_HEADS * HEAD_DIM, Dropout(0.3, torch.tensor([3, 4, 500]), 6)
+    product[:, : 2 * width], product[:, 2 * width :] = 0.0, 1.0  # all weights equal, all values 1
+    ids = torch.ones_like(ids)
+    arguments = (None, ids, None, None, NUM_HEADS, None)
+    out = short_attention_reference(product, *arguments, dropout).view(300, NUM_HEADS, HEAD_DIM)
+    kept = ops.dropout_reference(torch.ones(300, NUM_HEADS * 100), dropout).view(300, NUM_HEADS, 100)
+    torch.testing.assert_close(out, kept.mean(2)[:, :, None].expand(out.shape))
+    last = Dropout(0.3, torch.tensor([3, 4, 700]), 6)
+    again = short_attention_reference(product[200:], None, ids[2:], None, None, NUM_HEADS, None, last)
+    assert torch.equal(again.view(100, NUM_HEADS, HEAD_DIM), out[200:])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_self_attention_is_the_same_by_either_reference(has_bias: bool) -> None:
+    _, bias, ids, borders = short_inputs()
+    random = torch.Generator().manual_seed(6)
+    width = NUM_HEADS * HEAD_DIM
+    x, weight = (torch.randn(n, width, generator=random, dtype=torch.float64) for n in (300, 3 * width))
+    x /= width
+    found = [
+        self_attention(
+            x,
+            weight,
+            bias if has_bias else None,
+            AttentionMask.packed(ids, borders, backend),
+            NUM_HEADS,
+            Dropout(),
+            None if has_bias else ops.rotary_angles(torch.arange(100).repeat(3), HEAD_DIM, 1e4, torch.float64),
+        )
+        for backend in ("sdpa", "short")
+    ]
+    assert (found[0] - found[1]).abs().max() < (1e-12 if has_bias else 1e-6)  # a CPU rotates in fp32
+
+
 @pytest.mark.parametrize("num_spare", [0, 3])
 def test_sdpa_equals_the_reference(num_spare: int) -> None:
     mask = AttentionMask.packed(*ragged(num_spare), "sdpa")
@@ -185,8 +251,9 @@ def test_masks_are_built_without_synchronizing_with_the_device(backend: str) -> 
         ids, borders = (mode.from_tensor(x) for x in ragged(num_spare=2))
         with pytest.raises(DataDependentOutputException):
             borders[0].item()
+        ids = ids[:, :128]
         mask = AttentionMask.packed(ids, borders, backend)
-    assert (mask.num_rows, mask.length, mask.backend) == (3, LENGTH, backend)
+    assert (mask.num_rows, mask.length, mask.backend) == (3, 128, backend)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -226,7 +293,7 @@ def test_xformers_gets_offsets_from_the_device_and_a_constant_bound() -> None:
 
 @needs_gpu
 @pytest.mark.filterwarnings("default")  # what compilers and extras say
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", SEPARATE)
 @pytest.mark.parametrize("num_spare", [0, 5])
 def test_backends_equal_the_reference_on_cuda(backend: str, num_spare: int) -> None:
     """Each error is at most twice that of the reference in the same precision."""
@@ -283,56 +350,3 @@ def test_dropout_without_support_is_an_error() -> None:
     message = 'attention backend "flex" has no dropout; set model.attention_dropout = 0.0'
     with pytest.raises(ValueError, match=message):
         attention(*random_qkv(torch.float32), mask, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("backend", "device", "dtype", "dropout", "missing"),
-    [
-        ("varlen", CPU, torch.float32, 0.0, "a CUDA device, and this is cpu"),
-        ("flex", CPU, torch.float32, 0.0, "a CUDA device, and this is cpu"),
-        ("xformers", CPU, torch.float32, 0.1, "a CUDA device, and this is cpu"),
-        ("varlen", CUDA, torch.float32, 0.0, "16-bit activations, and these are torch.float32; set train.precision"),
-        ("xformers", CUDA, torch.float32, 0.0, "16-bit activations, and these are torch.float32; set train.precision"),
-        ("flex", CUDA, torch.bfloat16, 0.1, "model.attention_dropout = 0.0"),
-    ],
-)
-def test_a_backend_names_a_missing_requirement(
-    backend: str, device: torch.device, dtype: torch.dtype, dropout: float, missing: str
-) -> None:
-    with pytest.raises(ValueError) as error:
-        choose_attention(backend, device, dtype, dropout)
-    assert str(error.value).startswith(f'model.attention = "{backend}" needs {missing}')
-    assert str(error.value).endswith('; or set model.attention = "sdpa"') and "\n" not in str(error.value)
-
-
-def test_xformers_has_no_local_attention() -> None:
-    with pytest.raises(ValueError, match='"xformers" needs model.local_attention = 0; or set model.attention = "sdpa"'):
-        choose_attention("xformers", CUDA, torch.bfloat16, 0.0, local_attention=8)
-    assert choose_attention("varlen", CUDA, torch.bfloat16, 0.0, local_attention=8) == "varlen"
-
-
-@pytest.mark.parametrize(
-    ("backend", "missing", "lacks"),
-    [
-        ("xformers", "xformers", r'the package xformers \(pip install "electra-fast\[xformers\]"\)'),
-        ("varlen", "torch.nn.attention.varlen", "a torch that has torch.nn.attention.varlen, and this is "),
-    ],
-)
-def test_a_missing_package_is_named(backend: str, missing: str, lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else object())
-    with pytest.raises(ValueError, match=f'model.attention = "{backend}" needs {lacks}'):
-        choose_attention(backend, CUDA, torch.bfloat16, 0.0)
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.0) == ("sdpa" if backend == "varlen" else "varlen")
-
-
-def test_auto_is_varlen_where_it_can_run() -> None:
-    assert choose_attention("auto", CPU, torch.float32, 0.0) == "sdpa"
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.0) == "varlen"
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.1) == "varlen"
-    assert choose_attention("auto", CUDA, torch.float32, 0.0) == "sdpa"
-    assert choose_attention("flex", CUDA, torch.float32, 0.0) == "flex"
-
-
-@pytest.mark.parametrize("name", ["auto", *ATTENTION_BACKENDS])
-def test_the_configuration_knows_every_backend(name: str) -> None:
-    assert Config.preset("tiny").override({"model.attention": name}).model.attention == name

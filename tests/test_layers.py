@@ -38,6 +38,7 @@ PACKAGE_LAYERS = [
     {"layers"},
     {"config"},
     {"objectives", "presets"},
+    {"attention_choice", "sublayers"},
     {"attention"},
     {"ops", "vocabulary_nll"},
     {"cpu_ops", "linear"},

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tiny_task import save_encoder
 from transformers import AutoModel
 
-from electra_fast.attention import choose_attention
+from electra_fast.attention_choice import choose_attention
 from electra_fast.compute import ComputeConfig
 from electra_fast.finetuning.batches import EncodedExamples, pack, pack_static
 from electra_fast.finetuning.inference import example_predictions

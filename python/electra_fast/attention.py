@@ -1,19 +1,18 @@
-"""Attention within the segments of a flat buffer: one contract, a readable reference, four backends.
+"""Attention within the segments of a flat buffer: one contract, a readable reference, five backends.
 
 An `AttentionMask` says once per micro-batch which tokens attend to each other, in the form that the
-chosen backend reads; every layer of both networks then calls `attention`. A backend may change speed,
+chosen backend reads; every layer of both networks then calls `self_attention`. A backend may change speed,
 never meaning. Nothing here synchronizes with the device. The backward passes of flash attention
 (`varlen`, `xformers`) accumulate the queries' gradients in no fixed order where a segment spans several
 blocks of keys, so they are bitwise reproducible only under `torch.use_deterministic_algorithms(True)`.
 
-Shapes: B rows, L row length, T = B*L tokens of the flat buffer, N heads, H head dimension, S segments,
-K blocks of keys per row.
+Shapes: B rows, L row length, T = B*L tokens of the flat buffer, D hidden, N heads, H head dimension, X = 3*N*H,
+S segments, K blocks of keys per row.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,17 +21,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from electra_fast import cpu_ops
-from electra_fast.dispatch import uses_cpu_ops
+from electra_fast import cpu_ops, ops
+from electra_fast.dispatch import kernels, uses_cpu_ops, uses_kernels
 from electra_fast.errors import InputError
+from electra_fast.linear import linear
+from electra_fast.ops import Dropout
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 # Block size of flex attention's mask, along queries and keys: what its kernels expect.
 FLEX_BLOCK = 128
-_WITH_DROPOUT = {"sdpa", "varlen", "xformers"}
-_FLASH = {"varlen", "xformers"}
+WITH_DROPOUT = {"sdpa", "varlen", "xformers", "short"}
+FLASH = {"varlen", "xformers"}
+# Of `short`, whose programs hold all keys of a row.
+MAX_SHORT_ROW = 128
+SHORT_HEAD_DIMS = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,8 @@ class AttentionMask:
 
     One field is set, that of the backend: `dense_B1LL` (bool, True = attend; None: whole rows) for
     `sdpa`, `cu_seqlens` (int32 [S+1]) for `varlen`, `block_mask` for `flex`, `block_diagonal` for
-    `xformers`. `local` is the mask of layers with local attention, where a model has them; its `window`
-    is how many tokens to each side a token attends to.
+    `xformers`, `segment_ids_BL` for `short`. `local` is the mask of layers with local attention, where a model has
+    them; its `window` is how many tokens to each side a token attends to.
     """
 
     num_rows: int
@@ -52,6 +56,7 @@ class AttentionMask:
     cu_seqlens: Tensor | None = None
     block_mask: BlockMask | None = None
     block_diagonal: Any = None
+    segment_ids_BL: Tensor | None = None
     window: int | None = None
     local: AttentionMask | None = None
 
@@ -75,6 +80,9 @@ class AttentionMask:
         cls, segment_ids_BL: Tensor, cu_seqlens: Tensor | None, backend: str, window: int | None
     ) -> AttentionMask:
         num_rows, length = segment_ids_BL.shape
+        if backend == "short":
+            assert length <= MAX_SHORT_ROW
+            return cls(num_rows, length, backend, segment_ids_BL=segment_ids_BL, window=window)
         if backend == "varlen":
             return cls(num_rows, length, backend, cu_seqlens=cu_seqlens, window=window)
         if backend == "xformers":
@@ -108,12 +116,43 @@ class AttentionMask:
         return replace(mask, local=replace(mask, dense_B1LL=local_B1LL, window=window))
 
 
+def self_attention(
+    x_TD: Tensor,
+    qkv_weight_XD: Tensor,
+    qkv_bias_X: Tensor | None,
+    mask: AttentionMask,
+    num_heads: int,
+    dropout: Dropout,
+    rotary: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Queries, keys and values of x, rotated by the angles of `ops.rotary_angles` where given, and `attention`.
+
+    [T, D] → [T, N*H]. `dropout` is that of the attention weights; of its key only `short` makes use.
+    """
+    if mask.backend == "short":
+        cos_TH, sin_TH = (None, None) if rotary is None else (angle.squeeze(1) for angle in rotary)
+        qkv_TX, ids_BL = linear(x_TD, qkv_weight_XD), mask.segment_ids_BL
+        assert ids_BL is not None
+        arguments = (qkv_TX, qkv_bias_X, ids_BL, cos_TH, sin_TH, num_heads, mask.window)
+        if uses_kernels(x_TD) and dropout.has_kernel:
+            out_TD: Tensor = kernels().short_attention(*arguments, *dropout.arguments)[0]
+            return out_TD
+        return short_attention_reference(*arguments, dropout)
+    if rotary is None:
+        q, k, v = linear(x_TD, qkv_weight_XD, qkv_bias_X).view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
+    else:
+        assert qkv_bias_X is None
+        q, k, v = ops.rotary_qkv(x_TD, qkv_weight_XD, *rotary, num_heads)
+    return attention(q, k, v, mask, dropout.probability).flatten(1)
+
+
 def attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float = 0.0) -> Tensor:
     """Softmax attention within segments, scale 1/sqrt(H); [T, N, H] each → [T, N, H].
 
-    `dropout` is the dropout probability of attention weights; ValueError if the backend has none.
+    `dropout` is the dropout probability of attention weights; ValueError if the backend has none. For all backends but
+    `short`, which takes what `self_attention` has.
     """
-    if dropout > 0 and mask.backend not in _WITH_DROPOUT:
+    if dropout > 0 and mask.backend not in WITH_DROPOUT:
         raise InputError(
             f'attention backend "{mask.backend}" has no dropout; set model.attention_dropout = 0.0, '
             'or model.attention = "sdpa"'
@@ -135,11 +174,43 @@ class Queries:
 
 
 def query_attention(q_nNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, queries: Queries, dropout: float = 0.0) -> Tensor:
-    """`attention` for a few queries, softmax in fp32; [n, N, H], [T, N, H] twice → [n, N, H]."""
+    """`attention` for a few queries, softmax in fp32; [n, N, H], [T, N, H] twice → [n, N*H]."""
     scores_NnT = torch.einsum("nah,tah->ant", q_nNH, k_TNH).float() * q_nNH.shape[-1] ** -0.5
     weights_NnT = scores_NnT.masked_fill(~queries.allowed_nT, float("-inf")).softmax(-1)
     weights_NnT = F.dropout(weights_NnT, dropout).to(v_TNH.dtype)
-    return torch.einsum("ant,tah->nah", weights_NnT, v_TNH)
+    return torch.einsum("ant,tah->nah", weights_NnT, v_TNH).flatten(1)
+
+
+def short_attention_reference(
+    qkv_TX: Tensor,
+    bias_X: Tensor | None,
+    segment_ids_BL: Tensor,
+    cos_TH: Tensor | None,
+    sin_TH: Tensor | None,
+    num_heads: int,
+    window: int | None,
+    dropout: Dropout,
+) -> Tensor:
+    """`short` in plain PyTorch, given a qkv product without its bias; → [T, N*H].
+
+    A key draws the mask of the weights as that of a matrix [T, N*L]: query tokens, and the keys of their rows by head.
+    """
+    (num_rows, length), num_tokens = segment_ids_BL.shape, qkv_TX.shape[0]
+    if bias_X is not None:
+        qkv_TX = qkv_TX + bias_X.to(qkv_TX.dtype)
+    q, k, v = qkv_TX.view(num_tokens, 3, num_heads, -1).unbind(1)
+    if cos_TH is not None and sin_TH is not None:
+        q, k = (ops.rotate(x, cos_TH[:, None], sin_TH[:, None]) for x in (q, k))
+    q, k, v = (x.view(num_rows, length, num_heads, -1).transpose(1, 2) for x in (q, k, v))
+    allowed_B1LL = (segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :])[:, None]
+    if window is not None:
+        allowed_B1LL = allowed_B1LL & _within(window, length, qkv_TX.device)
+    precision = torch.promote_types(qkv_TX.dtype, torch.float32)
+    scores_BNLL = (q @ k.transpose(2, 3)).to(precision) * q.shape[-1] ** -0.5
+    weights_BNLL = scores_BNLL.masked_fill(~allowed_B1LL, float("-inf")).softmax(-1)
+    weights_BLNL = weights_BNLL.transpose(1, 2)
+    dropped = ops.dropout_reference(weights_BLNL.reshape(num_tokens, -1), dropout).view(weights_BLNL.shape)
+    return (dropped.transpose(1, 2).to(v.dtype) @ v).transpose(1, 2).reshape(num_tokens, -1)
 
 
 def attention_reference(
@@ -167,65 +238,14 @@ def _within(window: int, length: int, device: torch.device) -> Tensor:
     return (position_L[:, None] - position_L[None, :]).abs() <= window
 
 
-def choose_attention(
-    requested: str, device: torch.device, dtype: torch.dtype, dropout: float, local_attention: int = 0
-) -> str:
-    """Resolves `auto` to a backend's name; raises ValueError where the requested backend cannot run.
-
-    `sdpa` (scaled_dot_product_attention with a dense mask) runs everywhere. `varlen`
-    (torch.nn.attention.varlen, flash attention over variable-length segments) and `xformers` (the same
-    from another package) need CUDA and 16-bit activations, `xformers` also a model without local
-    attention; `flex` (compiled flex attention) needs CUDA and no dropout. `auto` is `varlen` where it can
-    run, else `sdpa`; never an optional package, so that a run does not depend on what happens to be installed.
-    """
-    if requested == "auto":
-        return "sdpa" if _missing_requirement("varlen", device, dtype, dropout, local_attention) else "varlen"
-    missing = _missing_requirement(requested, device, dtype, dropout, local_attention)
-    if missing:
-        raise InputError(f'model.attention = "{requested}" needs {missing}; or set model.attention = "sdpa"')
-    return requested
-
-
 def is_deterministic(backend: str) -> bool:
     """Whether a backend gives bitwise equal gradients in two runs of the same seed."""
-    return backend not in _FLASH
+    return backend not in FLASH
 
 
 def reads_offsets(backend: str) -> bool:
     """Whether a backend reads the segments' offsets, not their ids."""
-    return backend in _FLASH
-
-
-def _missing_requirement(
-    backend: str, device: torch.device, dtype: torch.dtype, dropout: float, local_attention: int
-) -> str | None:
-    """What a backend needs and lacks here; None where it can run."""
-    if backend == "sdpa":
-        return None
-    if device.type != "cuda":
-        return f"a CUDA device, and this is {device.type}"
-    if backend in _FLASH and dtype not in (torch.bfloat16, torch.float16):
-        return f"16-bit activations, and these are {dtype}; set train.precision = bf16"
-    if dropout > 0 and backend not in _WITH_DROPOUT:
-        return "model.attention_dropout = 0.0"
-    if local_attention and backend == "xformers":
-        return "model.local_attention = 0"
-    return _missing_package(backend)
-
-
-def _missing_package(backend: str) -> str | None:
-    if backend == "xformers":
-        if importlib.util.find_spec("xformers") is None:
-            return 'the package xformers (pip install "electra-fast[xformers]")'
-        try:
-            import xformers.ops.fmha  # noqa: F401  # importing it checks torch's version
-        except (ImportError, OSError, AttributeError) as error:
-            return f"an xformers that works with torch {torch.__version__}; importing this one fails: {error}"
-        return None
-    module = {"varlen": "torch.nn.attention.varlen", "flex": "torch.nn.attention.flex_attention"}[backend]
-    if importlib.util.find_spec(module) is None:
-        return f"a torch that has {module}, and this is {torch.__version__}"
-    return None
+    return backend in FLASH
 
 
 def _rows(x_TNH: Tensor, mask: AttentionMask) -> Tensor:
@@ -357,4 +377,4 @@ _BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, AttentionMask, float], Te
     "flex": _flex,
     "xformers": _xformers,
 }
-ATTENTION_BACKENDS = tuple(_BACKENDS)
+ATTENTION_BACKENDS = (*_BACKENDS, "short")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from electra_fast.attention import choose_attention
+from electra_fast.attention_choice import choose_attention
 from electra_fast.config import AUTO, Config
 from electra_fast.dispatch import uses_kernels
 
@@ -61,7 +61,8 @@ def choose_compute(config: Config, device: torch.device) -> ComputeConfig:
     precision = choose_precision(config.train.precision, device)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = config.model
-    attention = choose_attention(model.attention, device, dtype, model.attention_dropout, model.local_attention)
+    rows = (config.data.sequence_length, model.hidden_size // model.num_heads)
+    attention = choose_attention(model.attention, device, dtype, model.attention_dropout, model.local_attention, *rows)
     return ComputeConfig(attention, dtype)
 
 

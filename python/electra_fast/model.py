@@ -10,12 +10,13 @@ Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden, N 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from electra_fast import ops
-from electra_fast.attention import AttentionMask, Queries, attention, query_attention
+from electra_fast import ops, sublayers
+from electra_fast.attention import AttentionMask, Queries, query_attention, self_attention
 from electra_fast.config import Config, ModelConfig
 from electra_fast.errors import InputError
 from electra_fast.heads import HEADS, DiscriminatorHead, LogitHead, MaskedLMHead
@@ -25,9 +26,12 @@ from electra_fast.linear import linear
 from electra_fast.objectives import objective_of
 from electra_fast.ops import Dropout
 from electra_fast.proposal import Proposal
+from electra_fast.sublayers import SublayerWeights
 
 # Two networks may share modules, so the dropout call indices of the second start past the generator's.
 FIRST_CALL = {"generator": 0, "discriminator": 1 << 15, "encoder": 1 << 15}
+# Added for the dropout of attention weights.
+ATTENTION_CALL = 1 << 14
 
 
 class Embeddings(nn.Module):
@@ -82,17 +86,28 @@ class BertLayer(nn.Module):
         dropout: Dropout,
         queries: Queries | None = None,
     ) -> Tensor:
-        attention_dropout = self.attention_dropout if self.training else 0.0
+        attention_dropout, norm = _attention_dropout(self, dropout), self.attention_norm
         if queries is None:
-            q, k, v = self.qkv(x_TD).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
-            mixed = attention(q, k, v, mask, attention_dropout)
+            weights = _sublayer_weights(self.qkv, self.attention_out, norm)
+            x_TD = sublayers.attention(x_TD, weights, norm.eps, mask, self.num_heads, attention_dropout, dropout)
         else:
             q, k, v = _queries_keys_values(self.qkv, x_TD, queries.index_n, self.num_heads)
-            mixed = query_attention(q, k, v, queries, attention_dropout)
+            mixed_TD = query_attention(q, k, v, queries, attention_dropout.probability)
             x_TD = ops.gather_rows(x_TD, queries.index_n)
-        x_TD = self.attention_norm.after_residual(self.attention_out, mixed.flatten(1), x_TD, dropout)
-        inner = ops.bias_gelu(x_TD, self.feed_forward_in.weight, self.feed_forward_in.bias)
-        return self.feed_forward_norm.after_residual(self.feed_forward_out, inner, x_TD, dropout.call(1))
+            x_TD = norm.after_residual(self.attention_out, mixed_TD, x_TD, dropout)
+        weights = _sublayer_weights(self.feed_forward_in, self.feed_forward_out, self.feed_forward_norm)
+        return sublayers.feed_forward(x_TD, weights, norm.eps, dropout.call(1))
+
+
+def _attention_dropout(layer: BertLayer | ModernLayer, dropout: Dropout) -> Dropout:
+    """The dropout of a layer's attention weights, of which `dropout` is the first."""
+    probability = layer.attention_dropout if layer.training else 0.0
+    return replace(dropout.call(ATTENTION_CALL), probability=probability)
+
+
+def _sublayer_weights(into: Linear, out: Linear, norm: Norm) -> SublayerWeights:
+    assert norm.bias is not None
+    return SublayerWeights(into.weight, into.bias, out.weight, out.bias, norm.weight, norm.bias)
 
 
 class ModernLayer(nn.Module):
@@ -122,19 +137,19 @@ class ModernLayer(nn.Module):
         queries: Queries | None = None,
     ) -> Tensor:
         assert rotary is not None
-        attention_dropout = self.attention_dropout if self.training else 0.0
+        attention_dropout = _attention_dropout(self, dropout)
         normed = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
         if queries is None:
-            q, k, v = ops.rotary_qkv(normed, self.qkv.weight, *rotary, self.num_heads)
-            mixed = attention(q, k, v, mask, attention_dropout)
+            mixed_TD = self_attention(normed, self.qkv.weight, None, mask, self.num_heads, attention_dropout, rotary)
         else:
             q, k, v = _queries_keys_values(self.qkv, normed, queries.index_n, self.num_heads)
             q = ops.rotate(q, *(angles[queries.index_n] for angles in rotary))
-            mixed = query_attention(q, ops.rotate(k, *rotary), v, queries, attention_dropout)
+            mixed_TD = query_attention(q, ops.rotate(k, *rotary), v, queries, attention_dropout.probability)
             x_TD = ops.gather_rows(x_TD, queries.index_n)
-        x_TD = x_TD + ops.dropout(self.attention_out(mixed.flatten(1)), dropout)
-        inner = ops.geglu(self.feed_forward_norm(x_TD), self.geglu_in.weight)
-        return x_TD + ops.dropout(self.feed_forward_out(inner), dropout.call(1))
+        x_TD = x_TD + ops.dropout(self.attention_out(mixed_TD), dropout)
+        normed = self.feed_forward_norm(x_TD)
+        out_TD = sublayers.gated_feed_forward(normed, self.geglu_in.weight, self.feed_forward_out.weight)
+        return x_TD + ops.dropout(out_TD, dropout.call(1))
 
 
 def _queries_keys_values(qkv: Linear, x_TD: Tensor, index_n: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:

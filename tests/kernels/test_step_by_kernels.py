@@ -16,13 +16,15 @@ STEPS = 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def trained(corpus, config, execution="eager"):
+def trained(corpus, config, attention="sdpa"):
     model = ef.Electra(config).to(DEVICE).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    step = TrainStep(model, optimizer, config, ComputeConfig("sdpa", torch.float32), execution)
+    step = TrainStep(model, optimizer, config, ComputeConfig(attention, torch.float32), "eager", num_processes=1)
     loader = ef.BatchLoader(corpus, sequence_length=32, batch_size=4)
     for number, rows in zip(range(STEPS), loader, strict=False):
         step(rows, number)
+    for parameter in model.parameters():  # as torch's fused AdamW demands on CUDA
+        assert parameter.grad is None or parameter.grad.stride() == parameter.stride()
     return model.state_dict(), step.read_totals()
 
 
@@ -53,9 +55,22 @@ def test_equals_the_references(tiny_corpus, config, name):
         )
 
 
-def test_is_reproducible(tiny_corpus, config):
-    config = config.replace({"model": {"dropout": 0.1}})
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_short_attention_equals_its_reference(tiny_corpus, config, recipe):
+    """With two networks, without dropout, whose keys only kernels have on a CPU."""
+    config = config.replace({"model": {"architecture": "modern" if recipe == "modern" else "bert"}})
+    with dispatch.use_impl("reference"):
+        weights, totals = trained(tiny_corpus, config, "sdpa")
     with dispatch.use_impl("kernel"):
-        (weights, totals), (again, totals_again) = (trained(tiny_corpus, config) for _ in range(2))
+        by_kernels, their_totals = trained(tiny_corpus, config, "short")
+    assert their_totals == pytest.approx(totals, rel=1e-4, abs=1e-3)
+    for name, weight in weights.items():
+        torch.testing.assert_close(by_kernels[name], weight, rtol=1e-3, atol=2e-5)
+
+
+def test_is_reproducible(tiny_corpus, config):
+    config = config.replace({"model": {"dropout": 0.1, "attention_dropout": 0.1}})
+    with dispatch.use_impl("kernel"):
+        (weights, totals), (again, totals_again) = (trained(tiny_corpus, config, "short") for _ in range(2))
     assert totals == totals_again
     assert all(torch.equal(again[name], weight) for name, weight in weights.items())

@@ -25,17 +25,19 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real thin
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("attention", ["varlen", "sdpa"])
+@pytest.mark.parametrize("attention", ["short", "varlen", "sdpa"])
 @pytest.mark.parametrize("recipe", ["google", "modern"])
 def test_a_step_stays_on_the_device(tiny_corpus, recipe, attention, dropout, optimizer, monkeypatch):
-    changes = {"optimizer": {"name": optimizer}, "model": {"dropout": dropout}}
+    changes = {"optimizer": {"name": optimizer}, "model": {"dropout": dropout, "attention_dropout": dropout}}
     config = ef.Config.preset("tiny", recipe).replace(changes).resolved()
     check_step(tiny_corpus, config, attention, monkeypatch)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_step_of_every_objective_stays_on_the_device(tiny_corpus, name, monkeypatch):
-    check_step(tiny_corpus, ef.Config.preset("tiny").override(VARIANTS[name]), "varlen", monkeypatch)
+    config = ef.Config.preset("tiny").override(VARIANTS[name])
+    for attention in ("short", "varlen"):
+        check_step(tiny_corpus, config, attention, monkeypatch)
 
 
 def fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, *, lr, **_):
@@ -51,7 +53,7 @@ def fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, s
 def check_step(tiny_corpus, config, attention, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # asked by torch's flash attention
     monkeypatch.setattr(torch, "_fused_adamw_", fused_adamw)
-    config = config.replace({"model": {"vocab_size": ef.Corpus(tiny_corpus).vocab_size, "attention_dropout": 0.0}})
+    config = config.replace({"model": {"vocab_size": ef.Corpus(tiny_corpus).vocab_size}})
     batch = ef.to_torch(next(ef.BatchLoader(tiny_corpus, sequence_length=32, batch_size=4)))
     network = ef.Electra(config).train()
     with FakeTensorMode():

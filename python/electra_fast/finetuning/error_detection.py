@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra_fast import checkpoint
-from electra_fast.attention import choose_attention
+from electra_fast.attention_choice import choose_attention
 from electra_fast.compute import ComputeConfig, choose_device, choose_precision
 from electra_fast.config import AUTO
 from electra_fast.data.corpus import Pieces, Tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from electra_fast.attention import choose_attention
+from electra_fast.attention_choice import choose_attention
 from electra_fast.compute import ComputeConfig, choose_precision
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError

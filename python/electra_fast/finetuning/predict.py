@@ -15,7 +15,7 @@ from typing import Any, TextIO, cast
 import numpy as np
 import torch
 
-from electra_fast.attention import choose_attention
+from electra_fast.attention_choice import choose_attention
 from electra_fast.compute import ComputeConfig, choose_device, choose_precision
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError

@@ -73,9 +73,10 @@ def read_inputs(model: Electra, batch: Mapping[str, Tensor], compute: ComputeCon
     """
     # Compiled code must not depend on the number of offsets, which grows with the batches, where nothing reads them.
     cu_seqlens = batch["cu_seqlens"] if reads_offsets(compute.attention) else None
-    local_attention = model.config.model.local_attention
-    mask = AttentionMask.packed(batch["segment_ids"], cu_seqlens, compute.attention, local_attention)
-    dropout_key = rng_key.dropout_key(mask.length) if model.training and model.config.model.dropout else None
+    shape = model.config.model
+    mask = AttentionMask.packed(batch["segment_ids"], cu_seqlens, compute.attention, shape.local_attention)
+    has_dropout = model.training and (shape.dropout or shape.attention_dropout)
+    dropout_key = rng_key.dropout_key(mask.length) if has_dropout else None
     positions_T, types_T = batch["position_ids"].flatten(), batch["token_type_ids"].flatten()
     return Inputs(
         masked_ids_BL=batch["input_ids"],

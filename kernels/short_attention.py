@@ -1,0 +1,376 @@
+"""Attention within the segments of short rows: one pass forward, one backward (Triton).
+
+Contract and reference: `self_attention` and `short_attention_reference` in `electra_fast.attention`. A row of
+at most 128 tokens fits into a program, of which there is one per row and head: no online softmax, no atomics.
+It reads the qkv layer's product in place, adds the bias, rotates queries and keys, and writes the gradient packed
+as the product is; the bias gradient is summed per row on the way, then over the rows in a fixed order. The backward
+pass recomputes the weights from the product and one logsumexp per query, and does not read the output.
+
+Queries are taken in parts of 64, so that a part's fp32 weights and their gradients fit into the registers of four
+warps, with two programs per multiprocessor. Gradients are computed transposed, [H, L]: Triton 3.6 miscompiles dots
+whose left operand is a transposed accumulator on Hopper.
+
+Shapes: B rows, L row length, T = B*L tokens, N heads, H head dimension, X = 3*N*H.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from electra_fast.kernels.dropout import RESOLUTION, philox_words, threshold
+
+MAX_LENGTH, HEAD_DIMS = 128, (16, 32, 64, 128)
+MAX_PART, NUM_WARPS = 64, 4
+LOG2E = tl.constexpr(1.4426950408889634)
+# Explicit because Triton is about to change the default.
+FUSION = {"enable_fp_fusion": True}
+
+
+@triton.jit
+def _load(
+    ptr, bias_ptr, cos_ptr, sin_ptr, first, position,
+    LENGTH: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """[positions, H] of one head, with bias and rotation where there are any; past the row's end finite.
+
+    Rotated tiles have the two dimensions of a pair, i and i + H/2, side by side: products of queries and keys do not
+    depend on the order, and a thread that holds gradients of neighbours can rotate them back.
+    """
+    mask = (position < LENGTH)[:, None]
+    dtype = ptr.dtype.element_ty
+    if cos_ptr is None:
+        column = tl.arange(0, WIDTH)
+        x = tl.load(ptr + position[:, None] * STRIDE + column[None, :], mask=mask, other=0.0)
+        if bias_ptr is not None:
+            x = (x.to(tl.float32) + tl.load(bias_ptr + column)[None, :]).to(dtype)
+    else:
+        HALF: tl.constexpr = WIDTH // 2
+        column = tl.arange(0, HALF)
+        offset = position[:, None] * STRIDE + column[None, :]
+        x1 = tl.load(ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        x2 = tl.load(ptr + offset + HALF, mask=mask, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            x1 += tl.load(bias_ptr + column)[None, :]
+            x2 += tl.load(bias_ptr + HALF + column)[None, :]
+        angle = (first + position)[:, None] * HALF + column[None, :]
+        cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+        sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+        x = tl.interleave((x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype))
+    return x
+
+
+@triton.jit
+def _store(
+    ptr, dx, cos_ptr, sin_ptr, first, position,
+    LENGTH: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradient of what `_load` read, given that of its result, fp32 [H, positions].
+
+    Returns the sums [H] of the gradient over the positions if `SUM`.
+    """
+    mask = (position < LENGTH)[:, None]
+    dtype = ptr.dtype.element_ty
+    total = 0.0
+    if cos_ptr is None:
+        column = tl.arange(0, WIDTH)
+        tl.store(ptr + position[:, None] * STRIDE + column[None, :], tl.trans(dx.to(dtype)), mask=mask)
+        if SUM:
+            total = tl.sum(dx, axis=1)
+    else:
+        HALF: tl.constexpr = WIDTH // 2
+        column = tl.arange(0, HALF)
+        angle = (first + position)[:, None] * HALF + column[None, :]
+        cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+        sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+        dx1, dx2 = tl.split(tl.reshape(tl.trans(dx), (dx.shape[1], HALF, 2)))
+        dx1, dx2 = dx1 * cos + dx2 * sin, dx2 * cos - dx1 * sin
+        offset = position[:, None] * STRIDE + column[None, :]
+        tl.store(ptr + offset, dx1.to(dtype), mask=mask)
+        tl.store(ptr + offset + HALF, dx2.to(dtype), mask=mask)
+        if SUM:
+            total = tl.reshape(tl.trans(tl.join(tl.sum(dx1, axis=0), tl.sum(dx2, axis=0))), (WIDTH,))
+    return total
+
+
+@triton.jit
+def _scores(
+    q, k, ids_ptr, first, query,
+    LENGTH: tl.constexpr, BLOCK_L: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores [queries, keys] in base-2 units, -inf where a query does not attend. Past the row's end is a segment."""
+    key = tl.arange(0, BLOCK_L)
+    query_id = tl.load(ids_ptr + first + query, mask=query < LENGTH, other=-1)
+    key_id = tl.load(ids_ptr + first + key, mask=key < LENGTH, other=-1)
+    attends = query_id[:, None] == key_id[None, :]
+    if WINDOW is not None:
+        attends &= tl.abs(query[:, None] - key[None, :]) <= WINDOW
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    return tl.where(attends, s * (WIDTH**-0.5 * LOG2E), -float("inf"))
+
+
+@triton.jit
+def _kept_sign(
+    key_ptr, call_index, token, head,
+    LENGTH: tl.constexpr, BLOCK_L: tl.constexpr, THRESHOLD: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """[queries, keys]: 1 where dropout keeps a weight, -1 where not, by the draw of element (token, head*L + key)."""
+    # Without a barrier the compiler draws the masks of both parts at once and runs out of registers.
+    tl.debug_barrier()
+    if LENGTH % 4 == 0:
+        quad = head * (LENGTH // 4) + tl.arange(0, BLOCK_L // 4)
+        w0, w1, w2, w3 = philox_words(key_ptr, call_index, token, quad)
+        s0, s1 = _word_sign(w0, THRESHOLD, dtype), _word_sign(w1, THRESHOLD, dtype)
+        s2, s3 = _word_sign(w2, THRESHOLD, dtype), _word_sign(w3, THRESHOLD, dtype)
+        sign = tl.interleave(tl.interleave(s0, s2), tl.interleave(s1, s3))
+    else:  # a head may begin within a quad: one call per element
+        column = head * LENGTH + tl.arange(0, BLOCK_L)
+        w0, w1, w2, w3 = philox_words(key_ptr, call_index, token, column // 4)
+        lane = (column % 4)[None, :]
+        word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
+        sign = _word_sign(word, THRESHOLD, dtype)
+    return sign
+
+
+@triton.jit
+def _word_sign(word, THRESHOLD: tl.constexpr, dtype: tl.constexpr):
+    return tl.where((word >> 8).to(tl.int32) >= THRESHOLD, 1.0, -1.0).to(dtype)
+
+
+@triton.jit(do_not_specialize=["call_index"])
+def _short_attention_forward_kernel(
+    qkv_ptr, bias_ptr, ids_ptr, cos_ptr, sin_ptr, key_ptr, out_ptr, lse_ptr, num_rows, call_index,
+    LENGTH: tl.constexpr, NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, PART: tl.constexpr,
+    WINDOW: tl.constexpr, THRESHOLD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    HIDDEN: tl.constexpr = NUM_HEADS * WIDTH
+    STRIDE: tl.constexpr = 3 * HIDDEN
+    head = tl.program_id(0) % NUM_HEADS
+    first = (tl.program_id(0) // NUM_HEADS).to(tl.int64) * LENGTH
+    qkv_ptr += first * STRIDE + head * WIDTH
+    out_ptr += first * HIDDEN + head * WIDTH
+    lse_ptr += head.to(tl.int64) * num_rows * LENGTH + first
+    v_bias_ptr = None if bias_ptr is None else bias_ptr + 2 * HIDDEN + head * WIDTH
+    k_bias_ptr = None  # unrotated, the keys' bias adds the same to all scores of a query, which softmax ignores
+    if bias_ptr is not None:
+        bias_ptr += head * WIDTH
+        if cos_ptr is not None:
+            k_bias_ptr = bias_ptr + HIDDEN
+    position, column = tl.arange(0, BLOCK_L), tl.arange(0, WIDTH)
+    k = _load(qkv_ptr + HIDDEN, k_bias_ptr, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH)
+    v = _load(qkv_ptr + 2 * HIDDEN, v_bias_ptr, None, None, first, position, LENGTH, STRIDE, WIDTH)
+    for start in tl.static_range(0, BLOCK_L, PART):
+        query = start + tl.arange(0, PART)
+        q = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, query, LENGTH, STRIDE, WIDTH)
+        s = _scores(q, k, ids_ptr, first, query, LENGTH, BLOCK_L, WIDTH, WINDOW, PRECISION)
+        row_max = tl.max(s, axis=1)
+        p = tl.exp2(s - row_max[:, None])
+        row_sum = tl.sum(p, axis=1)
+        scale = 1 / row_sum
+        if THRESHOLD > 0:
+            sign = _kept_sign(key_ptr, call_index, first + query, head, LENGTH, BLOCK_L, THRESHOLD, v.dtype)
+            p = tl.maximum(p * sign.to(tl.float32), 0.0)
+            scale *= RESOLUTION / (RESOLUTION - THRESHOLD)
+        out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * scale[:, None]
+        mask = query < LENGTH
+        tl.store(out_ptr + query[:, None] * HIDDEN + column[None, :], out.to(v.dtype), mask=mask[:, None])
+        tl.store(lse_ptr + query, row_max + tl.log2(row_sum), mask=mask)
+
+
+@triton.jit
+def _part_gradients(
+    q, k, v, dout, ids_ptr, lse_ptr, key_ptr, call_index, first, head, query,
+    LENGTH: tl.constexpr, BLOCK_L: tl.constexpr, WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr, THRESHOLD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The weights after dropout but for its scale, and the gradient of the scores but for theirs; [queries, keys]."""
+    if THRESHOLD > 0:
+        sign = _kept_sign(key_ptr, call_index, first + query, head, LENGTH, BLOCK_L, THRESHOLD, q.dtype)
+    # Past the row's end the weights are 0, and so is every gradient.
+    lse = tl.load(lse_ptr + query, mask=query < LENGTH, other=float("inf"))
+    s = _scores(q, k, ids_ptr, first, query, LENGTH, BLOCK_L, WIDTH, WINDOW, PRECISION)
+    p = tl.exp2(s - lse[:, None])
+    if THRESHOLD > 0:  # dropped weights are negative from here on
+        p *= sign.to(tl.float32)
+        dropped = tl.maximum(p, 0.0).to(q.dtype)
+    else:
+        dropped = p.to(q.dtype)
+    dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+    if THRESHOLD > 0:
+        dp = tl.where(p > 0, dp * (RESOLUTION / (RESOLUTION - THRESHOLD)), 0.0)
+        p = tl.abs(p)
+    delta = tl.sum(p * dp, axis=1)
+    return dropped, (p * (dp - delta[:, None])).to(q.dtype)
+
+
+@triton.jit(do_not_specialize=["call_index"])
+def _short_attention_backward_kernel(
+    dout_ptr, qkv_ptr, bias_ptr, ids_ptr, cos_ptr, sin_ptr, lse_ptr, key_ptr, dqkv_ptr, partial_ptr,
+    num_rows, call_index,
+    LENGTH: tl.constexpr, NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, PART: tl.constexpr,
+    WINDOW: tl.constexpr, THRESHOLD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    HIDDEN: tl.constexpr = NUM_HEADS * WIDTH
+    STRIDE: tl.constexpr = 3 * HIDDEN
+    SCALE: tl.constexpr = WIDTH**-0.5
+    SUM: tl.constexpr = bias_ptr is not None
+    TWO: tl.constexpr = PART < BLOCK_L
+    head = tl.program_id(0) % NUM_HEADS
+    row = tl.program_id(0) // NUM_HEADS
+    first = row.to(tl.int64) * LENGTH
+    qkv_ptr += first * STRIDE + head * WIDTH
+    dqkv_ptr += first * STRIDE + head * WIDTH
+    dout_ptr += first * HIDDEN + head * WIDTH
+    lse_ptr += head.to(tl.int64) * num_rows * LENGTH + first
+    v_bias_ptr = None if bias_ptr is None else bias_ptr + 2 * HIDDEN + head * WIDTH
+    k_bias_ptr = None  # unrotated, the keys' bias adds the same to all scores of a query, which softmax ignores
+    if bias_ptr is not None:
+        bias_ptr += head * WIDTH
+        if cos_ptr is not None:
+            k_bias_ptr = bias_ptr + HIDDEN
+    position, low, high = tl.arange(0, BLOCK_L), tl.arange(0, PART), PART + tl.arange(0, PART)
+    q = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH)
+    k = _load(qkv_ptr + HIDDEN, k_bias_ptr, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH)
+    v = _load(qkv_ptr + 2 * HIDDEN, v_bias_ptr, None, None, first, position, LENGTH, STRIDE, WIDTH)
+    dout = _load(dout_ptr, None, None, None, first, low, LENGTH, HIDDEN, WIDTH)
+    p, ds = _part_gradients(q, k, v, dout, ids_ptr, lse_ptr, key_ptr, call_index, first, head, low,
+                            LENGTH, BLOCK_L, WIDTH, WINDOW, THRESHOLD, PRECISION)  # fmt: skip
+    if TWO:
+        q2 = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH)
+        dout2 = _load(dout_ptr, None, None, None, first, high, LENGTH, HIDDEN, WIDTH)
+        p2, ds2 = _part_gradients(q2, k, v, dout2, ids_ptr, lse_ptr, key_ptr, call_index, first, head, high,
+                                  LENGTH, BLOCK_L, WIDTH, WINDOW, THRESHOLD, PRECISION)  # fmt: skip
+    dv = tl.dot(tl.trans(dout), p, input_precision=PRECISION)
+    if TWO:
+        dv = tl.dot(tl.trans(dout2), p2, dv, input_precision=PRECISION)
+    if THRESHOLD > 0:
+        dv *= RESOLUTION / (RESOLUTION - THRESHOLD)
+    dv_sum = _store(dqkv_ptr + 2 * HIDDEN, dv, None, None, first, position, LENGTH, STRIDE, WIDTH, SUM)
+    dq = tl.dot(tl.trans(k), tl.trans(ds), input_precision=PRECISION) * SCALE
+    dq_sum = _store(dqkv_ptr, dq, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH, SUM)
+    if TWO:
+        dq = tl.dot(tl.trans(k), tl.trans(ds2), input_precision=PRECISION) * SCALE
+        dq_sum += _store(dqkv_ptr, dq, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, SUM)
+    if bias_ptr is not None or cos_ptr is not None:  # loading again takes fewer registers than keeping
+        q = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH)
+        if TWO:
+            q2 = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH)
+    dk = tl.dot(tl.trans(q), ds, input_precision=PRECISION)
+    if TWO:
+        dk = tl.dot(tl.trans(q2), ds2, dk, input_precision=PRECISION)
+    dk_sum = _store(dqkv_ptr + HIDDEN, dk * SCALE, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH, SUM)
+    if SUM:
+        partial_ptr += row.to(tl.int64) * STRIDE + head * WIDTH + tl.arange(0, WIDTH)
+        tl.store(partial_ptr, dq_sum)
+        tl.store(partial_ptr + HIDDEN, dk_sum)
+        tl.store(partial_ptr + 2 * HIDDEN, dv_sum)
+
+
+def blocks(length: int) -> dict[str, int]:
+    """Block sizes of both kernels for rows of this length."""
+    block_l = max(16, triton.next_power_of_2(length))
+    return {"LENGTH": length, "BLOCK_L": block_l, "PART": min(block_l, MAX_PART)}
+
+
+def _constants(
+    qkv_TX: Tensor, ids_BL: Tensor, num_heads: int, window: int | None, probability: float
+) -> dict[str, Any]:
+    width = qkv_TX.shape[1] // (3 * num_heads)
+    if ids_BL.shape[1] > MAX_LENGTH or width not in HEAD_DIMS:
+        raise ValueError(
+            f"rows of {ids_BL.shape[1]} tokens (most: {MAX_LENGTH}), heads of {width} (known: {HEAD_DIMS})"
+        )
+    return {
+        "NUM_HEADS": num_heads, "WIDTH": width, "WINDOW": window, "THRESHOLD": threshold(probability),
+        # fp32 is for tests: on a GPU this backend has 16-bit activations.
+        "PRECISION": "ieee" if qkv_TX.dtype == torch.float32 else "tf32", "num_warps": NUM_WARPS, **FUSION,
+    } | blocks(ids_BL.shape[1])  # fmt: skip
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+@torch.library.custom_op("electra_fast::short_attention", mutates_args=())
+def short_attention(
+    qkv_TX: Tensor, bias_X: Tensor | None, segment_ids_BL: Tensor, cos_TH: Tensor | None, sin_TH: Tensor | None,
+    num_heads: int, window: int | None, probability: float, key: Tensor | None, call_index: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Softmax attention within the segments of rows of at most 128 tokens; [T, N*H] in qkv's dtype.
+
+    Also the logsumexp of each query's scores, fp32 [N, T], in base 2 and without what softmax ignores.
+
+    Args:
+        qkv_TX: The qkv layer's product without its bias, [T, 3, N, H] flattened; H is a power of two from 16 to 128.
+        bias_X: The layer's bias, fp32.
+        segment_ids_BL: Tokens of a row attend to each other where their ids are equal; int, not negative.
+        cos_TH: Cosine of the rotary angles of queries and keys, fp32 [T, H/2]; None for no rotation.
+        sin_TH: Their sine.
+        num_heads: N.
+        window: A token attends to this many tokens to each side; None for no limit.
+        probability: Of dropout on the attention weights, which are elements [T, N*L].
+        key: int64 [3], `ops.Dropout.key`.
+        call_index: `ops.Dropout.call_index`.
+    """
+    num_rows, num_tokens = segment_ids_BL.shape[0], qkv_TX.shape[0]
+    constants = _constants(qkv_TX, segment_ids_BL, num_heads, window, probability)
+    qkv_TX, bias_X, ids_BL, cos_TH, sin_TH = _contiguous(qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH)
+    out_TD = qkv_TX.new_empty((num_tokens, qkv_TX.shape[1] // 3))
+    lse_NT = qkv_TX.new_empty((num_heads, num_tokens), dtype=torch.float32)
+    _short_attention_forward_kernel[(num_rows * num_heads,)](
+        qkv_TX, bias_X, ids_BL, cos_TH, sin_TH, key, out_TD, lse_NT, num_rows, call_index, **constants
+    )
+    return out_TD, lse_NT
+
+
+@torch.library.custom_op("electra_fast::short_attention_backward", mutates_args=())
+def short_attention_backward(
+    dout_TD: Tensor, qkv_TX: Tensor, bias_X: Tensor | None, segment_ids_BL: Tensor, cos_TH: Tensor | None,
+    sin_TH: Tensor | None, lse_NT: Tensor, num_heads: int, window: int | None, probability: float,
+    key: Tensor | None, call_index: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of qkv [T, X] and of the bias, fp32 [X], or [0] where there is none."""
+    num_rows = segment_ids_BL.shape[0]
+    constants = _constants(qkv_TX, segment_ids_BL, num_heads, window, probability)
+    dout_TD, qkv_TX, bias_X, ids_BL, cos_TH, sin_TH = _contiguous(
+        dout_TD, qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH
+    )
+    dqkv_TX = torch.empty_like(qkv_TX)
+    partial_BX = None if bias_X is None else torch.empty((num_rows, *bias_X.shape), device=bias_X.device)
+    _short_attention_backward_kernel[(num_rows * num_heads,)](
+        dout_TD, qkv_TX, bias_X, ids_BL, cos_TH, sin_TH, lse_NT, key, dqkv_TX, partial_BX, num_rows, call_index,
+        **constants,
+    )  # fmt: skip
+    return dqkv_TX, lse_NT.new_empty(0) if partial_BX is None else partial_BX.sum(0)
+
+
+@short_attention.register_fake
+def _(qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH, num_heads, window, probability, key, call_index):
+    num_tokens, width = qkv_TX.shape
+    return qkv_TX.new_empty((num_tokens, width // 3)), qkv_TX.new_empty((num_heads, num_tokens), dtype=torch.float32)
+
+
+@short_attention_backward.register_fake
+def _(dout_TD, qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH, lse_NT, num_heads, window, probability, key, call_index):
+    return qkv_TX.new_empty(qkv_TX.shape), lse_NT.new_empty(0 if bias_X is None else bias_X.shape)
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.num_heads, ctx.window, ctx.probability, key, ctx.call_index = inputs
+    ctx.save_for_backward(*tensors, output[1], key)
+    ctx.set_materialize_grads(False)  # the logsumexp is not differentiated
+
+
+def _gradients(ctx, dout_TD, dlse_NT):
+    *tensors, key = ctx.saved_tensors
+    dqkv_TX, dbias_X = short_attention_backward(
+        dout_TD, *tensors, ctx.num_heads, ctx.window, ctx.probability, key, ctx.call_index
+    )
+    return dqkv_TX, dbias_X if dbias_X.numel() else None, *(None,) * 8
+
+
+short_attention.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,151 @@
+"""Attention of short rows equals its reference with every gradient, and compiles for supported GPUs."""
+
+import itertools
+
+import pytest
+import torch
+from ahead_of_time import MAX_SHARED_BYTES, compile_kernels
+from test_bias_gelu import assert_no_worse, output_and_gradients
+
+from electra_fast import ops
+from electra_fast.attention import MAX_SHORT_ROW, SHORT_HEAD_DIMS, short_attention_reference
+from electra_fast.kernels import short_attention as kernels
+from electra_fast.kernels.dropout import threshold
+from electra_fast.ops import Dropout
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DROPOUT = Dropout(0.1, torch.tensor([2**40 + 7, 12, 770], device=DEVICE), 5)
+# Row length, heads, head dimension, bias, rotary positions, window, dropout.
+SETTINGS = {
+    "small": (128, 4, 64, True, False, None, Dropout()),
+    "small, dropout": (128, 4, 64, True, False, None, DROPOUT),
+    "generator": (128, 1, 64, True, False, None, DROPOUT),
+    "modern": (128, 2, 64, False, True, None, Dropout()),
+    "modern, dropout, local": (128, 2, 32, False, True, 9, DROPOUT),
+    "tiny": (32, 2, 32, True, False, None, DROPOUT),
+    "rotary with a bias": (20, 3, 16, True, True, None, DROPOUT),
+    "one part": (64, 2, 16, True, False, None, DROPOUT),
+    "odd": (17, 3, 16, True, False, 4, DROPOUT),
+    "longer than a part": (100, 2, 32, True, False, None, DROPOUT),
+    "wide heads": (70, 1, 128, True, True, None, Dropout()),
+    "one token": (1, 2, 16, True, False, None, Dropout()),
+}
+
+
+def segment_ids(num_rows, length):
+    """One segment; several and padding; as many as tokens, or padding alone."""
+    ids = torch.ones(num_rows, length, dtype=torch.int32)
+    ids[1] = torch.arange(length) * 3 // length + 1
+    ids[1, length - length // 5 :] = 0
+    ids[2] = torch.arange(length) + 1 if length < 100 else 0
+    return ids.to(DEVICE)
+
+
+def random_inputs(length, num_heads, head_dim, has_bias, is_rotary):
+    """The product and its bias (both fp64, rounded to fp16), ids, angles, and the gradient of the output."""
+    random = torch.Generator().manual_seed(length + num_heads)
+    num_tokens, width = 3 * length, num_heads * head_dim
+    product, bias, dout = (
+        (torch.randn(shape, generator=random) / 2).half().double().to(DEVICE)
+        for shape in ((num_tokens, 3 * width), (3 * width,), (num_tokens, width))
+    )
+    angles = (None, None)
+    if is_rotary:
+        positions = torch.arange(length, device=DEVICE).repeat(3)
+        angles = tuple(x.squeeze(1) for x in ops.rotary_angles(positions, head_dim, 1e4))
+    return product, bias if has_bias else None, segment_ids(3, length), angles, dout
+
+
+def functions(name):
+    """Reference and kernel of a setting as functions of the product and, where there is one, its bias; their inputs."""
+    length, num_heads, head_dim, has_bias, is_rotary, window, dropout = SETTINGS[name]
+    product, bias, ids, angles, dout = random_inputs(length, num_heads, head_dim, has_bias, is_rotary)
+
+    def reference(product, bias=None):
+        exact = [None if x is None else x.to(torch.promote_types(product.dtype, torch.float32)) for x in angles]
+        return short_attention_reference(product, bias, ids, *exact, num_heads, window, dropout)
+
+    def kernel(product, bias=None):
+        options = (num_heads, window, *dropout.arguments)
+        return kernels.short_attention(product, bias, ids, *angles, *options)[0]
+
+    return reference, kernel, [product] if bias is None else [product, bias], dout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_equals_reference(name, dtype):
+    reference, kernel, inputs, dout = functions(name)
+    truth = output_and_gradients(reference, dout, *inputs)
+    inputs = [inputs[0].to(dtype), *(x.float() for x in inputs[1:])]
+    eager = output_and_gradients(reference, dout, *inputs)
+    found = output_and_gradients(kernel, dout, *inputs)
+    assert_no_worse(found, eager, truth)
+    again = output_and_gradients(kernel, dout, *inputs)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+def test_a_row_depends_on_nothing_else():
+    """Neither on the other rows, nor on its place in a micro-batch, given the key of its first token."""
+    _, _, ids, _, dout = random_inputs(32, 2, 16, True, False)
+    product, bias = (x.float() for x in random_inputs(32, 2, 16, True, False)[:2])
+    options = (None, None, 2, None)
+    whole = kernels.short_attention(product, bias, ids, *options, *DROPOUT.arguments)
+    key = DROPOUT.key + torch.tensor([0, 0, 64], device=DEVICE)
+    alone = kernels.short_attention(product[64:], bias, ids[2:], *options, 0.1, key, 5)
+    assert torch.equal(alone[0], whole[0][64:]) and torch.equal(alone[1], whole[1][:, 64:])
+    given = (dout.float(), product, bias, ids, None, None, whole[1], 2, None)
+    gradients = kernels.short_attention_backward(*given, *DROPOUT.arguments)
+    own = (dout[64:].float(), product[64:], bias, ids[2:], None, None, alone[1], 2, None)
+    assert torch.equal(kernels.short_attention_backward(*own, 0.1, key, 5)[0], gradients[0][64:])
+
+
+def test_strided_inputs():
+    reference, kernel, (product, bias), dout = functions("tiny")
+    expected = output_and_gradients(kernel, dout, product.float(), bias.float())
+    strided = [product.float().T.contiguous().T, bias.float()]
+    found = output_and_gradients(kernel, dout.T.contiguous().T, *strided)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_refuses_what_it_has_no_kernel_for():
+    assert (MAX_SHORT_ROW, SHORT_HEAD_DIMS) == (kernels.MAX_LENGTH, kernels.HEAD_DIMS)
+    options = (None, None, 1, None, 0.0, None, 0)
+    for length, width in ((129, 16), (16, 24)):
+        ids = torch.ones(1, length, dtype=torch.int32, device=DEVICE)
+        with pytest.raises(ValueError, match=f"rows of {length} tokens .*, heads of {width}"):
+            kernels.short_attention(torch.zeros(length, 3 * width, device=DEVICE), None, ids, *options)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch 2.15's own opcheck
+def test_registered_for_autograd_and_compilation():
+    product, bias, ids, angles, dout = random_inputs(16, 2, 16, True, True)
+    product, bias, dout = product.float().requires_grad_(), bias.float().requires_grad_(), dout.float()
+    options = (2, None, *DROPOUT.arguments)
+    torch.library.opcheck(kernels.short_attention, (product, bias, ids, *angles, *options))
+    torch.library.opcheck(kernels.short_attention, (product, None, ids, None, None, *options))
+    product, bias = product.detach(), bias.detach()
+    lse = kernels.short_attention(product, bias, ids, *angles, *options)[1]
+    torch.library.opcheck(kernels.short_attention_backward, (dout, product, bias, ids, *angles, lse, *options))
+
+
+def test_compiles_ahead_of_time():
+    types = {name: "*bf16!" for name in ("qkv_ptr", "out_ptr", "dout_ptr", "dqkv_ptr")}
+    types |= {name: "*fp32!" for name in ("bias_ptr", "cos_ptr", "sin_ptr", "lse_ptr", "partial_ptr")}
+    types |= {"ids_ptr": "*i32!", "key_ptr": "*i64!", "num_rows": "i32!", "call_index": "i32"}
+    no_rotary, no_bias = {"cos_ptr": None, "sin_ptr": None}, {"bias_ptr": None}
+    of_small = kernels.blocks(128) | {"NUM_HEADS": 4, "WIDTH": 64, "WINDOW": None, "PRECISION": "tf32"}
+    requests = []
+    for absent, probability in itertools.product((no_rotary, no_bias), (0.0, 0.1)):
+        constants = (
+            of_small | absent | {"THRESHOLD": threshold(probability)} | ({} if probability else {"key_ptr": None})
+        )
+        no_sums = {"partial_ptr": None} if absent is no_bias else {}
+        for name, more in (("forward", {}), ("backward", no_sums)):
+            call = (f"_short_attention_{name}_kernel", types, constants | more)
+            requests.append(("short_attention", *call, 90, kernels.NUM_WARPS, 3))
+    for code in compile_kernels(requests):
+        assert code.spilled_bytes == 0 and code.tensor_core_instructions > 0
+        assert code.shared_bytes <= MAX_SHARED_BYTES[90] // 2  # two programs per multiprocessor
