@@ -24,11 +24,11 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from workload import loader, make_corpus, new_step, shape
 
-from electra_fast import dispatch, linear
+from electra_fast import dispatch, linear, sublayers
 from electra_fast.compute import ComputeConfig
 
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-NO_KERNEL = {"detach", "alias", "lift_fresh", "_local_scalar_dense", "is_pinned", "_pin_memory"}
+NO_KERNEL = {"_unsafe_view", "detach", "alias", "lift_fresh", "_local_scalar_dense", "is_pinned", "_pin_memory"}
 # Of torch's `multi_tensor_apply`: elements per block, blocks and, by the number of lists, tensors per launch.
 CHUNK, MAX_BLOCKS, MAX_TENSORS = 65_536, 320, {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 
@@ -86,7 +86,7 @@ def main() -> int:
         launches.counts.update(["mm"])
         return torch.empty(dy_TO.shape[1], x_TI.shape[1])
 
-    linear.weight_gradient = weight_gradient
+    linear.weight_gradient = sublayers.weight_gradient = weight_gradient
     os.environ["TRITON_INTERPRET"] = "1"  # after the kernels' import: lets `use_impl` choose them, interprets nothing
     compute = ComputeConfig(options.attention, torch.bfloat16)
     with dispatch.use_impl("kernel"):

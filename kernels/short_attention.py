@@ -318,7 +318,7 @@ def short_attention(
     """
     num_rows, num_tokens = segment_ids_BL.shape[0], qkv_TX.shape[0]
     constants = _constants(qkv_TX, segment_ids_BL, num_heads, window, probability)
-    qkv_TX, bias_X, ids_BL, cos_TH, sin_TH = _contiguous(qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH)
+    qkv_TX, ids_BL, (cos_TH, sin_TH) = qkv_TX.contiguous(), segment_ids_BL.contiguous(), _contiguous(cos_TH, sin_TH)
     out_TD = qkv_TX.new_empty((num_tokens, qkv_TX.shape[1] // 3))
     lse_NT = qkv_TX.new_empty((num_heads, num_tokens), dtype=torch.float32)
     _short_attention_forward_kernel[(num_rows * num_heads,)](
@@ -336,9 +336,8 @@ def short_attention_backward(
     """Gradients of qkv [T, X] and of the bias, fp32 [X], or [0] where there is none."""
     num_rows = segment_ids_BL.shape[0]
     constants = _constants(qkv_TX, segment_ids_BL, num_heads, window, probability)
-    dout_TD, qkv_TX, bias_X, ids_BL, cos_TH, sin_TH = _contiguous(
-        dout_TD, qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH
-    )
+    dout_TD, qkv_TX, ids_BL = dout_TD.contiguous(), qkv_TX.contiguous(), segment_ids_BL.contiguous()
+    cos_TH, sin_TH = _contiguous(cos_TH, sin_TH)
     dqkv_TX = torch.empty_like(qkv_TX)
     partial_BX = None if bias_X is None else torch.empty((num_rows, *bias_X.shape), device=bias_X.device)
     _short_attention_backward_kernel[(num_rows * num_heads,)](
