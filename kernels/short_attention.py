@@ -24,8 +24,10 @@ from torch import Tensor
 
 from electra_fast.kernels.dropout import RESOLUTION, philox_words, threshold
 
-MAX_LENGTH, HEAD_DIMS = 128, (16, 32, 64, 128)
-MAX_PART, NUM_WARPS = 64, 4
+MAX_LENGTH, MAX_HEAD_DIM = 128, 64
+NUM_WARPS = 4
+# Tiles are at least as high and wide as Hopper's matrix instructions; narrower heads are padded.
+PART, BLOCK_H = 64, 64
 LOG2E = tl.constexpr(1.4426950408889634)
 # Explicit because Triton is about to change the default.
 FUSION = {"enable_fp_fusion": True}
@@ -34,29 +36,31 @@ FUSION = {"enable_fp_fusion": True}
 @triton.jit
 def _load(
     ptr, bias_ptr, cos_ptr, sin_ptr, first, position,
-    LENGTH: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """[positions, H] of one head, with bias and rotation where there are any; past the row's end finite.
 
     Rotated tiles have the two dimensions of a pair, i and i + H/2, side by side: products of queries and keys do not
     depend on the order, and a thread that holds gradients of neighbours can rotate them back.
     """
-    mask = (position < LENGTH)[:, None]
     dtype = ptr.dtype.element_ty
     if cos_ptr is None:
-        column = tl.arange(0, WIDTH)
+        column = tl.arange(0, BLOCK_H)
+        mask = (position < LENGTH)[:, None] & (column < WIDTH)[None, :]
         x = tl.load(ptr + position[:, None] * STRIDE + column[None, :], mask=mask, other=0.0)
         if bias_ptr is not None:
-            x = (x.to(tl.float32) + tl.load(bias_ptr + column)[None, :]).to(dtype)
+            bias = tl.load(bias_ptr + column, mask=column < WIDTH, other=0.0)
+            x = (x.to(tl.float32) + bias[None, :]).to(dtype)
     else:
         HALF: tl.constexpr = WIDTH // 2
-        column = tl.arange(0, HALF)
+        column = tl.arange(0, BLOCK_H // 2)
+        mask = (position < LENGTH)[:, None] & (column < HALF)[None, :]
         offset = position[:, None] * STRIDE + column[None, :]
         x1 = tl.load(ptr + offset, mask=mask, other=0.0).to(tl.float32)
         x2 = tl.load(ptr + offset + HALF, mask=mask, other=0.0).to(tl.float32)
         if bias_ptr is not None:
-            x1 += tl.load(bias_ptr + column)[None, :]
-            x2 += tl.load(bias_ptr + HALF + column)[None, :]
+            x1 += tl.load(bias_ptr + column, mask=column < HALF, other=0.0)[None, :]
+            x2 += tl.load(bias_ptr + HALF + column, mask=column < HALF, other=0.0)[None, :]
         angle = (first + position)[:, None] * HALF + column[None, :]
         cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
         sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
@@ -67,33 +71,34 @@ def _load(
 @triton.jit
 def _store(
     ptr, dx, cos_ptr, sin_ptr, first, position,
-    LENGTH: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, SUM: tl.constexpr,
+    LENGTH: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of what `_load` read, given that of its result, fp32 [H, positions].
 
-    Returns the sums [H] of the gradient over the positions if `SUM`.
+    Returns its sums over the positions, [H] in the order of the result, if `SUM`.
     """
-    mask = (position < LENGTH)[:, None]
     dtype = ptr.dtype.element_ty
     total = 0.0
     if cos_ptr is None:
-        column = tl.arange(0, WIDTH)
+        column = tl.arange(0, BLOCK_H)
+        mask = (position < LENGTH)[:, None] & (column < WIDTH)[None, :]
         tl.store(ptr + position[:, None] * STRIDE + column[None, :], tl.trans(dx.to(dtype)), mask=mask)
         if SUM:
             total = tl.sum(dx, axis=1)
     else:
         HALF: tl.constexpr = WIDTH // 2
-        column = tl.arange(0, HALF)
+        column = tl.arange(0, BLOCK_H // 2)
+        mask = (position < LENGTH)[:, None] & (column < HALF)[None, :]
         angle = (first + position)[:, None] * HALF + column[None, :]
         cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
         sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-        dx1, dx2 = tl.split(tl.reshape(tl.trans(dx), (dx.shape[1], HALF, 2)))
+        dx1, dx2 = tl.split(tl.reshape(tl.trans(dx), (dx.shape[1], BLOCK_H // 2, 2)))
         dx1, dx2 = dx1 * cos + dx2 * sin, dx2 * cos - dx1 * sin
         offset = position[:, None] * STRIDE + column[None, :]
         tl.store(ptr + offset, dx1.to(dtype), mask=mask)
         tl.store(ptr + offset + HALF, dx2.to(dtype), mask=mask)
         if SUM:
-            total = tl.reshape(tl.trans(tl.join(tl.sum(dx1, axis=0), tl.sum(dx2, axis=0))), (WIDTH,))
+            total = tl.interleave(tl.sum(dx1, axis=0), tl.sum(dx2, axis=0))
     return total
 
 
@@ -144,7 +149,8 @@ def _word_sign(word, THRESHOLD: tl.constexpr, dtype: tl.constexpr):
 @triton.jit(do_not_specialize=["call_index"])
 def _short_attention_forward_kernel(
     qkv_ptr, bias_ptr, ids_ptr, cos_ptr, sin_ptr, key_ptr, out_ptr, lse_ptr, num_rows, call_index,
-    LENGTH: tl.constexpr, NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, PART: tl.constexpr,
+    LENGTH: tl.constexpr, NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_L: tl.constexpr, PART: tl.constexpr, BLOCK_H: tl.constexpr,
     WINDOW: tl.constexpr, THRESHOLD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     HIDDEN: tl.constexpr = NUM_HEADS * WIDTH
@@ -160,12 +166,12 @@ def _short_attention_forward_kernel(
         bias_ptr += head * WIDTH
         if cos_ptr is not None:
             k_bias_ptr = bias_ptr + HIDDEN
-    position, column = tl.arange(0, BLOCK_L), tl.arange(0, WIDTH)
-    k = _load(qkv_ptr + HIDDEN, k_bias_ptr, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH)
-    v = _load(qkv_ptr + 2 * HIDDEN, v_bias_ptr, None, None, first, position, LENGTH, STRIDE, WIDTH)
+    position, column = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_H)
+    k = _load(qkv_ptr + HIDDEN, k_bias_ptr, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
+    v = _load(qkv_ptr + 2 * HIDDEN, v_bias_ptr, None, None, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
     for start in tl.static_range(0, BLOCK_L, PART):
         query = start + tl.arange(0, PART)
-        q = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, query, LENGTH, STRIDE, WIDTH)
+        q = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, query, LENGTH, STRIDE, WIDTH, BLOCK_H)
         s = _scores(q, k, ids_ptr, first, query, LENGTH, BLOCK_L, WIDTH, WINDOW, PRECISION)
         row_max = tl.max(s, axis=1)
         p = tl.exp2(s - row_max[:, None])
@@ -176,9 +182,9 @@ def _short_attention_forward_kernel(
             p = tl.maximum(p * sign.to(tl.float32), 0.0)
             scale *= RESOLUTION / (RESOLUTION - THRESHOLD)
         out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * scale[:, None]
-        mask = query < LENGTH
-        tl.store(out_ptr + query[:, None] * HIDDEN + column[None, :], out.to(v.dtype), mask=mask[:, None])
-        tl.store(lse_ptr + query, row_max + tl.log2(row_sum), mask=mask)
+        mask = (query < LENGTH)[:, None] & (column < WIDTH)[None, :]
+        tl.store(out_ptr + query[:, None] * HIDDEN + column[None, :], out.to(v.dtype), mask=mask)
+        tl.store(lse_ptr + query, row_max + tl.log2(row_sum), mask=query < LENGTH)
 
 
 @triton.jit
@@ -211,7 +217,8 @@ def _part_gradients(
 def _short_attention_backward_kernel(
     dout_ptr, qkv_ptr, bias_ptr, ids_ptr, cos_ptr, sin_ptr, lse_ptr, key_ptr, dqkv_ptr, partial_ptr,
     num_rows, call_index,
-    LENGTH: tl.constexpr, NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, PART: tl.constexpr,
+    LENGTH: tl.constexpr, NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_L: tl.constexpr, PART: tl.constexpr, BLOCK_H: tl.constexpr,
     WINDOW: tl.constexpr, THRESHOLD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     HIDDEN: tl.constexpr = NUM_HEADS * WIDTH
@@ -233,15 +240,15 @@ def _short_attention_backward_kernel(
         if cos_ptr is not None:
             k_bias_ptr = bias_ptr + HIDDEN
     position, low, high = tl.arange(0, BLOCK_L), tl.arange(0, PART), PART + tl.arange(0, PART)
-    q = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH)
-    k = _load(qkv_ptr + HIDDEN, k_bias_ptr, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH)
-    v = _load(qkv_ptr + 2 * HIDDEN, v_bias_ptr, None, None, first, position, LENGTH, STRIDE, WIDTH)
-    dout = _load(dout_ptr, None, None, None, first, low, LENGTH, HIDDEN, WIDTH)
+    q = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH, BLOCK_H)
+    k = _load(qkv_ptr + HIDDEN, k_bias_ptr, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
+    v = _load(qkv_ptr + 2 * HIDDEN, v_bias_ptr, None, None, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
+    dout = _load(dout_ptr, None, None, None, first, low, LENGTH, HIDDEN, WIDTH, BLOCK_H)
     p, ds = _part_gradients(q, k, v, dout, ids_ptr, lse_ptr, key_ptr, call_index, first, head, low,
                             LENGTH, BLOCK_L, WIDTH, WINDOW, THRESHOLD, PRECISION)  # fmt: skip
     if TWO:
-        q2 = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH)
-        dout2 = _load(dout_ptr, None, None, None, first, high, LENGTH, HIDDEN, WIDTH)
+        q2 = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, BLOCK_H)
+        dout2 = _load(dout_ptr, None, None, None, first, high, LENGTH, HIDDEN, WIDTH, BLOCK_H)
         p2, ds2 = _part_gradients(q2, k, v, dout2, ids_ptr, lse_ptr, key_ptr, call_index, first, head, high,
                                   LENGTH, BLOCK_L, WIDTH, WINDOW, THRESHOLD, PRECISION)  # fmt: skip
     dv = tl.dot(tl.trans(dout), p, input_precision=PRECISION)
@@ -249,46 +256,47 @@ def _short_attention_backward_kernel(
         dv = tl.dot(tl.trans(dout2), p2, dv, input_precision=PRECISION)
     if THRESHOLD > 0:
         dv *= RESOLUTION / (RESOLUTION - THRESHOLD)
-    dv_sum = _store(dqkv_ptr + 2 * HIDDEN, dv, None, None, first, position, LENGTH, STRIDE, WIDTH, SUM)
+    dv_sum = _store(dqkv_ptr + 2 * HIDDEN, dv, None, None, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H, SUM)
     dq = tl.dot(tl.trans(k), tl.trans(ds), input_precision=PRECISION) * SCALE
-    dq_sum = _store(dqkv_ptr, dq, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH, SUM)
+    dq_sum = _store(dqkv_ptr, dq, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH, BLOCK_H, SUM)
     if TWO:
         dq = tl.dot(tl.trans(k), tl.trans(ds2), input_precision=PRECISION) * SCALE
-        dq_sum += _store(dqkv_ptr, dq, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, SUM)
+        dq_sum += _store(dqkv_ptr, dq, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, BLOCK_H, SUM)
     if bias_ptr is not None or cos_ptr is not None:  # loading again takes fewer registers than keeping
-        q = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH)
+        q = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH, BLOCK_H)
         if TWO:
-            q2 = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH)
+            q2 = _load(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, BLOCK_H)
     dk = tl.dot(tl.trans(q), ds, input_precision=PRECISION)
     if TWO:
         dk = tl.dot(tl.trans(q2), ds2, dk, input_precision=PRECISION)
-    dk_sum = _store(dqkv_ptr + HIDDEN, dk * SCALE, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH, SUM)
+    dk_sum = _store(
+        dqkv_ptr + HIDDEN, dk * SCALE, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H, SUM
+    )
     if SUM:
-        partial_ptr += row.to(tl.int64) * STRIDE + head * WIDTH + tl.arange(0, WIDTH)
-        tl.store(partial_ptr, dq_sum)
-        tl.store(partial_ptr + HIDDEN, dk_sum)
-        tl.store(partial_ptr + 2 * HIDDEN, dv_sum)
+        partial_ptr += row.to(tl.int64) * STRIDE + head * WIDTH
+        column = tl.arange(0, BLOCK_H)
+        qk_column = column if cos_ptr is None else column // 2 + column % 2 * (WIDTH // 2)
+        tl.store(partial_ptr + qk_column, dq_sum, mask=column < WIDTH)
+        tl.store(partial_ptr + HIDDEN + qk_column, dk_sum, mask=column < WIDTH)
+        tl.store(partial_ptr + 2 * HIDDEN + column, dv_sum, mask=column < WIDTH)
 
 
 def blocks(length: int) -> dict[str, int]:
     """Block sizes of both kernels for rows of this length."""
     block_l = max(16, triton.next_power_of_2(length))
-    return {"LENGTH": length, "BLOCK_L": block_l, "PART": min(block_l, MAX_PART)}
+    return {"LENGTH": length, "BLOCK_L": block_l, "PART": min(block_l, PART), "BLOCK_H": BLOCK_H}
 
 
 def _constants(
-    qkv_TX: Tensor, ids_BL: Tensor, num_heads: int, window: int | None, probability: float
+    qkv_TX: Tensor, segment_ids_BL: Tensor, num_heads: int, window: int | None, probability: float
 ) -> dict[str, Any]:
-    width = qkv_TX.shape[1] // (3 * num_heads)
-    if ids_BL.shape[1] > MAX_LENGTH or width not in HEAD_DIMS:
-        raise ValueError(
-            f"rows of {ids_BL.shape[1]} tokens (most: {MAX_LENGTH}), heads of {width} (known: {HEAD_DIMS})"
-        )
-    return {
-        "NUM_HEADS": num_heads, "WIDTH": width, "WINDOW": window, "THRESHOLD": threshold(probability),
-        # fp32 is for tests: on a GPU this backend has 16-bit activations.
-        "PRECISION": "ieee" if qkv_TX.dtype == torch.float32 else "tf32", "num_warps": NUM_WARPS, **FUSION,
-    } | blocks(ids_BL.shape[1])  # fmt: skip
+    length, width = segment_ids_BL.shape[1], qkv_TX.shape[1] // (3 * num_heads)
+    if length > MAX_LENGTH or width > MAX_HEAD_DIM:
+        raise ValueError(f"rows of {length} tokens and heads of {width}; at most {MAX_LENGTH} and {MAX_HEAD_DIM}")
+    # fp32 is for tests: this backend is chosen for 16-bit activations only.
+    precision = "ieee" if qkv_TX.dtype == torch.float32 else "tf32"
+    constants = {"NUM_HEADS": num_heads, "WIDTH": width, "WINDOW": window, "THRESHOLD": threshold(probability)}
+    return constants | blocks(length) | {"PRECISION": precision, "num_warps": NUM_WARPS, **FUSION}
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -305,7 +313,7 @@ def short_attention(
     Also the logsumexp of each query's scores, fp32 [N, T], in base 2 and without what softmax ignores.
 
     Args:
-        qkv_TX: The qkv layer's product without its bias, [T, 3, N, H] flattened; H is a power of two from 16 to 128.
+        qkv_TX: The qkv layer's product without its bias, [T, 3, N, H] flattened; H is even and at most 64.
         bias_X: The layer's bias, fp32.
         segment_ids_BL: Tokens of a row attend to each other where their ids are equal; int, not negative.
         cos_TH: Cosine of the rotary angles of queries and keys, fp32 [T, H/2]; None for no rotation.

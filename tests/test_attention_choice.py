@@ -61,11 +61,11 @@ def test_a_missing_package_is_named(backend: str, missing: str, lacks: str, monk
     assert choose_attention("auto", CUDA, torch.bfloat16, 0.0) == ("sdpa" if backend == "varlen" else "varlen")
 
 
-def test_short_needs_short_rows_and_heads_that_it_knows() -> None:
+def test_short_needs_short_rows_and_narrow_heads() -> None:
     with pytest.raises(ValueError, match="rows of at most 128 tokens, and these have 129; or set"):
         choose_attention("short", CUDA, torch.bfloat16, 0.0, row_length=129)
-    with pytest.raises(ValueError, match="heads of 16, 32, 64, 128 dimensions, and these have 48; or set"):
-        choose_attention("short", CUDA, torch.bfloat16, 0.0, row_length=128, head_dim=48)
+    with pytest.raises(ValueError, match="heads of at most 64 dimensions, and these have 96; or set"):
+        choose_attention("short", CUDA, torch.bfloat16, 0.0, row_length=128, head_dim=96)
     assert choose_attention("short", CUDA, torch.bfloat16, 0.1, local_attention=8, row_length=128) == "short"
 
 
@@ -80,7 +80,7 @@ def test_auto_is_short_where_it_can_run_and_else_varlen() -> None:
     assert choose_attention("auto", CUDA, torch.bfloat16, 0.1, row_length=128) == "short"
     assert choose_attention("auto", CUDA, torch.bfloat16, 0.1, local_attention=8, row_length=1) == "short"
     assert choose_attention("auto", CUDA, torch.bfloat16, 0.1, row_length=129) == "varlen"
-    assert choose_attention("auto", CUDA, torch.bfloat16, 0.0, row_length=128, head_dim=48) == "varlen"
+    assert choose_attention("auto", CUDA, torch.bfloat16, 0.0, row_length=128, head_dim=96) == "varlen"
     assert choose_attention("auto", CUDA, torch.float32, 0.0, row_length=128) == "sdpa"
 
 

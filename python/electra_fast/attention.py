@@ -35,8 +35,7 @@ FLEX_BLOCK = 128
 WITH_DROPOUT = {"sdpa", "varlen", "xformers", "short"}
 FLASH = {"varlen", "xformers"}
 # Of `short`, whose programs hold all keys of a row.
-MAX_SHORT_ROW = 128
-SHORT_HEAD_DIMS = (16, 32, 64, 128)
+MAX_SHORT_ROW, MAX_SHORT_HEAD = 128, 64
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-from electra_fast.attention import FLASH, MAX_SHORT_ROW, SHORT_HEAD_DIMS, WITH_DROPOUT
+from electra_fast.attention import FLASH, MAX_SHORT_HEAD, MAX_SHORT_ROW, WITH_DROPOUT
 from electra_fast.errors import InputError
 
 
@@ -59,8 +59,8 @@ def _missing_for_short(device: torch.device, dtype: torch.dtype, row_length: int
     if row_length is None or row_length > MAX_SHORT_ROW:
         found = "differ in length" if row_length is None else f"have {row_length}"
         return f"rows of at most {MAX_SHORT_ROW} tokens, and these {found}"
-    if head_dim not in SHORT_HEAD_DIMS:
-        return f"heads of {', '.join(map(str, SHORT_HEAD_DIMS))} dimensions, and these have {head_dim}"
+    if head_dim > MAX_SHORT_HEAD:
+        return f"heads of at most {MAX_SHORT_HEAD} dimensions, and these have {head_dim}"
     return None
 
 

@@ -8,7 +8,7 @@ from ahead_of_time import MAX_SHARED_BYTES, compile_kernels
 from test_bias_gelu import assert_no_worse, output_and_gradients
 
 from electra_fast import ops
-from electra_fast.attention import MAX_SHORT_ROW, SHORT_HEAD_DIMS, short_attention_reference
+from electra_fast.attention import MAX_SHORT_HEAD, MAX_SHORT_ROW, short_attention_reference
 from electra_fast.kernels import short_attention as kernels
 from electra_fast.kernels.dropout import threshold
 from electra_fast.ops import Dropout
@@ -29,7 +29,7 @@ SETTINGS = {
     "one part": (64, 2, 16, True, False, None, DROPOUT),
     "odd": (17, 3, 16, True, False, 4, DROPOUT),
     "longer than a part": (100, 2, 32, True, False, None, DROPOUT),
-    "wide heads": (70, 1, 128, True, True, None, Dropout()),
+    "heads of another width": (70, 2, 24, True, True, None, Dropout()),
     "one token": (1, 2, 16, True, False, None, Dropout()),
 }
 
@@ -111,11 +111,11 @@ def test_strided_inputs():
 
 
 def test_refuses_what_it_has_no_kernel_for():
-    assert (MAX_SHORT_ROW, SHORT_HEAD_DIMS) == (kernels.MAX_LENGTH, kernels.HEAD_DIMS)
+    assert (MAX_SHORT_ROW, MAX_SHORT_HEAD) == (kernels.MAX_LENGTH, kernels.MAX_HEAD_DIM)
     options = (None, None, 1, None, 0.0, None, 0)
-    for length, width in ((129, 16), (16, 24)):
+    for length, width in ((129, 16), (16, 66)):
         ids = torch.ones(1, length, dtype=torch.int32, device=DEVICE)
-        with pytest.raises(ValueError, match=f"rows of {length} tokens .*, heads of {width}"):
+        with pytest.raises(ValueError, match=f"rows of {length} tokens and heads of {width}"):
             kernels.short_attention(torch.zeros(length, 3 * width, device=DEVICE), None, ids, *options)
 
 
