@@ -77,71 +77,119 @@ def gated_feed_forward(x_TD: Tensor, in_weight: Tensor, out_weight_DF: Tensor) -
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, *arguments: Any) -> Tensor:
-        weights, (ids_BL, *options, attention_key, attention_call), end = _split(arguments, 6)
-        in_weight_XD, out_weight_DD = cast(weights.in_weight, x_TD.dtype), cast(weights.out_weight, x_TD.dtype)
-        attended = (x_TD @ in_weight_XD.T, weights.in_bias, ids_BL)
-        dropout = (*options, attention_key, attention_call)
-        mixed_TD, lse_NT = kernels().short_attention(*attended, None, None, *dropout)
-        y_TD, *ended = _residual_norm(mixed_TD @ out_weight_DD.T, x_TD, weights, end)
-        ctx.options, ctx.attention_call, ctx.probability, ctx.call = options, attention_call, end[1], end[3]
-        ctx.save_for_backward(
-            in_weight_XD, out_weight_DD, *attended, lse_NT, mixed_TD, attention_key, x_TD, *ended, end[2]
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        in_weight_XD: Tensor,
+        in_bias_X: Tensor,
+        out_weight_DD: Tensor,
+        out_bias_D: Tensor,
+        norm_weight_D: Tensor,
+        norm_bias_D: Tensor,
+        ids_BL: Tensor,
+        num_heads: int,
+        window: int | None,
+        attention_probability: float,
+        attention_key: Tensor | None,
+        attention_call_index: int,
+        eps: float,
+        *dropout: Any,
+    ) -> Tensor:
+        in_weight_XD, out_weight_DD = cast(in_weight_XD, x_TD.dtype), cast(out_weight_DD, x_TD.dtype)
+        qkv_TX, ctx.heads = x_TD @ in_weight_XD.T, (num_heads, window, attention_probability)
+        mixed_TD, lse_NT = kernels().short_attention(
+            qkv_TX, in_bias_X, ids_BL, None, None, *ctx.heads, attention_key, attention_call_index
         )
+        z_TD = mixed_TD @ out_weight_DD.T
+        norm = (out_bias_D, x_TD, norm_weight_D, norm_bias_D, eps, *dropout)
+        y_TD, mean_T, rstd_T = kernels().residual_norm(z_TD, *norm)
+        ctx.attention_call_index, (ctx.probability, key, ctx.call_index) = attention_call_index, dropout
+        attended = (qkv_TX, in_bias_X, ids_BL, lse_NT, attention_key, mixed_TD)
+        normed = (z_TD, out_bias_D, norm_weight_D, mean_T, rstd_T)
+        ctx.save_for_backward(x_TD, in_weight_XD, *attended, out_weight_DD, *normed, key)
+        assert isinstance(y_TD, Tensor)
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        in_weight_XD, out_weight_DD, *attended, lse_NT, mixed_TD, key, x_TD = ctx.saved_tensors[:9]
-        dz_TD, dresidual_TD, gradients = _residual_norm_backward(ctx, dy_TD, *ctx.saved_tensors[8:])
+        x_TD, in_weight_XD, *attended = ctx.saved_tensors[:8]
+        qkv_TX, in_bias_X, ids_BL, lse_NT, attention_key, mixed_TD = attended
+        out_weight_DD, *normed, key = ctx.saved_tensors[8:]
+        dropout = (ctx.probability, key, ctx.call_index)
+        dz_TD, dresidual_TD, dnorm = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
         dmixed_TD, dout_weight_DD = dz_TD @ out_weight_DD, weight_gradient(dz_TD, mixed_TD)
-        context = (*attended, None, None, lse_NT, *ctx.options, key, ctx.attention_call)
-        dqkv_TX, din_bias_X = kernels().short_attention_backward(dmixed_TD, *context)
+        arguments = (qkv_TX, in_bias_X, ids_BL, None, None, lse_NT)
+        attention_dropout = (attention_key, ctx.attention_call_index)
+        dqkv_TX, din_bias_X = kernels().short_attention_backward(dmixed_TD, *arguments, *ctx.heads, *attention_dropout)
         din_weight_XD = weight_gradient(dqkv_TX, x_TD)
         dx_TD = dresidual_TD.addmm_(dqkv_TX, in_weight_XD)
-        return dx_TD, din_weight_XD, din_bias_X, dout_weight_DD, *gradients, *[None] * 10
+        return dx_TD, din_weight_XD, din_bias_X, dout_weight_DD, *dnorm, *[None] * 10
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, *arguments: Any) -> Tensor:
-        weights, _, end = _split(arguments, 0)
-        in_weight_FD, out_weight_DF = cast(weights.in_weight, x_TD.dtype), cast(weights.out_weight, x_TD.dtype)
-        h_TF, inner_TF = _linear_gelu(x_TD, in_weight_FD, weights.in_bias)
-        y_TD, *ended = _residual_norm(inner_TF @ out_weight_DF.T, x_TD, weights, end)
-        ctx.probability, ctx.call = end[1], end[3]
-        ctx.save_for_backward(in_weight_FD, out_weight_DF, h_TF, weights.in_bias, inner_TF, x_TD, *ended, end[2])
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        in_weight_FD: Tensor,
+        in_bias_F: Tensor,
+        out_weight_DF: Tensor,
+        out_bias_D: Tensor,
+        norm_weight_D: Tensor,
+        norm_bias_D: Tensor,
+        eps: float,
+        *dropout: Any,
+    ) -> Tensor:
+        in_weight_FD, out_weight_DF = cast(in_weight_FD, x_TD.dtype), cast(out_weight_DF, x_TD.dtype)
+        h_TF, inner_TF = _linear_gelu(x_TD, in_weight_FD, in_bias_F)
+        z_TD = inner_TF @ out_weight_DF.T
+        norm = (out_bias_D, x_TD, norm_weight_D, norm_bias_D, eps, *dropout)
+        y_TD, mean_T, rstd_T = kernels().residual_norm(z_TD, *norm)
+        ctx.probability, key, ctx.call_index = dropout
+        normed = (z_TD, out_bias_D, norm_weight_D, mean_T, rstd_T)
+        ctx.save_for_backward(x_TD, in_weight_FD, h_TF, in_bias_F, inner_TF, out_weight_DF, *normed, key)
+        assert isinstance(y_TD, Tensor)
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        in_weight_FD, out_weight_DF, h_TF, in_bias_F, inner_TF, x_TD = ctx.saved_tensors[:6]
-        dz_TD, dresidual_TD, gradients = _residual_norm_backward(ctx, dy_TD, *ctx.saved_tensors[5:])
+        x_TD, in_weight_FD, h_TF, in_bias_F, inner_TF, out_weight_DF, *normed, key = ctx.saved_tensors
+        dropout = (ctx.probability, key, ctx.call_index)
+        dz_TD, dresidual_TD, dnorm = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
         dout_weight_DF = weight_gradient(dz_TD, inner_TF)
         dh_TF, din_bias_F = _linear_gelu_backward(dz_TD, out_weight_DF, h_TF, in_bias_F)
         din_weight_FD = weight_gradient(dh_TF, x_TD)
         dx_TD = dresidual_TD.addmm_(dh_TF, in_weight_FD)
-        return dx_TD, din_weight_FD, din_bias_F, dout_weight_DF, *gradients, *[None] * 4
+        return dx_TD, din_weight_FD, din_bias_F, dout_weight_DF, *dnorm, *[None] * 4
 
 
 class _NarrowFeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, *arguments: Any) -> Tensor:
-        weights, _, end = _split(arguments, 0)
-        in_weight_FD, out_weight_DF = cast(weights.in_weight, x_TD.dtype), cast(weights.out_weight, x_TD.dtype)
-        inputs = (x_TD, in_weight_FD, weights.in_bias, out_weight_DF, *weights[3:])
-        y_TD: Tensor
-        y_TD, *saved = kernels().narrow_feed_forward(*inputs, *end)
-        ctx.probability, ctx.call = end[1], end[3]
-        ctx.save_for_backward(*inputs[:6], *saved, end[2])
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        in_weight_FD: Tensor,
+        in_bias_F: Tensor,
+        out_weight_DF: Tensor,
+        out_bias_D: Tensor,
+        norm_weight_D: Tensor,
+        norm_bias_D: Tensor,
+        eps: float,
+        *dropout: Any,
+    ) -> Tensor:
+        in_weight_FD, out_weight_DF = cast(in_weight_FD, x_TD.dtype), cast(out_weight_DF, x_TD.dtype)
+        inputs = (x_TD, in_weight_FD, in_bias_F, out_weight_DF, out_bias_D, norm_weight_D)
+        y_TD, *saved = kernels().narrow_feed_forward(*inputs, norm_bias_D, eps, *dropout)
+        ctx.probability, key, ctx.call_index = dropout
+        ctx.save_for_backward(*inputs, *saved, key)
         assert isinstance(y_TD, Tensor)
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         *saved, key = ctx.saved_tensors
-        gradients = kernels().narrow_feed_forward_gradients(dy_TD, *saved, ctx.probability, key, ctx.call)
-        return *gradients, *[None] * 4
+        dropout = (ctx.probability, key, ctx.call_index)
+        return *kernels().narrow_feed_forward_gradients(dy_TD, *saved, *dropout), *[None] * 4
 
 
 class _GatedFeedForward(torch.autograd.Function):
@@ -160,28 +208,21 @@ class _GatedFeedForward(torch.autograd.Function):
         return dh @ in_weight, weight_gradient(dh, x_TD), weight_gradient(dz_TD, inner_TF)
 
 
-def _split(arguments: tuple[Any, ...], num_own: int) -> tuple[SublayerWeights, tuple[Any, ...], tuple[Any, ...]]:
-    """A node's weights, arguments of its own, and those of the end: eps, and probability, key and call of dropout."""
-    return SublayerWeights(*arguments[:6]), arguments[6 : 6 + num_own], arguments[6 + num_own :]
-
-
-def _residual_norm(
-    z_TD: Tensor, x_TD: Tensor, weights: SublayerWeights, end: tuple[Any, ...]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The sublayer's output, and what `_residual_norm_backward` needs beside x and the key."""
-    y_TD, mean_T, rstd_T = kernels().residual_norm(z_TD, weights.out_bias, x_TD, *weights[4:], *end)
-    return y_TD, z_TD, weights.out_bias, weights.norm_weight, mean_T, rstd_T
-
-
 def _residual_norm_backward(
-    ctx: Any, dy_TD: Tensor, x_TD: Tensor, z_TD: Tensor, out_bias_D: Tensor, norm_weight_D: Tensor, *rest: Any
+    dropout: tuple[float, Tensor | None, int],
+    dy_TD: Tensor,
+    x_TD: Tensor,
+    z_TD: Tensor,
+    out_bias_D: Tensor,
+    norm_weight_D: Tensor,
+    mean_T: Tensor,
+    rstd_T: Tensor,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Gradients of z and of the residual, and of output bias, norm weight and norm bias.
 
     Without dropout the first two are one tensor: what is added to the second comes after all uses of the first.
     """
-    mean_T, rstd_T, key = rest
-    norm = (z_TD, out_bias_D, x_TD, norm_weight_D, mean_T, rstd_T, True, ctx.probability, key, ctx.call)
+    norm = (z_TD, out_bias_D, x_TD, norm_weight_D, mean_T, rstd_T, True, *dropout)
     dz_TD, dresidual_TD, (dnorm_weight_D, dnorm_bias_D, dout_bias_D) = kernels().residual_norm_backward(dy_TD, *norm)
     gradients = (dout_bias_D, dnorm_weight_D, dnorm_bias_D)
     return dz_TD, dresidual_TD if dresidual_TD.numel() else dz_TD, gradients
