@@ -269,10 +269,11 @@ def _short_attention_backward_kernel(
     dk = tl.dot(tl.trans(q), ds, input_precision=PRECISION)
     if TWO:
         dk = tl.dot(tl.trans(q2), ds2, dk, input_precision=PRECISION)
-    dk_sum = _store(
-        dqkv_ptr + HIDDEN, dk * SCALE, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H, SUM
-    )
+    dk_sum = _store(dqkv_ptr + HIDDEN, dk * SCALE, cos_ptr, sin_ptr, first, position,
+                    LENGTH, STRIDE, WIDTH, BLOCK_H, k_bias_ptr is not None)  # fmt: skip
     if SUM:
+        if k_bias_ptr is None:
+            dk_sum = tl.zeros((BLOCK_H,), tl.float32)
         partial_ptr += row.to(tl.int64) * STRIDE + head * WIDTH
         column = tl.arange(0, BLOCK_H)
         qk_column = column if cos_ptr is None else column // 2 + column % 2 * (WIDTH // 2)
@@ -299,7 +300,7 @@ def _constants(
     return constants | blocks(length) | {"PRECISION": precision, "num_warps": NUM_WARPS, **FUSION}
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+def _contiguous(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
@@ -326,7 +327,7 @@ def short_attention(
     """
     num_rows, num_tokens = segment_ids_BL.shape[0], qkv_TX.shape[0]
     constants = _constants(qkv_TX, segment_ids_BL, num_heads, window, probability)
-    qkv_TX, ids_BL, (cos_TH, sin_TH) = qkv_TX.contiguous(), segment_ids_BL.contiguous(), _contiguous(cos_TH, sin_TH)
+    qkv_TX, bias_X, ids_BL, cos_TH, sin_TH = _contiguous(qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH)
     out_TD = qkv_TX.new_empty((num_tokens, qkv_TX.shape[1] // 3))
     lse_NT = qkv_TX.new_empty((num_heads, num_tokens), dtype=torch.float32)
     _short_attention_forward_kernel[(num_rows * num_heads,)](
@@ -344,8 +345,9 @@ def short_attention_backward(
     """Gradients of qkv [T, X] and of the bias, fp32 [X], or [0] where there is none."""
     num_rows = segment_ids_BL.shape[0]
     constants = _constants(qkv_TX, segment_ids_BL, num_heads, window, probability)
-    dout_TD, qkv_TX, ids_BL = dout_TD.contiguous(), qkv_TX.contiguous(), segment_ids_BL.contiguous()
-    cos_TH, sin_TH = _contiguous(cos_TH, sin_TH)
+    dout_TD, qkv_TX, bias_X, ids_BL, cos_TH, sin_TH = _contiguous(
+        dout_TD, qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH
+    )
     dqkv_TX = torch.empty_like(qkv_TX)
     partial_BX = None if bias_X is None else torch.empty((num_rows, *bias_X.shape), device=bias_X.device)
     _short_attention_backward_kernel[(num_rows * num_heads,)](
