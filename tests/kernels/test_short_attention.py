@@ -21,8 +21,8 @@ DTYPES = [torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32
 DROPOUT = Dropout(0.1, torch.tensor([2**40 + 7, 12, 770], device=DEVICE), 5)
 # Row length, heads, head dimension, bias, rotary positions, window, dropout.
 SETTINGS = {
-    "small": (128, 4, 64, True, False, None, Dropout()),
-    "small, dropout": (128, 4, 64, True, False, None, DROPOUT),
+    "small": (128, 2, 64, True, False, None, Dropout()),
+    "small, dropout": (128, 2, 64, True, False, None, DROPOUT),
     "generator": (128, 1, 64, True, False, None, DROPOUT),
     "modern": (128, 2, 64, False, True, None, Dropout()),
     "modern, dropout, local": (128, 2, 32, False, True, 9, DROPOUT),
@@ -83,10 +83,7 @@ def test_equals_reference(name, dtype):
     truth = output_and_gradients(reference, dout, *inputs)
     inputs = [inputs[0].to(dtype), *(x.float() for x in inputs[1:])]
     eager = output_and_gradients(reference, dout, *inputs)
-    found = output_and_gradients(kernel, dout, *inputs)
-    assert_no_worse(found, eager, truth)
-    again = output_and_gradients(kernel, dout, *inputs)
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    assert_no_worse(output_and_gradients(kernel, dout, *inputs), eager, truth)
 
 
 def test_a_row_depends_on_nothing_else():
@@ -114,7 +111,7 @@ def test_past_the_end_of_a_row_nothing_counts():
     assert all(torch.equal(a[:40], b[:40]) for a, b in zip(found[:2], expected[:2], strict=True))
 
 
-def test_strided_inputs():
+def test_strides_do_not_matter_and_bits_repeat():
     _, kernel, (product, bias), dout = functions("tiny")
     product, bias, dout = product.to(DTYPES[1]), bias.float(), dout.to(DTYPES[1])
     expected = output_and_gradients(kernel, dout, product, bias)
