@@ -134,10 +134,11 @@ def test_registered_for_autograd_and_compilation():
     product, bias, dout = product.half().requires_grad_(), bias.float().requires_grad_(), dout.half()
     options = (2, None, *DROPOUT.arguments)
     torch.library.opcheck(kernels.short_attention, (product, bias, ids, *angles, *options))
-    torch.library.opcheck(kernels.short_attention, (product, None, ids, None, None, *options))
-    product, bias = product.detach(), bias.detach()
-    lse = kernels.short_attention(product, bias, ids, *angles, *options)[1]
-    torch.library.opcheck(kernels.short_attention_backward, (dout, product, bias, ids, *angles, lse, *options))
+    product, bias, shapes = product.detach(), bias.detach(), ("test_schema", "test_faketensor")
+    for given in ((bias, ids, *angles), (None, ids, None, None)):
+        lse = kernels.short_attention(product, *given, *options)[1]
+        arguments = (dout, product, *given, lse, *options)
+        torch.library.opcheck(kernels.short_attention_backward, arguments, test_utils=shapes)
 
 
 def test_compiles_ahead_of_time():
