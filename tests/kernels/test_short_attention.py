@@ -31,7 +31,7 @@ SETTINGS = {
     "one part": (64, 2, 16, True, False, None, DROPOUT),
     "odd": (17, 3, 16, True, False, 4, DROPOUT),
     "longer than a part": (100, 2, 32, True, False, None, DROPOUT),
-    "heads of another width": (70, 2, 24, True, True, None, Dropout()),
+    "heads that begin within a quad": (70, 2, 24, True, True, None, DROPOUT),
     "one token": (1, 2, 16, True, False, None, Dropout()),
 }
 
