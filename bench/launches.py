@@ -1,6 +1,6 @@
 """How many kernels does a training step launch on a GPU? Counted without one.
 
-    python bench/launches.py [--shape small:8] [--recipe google] [--section.key value ...]
+    python bench/launches.py [--shape small:8] [--recipe google] [--attention short] [--section.key value ...]
 
 Takes one step on the CPU with every Triton kernel replaced by a counter, and counts torch's operators: views and
 allocations launch nothing, a `foreach` as many kernels as torch's `multi_tensor_apply` makes of it, everything else

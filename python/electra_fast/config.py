@@ -52,7 +52,7 @@ class ModelConfig(Section):
     )
     tying: Literal["none", "embeddings", "all"] = config_key("embeddings", "what generator and discriminator share")
     attention: Literal["auto", "sdpa", "short", "varlen", "flex", "xformers"] = config_key(
-        "auto", "attention backend; auto: on CUDA in 16 bits short (rows of up to 128 tokens) or varlen, else sdpa"
+        "auto", "attention backend; auto: in 16 bits short (rows up to 128, Hopper) or varlen on CUDA, else sdpa"
     )
     norm_eps: float = config_key(0.0, "epsilon of the norms; 0: 1e-12 in bert, 1e-5 in modern", low=0, high=1)
     rope_theta: float = config_key(10_000.0, "base of the rotary angles (modern)", low=1)

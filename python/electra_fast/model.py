@@ -96,7 +96,7 @@ class BertLayer(nn.Module):
             x_TD = ops.gather_rows(x_TD, queries.index_n)
             x_TD = norm.after_residual(self.attention_out, mixed_TD, x_TD, dropout)
         weights = _sublayer_weights(self.feed_forward_in, self.feed_forward_out, self.feed_forward_norm)
-        return sublayers.feed_forward(x_TD, weights, norm.eps, dropout.call(1))
+        return sublayers.feed_forward(x_TD, weights, self.feed_forward_norm.eps, dropout.call(1))
 
 
 def _attention_dropout(layer: BertLayer | ModernLayer, dropout: Dropout) -> Dropout:
