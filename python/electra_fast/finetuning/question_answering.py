@@ -15,7 +15,7 @@ from electra_fast.compute import ComputeConfig
 from electra_fast.config import ModelConfig
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import Diverged, InputError
-from electra_fast.finetuning.answer_scores import squad_scores
+from electra_fast.finetuning.answer_scores import score_unit, squad_scores
 from electra_fast.finetuning.answer_search import FoundAnswer, SpanScores, search
 from electra_fast.finetuning.answers import Answer, rounded
 from electra_fast.finetuning.config import FinetuneConfig
@@ -119,11 +119,12 @@ class QuestionAnswering(Method):
 
     def scores(
         self, task: Task, split: Split, features: SpanFeatures, outputs: list[Reading], earlier: Mapping[str, Any]
-    ) -> dict[str, float]:
-        """By SQuAD's official rules; the threshold of the odds is sought on the first split."""
+    ) -> dict[str, Any]:
+        """By the official rules, and `f1_unit`; the threshold of the odds is sought on the first split."""
         odds = _odds(split, outputs) if task.has_unanswerable else None
         assert split.targets is not None
-        return squad_scores(split, _texts(split, outputs), odds, earlier.get("null_threshold"))
+        scores = squad_scores(split, _texts(split, outputs), odds, earlier.get("null_threshold"))
+        return scores | {"f1_unit": score_unit(split)}
 
     def write_predictions(
         self,
