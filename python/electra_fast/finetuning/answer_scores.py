@@ -1,4 +1,4 @@
-"""Scores of answers to questions by the rules of SQuAD 1.1 and 2.0, and in scripts without spaces by those of CMRC 2018.
+"""Scores of answers to questions by the rules of SQuAD 1.1 and 2.0, in scripts without spaces by those of CMRC 2018.
 
 They equal what the official evaluation scripts report, as fractions instead of percentages. SQuAD compares words. Where
 the context is written without spaces, so do CMRC and DRCD, but each character of such a script is a word, and the words
@@ -27,7 +27,7 @@ _UNSPACED = (
 )
 _UNSPACED_CHARACTER = re.compile(f"[{_UNSPACED}]")
 _UNIT = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
-# Share of a context's letters: well above that of English articles on China, well below that of Chinese ones on software.
+# Share of a context's letters: above that in English articles on China, below that in Chinese ones on software.
 _UNSPACED_SHARE = 0.2
 
 
