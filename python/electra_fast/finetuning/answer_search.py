@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from electra_fast.finetuning.chunks import Ints, max_context
-from electra_fast.finetuning.question_features import Context, QuestionFeatures
+from electra_fast.finetuning.question_features import Context, QuestionFeatures, stripped_span
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,9 @@ def _distinct(context: Context, text: str, starts: Ints, ends: Ints, sums: Ints,
     """The first `n_best` candidates whose texts differ in more than whitespace."""
     found: dict[str, tuple[int, int, float]] = {}
     for start, end, score in zip(starts.tolist(), ends.tolist(), sums.tolist(), strict=True):
-        first, last = int(context.offsets[start, 0]), int(context.offsets[end, 1])
-        answer = text[first:last].lstrip()
-        if answer:  # pieces of whitespace are none
-            span = last - len(answer), last - len(answer) + len(answer.rstrip())
-            found.setdefault(" ".join(answer.split()), (*span, score))
+        first, last = stripped_span(text, int(context.offsets[start, 0]), int(context.offsets[end, 1]))
+        if first < last:  # whitespace is no answer
+            found.setdefault(" ".join(text[first:last].split()), (first, last, score))
         if len(found) == n_best:
             break
     if not found:  # the published code answers "empty"

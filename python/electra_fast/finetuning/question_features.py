@@ -23,8 +23,6 @@ from electra_fast.finetuning.task import Answer
 _LEAST_ROOM = 8
 # Contexts that are tokenized together.
 _BATCH = 1024
-# Code points of whitespace; none is beyond the Basic Multilingual Plane.
-_WHITESPACE = [code for code in range(0x10000) if chr(code).isspace()]
 
 
 @dataclass(frozen=True)
@@ -133,33 +131,33 @@ def _contexts(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]], names: Seq
 
 def _visible(text: str, offsets: Ints) -> Ints:
     """Offsets as in `Context`, of those that the tokenizer gives."""
-    is_space = np.isin(np.frombuffer(text.encode("utf-32-le"), "<u4"), _WHITESPACE)
-    places = np.arange(len(text))
-    after = np.append(np.where(is_space, len(text), places), len(text))[::-1]
-    next_letter = np.minimum.accumulate(after)[::-1]
-    last_end = np.maximum.accumulate(np.insert(np.where(is_space, 0, places + 1), 0, 0))
-    first, end = offsets[:, 0], offsets[:, 1]
-    first = np.minimum(next_letter[first], end)
-    end = np.maximum(last_end[end], first)
-    num_covering = np.zeros(len(text) + 1, np.int64)
-    np.add.at(num_covering, first, 1)
-    np.add.at(num_covering, end, -1)
-    for place in np.flatnonzero((num_covering.cumsum()[:-1] == 0) & ~is_space):
+    spans = np.array([stripped_span(text, *span) for span in offsets.tolist()], np.int32).reshape(-1, 2)
+    first, end = spans.T
+    changes = np.zeros(len(text) + 1, np.int64)
+    np.add.at(changes, first, 1)
+    np.add.at(changes, end, -1)
+    for place in np.flatnonzero(changes.cumsum()[:-1] == 0):
         if unicodedata.category(text[place])[0] in "ML":
             end[(end == place) & (first < end)] = place + 1
-    return np.stack((first, end), axis=1)
+    return spans
+
+
+def stripped_span(text: str, first: int, end: int) -> tuple[int, int]:
+    """The part of a span without whitespace at its ends; empty if there is nothing else."""
+    part = text[first:end].lstrip()
+    return end - len(part), end - len(part) + len(part.rstrip())
 
 
 def training_targets(tokenizer: Tokenizer, features: QuestionFeatures, answers: Sequence[tuple[Answer, ...]]) -> Ints:
     """Start and end of the first answer in each chunk's input, and whether it is impossible; int64 [chunks, 3].
 
     Both are 0, the position of [CLS], in a chunk that does not have all of the answer; a question without an answer is
-    impossible, a chunk without one is not.
+    impossible, a chunk without one is not. Offsets tell everything: the `tokenizer` is not asked again.
     """
     spans = np.full((len(answers), 2), -1)
     for number, (context, own) in enumerate(zip(features.contexts, answers, strict=True)):
         if own:
-            spans[number] = answer_pieces(context, own[0])
+            spans[number] = _answer_pieces(context, own[0])
     is_impossible = spans[features.question, 0] < 0
     start, end = (spans[features.question] - features.first[:, None]).T
     is_inside = (start >= 0) & (start <= end) & (end < features.num_pieces)
@@ -167,10 +165,9 @@ def training_targets(tokenizer: Tokenizer, features: QuestionFeatures, answers: 
     return np.stack([*positions, is_impossible], axis=1)
 
 
-def answer_pieces(context: Context, answer: Answer) -> tuple[int, int]:
+def _answer_pieces(context: Context, answer: Answer) -> tuple[int, int]:
     """First and last of the pieces that overlap an answer, whitespace aside; 0 and -1 if none does."""
-    text = answer.text.lstrip()
-    start = answer.start + len(answer.text) - len(text)
+    start, stop = stripped_span(answer.text, 0, len(answer.text))
     first, end = context.offsets.T
-    found = np.flatnonzero((first < start + len(text.rstrip())) & (end > start) & (first < end))
+    found = np.flatnonzero((first < answer.start + stop) & (end > answer.start + start) & (first < end))
     return (int(found[0]), int(found[-1])) if len(found) else (0, -1)
