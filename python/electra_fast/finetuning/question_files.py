@@ -39,6 +39,8 @@ PATTERNS = {"train": ("train*.json",), "dev": ("dev*.json", "validation*.json"),
 # If more of the training questions have no answer that is in their context, something is wrong with the file.
 MAX_LOST_SHARE = 0.05
 
+_Annotated = tuple[Question, tuple[Annotation, ...]]
+
 
 def read_squad(name: Literal["squad1", "squad2"], folder: Path) -> TaskData:
     """Reads SQuAD 1.1 or 2.0 from a folder, or from one in it that is called `squad`, `squad2`, `SQuAD-v2.0` or so.
@@ -56,7 +58,7 @@ def read_squad(name: Literal["squad1", "squad2"], folder: Path) -> TaskData:
     for split, parts in _squad_files(name, folder).items():
         found = json_entries((each for objects in parts.values() for each in objects), columns)
         splits[split] = _split(split, next(iter(parts)), found, columns, bad, notes, has_unanswerable=name == "squad2")
-    return _task_data(name, splits, bad, notes)
+    return _task_data(name, splits, [*notes, *bad.finish()])
 
 
 def read_questions(
@@ -103,9 +105,10 @@ def read_questions(
             if name != "test":
                 check_answer_column(path, columns, quoting)
             splits[name] = _split(name, path, entries(path, columns, quoting), columns, bad, notes)
+    notes += bad.finish()
     if dev is None:
         splits["train"], splits["dev"] = _set_aside(splits["train"], dev_fraction, seed, notes)
-    return _task_data("question-answering", splits, bad, notes)
+    return _task_data("question-answering", splits, notes)
 
 
 def iterate_questions(
@@ -181,7 +184,7 @@ def _split(
 
     Only a test split may have none at all.
     """
-    questions: dict[str, tuple[Question, tuple[Annotation, ...]]] = {}
+    questions: dict[str, _Annotated] = {}
     seen = set[str]()
     for number, entry in enumerate(found):
         with bad.collect():
@@ -209,7 +212,7 @@ def _array(answers: Sequence[tuple[Answer, ...]]) -> NDArray[Any]:
 
 def _placed(
     path: Path,
-    questions: Mapping[str, tuple[Question, tuple[Annotation, ...]]],
+    questions: Mapping[str, _Annotated],
     bad: BadRows,
     notes: list[str],
     has_unanswerable: bool,
@@ -243,7 +246,7 @@ def _check_unanswerable(question: Question, has_unanswerable: bool) -> None:
 
 def _trainable(
     path: Path,
-    questions: Mapping[str, tuple[Question, tuple[Annotation, ...]]],
+    questions: Mapping[str, _Annotated],
     answers: Mapping[str, tuple[Answer, ...]],
     bad: BadRows,
     notes: list[str],
@@ -267,9 +270,8 @@ def _trainable(
     return {id: own for id, own in found.items() if id not in set(lost)}
 
 
-def _task_data(name: str, splits: dict[str, Split], bad: BadRows, notes: list[str]) -> TaskData:
+def _task_data(name: str, splits: dict[str, Split], notes: list[str]) -> TaskData:
     train, dev, test = splits["train"], splits["dev"], splits.get("test")
-    notes += bad.finish()
     for split in (dev, test) if test else (dev,):
         notes += _scoring_notes(split)
     annotated = [split.targets for split in (train, dev) if split.targets is not None]
