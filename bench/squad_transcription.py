@@ -2,7 +2,9 @@
 
 The rules are those of google-research/electra's `finetune/qa` and `model/tokenization.py`, one character, piece and
 candidate at a time, without numpy and without the package. `squad_features.py` compares on real questions, the tests on
-generated ones.
+generated ones. Two rules are the package's: where the published target has other characters than the annotation, the
+pieces that overlap it are the target; and where the published code takes whole words for an answer because it cannot
+align its letters, the answer is that of the pieces.
 """
 
 import unicodedata
@@ -174,7 +176,17 @@ def context_pieces(tokenizer, context):
         for piece in tokenizer.pieces(text):
             pieces.append(Piece(piece.entry, start + piece.start, start + piece.end))
             words.append(index)
-    return pieces, words
+    return [with_marks(context, piece, pieces) for piece in pieces], words
+
+
+def with_marks(context, piece, pieces):
+    """A piece with the marks and letters after it that are in none."""
+    end = piece.end
+    while unicodedata.category(context[end : end + 1] or " ")[0] in "ML" and not any(
+        each.start <= end < each.end for each in pieces
+    ):
+        end += 1
+    return Piece(piece.entry, piece.start, end)
 
 
 def targets_of(tokenizer, chunks, context, answer):
@@ -188,6 +200,10 @@ def targets_of(tokenizer, chunks, context, answer):
     start = sum(word < first_word for word in words)
     end = sum(word <= last_word for word in words) - 1
     start, end = tightened(pieces, start, end, tokenizer.pieces(text))
+    first, last = at + len(text) - len(text.lstrip()), at + len(text.rstrip())
+    if start > end or (pieces[start].start, pieces[end].end) != (first, last):
+        inside = [i for i, piece in enumerate(pieces) if piece.start < last and piece.end > first]
+        start, end = (inside[0], inside[-1]) if inside else (0, -1)
     found = []
     for chunk in chunks:
         last = chunk.first + len(chunk.words) - 1
@@ -228,26 +244,26 @@ def is_answer(candidate, max_answer_length):
 def n_best(tokenizer, context, candidates, count, max_answer_length):
     """Distinct texts with their scores and probabilities, the best first. Candidates come by chunk, start and end."""
     valid = [candidate for candidate in candidates if is_answer(candidate, max_answer_length)]
-    texts, found = words_of(context)[0], {}
+    found = {}
     for candidate in sorted(valid, key=lambda candidate: candidate.score, reverse=True):
         if len(found) < count:
-            found.setdefault(text_of(tokenizer, texts, candidate), candidate.score)
+            found.setdefault(text_of(tokenizer, context, candidate), candidate.score)
     if not found:
         found = {"": 0.0}
     weights = [exp(score - max(found.values())) for score in found.values()]
     return [(*each, weight / sum(weights)) for each, weight in zip(found.items(), weights, strict=True)]
 
 
-def text_of(tokenizer, texts, candidate):
-    """The part of the context's words that a candidate stands for, or all of its words."""
+def text_of(tokenizer, context, candidate):
+    """The part of the context's words that a candidate stands for."""
     chunk = candidate.chunk
-    whole = " ".join(texts[chunk.words[candidate.start] : chunk.words[candidate.end] + 1])
+    whole = " ".join(words_of(context)[0][chunk.words[candidate.start] : chunk.words[candidate.end] + 1])
     proposed = " ".join(chunk.tokens[candidate.start : candidate.end + 1]).replace(" ##", "").replace("##", "")
     normalized = " ".join("".join(letter for letter, _ in token) for token in tokenizer.basic(whole))
     at = normalized.find(proposed)
     letters = [place for place, character in enumerate(whole) if character != " "]
     if at < 0 or len(letters) != len(normalized.replace(" ", "")):
-        return whole
+        return " ".join(words_of(context[chunk.spans[candidate.start][0] : chunk.spans[candidate.end][1]])[0])
     start = len(normalized[:at].replace(" ", ""))
     end = start + len(proposed.replace(" ", ""))
     return whole[letters[start] : letters[end - 1] + 1]

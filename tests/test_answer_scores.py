@@ -8,15 +8,23 @@ import numpy as np
 import pytest
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.answer_scores import exact_match, f1, normalize_answer, squad_scores
+from electra_fast.finetuning.answer_scores import (
+    exact_match,
+    f1,
+    is_unspaced,
+    normalize_answer,
+    score_unit,
+    squad_scores,
+)
 from electra_fast.finetuning.task import Answer, Split
 
 
-def split_of(*golds):
+def split_of(*golds, contexts=()):
     """Questions q0, q1, ... with these texts as their answers."""
     targets = np.fromiter([tuple(Answer(text, 0) for text in own) for own in golds], dtype=object)
     ids = [f"q{number}" for number in range(len(golds))]
-    return Split(name="dev", path=Path("dev.json"), texts=[("?", "!")] * len(golds), targets=targets, ids=ids)
+    texts = [("?", context) for context in contexts or ["!"] * len(golds)]
+    return Split(name="dev", path=Path("dev.json"), texts=texts, targets=targets, ids=ids)
 
 
 def by_id(*values):
@@ -250,3 +258,86 @@ def test_a_given_threshold_is_used():
             "no_answer_accuracy": 1 / 2,
         }
     )
+
+
+CHINESE, ENGLISH = "小明在北京住了三年。", "The Yuan dynasty (Chinese: 元朝) was founded by Kublai Khan in Khanbaliq."
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "exact", "overlap"),
+    [
+        ("北京", "北京", 1, 1),
+        ("在北京", "北京", 0, 4 / 5),
+        ("“北京”。", "北京", 1, 1),
+        ("京北", "北京", 0, 1 / 2),  # the longest run, not the characters in any order
+        ("2009年の秋", "2009年", 0, 2 * 2 / (4 + 2)),  # a number is a word
+        ("IBM公司", "ibm 公司", 1, 1),
+        ("the IBM公司", "IBM公司", 0, 2 * 3 / 7),  # no articles
+        ("เชียงใหม่", "เชียง", 0, 2 * 5 / 14),
+        ("テレビ", "テレビ", 1, 1),
+        ("。", "北京", 0, 0),
+    ],
+)
+def test_characters_are_words_in_scripts_without_spaces(prediction, gold, exact, overlap):
+    assert exact_match(prediction, gold, by_characters=True) == exact
+    assert f1(prediction, gold, has_unanswerable=False, by_characters=True) == pytest.approx(overlap)
+
+
+def test_the_context_decides_what_is_compared():
+    split = split_of(["小明"], ["the 元朝"], contexts=[CHINESE, ENGLISH])
+    assert squad_scores(split, by_id("小", "元朝")) == pytest.approx({"exact_match": 1 / 2, "f1": (2 / 3 + 1) / 2})
+    assert score_unit(split) == "words and characters"
+    assert score_unit(split_of([], contexts=[CHINESE])) == "characters"
+    for context in (ENGLISH, "서울은 한국의 수도이다.", "", "1999", "Москва и Санкт-Петербург", "القاهرة عاصمة"):
+        assert not is_unspaced(context) and score_unit(split_of([], contexts=[context])) == "words"
+    for context in (
+        "東京タワー",
+        "カタカナ",
+        "ย้ายไปกรุงเทพในปี2009",
+        "IBM公司与Microsoft公司发布软件",
+        "မြန်မာ",
+        "ភាសាខ្មែរ",
+    ):
+        assert is_unspaced(context)
+
+
+def test_unanswerable_questions_in_scripts_without_spaces():
+    split = split_of(["北京"], [], ["。"], contexts=[CHINESE] * 3)
+    scores = squad_scores(split, by_id("北京。", "", ""), by_id(0.0, 0.0, 0.0))
+    assert scores["f1"] == scores["has_answer_f1"] == scores["no_answer_accuracy"] == 1
+
+
+def cmrc_units(text):
+    """`mixed_segmentation` of CMRC 2018's evaluation script, for texts whose other words have no punctuation."""
+    units, word = [], ""
+    for character in text.lower().strip():
+        if character in "-:_*^/\\~`+=，。：？！“”；’《》…·、「」（）－～『』":
+            continue
+        if "\u4e00" <= character <= "\u9fa5":
+            units, word = [*units, *word.split(), character], ""
+        else:
+            word += character
+    return units + word.split()
+
+
+def cmrc_f1(prediction, gold):
+    """`calc_f1_score`: the longest common run, found by dynamic programming."""
+    predicted, annotated = cmrc_units(prediction), cmrc_units(gold)
+    lengths, longest = [[0] * (len(annotated) + 1) for _ in range(len(predicted) + 1)], 0
+    for i, unit in enumerate(predicted):
+        for j, other in enumerate(annotated):
+            lengths[i + 1][j + 1] = lengths[i][j] + 1 if unit == other else 0
+            longest = max(longest, lengths[i + 1][j + 1])
+    return 2 * longest / (len(predicted) + len(annotated)) if longest else 0
+
+
+def test_scores_as_cmrc_2018_states_them():
+    rng, seen = random.Random(0), []
+    for _ in range(500):
+        prediction, gold = (
+            "".join(rng.choices([*"北京大学，。「」·-～", "IBM ", "3"], k=rng.randint(1, 9))) for _ in "ab"
+        )
+        seen.append(f1(prediction, gold, has_unanswerable=False, by_characters=True))
+        assert seen[-1] == pytest.approx(cmrc_f1(prediction, gold))
+        assert exact_match(prediction, gold, by_characters=True) == (cmrc_units(prediction) == cmrc_units(gold))
+    assert sum(0 < each < 1 for each in seen) > 100

@@ -1,12 +1,9 @@
-"""Chunks, their contexts and words against the published rules."""
+"""Chunks and their contexts against the published rules."""
 
-import random
-
-import numpy as np
 import pytest
 import squad_transcription as transcription
 
-from electra_fast.finetuning.chunks import chunk_spans, max_context, word_at, words_of
+from electra_fast.finetuning.chunks import chunk_spans, max_context
 
 
 @pytest.mark.parametrize(
@@ -44,27 +41,3 @@ def test_all_sizes_as_published(room, strides):
 def test_a_hundred_tokens_of_length_count_as_one_of_context():
     assert max_context([(0, 200), (150, 100)], 250)[174:177].tolist() == [0, 0, 1]  # token 175: 24 + 2 and 25 + 1
     assert max_context([(0, 200), (150, 105)], 255)[174:177].tolist() == [0, 1, 1]
-
-
-def test_only_five_characters_separate_words():
-    text = "\u202f a\u00a0b\u3000c\td\u2028e\r\n f\u202fgh\u200b \x0b 😀i "
-    words = [text[start:end] for start, end in words_of(text)]
-    assert words == ["a\u00a0b\u3000c", "d\u2028e", "f", "gh\u200b", "\x0b", "😀i"]
-    assert words_of("").shape == words_of(" \n").shape == (0, 2)
-
-
-def test_whitespace_belongs_to_the_word_before_it():
-    text = " ab  c\n"
-    assert word_at(words_of(text), np.arange(len(text))).tolist() == [0, 0, 0, 0, 0, 1, 1]
-
-
-def test_words_of_any_text_as_published():
-    rng = random.Random(0)
-    for _ in range(500):
-        text = "".join(rng.choices("ab é\u0301😀\u200b\u00a0\u2009 \t\r\n\u202f", k=rng.randrange(30)))
-        expected, of_character = transcription.words_of(text)
-        words = words_of(text)
-        assert [text[start:end] for start, end in words] == expected
-        if expected:
-            found = word_at(words, np.arange(len(text))).tolist()
-            assert found == [max(0, word) for word in of_character]

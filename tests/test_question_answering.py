@@ -9,6 +9,8 @@ from tiny_reading import SETTINGS, articles, flags, questions_of
 
 import electra_fast as ef
 from electra_fast.errors import InputError
+from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.question_answering import QuestionAnswering
 from electra_fast.finetuning.question_files import read_questions
 
 
@@ -45,6 +47,7 @@ def test_squad_leaves_scores_and_the_scorers_files(readers, squad_folder, name, 
     assert found["metric"] == "f1" and len(found["runs"]) == 2
     assert found["medians"]["f1"] == pytest.approx(np.median([run["f1"] for run in found["runs"]]))
     assert 0 <= found["medians"]["exact_match"] <= found["medians"]["f1"] <= 1
+    assert found["runs"][0]["f1_unit"] == "words" and "f1_unit" not in found["medians"]
     assert "training chunks of at most 48 tokens" in said
     contexts = {id: context for id, _, context in questions_of(squad_folder / f"dev-v{version}.json")}
     predictions = json.loads((folder / "seed-0" / "predictions.dev.json").read_text())
@@ -151,3 +154,19 @@ def test_unanswerable_questions_in_dev_alone_count(tmp_path):
     (tmp_path / "dev.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"answers": []}) + "\n")
     assert read_questions(tmp_path / "train.jsonl", tmp_path / "dev.jsonl", None).task.has_unanswerable
     assert not read_questions(tmp_path / "train.jsonl", tmp_path / "train.jsonl", None).task.has_unanswerable
+
+
+def test_answers_that_are_too_long_are_counted(tiny_vocab, tmp_path):
+    context = "the class of a value " * 30
+    golds = ["class", context[:104], context[:-1]]
+    rows = [{"context": context, "question": "which?", "answers": [gold]} for gold in golds]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = read_questions(tmp_path / "own.jsonl", tmp_path / "own.jsonl", None)
+    config = FinetuneConfig(sequence_length=64, max_query_length=8, doc_stride=16, max_answer_length=20)
+    method, tokenizer = QuestionAnswering(), ef.Tokenizer(tiny_vocab)
+    chunks = method.training_set(tokenizer, data.task, data.train, config)
+    _, long, nowhere = method.describe(data.train, chunks, config)
+    num_tokens = len(tokenizer.encode_batch([golds[1]])[0])
+    assert long.startswith("longer than finetune.max_answer_length = 20 tokens, so never predicted: the answers to 1 ")
+    assert long.endswith(f"the longest of {num_tokens} tokens")
+    assert nowhere.startswith("in no chunk of finetune.sequence_length = 64 tokens") and "to 1 training" in nowhere

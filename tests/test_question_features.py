@@ -2,14 +2,16 @@
 
 import collections
 
+import numpy as np
 import pytest
-from question_texts import questions, write_vocab
+from question_texts import SPECIAL, questions, write_vocab
 from squad_features import comparisons
 from tokenizers import Tokenizer as Crate
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 import electra_fast as ef
 from electra_fast.errors import InputError
+from electra_fast.finetuning.answer_search import SpanScores, search
 from electra_fast.finetuning.question_features import question_features, training_targets
 from electra_fast.finetuning.task import Answer
 
@@ -106,13 +108,13 @@ def test_a_context_needs_room(tokenizer):
         ("He was born (1895-1943).", 13, "1895", "18 ##95"),  # within "(1895-1943)."
         ("He was born (1895-1943).", 13, "1895-1943", "18 ##95 - 19 ##43"),
         ("the unbelievable north", 4, "unbeliev", "un ##bel ##iev"),
-        ("the unbelievable north", 6, "believ", "un ##bel ##iev ##able"),  # "believ" alone is of other pieces
-        ("the re-re-build of", 7, "re", "re"),  # the first, not the annotated one
+        ("the unbelievable north", 6, "believ", "##bel ##iev"),
+        ("the unbelievable north", 7, "e", "##bel"),
+        ("the re-re-build of", 7, "re", "re"),
         ("the Café, north", 4, "Cafe", "cafe"),
         ("in the north", 2, " the", "the"),
-        ("in the north", 2, " ", "in"),  # whitespace belongs to the word before it, and has no pieces
+        ("in the north", 2, " the ", "the"),
         ("in the \u200b north", 7, "\u200b", ""),  # a word without pieces
-        (" in the", 0, " ", "in"),
         ("in the north\n", 7, "north\n", "north"),
     ],
 )
@@ -121,6 +123,9 @@ def test_targets_of_an_answer(tokenizer, context, start, text, pieces):
     [(first, last, impossible)] = training_targets(tokenizer, features, [(Answer(text, start), Answer("no", 0))])
     found = inputs(tokenizer, features)[0].split()[first : last + 1]
     assert (" ".join(found), impossible) == (pieces or "[CLS]", 0)
+    if pieces:
+        offsets = features.contexts[0].offsets - [start, start]
+        assert offsets[first - 3, 1] > 0 and offsets[last - 3, 0] < len(text)
 
 
 def test_an_answer_is_in_the_chunks_that_have_all_of_it(tokenizer):
@@ -134,20 +139,62 @@ def test_an_answer_is_in_the_chunks_that_have_all_of_it(tokenizer):
     assert found[4:] == [[0, 0, 1]] * 4
 
 
-def test_byte_level_pieces_begin_with_whitespace(tmp_path):
-    """The space before a word is in the word's piece, but neither in the answer nor of the word before it."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *alphabet, "Ġa", "Ġab"]
-    crate = Crate(models.BPE({entry: i for i, entry in enumerate(entries)}, [("Ġ", "a"), ("Ġa", "b")]))
-    crate.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    crate.add_special_tokens(entries[:5])
+# Sentences with parts that are answers: in words, across words, doubled, of characters that normalization changes.
+SENTENCES = {
+    "2009年に東京へ移り、2009年の秋に最初の個展を開いた。ﾃﾚﾋﾞで㍿が話す。": ["2009年の秋", "2009年", "東京", "ﾚﾋﾞ", "㍿"],
+    "北京很大，北京很美，小明在北京住了三年。𠮷野家": ["北京", "三年", "𠮷", "小明在北京"],
+    "สมชายเกิดที่เชียงใหม่และย้ายไปกรุงเทพในปี2009": ["เชียงใหม่", "กรุงเทพ", "ปี2009"],
+    "서울은 한국의 수도이며, 1950년대에 커졌다.": ["서울", "1950년", "커졌다"],
+    "وُلِدَ محمد في القاهرة عام ١٩٥٠م.": ["محمد", "القاهرة", "١٩٥٠", "وُلِدَ"],
+    "दिल्ली भारत की राजधानी है, जो यमुना पर है।": ["दिल्ली", "भारत की राजधानी", "यमुना"],
+    "Москва\u00a0— столица России; й и И\u0306, İstanbul, straße.": [
+        "Москва",
+        "столица",
+        "й",
+        "И\u0306",
+        "İstanbul",
+        "ß",
+    ],
+    "A 14-story hotel (1999) in the 1950s: Londoners drank cafe\u0301\u3000and 👩\u200d👧 naïve ﬁsh.  End": [
+        *("14", "1999", "1950", "London", "cafe\u0301\u3000and", "👩\u200d👧", "ﬁ", "ﬁsh.  End"),
+    ],
+}
+
+
+def crate_of(kind):
+    """A tokenizer trained on the sentences."""
+    options = {"special_tokens": SPECIAL, "vocab_size": 340, "show_progress": False}
+    alphabet = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    model, trainer, normalizer, splitter = {
+        "wordpiece": ("WordPiece", trainers.WordPieceTrainer(**options), "BertNormalizer", "BertPreTokenizer"),
+        "byte-level BPE": ("BPE", trainers.BpeTrainer(**options, **alphabet), "NFC", "ByteLevel"),
+        "BPE": ("BPE", trainers.BpeTrainer(**options), "Lowercase", "Metaspace"),
+        "unigram": ("Unigram", trainers.UnigramTrainer(**options, unk_token="[UNK]"), "NFKC", "Metaspace"),
+    }[kind]
+    crate = Crate(getattr(models, model)() if model == "Unigram" else getattr(models, model)(unk_token="[UNK]"))
+    crate.normalizer, crate.pre_tokenizer = getattr(normalizers, normalizer)(), getattr(pre_tokenizers, splitter)()
+    crate.train_from_iterator(SENTENCES, trainer)
+    return crate
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "byte-level BPE", "BPE", "unigram"])
+def test_targets_are_the_pieces_that_overlap_the_answer(tmp_path, kind):
+    """By the crate's own offsets; and such a prediction has the characters of these pieces without whitespace."""
+    crate = crate_of(kind)
     crate.save(str(tmp_path / "tokenizer.json"))
-    tokenizer, context = ef.Tokenizer(tmp_path / "tokenizer.json"), "a ab a(é"
-    features = features_of(tokenizer, ("a", context))
-    assert inputs(tokenizer, features) == ["[CLS] a [SEP] a Ġab Ġa ( Ã © [SEP]"]
-    pieces = [context[start:end] for start, end in features.contexts[0].offsets]
-    assert pieces == ["a", "ab", "a", "(", "é", "é"]
-    assert training_targets(tokenizer, features, [(Answer("ab", 2),)]).tolist() == [[4, 4, 0]]
-    assert features.contexts[0].growth.tolist() == [0, 0, 0]
-    with pytest.raises(InputError, match="no tokens"):
-        features_of(tokenizer, ("a", " \n"))
+    tokenizer = ef.Tokenizer(tmp_path / "tokenizer.json")
+    texts = [(text[:5], text) for text, parts in SENTENCES.items() for part in parts]
+    answers = [Answer(part, text.rindex(part)) for text, parts in SENTENCES.items() for part in parts]
+    features = features_of(tokenizer, *texts, length=512, query=64)
+    targets = training_targets(tokenizer, features, [(answer,) for answer in answers])
+    score_n1 = np.zeros((len(texts), 1))
+    scores = SpanScores(targets[:, :1], score_n1, targets[:, 1:2, None], score_n1[..., None], score_n1[:, 0])
+    found = [best[0] for best, _ in search(features, texts, scores, max_answer_length=512)]
+    pieces = targets[:, :2] - features.context_start[:, None]
+    for (_, text), answer, (first, last), best in zip(texts, answers, pieces.tolist(), found, strict=True):
+        letters = {answer.start + place for place, letter in enumerate(answer.text) if not letter.isspace()}
+        overlaps = [bool(letters.intersection(range(*span))) for span in crate.encode(text).offsets]
+        assert (first, last) == (overlaps.index(True), len(overlaps) - 1 - overlaps[::-1].index(True))
+        assert best.text == text[best.start : best.end] == best.text.strip() and answer.text in best.text
+        assert best.start <= answer.start and best.end >= answer.start + len(answer.text)
+    assert sum(best.text == answer.text for best, answer in zip(found, answers, strict=True)) > len(texts) / 2

@@ -1,14 +1,18 @@
-"""Scores of answers to questions by the rules of SQuAD 1.1 and 2.0.
+"""Scores of answers to questions by the rules of SQuAD 1.1 and 2.0, in scripts without spaces by those of CMRC 2018.
 
-They equal what the two official evaluation scripts report, as fractions instead of percentages.
+They equal what the official evaluation scripts report, as fractions instead of percentages. SQuAD compares words. Where
+the context is written without spaces, so do CMRC and DRCD, but each character of such a script is a word, and the words
+in common are the longest run of them.
 """
 
 from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from difflib import SequenceMatcher
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.task import Answer, Split
@@ -16,6 +20,15 @@ from electra_fast.finetuning.task import Answer, Split
 Scores = dict[str, float]
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
+# Thai, Lao, Tibetan, Myanmar, Khmer, Han, Hiragana, Katakana and Bopomofo.
+_UNSPACED = (
+    "\u0e00-\u109f\u1780-\u17ff\u2e80-\u2fdf\u3005-\u3007\u3021-\u3029\u3040-\u30ff\u3100-\u312f"
+    "\u31a0-\u31bf\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
+)
+_UNSPACED_CHARACTER = re.compile(f"[{_UNSPACED}]")
+_UNIT = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
+# Share of a context's letters: above that in English articles on China, below that in Chinese ones on software.
+_UNSPACED_SHARE = 0.2
 
 
 def squad_scores(
@@ -45,7 +58,8 @@ def squad_scores(
     assert split.targets is not None
     ids, answers = split.ids, dict(zip(split.ids, split.targets, strict=True))
     _check_complete("prediction", predictions, ids)
-    raw = _raw_scores(answers, predictions, has_unanswerable=null_odds is not None)
+    unspaced = {id for id, (_, context) in zip(ids, split.texts, strict=True) if is_unspaced(context)}
+    raw = _raw_scores(answers, predictions, unspaced, has_unanswerable=null_odds is not None)
     if null_odds is None:
         return {name: _mean(values.values()) for name, values in raw.items()}
 
@@ -79,23 +93,50 @@ def _mean_at(
     return _mean([raw[id] if null_odds[id] <= threshold else float(not answers[id]) for id in ids])
 
 
+def is_unspaced(context: str) -> bool:
+    """Whether a text is written without spaces: Chinese, Japanese, Thai, ..."""
+    num_letters = sum(map(str.isalpha, context))
+    return len(_UNSPACED_CHARACTER.findall(context)) > _UNSPACED_SHARE * num_letters
+
+
+def score_unit(split: Split) -> str:
+    """What exact match and F1 compare: `words`, `characters`, or `words and characters` where contexts differ."""
+    kinds = {is_unspaced(context) for _, context in split.texts}
+    return " and ".join(unit for unit, kind in (("words", False), ("characters", True)) if kind in kinds)
+
+
+def units_of(text: str) -> list[str]:
+    """The text in lower case and without punctuation: each character of a script without spaces, and the words."""
+    return _UNIT.findall("".join(letter for letter in text.lower() if not _is_punctuation(letter)))
+
+
+def _is_punctuation(letter: str) -> bool:
+    return letter in string.punctuation or letter == "～" or unicodedata.category(letter)[0] == "P"
+
+
 def normalize_answer(text: str) -> str:
     """The text in lower case without ASCII punctuation, then without articles, its words separated by single spaces."""
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
-def exact_match(prediction: str, gold: str) -> float:
-    """1 if the texts are equal when normalized, else 0."""
-    return float(normalize_answer(prediction) == normalize_answer(gold))
+def exact_match(prediction: str, gold: str, *, by_characters: bool = False) -> float:
+    """1 if the texts are equal when normalized, else 0; `by_characters`: if they have the same `units_of`."""
+    normalize = units_of if by_characters else normalize_answer
+    return float(normalize(prediction) == normalize(gold))
 
 
-def f1(prediction: str, gold: str, *, has_unanswerable: bool) -> float:
+def f1(prediction: str, gold: str, *, has_unanswerable: bool, by_characters: bool = False) -> float:
     """The harmonic mean of precision and recall of the normalized words, with repetitions.
 
     Two texts without words match by the rules of SQuAD 2.0 (`has_unanswerable`), but not by those of 1.1.
+    `by_characters`: of the `units_of` the texts, of which the longest common run counts.
     """
-    predicted, annotated = (normalize_answer(text).split() for text in (prediction, gold))
-    num_shared = (Counter(predicted) & Counter(annotated)).total()
+    split = units_of if by_characters else lambda text: normalize_answer(text).split()
+    predicted, annotated = split(prediction), split(gold)
+    if by_characters:
+        num_shared = SequenceMatcher(None, predicted, annotated, autojunk=False).find_longest_match().size
+    else:
+        num_shared = (Counter(predicted) & Counter(annotated)).total()
     if not num_shared:
         return float(has_unanswerable and predicted == annotated == [])
     precision, recall = num_shared / len(predicted), num_shared / len(annotated)
@@ -109,14 +150,22 @@ def _check_complete(what: str, given: Collection[str], ids: Sequence[str]) -> No
 
 
 def _raw_scores(
-    answers: Mapping[str, Sequence[Answer]], predictions: Mapping[str, str], *, has_unanswerable: bool
+    answers: Mapping[str, Sequence[Answer]],
+    predictions: Mapping[str, str],
+    unspaced: Collection[str],
+    *,
+    has_unanswerable: bool,
 ) -> dict[str, Scores]:
-    """Exact match and F1 by id, each with the annotated answer that fits best."""
+    """Exact match and F1 by id, each with the annotated answer that fits best; by characters of those `unspaced`."""
     raw: dict[str, Scores] = {"exact_match": {}, "f1": {}}
     for id, own in answers.items():
-        texts = [answer.text for answer in own if not has_unanswerable or normalize_answer(answer.text)] or [""]
-        raw["exact_match"][id] = max(exact_match(predictions[id], text) for text in texts)
-        raw["f1"][id] = max(f1(predictions[id], text, has_unanswerable=has_unanswerable) for text in texts)
+        predicted, by_characters = predictions[id], id in unspaced
+        normalize = units_of if by_characters else normalize_answer
+        texts = [answer.text for answer in own if not has_unanswerable or normalize(answer.text)] or [""]
+        raw["exact_match"][id] = max(exact_match(predicted, text, by_characters=by_characters) for text in texts)
+        raw["f1"][id] = max(
+            f1(predicted, text, has_unanswerable=has_unanswerable, by_characters=by_characters) for text in texts
+        )
     return raw
 
 

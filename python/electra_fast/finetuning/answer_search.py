@@ -1,6 +1,8 @@
 """The best answers to questions, from the scores that a model gives to starts and ends in the chunks of a context.
 
-As in the published code (`finetune/qa/qa_metrics.py`). Follows the model, which reads what `question_features` made.
+As in the published code (`finetune/qa/qa_metrics.py`), but that an answer's text is always that of its pieces: the
+published code takes whole whitespace words where it cannot align normalized characters with the text's, and the first
+of equal letters in a word. Follows the model, which reads what `question_features` made.
 
 Shapes: K starts per chunk, K2 ends per start.
 """
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from electra_fast.finetuning.chunks import Ints, max_context
-from electra_fast.finetuning.question_features import Context, QuestionFeatures
+from electra_fast.finetuning.question_features import Context, QuestionFeatures, stripped_span
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,9 @@ def _distinct(context: Context, text: str, starts: Ints, ends: Ints, sums: Ints,
     """The first `n_best` candidates whose texts differ in more than whitespace."""
     found: dict[str, tuple[int, int, float]] = {}
     for start, end, score in zip(starts.tolist(), ends.tolist(), sums.tolist(), strict=True):
-        first, last = _characters(context, start, end)
-        found.setdefault(" ".join(text[first:last].split()), (first, last, score))
+        first, last = stripped_span(text, int(context.offsets[start, 0]), int(context.offsets[end, 1]))
+        if first < last:  # whitespace is no answer
+            found.setdefault(" ".join(text[first:last].split()), (first, last, score))
         if len(found) == n_best:
             break
     if not found:  # the published code answers "empty"
@@ -108,16 +111,3 @@ def _distinct(context: Context, text: str, starts: Ints, ends: Ints, sums: Ints,
     weights = np.exp(scores - scores[0])
     pairs = zip(found.values(), (weights / weights.sum()).tolist(), strict=True)
     return [FoundAnswer(text[first:last], first, last, score, share) for (first, last, score), share in pairs]
-
-
-def _characters(context: Context, start: int, end: int) -> tuple[int, int]:
-    """First and past-the-last character of an answer of these pieces.
-
-    The published code aligns characters before and after normalization, and takes whole words if it cannot: if a piece
-    is unknown, or if the words become longer or shorter. Where a word has the answer's letters twice it takes the
-    first, in whatever case; this takes the ones that the model chose.
-    """
-    words = slice(context.words[start], context.words[end] + 1)
-    if context.is_unknown[start : end + 1].any() or context.growth[words].sum():
-        return int(context.word_offsets[words.start, 0]), int(context.word_offsets[words.stop - 1, 1])
-    return int(context.offsets[start, 0]), int(context.offsets[end, 1])

@@ -1,4 +1,4 @@
-"""Texts longer than the model reads, as overlapping chunks; and a text's words, as split at whitespace.
+"""Texts longer than the model reads, as overlapping chunks.
 
 As in the published code (`finetune/qa/qa_tasks.py`). Used for question answering, tagging and error detection.
 """
@@ -15,8 +15,6 @@ from electra_fast.data.corpus import Pieces
 from electra_fast.finetuning.batches import EncodedExamples
 
 Ints = NDArray[Any]
-# The only characters that separate words. Others that Unicode calls spaces, such as U+00A0, belong to words.
-WHITESPACE = " \t\r\n\u202f"
 
 
 def chunk_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
@@ -49,22 +47,6 @@ def max_context(spans: Sequence[tuple[int, int]], num_tokens: int) -> Ints:
         found[window][is_more] = index
         most[window][is_more] = context[is_more]
     return found
-
-
-def words_of(text: str) -> Ints:
-    """First and past-the-last characters of the words that whitespace separates; int64 [words, 2]."""
-    characters = np.frombuffer(text.encode("utf-32-le"), "<u4")
-    is_letter = ~np.isin(characters, [ord(character) for character in WHITESPACE])
-    return np.flatnonzero(np.diff(is_letter, prepend=False, append=False)).reshape(-1, 2)
-
-
-def word_at(words: Ints, characters: Any) -> Ints:
-    """Index of the word of each character, given the text's words [words, 2].
-
-    Whitespace belongs to the word before it, at the beginning of the text to the first word.
-    """
-    found: Ints = np.searchsorted(words[:, 0], characters, side="right") - 1
-    return found.clip(min=0)
 
 
 def text_chunks(

@@ -41,8 +41,10 @@ def scores(task: Task, targets: ArrayLike, outputs: ArrayLike) -> dict[str, floa
 
 
 def scores_of(result: Mapping[str, Any]) -> dict[str, float]:
-    """The scores of all splits in a seed's result.json."""
-    return {name: value for name, value in result.items() if name not in ("seed", "seconds", "warning")}
+    """The scores of all splits in a seed's result.json; what is text is about them."""
+    return {
+        name: each for name, each in result.items() if name not in ("seed", "seconds") and not isinstance(each, str)
+    }
 
 
 def collapse(task: Task, outputs: ArrayLike) -> str | None:

@@ -15,9 +15,10 @@ from electra_fast.compute import ComputeConfig
 from electra_fast.config import ModelConfig
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import Diverged, InputError
-from electra_fast.finetuning.answer_scores import squad_scores
+from electra_fast.finetuning.answer_scores import score_unit, squad_scores
 from electra_fast.finetuning.answer_search import FoundAnswer, SpanScores, search
 from electra_fast.finetuning.answers import Answer, rounded
+from electra_fast.finetuning.chunks import Ints
 from electra_fast.finetuning.config import FinetuneConfig
 from electra_fast.finetuning.inference import example_predictions
 from electra_fast.finetuning.method import Features, Method
@@ -38,6 +39,13 @@ class SpanFeatures(Features):
 
     questions: QuestionFeatures
     texts: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class SpanTrainingSet(TrainingSet):
+    """Chunks with their targets, and what a user should know about the lengths of answers."""
+
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,8 @@ class QuestionAnswering(Method):
         features = self.features(tokenizer, split, config)
         assert split.targets is not None
         targets = training_targets(tokenizer, features.questions, list(split.targets))
-        return TrainingSet(features.encoded, targets, np.ones(len(targets)))
+        notes = tuple(_answer_lengths(features.questions, targets, config))
+        return SpanTrainingSet(features.encoded, targets, np.ones(len(targets)), notes=notes)
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneConfig) -> Iterator[str]:
         """How many chunks there are, and how many of them have an answer."""
@@ -90,6 +99,8 @@ class QuestionAnswering(Method):
                 f"cut at finetune.max_query_length = {config.max_query_length} tokens: "
                 f"{training_set.encoded.num_truncated:,} training questions"
             )
+        assert isinstance(training_set, SpanTrainingSet)
+        yield from training_set.notes
 
     def model(self, shape: ModelConfig, config: FinetuneConfig, num_outputs: int) -> TaskModel:
         """The network, with parameters of any value."""
@@ -119,11 +130,12 @@ class QuestionAnswering(Method):
 
     def scores(
         self, task: Task, split: Split, features: SpanFeatures, outputs: list[Reading], earlier: Mapping[str, Any]
-    ) -> dict[str, float]:
-        """By SQuAD's official rules; the threshold of the odds is sought on the first split."""
+    ) -> dict[str, Any]:
+        """By the official rules, and `f1_unit`; the threshold of the odds is sought on the first split."""
         odds = _odds(split, outputs) if task.has_unanswerable else None
         assert split.targets is not None
-        return squad_scores(split, _texts(split, outputs), odds, earlier.get("null_threshold"))
+        scores = squad_scores(split, _texts(split, outputs), odds, earlier.get("null_threshold"))
+        return scores | {"f1_unit": score_unit(split)}
 
     def write_predictions(
         self,
@@ -171,6 +183,23 @@ class QuestionAnswering(Method):
         """How contexts are cut and answers chosen."""
         chosen = {name: getattr(config, name) for name in SETTINGS}
         return chosen | {"null_threshold": scores.get("null_threshold")}
+
+
+def _answer_lengths(questions: QuestionFeatures, targets: Ints, config: FinetuneConfig) -> Iterator[str]:
+    """How many answers are too long to be predicted, and how many no chunk has."""
+    lengths = np.zeros(len(questions.contexts), np.int64)
+    np.maximum.at(lengths, questions.question, np.where(targets[:, 0] > 0, targets[:, 1] - targets[:, 0] + 1, 0))
+    if num_long := int((lengths > config.max_answer_length).sum()):
+        yield (
+            f"longer than finetune.max_answer_length = {config.max_answer_length} tokens, so never predicted: the "
+            f"answers to {num_long:,} training questions, the longest of {lengths.max():,} tokens"
+        )
+    has_answer = np.isin(np.arange(len(lengths)), questions.question[targets[:, 2] == 0])
+    if num_nowhere := int((has_answer & (lengths == 0)).sum()):
+        yield (
+            f"in no chunk of finetune.sequence_length = {config.sequence_length} tokens as a whole, so not trained: "
+            f"the answers to {num_nowhere:,} training questions; a lower finetune.doc_stride has more of them"
+        )
 
 
 def _checked(number: int, example: Any) -> Mapping[str, Any]:

@@ -1,10 +1,12 @@
 """Questions as the model reads them: each with the chunks of its context, and where the answer is in a chunk.
 
-As in the published code (`finetune/qa/qa_tasks.py`). `answer_search` turns the model's scores back into text.
+Chunks are those of the published code (`finetune/qa/qa_tasks.py`). It looks answers up among whitespace words; here an
+answer's tokens are those that overlap its characters, in any script. `answer_search` turns scores back into text.
 """
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +16,7 @@ import numpy as np
 from electra_fast.data.corpus import Pieces, Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning.batches import EncodedExamples
-from electra_fast.finetuning.chunks import Ints, chunk_spans, word_at, words_of
+from electra_fast.finetuning.chunks import Ints, chunk_spans
 from electra_fast.finetuning.task import Answer
 
 # A chunk has room for so many pieces of the context, however long the question.
@@ -25,23 +27,17 @@ _BATCH = 1024
 
 @dataclass(frozen=True)
 class Context:
-    """A tokenized context. Its words are what whitespace separates.
+    """A tokenized context.
 
     Args:
         ids: Of its pieces, int32 [pieces].
-        offsets: First and past-the-last character of each piece, int32 [pieces, 2].
-        words: Word of each piece, int64 [pieces].
-        word_offsets: First and past-the-last character of each word, int64 [words, 2].
-        is_unknown: Whether a piece is [UNK], bool [pieces].
-        growth: By how many characters normalization makes a word longer, int64 [words].
+        offsets: First and past-the-last character of each piece, without surrounding whitespace, and with the marks and
+            letters after it that normalization drops or merges into it; equal for a piece of whitespace.
+            int32 [pieces, 2].
     """
 
     ids: Ints
     offsets: Ints
-    words: Ints
-    word_offsets: Ints
-    is_unknown: Ints
-    growth: Ints
 
 
 @dataclass(frozen=True)
@@ -129,52 +125,39 @@ def _contexts(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]], names: Seq
     for name, (_, context) in zip(names, texts, strict=True):
         if not (context.strip() and len(by_text[context].ids)):
             raise InputError(f"question {name}: its context has no tokens")
-    unknown, letters = tokenizer.special_tokens["unk"], _letters(tokenizer, distinct)
-    found = {text: _context(text, each, unknown, letters) for text, each in by_text.items()}
+    found = {text: Context(each.ids, _visible(text, each.offsets)) for text, each in by_text.items()}
     return [found[context] for _, context in texts]
 
 
-def _letters(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[str, int]:
-    """How many letters normalization makes of each character; an unknown character counts as one.
-
-    Empty unless the tokenizer follows BERT's rules: the entries of others are not made of letters.
-    """
-    if not tokenizer.fast:
-        return {}
-    characters = sorted(set().union(*texts))
-    unknown = tokenizer.special_tokens["unk"]
-
-    def length(entry: int) -> int:
-        return 1 if entry == unknown else len(tokenizer.id_to_token(entry).removeprefix("##"))
-
-    encoded = tokenizer.encode_batch(characters)
-    return {each: sum(map(length, ids)) for each, ids in zip(characters, encoded, strict=True)}
+def _visible(text: str, offsets: Ints) -> Ints:
+    """Offsets as in `Context`, of those that the tokenizer gives."""
+    spans = np.array([stripped_span(text, *span) for span in offsets.tolist()], np.int32).reshape(-1, 2)
+    first, end = spans.T
+    changes = np.zeros(len(text) + 1, np.int64)
+    np.add.at(changes, first, 1)
+    np.add.at(changes, end, -1)
+    for place in np.flatnonzero(changes.cumsum()[:-1] == 0):
+        if unicodedata.category(text[place])[0] in "ML":
+            end[(end == place) & (first < end)] = place + 1
+    return spans
 
 
-def _context(text: str, pieces: Pieces, unknown: int, letters: dict[str, int]) -> Context:
-    """Finds the words of pieces, and how normalization changes the words' lengths."""
-    word_offsets = words_of(text)
-    offsets = pieces.offsets.copy()
-    # A piece of byte-level BPE may begin with the whitespace before its word, so its last character tells the word.
-    words = word_at(word_offsets, offsets[:, 1] - 1)
-    offsets[:, 0] = np.maximum(offsets[:, 0], word_offsets[words, 0])
-    added = np.cumsum([0, *(letters.get(character, 1) - 1 for character in text)])
-    growth = added[word_offsets[:, 1]] - added[word_offsets[:, 0]]
-    return Context(pieces.ids, offsets, words, word_offsets, pieces.ids == unknown, growth)
+def stripped_span(text: str, first: int, end: int) -> tuple[int, int]:
+    """The part of a span without whitespace at its ends; empty if there is nothing else."""
+    part = text[first:end].lstrip()
+    return end - len(part), end - len(part) + len(part.rstrip())
 
 
 def training_targets(tokenizer: Tokenizer, features: QuestionFeatures, answers: Sequence[tuple[Answer, ...]]) -> Ints:
     """Start and end of the first answer in each chunk's input, and whether it is impossible; int64 [chunks, 3].
 
     Both are 0, the position of [CLS], in a chunk that does not have all of the answer; a question without an answer is
-    impossible, a chunk without one is not.
+    impossible, a chunk without one is not. Offsets tell everything: the `tokenizer` is not asked again.
     """
-    first_answers = [each[0] for each in answers if each]
-    tokenized = iter(tokenizer.encode_batch([answer.text for answer in first_answers]))
     spans = np.full((len(answers), 2), -1)
-    for number, (context, each) in enumerate(zip(features.contexts, answers, strict=True)):
-        if each:
-            spans[number] = _answer_pieces(context, each[0], next(tokenized))
+    for number, (context, own) in enumerate(zip(features.contexts, answers, strict=True)):
+        if own:
+            spans[number] = _answer_pieces(context, own[0])
     is_impossible = spans[features.question, 0] < 0
     start, end = (spans[features.question] - features.first[:, None]).T
     is_inside = (start >= 0) & (start <= end) & (end < features.num_pieces)
@@ -182,13 +165,9 @@ def training_targets(tokenizer: Tokenizer, features: QuestionFeatures, answers: 
     return np.stack([*positions, is_impossible], axis=1)
 
 
-def _answer_pieces(context: Context, answer: Answer, tokenized: Ints) -> tuple[int, int]:
-    """First and last piece of an answer's words, or of the first pieces among them that are those of its text."""
-    first_word, last_word = word_at(context.word_offsets, [answer.start, answer.start + len(answer.text) - 1])
-    start = int(np.searchsorted(context.words, first_word))
-    end = int(np.searchsorted(context.words, last_word, side="right"))
-    pieces, wanted = context.ids[start:end].tolist(), tokenized.tolist()
-    for place in range(len(pieces) - len(wanted) + 1):
-        if wanted and pieces[place : place + len(wanted)] == wanted:
-            return start + place, start + place + len(wanted) - 1
-    return start, end - 1
+def _answer_pieces(context: Context, answer: Answer) -> tuple[int, int]:
+    """First and last of the pieces that overlap an answer, whitespace aside; 0 and -1 if none does."""
+    start, stop = stripped_span(answer.text, 0, len(answer.text))
+    first, end = context.offsets.T
+    found = np.flatnonzero((first < answer.start + stop) & (end > answer.start + start) & (first < end))
+    return (int(found[0]), int(found[-1])) if len(found) else (0, -1)

@@ -1,0 +1,127 @@
+"""Where annotated answers stand in their contexts.
+
+Tools count offsets in different units. The texts beside them tell which: `offset_unit` finds the unit of a file, and
+`place_answer` the characters of an answer. `question_files` reads the annotations.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import unicodedata
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from electra_fast.errors import InputError
+from electra_fast.finetuning.task import Answer
+
+CHARACTERS = "characters"
+Span = tuple[int, int]
+
+
+class Annotation(NamedTuple):
+    """An answer as its file has it."""
+
+    text: str
+    start: int | None = None
+    """Its first character, in whatever unit the file counts."""
+    end: int | None = None
+    """Its last character or the one after it."""
+
+
+def offset_unit(annotations: Iterable[tuple[str, Annotation]]) -> str:
+    """The unit in which most offsets are those of their texts, a key of `_UNITS`: characters unless another fits more.
+
+    Takes pairs of context and annotation.
+    """
+    given = [(context, annotation) for context, annotation in annotations if annotation.start is not None]
+    if all(_start(context, annotation, CHARACTERS) is not None for context, annotation in given):
+        return CHARACTERS
+    return max(_UNITS, key=lambda unit: sum(_start(*pair, unit) is not None for pair in given))
+
+
+def place_answer(where: str, context: str, annotation: Annotation, unit: str) -> tuple[Answer, bool]:
+    """The answer, and whether it is elsewhere than at its offset, which counts `unit`s.
+
+    Without an offset it is the first occurrence. Where another text is at the offset, it is the only occurrence, or the
+    nearest if that overlaps the annotation. Case, amounts of whitespace and forms of characters (NFKD) may differ. The
+    start is -1 where there is none.
+
+    Raises:
+        InputError: The annotation's end is not that of its text; the message begins with `where`.
+    """
+    text = annotation.text
+    for each in dict.fromkeys((unit, CHARACTERS)):
+        if (start := _start(context, annotation, each)) is not None:
+            _check_end(where, context, annotation, start, each)
+            return Answer(text, start), False
+    found = _occurrences(context, text)
+    if annotation.start is None:
+        found = found[:1]
+    elif len(found) > 1:
+        near = annotation.start if (start := _UNITS[unit](context, annotation.start)) is None else start
+        nearest = min(found, key=lambda span: abs(span[0] - near))
+        found = [nearest] if abs(nearest[0] - near) <= len(text) else []
+    if not found:
+        return Answer(text, -1), False
+    return Answer(context[slice(*found[0])], found[0][0]), annotation.start is not None
+
+
+def _start(context: str, annotation: Annotation, unit: str) -> int | None:
+    """The character at which an annotation starts, if its text is there."""
+    if annotation.start is None or annotation.start < 0:
+        return None
+    start = _UNITS[unit](context, annotation.start)
+    return start if start is not None and start >= 0 and context.startswith(annotation.text, start) else None
+
+
+def _check_end(where: str, context: str, annotation: Annotation, start: int, unit: str) -> None:
+    """An end may include its character or not, and either may have whitespace that the text lacks."""
+    if annotation.end is None:
+        return
+    ends = (_UNITS[unit](context, end) for end in (annotation.end, annotation.end + 1))
+    if not any(end is not None and context[start:end].strip() == annotation.text.strip() for end in ends):
+        raise InputError(
+            f"{where}: the answer {annotation.text[:40]!r} at answer_start {annotation.start} does not end at "
+            f"{annotation.end}; correct its text or its end"
+        )
+
+
+def _decoded_length(encoding: str, size: int, context: str, offset: int) -> int | None:
+    try:
+        return len(context.encode(encoding)[: offset * size].decode(encoding))
+    except UnicodeDecodeError:  # within a character
+        return None
+
+
+def _with_carriage_returns(context: str, offset: int) -> int:
+    for line_end in re.finditer("\r\n", context):
+        offset += line_end.start() < offset
+    return offset
+
+
+# The character that an offset in a unit stands for. Of units that fit equally well the first counts.
+_UNITS: dict[str, Callable[[str, int], int | None]] = {
+    CHARACTERS: lambda context, offset: offset,
+    "UTF-16 code units": functools.partial(_decoded_length, "utf-16-le", 2),
+    "UTF-8 bytes": functools.partial(_decoded_length, "utf-8", 1),
+    "characters from 1": lambda context, offset: offset - 1,
+    "CR LF as one character": _with_carriage_returns,
+}
+
+
+def _occurrences(context: str, text: str) -> list[Span]:
+    """All places of a text; where there is none as it is written, those that are equal when folded."""
+    found = [match.span() for match in re.finditer(re.escape(text), context)]
+    folded = _fold(text)
+    if found or not folded or folded not in _fold(context):
+        return found
+    letters = [(letter, place) for place, each in enumerate(context) for letter in _fold(each) or " "]
+    kept = [pair for pair, before in zip(letters, [(" ", 0), *letters], strict=False) if pair[0] + before[0] != "  "]
+    matches = re.finditer(re.escape(folded), "".join(letter for letter, _ in kept))
+    return [(kept[match.start()][1], kept[match.end() - 1][1] + 1) for match in matches]
+
+
+def _fold(text: str) -> str:
+    """Decomposed, without case, with single spaces."""
+    return " ".join(unicodedata.normalize("NFKD", text).casefold().split())
