@@ -88,7 +88,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_table(whole, validation_
         deadline = time.monotonic() + 120
         while not list((tmp_path / "out").glob("runs/*/run/config.toml")) and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(moments.uniform(0, 12))
+        time.sleep(moments.uniform(0, 6))
         process.send_signal(number)
         assert process.wait(60) in (0, 128 + signal.SIGTERM, -signal.SIGKILL)
     done = run(*words)
