@@ -104,9 +104,9 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
         assert last["loss"] < first["loss"]
     assert_same_run(resumed(tmp_path / "run", tmp_path / "again", 15, validation_corpus, settings), tmp_path / "run")
 
-    found = ef.evaluate(tmp_path / "run", validation_corpus, mlm_examples=0)
+    found = ef.evaluate(tmp_path / "run", validation_corpus)
     validation = lines(tmp_path / "run", "evaluations.jsonl")[-1]
-    assert found.keys() == validation.keys() - {"step", "unigram_auc"}
+    assert found.keys() - {"unigram_sequence_length"} == validation.keys() - {"step"} | {"unigram_auc"}
     has_detector = "discriminator" in name or found["discriminator_accuracy"] is not None
     assert (found["discriminator_auc"] is not None) == has_detector
     if "plain" in name:
@@ -121,7 +121,7 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
     for logits in names:
         assert torch.equal(getattr(theirs, logits)(ids), getattr(ours, logits)(ids))
     if name == "corrective":
-        exported = ef.evaluate(tmp_path / "hf", validation_corpus, sequence_length=16, mlm_examples=0)
+        exported = ef.evaluate(tmp_path / "hf", validation_corpus, sequence_length=16)
         assert exported["discriminator_auc"] == pytest.approx(found["discriminator_auc"], abs=1e-6)
         assert "corrective_loss" in found and "corrective_loss" not in exported  # the folder has no such head
     # What is fine-tuned is the result, not its generator, from the run as from the export.
@@ -167,13 +167,14 @@ def test_an_imported_unigram_model_trains_on_the_counts_of_its_corpus(validation
     assert torch.equal(found, expected) and found.any()
 
 
-def test_an_exported_unigram_model_cannot_be_evaluated(validation_corpus, tmp_path):
+def test_an_exported_unigram_model_is_evaluated_by_the_counts_of_the_corpus(validation_corpus, tmp_path, capsys):
     changes = {"generator.kind": "unigram", "train.steps": "2", "train.eval_every": "0"}
     pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
     ef.export(tmp_path / "run", tmp_path / "hf")
-    assert ef.evaluate(tmp_path / "run", validation_corpus, mlm_examples=0)["discriminator_auc"] > 0
-    with pytest.raises(ValueError, match="token counts are not exported; evaluate the run or one of its checkpoints"):
-        ef.evaluate(tmp_path / "hf", validation_corpus)
+    expected = ef.evaluate(tmp_path / "run", validation_corpus)
+    assert "note" not in capsys.readouterr().err
+    assert ef.evaluate(tmp_path / "hf", validation_corpus) == pytest.approx(expected, rel=1e-6)
+    assert "token counts are not exported; those of the corpus are used" in capsys.readouterr().err
     table = ef.load(tmp_path / "run").proposal.table_V2
     assert torch.equal(table, alias_table(torch.from_numpy(ef.Corpus(validation_corpus).token_counts())))
 

@@ -117,19 +117,19 @@ def test_mlm_baseline(validation_corpus, tmp_path):
     pretrain(tiny_config(**{"objective.name": "mlm"}), data=validation_corpus, out=tmp_path / "run")
     last = lines(tmp_path / "run")[-1]
     assert last["loss"] == last["generator_loss"] and last["discriminator_loss"] is None
-    figures = evaluate(tmp_path / "run", validation_corpus, mlm_examples=0)
+    figures = evaluate(tmp_path / "run", validation_corpus)
     assert figures["discriminator_auc"] is None and figures["generator_loss"] > 0
 
 
 def test_evaluate_is_one_pass_over_the_held_out_part(whole_run, validation_corpus):
-    figures = evaluate(whole_run, validation_corpus, mlm_examples=0)
+    figures = evaluate(whole_run, validation_corpus)
     validation = contents(validation_corpus / "holdout", "google", 16, seed=SEED)
     # Every token that the packing keeps once, and two or three special tokens per example.
     assert figures["rows"] == validation.rows
     assert figures["tokens"] - validation.tokens in range(2 * validation.rows, 3 * validation.rows)
-    assert figures == evaluate(whole_run, validation_corpus, mlm_examples=0)
+    assert figures == evaluate(whole_run, validation_corpus)
     assert 0 < figures["discriminator_auc"] < 1
-    assert figures == evaluate(checkpoint_folder.latest(whole_run), validation_corpus / "holdout", mlm_examples=0)
+    assert figures == evaluate(checkpoint_folder.latest(whole_run), validation_corpus / "holdout")
 
 
 @pytest.mark.parametrize("recipe", ["google", "modern"])
@@ -144,7 +144,7 @@ def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(recipe, v
     checkpoint.save(tmp_path / "run", model, None, TrainState(step=8), keep=1)
     validation = Corpus(validation_corpus).holdout
     figures = evaluate_model(model, validation, model.config, ComputeConfig("sdpa", torch.bfloat16))
-    expected = evaluate(tmp_path / "run", validation_corpus, mlm_examples=0)
+    expected = evaluate(tmp_path / "run", validation_corpus)
     assert expected["discriminator_auc"] > 0.55
     assert figures["discriminator_auc"] == pytest.approx(expected["discriminator_auc"], abs=0.01)
 
