@@ -336,7 +336,7 @@ def test_what_cannot_corrupt_is_refused(whole_run, exported, runs, validation_co
     assert refusal(other).startswith(f"{other} cannot corrupt this text: {other / 'tokenizer'}")
 
     unigram = save_run(tmp_path / "unigram", validation_corpus, **VARIANTS["unigram"])
-    ef.export(unigram, tmp_path / "hf")
+    ef.export(unigram, tmp_path / "hf", unfinished=True)
     assert refusal(tmp_path / "hf").startswith(f"{tmp_path / 'hf'}: a unigram generator's token counts are not exp")
     # As the model it has a discriminator that reads any text.
     report = evaluate(tmp_path / "hf", validation_corpus, corrupted_by=unigram, max_batches=1, mlm_examples=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from test_electra import COMPUTE, KEY, make_batch, make_config, make_model
+from test_electra import COMPUTE, KEY, VOCAB, make_batch, make_config, make_model
 from tiny_run import STEPS, assert_same_run, lines, tiny_config, weights
 from variants import VARIANTS
 
@@ -16,7 +16,7 @@ from electra_fast import checkpoint_folder, ops
 from electra_fast.compute import RngKey
 from electra_fast.config import Config
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.objectives import OBJECTIVES, objective_of
+from electra_fast.objectives import OBJECTIVES, losses, objective_of
 from electra_fast.objectives.electra import ElectraObjective
 from electra_fast.objectives.objective import METRICS, Output
 from electra_fast.sampling import alias_table
@@ -48,6 +48,23 @@ def test_an_objective_keeps_its_contract(name):
     stages, num_steps = objective.stages(), model.config.train.steps
     assert stages[0].first_step == 0 and sum(stage.num_steps for stage in stages) == num_steps
     assert objective.stage(0) == stages[0] and objective.stage(num_steps - 1) == stages[-1]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rows_of_the_table_after_the_last_entry_are_neither_sampled_nor_trained(name):
+    """As in tables that are padded to a size that GPUs like."""
+    model, batch, num_entries = make_model(make_config(**VARIANTS[name])), make_batch(vocab=20), 20
+    model.limit_vocabulary(num_entries)
+    if model.config.generator.kind == "unigram":
+        model.proposal.set_counts(torch.ones(num_entries))
+    objective = objective_of(model.config)
+    inputs = losses.read_inputs(model, batch, COMPUTE, RngKey(KEY))
+    samples = [losses.generate(model, inputs, RngKey(KEY + step)).sample_M for step in range(20)]
+    assert all((sample_M < num_entries).all() for sample_M in samples) and len(torch.cat(samples).unique()) > 5
+    objective.forward(model, batch, COMPUTE, RngKey(KEY), objective.loss_denominators(batch)).loss.backward()
+    tables = [each for each in model.parameters() if len(each) == VOCAB and each.grad is not None]
+    assert tables and not any(each.grad[num_entries:].any() for each in tables)
+    assert any(each.grad[:num_entries].any() for each in tables)
 
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("electra", "mlm")])

@@ -18,7 +18,7 @@ from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.prepare_report import contents
 from electra_fast.errors import TrainingFailed
-from electra_fast.huggingface.export import load
+from electra_fast.huggingface.export import export, import_folder, load
 from electra_fast.training.evaluate import SEED, evaluate, evaluate_model
 from electra_fast.training.pretrain import pretrain
 
@@ -130,6 +130,21 @@ def test_evaluate_is_one_pass_over_the_held_out_part(whole_run, validation_corpu
     assert figures == evaluate(whole_run, validation_corpus)
     assert 0 < figures["discriminator_auc"] < 1
     assert figures == evaluate(checkpoint_folder.latest(whole_run), validation_corpus / "holdout")
+
+
+def test_a_padded_table_trains_resumes_and_is_exported(validation_corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("electra_fast.training.step.choose_num_processes", lambda *_: 2)
+    size = Corpus(validation_corpus).vocab_size + 6
+    few = {"model.vocab_size": str(size), "train.steps": "2", "train.eval_every": "0"}
+    pretrain(tiny_config(**few), data=validation_corpus, out=tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "hf")
+    import_folder(tmp_path / "hf", tmp_path / "again")
+    pretrain(tiny_config(**few | {"model.vocab_size": "0"}), data=validation_corpus, out=tmp_path / "again")
+    table = load(tmp_path / "again").generator_head.bias
+    assert len(table) == size and table[:-6].all() and not table[-6:].any()
+    few["model.vocab_size"] = str(size - 7)
+    with pytest.raises(ValueError, match=f"model.vocab_size = {size - 7}, but the corpus was prepared with {size - 6}"):
+        pretrain(tiny_config(**few), data=validation_corpus, out=tmp_path / "smaller")
 
 
 @pytest.mark.parametrize("recipe", ["google", "modern"])

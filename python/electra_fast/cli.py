@@ -280,7 +280,13 @@ def _evaluate(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     from electra_fast.huggingface.export import export
 
-    export(options.source, options.out)
+    export(
+        options.source,
+        options.out,
+        unfinished=options.unfinished,
+        languages=options.language,
+        license=options.license,
+    )
     _say(f"{options.out}: loads with transformers' from_pretrained")
 
 

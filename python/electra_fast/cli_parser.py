@@ -236,9 +236,14 @@ def build_parser() -> Parser:
     sub = command("export", "write discriminator/ and generator/ as Hugging Face folders")
     sub.add_argument("source", type=Path, metavar="RUN", help="run or checkpoint")
     sub.add_argument("--out", type=Path, required=True)
+    sub.add_argument("--unfinished", action="store_true", help="export a run that has steps left")
+    sub.add_argument(
+        "--language", type=comma_separated, default=(), metavar="CODE,...", help="of the text, for the model card: hu"
+    )
+    sub.add_argument("--license", metavar="NAME", help="of the model, for the model card: apache-2.0")
 
     sub = command("import", "make a run from exported folders, to continue training")
-    sub.add_argument("directory", type=Path, help="folder with discriminator/ and generator/")
+    sub.add_argument("directory", type=Path, help="folder with discriminator/ and generator/, or one model")
     sub.add_argument("--out", type=Path, required=True, help="the run's folder")
 
     sub = command("flops", "the paper's count of floating-point operations and the true one")

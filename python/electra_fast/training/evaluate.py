@@ -94,6 +94,7 @@ def evaluate(
     model, mixture = load(source).to(target), Mixture(data)
     corpora = _validation_part(source, mixture)
     check_vocabulary(tokenizer_folder(Path(source), model.config.model.vocab_size), mixture.corpora[0])
+    model.limit_vocabulary(mixture.vocab_size)
     rows_per_batch = batch_size or model.config.train.batch_size
     config = model.config.replace({"train": {"batch_size": rows_per_batch, "accumulate": 1}})
     # fp32 and the backend that runs everywhere, whatever the model was trained with.
