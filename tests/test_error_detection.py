@@ -242,7 +242,7 @@ class TestSources:
             with pytest.raises(ValueError, match=f"^{re.escape(str(source))}: has no discriminator, only the gen") as e:
                 load_error_detector(source)
             assert "\n" not in str(e.value) and 'objective.name = "electra"' in str(e.value)
-        with pytest.raises(ValueError, match="architectures = .* must name one of ElectraForPreTraining"):
+        with pytest.raises(ValueError, match="has no discriminator"):
             load_error_detector(encoder_folder)
 
     def test_what_is_not_there(self, tmp_path: Path) -> None:

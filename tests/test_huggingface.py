@@ -131,7 +131,7 @@ def test_encoders_without_heads_continue_with_new_ones(
         (tmp_path / "bare" / role / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
         with torch.no_grad():
             expected[role] = whole(input_ids=IDS, attention_mask=MASK).last_hidden_state
-    with pytest.raises(ValueError, match="bare/discriminator: the encoder without the discriminator's head; fine-tune"):
+    with pytest.raises(ValueError, match="bare/discriminator: an encoder without a head; fine-tune"):
         load(tmp_path / "bare")
     capsys.readouterr()
     import_folder(tmp_path / "bare", tmp_path / "run")
@@ -194,7 +194,7 @@ def edit(path: Path, **changes: object) -> None:
             "google",
             "discriminator",
             {"architectures": ["ElectraModel"]},
-            "the encoder without the discriminator's head",
+            "discriminator: an encoder without a head",
         ),
         (
             "google",

@@ -99,13 +99,14 @@ def read_models(paths: Mapping[str, Path], *, with_new_heads: bool = False) -> E
     """
     folders = {role: _read_folder(paths[role], role) for role in PARTS if role in paths}
     for role, folder in folders.items():
-        if is_headless(folder.table) and not with_new_heads:
+        if not is_headless(folder.table):
+            continue
+        if not with_new_heads:
             raise InputError(
-                f"{folder.path}: the encoder without the {role}'s head; fine-tune it, or `electra-fast import` it to "
-                "train it on with a new head"
+                f"{folder.path}: an encoder without a head; fine-tune it, or train it on with a new head after "
+                "`electra-fast import`"
             )
-        if is_headless(folder.table):
-            print(f"note: {role}_head: not in the folder and begins untrained", file=sys.stderr)
+        print(f"note: {role}_head: not in the folder and begins untrained", file=sys.stderr)
     tying, state = _tying(folders)
     config = _joint_config(folders, tying)
     model = Electra(config, roles=folders)
