@@ -62,7 +62,21 @@ def test_the_whole_way_leaves_what_it_promises(folder):
 def test_evaluate_json(folder, source, how):
     done = how("evaluate", folder / source, "--data", folder / "shards", "--sequence-length", 32, "--json")
     figures = json.loads(done.stdout)
-    assert {"discriminator_auc", "discriminator_loss", "generator_loss", "generator_accuracy"} <= figures.keys()
+    assert list(figures)[:4] == ["unigram_auc", "discriminator_auc", "discriminator_loss", "generator_loss"]
+    assert 0 < figures["unigram_auc"] < 1 and figures["unigram_auc"] != figures["discriminator_auc"]
+    assert "generator_accuracy" in figures and "mlm_accuracy" not in figures
+
+
+def test_evaluate_says_first_what_compares(folder):
+    done = run("evaluate", folder / "run", "--data", folder / "shards")
+    compares, auc, does_not, own, *_ = done.stdout.splitlines()
+    assert compares.startswith("Compares between models") and auc.split()[0] == "unigram_auc"
+    assert does_not.startswith("Does not compare") and own.split()[0] == "discriminator_auc"
+    assert "was trained on rows of 32 tokens and is judged by rows of 128" in done.stderr
+    fixed = json.loads(
+        run("evaluate", folder / "run", "--data", folder / "shards", "--corrupted-by", "unigram", "--json").stdout
+    )
+    assert fixed["unigram_auc"] == fixed["discriminator_auc"] == pytest.approx(float(auc.split()[1]), abs=0.05)
 
 
 def test_evaluate_of_run_and_export_agree(folder):
@@ -79,8 +93,9 @@ def test_inspect_and_verify(folder):
     assert figures["google_tokens_kept"] + figures["google_tokens_dropped"] == figures["tokens"]
     assert 0 < figures["google_fill"] < figures["best_fit_fill"] <= 1 and figures["google_rows"] > 0
     shown = shell("inspect", folder / "shards", "--sequence-length", 32, "--masking", "paper", "--packing", "google")
-    assert shown.returncode == 0 and shown.stdout == "" and "[CLS]" in shown.stderr and "[MASK](" in shown.stderr
-    assert shell("verify", folder / "shards").returncode == 0
+    assert shown.returncode == 0 and shown.stderr == "" and "[CLS]" in shown.stdout and "[MASK](" in shown.stdout
+    checked = shell("verify", folder / "shards")
+    assert checked.returncode == 0 and "content_hash" in checked.stdout and checked.stderr == ""
     json.loads(shell("verify", folder / "shards", "--json").stdout)
 
 
@@ -168,7 +183,8 @@ def test_a_bug_is_not_dressed_up_as_bad_input(folder, monkeypatch):
 
 def test_metrics_of_the_training_text_are_labelled(folder, tmp_path):
     """Of a corpus without a validation part; not of a corpus that the run has never seen."""
-    assert run("evaluate", folder / "run", "--data", folder / "shards" / "holdout", "--json").stderr == ""
+    own = ("evaluate", folder / "run", "--data", folder / "shards" / "holdout", "--sequence-length", 32, "--json")
+    assert run(*own).stderr == ""
     data = ("--vocab", folder / "vocab.txt", "--out", tmp_path / "shards")
     assert run("prepare", folder / "text.txt", *data).returncode == 0
     size = ("--train.steps", 2, "--train.batch_size", 4)
@@ -187,10 +203,27 @@ class TestMistakes:
         assert "must be at least 1" in fails(*data, "--train.steps", 0)
         assert "--train.steps needs a value" in fails(*data, "--train.steps")
         assert "unrecognized arguments: --fast; `electra-fast --help` tells more" in fails(*data, "--fast")
-        assert "unrecognized arguments: --steps; did you mean --train.steps?" in fails(*data, "--steps", 100)
-        assert "did you mean --optimizer.learning_rate?" in fails(*data, "--learning-rate=1e-3")
+        for given, meant in (
+            ("--steps", "--train.steps"),
+            ("--max-steps=5", "--train.steps"),
+            ("--epochs", "--train.steps"),
+            ("--learning-rate=1e-3", "--optimizer.learning_rate"),
+            ("--lr", "--optimizer.learning_rate"),
+            ("--batch_size", "--train.batch_size"),
+            ("--seq-len", "--data.sequence_length"),
+            ("--bf16", "--train.precision"),
+            ("--num-layers", "--model.num_layers or --generator.num_layers"),
+            ("--output-dir", "--out or --train.out"),
+        ):
+            said = fails(*data, given, 100)
+            assert f"unrecognized arguments: {given.split('=')[0]}; did you mean {meant}?" in said
         assert "did you mean --train.batch_size?" in fails("flops", "--batch-sizes", 8)
-        assert "did you mean --model.num_layers or --generator.num_layers?" in fails("flops", "--num-layers", 8)
+        assert "did you mean --finetune.epochs?" in fails("finetune", "--epochs", 3)
+        assert "did you mean --model?" in fails("finetune", "--modle", "x")
+        assert "did you mean optimizer.learning_rate?" in fails(*data, "--optimizer.lr", "1e-3")
+        assert "argument --seeds: '1.5' must be an integer" in fails("finetune", "--seeds", 1.5)
+        assert "'4h' must be a number of bytes, such as 200GB" in fails("vocab", "x.txt", "--sample", "4h")
+        assert "x.txt: not found" in fails("vocab", "x.txt", "--sample", "1.5GB", "--size", "1e3")
         assert "did you mean" not in fails("verify", folder / "shards", "--steps", 8)
         assert "does not divide" in fails(*data, "--model.num_heads", 5)
         assert "did you mean small?" in fails("pretrain", "--preset", "smal")
@@ -214,7 +247,8 @@ class TestMistakes:
         assert "c.toml" in fails("pretrain", tmp_path / "c.toml")
 
     def test_unknown_command(self):
-        assert "invalid choice" in fails("pretrian", how=shell)
+        assert "pretrian: no such command; did you mean pretrain?" in fails("pretrian", "--preset", "tiny", how=shell)
+        assert "qqq: no such command; --help lists them" in fails("qqq")
         assert "required: --vocab" in fails("prepare", "x.txt", "--out", "y")
 
 

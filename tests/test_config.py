@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from electra_fast.config import Config, ModelConfig
+from electra_fast.config import Config, ModelConfig, by_section
+from electra_fast.config_section import Configuration
+from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.presets import SIZES
 from electra_fast.training.flops import flops_per_token
 
@@ -92,6 +96,85 @@ def test_toml_there_and_back(tmp_path: Path, name: str, recipe: str) -> None:
     assert Config.load(path) == config
 
 
+NASTY = [
+    '"',
+    "'",
+    "\\",
+    "\n",
+    "\r",
+    "\t",
+    "\b",
+    "\x1f",
+    "\x7f",
+    "\x85",
+    "\u2028",
+    "\ufeff",
+    "#",
+    "=",
+    "[",
+    "]",
+    "{",
+    "}",
+    ",",
+    ":",
+]
+NASTY += ["${x}", "é", "\U0001f642", "\\u0041", '"""', " ", "a.b", "true", "1"]
+
+
+def random_text(rng: random.Random) -> str:
+    return "".join(rng.choices(NASTY, k=rng.randrange(6)))
+
+
+def random_value(rng: random.Random, configuration: type[Configuration], name: str) -> object:
+    """A value that a key's declaration allows."""
+    default, bounds = configuration().value(name), configuration._field(name).metadata
+    low, high = max(-1e9, bounds["low"]), min(1e9, bounds["high"])
+    if bounds["takes_several"]:
+        names = [random_text(rng) for _ in range(rng.randint(1, 3))]
+        return rng.choice([names[0], names, {each: rng.choice([3, 1e-7, 1e22, 0.1]) for each in names}])
+    if isinstance(default, bool):
+        return rng.random() < 0.5
+    if isinstance(default, int):
+        return rng.randint(int(low), int(high))
+    if isinstance(default, float):
+        return float(rng.choice([rng.uniform(low, high), high, min(high, low + 1e-7)]))
+    return random_text(rng)
+
+
+@pytest.mark.parametrize("configuration", [Config, FinetuningConfig])
+def test_any_value_of_any_key_comes_back_from_the_toml(configuration: type[Configuration]) -> None:
+    rng, changed = random.Random(13), set()
+    for name in configuration.key_names() * 12:
+        value = random_value(rng, configuration, name)
+        try:
+            config = configuration().replace(by_section({name: value}))
+        except ValueError:  # no such choice, or other keys have to change with it
+            continue
+        found = configuration().replace(tomllib.loads(config.to_toml()))
+        assert found == config and found.value(name) == value and type(found.value(name)) is type(value)
+        changed |= found.differences(configuration()).keys()
+    assert len(changed) > 0.6 * len(configuration.key_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        *(("train.steps", given, 100_000) for given in ("1e5", "100k", "100K", "1_00_000", "0.1M", 100_000, 1e5)),
+        *(("data.cache_bytes", given, 2 * 10**11) for given in ("200GB", "200gb", "200 GB", "200G", "2e11", "0.2TB")),
+        *(("data.cache_bytes", given, 2**34) for given in ("16GiB", "16384MiB", f"{2**34}B")),
+        *(("train.max_minutes", given, 240.0) for given in ("4h", "240m", "240 min", "240", 240, "3h60m", "14400s")),
+        *(("train.timeout_seconds", given, 600) for given in ("10m", "600s", "600", "1e1m")),
+        *(("optimizer.learning_rate", given, 1 / 2**11) for given in ("1/2048", 1 / 2**11, f"{1 / 2**11}")),
+        *(("objective.disallow_correct", given, True) for given in (True, "true", "True")),
+        ("optimizer.warmup_steps", "-1", -1),
+        ("data.corpus", {"a": 1, "b": 0.5}, {"a": 1, "b": 0.5}),
+    ],
+)
+def test_units_and_typed_values(name: str, given: object, value: object) -> None:
+    for config in (Config().override({name: given}), Config().replace(by_section({name: given}))):
+        assert config.value(name) == value and type(config.value(name)) is type(value)
+
+
 def test_every_key_is_in_the_toml_with_its_meaning() -> None:
     text = Config().to_toml()
     for name in Config.key_names():
@@ -137,7 +220,7 @@ def test_differences_name_the_keys() -> None:
         ("[generator]\nqqq = 1", "unknown key generator.qqq; there are kind, fraction, num_layers"),
         ("train = 1", "[train] is not a table"),
         ("[train]\nsteps = 1.5", "train.steps = 1.5 must be an integer, not a number"),
-        ('[train]\nsteps = "10"', "train.steps = '10' must be an integer, not a string"),
+        ('[train]\nsteps = "10 rows"', "train.steps = '10 rows' must be an integer, such as 10000 or 10k"),
         ("[train]\nsteps = true", "train.steps = True must be an integer, not true or false"),
         ("[model]\ntying = 1", "model.tying = 1 must be a string, not an integer"),
         ("[optimizer]\nbias_correction = 1", "optimizer.bias_correction = 1 must be true or false, not an integer"),
@@ -194,15 +277,31 @@ def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path: Path, text: str
         ({"train.stepz": "1"}, "unknown key train.stepz; did you mean train.steps?"),
         ({"steps": "1"}, "unknown key steps; did you mean train.steps?"),
         ({"qqqqqqqq": "1"}, "unknown key qqqqqqqq; --help lists them"),
-        ({"train.steps": "many"}, "train.steps = 'many' must be an integer"),
-        ({"train.steps": "1.5"}, "train.steps = '1.5' must be an integer"),
-        ({"generator.fraction": "1/0"}, "generator.fraction = '1/0' must be a number"),
-        ({"generator.fraction": "a/b"}, "generator.fraction = 'a/b' must be a number"),
+        ({"train.lr": "1"}, "unknown key train.lr; did you mean optimizer.learning_rate?"),
+        ({"model.num_layer": "1"}, "unknown key model.num_layer; did you mean model.num_layers?"),
+        *(
+            ({"train.steps": text}, f"train.steps = {text!r} must be an integer, such as 10000 or 10k")
+            for text in ("many", "1.5", "4h", "2GB", "5m", "1e999", "1/2", "")
+        ),
+        *(
+            ({"generator.fraction": text}, f"generator.fraction = {text!r} must be a number")
+            for text in ("1/0", "a/b", "1k", "nan", "inf", "1e999")
+        ),
+        ({"data.cache_bytes": "4h"}, "data.cache_bytes = '4h' must be a number of bytes, such as 200GB or 16GiB"),
+        ({"train.max_minutes": "1h30"}, "train.max_minutes = '1h30' must be a number of minutes, such as 90 or 1h30m"),
+        ({"train.steps": 1.5}, "train.steps = 1.5 must be an integer, not a number"),
+        ({"train.steps": None}, "train.steps = None must be an integer, not NoneType"),
+        ({"train.out": 3}, "train.out = 3 must be a string, not an integer"),
+        *(
+            ({key: value}, f"{key} = {value!r} has bytes that are no UTF-8, or NUL; rename the file or folder")
+            for text in ("caf\udce9", "a\0b")
+            for key, value in (("train.out", text), ("data.corpus", [text]), ("data.corpus", {text: 1.0}))
+        ),
         ({"optimizer.bias_correction": "1"}, "optimizer.bias_correction = '1' must be true or false"),
         ({"model.tying": "some"}, "model.tying = 'some' must be one of none, embeddings, all"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_line_that_names_it(overrides: dict[str, str], message: str) -> None:
+def test_a_mistake_on_the_command_line_is_one_line_that_names_it(overrides: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Config().override(overrides)
 

@@ -108,7 +108,7 @@ def test_every_objective_reads_the_same_text(name, validation_corpus, tmp_path, 
     expected = {"generator_loss", "generator_accuracy"} if "generator" in networks else set()
     if detects:
         expected |= {name for name in METRICS if "discriminator" in name and name != "discriminator_loss"}
-        expected |= {"discriminator_auc", "replaced_fraction"}
+        expected |= {"unigram_auc", "discriminator_auc", "replaced_fraction"}
     if "discriminator" in networks:
         expected.add("discriminator_loss")
     if "encoder" in networks:
@@ -127,7 +127,7 @@ def test_every_objective_reads_the_same_text(name, validation_corpus, tmp_path, 
 def test_the_metrics_are_those_of_the_corrupted_text(name, runs, validation_corpus, tmp_path):
     """Over all tokens, no segment kept whole, computed from single texts without packing or padding."""
     run = save_run(tmp_path / "run", validation_corpus, **VARIANTS[name] | {"data.sequence_length": "32"})
-    found = evaluate(run, validation_corpus, batch_size=4, max_batches=2, corrupted_by=runs["google"], mlm_examples=0)
+    found = evaluate(run, validation_corpus, batch_size=4, max_batches=2, corrupted_by=runs["google"])
     model = ef.load(run)
     corruptor = Corruptor.load(runs["google"], ef.Corpus(validation_corpus), SEED, CPU)
     loader, rows, answers, nll = loader_of(validation_corpus, 32, 4), [], [], []
@@ -245,7 +245,7 @@ def test_samples_depend_on_neither_ranks_nor_threads(source, runs, validation_co
 
 def test_one_corruptor_is_one_text(runs, whole_run, validation_corpus):
     def judged(model, corruptor, **changes):
-        found = evaluate(model, validation_corpus, corrupted_by=corruptor, mlm_examples=0, **changes)
+        found = evaluate(model, validation_corpus, corrupted_by=corruptor, **changes)
         return tuple(found[name] for name in ("corruption", "rows", "tokens", "replaced_fraction", "sequence_length"))
 
     texts = set()
@@ -260,7 +260,7 @@ def test_one_corruptor_is_one_text(runs, whole_run, validation_corpus):
 
 
 def test_its_rows_have_its_own_length_and_the_model_is_warned(runs, whole_run, validation_corpus, capsys):
-    few = {"max_batches": 1, "mlm_examples": 0}
+    few = {"max_batches": 1}
     assert evaluate(whole_run, validation_corpus, corrupted_by=runs["google"], **few)["sequence_length"] == 32
     said = capsys.readouterr().err
     assert f"warning: {whole_run}: was trained on rows of 16 tokens and is judged by rows of 32" in said
@@ -275,21 +275,23 @@ def test_its_rows_have_its_own_length_and_the_model_is_warned(runs, whole_run, v
 
 def test_its_own_generator_through_the_corruptor(whole_run, validation_corpus):
     """Other masks, packing and random numbers; the same difficulty."""
-    own = evaluate(whole_run, validation_corpus, mlm_examples=0)
-    found = evaluate(whole_run, validation_corpus, corrupted_by=whole_run, mlm_examples=0)
+    own = evaluate(whole_run, validation_corpus)
+    found = evaluate(whole_run, validation_corpus, corrupted_by=whole_run)
     for name, distance in (("discriminator_auc", 0.08), ("generator_loss", 0.3)):
         assert found[name] != own[name] and found[name] == pytest.approx(own[name], abs=distance)
     assert own["loss"] > 0 and found["loss"] is None
     assert {"sequence_length", "corruption"} == found.keys() - own.keys()
+    compares = evaluate(whole_run, validation_corpus, sequence_length=found["sequence_length"])["unigram_auc"]
+    assert compares == found["unigram_auc"]  # whoever else corrupts
 
 
 def test_a_lone_discriminator_has_no_generator_metrics(whole_run, exported, validation_corpus):
     found = evaluate(exported / "discriminator", validation_corpus, corrupted_by=whole_run, mlm_examples=3)
-    whole = evaluate(
-        exported, validation_corpus, corrupted_by=exported / "generator", mlm_examples=0, sequence_length=16
-    )
+    whole = evaluate(exported, validation_corpus, corrupted_by=exported / "generator", sequence_length=16)
     assert found["discriminator_auc"] == whole["discriminator_auc"] and found["corruption"] == whole["corruption"]
     assert whole["generator_loss"] > 0
+    alone = evaluate(exported / "discriminator", validation_corpus, sequence_length=16)
+    assert alone["unigram_auc"] == found["unigram_auc"] and alone["discriminator_auc"] is None
     absent = {"generator_loss", "generator_accuracy", *MLM}
     assert {found[name] for name in absent} == {None} and found["mlm_examples"] == 0
 
@@ -299,7 +301,7 @@ def test_corruptors_of_every_kind(whole_run, validation_corpus, tmp_path):
     texts = {}
     for name in ("mlm", "uniform", "unigram", "replace-mlm"):
         run = save_run(tmp_path / name, validation_corpus, **VARIANTS[name])
-        found = evaluate(whole_run, validation_corpus, corrupted_by=run, max_batches=4, mlm_examples=0)
+        found = evaluate(whole_run, validation_corpus, corrupted_by=run, max_batches=4)
         texts[name] = found["corruption"]
         assert 0.05 < found["replaced_fraction"] < 0.25
     assert len(set(texts.values())) == 4
@@ -334,7 +336,7 @@ def test_what_cannot_corrupt_is_refused(whole_run, exported, runs, validation_co
     assert refusal(other).startswith(f"{other} cannot corrupt this text: {other / 'tokenizer'}")
 
     unigram = save_run(tmp_path / "unigram", validation_corpus, **VARIANTS["unigram"])
-    ef.export(unigram, tmp_path / "hf")
+    ef.export(unigram, tmp_path / "hf", unfinished=True)
     assert refusal(tmp_path / "hf").startswith(f"{tmp_path / 'hf'}: a unigram generator's token counts are not exp")
     # As the model it has a discriminator that reads any text.
     report = evaluate(tmp_path / "hf", validation_corpus, corrupted_by=unigram, max_batches=1, mlm_examples=1)

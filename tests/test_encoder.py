@@ -282,8 +282,7 @@ def test_a_role_that_a_source_lacks_is_named(tmp_path: Path) -> None:
         load_encoder(tmp_path / "mlm", "discriminator")
     with pytest.raises(ValueError, match="ElectraForPreTraining'.; a generator is ElectraForMaskedLM"):
         load_encoder(tmp_path / "out" / "discriminator", "generator")
-    with pytest.raises(ValueError, match="ElectraModel'.; a discriminator is ElectraForPreTraining"):
-        load_encoder(tmp_path / "base", "discriminator")
+    assert load_encoder(tmp_path / "base", "discriminator").shape == load_encoder(tmp_path / "base").shape
     shutil.rmtree(tmp_path / "out" / "generator")
     with pytest.raises(ValueError, match="out: has no generator, only the discriminator"):
         load_encoder(tmp_path / "out", "generator")

@@ -106,7 +106,7 @@ class TestProbabilities:
     @pytest.mark.parametrize("recipe", ["google", "modern"])
     def test_they_are_those_of_transformers(self, tmp_path: Path, tiny_vocab: Path, recipe: str) -> None:
         run = save_run(tmp_path / "run", tiny_vocab, recipe=recipe)
-        export(run, tmp_path / "export")
+        export(run, tmp_path / "export", unfinished=True)
         reference, answers = Reference(tmp_path / "export/discriminator"), load_error_detector(run).predict(TEXTS)
         everything = []
         for text, answer in zip(TEXTS, answers, strict=True):
@@ -242,7 +242,7 @@ class TestSources:
             with pytest.raises(ValueError, match=f"^{re.escape(str(source))}: has no discriminator, only the gen") as e:
                 load_error_detector(source)
             assert "\n" not in str(e.value) and 'objective.name = "electra"' in str(e.value)
-        with pytest.raises(ValueError, match="architectures = .* must name one of ElectraForPreTraining"):
+        with pytest.raises(ValueError, match="has no discriminator"):
             load_error_detector(encoder_folder)
 
     def test_what_is_not_there(self, tmp_path: Path) -> None:

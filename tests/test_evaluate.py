@@ -121,7 +121,7 @@ def test_the_examples_are_rows_of_the_evaluation(whole_run, validation_corpus):
     longer = evaluate(whole_run, validation_corpus, sequence_length=128, **few)
     ours, theirs, others = ([report[name] for name in names] for report in (own, other, longer))
     assert ours == theirs != others and ours[-1] == others[-1] == 20
-    none = evaluate(whole_run, validation_corpus, max_batches=2, mlm_examples=0)
+    none = evaluate(whole_run, validation_corpus, max_batches=2)
     assert none == {name: value for name, value in own.items() if name not in names}
 
 

@@ -43,7 +43,11 @@ def randomise(model: Electra) -> Electra:
 
 def make_run(folder: Path, recipe: str, changes: Changes) -> Electra:
     """A run as written by `pretrain`, with one checkpoint."""
-    fixed: Changes = {"model": {"vocab_size": 200}, "data": {"corpus": "/secret/shards"}, "train": {"out": "/secret"}}
+    fixed: Changes = {
+        "model": {"vocab_size": 200},
+        "data": {"corpus": "/secret/shards"},
+        "train": {"out": "/secret", "steps": 3},
+    }
     config = Config.preset("tiny", recipe).replace(changes).replace(fixed)
     model = randomise(Electra(config))
     vocabulary = folder.parent / "vocab.txt"

@@ -260,7 +260,7 @@ class TestNothingRecorded:
 
     def test_an_import_chooses_afresh(self, run, validation_corpus, tmp_path, timed, monkeypatch):
         recorded_as(run, **{"train.execution": "graph", "model.attention": "varlen"})
-        export(run, tmp_path / "out")
+        export(run, tmp_path / "out", unfinished=True)
         import_folder(tmp_path / "out", tmp_path / "again")
         assert set(hardware_values(tmp_path / "again").values()) == {AUTO}
         timed(0.2, 0.1)

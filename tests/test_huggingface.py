@@ -106,6 +106,56 @@ def test_folders_of_others_load_and_go_on(tmp_path: Path, generator_hidden: int,
     assert tokenizer("The cats")["input_ids"] == [2, 5, 6, 7, 3]
 
 
+@pytest.mark.parametrize("how", ["bare", "with a prefix", "our own export"])
+@pytest.mark.parametrize("architecture", ["bert", "modern"])
+def test_encoders_without_heads_continue_with_new_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], architecture: str, how: str
+) -> None:
+    same_width: dict[str, dict[str, Any]] = {"model": {"embedding_size": 64}, "generator": {"fraction": 1.0}}
+    recipe, changes = ("google", {}) if architecture == "bert" else ("modern", same_width)
+    write_folders(tmp_path / "whole", recipe, changes)
+    expected, base = {}, "electra" if architecture == "bert" else "model"
+    for role in ("discriminator", "generator"):
+        whole = transformers.AutoModel.from_pretrained(tmp_path / "whole" / role).eval()
+        whole.save_pretrained(tmp_path / "bare" / role)
+        path = tmp_path / "bare" / role / "config.json"
+        table = json.loads(path.read_text(encoding="utf-8"))
+        assert table["architectures"] == [type(whole).__name__]
+        if how != "our own export":
+            path.write_text(
+                json.dumps({key: table[key] for key in table if "electra_fast" not in key}), encoding="utf-8"
+            )
+        if how == "with a prefix":
+            path = tmp_path / "bare" / role / "model.safetensors"
+            save_file({f"{base}.{name}": tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+        (tmp_path / "bare" / role / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+        with torch.no_grad():
+            expected[role] = whole(input_ids=IDS, attention_mask=MASK).last_hidden_state
+    with pytest.raises(ValueError, match="bare/discriminator: an encoder without a head; fine-tune"):
+        load(tmp_path / "bare")
+    capsys.readouterr()
+    import_folder(tmp_path / "bare", tmp_path / "run")
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == [f"note: {role}_head: not in the folder and begins untrained" for role in expected]
+    found = load(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "again")
+    for role in expected:
+        again = transformers.AutoModel.from_pretrained(tmp_path / "again" / role).eval()
+        with torch.no_grad():
+            assert (again(input_ids=IDS, attention_mask=MASK).last_hidden_state - expected[role]).abs().max() < 1e-5
+    assert found.config.objective.name == "electra" and logits(found)["generator"].isfinite().all()
+    import_folder(tmp_path / "bare" / "discriminator", tmp_path / "alone")  # a masked language model with a new head
+    assert load(tmp_path / "alone").config.objective.name == "mlm"
+
+
+def test_a_class_that_is_none_of_ours_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}', encoding="utf-8")
+    with pytest.raises(ValueError, match="must name one of ElectraForPreTraining") as caught:
+        import_folder(tmp_path, tmp_path / "run")
+    names = str(caught.value).partition("one of ")[2].split(", ")
+    assert len(names) == len(set(names)) == 6 and {"ElectraModel", "ModernBertModel"} < set(names)
+
+
 def test_embeddings_that_differ_in_one_bit_are_not_shared(tmp_path: Path) -> None:
     released_pair(tmp_path, 16)
     path = tmp_path / "generator" / "model.safetensors"
@@ -140,7 +190,18 @@ def edit(path: Path, **changes: object) -> None:
         ("google", "discriminator", {"type_vocab_size": 1}, "type_vocab_size = 1 is not supported; it must be 2"),
         ("google", "discriminator", {"num_hidden_layers": 3}, "generator.num_layers"),
         ("google", "discriminator", {"num_hidden_layers": "3"}, "model.num_layers = '3' must be an integer"),
-        ("google", "discriminator", {"architectures": ["ElectraModel"]}, "a discriminator is ElectraForPreTraining"),
+        (
+            "google",
+            "discriminator",
+            {"architectures": ["ElectraModel"]},
+            "discriminator: an encoder without a head",
+        ),
+        (
+            "google",
+            "discriminator",
+            {"architectures": ["ElectraForTokenClassification"]},
+            "a discriminator is ElectraForPreTraining",
+        ),
         ("google", "generator", {"intermediate_size": 100}, "intermediate_size = 100, and generator.fraction = 0.5"),
         ("google", "generator", {"max_position_embeddings": 64}, "max_positions = 64, and the discriminator's is 128"),
         ("google", "generator", {"num_attention_heads": 4}, "generator.fraction = 2.0 must be above 0 and at most 1"),

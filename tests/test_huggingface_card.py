@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
+import yaml
 from huggingface_hub import ModelCard
+from transformers import AutoModel
 
 from electra_fast.config import Config
 from electra_fast.data.corpus import Corpus
@@ -46,9 +51,72 @@ def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: s
         assert f"from transformers import AutoTokenizer, {table['architectures'][0]}" in card.text
         alone = load(tmp_path / "out" / role)
         assert f"vocabulary of {alone.config.model.vocab_size}" in card.text
-    again = load(tmp_path / "out" / "generator")  # a masked language model: only its own parameters
-    if recipe != "modern":
-        assert f"{sum(p.numel() for p in again.parameters()):,} parameters" in card.text
+        folder, name = tmp_path / "out" / role, table["architectures"][0]
+        encoder, whole = (each.from_pretrained(folder) for each in (AutoModel, getattr(transformers, name)))
+        counts = f"{encoder.num_parameters():,} parameters in `AutoModel`, {whole.num_parameters():,} with the head"
+        assert counts in card.text
+        assert "trained on rows of 32 tokens: positions from 32 on were not trained at all" in card.text
+        assert "unigram_auc" not in card.text and not {"language", "license"} & front.keys()
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({"languages": ["no"], "license": "apache-2.0"}, {"language": "no", "license": "apache-2.0"}),
+        ({"languages": ["hu", "zh-Hant"]}, {"language": ["hu", "zh-Hant"]}),
+    ],
+)
+def test_cards_say_what_they_are_told(
+    tmp_path: Path, whole_run: Path, told: dict[str, Any], found: dict[str, Any]
+) -> None:
+    export(whole_run, tmp_path / "out", **told)
+    evaluation = json.loads((whole_run / "evaluations.jsonl").read_text().splitlines()[-1])
+    for role in ("discriminator", "generator"):
+        card = ModelCard.load(tmp_path / "out" / role / "README.md")
+        front = yaml.safe_load(card.content.split("---")[1])
+        languages = found["language"] if isinstance(found["language"], list) else [found["language"]]
+        assert front == found | {"language": languages} | {
+            key: front[key] for key in ("library_name", "tags", "pipeline_tag") if key in front
+        }
+        assert card.data.library_name == "transformers"
+        said = f"AUC {evaluation['unigram_auc']:.3f} on replacements drawn by frequency in validation text, at step 24"
+        assert (said in card.text) == (role == "discriminator")
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"languages": ["Hungarian"]}, "language 'Hungarian' is no code such as hu, en or zh-Hant"),
+        ({"languages": ["hu\nlicense: x"]}, "language 'hu.nlicense: x' is no code"),
+        ({"languages": [""]}, "language '' is no code"),
+        ({"license": "Apache 2.0"}, "license 'Apache 2.0' is no identifier such as apache-2.0"),
+    ],
+)
+def test_what_no_card_can_have_is_refused(tmp_path: Path, whole_run: Path, told: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        export(whole_run, tmp_path / "out", **told)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unfinished_run_is_exported_only_on_demand(tmp_path: Path, tiny_corpus: Path) -> None:
+    trained(tmp_path / "run", tiny_corpus, "google", "google")
+    earlier = tmp_path / "run" / "checkpoints" / "step-2"
+    with pytest.raises(
+        ValueError, match=r"step-2: at step 2 of 3; train it to the end .* or export it .* --unfinished"
+    ):
+        export(earlier, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export(earlier, tmp_path / "out", unfinished=True)
+    text = (tmp_path / "out" / "discriminator" / "README.md").read_text(encoding="utf-8")
+    assert "2 of 3 steps of 4 rows" in text and "- exported before its training was finished" in text
+    export(tmp_path / "run" / "checkpoints" / "step-3", tmp_path / "out")
+    assert "unfinished" not in (tmp_path / "out" / "discriminator" / "README.md").read_text(encoding="utf-8")
+    settings = tmp_path / "run" / "config.toml"
+    settings.write_text(settings.read_text().replace("steps = 3 ", "steps = 5 "), encoding="utf-8")
+    export(tmp_path / "run", tmp_path / "out")  # whatever is planned, the checkpoint ends a schedule
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-3")
+    settings.write_text(settings.read_text().replace("steps = 5 ", "steps = 2 "), encoding="utf-8")
+    export(tmp_path / "run", tmp_path / "out")  # the run was told to end here
 
 
 def test_the_three_lines_of_a_card_run(tmp_path: Path, tiny_corpus: Path) -> None:

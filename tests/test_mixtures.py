@@ -277,8 +277,8 @@ class TestTraining:
     def test_evaluate(self, whole, folders, mixed, tmp_path):
         flags = [word for entry in mixed for word in ("--data", entry)]
         assert main(["evaluate", str(whole), *flags, "--mlm-examples", "2", "--json"]) == 0
-        alone = evaluate(whole, folders / "wiki", mlm_examples=0)
-        both = evaluate(whole, mixed, mlm_examples=0, corrupted_by="unigram")
+        alone = evaluate(whole, folders / "wiki")
+        both = evaluate(whole, mixed, corrupted_by="unigram")
         assert both["rows"] > alone["rows"] and both["corruption"]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from test_electra import COMPUTE, KEY, make_batch, make_config, make_model
+from test_electra import COMPUTE, KEY, VOCAB, make_batch, make_config, make_model
 from tiny_run import STEPS, assert_same_run, lines, tiny_config, weights
 from variants import VARIANTS
 
@@ -16,7 +16,7 @@ from electra_fast import checkpoint_folder, ops
 from electra_fast.compute import RngKey
 from electra_fast.config import Config
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.objectives import OBJECTIVES, objective_of
+from electra_fast.objectives import OBJECTIVES, losses, objective_of
 from electra_fast.objectives.electra import ElectraObjective
 from electra_fast.objectives.objective import METRICS, Output
 from electra_fast.sampling import alias_table
@@ -48,6 +48,23 @@ def test_an_objective_keeps_its_contract(name):
     stages, num_steps = objective.stages(), model.config.train.steps
     assert stages[0].first_step == 0 and sum(stage.num_steps for stage in stages) == num_steps
     assert objective.stage(0) == stages[0] and objective.stage(num_steps - 1) == stages[-1]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rows_of_the_table_after_the_last_entry_are_neither_sampled_nor_trained(name):
+    """As in tables that are padded to a size that GPUs like."""
+    model, batch, num_entries = make_model(make_config(**VARIANTS[name])), make_batch(vocab=20), 20
+    model.limit_vocabulary(num_entries)
+    if model.config.generator.kind == "unigram":
+        model.proposal.set_counts(torch.ones(num_entries))
+    objective = objective_of(model.config)
+    inputs = losses.read_inputs(model, batch, COMPUTE, RngKey(KEY))
+    samples = [losses.generate(model, inputs, RngKey(KEY + step)).sample_M for step in range(20)]
+    assert all((sample_M < num_entries).all() for sample_M in samples) and len(torch.cat(samples).unique()) > 5
+    objective.forward(model, batch, COMPUTE, RngKey(KEY), objective.loss_denominators(batch)).loss.backward()
+    tables = [each for each in model.parameters() if len(each) == VOCAB and each.grad is not None]
+    assert tables and not any(each.grad[num_entries:].any() for each in tables)
+    assert any(each.grad[:num_entries].any() for each in tables)
 
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("electra", "mlm")])
@@ -104,9 +121,9 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
         assert last["loss"] < first["loss"]
     assert_same_run(resumed(tmp_path / "run", tmp_path / "again", 15, validation_corpus, settings), tmp_path / "run")
 
-    found = ef.evaluate(tmp_path / "run", validation_corpus, mlm_examples=0)
+    found = ef.evaluate(tmp_path / "run", validation_corpus)
     validation = lines(tmp_path / "run", "evaluations.jsonl")[-1]
-    assert found.keys() == validation.keys() - {"step", "unigram_auc"}
+    assert found.keys() - {"unigram_sequence_length"} == validation.keys() - {"step"} | {"unigram_auc"}
     has_detector = "discriminator" in name or found["discriminator_accuracy"] is not None
     assert (found["discriminator_auc"] is not None) == has_detector
     if "plain" in name:
@@ -121,7 +138,7 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
     for logits in names:
         assert torch.equal(getattr(theirs, logits)(ids), getattr(ours, logits)(ids))
     if name == "corrective":
-        exported = ef.evaluate(tmp_path / "hf", validation_corpus, sequence_length=16, mlm_examples=0)
+        exported = ef.evaluate(tmp_path / "hf", validation_corpus, sequence_length=16)
         assert exported["discriminator_auc"] == pytest.approx(found["discriminator_auc"], abs=1e-6)
         assert "corrective_loss" in found and "corrective_loss" not in exported  # the folder has no such head
     # What is fine-tuned is the result, not its generator, from the run as from the export.
@@ -167,13 +184,14 @@ def test_an_imported_unigram_model_trains_on_the_counts_of_its_corpus(validation
     assert torch.equal(found, expected) and found.any()
 
 
-def test_an_exported_unigram_model_cannot_be_evaluated(validation_corpus, tmp_path):
+def test_an_exported_unigram_model_is_evaluated_by_the_counts_of_the_corpus(validation_corpus, tmp_path, capsys):
     changes = {"generator.kind": "unigram", "train.steps": "2", "train.eval_every": "0"}
     pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
     ef.export(tmp_path / "run", tmp_path / "hf")
-    assert ef.evaluate(tmp_path / "run", validation_corpus, mlm_examples=0)["discriminator_auc"] > 0
-    with pytest.raises(ValueError, match="token counts are not exported; evaluate the run or one of its checkpoints"):
-        ef.evaluate(tmp_path / "hf", validation_corpus)
+    expected = ef.evaluate(tmp_path / "run", validation_corpus)
+    assert "note" not in capsys.readouterr().err
+    assert ef.evaluate(tmp_path / "hf", validation_corpus) == pytest.approx(expected, rel=1e-6)
+    assert "token counts are not exported; those of the corpus are used" in capsys.readouterr().err
     table = ef.load(tmp_path / "run").proposal.table_V2
     assert torch.equal(table, alias_table(torch.from_numpy(ef.Corpus(validation_corpus).token_counts())))
 

@@ -18,7 +18,7 @@ from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.prepare_report import contents
 from electra_fast.errors import TrainingFailed
-from electra_fast.huggingface.export import load
+from electra_fast.huggingface.export import export, import_folder, load
 from electra_fast.training.evaluate import SEED, evaluate, evaluate_model
 from electra_fast.training.pretrain import pretrain
 
@@ -117,19 +117,34 @@ def test_mlm_baseline(validation_corpus, tmp_path):
     pretrain(tiny_config(**{"objective.name": "mlm"}), data=validation_corpus, out=tmp_path / "run")
     last = lines(tmp_path / "run")[-1]
     assert last["loss"] == last["generator_loss"] and last["discriminator_loss"] is None
-    figures = evaluate(tmp_path / "run", validation_corpus, mlm_examples=0)
+    figures = evaluate(tmp_path / "run", validation_corpus)
     assert figures["discriminator_auc"] is None and figures["generator_loss"] > 0
 
 
 def test_evaluate_is_one_pass_over_the_held_out_part(whole_run, validation_corpus):
-    figures = evaluate(whole_run, validation_corpus, mlm_examples=0)
+    figures = evaluate(whole_run, validation_corpus)
     validation = contents(validation_corpus / "holdout", "google", 16, seed=SEED)
     # Every token that the packing keeps once, and two or three special tokens per example.
     assert figures["rows"] == validation.rows
     assert figures["tokens"] - validation.tokens in range(2 * validation.rows, 3 * validation.rows)
-    assert figures == evaluate(whole_run, validation_corpus, mlm_examples=0)
+    assert figures == evaluate(whole_run, validation_corpus)
     assert 0 < figures["discriminator_auc"] < 1
-    assert figures == evaluate(checkpoint_folder.latest(whole_run), validation_corpus / "holdout", mlm_examples=0)
+    assert figures == evaluate(checkpoint_folder.latest(whole_run), validation_corpus / "holdout")
+
+
+def test_a_padded_table_trains_resumes_and_is_exported(validation_corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("electra_fast.training.step.choose_num_processes", lambda *_: 2)
+    size = Corpus(validation_corpus).vocab_size + 6
+    few = {"model.vocab_size": str(size), "train.steps": "2", "train.eval_every": "0"}
+    pretrain(tiny_config(**few), data=validation_corpus, out=tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "hf")
+    import_folder(tmp_path / "hf", tmp_path / "again")
+    pretrain(tiny_config(**few | {"model.vocab_size": "0"}), data=validation_corpus, out=tmp_path / "again")
+    table = load(tmp_path / "again").generator_head.bias
+    assert len(table) == size and table[:-6].all() and not table[-6:].any()
+    few["model.vocab_size"] = str(size - 7)
+    with pytest.raises(ValueError, match=f"model.vocab_size = {size - 7}, but the corpus was prepared with {size - 6}"):
+        pretrain(tiny_config(**few), data=validation_corpus, out=tmp_path / "smaller")
 
 
 @pytest.mark.parametrize("recipe", ["google", "modern"])
@@ -144,7 +159,7 @@ def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(recipe, v
     checkpoint.save(tmp_path / "run", model, None, TrainState(step=8), keep=1)
     validation = Corpus(validation_corpus).holdout
     figures = evaluate_model(model, validation, model.config, ComputeConfig("sdpa", torch.bfloat16))
-    expected = evaluate(tmp_path / "run", validation_corpus, mlm_examples=0)
+    expected = evaluate(tmp_path / "run", validation_corpus)
     assert expected["discriminator_auc"] > 0.55
     assert figures["discriminator_auc"] == pytest.approx(expected["discriminator_auc"], abs=0.01)
 

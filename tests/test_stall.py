@@ -65,7 +65,6 @@ def test_a_discriminator_without_a_loss_stalls(validation_corpus, tmp_path, capf
         sequence_length=16,
         batch_size=8,
         corrupted_by="unigram",
-        mlm_examples=0,
     )
     assert found["unigram_auc"] == pytest.approx(fixed["discriminator_auc"], abs=0.03)
     assert found["unigram_auc"] != found["discriminator_auc"]

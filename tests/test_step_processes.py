@@ -124,7 +124,9 @@ def test_muon_iterates_in_the_precision_of_the_run(tiny_corpus, tmp_path, monkey
     config = configured(tiny_corpus, "modern", precision=precision, steps=1, execution="eager")
     ef.pretrain(config, data=tiny_corpus, out=tmp_path / "run")
     assert dtypes == {dtype}
-    work = PretrainingWork(config, type(objective_of(config)), ComputeConfig("sdpa", dtype), "eager", {})
+    work = PretrainingWork(
+        config, type(objective_of(config)), ComputeConfig("sdpa", dtype), "eager", {}, config.model.vocab_size
+    )
     assert work.share(1, 2)[1].matrix_dtype == dtype
 
 

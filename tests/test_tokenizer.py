@@ -283,7 +283,7 @@ class TestVocabulariesToldApart:
         assert "prepare the text with --vocab" in str(caught.value)
 
     def test_evaluate_takes_the_same(self, folder: Path) -> None:
-        assert evaluate(folder / "run", folder / "same", max_batches=1, mlm_examples=0)["rows"]
+        assert evaluate(folder / "run", folder / "same", max_batches=1)["rows"]
 
     @pytest.mark.parametrize("other", ["shuffled", "cased"])
     def test_an_imported_run_refuses_another(self, folder: Path, tmp_path: Path, other: str) -> None:

@@ -243,5 +243,5 @@ def test_a_run_trains_on_whole_words(tiny_corpus: Path, tmp_path: Path):
 @pytest.mark.parametrize("masking", MASKINGS)
 def test_inspect_shows_a_row_with_masked_words(tiny_corpus: Path, capfd: pytest.CaptureFixture[str], masking: str):
     show_row(tiny_corpus, sequence_length=32, masking=masking, seed=0, cut_at="line")
-    shown = capfd.readouterr().err
+    shown = capfd.readouterr().out
     assert shown.startswith("[CLS]") and "[MASK](" in shown

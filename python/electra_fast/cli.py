@@ -1,6 +1,6 @@
 """The command line: parse, call one function, report the result.
 
-What a person reads goes to standard error, what a program reads (`--json`) to standard output. A user's
+Results go to standard output, for people and for programs (`--json`), progress and notes to standard error. A user's
 mistake is one line and exit code 2; set ELECTRA_FAST_TRACEBACK=1 to see where it was raised. A bug keeps its
 traceback.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from typing import Any
 
 from electra_fast.cli_parser import build_parser
 from electra_fast.config import Config
-from electra_fast.config_file import nearest_keys, take_overrides
+from electra_fast.config_file import did_you_mean, nearest, take_overrides
 from electra_fast.config_section import Configuration
 from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere
 from electra_fast.finetuning.config import FinetuningConfig
@@ -81,15 +82,23 @@ def _one_line(error: Exception) -> str:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The parsed arguments; an unknown one is refused with the configuration key that it may mean."""
+    """The parsed arguments; an unknown command or flag is refused with what it may mean.
+
+    Before anything else is said about them: argparse would first miss what a misspelt flag was to give.
+    """
     parser = build_parser()
-    options, unknown = parser.parse_known_args(arguments)
-    known = [name for each in CONFIGURED.get(options.command, ()) for name in each.key_names()]
-    if unknown and (keys := nearest_keys(unknown[0], known)):
-        raise InputError(f"unrecognized arguments: {unknown[0]}; did you mean --{' or --'.join(keys)}?")
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return options
+    words = list(itertools.takewhile(lambda word: word != "--", arguments))
+    command = next((word for word in words if not word.startswith("-")), None)
+    if command is not None and command not in HANDLERS:
+        raise InputError(f"{command}: no such command{did_you_mean(command, HANDLERS)}")
+    flags = parser.flags_of(command)
+    keys = [f"--{name}" for each in CONFIGURED.get(command or "", ()) for name in each.key_names()]
+    for word in words:
+        name = word.partition("=")[0]
+        is_known = name == "--" or any(flag.startswith(name) for flag in flags)  # argparse takes a prefix
+        if word.startswith("--") and not is_known and (meant := nearest(name, flags, keys)):
+            raise InputError(f"unrecognized arguments: {name}; did you mean {' or '.join(meant)}?")
+    return parser.parse_args(arguments)
 
 
 def _say(message: str) -> None:
@@ -97,12 +106,19 @@ def _say(message: str) -> None:
 
 
 def _print_report(report: Mapping[str, Any], as_json: bool) -> None:
-    """One JSON object on standard output, or a line per value on standard error; tables are indented."""
-    if as_json:
-        print(json.dumps(dict(report)))
-        return
-    for line in _report_lines(report):
-        _say(line)
+    """One JSON object, or a line per value; tables are indented."""
+    print(json.dumps(dict(report)) if as_json else "\n".join(_report_lines(report)))
+
+
+def _evaluation_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """An evaluation, first what compares between models."""
+    rest = dict(report)
+    if report["unigram_auc"] is not None and "corruption" not in report:
+        auc, length = rest.pop("unigram_auc"), rest.pop("unigram_sequence_length")
+        yield f"Compares between models (replacements by frequency, rows of {length} tokens):"
+        yield from _report_lines({"unigram_auc": auc}, "  ")
+        yield "Does not compare between models (replacements by each one's own generator):"
+    yield from _report_lines(rest, "  ")
 
 
 def _report_lines(report: Mapping[str, Any], indent: str = "") -> Iterator[str]:
@@ -258,13 +274,19 @@ def _evaluate(options: argparse.Namespace) -> None:
         corrupted_by=options.corrupted_by,
         mlm_examples=options.mlm_examples,
     )
-    _print_report(report, options.json)
+    print(json.dumps(report) if options.json else "\n".join(_evaluation_lines(report)))
 
 
 def _export(options: argparse.Namespace) -> None:
     from electra_fast.huggingface.export import export
 
-    export(options.source, options.out)
+    export(
+        options.source,
+        options.out,
+        unfinished=options.unfinished,
+        languages=options.language,
+        license=options.license,
+    )
     _say(f"{options.out}: loads with transformers' from_pretrained")
 
 
@@ -285,7 +307,7 @@ def _flops(options: argparse.Namespace) -> None:
 
 
 def _finetune(options: argparse.Namespace) -> None:
-    from electra_fast.finetuning.finetune import finetune
+    from electra_fast.finetuning.finetune import finetune, print_table
 
     names = ("text", "label", "labels", "label_separator", "quoting", "dev_fraction", "scheme")
     results = finetune(
@@ -304,6 +326,8 @@ def _finetune(options: argparse.Namespace) -> None:
     )
     if options.json:
         print(json.dumps(results))
+    else:
+        print_table(results)
 
 
 def _reproduce(options: argparse.Namespace) -> None:

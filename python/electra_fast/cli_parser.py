@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from electra_fast import __version__
 from electra_fast.config import Config
-from electra_fast.config_file import comma_separated
+from electra_fast.config_file import comma_separated, parse_number
 from electra_fast.config_section import Configuration
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import DEFAULT_RECIPE, FinetuningConfig
@@ -18,23 +19,48 @@ from electra_fast.presets import RECIPES, SIZES
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as everything else here, instead of printing the usage first."""
+    """Says what is wrong in one line, as everything else here, instead of printing the usage first.
+
+    Integers are read as the configuration's are: 10000, 10k or 1e4.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register("type", int, number(int))
+        self.commands: dict[str, Parser] = {}
+
+    def flags_of(self, command: str | None) -> list[str]:
+        """All flags of a command; without one, those before it."""
+        parser = self.commands.get(command or "", self)
+        return [flag for action in parser._actions for flag in action.option_strings]
 
     def error(self, message: str) -> NoReturn:
         """Raises InputError."""
         raise InputError(f"{message}; `{self.prog} --help` tells more")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def number(kind: type, unit: str = "count") -> Callable[[str], int | float]:
+    """What reads a number for argparse."""
+
+    def read(text: str) -> int | float:
+        try:
+            return parse_number(text, kind, unit)
+        except InputError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def build_parser() -> Parser:
     """All commands and their arguments; `command` is the chosen one's name."""
     parser = Parser(prog="electra-fast", description="Pre-train text encoders by replaced-token detection (ELECTRA).")
     parser.add_argument("--version", action="version", version=f"electra-fast {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, summary: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name, help=summary, description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+    def command(name: str, summary: str) -> Parser:
+        layout = argparse.RawDescriptionHelpFormatter
+        parser.commands[name] = commands.add_parser(name, help=summary, description=summary, formatter_class=layout)
+        return parser.commands[name]
 
     sub = command("demo", "text to a trained, exported model in a minute or two; downloads nothing")
     sub.add_argument("--out", type=Path, required=True, help="folder for everything that it makes")
@@ -46,7 +72,11 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--min-frequency", type=int, default=2, help="occurrences that a merge needs (%(default)s)")
     sub.add_argument("--cased", action="store_true", help="keep capitals and accents")
     sub.add_argument(
-        "--sample", type=int, default=1 << 30, metavar="BYTES", help="text to count words in; 0: all (%(default)s)"
+        "--sample",
+        type=number(int, "bytes"),
+        default=1 << 30,
+        metavar="BYTES",
+        help="text to count words in; 0: all (%(default)s)",
     )
     sub.add_argument("--seed", type=int, default=0, help="decides the sample (%(default)s)")
 
@@ -100,7 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     sub = command(
         "evaluate",
-        "validation losses, accuracies and AUC of a run or an exported folder; the same fakes for several models",
+        "AUC on replacements by frequency, which compares between models; then validation losses, accuracies and AUC",
     )
     sub.add_argument("source", type=Path, metavar="RUN", help="run, checkpoint or Hugging Face folder")
     sub.add_argument(
@@ -122,9 +152,9 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--mlm-examples",
         type=int,
-        default=200,
+        default=0,
         metavar="N",
-        help="rows with one masked token, for the masked-language-model accuracy; 0: none (%(default)s)",
+        help="also the masked-language-model accuracy (Appendix G), by so many rows with one masked token each",
     )
     sub.add_argument("--json", action="store_true", help="one object on standard output")
 
@@ -179,9 +209,14 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--tasks", type=Path, required=True, help="folder that has the GLUE tasks' folders")
     sub.add_argument("--out", type=Path, required=True, help="folder for the table, the picture and all runs")
     _add_preset(sub, "small", "google")
-    sub.add_argument("--budget", type=float, metavar="FLOPS", help="true FLOPs of each run's pre-training, as 3e15")
     sub.add_argument(
-        "--minutes", type=float, metavar="M", help="instead: about how long a run of the first row pre-trains here"
+        "--budget", type=number(float), metavar="FLOPS", help="true FLOPs of each run's pre-training, as 3e15"
+    )
+    sub.add_argument(
+        "--minutes",
+        type=number(float, "minutes"),
+        metavar="M",
+        help="instead: about how long a run of the first row pre-trains here",
     )
     sub.add_argument("--seeds", type=int, default=3, metavar="N", help="runs per row: seeds 0 to N-1 (%(default)s)")
     sub.add_argument("--task", default="glue", help="tasks as for finetune; glue: all that --tasks has (%(default)s)")
@@ -201,9 +236,14 @@ def build_parser() -> argparse.ArgumentParser:
     sub = command("export", "write discriminator/ and generator/ as Hugging Face folders")
     sub.add_argument("source", type=Path, metavar="RUN", help="run or checkpoint")
     sub.add_argument("--out", type=Path, required=True)
+    sub.add_argument("--unfinished", action="store_true", help="export a run that has steps left")
+    sub.add_argument(
+        "--language", type=comma_separated, default=(), metavar="CODE,...", help="of the text, for the model card: hu"
+    )
+    sub.add_argument("--license", metavar="NAME", help="of the model, for the model card: apache-2.0")
 
     sub = command("import", "make a run from exported folders, to continue training")
-    sub.add_argument("directory", type=Path, help="folder with discriminator/ and generator/")
+    sub.add_argument("directory", type=Path, help="folder with discriminator/ and generator/, or one model")
     sub.add_argument("--out", type=Path, required=True, help="the run's folder")
 
     sub = command("flops", "the paper's count of floating-point operations and the true one")

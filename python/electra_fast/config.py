@@ -310,7 +310,7 @@ class Config(Configuration):
         return self.replace(by_section(changes))
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Mapping[str, str] | None = None) -> Config:
+    def load(cls, path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
         """Reads a TOML file. A top-level `preset` and `recipe` name what its keys are laid over.
 
         Raises FileNotFoundError, or ValueError naming the file, key, value and what is allowed.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import difflib
+import itertools
 import json
+import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,44 @@ from electra_fast.errors import InputError
 Scalar = bool | int | float | str
 Value = Scalar | list[str] | dict[str, float]
 """A key's value: a scalar, or for a key that takes several values also a list or a table with weights."""
+
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+# What a number's suffix multiplies it by, by the unit that a key's name ends in. Bytes and times in lower case.
+_FACTORS: dict[str, dict[str, Fraction]] = {
+    "count": {
+        suffix: Fraction(10**power) for power, letters in {3: "kK", 6: "M", 9: "BG"}.items() for suffix in letters
+    },
+    "bytes": {"b": Fraction(1)}
+    | {
+        prefix + end: Fraction(base**power)
+        for power, prefix in enumerate("kmgt", start=1)
+        for end, base in (("", 1000), ("b", 1000), ("ib", 1024))
+    },
+    "seconds": {suffix: Fraction(seconds) for suffix, seconds in _SECONDS.items()},
+    "minutes": {suffix: Fraction(seconds, 60) for suffix, seconds in _SECONDS.items()},
+}
+_EXAMPLES = {"count": "10000 or 10k", "bytes": "200GB or 16GiB", "seconds": "90 or 1.5h", "minutes": "90 or 1h30m"}
+_PART = r"([+-]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?) *([A-Za-z]*) *"
+
+# What other tools call a key or flag of ours.
+_ALIASES = {
+    **dict.fromkeys(("lr", "peak_lr", "max_lr"), ("learning_rate",)),
+    **dict.fromkeys(("bs", "train_batch_size", "per_device_train_batch_size", "micro_batch_size"), ("batch_size",)),
+    **dict.fromkeys(("max_steps", "num_steps", "train_steps", "num_train_steps", "total_steps", "iters"), ("steps",)),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs"), ("epochs", "steps")),
+    **dict.fromkeys(("seq_len", "seq_length", "max_seq_len", "max_seq_length", "max_length"), ("sequence_length",)),
+    **dict.fromkeys(("fp16", "bf16", "fp32", "amp", "mixed_precision", "dtype"), ("precision",)),
+    **dict.fromkeys(("warmup", "warmup_ratio", "num_warmup_steps"), ("warmup_steps", "warmup_fraction")),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), ("accumulate",)),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clip_val"), ("clip_norm",)),
+    **dict.fromkeys(("mlm_probability", "mask_ratio"), ("mask_prob",)),
+    **dict.fromkeys(("save_steps", "save_every"), ("checkpoint_every",)),
+    **dict.fromkeys(("output_dir", "output", "save_dir"), ("out",)),
+    **dict.fromkeys(("data_dir", "dataset", "train_data", "corpus"), ("data",)),
+    **dict.fromkeys(("model_name_or_path", "checkpoint"), ("model",)),
+    **{"wd": ("weight_decay",), "eval_steps": ("eval_every",), "logging_steps": ("log_every",)},
+    **{"optim": ("name",), "vocab_size": ("size",)},
+}
 
 TYPE_NAMES: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
@@ -39,11 +80,12 @@ def format_value(value: Value) -> str:
         return f"{{{', '.join(f'{_quoted(name)} = {each!r}' for name, each in value.items())}}}"
     if isinstance(value, bool):
         return "true" if value else "false"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    return _quoted(value) if isinstance(value, str) else repr(value)
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    """A basic string of TOML, whose escapes are JSON's; DEL is the one character that only TOML wants escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def parse_several(name: str, text: str) -> str | list[str] | dict[str, float]:
@@ -58,20 +100,52 @@ def parse_several(name: str, text: str) -> str | list[str] | dict[str, float]:
 
 
 def parse_value(name: str, text: str, kind: type) -> Scalar:
-    """A value of the command line as a key's type; numbers may be fractions (1/3) and have underscores."""
+    """A string as a key's type; a number in the unit (bytes, minutes, seconds) that the key's name ends in, if any."""
     if kind is str:
         return text
     if kind is bool:
         if text.lower() not in ("true", "false"):
             raise InputError(f"{name} = {text!r} must be true or false")
         return text.lower() == "true"
+    unit = name.rpartition("_")[2]
     try:
-        if kind is int:
-            return int(text.replace("_", ""))
-        numerator, slash, denominator = text.partition("/")
-        return float(numerator) / float(denominator) if slash else float(text)
-    except (ValueError, ZeroDivisionError):
-        raise InputError(f"{name} = {text!r} must be {TYPE_NAMES[kind]}") from None
+        return parse_number(text, kind, unit if unit in _FACTORS else "count" if kind is int else "")
+    except InputError as error:
+        raise InputError(f"{name} = {error}") from None
+
+
+def parse_number(text: str, kind: type, unit: str = "count") -> int | float:
+    """The int or float that a string such as 1e5, 100k, 1_000, 1/3, 200GB (bytes) or 1h30m (minutes, seconds) means.
+
+    Raises ValueError where the suffix is none of the unit's, or an int would be a fraction.
+    """
+    value, slash, divisor = (part.strip() for part in text.partition("/"))
+    try:
+        number = _quantity(value, _FACTORS.get(unit, {}))
+        if slash and kind is float:
+            number /= _quantity(divisor, {})
+        if kind is float:
+            return float(number)
+        if number.denominator == 1 and abs(number) < 2**63 and not slash:
+            return int(number)
+    except (ValueError, ArithmeticError):
+        pass
+    examples = f", such as {_EXAMPLES[unit]}" if unit in _EXAMPLES else ""
+    what = TYPE_NAMES[kind] if unit in ("", "count") else f"a number of {unit}"
+    raise InputError(f"{text!r} must be {what}{examples}")
+
+
+def _quantity(text: str, factors: Mapping[str, Fraction]) -> Fraction:
+    """A number and its suffix; several of them, as in 1h30m, where all have one that is a time's."""
+    parts = re.findall(_PART, text)
+    if not re.fullmatch(f"(?:{_PART})+", text) or (len(parts) > 1 and any(each[1] not in _SECONDS for each in parts)):
+        raise ValueError(text)
+    is_count = "K" in factors
+    factors = {"": Fraction(1), **factors}
+    try:
+        return sum((Fraction(n.replace("_", "")) * factors[s if is_count else s.lower()] for n, s in parts), Fraction())
+    except KeyError:
+        raise ValueError(text) from None
 
 
 def take_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -102,12 +176,22 @@ def comma_separated(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in record)
 
 
-def nearest_keys(argument: str, keys: Sequence[str]) -> list[str]:
-    """The keys whose last part is an argument such as `--batch-size` or comes nearest to it."""
-    name = argument.partition("=")[0].lstrip("-").replace("-", "_")
-    last_parts = [key.partition(".")[2] for key in keys]
-    close = difflib.get_close_matches(name, last_parts, n=1, cutoff=0.7)
-    return [key for key, part in zip(keys, last_parts, strict=True) if part in close]
+def nearest(argument: str, *known: Iterable[str]) -> list[str]:
+    """The known keys and flags that an argument such as `--batch-size`, `--lr` or `--optimizer.lr` may mean."""
+    name = _plain(argument.partition("=")[0])
+    words: dict[str, list[str]] = {}
+    for each in itertools.chain(*known):
+        words.setdefault(_plain(each), []).append(each)
+    meant = next((each for each in (name, *_ALIASES.get(name, ())) if each in words), None)
+    close = [meant] if meant else difflib.get_close_matches(name, words, n=1, cutoff=0.7)
+    found = [each for word in close for each in words[word]]
+    section = argument.lstrip("-").partition(".")[0]
+    return [each for each in found if each.startswith(f"{section}.")] or found
+
+
+def _plain(name: str) -> str:
+    """The last part of a key or flag, in a key's spelling."""
+    return name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

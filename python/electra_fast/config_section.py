@@ -18,6 +18,7 @@ from electra_fast.config_file import (
     Value,
     did_you_mean,
     format_value,
+    nearest,
     parse_several,
     parse_value,
 )
@@ -91,21 +92,22 @@ class Configuration:
             for key in values:
                 if key not in keys:
                     raise InputError(f"unknown key {name}.{key}{did_you_mean(key, keys)}")
-            sections[name] = dataclasses.replace(sections[name], **integers_as_floats(sections[name], values))
+            read = {key: _read(f"{name}.{key}", self._field(f"{name}.{key}"), value) for key, value in values.items()}
+            sections[name] = dataclasses.replace(sections[name], **integers_as_floats(sections[name], read))
         return type(self)(**sections)
 
-    def override(self, overrides: Mapping[str, str]) -> Self:
-        """A copy with command-line values, e.g. `{"train.steps": "100"}`, parsed as their key's type."""
-        table: dict[str, dict[str, Value]] = {}
+    def override(self, overrides: Mapping[str, object]) -> Self:
+        """A copy with values by `section.key`, e.g. `{"train.steps": 100}`, or strings as on the command line."""
+        table: dict[str, dict[str, object]] = {}
         known = self.key_names()
-        for name, text in overrides.items():
+        for name, value in overrides.items():
             section, dot, key = name.partition(".")
             if not dot or name not in known:
-                raise InputError(f"unknown key {name}{did_you_mean(name, known)}")
-            field = self._field(name)
-            several = field.metadata["takes_several"]
-            value = parse_several(name, text) if several else parse_value(name, text, type(field.default))
-            table.setdefault(section, {})[key] = value
+                meant = nearest(name, known)
+                hint = f"; did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, known)
+                raise InputError(f"unknown key {name}{hint}")
+            several = self._field(name).metadata["takes_several"] and isinstance(value, str)
+            table.setdefault(section, {})[key] = parse_several(name, str(value)) if several else value
         return self.replace(table)
 
     def to_toml(self) -> str:
@@ -155,12 +157,21 @@ def _choices(section: type[Section]) -> dict[str, tuple[str, ...]]:
     return {name: choices for name, choices in found.items() if choices}
 
 
+def _read(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
+    """A value for a key; of its type where a string says it (100k, 4h, true), and whole numbers as int (1e5)."""
+    kind = type(field.default)
+    if isinstance(value, str):
+        return parse_value(name, value, kind)
+    return int(value) if kind is int and isinstance(value, float) and value.is_integer() else value
+
+
 def _check(name: str, field: dataclasses.Field[Any], value: object, choices: tuple[str, ...] | None) -> None:
     expected = type(field.default)
     if field.metadata["takes_several"] and not isinstance(value, str):
         _check_several(name, value)
     elif type(value) is not expected:
         raise InputError(f"{name} = {value!r} must be {TYPE_NAMES[expected]}, not {_type_name(value)}")
+    _check_text(name, value)
     if choices and value not in choices:
         raise InputError(f"{name} = {value!r} must be one of {', '.join(choices)}")
     low, high = field.metadata["low"], field.metadata["high"]
@@ -180,6 +191,13 @@ def _check_several(name: str, value: object) -> None:
         raise InputError(f"{name} = {value!r} must be a string, a list of strings, or a table of numbers")
     if not value:
         raise InputError(f"{name} = {value!r} is empty; name at least one")
+
+
+def _check_text(name: str, value: object) -> None:
+    """Raises ValueError for strings that a TOML file or a file name cannot hold."""
+    for text in [value] if isinstance(value, str) else value if isinstance(value, (list, dict)) else ():
+        if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text):
+            raise InputError(f"{name} = {value!r} has bytes that are no UTF-8, or NUL; rename the file or folder")
 
 
 def _type_name(value: object) -> str:

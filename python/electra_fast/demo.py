@@ -25,7 +25,6 @@ from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.prepare import prepare, train_vocab
 from electra_fast.huggingface.export import export, load
 from electra_fast.objectives import objective_of
-from electra_fast.training.corruptor import UNIGRAM
 from electra_fast.training.evaluate import SEED, evaluate
 from electra_fast.training.plots import plot_metrics
 from electra_fast.training.pretrain import pretrain
@@ -52,9 +51,7 @@ def demo(out: Path) -> None:
     # `lowercase` is explicit: a kill may have left vocab.txt without its tokenizer.json.
     prepare([str(corpus)], vocab=vocab, out=shards, holdout=0.05, lowercase=True)
     pretrain(demo_config(), data=shards, out=run)
-    metrics = evaluate(run, shards, mlm_examples=0)
-    length = demo_config().data.sequence_length
-    fixed = evaluate(run, shards, sequence_length=length, corrupted_by=UNIGRAM, mlm_examples=0)
+    metrics = evaluate(run, shards, sequence_length=demo_config().data.sequence_length)
     export(run, out / "export")
     plot_metrics(run, out / "curves.png")
     show_verdicts(console, run, shards, Tokenizer(vocab))
@@ -63,7 +60,7 @@ def demo(out: Path) -> None:
         f"\nOn {metrics['tokens']:,} held-out tokens, of which the generator replaced {replaced:.1%}: "
         f"AUC [bold]{metrics['discriminator_auc']:.3f}[/bold] (0.5 is chance), "
         f'accuracy {metrics["discriminator_accuracy"]:.1%} (always "original": {1 - replaced:.1%}).\n'
-        f"AUC [bold]{fixed['discriminator_auc']:.3f}[/bold] with random tokens, by their frequency, in place of the "
+        f"AUC [bold]{metrics['unigram_auc']:.3f}[/bold] with random tokens, by their frequency, in place of the "
         "generator's: the same text for every model, so this one compares.\n"
         f"The model: {out / 'export'} (AutoModel.from_pretrained). The curves: {out / 'curves.png'}.",
         highlight=False,

@@ -34,6 +34,12 @@ class MaskedLMHead(nn.Module):
         self.norm = Norm(inner, config)
         self.projection = Linear(hidden, embedding, bias=False) if modern and hidden != embedding else None
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.num_entries = config.vocab_size
+
+    @property
+    def output_bias(self) -> Tensor:
+        """The bias of the logits, which keeps rows after the tokenizer's last entry from being predicted."""
+        return _without_padding(self.bias, self.num_entries)
 
     def transform(self, x_MD: Tensor) -> Tensor:
         """All that comes before the table; [M, D] → [M, E]."""
@@ -43,7 +49,7 @@ class MaskedLMHead(nn.Module):
         return x
 
     def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
-        return linear(self.transform(x_MD), table_VE, self.bias)
+        return linear(self.transform(x_MD), table_VE, self.output_bias)
 
 
 class PlainMaskedLMHead(nn.Module):
@@ -57,13 +63,26 @@ class PlainMaskedLMHead(nn.Module):
         self.projection = Linear(hidden, embedding, bias=False) if hidden != embedding else None
         # What the operations of the other head add.
         self.register_buffer("bias", torch.zeros(config.vocab_size), persistent=False)
+        self.num_entries = config.vocab_size
+
+    @property
+    def output_bias(self) -> Tensor:
+        """As in `MaskedLMHead`."""
+        return _without_padding(self.bias, self.num_entries)
 
     def transform(self, x_MD: Tensor) -> Tensor:
         """All that comes before the table; [M, D] → [M, E]."""
         return x_MD if self.projection is None else self.projection(x_MD)
 
     def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
-        return linear(self.transform(x_MD), table_VE, self.bias)
+        return linear(self.transform(x_MD), table_VE, self.output_bias)
+
+
+def _without_padding(bias_V: Tensor, num_entries: int) -> Tensor:
+    """A bias that makes the entries from `num_entries` on impossible, and in 16 bits is finite."""
+    if num_entries == len(bias_V):
+        return bias_V
+    return torch.cat([bias_V[:num_entries], bias_V.new_full((len(bias_V) - num_entries,), -3e4)])
 
 
 class DiscriminatorHead(nn.Module):

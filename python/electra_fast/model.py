@@ -19,7 +19,7 @@ from electra_fast import ops, sublayers
 from electra_fast.attention import AttentionMask, Queries, query_attention, self_attention
 from electra_fast.config import Config, ModelConfig
 from electra_fast.errors import InputError
-from electra_fast.heads import HEADS, DiscriminatorHead, LogitHead, MaskedLMHead
+from electra_fast.heads import HEADS, DiscriminatorHead, LogitHead, MaskedLMHead, PlainMaskedLMHead
 from electra_fast.initialization import initialize
 from electra_fast.layers import Linear, Norm
 from electra_fast.linear import linear
@@ -230,7 +230,7 @@ class Electra(nn.Module):
         super().__init__()
         if config.model.vocab_size < 1:
             raise InputError("model.vocab_size is 0: set it, or take it from a corpus")
-        self.config = config
+        self.config, self.num_entries = config, config.model.vocab_size
         networks = objective_of(config).networks()
         self.networks = {role: network for role, network in networks.items() if roles is None or role in roles}
         tying = config.model.tying if len(self.networks) > 1 else "none"
@@ -245,6 +245,16 @@ class Electra(nn.Module):
                 self.add_module(name, HEADS[config.model.heads][head.kind](network.shape))
         self.proposal = None if config.generator.kind == "model" else Proposal(config)
         initialize(self, config.model.architecture, config.train.seed)
+
+    def limit_vocabulary(self, num_entries: int) -> None:
+        """Keeps rows of the tables after the tokenizer's last entry, which are padding, from being predicted."""
+        self.num_entries = num_entries
+        for head in self.children():
+            if isinstance(head, (MaskedLMHead, PlainMaskedLMHead)):
+                head.num_entries = num_entries
+        is_uniform = self.config.generator.kind == "uniform"
+        if self.proposal is not None and is_uniform and num_entries < self.config.model.vocab_size:
+            self.proposal.set_counts(torch.ones(num_entries))
 
     def _require(self, role: str) -> None:
         if role not in self.networks:

@@ -36,7 +36,8 @@ class Proposal(nn.Module):
         return bool(self.table_V2.any())
 
     def set_counts(self, counts_V: Tensor) -> None:
-        """Makes the distribution that of these counts, int or float [V]."""
+        """Makes the distribution that of these counts, int or float [V] or fewer; entries without one are not drawn."""
+        counts_V = torch.nn.functional.pad(counts_V, (0, len(self.table_V2) - len(counts_V)))
         self.table_V2.copy_(alias_table(counts_V))
 
     def sample(self, slot_M: Tensor, rng_key: RngKey) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def show_row(
     packing: str = "best-fit",
     cut_at: str = "token",
 ) -> None:
-    """Prints a row on standard error: one segment per line, masked positions in color with the original token."""
+    """Prints a row: one segment per line, masked positions in color with the original token."""
     corpus = Corpus(directory)
     tokenizer = Tokenizer.of(corpus)
     options: dict[str, Any] = {"seed": seed, "masking": masking, "packing": packing, "cut_at": cut_at, "epochs": 1}
@@ -86,4 +85,4 @@ def show_row(
         else:
             text.append(token, style="dim" if token in ("[CLS]", "[SEP]") else "")
         text.append(" " if token != "[SEP]" else "\n")
-    Console(file=sys.stderr).print(text)
+    Console().print(text)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from electra_fast.finetuning import metrics
 from electra_fast.huggingface.finetuned import RAW_CLASSES
+from electra_fast.huggingface.weights import num_parameters
 
 if TYPE_CHECKING:
     from electra_fast.finetuning.job import Job
@@ -29,7 +30,7 @@ def write_model_card(folder: Path, job: Job, class_name: str, result: dict[str, 
         "\n".join(("---", "library_name: transformers", f"pipeline_tag: {pipeline}", "tags:", f"- {family}", "---")),
         f"# {task.name}\n\n{_what(job)} Class in `transformers`: `{class_name}`.",
         "## Scores\n\n" + "\n".join(_scores(job, result)),
-        "## Training\n\n" + "\n".join(_training(job, result)),
+        "## Training\n\n" + "\n".join(_training(folder, job, result)),
         "## Use\n\n" + (_use_raw(job, class_name) if is_raw else _use(job, class_name, pipeline)),
         _raw_head() if is_rewritten else "",
     )
@@ -56,8 +57,10 @@ def _scores(job: Job, result: dict[str, Any]) -> Iterator[str]:
     yield f"\nOn the validation examples, after the last step{unit}."
 
 
-def _training(job: Job, result: dict[str, Any]) -> Iterator[str]:
+def _training(folder: Path, job: Job, result: dict[str, Any]) -> Iterator[str]:
     config = job.config
+    encoder, whole = num_parameters(folder / "model.safetensors")
+    yield f"- {encoder:,} parameters in `AutoModel`, {whole:,} with the head"
     examples = f"{len(job.data.train.texts):,} examples"
     yield f"- {examples}, {config.epochs:g} epochs, {job.num_steps:,} steps of {config.batch_size}"
     yield (

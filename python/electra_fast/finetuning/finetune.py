@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -144,8 +143,6 @@ def _train_all(jobs: Sequence[Job], seeds: int, out: Path, earlier: Results) -> 
             if seeds > 1:
                 progress.say(_summary_text(job, results[job.task.name]))
             copy_submissions(out, job.folder, job.data, _median_seed(job, results[job.task.name]))
-    if len(jobs) > 1:
-        _print_table(results)
     return results
 
 
@@ -227,11 +224,13 @@ def _summary_text(job: Job, found: Mapping[str, Any]) -> str:
     )
 
 
-def _print_table(results: Results) -> None:
+def print_table(results: Results) -> None:
+    """A line per task on standard output, and their mean."""
     table = Table("task", "metric", "median", "lowest", "highest", "seeds", "seconds")
     for name, found in results.items():
         numbers = (f"{100 * found[key]:.2f}" for key in ("median", "min", "max"))
         table.add_row(name, found["metric"], *numbers, str(len(found["runs"])), f"{found['seconds']:.0f}")
     mean = statistics.mean(found["median"] for found in results.values())
-    table.add_row("mean", "", f"{100 * mean:.2f}", "", "", "", "")
-    Console(file=sys.stderr).print(table)
+    if len(results) > 1:
+        table.add_row("mean", "", f"{100 * mean:.2f}", "", "", "", "")
+    Console().print(table)

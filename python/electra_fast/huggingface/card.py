@@ -6,11 +6,13 @@ that and the configuration, and nothing that is not recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
 from electra_fast.config import Config
+from electra_fast.errors import InputError
 from electra_fast.huggingface.config import CLASSES, role_shape
 from electra_fast.objectives import objective_of
 
@@ -23,56 +25,89 @@ class Origin:
     """Whether token type 1 occurred in training, here or before an import."""
     steps: int = 0
     """Optimizer steps of the run; 0 for a folder or an imported run, which record no training."""
+    num_steps: int = 0
+    """Of the whole run."""
     imported: bool = False
     """Whether the run started from Hugging Face folders."""
     tokens: int | None = None
     corpus: str | None = None
     """Content hash of the corpus."""
+    comparable_auc: tuple[int, float] | None = None
+    """Step and `unigram_auc` of the last evaluation."""
 
 
-def model_card(config: Config, role: str, num_parameters: int, origin: Origin) -> str:
-    """The README.md of one role's folder."""
+def metadata(languages: Sequence[str], license: str | None) -> list[str]:
+    """Lines of the front matter; ValueError for what are no codes of languages or identifier of a license."""
+    for code in languages:
+        if not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*|multilingual|code", code):
+            raise InputError(f"language {code!r} is no code such as hu, en or zh-Hant")
+    if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
+        raise InputError(f"license {license!r} is no identifier such as apache-2.0, mit or cc-by-4.0")
+    # In quotes: without them, YAML reads the code of Norwegian as false.
+    lines = ["language:", *(f'- "{code}"' for code in languages)] if languages else []
+    return lines + ([f'license: "{license}"'] if license else [])
+
+
+def model_card(
+    config: Config, role: str, num_parameters: tuple[int, int], origin: Origin, front_matter: Sequence[str] = ()
+) -> str:
+    """The README.md of one role's folder.
+
+    `num_parameters` are those of the encoder and of all the model; `front_matter` has lines of `metadata`.
+    """
     architecture = CLASSES[config.model.architecture, role]
     title, summary = objective_of(config).describe(role)
     sections = (
-        _front_matter(config, role),
+        _front_matter(config, role, front_matter),
         f"# {title}\n\n{summary} Class in `transformers`: `{architecture}`.",
-        "## Model\n\n" + "\n".join(_sizes(config, role, num_parameters)),
-        "## Training\n\n" + "\n".join(_training(config, origin)),
+        "## Model\n\n" + "\n".join(_sizes(config, role, num_parameters, origin)),
+        "## Training\n\n" + "\n".join(_training(config, role, origin)),
         "## Use\n\n" + _use(architecture, role),
         _token_types() if config.model.architecture == "bert" and not origin.token_type_1_trained else "",
     )
     return "\n\n".join(filter(None, sections)) + "\n"
 
 
-def _front_matter(config: Config, role: str) -> str:
+def _front_matter(config: Config, role: str, more: Sequence[str]) -> str:
     task = {"discriminator": "replaced-token-detection", "encoder": "masked-lm", "generator": "fill-mask"}[role]
     family = "electra" if config.model.architecture == "bert" else "modernbert"
     lines = ["library_name: transformers", "tags:", f"- {family}", "- pretraining", f"- {task}"]
     if role == "generator":
         lines.insert(1, "pipeline_tag: fill-mask")
-    return "\n".join(("---", *lines, "---"))
+    return "\n".join(("---", *more, *lines, "---"))
 
 
-def _sizes(config: Config, role: str, num_parameters: int) -> Iterator[str]:
-    shape = role_shape(config, role)
-    yield f"- {num_parameters:,} parameters"
+def _sizes(config: Config, role: str, num_parameters: tuple[int, int], origin: Origin) -> Iterator[str]:
+    shape, length = role_shape(config, role), config.data.sequence_length
+    encoder, whole = num_parameters
+    yield f"- {encoder:,} parameters in `AutoModel`, {whole:,} with the head"
     yield f"- {shape.num_layers} layers of width {shape.hidden_size}, {shape.num_heads} attention heads"
     yield f"- feed-forward width {shape.intermediate_size}, embeddings of {shape.embedding_size}"
     yield f"- vocabulary of {shape.vocab_size:,}, at most {shape.max_positions:,} positions"
+    if origin.steps and length < shape.max_positions:
+        where = "here" if origin.imported else "at all"
+        yield f"- trained on rows of {length:,} tokens: positions from {length:,} on were not trained {where}"
 
 
-def _training(config: Config, origin: Origin) -> Iterator[str]:
+def _training(config: Config, role: str, origin: Origin) -> Iterator[str]:
     if not origin.steps:
         yield "Exported from Hugging Face folders, whose own cards say how the model was trained."
         return
     data, optimizer, train = config.data, config.optimizer, config.train
     rows = f"{train.batch_size:,} rows of {data.sequence_length} tokens"
-    yield f"- objective `{config.objective.name}`, {origin.steps:,} of {train.steps:,} steps of {rows}"
+    yield f"- objective `{config.objective.name}`, {origin.steps:,} of {origin.num_steps:,} steps of {rows}"
+    if origin.steps < origin.num_steps:
+        yield "- exported before its training was finished"
     if origin.imported:
         yield "- continued from an imported model: its earlier training is not counted here"
     if origin.tokens is not None:
         yield f"- {origin.tokens:,} tokens seen"
+    if origin.comparable_auc is not None and role == "discriminator":
+        step, auc = origin.comparable_auc
+        yield (
+            f"- AUC {auc:.3f} on replacements drawn by frequency in validation text, at step {step:,} (`unigram_auc`, "
+            "which compares between models on the same text)"
+        )
     if origin.corpus is not None:
         yield f"- corpus with content hash `{origin.corpus}`"
     yield f"- masking `{data.masking}` of {data.mask_prob:.0%} of the tokens, packing `{data.packing}`"

@@ -36,6 +36,9 @@ CLASSES = {
     ("modern", "encoder"): "ModernBertForMaskedLM",
 }
 
+HEADLESS = {"electra": "ElectraModel", "modernbert": "ModernBertModel"}
+"""Classes of an encoder alone by model type; its folder serves as any role's, whose head is then new."""
+
 # Hugging Face key: (our key in [model], the default in transformers).
 SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
     "bert": {
@@ -158,7 +161,7 @@ def read_shape(folder: Path, role: str, table: Mapping[str, Any]) -> ModelConfig
     check_role(path, role, table)
     _check_fixed(path, table, _FIXED_HEAD[shape.architecture])
     own = own_config(path, table)
-    if shape.architecture == "bert" or own is None:
+    if shape.architecture == "bert" or own is None or is_headless(table):
         return shape
     return dataclasses.replace(shape, embedding_size=own.model.embedding_size)
 
@@ -186,8 +189,13 @@ def check_role(path: Path, role: str, table: Mapping[str, Any]) -> None:
     """Raises ValueError unless a config.json is of the class that has this role."""
     name = CLASSES[MODEL_TYPES[table["model_type"]], role]
     classes = table.get("architectures") or [name]
-    if name not in classes:
+    if name not in classes and not is_headless(table):
         raise InputError(f"{path}: architectures = {classes!r}; a {role} is {name}")
+
+
+def is_headless(table: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of an encoder alone."""
+    return HEADLESS.get(table["model_type"]) in (table.get("architectures") or [])
 
 
 def _check_fixed(path: Path, table: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,11 +14,12 @@ from electra_fast.atomic_files import replace_folder
 from electra_fast.checkpoint_folder import TrainState
 from electra_fast.config import AUTO, HARDWARE_KEYS
 from electra_fast.errors import InputError
-from electra_fast.huggingface.card import model_card
+from electra_fast.huggingface.card import Origin, metadata, model_card
 from electra_fast.huggingface.config import OWN_KEY
 from electra_fast.huggingface.folder import read_models, write_model
 from electra_fast.huggingface.source import checkpoint_of, folders_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
+from electra_fast.huggingface.weights import num_parameters
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import PARTS
@@ -36,19 +37,37 @@ def load(path: str | Path) -> Electra:
     return model.eval()
 
 
-def export(source: str | Path, out: str | Path) -> None:
+def export(
+    source: str | Path,
+    out: str | Path,
+    *,
+    unfinished: bool = False,
+    languages: Sequence[str] = (),
+    license: str | None = None,
+) -> None:
     """Writes out/discriminator and out/generator, each with its tokenizer and model card, for `transformers`.
 
     Objectives without a discriminator have out/encoder in its place, or nothing. Heads that no class of `transformers`
     has are left out, and standard error names them. If token type 1 never occurred in training, its embedding becomes
     a copy of type 0's.
 
-    Replaces an earlier export in `out`, atomically; raises ValueError if `out` has anything else in it.
+    Args:
+        source: A run, which gives its latest checkpoint, a checkpoint, or Hugging Face folders.
+        out: Replaced atomically if it has an earlier export.
+        unfinished: Export also where the run has steps left.
+        languages: Codes of the text's languages, such as `hu`, for the model card.
+        license: The identifier of the model's license, such as `apache-2.0`, for the model card.
+
+    Raises ValueError if the run is not finished, or if `out` has anything but an earlier export in it.
     """
     source, out = Path(source), Path(out)
+    front_matter = metadata(languages, license)
     if not _is_empty(out) and not _is_export(out):
         raise InputError(f"{out}: not empty and not an earlier export; choose another folder")
-    model, source_origin = load(source), origin(source)
+    source_origin = origin(source)
+    if not unfinished:
+        _check_finished(source, source_origin)
+    model = load(source)
     tokenizer = tokenizer_folder(source, model.config.model.vocab_size)
     _check_whole(source, model, "export needs")
     if model.config.model.heads != "dense":
@@ -64,7 +83,8 @@ def export(source: str | Path, out: str | Path) -> None:
         for role in model.networks:
             copy_tokenizer(tokenizer, folder / role, INPUT_NAMES[model.config.model.architecture])
             write_model(folder / role, model, role, special_ids(folder / role), source_origin.token_type_1_trained)
-            card = model_card(model.config, role, _num_parameters(model, role), source_origin)
+            sizes = num_parameters(folder / role / "model.safetensors")
+            card = model_card(model.config, role, sizes, source_origin, front_matter)
             (folder / role / "README.md").write_text(card, encoding="utf-8")
 
     _write_folder(out, write)
@@ -74,15 +94,16 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
     """Creates a run at step 0 from Hugging Face folders, which `pretrain` can continue.
 
     `directory` has what `export` writes, or discriminator/ and generator/ (or only generator/: objective `mlm`) of
-    others; `out` must not exist or be empty. Sizes and tying come from the folders; the rest of config.toml comes from
-    the run that was exported or, for other models, from the preset of that size. The learning-rate schedule restarts,
-    with a warmup of a twentieth of the steps unless set, and peak rates that follow from the steps if they did so in
-    the run that was exported; precision, attention backend and execution are `auto` again.
+    others; those without a head get a new one. `out` must not exist or be empty. Sizes and tying come from the
+    folders; the rest of config.toml comes from the run that was exported or, for other models, from the preset of that
+    size. The learning-rate schedule restarts, with a warmup of a twentieth of the steps unless set, and peak rates that
+    follow from the steps if they did so in the run that was exported; precision, attention backend and execution are
+    `auto` again.
     """
     source, out = Path(directory), Path(out)
     if not _is_empty(out):
         raise InputError(f"{out}: not empty; choose another folder for the run")
-    model = read_models(folders_of(source))
+    model = read_models(folders_of(source), with_new_heads=True)
     _check_whole(source, model, "training needs")
     _say_own_heads(model, "not in the folder and begins untrained")
     tokenizer = tokenizer_folder(source, model.config.model.vocab_size)
@@ -101,6 +122,15 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
         checkpoint.save(folder, model, None, state, keep=1)
 
     _write_folder(out, write)
+
+
+def _check_finished(source: Path, source_origin: Origin) -> None:
+    step, num_steps = source_origin.steps, source_origin.num_steps
+    if step < num_steps and (step or not source_origin.imported):  # an import that was not trained is as it came
+        raise InputError(
+            f"{source}: at step {step:,} of {num_steps:,}; train it to the end with `electra-fast pretrain`, or export "
+            "it as it is with --unfinished (unfinished=True)"
+        )
 
 
 def _check_whole(source: Path, model: Electra, needs: str) -> None:
@@ -122,11 +152,6 @@ def _copy_token_type_0(model: Electra) -> None:
     for name, table in model.named_parameters():
         if name.endswith(".token_type"):
             table[1] = table[0]
-
-
-def _num_parameters(model: Electra, role: str) -> int:
-    parts = {parameter for part in PARTS[role] for parameter in model.get_submodule(part).parameters()}
-    return sum(parameter.numel() for parameter in parts)
 
 
 def _is_empty(folder: Path) -> bool:

@@ -8,6 +8,7 @@ translates config.json, `weights` the tensors.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from electra_fast.huggingface.config import (
     SIZE_KEYS,
     TOKEN_TYPE_KEY,
     describe,
+    is_headless,
     own_config,
     preset_of_size,
     read_shape,
@@ -68,6 +70,14 @@ class _Folder:
     shape: ModelConfig
     tensors: State
 
+    def pairs(self, shape: ModelConfig) -> list[weights.Pair]:
+        """`weights.pairs`, without the head where there is none."""
+        return (
+            weights.encoder_pairs(shape, *PARTS[self.role][:2])
+            if is_headless(self.table)
+            else weights.pairs(self.role, shape)
+        )
+
     @property
     def config_file(self) -> Path:
         """The path, for error messages."""
@@ -79,14 +89,24 @@ class _Folder:
         return self.path / "model.safetensors"
 
 
-def read_models(paths: Mapping[str, Path]) -> Electra:
+def read_models(paths: Mapping[str, Path], *, with_new_heads: bool = False) -> Electra:
     """The model of a "discriminator" or "encoder" folder and a "generator" folder, or of one of them.
 
-    Tying is inferred from the tensors: bitwise equal embeddings are shared. A generator alone is a model
-    of the objective `mlm`. Heads that no folder has keep their first values.
+    Tying is inferred from the tensors: bitwise equal embeddings are shared. A generator alone is a model of the
+    objective `mlm`. Heads that Hugging Face's classes lack keep their first values, and `with_new_heads` so do those
+    that folders of an encoder alone lack; otherwise such folders are refused.
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
     folders = {role: _read_folder(paths[role], role) for role in PARTS if role in paths}
+    for role, folder in folders.items():
+        if not is_headless(folder.table):
+            continue
+        if not with_new_heads:
+            raise InputError(
+                f"{folder.path}: an encoder without a head; fine-tune it, or train it on with a new head after "
+                "`electra-fast import`"
+            )
+        print(f"note: {role}_head: not in the folder and begins untrained", file=sys.stderr)
     tying, state = _tying(folders)
     config = _joint_config(folders, tying)
     model = Electra(config, roles=folders)
@@ -95,7 +115,7 @@ def read_models(paths: Mapping[str, Path]) -> Electra:
     for role, folder in folders.items():
         try:
             # A table factored out of both folders takes precedence over a single folder's.
-            state = weights.from_hf(folder.tensors, weights.pairs(role, role_shape(config, role)), expected) | state
+            state = weights.from_hf(folder.tensors, folder.pairs(role_shape(config, role)), expected) | state
         except InputError as error:
             raise InputError(f"{folder.weights_file}: {error}") from None
     with torch.no_grad():
@@ -106,7 +126,8 @@ def read_models(paths: Mapping[str, Path]) -> Electra:
 
 def _read_folder(path: Path, role: str) -> _Folder:
     table = read_table(path)
-    folder = _Folder(path, role, table, read_shape(path, role, table), read_weights(path))
+    shape = read_shape(path, role, table)
+    folder = _Folder(path, role, table, shape, weights.with_prefix(read_weights(path), shape.architecture))
     _check_tables(folder)
     return folder
 

@@ -6,6 +6,8 @@ A Hugging Face source is a single model, or a folder with one per network: `disc
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 
 from electra_fast import checkpoint_folder
@@ -13,7 +15,7 @@ from electra_fast.config import Config
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.huggingface.card import Origin
-from electra_fast.huggingface.config import CLASSES, token_type_1_trained
+from electra_fast.huggingface.config import CLASSES, HEADLESS, token_type_1_trained
 from electra_fast.huggingface.tokenizer import run_tokenizer
 from electra_fast.json_files import read_object
 from electra_fast.objectives.objective import PARTS
@@ -49,12 +51,15 @@ def is_folder(source: Path) -> bool:
 
 
 def _role(path: Path) -> str:
-    """The role of a single model, from the class in its config.json."""
+    """The role of a single model, from the class in its config.json; an encoder alone can become a generator."""
     classes = read_object(path).get("architectures") or []
-    for (_, role), name in CLASSES.items():
-        if name in classes:
-            return role
-    raise InputError(f"{path}: architectures = {classes!r} must name one of {', '.join(CLASSES.values())}")
+    roles = {name: role for (_, role), name in reversed(CLASSES.items())} | dict.fromkeys(
+        HEADLESS.values(), "generator"
+    )
+    if known := [name for name in classes if name in roles]:
+        return roles[known[0]]
+    names = ", ".join(dict.fromkeys((*CLASSES.values(), *HEADLESS.values())))
+    raise InputError(f"{path}: architectures = {classes!r} must name one of {names}")
 
 
 def tokenizer_folder(source: Path, vocab_size: int) -> Path:
@@ -88,13 +93,32 @@ def origin(source: Path) -> Origin:
     stored = checkpoint_of(source)
     if stored is None:
         return Origin(token_type_1_trained=any(token_type_1_trained(folder) for folder in folders_of(source).values()))
-    state, packing = checkpoint_folder.read_state(stored), Config.load(stored / "config.toml").data.packing
+    state, config = checkpoint_folder.read_state(stored), Config.load(stored / "config.toml")
     tokens = state.tokens + int(state.log_window.totals.get("tokens", 0))
     return Origin(
         # Only packing `google` makes rows of two segments; the state remembers earlier packings.
-        token_type_1_trained=(state.step > 0 and packing == "google") or state.token_type_1_trained,
+        token_type_1_trained=(state.step > 0 and config.data.packing == "google") or state.token_type_1_trained,
         steps=state.step,
+        num_steps=min(config.train.steps, _steps_of_run(stored, config.train.steps)),
         imported=state.imported,
         tokens=None if state.loader is None else tokens,
         corpus=state.corpus,
+        comparable_auc=_comparable_auc(stored.parent.parent / "evaluations.jsonl", state.step),
     )
+
+
+def _steps_of_run(stored: Path, default: int) -> int:
+    """The steps of a checkpoint's run, which may have been told to end earlier since."""
+    path = stored.parent.parent / "config.toml"
+    return Config.load(path).train.steps if path.is_file() else default
+
+
+def _comparable_auc(path: Path, step: int) -> tuple[int, float] | None:
+    """The last evaluation's step and `unigram_auc` up to a step; None where there is none."""
+    found = None
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a kill may have left half a line
+            record = json.loads(line)
+            if record["step"] <= step and record["unigram_auc"] is not None:
+                found = record["step"], float(record["unigram_auc"])
+    return found

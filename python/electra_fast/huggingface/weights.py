@@ -9,9 +9,12 @@ Shapes: V vocabulary, E embedding, D hidden, K widths of several tables side by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from electra_fast.config import ModelConfig
@@ -227,6 +230,13 @@ def _low_rank(product_VK: Tensor, width: int) -> tuple[Tensor, Tensor]:
         table_VE = torch.nn.functional.pad(table_VE, (0, missing))
         factor_EK = torch.cat([factor_EK, rest])
     return table_VE, factor_EK
+
+
+def num_parameters(path: Path) -> tuple[int, int]:
+    """Parameters in a model.safetensors: those of the encoder, which `AutoModel` reads, and all of them."""
+    with safe_open(path, "pt") as file:
+        sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no dict
+    return sum(size for name, size in sizes.items() if name.startswith(tuple(PREFIX.values()))), sum(sizes.values())
 
 
 def with_prefix(tensors: Mapping[str, Tensor], architecture: str) -> State:

@@ -64,7 +64,7 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
         hidden_TD = model.hidden("encoder", corrupted_T, *inputs.context)
         head, copy_T = model.encoder_head, model.copy_head(hidden_TD)
         x_TE, table_VE = head.transform(hidden_TD), model.embeddings.token
-        nll_T, is_argmax_T = vocabulary_nll(x_TE, table_VE, head.bias, original_T.long())
+        nll_T, is_argmax_T = vocabulary_nll(x_TE, table_VE, head.output_bias, original_T.long())
         by_softmax_T = F.logsigmoid(-copy_T) - nll_T
         either_T = torch.logaddexp(F.logsigmoid(copy_T), by_softmax_T)
         encoder_loss = -(torch.where(replaced_T, by_softmax_T, either_T) * inputs.valid_T).sum()

@@ -169,7 +169,7 @@ def predict(
         *ops.generator_head(
             head.transform(hidden_MD),
             table_VE,
-            head.bias,
+            head.output_bias,
             slots.target_M,
             slots.weight_M,
             slots.number_M,

@@ -81,7 +81,9 @@ def do(folder: Path) -> None:
         shutil.rmtree(tasks, ignore_errors=True)  # a model per task and seed, which add up
         if not (folder / EVALUATION).exists():
             length = config.data.sequence_length
-            report = evaluate(run, work.corpus, sequence_length=length, corrupted_by=work.corrupted_by)
+            report = evaluate(
+                run, work.corpus, sequence_length=length, corrupted_by=work.corrupted_by, mlm_examples=200
+            )
             replace_file(folder / EVALUATION, json_text(report))
     except Diverged as error:
         replace_file(folder / FAILED, json_text({"failed": str(error)}))

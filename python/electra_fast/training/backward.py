@@ -69,11 +69,14 @@ class PretrainingWork(Work):
     execution: str
     buffers: Mapping[str, NDArray[Any]]
     """Of the model, by name."""
+    num_entries: int
+    """Of the vocabulary, which the model's tables may exceed."""
 
     def share(self, rank: int, num_processes: int) -> tuple[Backward, Optimizer]:
         """The gradients of the process' rows."""
         OBJECTIVES[self.config.objective.name] = self.objective
         model = Electra(self.config)
+        model.limit_vocabulary(self.num_entries)
         for name, values in self.buffers.items():
             model.get_buffer(name).copy_(torch.from_numpy(values))
         backward = Backward(model, self.config, self.compute, self.execution, rank, num_processes)

@@ -30,7 +30,8 @@ from electra_fast.sampling import alias_table, philox
 
 UNIGRAM = "unigram"
 """The name of the corruptor that samples from the token counts of the corpus."""
-_UNIGRAM_LENGTH = 128
+UNIGRAM_LENGTH = 128
+"""Tokens per row that it is given by default."""
 # The last word of Philox' counter; `losses.random_words` lists whose the others are.
 _STREAM = 5
 # Slots whose logits are in memory at a time: in fp64, 256 times 30,000 of them are 61 MB.
@@ -63,7 +64,7 @@ class Corruptor:
     def unigram(cls, corpus: Corpus | Mixture, seed: int, device: torch.device) -> Self:
         """Samples in proportion to the token counts of a corpus or a mixture, which are read."""
         table_V2 = alias_table(torch.from_numpy(corpus.token_counts())).to(device)
-        return cls(table_V2, corpus.vocab_size, _UNIGRAM_LENGTH, seed)
+        return cls(table_V2, corpus.vocab_size, UNIGRAM_LENGTH, seed)
 
     @classmethod
     def load(cls, source: Path, corpus: Corpus, seed: int, device: torch.device) -> Self:

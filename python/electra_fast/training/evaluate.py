@@ -1,7 +1,8 @@
-"""Validation metrics of a model: losses, accuracies, the discriminator's AUC, and masked-language-model accuracy.
+"""Validation metrics of a model: losses, accuracies, the discriminator's AUCs, and masked-language-model accuracy.
 
-The AUC is that of telling a corruptor's samples from the text, so those of two models compare only if one corruptor
-serves both. By default a model's own generator does, as in training; `corrupted_by` names another.
+An AUC is that of telling a corruptor's samples from the text, so those of two models compare only if one corruptor
+serves both. `unigram_auc` has such a corruptor: samples by frequency. That of the rest is the model's own generator,
+as in training, or what `corrupted_by` names.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ from electra_fast.huggingface.source import checkpoint_of, origin, tokenizer_fol
 from electra_fast.huggingface.tokenizer import check_vocabulary
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import Number, Objective
+from electra_fast.objectives.objective import METRICS, Number, Objective
 from electra_fast.sampling import alias_table
 from electra_fast.training import metrics
 from electra_fast.training.backward import Forward
-from electra_fast.training.corruptor import UNIGRAM, Corruptor, corrupted_rows, max_positions
+from electra_fast.training.corruptor import UNIGRAM, UNIGRAM_LENGTH, Corruptor, corrupted_rows, max_positions
 from electra_fast.training.division import share
 from electra_fast.training.mlm_accuracy import mlm_accuracy
 from electra_fast.training.world import World
 
 # Masks and samples of an evaluation come from this seed, whatever the run's own.
 SEED = 20_190_925
+# What is reported first.
+FIRST = ("unigram_auc", "discriminator_auc", "discriminator_loss", "generator_loss")
 
 # The number of a batch's first row, and the tensors.
 _Batches = Iterator[tuple[int, Mapping[str, Tensor]]]
@@ -51,7 +54,7 @@ def evaluate(
     max_batches: int = 0,
     device: str | None = None,
     corrupted_by: str | Path | None = None,
-    mlm_examples: int = 200,
+    mlm_examples: int = 0,
 ) -> dict[str, Number | str]:
     """Validation metrics of a run, a checkpoint or an exported folder.
 
@@ -60,7 +63,8 @@ def evaluate(
         data: corpus; its validation part (`prepare --holdout`) where it has one, else all of it. Or several, as for
             `pretrain`: the validation parts of those that have one, each read once; their weights count for
             `corrupted_by` "unigram" alone.
-        sequence_length: tokens per row; the run's own by default, or the corruptor's where there is one.
+        sequence_length: tokens per row. By default 128 for `unigram_auc`, or as many as the model reads; for the rest
+            the run's own, or the corruptor's where there is one.
         batch_size: rows per batch; the run's own by default.
         max_batches: stop after so many; 0 for one whole pass.
         device: e.g. "cpu"; CUDA where there is one by default.
@@ -71,8 +75,10 @@ def evaluate(
         mlm_examples: rows of which one token is masked, for the masked-language-model accuracy; 0 for none.
 
     Returns:
-        `discriminator_auc` and the means of `metrics.jsonl`, and the `rows` and `tokens` they are over. A warning says
-        where the corpus is all that the model was trained on.
+        First `unigram_auc`, which compares between models on the same data: the AUC on replacements drawn by the
+        frequency of the tokens that are masked. Then `discriminator_auc` and the means of `metrics.jsonl` by the
+        model's own generator, which do not compare, and the `rows` and `tokens` they are over. A discriminator alone
+        has None there. A warning says where the corpus is all that the model was trained on.
 
         With `corrupted_by`, `loss` is None, since weights differ between models, and there are `sequence_length` and
         `corruption`, 16 hexadecimal digits: they are equal where two models read the same text, to the last token.
@@ -87,31 +93,63 @@ def evaluate(
     target = torch.device(device) if device else choose_device()
     model, mixture = load(source).to(target), Mixture(data)
     corpora = _validation_part(source, mixture)
-    if corrupted_by is None and model.proposal is not None and not model.proposal.has_counts:
-        raise InputError(
-            f"{source}: a unigram generator's token counts are not exported; evaluate the run or one of its checkpoints"
-        )
     check_vocabulary(tokenizer_folder(Path(source), model.config.model.vocab_size), mixture.corpora[0])
+    model.limit_vocabulary(mixture.vocab_size)
     rows_per_batch = batch_size or model.config.train.batch_size
     config = model.config.replace({"train": {"batch_size": rows_per_batch, "accumulate": 1}})
     # fp32 and the backend that runs everywhere, whatever the model was trained with.
     compute = ComputeConfig("sdpa", torch.float32)
     if checkpoint_of(Path(source)) is None:  # Hugging Face folders do not have this head
         config = config.replace({"objective": {"corrective_weight": 0.0}})
-    report: dict[str, Number | str] = {}
+    report: dict[str, Number | str]
     if corrupted_by is None:
         own_length = min(config.data.sequence_length, config.model.max_positions)
         config = config.replace({"data": {"sequence_length": sequence_length or own_length}})
-        report |= evaluate_model(model, corpora, config, compute, max_batches)
+        report = {**_evaluate_own(source, model, mixture, corpora, config, compute, max_batches)}
+        length = sequence_length or min(UNIGRAM_LENGTH, max_positions(model) or UNIGRAM_LENGTH)
     else:
         corruptor = _corruptor(corrupted_by, mixture, target)
-        config = _common_config(config, sequence_length or corruptor.sequence_length)
-        _check_length(source, model, corrupted_by, corruptor, config.data.sequence_length)
-        report |= _evaluate_corrupted(model, corpora, config, compute, max_batches, corruptor)
+        length = sequence_length or corruptor.sequence_length
+        _check_length(source, model, length, corrupted_by, corruptor)
+        config = _common_config(config, length)
+        report = _evaluate_corrupted(model, corpora, config, compute, max_batches, corruptor)
+    if corrupted_by == UNIGRAM:
+        report["unigram_auc"] = report["discriminator_auc"]
+    elif "discriminator" in model.networks:
+        if corrupted_by is None:
+            _check_length(source, model, length)
+            report["unigram_sequence_length"] = length
+        world, common = World(), _common_config(config, length)
+        report["unigram_auc"] = unigram_auc(
+            model, corpora, common, compute, max_batches, world, lambda objective: objective.forward
+        )
+    report = {name: report.get(name) for name in FIRST} | report
     if mlm_examples:
         length = config.data.sequence_length
         report |= mlm_accuracy(model, corpora, sequence_length=length, seed=SEED, num_examples=mlm_examples)
     return report
+
+
+def _evaluate_own(
+    source: str | Path,
+    model: Electra,
+    mixture: Mixture,
+    corpora: Corpora,
+    config: Config,
+    compute: ComputeConfig,
+    max_batches: int,
+) -> dict[str, Number]:
+    """`evaluate_model` with the model's own source of replacements; None for all metrics where it has none."""
+    if "discriminator" in model.networks and "generator" not in model.networks and model.proposal is None:
+        print(f"note: {source}: the discriminator alone; all but unigram_auc needs its generator too", file=sys.stderr)
+        return dict.fromkeys(METRICS)
+    if model.proposal is not None and not model.proposal.has_counts:
+        model.proposal.set_counts(torch.from_numpy(mixture.token_counts()))
+        print(
+            f"note: {source}: a unigram generator's token counts are not exported; those of the corpus are used",
+            file=sys.stderr,
+        )
+    return evaluate_model(model, corpora, config, compute, max_batches)
 
 
 def evaluate_model(
@@ -279,10 +317,15 @@ def _common_config(config: Config, length: int) -> Config:
 
 
 def _check_length(
-    source: str | Path, model: Electra, corrupted_by: str | Path, corruptor: Corruptor, length: int
+    source: str | Path,
+    model: Electra,
+    length: int,
+    corrupted_by: str | Path = UNIGRAM,
+    corruptor: Corruptor | None = None,
 ) -> None:
     """Raises ValueError where model or corruptor cannot read the rows; warns where the model was trained on shorter."""
-    for folder, longest in ((source, max_positions(model)), (corrupted_by, corruptor.max_positions)):
+    limits = {source: max_positions(model), corrupted_by: corruptor.max_positions if corruptor else None}
+    for folder, longest in limits.items():
         if longest is not None and length > longest:
             raise InputError(
                 f"{folder}: reads {longest} tokens, and the rows have {length}; pass --sequence-length {longest} "

@@ -135,7 +135,8 @@ def _resumed_run(folder: Path, directory: Path, config: Config, mixture: Mixture
         names = [f"optimizer.{key}" for key in config.optimizer.following]
         config = config.override({name: _last_value(name, saved, recorded) for name in names})
     kept = _hardware_choices(config, saved, recorded)
-    config = _resolved(config.override(kept), mixture)
+    size = config.model.vocab_size or saved.model.vocab_size
+    config = _resolved(_with(config.override(kept), "model", vocab_size=size), mixture)
     changes: Changes = {
         name: pair
         for name, pair in saved.differences(config).items()
@@ -172,13 +173,16 @@ def _last_value(name: str, saved: Config, recorded: Changes) -> str:
 
 
 def _resolved(config: Config, mixture: Mixture) -> Config:
-    """The configuration with the corpus' vocabulary size, and what follows from `train.steps`, filled in."""
-    if config.model.vocab_size not in (0, mixture.vocab_size):
+    """The configuration with the corpus' vocabulary size, and what follows from `train.steps`, filled in.
+
+    A table may have more rows than the vocabulary: padding, as some frameworks make tables of a size that GPUs like.
+    """
+    if 0 < config.model.vocab_size < mixture.vocab_size:
         raise InputError(
             f"model.vocab_size = {config.model.vocab_size}, but the corpus was prepared with {mixture.vocab_size} "
             "entries; leave the key out, or prepare with the model's vocabulary"
         )
-    return _with(config.resolved(), "model", vocab_size=mixture.vocab_size)
+    return _with(config.resolved(), "model", vocab_size=config.model.vocab_size or mixture.vocab_size)
 
 
 def _with(config: Config, section: str, **values: Scalar) -> Config:

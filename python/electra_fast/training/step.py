@@ -128,7 +128,7 @@ class TrainStep:
         self.processes: StepProcesses | None = None
         if num_processes > 1:
             buffers = {name: buffer.numpy() for name, buffer in model.named_buffers()}
-            work = PretrainingWork(config, type(self.objective), compute, execution, buffers)
+            work = PretrainingWork(config, type(self.objective), compute, execution, buffers, model.num_entries)
             self.processes = StepProcesses(self.backward, optimizer, work, num_processes)
         self.spikes = SpikeGuard(device) if train.skip_spikes else None
         if not self._is_plain:

@@ -59,6 +59,7 @@ class Trainer:
         self.compute = choose_compute(self.config, self.device)
         self._check_exactness()
         self.model = Electra(self.config).to(self.device)
+        self.model.limit_vocabulary(mixture.vocab_size)
         if self.config.generator.kind == "unigram":
             self._count_tokens()
         shards = None
