@@ -126,7 +126,7 @@ impl Corpus {
 
 impl Corpus {
     /// The corpus of this process. A forked child opens it again.
-    fn get(&self, py: Python) -> PyResult<Arc<electra_data::Corpus>> {
+    pub fn get(&self, py: Python) -> PyResult<Arc<electra_data::Corpus>> {
         self.inner.get(py, |parent| open(&self.path, Some(parent.content_hash())))
     }
 }

@@ -1,13 +1,17 @@
 //! `Tokenizer`: text to ids.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::corpus::Corpus;
 use crate::errors::raise;
 use crate::process::PerProcess;
+
+/// Ids of pad, unk, cls, sep and mask.
+type Special = (u32, u32, u32, u32, u32);
 
 /// A tokenizer from a vocab.txt or tokenizer.json.
 #[pyclass(frozen, module = "electra_fast._data")]
@@ -31,15 +35,26 @@ impl Tokenizer {
         Ok(Self { inner: PerProcess::new(inner) })
     }
 
-    /// A tokenizer from the values of `path`, `file` and `settings` of another one.
+    /// A tokenizer from the values of `path`, `file`, `settings` and `special_tokens` of another one.
     #[staticmethod]
-    fn of_file(
+    fn restored(
         path: PathBuf,
-        file: Vec<u8>,
-        lowercase: Option<bool>,
-        strip_accents: Option<bool>,
+        file: (String, Vec<u8>),
+        settings: (Option<bool>, Option<bool>),
+        special_tokens: Special,
     ) -> PyResult<Self> {
-        Ok(Self { inner: PerProcess::new(open(&path, file, (lowercase, strip_accents))?) })
+        let (pad, unk, cls, sep, mask) = special_tokens;
+        let special = electra_data::SpecialTokens { pad, unk, cls, sep, mask };
+        electra_data::Tokenizer::restored(&path, (&file.0, file.1), settings, special)
+            .map(Self::of)
+            .map_err(raise)
+    }
+
+    /// The tokenizer that a corpus was prepared with, from the corpus's own copy.
+    #[staticmethod]
+    fn of_corpus(py: Python, corpus: &Corpus) -> PyResult<Self> {
+        let corpus = corpus.get(py)?;
+        py.detach(|| electra_data::Tokenizer::of_corpus(&corpus)).map(Self::of).map_err(raise)
     }
 
     /// (vocab.txt or tokenizer.json, the file's bytes), as stored in a corpus
@@ -125,7 +140,7 @@ impl Tokenizer {
 
     /// (pad, unk, cls, sep, mask)
     #[getter]
-    fn special_tokens(&self, py: Python) -> PyResult<(u32, u32, u32, u32, u32)> {
+    fn special_tokens(&self, py: Python) -> PyResult<Special> {
         Ok(special_tuple(self.get(py)?.special_tokens()))
     }
 }
@@ -139,22 +154,15 @@ impl Tokenizer {
     /// The tokenizer of this process. A forked child makes one from the same bytes.
     pub fn get(&self, py: Python) -> PyResult<Arc<electra_data::Tokenizer>> {
         self.inner.get(py, |parent| {
-            let (_, file) = parent.file();
-            open(parent.path(), file.to_vec(), parent.settings())
+            let (name, file) = parent.file();
+            let (file, special) = ((name, file.to_vec()), parent.special_tokens());
+            electra_data::Tokenizer::restored(parent.path(), file, parent.settings(), special).map_err(raise)
         })
     }
 }
 
-fn open(
-    path: &Path,
-    file: Vec<u8>,
-    (lowercase, strip_accents): (Option<bool>, Option<bool>),
-) -> PyResult<electra_data::Tokenizer> {
-    electra_data::Tokenizer::from_bytes(path, file, lowercase, strip_accents).map_err(raise)
-}
-
 /// Special tokens in the order of Python's named tuple.
-pub(crate) fn special_tuple(special: electra_data::SpecialTokens) -> (u32, u32, u32, u32, u32) {
+pub(crate) fn special_tuple(special: electra_data::SpecialTokens) -> Special {
     (special.pad, special.unk, special.cls, special.sep, special.mask)
 }
 

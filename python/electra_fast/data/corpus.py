@@ -56,15 +56,17 @@ class Tokenizer:
         self._inner = _data.Tokenizer(os.fspath(path), lowercase, strip_accents)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return (os.fspath(self._inner.path), self._inner.file[1], *self._inner.settings)
+        return (os.fspath(self._inner.path), self._inner.file, self._inner.settings, self._inner.special_tokens)
 
     def __setstate__(self, pickled: tuple[Any, ...]) -> None:
-        self._inner = _data.Tokenizer.of_file(*pickled)
+        self._inner = _data.Tokenizer.restored(*pickled)
 
     @classmethod
     def of(cls, corpus: Corpus) -> Tokenizer:
         """The tokenizer that a corpus was prepared with, from the corpus's own copy."""
-        return cls(corpus.tokenizer_path, **corpus.tokenizer_options)
+        tokenizer = cls.__new__(cls)
+        tokenizer._inner = _data.Tokenizer.of_corpus(corpus._inner)
+        return tokenizer
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text: int32 arrays of shape [tokens]. Runs on all cores without the GIL."""

@@ -15,7 +15,7 @@ use super::output_dir::OutputDir;
 use super::progress::Progress;
 use super::run::{Claimed, Plan, PrepareReport, PrepareRun, Work};
 use crate::error::{Error, Result};
-use crate::format::{Manifest, write_atomically};
+use crate::format::{Manifest, SpecialTokens, write_atomically};
 use crate::input::{Batcher, InputFile, Part, ReadOptions, SkipLog, read_file};
 use crate::store::Cancel;
 use crate::tokenizer::Tokenizer;
@@ -49,6 +49,7 @@ struct TaskSettings {
     tokenizer: PathBuf,
     lowercase: Option<bool>,
     strip_accents: Option<bool>,
+    special_tokens: SpecialTokens,
     tokenizer_hash: u64,
 }
 
@@ -107,6 +108,7 @@ impl PrepareJob {
                 .map_err(|e| Error::io(&self.out, e))?,
             lowercase,
             strip_accents,
+            special_tokens: tokenizer.special_tokens(),
             tokenizer_hash: tokenizer.hash(),
         })
     }
@@ -147,7 +149,9 @@ pub fn job_tokenizer(settings: &str) -> Result<Tokenizer> {
     let settings: TaskSettings = parse(settings)?;
     let path = &settings.tokenizer;
     let bytes = std::fs::read(path).map_err(|error| unseen(path, error))?;
-    let tokenizer = Tokenizer::from_bytes(path, bytes, settings.lowercase, settings.strip_accents)?;
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let case = (settings.lowercase, settings.strip_accents);
+    let tokenizer = Tokenizer::restored(path, (name, bytes), case, settings.special_tokens)?;
     if tokenizer.hash() != settings.tokenizer_hash {
         let path = path.display();
         return Err(Error::Input(format!(

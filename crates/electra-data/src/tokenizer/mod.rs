@@ -1,8 +1,11 @@
 //! Text to token ids: opening a tokenizer's file, and a fast path for BERT's WordPiece.
 
 mod ascii;
+mod folder;
+mod names;
 mod normalize;
 mod offsets;
+mod open;
 mod tokenize;
 mod tokenizer_json;
 mod vocab_trie;

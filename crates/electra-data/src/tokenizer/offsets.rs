@@ -27,7 +27,7 @@ impl Tokenizer {
     }
 
     fn pieces(&self, text: &str) -> Result<Pieces> {
-        let encoding = self.inner.encode_char_offsets(text, false).map_err(|e| failed_on(text, &e))?;
+        let encoding = self.for_text().encode_char_offsets(text, false).map_err(|e| failed_on(text, &e))?;
         let words = encoding.get_word_ids().iter();
         Ok(Pieces {
             ids: encoding.get_ids().to_vec(),

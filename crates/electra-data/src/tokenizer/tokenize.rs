@@ -1,17 +1,16 @@
-//! Opening tokenizers and encoding text. A `vocab.txt` means BERT's tokenizer; a `tokenizer.json` describes
-//! any.
+//! Encoding text.
 //!
-//! Encoding never adds special tokens, and their names in text are ordinary text. BERT's tokenizer is
-//! implemented by `wordpiece` in this crate, all others by the `tokenizers` crate.
+//! Encoding never adds special tokens, and their names in text are ordinary text; other added tokens stay whole.
+//! BERT's tokenizer is implemented by `wordpiece` in this crate, all others by the `tokenizers` crate.
 
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 use tokenizers::{NormalizerWrapper, PreTokenizerWrapper};
-use xxhash_rust::xxh3::Xxh3;
 
+use super::names::five;
 use super::tokenizer_json::{complete, content_hash};
-use super::vocab_txt::{self, BYTE_ORDER_MARK, Case, Vocabulary, unusable};
+use super::vocab_txt::Case;
 use super::wordpiece::{FastWordPiece, WordPieceEncoder};
 use crate::error::{Error, Result};
 use crate::format::{SpecialTokens, hex128};
@@ -19,134 +18,27 @@ use crate::threads::on_all_cores;
 
 /// Text to ids. The same file and settings give the same ids everywhere.
 pub struct Tokenizer {
+    /// As the file has it.
     pub(super) inner: tokenizers::Tokenizer,
+    /// What encodes text instead of it, if it would make special tokens of their names.
+    pub(super) text: Option<tokenizers::Tokenizer>,
     /// The fast path, or why there is none.
-    fast: std::result::Result<FastWordPiece, &'static str>,
-    path: PathBuf,
-    file_name: &'static str,
-    file: Vec<u8>,
+    pub(super) fast: std::result::Result<FastWordPiece, &'static str>,
+    pub(super) path: PathBuf,
+    pub(super) file_name: &'static str,
+    pub(super) file: Vec<u8>,
     /// The settings of a `vocab.txt`.
-    case: Option<Case>,
-    case_is_guessed: bool,
-    special_tokens: SpecialTokens,
-    vocab_size: u32,
-    hash: u64,
+    pub(super) case: Option<Case>,
+    pub(super) case_is_guessed: bool,
+    pub(super) special_tokens: SpecialTokens,
+    pub(super) vocab_size: u32,
+    pub(super) hash: u64,
 }
 
 impl Tokenizer {
-    /// Opens a `vocab.txt` or a `tokenizer.json` (by extension), or the one in a folder.
-    ///
-    /// `lowercase` and `strip_accents` are for `vocab.txt` only. Without them, a file beside it decides: a
-    /// `tokenizer.json` with the same entries, a `tokenizer_config.json`, or the manifest of its corpus.
-    /// Without such a file, a vocabulary is cased if lowercasing or stripping accents would change an
-    /// ordinary entry, and accents are stripped if text is lowercased.
-    ///
-    /// A missing file is [`Error::NotFound`]; one that is no usable tokenizer is [`Error::Input`].
-    pub fn from_file(path: &Path, lowercase: Option<bool>, strip_accents: Option<bool>) -> Result<Self> {
-        let path = locate(path)?;
-        let file = std::fs::read(&path).map_err(|error| match error.kind() {
-            std::io::ErrorKind::NotFound => Error::NotFound {
-                path: path.clone(),
-                hint: "; `electra-fast vocab` trains a vocabulary".to_owned(),
-            },
-            _ => Error::io(&path, error),
-        })?;
-        Self::from_bytes(&path, file, lowercase, strip_accents)
-    }
-
-    /// As [`Tokenizer::from_file`], for a file in memory; `path` determines its kind and names it in errors.
-    pub fn from_bytes(
-        path: &Path,
-        file: Vec<u8>,
-        lowercase: Option<bool>,
-        strip_accents: Option<bool>,
-    ) -> Result<Self> {
-        if path.extension().is_some_and(|extension| extension == "json") {
-            if lowercase.is_some() || strip_accents.is_some() {
-                let path = path.display();
-                return Err(Error::Input(format!(
-                    "{path}: lowercase and strip_accents belong to vocab.txt; a tokenizer.json has its own"
-                )));
-            }
-            return Self::from_json(path, file);
-        }
-        Self::from_vocab(path, file, lowercase, strip_accents)
-    }
-
-    /// A tokenizer from the bytes of a `vocab.txt`, which need not exist on disk.
-    pub(crate) fn from_vocab(
-        path: &Path,
-        mut file: Vec<u8>,
-        lowercase: Option<bool>,
-        strip_accents: Option<bool>,
-    ) -> Result<Self> {
-        if file.starts_with(BYTE_ORDER_MARK) {
-            file.drain(..BYTE_ORDER_MARK.len());
-        }
-        let entries = vocab_txt::entries(path, &file)?;
-        let ids: ahash::AHashMap<String, u32> =
-            entries.iter().zip(0..).map(|(entry, id)| ((*entry).to_owned(), id)).collect();
-        let special_tokens = find_special(path, |name| ids.get(name).copied())?;
-        let unknown = entries[special_tokens.unk as usize];
-        let vocabulary = Vocabulary { path, entries, ids, unknown };
-        let known = match lowercase {
-            Some(lowercase) => Some(Case { lowercase, strip_accents: lowercase }),
-            None => vocabulary.case_from_folder()?,
-        };
-        let mut case = known.map_or_else(|| vocabulary.guessed_case(), Ok)?;
-        case.strip_accents = strip_accents.unwrap_or(case.strip_accents);
-        let inner = vocabulary.tokenizer(case)?;
-        let mut hash = Xxh3::new();
-        hash.update(format!("vocab.txt {} {}", case.lowercase, case.strip_accents).as_bytes());
-        for entry in &vocabulary.entries {
-            hash.update(b"\n");
-            hash.update(entry.as_bytes());
-        }
-        Ok(Self {
-            fast: FastWordPiece::new(&inner),
-            inner,
-            path: path.to_owned(),
-            file_name: "vocab.txt",
-            case: Some(case),
-            case_is_guessed: known.is_none(),
-            special_tokens,
-            vocab_size: vocabulary.entries.len() as u32,
-            hash: hash.digest(),
-            file,
-        })
-    }
-
-    fn from_json(path: &Path, file: Vec<u8>) -> Result<Self> {
-        let mut inner = tokenizers::Tokenizer::from_bytes(&file).map_err(|e| unusable(path, &e))?;
-        // Truncation would silently drop tokens, padding would add some.
-        inner.with_truncation(None).map_err(|e| unusable(path, &e))?;
-        inner.with_padding(None);
-        inner.set_encode_special_tokens(true);
-        let special_tokens = find_special(path, |name| inner.token_to_id(name))?;
-        let vocab_size = inner.get_vocab(true).values().max().map_or(0, |id| id + 1);
-        let mut hash = Xxh3::new();
-        hash.update(b"tokenizer.json\n");
-        hash.update(&file);
-        Ok(Self {
-            fast: FastWordPiece::new(&inner),
-            inner,
-            path: path.to_owned(),
-            file_name: "tokenizer.json",
-            case: None,
-            case_is_guessed: false,
-            special_tokens,
-            vocab_size,
-            hash: hash.digest(),
-            file,
-        })
-    }
-
     /// An encoder of many texts on one thread.
     pub fn encoder(&self) -> Encoder<'_> {
-        match &self.fast {
-            Ok(fast) => Encoder(EncoderKind::Fast(fast.encoder())),
-            Err(_) => Encoder(EncoderKind::Reference(self)),
-        }
+        Encoder { tokenizer: self, fast: self.fast.as_ref().ok().map(FastWordPiece::encoder) }
     }
 
     /// The ids of each text, computed on all cores.
@@ -161,7 +53,7 @@ impl Tokenizer {
 
     /// The ids that the `tokenizers` crate gives a text, as the reference for [`Encoder`].
     pub fn encode_by_crate(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self.inner.encode_fast(text, false).map_err(|error| failed_on(text, &error))?;
+        let encoding = self.for_text().encode_fast(text, false).map_err(|error| failed_on(text, &error))?;
         Ok(encoding.get_ids().to_vec())
     }
 
@@ -193,7 +85,7 @@ impl Tokenizer {
     /// A hash of everything that decides the ids of a text, in whichever file: entries, their ids, and the
     /// rules, case included. 32 hexadecimal digits.
     pub fn content_hash(&self) -> Result<String> {
-        content_hash(&self.inner).map(hex128)
+        content_hash(&self.inner, self.special_tokens).map(hex128)
     }
 
     /// A complete `tokenizer.json`: with marked special tokens and the template `[CLS] text [SEP]`.
@@ -218,7 +110,7 @@ impl Tokenizer {
 
     /// The parts of a text that become unknown tokens, as they stand in it.
     pub(crate) fn unknown_words(&self, text: &str) -> Result<Vec<String>> {
-        let encoding = self.inner.encode(text, false).map_err(|error| failed_on(text, &error))?;
+        let encoding = self.for_text().encode(text, false).map_err(|error| failed_on(text, &error))?;
         let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
         let unknown = tokens.filter(|&(&id, _)| id == self.special_tokens.unk);
         Ok(unknown.filter_map(|(_, &(start, end))| text.get(start..end)).map(str::to_owned).collect())
@@ -242,60 +134,38 @@ impl Tokenizer {
     /// Whether text may be cut after whitespace without changing ids: true for BERT's rules, if no added
     /// token can span the cut.
     pub(crate) fn splits_at_whitespace(&self) -> bool {
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
         matches!(self.inner.get_normalizer(), Some(NormalizerWrapper::BertNormalizer(_)))
             && matches!(self.inner.get_pre_tokenizer(), Some(PreTokenizerWrapper::BertPreTokenizer(_)))
-            && self.inner.get_added_tokens_decoder().values().all(|token| token.special)
+            && added.iter().all(|(id, token)| {
+                // Normalization puts spaces around some characters outside ASCII.
+                five(self.special_tokens).contains(id)
+                    || !token.content.contains(char::is_whitespace)
+                        && (!token.normalized || token.content.is_ascii())
+            })
+    }
+
+    /// The tokenizer of the crate that encodes text.
+    pub(super) fn for_text(&self) -> &tokenizers::Tokenizer {
+        self.text.as_ref().unwrap_or(&self.inner)
     }
 }
 
 /// Encodes texts on one thread; see [`Tokenizer::encoder`].
-pub struct Encoder<'a>(EncoderKind<'a>);
-
-enum EncoderKind<'a> {
-    Fast(WordPieceEncoder<'a>),
-    Reference(&'a Tokenizer),
+pub struct Encoder<'a> {
+    tokenizer: &'a Tokenizer,
+    fast: Option<WordPieceEncoder<'a>>,
 }
 
 impl Encoder<'_> {
     /// Appends the ids of a text.
     pub fn encode_into(&mut self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
-        match &mut self.0 {
-            EncoderKind::Fast(encoder) => encoder.encode_into(text, ids)?,
-            EncoderKind::Reference(tokenizer) => ids.extend(tokenizer.encode_by_crate(text)?),
+        match &mut self.fast {
+            Some(fast) if !fast.has_added_tokens(text) => fast.encode_into(text, ids)?,
+            _ => ids.extend(self.tokenizer.encode_by_crate(text)?),
         }
         Ok(())
     }
-}
-
-/// The tokenizer's file: the path itself, or the one in a folder (in a run or an export, one level down).
-fn locate(path: &Path) -> Result<PathBuf> {
-    if !path.is_dir() {
-        return Ok(path.to_owned());
-    }
-    let folders = ["", "tokenizer", "discriminator", "generator"].map(|name| path.join(name));
-    let mut files = folders.iter().flat_map(|dir| ["tokenizer.json", "vocab.txt"].map(|name| dir.join(name)));
-    files.find(|file| file.is_file()).ok_or_else(|| Error::NotFound {
-        path: path.join("tokenizer.json"),
-        hint: ", nor vocab.txt, nor either of them in tokenizer/, discriminator/ or generator/ there; \
-               name a tokenizer's file or its folder"
-            .to_owned(),
-    })
-}
-
-fn find_special(path: &Path, id_of: impl Fn(&str) -> Option<u32>) -> Result<SpecialTokens> {
-    let find = |names: &[&str]| {
-        names.iter().find_map(|name| id_of(name)).ok_or_else(|| {
-            let (path, name) = (path.display(), names[0]);
-            Error::Input(format!("{path}: no {name} in the vocabulary; training needs it: add it"))
-        })
-    };
-    Ok(SpecialTokens {
-        pad: find(&["[PAD]", "<pad>"])?,
-        unk: find(&["[UNK]", "<unk>"])?,
-        cls: find(&["[CLS]", "<cls>", "<s>"])?,
-        sep: find(&["[SEP]", "<sep>", "</s>"])?,
-        mask: find(&["[MASK]", "<mask>"])?,
-    })
 }
 
 pub(super) fn failed_on(text: &str, error: &dyn std::fmt::Display) -> Error {

@@ -5,6 +5,7 @@ use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, NormalizerWrapper, Tokenizer};
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::names::five;
 use crate::error::{Error, Result};
 use crate::format::SpecialTokens;
 
@@ -16,7 +17,7 @@ pub(super) fn complete(tokenizer: &Tokenizer, special: SpecialTokens) -> Result<
     let name_of = |id| tokenizer.id_to_token(id).ok_or_else(|| failed(&format!("id {id} has no name")));
     let (cls, sep) = (name_of(special.cls)?, name_of(special.sep)?);
     let mut tokens = Vec::new();
-    for id in [special.pad, special.unk, special.cls, special.sep, special.mask] {
+    for id in five(special) {
         tokens.push(match known.get(&id) {
             Some(token) => token.clone().special(true),
             None => AddedToken::from(name_of(id)?, true),
@@ -38,10 +39,11 @@ pub(super) fn complete(tokenizer: &Tokenizer, special: SpecialTokens) -> Result<
     Ok(text)
 }
 
-/// A hash of everything that decides the ids of a text: entries, their ids, and the rules, case included.
+/// A hash of everything that decides the ids of a text: entries, their ids, added tokens that stay whole, and the
+/// rules, case included.
 ///
 /// A `vocab.txt` with its settings and every `tokenizer.json` made from it have the same hash.
-pub(super) fn content_hash(tokenizer: &Tokenizer) -> Result<u128> {
+pub(super) fn content_hash(tokenizer: &Tokenizer, special: SpecialTokens) -> Result<u128> {
     let normalizer = match tokenizer.get_normalizer() {
         Some(&NormalizerWrapper::BertNormalizer(mut bert)) => {
             bert.strip_accents.get_or_insert(bert.lowercase);
@@ -53,7 +55,8 @@ pub(super) fn content_hash(tokenizer: &Tokenizer) -> Result<u128> {
         tokenizer.get_vocab(true).into_iter().map(|(entry, id)| (id, entry)).collect();
     entries.sort_unstable();
     let added: AHashMap<u32, AddedToken> = tokenizer.get_added_tokens_decoder();
-    let mut added: Vec<(u32, AddedToken)> = added.into_iter().filter(|(_, token)| !token.special).collect();
+    let whole = added.into_iter().filter(|(id, _)| !five(special).contains(id));
+    let mut added: Vec<(u32, AddedToken)> = whole.map(|(id, token)| (id, token.special(false))).collect();
     added.sort_unstable_by_key(|&(id, _)| id);
     let model = tokenizer.get_model();
     let rules = (normalizer, tokenizer.get_pre_tokenizer(), model, entries, added);
@@ -72,16 +75,18 @@ mod tests {
     use super::*;
     use crate::tokenizer::vocab_txt::{Case, Vocabulary};
 
+    const SPECIAL: SpecialTokens = SpecialTokens { pad: 0, unk: 1, cls: 2, sep: 3, mask: 4 };
+
     fn tokenizer(words: &[&str], lowercase: bool, strip_accents: bool) -> Tokenizer {
         let entries = [&["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], words].concat();
         let ids = entries.iter().zip(0..).map(|(entry, id)| ((*entry).to_owned(), id)).collect();
         let vocabulary = Vocabulary { path: Path::new("vocab.txt"), entries, ids, unknown: "[UNK]" };
-        vocabulary.tokenizer(Case { lowercase, strip_accents }).unwrap()
+        vocabulary.tokenizer(Case { lowercase, strip_accents, chinese: true }).unwrap()
     }
 
     #[test]
     fn the_hash_is_of_entries_ids_and_rules() {
-        let of = |tokenizer: &Tokenizer| content_hash(tokenizer).unwrap();
+        let of = |tokenizer: &Tokenizer| content_hash(tokenizer, SPECIAL).unwrap();
         let hash = of(&tokenizer(&["a", "b"], true, true));
         assert_eq!(hash, of(&tokenizer(&["a", "b"], true, true)));
         for other in [
@@ -97,19 +102,19 @@ mod tests {
 
     #[test]
     fn what_is_written_has_the_same_hash_and_the_five_tokens() {
-        let special = SpecialTokens { pad: 0, unk: 1, cls: 2, sep: 3, mask: 4 };
         for (lowercase, strip_accents) in [(true, true), (true, false), (false, false)] {
             let original = tokenizer(&["a", "##b"], lowercase, strip_accents);
-            let text = complete(&original, special).unwrap();
+            let text = complete(&original, SPECIAL).unwrap();
             let written = Tokenizer::from_bytes(text.as_bytes()).unwrap();
-            assert_eq!(content_hash(&written).unwrap(), content_hash(&original).unwrap());
-            assert_eq!(complete(&written, special).unwrap(), text);
+            assert_eq!(content_hash(&written, SPECIAL).unwrap(), content_hash(&original, SPECIAL).unwrap());
+            assert_eq!(complete(&written, SPECIAL).unwrap(), text);
             assert_eq!(written.encode("ab [MASK]", true).unwrap().get_ids(), [2, 5, 6, 4, 3]);
             assert_eq!(written.encode(("a", "a"), true).unwrap().get_type_ids(), [0, 0, 0, 1, 1]);
         }
-        let left_open = complete(&tokenizer(&["a"], true, true), special).unwrap();
+        let left_open = complete(&tokenizer(&["a"], true, true), SPECIAL).unwrap();
         let left_open = left_open.replace(r#""strip_accents": true"#, r#""strip_accents": null"#);
         let read = Tokenizer::from_bytes(left_open.as_bytes()).unwrap();
-        assert_eq!(content_hash(&read).unwrap(), content_hash(&tokenizer(&["a"], true, true)).unwrap());
+        let plain = tokenizer(&["a"], true, true);
+        assert_eq!(content_hash(&read, SPECIAL).unwrap(), content_hash(&plain, SPECIAL).unwrap());
     }
 }

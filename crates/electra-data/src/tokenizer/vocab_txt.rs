@@ -1,21 +1,18 @@
 //! `vocab.txt`: its entries, BERT's rules, and the case, which the file itself does not store.
 //!
-//! The case is read from a file beside it, written by `vocab`, Hugging Face or `prepare`, and guessed from
+//! The case comes from a file beside it, written by `vocab`, Hugging Face or `prepare`, and is guessed from
 //! the entries only if there is none.
 
 use std::path::Path;
 
 use ahash::AHashMap;
-use serde_json::Value;
 use tokenizers::decoders::wordpiece::WordPiece as WordPieceDecoder;
 use tokenizers::models::wordpiece::WordPiece;
 use tokenizers::normalizers::BertNormalizer;
 use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
-use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper, Tokenizer};
+use tokenizers::{NormalizedString, Normalizer, Tokenizer};
 
-use super::tokenizer_json::content_hash;
 use crate::error::{Error, Result};
-use crate::format::Manifest;
 
 pub(super) const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
@@ -24,6 +21,8 @@ pub(super) const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 pub(super) struct Case {
     pub lowercase: bool,
     pub strip_accents: bool,
+    /// Chinese characters are words by themselves.
+    pub chinese: bool,
 }
 
 /// A WordPiece vocabulary, one entry per line.
@@ -53,66 +52,39 @@ impl Vocabulary<'_> {
         let failed = |error: tokenizers::Error| unusable(self.path, &error);
         let builder = WordPiece::builder().vocab(self.ids.clone()).unk_token(self.unknown.to_owned());
         let mut tokenizer = Tokenizer::new(builder.build().map_err(failed)?);
-        let normalizer = BertNormalizer::new(true, true, Some(case.strip_accents), case.lowercase);
+        let normalizer = BertNormalizer::new(true, case.chinese, Some(case.strip_accents), case.lowercase);
         tokenizer.with_normalizer(Some(normalizer)).map_err(failed)?;
         tokenizer.with_pre_tokenizer(Some(BertPreTokenizer)).with_decoder(Some(WordPieceDecoder::default()));
         Ok(tokenizer)
     }
 
-    /// The case stored in another file of the same folder, if there is one.
-    pub fn case_from_folder(&self) -> Result<Option<Case>> {
-        if let Some(case) = self.case_of_tokenizer_json()? {
-            return Ok(Some(case));
-        }
-        if let Some(case) = self.case_of_tokenizer_config()? {
-            return Ok(Some(case));
-        }
-        Ok(self.case_of_corpus())
-    }
-
-    /// The case of a `tokenizer.json` with the same entries at the same ids.
-    fn case_of_tokenizer_json(&self) -> Result<Option<Case>> {
-        let path = self.path.with_file_name("tokenizer.json");
-        let Some(file) = read_if_there(&path)? else { return Ok(None) };
-        let tokenizer = Tokenizer::from_bytes(&file).map_err(|e| unusable(&path, &e))?;
-        let entries = tokenizer.get_vocab(true);
-        if entries.len() != self.ids.len()
-            || entries.iter().any(|(entry, id)| self.ids.get(entry) != Some(id))
-        {
-            return Ok(None);
-        }
-        if let Some(NormalizerWrapper::BertNormalizer(bert)) = tokenizer.get_normalizer() {
-            let strip_accents = bert.strip_accents.unwrap_or(bert.lowercase);
-            let case = Case { lowercase: bert.lowercase, strip_accents };
-            if content_hash(&self.tokenizer(case)?)? == content_hash(&tokenizer)? {
-                return Ok(Some(case));
+    /// Refuses a `tokenizer.json` that has other entries, or the same with other ids.
+    pub fn check_agrees(&self, json: &Path, tokenizer: &Tokenizer) -> Result<()> {
+        let added = tokenizer.get_added_tokens_decoder();
+        let mut here: Vec<(&String, u32)> = self.ids.iter().map(|(entry, &id)| (entry, id)).collect();
+        here.sort_unstable_by_key(|&(_, id)| id);
+        let moved = here
+            .into_iter()
+            .find(|(entry, id)| !entry.is_empty() && tokenizer.token_to_id(entry) != Some(*id));
+        let there = tokenizer.get_vocab(false).into_iter();
+        let extra = there.filter(|(entry, id)| {
+            !entry.trim_end().is_empty()
+                && !added.contains_key(id)
+                && !self.ids.contains_key(entry.trim_end())
+        });
+        let differs = match (moved, extra.min_by_key(|&(_, id)| id)) {
+            (Some((entry, id)), _) => {
+                let other = tokenizer.token_to_id(entry).map_or("none".to_owned(), |id| id.to_string());
+                format!("{entry:?} has the id {id} in the former, {other} in the latter")
             }
-        }
-        let (json, path) = (path.display(), self.path.display());
+            (None, Some((entry, id))) => format!("the former lacks {entry:?}, id {id} of the latter"),
+            (None, None) => return Ok(()),
+        };
         Err(Error::Input(format!(
-            "{json}: has the entries of {path} but rules that a vocab.txt cannot have; open {json} itself, \
-             or say whether {path} is cased (--cased or --uncased)"
+            "{} and {} disagree: {differs}; keep the one that the model was trained with and move the other away",
+            self.path.display(),
+            json.display()
         )))
-    }
-
-    /// The case of the `tokenizer_config.json` in a Hugging Face folder.
-    fn case_of_tokenizer_config(&self) -> Result<Option<Case>> {
-        let path = self.path.with_file_name("tokenizer_config.json");
-        let Some(file) = read_if_there(&path)? else { return Ok(None) };
-        let config: Value = serde_json::from_slice(&file).map_err(|e| unusable(&path, &e))?;
-        let strip_accents = config["strip_accents"].as_bool();
-        Ok(config["do_lower_case"]
-            .as_bool()
-            .map(|lowercase| Case { lowercase, strip_accents: strip_accents.unwrap_or(lowercase) }))
-    }
-
-    /// The case in the manifest of the corpus that this file belongs to. Errors are ignored: other programs
-    /// write a manifest.json too.
-    fn case_of_corpus(&self) -> Option<Case> {
-        let manifest = Manifest::read(self.path.parent()?).ok()?.tokenizer;
-        let is_its_own = self.path.file_name()? == manifest.file.as_str();
-        let case = Case { lowercase: manifest.lowercase?, strip_accents: manifest.strip_accents? };
-        is_its_own.then_some(case)
     }
 
     /// Cased if BERT's lowercasing and stripping of accents would change an ordinary entry.
@@ -123,7 +95,7 @@ impl Vocabulary<'_> {
         let normalizer = BertNormalizer::new(false, false, Some(true), true);
         normalizer.normalize(&mut uncased).map_err(|error| unusable(self.path, &error))?;
         let is_uncased = uncased.get() == text;
-        Ok(Case { lowercase: is_uncased, strip_accents: is_uncased })
+        Ok(Case { lowercase: is_uncased, strip_accents: is_uncased, chinese: true })
     }
 }
 
@@ -131,7 +103,7 @@ fn is_bracketed(entry: &str) -> bool {
     entry.starts_with('[') && entry.ends_with(']')
 }
 
-fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
+pub(super) fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
     match std::fs::read(path) {
         Ok(file) => Ok(Some(file)),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
@@ -149,8 +121,8 @@ mod tests {
     use super::*;
 
     const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
-    const CASED: Case = Case { lowercase: false, strip_accents: false };
-    const UNCASED: Case = Case { lowercase: true, strip_accents: true };
+    const CASED: Case = Case { lowercase: false, strip_accents: false, chinese: true };
+    const UNCASED: Case = Case { lowercase: true, strip_accents: true, chinese: true };
 
     fn vocabulary<'a>(path: &'a Path, words: &[&'a str]) -> Vocabulary<'a> {
         let entries = [&SPECIAL, words].concat();
@@ -176,33 +148,5 @@ mod tests {
         }
         // ℝ is a capital without a small letter; the accents of the last ones cannot be taken off.
         assert_eq!(guess(&["a", "か", "\u{1112}", "ℝ", "ß", "ł", "##ø", "東"]), UNCASED);
-    }
-
-    #[test]
-    fn another_file_of_the_folder_stores_the_case() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("vocab.txt");
-        let here = vocabulary(&path, &["a"]);
-        let leave = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
-        let json_of = |words: &[&str], case| vocabulary(&path, words).tokenizer(case).unwrap();
-        assert_eq!(here.case_from_folder().unwrap(), None);
-        leave("manifest.json", "{}");
-        assert_eq!(here.case_from_folder().unwrap(), None);
-        leave("tokenizer_config.json", r#"{"do_lower_case": true, "strip_accents": false}"#);
-        let half = Case { lowercase: true, strip_accents: false };
-        assert_eq!(here.case_from_folder().unwrap(), Some(half));
-        leave("tokenizer.json", &json_of(&["b"], CASED).to_string(false).unwrap());
-        assert_eq!(here.case_from_folder().unwrap(), Some(half), "entries of another vocabulary");
-        for case in [CASED, UNCASED, half] {
-            leave("tokenizer.json", &json_of(&["a"], case).to_string(false).unwrap());
-            assert_eq!(here.case_from_folder().unwrap(), Some(case));
-        }
-        let mut other = json_of(&["a"], CASED);
-        other.with_pre_tokenizer(None::<BertPreTokenizer>);
-        leave("tokenizer.json", &other.to_string(false).unwrap());
-        let error = here.case_from_folder().unwrap_err().to_string();
-        assert!(error.contains("tokenizer.json: has the entries of"), "{error}");
-        leave("tokenizer.json", "{");
-        assert!(here.case_from_folder().unwrap_err().to_string().contains("tokenizer.json: not a usable"));
     }
 }

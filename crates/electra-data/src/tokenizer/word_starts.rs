@@ -6,16 +6,8 @@
 use tokenizers::ModelWrapper;
 
 use super::tokenize::Tokenizer;
-use crate::error::Result;
-use crate::format::Corpus;
 
 impl Tokenizer {
-    /// The tokenizer that a corpus was prepared with, from the corpus's own copy.
-    pub fn of_corpus(corpus: &Corpus) -> Result<Self> {
-        let (lowercase, strip_accents) = corpus.tokenizer_settings();
-        Self::from_file(&corpus.tokenizer_path()?, lowercase, strip_accents)
-    }
-
     /// For each id, whether it begins a word; `None` if the vocabulary does not mark words.
     ///
     /// Added tokens, [UNK] among them, and ids without an entry are words of their own. Where starts are

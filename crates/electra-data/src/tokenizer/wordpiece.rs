@@ -6,6 +6,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use memchr::memmem::Finder;
 use tokenizers::models::ModelWrapper;
 use tokenizers::normalizers::BertNormalizer;
 use tokenizers::processors::PostProcessorWrapper;
@@ -19,6 +20,8 @@ use super::vocab_trie::VocabTrie;
 use super::word_cache::{MAX_IDS, WordCache};
 
 const BUFFER: usize = 256;
+/// Each added token takes one search through a text.
+const MAX_ADDED: usize = 16;
 
 /// What a byte means after a word of ASCII letters and digits. Bytes that do not end a chunk are `Other`,
 /// letters and digits included, so the fast loop cannot skip any.
@@ -38,6 +41,8 @@ pub(super) struct FastWordPiece {
     /// The ids of punctuation characters.
     punctuation: [u32; 256],
     case: u64,
+    /// Added tokens. Texts with one of them are left to the crate.
+    added: Vec<Finder<'static>>,
     /// Memory of dropped encoders, reused with its caches by new ones.
     scratches: Mutex<Vec<Scratch>>,
 }
@@ -62,17 +67,19 @@ impl FastWordPiece {
         let ModelWrapper::WordPiece(model) = tokenizer.get_model() else {
             return Err("its model is not WordPiece");
         };
-        // Special tokens in text are encoded as text only with this setting.
-        let as_text = tokenizer.get_added_vocabulary().get_encode_special_tokens();
-        let mut added = tokenizer.get_added_tokens_decoder().into_values();
-        if added.any(|token| !token.special || !as_text) {
-            return Err("it has added tokens that are not special");
+        // Those that are special are skipped in text.
+        let added = tokenizer.get_added_tokens_decoder().into_values().filter(|token| !token.special);
+        let added: Vec<_> = added.collect();
+        if added.len() > MAX_ADDED || added.iter().any(|token| token.normalized) {
+            return Err("it has many added tokens, or some that are found in normalized text");
         }
         if !leaves_text_alone(tokenizer.get_post_processor()) {
             return Err("its post-processor may change a text's tokens");
         }
         let trie = VocabTrie::new(model).ok_or("its vocabulary has no entry for unknown words")?;
-        Self::from_parts(trie, *normalizer).ok_or("its rules for ASCII are unusual")
+        let fast = Self::from_parts(trie, *normalizer).ok_or("its rules for ASCII are unusual")?;
+        let added = added.iter().map(|token| Finder::new(&token.content).into_owned()).collect();
+        Ok(Self { added, ..fast })
     }
 
     fn from_parts(trie: VocabTrie, normalizer: BertNormalizer) -> Option<Self> {
@@ -95,7 +102,8 @@ impl FastWordPiece {
             }
         }
         let case = if normalizer.lowercase { CASE } else { 0 };
-        Some(Self { trie, characters, classes, punctuation, case, scratches: Mutex::default() })
+        let (added, scratches) = (Vec::new(), Mutex::default());
+        Some(Self { trie, characters, classes, punctuation, case, added, scratches })
     }
 
     /// A new encoder, with the cache of a dropped one if there is any.
@@ -140,6 +148,11 @@ pub(crate) struct WordPieceEncoder<'a> {
 }
 
 impl WordPieceEncoder<'_> {
+    /// Whether an added token may be in a text.
+    pub fn has_added_tokens(&self, text: &str) -> bool {
+        self.tokenizer.added.iter().any(|token| token.find(text.as_bytes()).is_some())
+    }
+
     /// Appends the ids of a text.
     pub fn encode_into(&mut self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
         let mut encoding =
