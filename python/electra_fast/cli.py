@@ -84,7 +84,7 @@ def _one_line(error: Exception) -> str:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed arguments; an unknown command or flag is refused with what it may mean.
 
-    Before anything else is said about them: argparse would first miss what a misspelt flag was to give.
+    That comes first, since argparse would rather complain that what a misspelt flag was to give is missing.
     """
     parser = build_parser()
     words = list(itertools.takewhile(lambda word: word != "--", arguments))
@@ -95,7 +95,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     keys = [f"--{name}" for each in CONFIGURED.get(command or "", ()) for name in each.key_names()]
     for word in words:
         name = word.partition("=")[0]
-        is_known = name == "--" or any(flag.startswith(name) for flag in flags)  # argparse takes a prefix
+        is_known = any(flag.startswith(name) for flag in flags)  # argparse takes a prefix
         if word.startswith("--") and not is_known and (meant := nearest(name, flags, keys)):
             raise InputError(f"unrecognized arguments: {name}; did you mean {' or '.join(meant)}?")
     return parser.parse_args(arguments)

@@ -21,21 +21,20 @@ Value = Scalar | list[str] | dict[str, float]
 
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 # What a number's suffix multiplies it by, by the unit that a key's name ends in. Bytes and times in lower case.
-_FACTORS: dict[str, dict[str, Fraction]] = {
-    "count": {
-        suffix: Fraction(10**power) for power, letters in {3: "kK", 6: "M", 9: "BG"}.items() for suffix in letters
-    },
-    "bytes": {"b": Fraction(1)}
+_FACTORS: dict[str, Mapping[str, int | Fraction]] = {
+    "count": {"k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9},
+    "bytes": {"b": 1}
     | {
-        prefix + end: Fraction(base**power)
+        prefix + end: base**power
         for power, prefix in enumerate("kmgt", start=1)
         for end, base in (("", 1000), ("b", 1000), ("ib", 1024))
     },
-    "seconds": {suffix: Fraction(seconds) for suffix, seconds in _SECONDS.items()},
+    "seconds": _SECONDS,
     "minutes": {suffix: Fraction(seconds, 60) for suffix, seconds in _SECONDS.items()},
 }
 _EXAMPLES = {"count": "10000 or 10k", "bytes": "200GB or 16GiB", "seconds": "90 or 1.5h", "minutes": "90 or 1h30m"}
-_PART = r"([+-]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?) *([A-Za-z]*) *"
+# A number and its suffix, matched without backtracking.
+_PART = r"([+-]?(?>[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)(?>[eE][+-]?[0-9]{1,3})?) *([A-Za-z]*+) *"
 
 # What other tools call a key or flag of ours.
 _ALIASES = {
@@ -53,8 +52,12 @@ _ALIASES = {
     **dict.fromkeys(("output_dir", "output", "save_dir"), ("out",)),
     **dict.fromkeys(("data_dir", "dataset", "train_data", "corpus"), ("data",)),
     **dict.fromkeys(("model_name_or_path", "checkpoint"), ("model",)),
-    **{"wd": ("weight_decay",), "eval_steps": ("eval_every",), "logging_steps": ("log_every",)},
-    **{"optim": ("name",), "vocab_size": ("size",)},
+    **{
+        "wd": ("weight_decay",),
+        "eval_steps": ("eval_every",),
+        "logging_steps": ("log_every",),
+        "vocab_size": ("size",),
+    },
 }
 
 TYPE_NAMES: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
@@ -135,17 +138,18 @@ def parse_number(text: str, kind: type, unit: str = "count") -> int | float:
     raise InputError(f"{text!r} must be {what}{examples}")
 
 
-def _quantity(text: str, factors: Mapping[str, Fraction]) -> Fraction:
+def _quantity(text: str, factors: Mapping[str, int | Fraction]) -> Fraction:
     """A number and its suffix; several of them, as in 1h30m, where all have one that is a time's."""
     parts = re.findall(_PART, text)
-    if not re.fullmatch(f"(?:{_PART})+", text) or (len(parts) > 1 and any(each[1] not in _SECONDS for each in parts)):
+    if not re.fullmatch(f"(?>{_PART})+", text) or (len(parts) > 1 and any(each[1] not in _SECONDS for each in parts)):
         raise ValueError(text)
-    is_count = "K" in factors
-    factors = {"": Fraction(1), **factors}
-    try:
-        return sum((Fraction(n.replace("_", "")) * factors[s if is_count else s.lower()] for n, s in parts), Fraction())
-    except KeyError:
-        raise ValueError(text) from None
+    total = Fraction()
+    for number, suffix in parts:
+        factor = factors.get(suffix if "K" in factors else suffix.lower()) if suffix else 1
+        if factor is None:
+            raise ValueError(text)
+        total += Fraction(number.replace("_", "")) * factor
+    return total
 
 
 def take_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -109,14 +109,15 @@ def origin(source: Path) -> Origin:
 
 def _steps_of_run(stored: Path, default: int) -> int:
     """The steps of a checkpoint's run, which may have been told to end earlier since."""
-    path = stored.parent.parent / "config.toml"
-    return Config.load(path).train.steps if path.is_file() else default
+    with contextlib.suppress(OSError, InputError):  # the checkpoint does without
+        return Config.load(stored.parent.parent / "config.toml").train.steps
+    return default
 
 
 def _comparable_auc(path: Path, step: int) -> tuple[int, float] | None:
     """The last evaluation's step and `unigram_auc` up to a step; None where there is none."""
     found = None
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a kill may have left half a line
             record = json.loads(line)
             if record["step"] <= step and record["unigram_auc"] is not None:
