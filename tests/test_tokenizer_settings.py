@@ -28,7 +28,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = (
     "the cat sat in new york ann annual İstanbul café ﬁn Straße naïve mask pad cls ΣΟΦΟΣ мир йод हिन्दी ไทย 한국".split()
 )
-CHARACTERS = sorted({*"".join(WORDS), *"".join(WORDS).lower(), *"東京都はか.,-!<>[]/_▁aeio0189ADEKLMNPU"})
+CHARACTERS = sorted({*"".join(WORDS), *"".join(WORDS).lower(), *"東京都はか.,-!<>[]/_▁aeio0189ACDEKLMNPU"})
 ALPHABET = [
     *CHARACTERS,
     "e\u0301",

@@ -381,8 +381,8 @@ impl Folder {
         let added = tokenizer.get_added_vocabulary().get_vocab();
         let standard = |key: &str| ROLES.contains(&key) || matches!(key, "bos_token" | "eos_token");
         let new = |value: &&Value| value.as_str().is_some_and(|name| !added.contains_key(name));
-        let others = self.config.iter().filter(|(key, _)| key.ends_with("_token") && !standard(key));
-        match others.map(|(key, value)| (key, value)).find(|(_, value)| new(value)) {
+        let mut others = self.config.iter().filter(|(key, _)| key.ends_with("_token") && !standard(key));
+        match others.find(|(_, value)| new(value)) {
             Some((key, value)) => Err(self.refused(&format!(
                 "{key} is {value}, which only some releases of transformers add; move it to additional_special_tokens"
             ))),
