@@ -40,7 +40,7 @@ class Tokenizer:
     """Text to ids with a BERT `vocab.txt` or a `tokenizer.json`; adds no special tokens.
 
     Settings in other files of a Hugging Face folder are honoured as by `transformers`, or refused by their names.
-    Names of pad, unk, cls, sep and mask in text are ordinary text; every other added token, special or not, stays whole.
+    Names of pad, unk, cls, sep and mask in text are ordinary text; every other added token stays whole.
 
     Args:
         path: The file, whose extension tells its kind, or a folder that contains one: a run, an export, a
