@@ -133,7 +133,7 @@ class TestCase:
     def test_other_rules_beside_it_are_an_error(self, tmp_path: Path) -> None:
         vocab = write_vocab(tmp_path / "vocab.txt", "a")
         rules = json.loads(Tokenizer(vocab).to_json())
-        rules["normalizer"]["handle_chinese_chars"] = False
+        rules["pre_tokenizer"] = {"type": "Whitespace"}
         (tmp_path / "tokenizer.json").write_text(json.dumps(rules), encoding="utf-8")
         with pytest.raises(ValueError, match="tokenizer.json: has the entries of .*vocab.txt but rules that"):
             Tokenizer(vocab)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,35 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from electra_fast import Corpus, Tokenizer, prepare
+from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.data.prepare import prepare
+from electra_fast.huggingface.tokenizer import copy_tokenizer, write_tokenizer
+
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
-WORDS = "the cat sat in new york ann annual İstanbul café ﬁn Straße naïve mask pad cls ΣΟΦΟΣ мир йод हिन्दी ไทย 한국".split()
-CHARACTERS = sorted({*"".join(WORDS), *"".join(WORDS).lower(), *"東京都はか.,-!<>[]/_▁aeio0189"})
-ALPHABET = [*CHARACTERS, "e\u0301", "\u0323", "が", "\x00", "\u200b", "\u00ad", "\ufeff", "😀", " ", "  ", "\t", "\n", "\u3000"]
+WORDS = (
+    "the cat sat in new york ann annual İstanbul café ﬁn Straße naïve mask pad cls ΣΟΦΟΣ мир йод हिन्दी ไทย 한국".split()
+)
+CHARACTERS = sorted({*"".join(WORDS), *"".join(WORDS).lower(), *"東京都はか.,-!<>[]/_▁aeio0189ACDEKLMNPU"})
+ALPHABET = [
+    *CHARACTERS,
+    "e\u0301",
+    "\u0323",
+    "が",
+    "\x00",
+    "\u200b",
+    "\u00ad",
+    "\ufeff",
+    "😀",
+    " ",
+    "  ",
+    "\t",
+    "\n",
+    "\u3000",
+]
 MARKERS = ["[E1]", "[/E1]", "<ent>", "</ent>", "new york", "ann", "東京"]
 BRACKETS = dict(zip(("pad", "unk", "cls", "sep", "mask"), SPECIAL, strict=True))
+PLAIN = {role: role for role in BRACKETS}
 ANGLES = {"pad": "<pad>", "unk": "<unk>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
 
 
@@ -36,7 +58,7 @@ def texts(names: dict[str, str], count: int = 120) -> list[str]:
     return ["".join(rng.choice(rng.choice(kinds)) for _ in range(rng.randint(1, 14))) for _ in range(count)]
 
 
-def check_ids(folder: Path, **loading: Any) -> Tokenizer:
+def check_ids(folder: Path) -> Tokenizer:
     """Compares ids with those of `transformers`, except where a name in the text gives one of the five there."""
     theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer(folder)
     special = ours.special_tokens
@@ -124,11 +146,13 @@ KINDS: dict[str, tuple[Callable[[], tokenizers.Tokenizer], Any, Any]] = {
     "words and punctuation": (word_level, None, pre_tokenizers.Whitespace()),
     "WordPiece of blanks": (word_piece, None, pre_tokenizers.WhitespaceSplit()),
     "WordPiece after steps": (word_piece, STEPS, pre_tokenizers.BertPreTokenizer()),
-    "WordPiece with plain names": (
-        lambda: word_piece({role: role for role in BRACKETS}), BERT, pre_tokenizers.BertPreTokenizer()
-    ),
+    "WordPiece with plain names": (lambda: word_piece(PLAIN), BERT, pre_tokenizers.BertPreTokenizer()),
     "WordPiece": (lambda: word_piece(ANGLES), BERT, pre_tokenizers.BertPreTokenizer()),
 }
+
+
+def names_of(made: tokenizers.Tokenizer) -> dict[str, str]:
+    return next(names for names in (BRACKETS, ANGLES, PLAIN) if made.token_to_id(names["pad"]) == 0)
 
 
 def saved(kind: str, folder: Path, added: bool) -> Path:
@@ -138,9 +162,11 @@ def saved(kind: str, folder: Path, added: bool) -> Path:
         made.normalizer = normalizer
     if splitter is not None:
         made.pre_tokenizer = splitter
-    five = next(names for names in (BRACKETS, ANGLES, {role: role for role in BRACKETS}) if made.token_to_id(names["pad"]) == 0)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=made, **{f"{role}_token": name for role, name in five.items()},
-                                      add_prefix_space="first space" in kind)
+    names = {f"{role}_token": name for role, name in names_of(made).items()}
+    prefix = json.loads(made.to_str())["pre_tokenizer"] or {}
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=made, **names, add_prefix_space=prefix.get("add_prefix_space", False)
+    )
     if added:
         wrapped.add_tokens(added_tokens())
     wrapped.save_pretrained(folder)
@@ -153,3 +179,172 @@ def test_every_kind(kind: str, added: bool, tmp_path: Path) -> None:
     tokenizer = check_ids(saved(kind, tmp_path / "a", added))
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.special_tokens == tokenizer.special_tokens and again.content_hash == tokenizer.content_hash
+    write_tokenizer(tmp_path / "b", tokenizer, 512)
+    assert check_ids(tmp_path / "b").content_hash == tokenizer.content_hash
+    copy_tokenizer(tmp_path / "a", tmp_path / "c", ["input_ids"], {"split_special_tokens": True})
+    assert check_ids(tmp_path / "c").content_hash == tokenizer.content_hash
+    # Lines are cut for threads where that changes nothing.
+    text = " ".join(texts(names_of(tokenizers.Tokenizer.from_str(tokenizer.to_json())))).replace("\n", " ")
+    prepare(iter([text]), vocab=tokenizer, out=tmp_path / "shards", progress=False)
+    corpus = Corpus(tmp_path / "shards")
+    assert corpus[0].tolist() == tokenizer.encode_batch([text])[0].tolist()
+    assert Tokenizer.of(corpus).special_tokens == Tokenizer(tmp_path / "shards").special_tokens == corpus.special_tokens
+
+
+def marker(content: str, **flags: bool) -> dict[str, Any]:
+    return {"content": content, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False} | flags
+
+
+ENTRIES = list(vocabulary(BRACKETS, continues="##"))
+NEXT = len(ENTRIES)
+CASED = {"do_lower_case": False}
+LOWER = {"do_lower_case": True}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LOWER,
+        CASED,
+        CASED | {"strip_accents": True},
+        LOWER | {"strip_accents": False, "tokenizer_class": "DistilBertTokenizer"},
+        LOWER | {"strip_accents": None, "tokenize_chinese_chars": False},
+        CASED | {"tokenize_chinese_chars": False, "tokenizer_class": "BertTokenizerFast"},
+        LOWER | {"additional_special_tokens": ["[E1]", "ann"], "bos_token": "cat", "eos_token": "<ent>"},
+        LOWER | {"added_tokens_decoder": {str(NEXT): marker("[E1]", special=True), str(NEXT + 1): marker("new york")}},
+        CASED | {"mask_token": "mask", "pad_token": marker("pad", __type="AddedToken"), "unk_token": "cls"},
+        LOWER | {"split_special_tokens": True, "never_split": None, "do_basic_tokenize": True},
+    ],
+    ids=str,
+)
+def test_every_setting_of_a_vocabulary(config: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = check_ids(bert_folder(tmp_path / "a", config))
+    write_tokenizer(tmp_path / "b", tokenizer, 512)
+    assert check_ids(tmp_path / "b").content_hash == tokenizer.content_hash
+    AutoTokenizer.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "c")
+    assert check_ids(tmp_path / "c").content_hash == tokenizer.content_hash
+    shutil.copy(tmp_path / "c/tokenizer.json", tmp_path / "a")
+    assert check_ids(tmp_path / "a").content_hash == tokenizer.content_hash
+    assert Tokenizer(tmp_path / "a/vocab.txt").content_hash == tokenizer.content_hash
+
+
+def bert_folder(folder: Path, config: dict[str, Any], **others: Any) -> Path:
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join(ENTRIES) + "\n", encoding="utf-8")
+    files = {"config": {"model_type": "electra"}, "tokenizer_config": config} | others
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def test_older_files_name_added_tokens_too(tmp_path: Path) -> None:
+    special = {"additional_special_tokens": ["[E1]", "<ent>"], "mask_token": "mask"}
+    folder = bert_folder(
+        tmp_path / "a", LOWER, added_tokens={"[E1]": NEXT, "new york": NEXT + 1}, special_tokens_map=special
+    )
+    tokenizer = check_ids(folder)
+    [ids] = tokenizer.encode_batch(["[E1] new york <ent>"])
+    assert ids.tolist() == [NEXT, NEXT + 1, NEXT + 2] and tokenizer.special_tokens["mask"] == ENTRIES.index("mask")
+
+
+def test_names_of_special_tokens_are_spelled_out(tmp_path: Path) -> None:
+    """They are unknown only where the vocabulary has no pieces for them."""
+    for kind in KINDS:
+        tokenizer = Tokenizer(saved(kind, tmp_path / kind, True))
+        for i in tokenizer.special_tokens.values():
+            [ids] = tokenizer.encode_batch([tokenizer.id_to_token(i)])
+            unknown = {tokenizer.special_tokens["unk"]} if kind.startswith("words") else set()
+            assert set(tokenizer.special_tokens.values()) & set(ids.tolist()) <= unknown, (kind, i)
+
+
+def test_word_starts_and_offsets_of_added_tokens(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(bert_folder(tmp_path / "a", LOWER | {"additional_special_tokens": ["[E1]"]}))
+    assert tokenizer.fast
+    [pieces] = tokenizer.encode_with_offsets(["cat[E1]s  [MASK]"])
+    assert [tokenizer.id_to_token(i) for i in pieces.ids] == ["cat", "[E1]", "s", "[", "mask", "]"]
+    assert pieces.offsets.tolist() == [[0, 3], [3, 7], [7, 8], [10, 11], [11, 15], [15, 16]]
+    assert pieces.words.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+JAPANESE = {"tokenizer_class": "BertJapaneseTokenizer", "word_tokenizer_type": "mecab"}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (JAPANESE, 'tokenizer_class is "BertJapaneseTokenizer" in .*tokenizer_config.json'),
+        (LOWER | {"tokenizer_class": "HerbertTokenizer"}, 'tokenizer_class is "HerbertTokenizer"'),
+        (LOWER | {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}, "auto_map names a tokenizer in Python"),
+        (LOWER | {"never_split": ["ann"]}, r'never_split is \["ann"\]'),
+        (LOWER | {"do_basic_tokenize": False}, "do_basic_tokenize is false"),
+        ({}, "no do_lower_case, so transformers lowercases, but .*vocab.txt has cased entries"),
+        (LOWER | {"mask_token": "<mask>"}, 'mask_token is "<mask>", which .*vocab.txt does not have'),
+        (LOWER | {"image_token": "<image>"}, 'image_token is "<image>", which only some releases'),
+        (LOWER | {"added_tokens_decoder": {"999": marker("[E1]")}}, r'added token "\[E1\]" has the id 999, but [0-9]+'),
+        (
+            LOWER | {"split_special_tokens": True, "additional_special_tokens": ["[E1]"]},
+            r'split_special_tokens is true, which would split the added token "\[E1\]"',
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        Tokenizer(bert_folder(tmp_path / "a", config))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (
+            "WordPiece",
+            {"tokenizer_class": "BertTokenizer", "strip_accents": None},
+            "no do_lower_case, which .* as false",
+        ),
+        ("words", {"tokenizer_class": "BertTokenizer"}, "tokenizer.json: has other rules than BERT's"),
+        ("Unigram", {"tokenizer_class": "RobertaTokenizer"}, "tokenizer.json: has other rules than byte-level BPE"),
+        ("words", {"tokenizer_class": "XLMRobertaTokenizer"}, "tokenizer.json: has other rules than SentencePiece's"),
+        ("byte-level BPE", {"add_prefix_space": True}, "add_prefix_space is true, but false in .*tokenizer.json"),
+        ("words", {"unk_token": "[SEP]"}, 'unk_token is "\\[SEP\\]", but the model .* makes "\\[UNK\\]"'),
+        ("words", {"tokenizer_class": "PhobertTokenizer"}, 'tokenizer_class is "PhobertTokenizer"'),
+        ("words", {"added_tokens_decoder": {"0": marker("[PAD]"), "3": marker("the")}}, '"the" has the id 3, but'),
+    ],
+)
+def test_a_tokenizer_json_and_its_settings_that_disagree(
+    kind: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = saved(kind, tmp_path / "a", False)
+    path = folder / "tokenizer.json"
+    if kind == "WordPiece":
+        path.write_text(path.read_text(encoding="utf-8").replace('"lowercase": true', '"lowercase": false'), "utf-8")
+    path = folder / "tokenizer_config.json"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(config | changes), encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        Tokenizer(folder)
+
+
+@pytest.mark.parametrize("change", ["an entry", "an id", "a missing entry"])
+def test_two_vocabularies_in_one_folder_that_disagree(change: str, tmp_path: Path) -> None:
+    folder = bert_folder(tmp_path / "a", CASED)
+    (folder / "tokenizer.json").write_text(Tokenizer(folder).to_json(), encoding="utf-8")
+    assert Tokenizer(folder).path.name == "tokenizer.json"
+    entries = ENTRIES.copy()
+    if change == "an id":
+        entries[10], entries[11] = entries[11], entries[10]
+    elif change == "an entry":
+        entries[10] = "other"
+    else:
+        entries.pop()
+    (folder / "vocab.txt").write_text("\n".join(entries) + "\n", encoding="utf-8")
+    for path in (folder, folder / "vocab.txt"):
+        with pytest.raises(ValueError, match=r"vocab.txt and .*tokenizer.json disagree: .*id"):
+            Tokenizer(path)
+
+
+def test_dropout_is_refused(tmp_path: Path) -> None:
+    made = byte_level(False)
+    made.model.dropout = 0.1
+    made.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"tokenizer.json: dropout of its model makes ids random"):
+        Tokenizer(tmp_path)

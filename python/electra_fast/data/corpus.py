@@ -39,6 +39,9 @@ class Pieces(NamedTuple):
 class Tokenizer:
     """Text to ids with a BERT `vocab.txt` or a `tokenizer.json`; adds no special tokens.
 
+    Settings in other files of a Hugging Face folder are honoured as by `transformers`, or refused by their names.
+    Names of pad, unk, cls, sep and mask in text are ordinary text; every other added token stays whole.
+
     Args:
         path: The file, whose extension tells its kind, or a folder that contains one: a run, an export, a
             Hugging Face model.
@@ -133,7 +136,10 @@ class Tokenizer:
 
     @property
     def options(self) -> dict[str, bool | None]:
-        """The settings in effect, `lowercase` and `strip_accents`; both `None` for a `tokenizer.json`."""
+        """The settings in effect, `lowercase` and `strip_accents`; both `None` if `file` is a `tokenizer.json`.
+
+        A `vocab.txt` becomes one if it has added tokens or does not split Chinese characters.
+        """
         return dict(zip(("lowercase", "strip_accents"), self._inner.settings, strict=True))
 
 

@@ -6,6 +6,7 @@ ensures that a run or an export is used only with corpora of the same vocabulary
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,11 +39,14 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> N
             "strip_accents": tokenizer.options["strip_accents"],
             "tokenize_chinese_chars": True,
         }
+    rules = tokenizer.to_json()
+    if (json.loads(rules)["pre_tokenizer"] or {}).get("add_prefix_space"):
+        config["add_prefix_space"] = True  # transformers 4 defaults to false, whatever tokenizer.json says
     special = {f"{role}_token": tokenizer.id_to_token(i) for role, i in tokenizer.special_tokens.items()}
     config |= special | {"model_max_length": max_length, "clean_up_tokenization_spaces": False}
 
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    (directory / "tokenizer.json").write_text(rules, encoding="utf-8")
     write_object(directory / "tokenizer_config.json", config)
     write_object(directory / "special_tokens_map.json", special)
     if name == "vocab.txt":
@@ -54,12 +58,18 @@ def copy_tokenizer(
 ) -> None:
     """Copies a tokenizer's files into the folder of a model with the inputs `input_names`.
 
-    `settings` are laid over those of tokenizer_config.json.
+    `settings` are laid over those of tokenizer_config.json. With `split_special_tokens`, the special tokens of the
+    model itself alone are split in text: others are written as ordinary added tokens.
 
     If the source has only a vocab.txt, as the released ELECTRA models do, the other files are created.
     Raises FileNotFoundError if there is no tokenizer.
     """
-    if (source / "tokenizer.json").is_file():
+    tokenizer = Tokenizer(source)
+    rules = json.loads(tokenizer.to_json())
+    special = tokenizer.special_tokens.values()
+    others = [token for token in rules["added_tokens"] if token["special"] and token["id"] not in special]
+    rewritten = bool(others) and (settings or {}).get("split_special_tokens")
+    if (source / "tokenizer.json").is_file() and not rewritten:
         directory.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             if (source / name).is_file():
@@ -67,7 +77,11 @@ def copy_tokenizer(
     else:
         config = _read_config(source / "tokenizer_config.json")
         length = int(min(config.get("model_max_length", 512), 1 << 30))
-        write_tokenizer(directory, Tokenizer(source), length)
+        write_tokenizer(directory, tokenizer, length)
+    if rewritten:
+        for token in others:
+            token["special"] = False
+        write_object(directory / "tokenizer.json", rules)
     path = directory / "tokenizer_config.json"
     config = _read_config(path) or {"tokenizer_class": "PreTrainedTokenizerFast"}
     write_object(path, config | {"model_input_names": input_names} | dict(settings or {}))

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 use tokenizers::normalizers::BertNormalizer;
-use tokenizers::pre_tokenizers::byte_level::ByteLevel;
-use tokenizers::{AddedToken, ModelWrapper, NormalizerWrapper, PreTokenizerWrapper, Tokenizer};
+use tokenizers::{AddedToken, Model as _, ModelWrapper, NormalizerWrapper, PreTokenizerWrapper, Tokenizer};
 
 use super::vocab_txt::{Case, read_if_there, unusable};
 use crate::error::{Error, Result};
+use crate::format::SpecialTokens;
 
 type Object = Map<String, Value>;
 
@@ -37,6 +37,9 @@ const BERT_MODELS: [&str; 8] =
 const BYTE_LEVEL: [&str; 5] =
     ["RobertaTokenizer", "GPT2Tokenizer", "LongformerTokenizer", "BartTokenizer", "LEDTokenizer"];
 
+/// Classes with SentencePiece's rules, of which `transformers` 5 keeps the characters' normalization alone.
+const SENTENCE_PIECE: [&str; 2] = ["XLMRobertaTokenizer", "CamembertTokenizer"];
+
 /// Classes written in Python, which `transformers` uses even beside a `tokenizer.json`.
 const IN_PYTHON: [&str; 20] = [
     "BartphoTokenizer",
@@ -61,7 +64,7 @@ const IN_PYTHON: [&str; 20] = [
     "XLMTokenizer",
 ];
 
-/// Settings of tokenizers in Python. Their absence, null, an empty list and `true` change nothing.
+/// Settings that only tokenizers in Python follow. Their absence, null, an empty list and `true` change nothing.
 const OF_PYTHON: [&str; 6] = [
     "never_split",
     "do_basic_tokenize",
@@ -137,14 +140,24 @@ impl Folder {
 
     /// Lays the settings over the rules of a `tokenizer.json`, as its class in `transformers` does. Returns
     /// whether they change it.
-    pub fn change_rules(&self, tokenizer: &mut Tokenizer) -> Result<bool> {
-        let changed = match bert_case(tokenizer) {
-            Some(case) if self.is_bert() || self.class.is_none() => self.change_case(tokenizer, case)?,
-            None if self.is_bert() => return Err(self.other_rules("BERT's")),
-            _ => false,
-        };
-        self.check_prefix_space(tokenizer)?;
-        Ok(changed)
+    pub fn change_rules(&self, tokenizer: &mut Tokenizer, special: SpecialTokens) -> Result<bool> {
+        let class = self.class.as_ref().map_or("", |class| &class.name);
+        self.check_unknown(tokenizer, special)?;
+        if BYTE_LEVEL.contains(&class) && !is_byte_level(tokenizer) {
+            return Err(self.other_rules("byte-level BPE"));
+        }
+        if SENTENCE_PIECE.contains(&class) && !is_sentence_piece(tokenizer) {
+            return Err(self.other_rules("SentencePiece's"));
+        }
+        self.check_prefix_space(
+            tokenizer,
+            BYTE_LEVEL.contains(&class) || class == "PreTrainedTokenizerFast",
+        )?;
+        match bert_case(tokenizer) {
+            Some(case) if self.is_bert() || self.class.is_none() => self.change_case(tokenizer, case),
+            None if self.is_bert() => Err(self.other_rules("BERT's")),
+            _ => Ok(false),
+        }
     }
 
     fn other_rules(&self, than: &str) -> Error {
@@ -156,74 +169,85 @@ impl Folder {
         ))
     }
 
-    fn change_case(&self, tokenizer: &mut Tokenizer, has: Case) -> Result<bool> {
-        let (lowercase, strip_accents, chinese) = self.case();
-        let strip_accents =
-            strip_accents.or((!self.is_bert() && lowercase.is_none()).then_some(Some(has.strip_accents)));
-        let lowercase_or = lowercase.unwrap_or(if self.is_bert() { true } else { has.lowercase });
-        let wanted = Case {
-            lowercase: lowercase_or,
-            strip_accents: strip_accents.flatten().unwrap_or(lowercase_or),
-            chinese: chinese.unwrap_or(if self.is_bert() { true } else { has.chinese }),
+    fn check_unknown(&self, tokenizer: &Tokenizer, special: SpecialTokens) -> Result<()> {
+        let model = tokenizer.get_model();
+        let makes = match model {
+            ModelWrapper::WordPiece(model) => model.token_to_id(&model.unk_token),
+            ModelWrapper::WordLevel(model) => model.token_to_id(&model.unk_token),
+            ModelWrapper::BPE(bpe) => bpe.unk_token.as_ref().and_then(|token| model.token_to_id(token)),
+            ModelWrapper::Unigram(_) => None,
         };
-        let silent = [
-            (lowercase.is_none() && wanted.lowercase != has.lowercase, "do_lower_case", has.lowercase),
-            (
-                strip_accents.is_none() && wanted.strip_accents != has.strip_accents,
-                "strip_accents",
-                has.strip_accents,
-            ),
-            (chinese.is_none() && wanted.chinese != has.chinese, "tokenize_chinese_chars", has.chinese),
-        ];
-        if let Some((_, name, value)) = silent.into_iter().find(|&(differs, ..)| differs) {
-            return Err(self.refused(&format!(
-                "no {name}, which {} has as {value} and transformers would take as {}; add \"{name}\": {value}, or \
-                 what the model was trained with",
-                self.file.display(),
-                !value
-            )));
+        match makes.filter(|&id| id != special.unk).and_then(|id| tokenizer.id_to_token(id)) {
+            Some(other) => Err(self.refused(&format!(
+                "unk_token is {:?}, but the model in {} makes {other:?} of unknown text; say the same in both",
+                tokenizer.id_to_token(special.unk).unwrap_or_default(),
+                self.file.display()
+            ))),
+            None => Ok(()),
         }
-        if wanted == has {
-            return Ok(false);
+    }
+
+    fn change_case(&self, tokenizer: &mut Tokenizer, has: Case) -> Result<bool> {
+        let is_bert = self.is_bert();
+        let (lowercase, strip_accents, chinese) = self.case();
+        let unset = |default: bool, has: bool| if is_bert { default } else { has };
+        let wanted_lowercase = lowercase.unwrap_or(unset(true, has.lowercase));
+        let follows = lowercase.is_some() && self.leaves_accents_open(tokenizer);
+        let strip_or = if follows { wanted_lowercase } else { unset(wanted_lowercase, has.strip_accents) };
+        let wanted = Case {
+            lowercase: wanted_lowercase,
+            strip_accents: strip_accents.map_or(strip_or, |strip| strip.unwrap_or(wanted_lowercase)),
+            chinese: chinese.unwrap_or(unset(true, has.chinese)),
+        };
+        for (is_silent, name, wanted, has) in [
+            (lowercase.is_none(), "do_lower_case", wanted.lowercase, has.lowercase),
+            (strip_accents.is_none() && !follows, "strip_accents", wanted.strip_accents, has.strip_accents),
+            (chinese.is_none(), "tokenize_chinese_chars", wanted.chinese, has.chinese),
+        ] {
+            if is_silent && wanted != has {
+                return Err(self.refused(&format!(
+                    "no {name}, which {} has as {has} and transformers takes as {wanted}; add \"{name}\": {has}, or \
+                     what the model was trained with",
+                    self.file.display(),
+                )));
+            }
         }
-        let normalizer =
-            BertNormalizer::new(true, wanted.chinese, Some(wanted.strip_accents), wanted.lowercase);
-        tokenizer.with_normalizer(Some(normalizer)).map_err(|e| unusable(&self.file, &e))?;
-        Ok(true)
+        if wanted != has {
+            let normalizer =
+                BertNormalizer::new(true, wanted.chinese, Some(wanted.strip_accents), wanted.lowercase);
+            tokenizer.with_normalizer(Some(normalizer)).map_err(|e| unusable(&self.file, &e))?;
+        }
+        Ok(wanted != has)
+    }
+
+    /// Whether accents are stripped if text is lowercased.
+    fn leaves_accents_open(&self, tokenizer: &Tokenizer) -> bool {
+        matches!(tokenizer.get_normalizer(), Some(NormalizerWrapper::BertNormalizer(bert)) if bert.strip_accents.is_none())
     }
 
     /// `transformers` 4 sets `add_prefix_space` of byte-level rules, by default to false; 5 leaves some as they are.
-    fn check_prefix_space(&self, tokenizer: &Tokenizer) -> Result<()> {
-        let class = self.class.as_ref().map_or("", |class| &class.name);
-        let Some(PreTokenizerWrapper::ByteLevel(ByteLevel { add_prefix_space: has, .. })) =
-            tokenizer.get_pre_tokenizer()
-        else {
-            return if BYTE_LEVEL.contains(&class) {
-                Err(self.other_rules("byte-level ones"))
-            } else {
-                Ok(())
-            };
+    fn check_prefix_space(&self, tokenizer: &Tokenizer, is_set: bool) -> Result<()> {
+        let Some(PreTokenizerWrapper::ByteLevel(rules)) = tokenizer.get_pre_tokenizer() else {
+            return Ok(());
         };
-        if BYTE_LEVEL.contains(&class) && tokenizer.get_normalizer().is_some() {
-            return Err(self.other_rules("byte-level ones"));
-        }
-        let sets = BYTE_LEVEL.contains(&class) || class == "PreTrainedTokenizerFast";
         let given = self.config.get("add_prefix_space").and_then(Value::as_bool);
-        if given.map_or(sets && *has, |given| given != *has) {
-            let (file, said) =
-                (self.file.display(), given.map_or("is not set".to_owned(), |given| format!("is {given}")));
-            return Err(self.refused(&format!(
-                "add_prefix_space {said}, but {has} in {file}; releases of transformers differ in which they follow: \
-                 say the same in both"
-            )));
+        if given.unwrap_or(rules.add_prefix_space && !is_set) == rules.add_prefix_space {
+            return Ok(());
         }
-        Ok(())
+        Err(self.refused(&format!(
+            "add_prefix_space is {}, but {} in {}; releases of transformers differ in which they follow: say the same \
+             in both",
+            given.map_or("not set".to_owned(), |given| given.to_string()),
+            rules.add_prefix_space,
+            self.file.display()
+        )))
     }
 
     /// Adds the tokens that the other files add. Returns whether there were any.
     pub fn add_tokens(&self, tokenizer: &mut Tokenizer, five: [u32; 5]) -> Result<bool> {
         let wanted = self.added_tokens()?;
         let decoder = self.config.contains_key("added_tokens_decoder");
+        self.check_named(tokenizer)?;
         self.check_tokens_kept(tokenizer, &wanted, five, decoder && self.is_bert())?;
         let mut changed = false;
         for (id, token) in wanted {
@@ -343,15 +367,8 @@ impl Folder {
             Value::Object(named) => named.values().collect(),
             _ => Vec::new(),
         });
-        let standard = |key: &str| ROLES.contains(&key) || matches!(key, "bos_token" | "eos_token");
-        let others = self
-            .config
-            .iter()
-            .filter(|(key, value)| key.ends_with("_token") && !standard(key) && value.is_string());
         let mut tokens: Vec<AddedToken> = Vec::new();
-        for token in
-            roles.chain(listed).chain(others.map(|(_, value)| value)).filter_map(|v| added_token(v, true))
-        {
+        for token in roles.chain(listed).filter_map(|token| added_token(token, true)) {
             if tokens.iter().all(|other| other.content != token.content) {
                 tokens.push(token);
             }
@@ -359,39 +376,53 @@ impl Folder {
         tokens
     }
 
+    /// `transformers` 5 adds what is named by any other key in `_token`, 4 does not.
+    fn check_named(&self, tokenizer: &Tokenizer) -> Result<()> {
+        let added = tokenizer.get_added_vocabulary().get_vocab();
+        let standard = |key: &str| ROLES.contains(&key) || matches!(key, "bos_token" | "eos_token");
+        let new = |value: &&Value| value.as_str().is_some_and(|name| !added.contains_key(name));
+        let mut others = self.config.iter().filter(|(key, _)| key.ends_with("_token") && !standard(key));
+        match others.find(|(_, value)| new(value)) {
+            Some((key, value)) => Err(self.refused(&format!(
+                "{key} is {value}, which only some releases of transformers add; move it to additional_special_tokens"
+            ))),
+            None => Ok(()),
+        }
+    }
+
     fn setting(&self, key: &str) -> Option<&Value> {
         self.special.get(key).or_else(|| self.config.get(key)).filter(|value| !value.is_null())
     }
 
     fn refuse_python(&self) -> Result<()> {
-        let changes = |value: &&Value| {
-            !matches!(value, Value::Null | Value::Bool(true))
-                && value.as_array().is_none_or(|list| !list.is_empty())
-        };
-        for key in OF_PYTHON {
-            if let Some(value) = self.config.get(key).filter(changes) {
-                return Err(self.refused(&format!(
-                    "{key} is {value}, which tokenizers in Python alone follow; remove it, or save a tokenizer.json \
-                     that has these rules"
-                )));
-            }
-        }
-        let auto = self.config.get("auto_map").map(|map| map.get("AutoTokenizer").unwrap_or(map));
         let has_json = self.file.with_file_name("tokenizer.json").is_file();
-        let custom = auto.is_some_and(|auto| !has_json || auto.get(1).is_some_and(Value::is_null));
-        match &self.class {
-            _ if custom => Err(self.refused(&format!(
-                "auto_map names a tokenizer in Python ({}), whose rules electra-fast does not have; save a \
-                 tokenizer.json that has them and remove auto_map",
-                auto.unwrap_or(&Value::Null)
-            ))),
-            Some(class) if IN_PYTHON.contains(&class.name.as_str()) => Err(Error::Input(format!(
+        let auto = self.config.get("auto_map").map(|map| map.get("AutoTokenizer").unwrap_or(map));
+        if let Some(auto) = auto.filter(|auto| !has_json || auto.get(1).is_some_and(Value::is_null)) {
+            return Err(self.refused(&format!(
+                "auto_map names a tokenizer in Python ({auto}), whose rules electra-fast does not have; save a \
+                 tokenizer.json that has them and remove auto_map"
+            )));
+        }
+        if let Some(class) = self.class.as_ref().filter(|class| IN_PYTHON.contains(&class.name.as_str())) {
+            return Err(Error::Input(format!(
                 "{}: {}, a tokenizer in Python whose rules electra-fast does not have; split the text with it first, \
                  or use a model with a tokenizer.json",
                 self.file.display(),
                 class.said
+            )));
+        }
+        let changes = |value: &&Value| match value {
+            Value::Null | Value::Bool(true) => false,
+            Value::Array(list) => !list.is_empty(),
+            _ => true,
+        };
+        let mut set = OF_PYTHON.iter().filter_map(|&key| Some((key, self.config.get(key).filter(changes)?)));
+        match set.next().filter(|_| !has_json) {
+            Some((key, value)) => Err(self.refused(&format!(
+                "{key} is {value}, which tokenizers in Python alone follow; remove it, or save a tokenizer.json \
+                 that has these rules"
             ))),
-            _ => Ok(()),
+            None => Ok(()),
         }
     }
 
@@ -411,6 +442,21 @@ pub(super) fn bert_case(tokenizer: &Tokenizer) -> Option<Case> {
         strip_accents: bert.strip_accents.unwrap_or(bert.lowercase),
         chinese: bert.handle_chinese_chars,
     })
+}
+
+fn is_byte_level(tokenizer: &Tokenizer) -> bool {
+    matches!(tokenizer.get_model(), ModelWrapper::BPE(_))
+        && tokenizer.get_normalizer().is_none()
+        && matches!(tokenizer.get_pre_tokenizer(), Some(PreTokenizerWrapper::ByteLevel(rules)) if rules.use_regex)
+}
+
+fn is_sentence_piece(tokenizer: &Tokenizer) -> bool {
+    let rules = serde_json::to_string(&(tokenizer.get_normalizer(), tokenizer.get_pre_tokenizer()));
+    let has = |part: &str| rules.as_ref().is_ok_and(|rules| rules.contains(part));
+    matches!(tokenizer.get_model(), ModelWrapper::Unigram(_))
+        && has("Metaspace\"")
+        && has("\"always\"")
+        && (has("\"Precompiled\"") || tokenizer.get_normalizer().is_none() && has("\"WhitespaceSplit\""))
 }
 
 fn class_of(file: &Path, config: &Object, model: &Object) -> Option<Class> {

@@ -226,7 +226,7 @@ impl Changed {
             drop_byte_order_mark(&mut other);
             vocabulary(&txt, &other, |_| Ok(special))?.0.check_agrees(path, &inner)?;
         }
-        let mut any = folder.change_rules(&mut inner)?;
+        let mut any = folder.change_rules(&mut inner, special)?;
         any |= folder.add_tokens(&mut inner, five(special))?;
         Ok(Self { path: path.to_owned(), inner, special, any })
     }
