@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from electra_fast import checkpoint, checkpoint_folder
-from electra_fast.checkpoint_folder import LogWindow, TrainState
+from electra_fast.checkpoint_folder import LogWindow, LossHistory, TrainState
 from electra_fast.config import Config
 from electra_fast.huggingface.export import load
 from electra_fast.model import Electra
@@ -23,10 +23,10 @@ def make_model(**changes: str) -> Electra:
     return Electra(Config.preset("tiny").override({"model.vocab_size": "40", **changes}))
 
 
-def save(run, step, model=None, keep=2):
+def save(run, step, model=None, keep=2, **state):
     model = model or make_model()
     optimizer = Optimizer(model.named_parameters(), model.config.optimizer)
-    return checkpoint.save(run, model, optimizer.state_dict(), TrainState(step=step), keep)
+    return checkpoint.save(run, model, optimizer.state_dict(), TrainState(step=step, **state), keep)
 
 
 def test_round_trip(tmp_path):
@@ -42,6 +42,8 @@ def test_round_trip(tmp_path):
 def test_the_state_survives(tmp_path):
     window = LogWindow({"generator_loss": 0.1 + 0.2, "tokens": 7.0}, steps=3, seconds=1.25)
     state = TrainState(5, 99, 2.5, window, corpus="ab", loader={"epoch": 1}, imported=True, token_type_1_trained=True)
+    state.best_step, state.best_loss = 4, 0.1 + 0.2
+    state.history = LossHistory({"generator_loss": 1 / 3}, {"generator_loss": 0.7}, steps=2, num_lost=1)
     checkpoint_folder.seal(tmp_path, state)
     assert checkpoint_folder.read_state(tmp_path) == state
     content = json.loads((tmp_path / "state.json").read_text())
@@ -83,6 +85,12 @@ def test_keeps_the_newest(tmp_path):
     for step in (1, 9, 10, 100):
         save(tmp_path, step, keep=3)
     assert checkpoint_folder.steps(tmp_path) == [9, 10, 100]
+
+
+def test_keeps_the_best_beside_the_newest(tmp_path):
+    for step, best in ((1, 1), (9, 9), (10, 9), (100, 9), (200, 200), (300, None)):
+        save(tmp_path, step, keep=1, best_step=best)
+        assert checkpoint_folder.steps(tmp_path) == sorted({best or step, step})
 
 
 def test_half_written_is_no_checkpoint(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from electra_fast.config import Config
 from electra_fast.json_files import JsonLines, read_records
 from electra_fast.objectives import objective_of
-from electra_fast.training.metrics import area_under_curve, warning
+from electra_fast.training.metrics import LastingWarning, area_under_curve, warning
 
 # 1000 tokens, 100 masked, 80 replaced; 70 called replaced, 49 of them rightly.
 TOTALS = {
@@ -68,6 +68,25 @@ def test_warnings():
     assert "calls every token original" in said(true_positives=0.0, predicted_positives=0.0)
     assert warning(metrics("mlm")) is None
     assert not said(replaced=1000.0)  # of masked tokens alone, all may be replaced at first: there is no other class
+
+
+@pytest.mark.parametrize(
+    ("window", "warmup", "bad_from", "first"),
+    [(20, 0, 0, 200), (100, 0, 0, 300), (100, 250, 0, 500), (1, 0, 150, 250), (100, 0, 350, 500), (1000, 0, 0, 3000)],
+)
+def test_a_warning_lasts(window, warmup, bad_from, first):
+    """Not before 100 steps and the warmup, and over two windows and 100 steps; one that passes is none."""
+    warnings, bad = LastingWarning(10**6), metrics(true_positives=0.0, predicted_positives=0.0)
+    said = []
+    for step in range(window, 5000, window):
+        found = (bad if step > bad_from else metrics()) | {"step": step}
+        if warnings.take(found, window, is_warm=step - window >= warmup):
+            said.append(step)
+    assert said == [first]
+    passing = (
+        bad | {"step": step} if step // 100 % 2 else metrics() | {"step": step} for step in range(100, 5000, 100)
+    )
+    assert not any(warnings.take(found, 100, is_warm=True) for found in passing)
 
 
 def test_json_lines_are_cut_back_to_the_checkpoint(tmp_path):

@@ -178,7 +178,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(server, exact_run, v
 
 def test_a_time_limit_stops_all_ranks_in_time(server, exact_run, validation_corpus, tmp_path):
     out, slow = tmp_path / "run", {"ELECTRA_FAST_FAULT": "sleep:1@2/1"}
-    said = server.run(2, validation_corpus, out, slow, **EXACT, **{"train.max_minutes": "0.15"})
+    ranks = server.start(2, validation_corpus, out, slow, **EXACT, **{"train.max_minutes": "0.15"})
+    said = server.end(ranks, 75)
     assert "train.max_minutes = 0.15 are nearly over: stopped at step" in said[0]
     assert 2 < checkpoint_folder.steps(out)[-1] < STEPS
     server.run(2, validation_corpus, out, **EXACT)
@@ -213,10 +214,11 @@ def test_a_spike_is_skipped_by_all(server, tiny_corpus, tmp_path):
 
 
 def test_too_many_spikes_in_a_row_end_the_run(server, validation_corpus, tmp_path):
-    fault = {"ELECTRA_FAST_FAULT": "nan@5/1,nan@6/0"}
-    ranks = server.start(2, validation_corpus, tmp_path / "run", fault, **NO_DROPOUT, **{"train.skip_spikes": "2"})
+    fault, changes = {"ELECTRA_FAST_FAULT": "nan@5/1,nan@6/0"}, {**NO_DROPOUT, "train.steps": "8"}
+    server.run(2, validation_corpus, tmp_path / "two", fault, **changes, **{"train.skip_spikes": "2"})
+    ranks = server.start(2, validation_corpus, tmp_path / "run", fault, **changes, **{"train.skip_spikes": "1"})
     said = server.end(ranks, 2)
-    assert "2 spikes in a row were skipped in steps 5-8; step-6 is the last good checkpoint" in said[0]
+    assert "2 spikes came in a row in steps 5-8; step-6 is the last good checkpoint" in said[0]
 
 
 def test_a_flipped_bit_names_the_odd_rank(server, validation_corpus, tmp_path):

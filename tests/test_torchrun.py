@@ -42,11 +42,13 @@ def test_ranks_that_torchrun_restarts_meet_again_and_resume(exact_run, validatio
     assert lines(tmp_path / "run") == lines(exact_run)
 
 
-def test_a_signal_to_torchrun_stops_all_ranks_with_a_checkpoint(validation_corpus, tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 1), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_signal_to_torchrun_stops_all_ranks_with_a_checkpoint(validation_corpus, tmp_path, number, code):
+    """Also one that torchrun does not pass on, as the ranks notice that it is gone."""
     out = tmp_path / "run"
-    process = torchrun(validation_corpus, out, "--max-restarts", "3", fault="sleep:0.1@0/0")
+    process = torchrun(validation_corpus, out, "--max-restarts", "3", fault="sleep:0.2@0/0")
     wait_for(lambda: out.exists() and checkpoint_folder.steps(out))
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 1 and said.count("checkpoint written; run again to resume") == 1
+    process.send_signal(number)
+    _, said = process.communicate(timeout=TIMEOUT)  # to the end of the ranks, which have its standard error
+    assert process.returncode == code and said.count("checkpoint written; run again to resume") == 1
     assert 0 < checkpoint_folder.steps(out)[-1] < STEPS

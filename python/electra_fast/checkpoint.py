@@ -36,7 +36,7 @@ def write(
     state: TrainState,
     keep: int,
 ) -> Path:
-    """Writes the checkpoint of `state.step` atomically, then removes all but the `keep` newest.
+    """Writes the checkpoint of `state.step` atomically, then removes all but the `keep` newest and the best.
 
     `tensors` are what `stored` returns, and must not change meanwhile. `optimizer` None (an imported model) makes a
     checkpoint from which training starts afresh. Raises OSError where the disk is full or refuses.
@@ -53,7 +53,7 @@ def write(
         replace_folder(final, fill)
     except (OSError, SafetensorError) as error:
         raise OSError(f"{final}: checkpoint not written: {error}; the earlier ones are intact") from error
-    for old in checkpoint_folder.steps(run)[:-keep]:
+    for old in set(checkpoint_folder.steps(run)[:-keep]) - {state.best_step}:
         shutil.rmtree(checkpoint_folder.path_of(run, old))
     return final
 

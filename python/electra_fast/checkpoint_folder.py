@@ -22,7 +22,7 @@ from electra_fast.json_files import read_object, write_object
 STATE = "state.json"
 STATE_VERSION = 2
 _NAME = re.compile(r"step-(\d+)")
-_DAMAGED = "damaged-"
+_DAMAGED, _LEFT = "damaged-", "left-"
 
 
 @dataclass
@@ -32,6 +32,19 @@ class LogWindow:
     totals: dict[str, float] = field(default_factory=dict)
     steps: int = 0
     seconds: float = 0.0
+
+
+@dataclass
+class LossHistory:
+    """The losses of a stage in averages over many steps, by the metric's name: what tells a run that has diverged."""
+
+    lowest: dict[str, float] = field(default_factory=dict)
+    """The lowest averages so far."""
+    totals: dict[str, float] = field(default_factory=dict)
+    """Sums over the steps since the last average."""
+    steps: int = 0
+    num_lost: int = 0
+    """How many averages in a row were far above the lowest."""
 
 
 @dataclass
@@ -52,6 +65,13 @@ class TrainState:
     """Whether the run continued from Hugging Face folders."""
     token_type_1_trained: bool = False
     """Whether token type 1 has occurred in training, here or before an import."""
+    best_step: int | None = None
+    """Of the checkpoint with the lowest loss of the current stage, which is not removed."""
+    best_loss: float | None = None
+    """That loss."""
+    best_by: str = ""
+    """Where it was measured: "validation", or "training" in a run without evaluations."""
+    history: LossHistory = field(default_factory=LossHistory)
 
 
 def steps(run: Path) -> list[int]:
@@ -72,6 +92,15 @@ def latest(run: Path) -> Path:
     if not known:
         raise FileNotFoundError(f"{run}: no checkpoint here (looked for {run / 'checkpoints' / 'step-N'})")
     return path_of(run, known[-1])
+
+
+def at_step(run: Path, step: int) -> Path:
+    """A run's checkpoint of a step; FileNotFoundError names those that it has."""
+    known = steps(run)
+    if step not in known:
+        kept = f"it has {', '.join(f'step-{each}' for each in known)}" if known else "it has none"
+        raise FileNotFoundError(f"{run}: no checkpoint step-{step} here; {kept}")
+    return path_of(run, step)
 
 
 def require_config(run: Path) -> None:
@@ -98,7 +127,8 @@ def read_state(directory: Path) -> TrainState:
             f"{STATE_VERSION}; continue the run with the version that wrote it, or export it there and import it here"
         )
     known = {name: content[name] for name in TrainState.__dataclass_fields__ if name in content}
-    return TrainState(**known | {"log_window": LogWindow(**known["log_window"])})
+    known |= {"log_window": LogWindow(**known["log_window"]), "history": LossHistory(**known.get("history", {}))}
+    return TrainState(**known)
 
 
 def verify(directory: Path, *names: str) -> None:
@@ -139,11 +169,21 @@ def remove_unfinished(run: Path) -> None:
         atomic_files.recover_all(run / "checkpoints")
 
 
+def set_aside_after(run: Path, step: int) -> list[str]:
+    """Renames a run's checkpoints after a step, the newest first, and tells which."""
+    later = reversed([path_of(run, each) for each in steps(run) if each > step])
+    return [f"{path}: left; now called {_rename(path, _LEFT).name}, which you may remove" for path in later]
+
+
 def _set_aside(directory: Path, reason: str) -> str:
-    target = directory.with_name(_DAMAGED + directory.name)
+    return f"{reason}; that checkpoint is not used and now called {_rename(directory, _DAMAGED).name}"
+
+
+def _rename(directory: Path, prefix: str) -> Path:
+    target = directory.with_name(prefix + directory.name)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(directory, target)
-    return f"{reason}; that checkpoint is not used and now called {target.name}"
+    return target
 
 
 def _read(directory: Path) -> dict[str, Any]:

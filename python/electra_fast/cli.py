@@ -34,6 +34,9 @@ CONFIGURED: dict[str, tuple[type[Configuration], ...]] = {
     "reproduce": (Config, FinetuningConfig),
 }
 
+# The exit code where `train.max_minutes` has stopped a run: EX_TEMPFAIL of sysexits.h, to be tried again.
+TIME_IS_UP = 75
+
 # The commands that resume where they were interrupted; any other has written nothing (`pretrain` speaks for itself).
 RESUMABLE = ("demo", "prepare", "finetune", "reproduce")
 
@@ -139,8 +142,12 @@ def _number(value: Any) -> str:
 
 def _config(options: argparse.Namespace) -> Config:
     """Defaults < preset and recipe < TOML file < command line; by default a run's own, where there is one."""
-    if options.command == "pretrain" and not (options.config or options.preset or options.recipe):
-        options.config = _own_config(options.out) if options.out else None
+    if options.command == "pretrain" and options.out and not (options.config or options.preset or options.recipe):
+        if options.from_step is not None:
+            from electra_fast.training.run import config_at
+
+            return config_at(options.out, options.from_step).override(options.overrides)
+        options.config = _own_config(options.out)
     if options.config is not None:
         if options.preset or options.recipe:
             raise InputError("give CONFIG.toml or --preset, not both (a file may name `preset` and `recipe` itself)")
@@ -249,17 +256,19 @@ def _verify(options: argparse.Namespace) -> None:
     _print_report(verify(options.directory), options.json)
 
 
-def _pretrain(options: argparse.Namespace) -> None:
+def _pretrain(options: argparse.Namespace) -> int:
     from electra_fast.training.pretrain import pretrain
 
     config = _config(options)
     _require_corpus(options, config)
-    pretrain(
+    result = pretrain(
         config,
         data=_corpora(options.data) if options.data else None,
         out=options.out,
         allow_changes=options.allow_changes,
+        from_step=options.from_step,
     )
+    return 0 if result.is_finished else TIME_IS_UP
 
 
 def _evaluate(options: argparse.Namespace) -> None:

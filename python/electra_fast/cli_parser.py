@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -125,6 +126,13 @@ def build_parser() -> Parser:
     sub.add_argument("--out", type=Path, help="the run's folder (train.out)")
     sub.add_argument(
         "--allow-changes", action="store_true", help="resume with other keys than the run was started with"
+    )
+    sub.add_argument(
+        "--from",
+        dest="from_step",
+        type=_checkpoint_step,
+        metavar="step-N",
+        help="go back to this checkpoint, once: later ones are renamed, later lines of the logs removed",
     )
     sub.epilog = _key_help(Config)
 
@@ -251,6 +259,14 @@ def build_parser() -> Parser:
     _add_preset(sub)
     sub.add_argument("--json", action="store_true", help="one object on standard output")
     return parser
+
+
+def _checkpoint_step(text: str) -> int:
+    """The step of a checkpoint, given by its name, its folder or its number."""
+    match = re.fullmatch(r"(?:step-)?(\d+)", text.rstrip("/").rpartition("/")[2])
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a checkpoint, as step-5000")
+    return int(match[1])
 
 
 def _add_inputs(sub: argparse.ArgumentParser) -> None:

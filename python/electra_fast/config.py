@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Self
 
-from electra_fast.config_file import Scalar, did_you_mean, read_toml
+from electra_fast.config_file import Scalar, Value, did_you_mean, read_toml
 from electra_fast.config_section import Configuration, Section, config_key
 from electra_fast.errors import InputError
 from electra_fast.objectives import OBJECTIVES, objective_of
@@ -221,9 +221,16 @@ class TrainConfig(Section):
     eval_every: int = config_key(5_000, "steps between evaluations of the validation data; 0: none", low=0)
     eval_batches: int = config_key(50, "batches of an evaluation while training; 0: all", low=0)
     checkpoint_every: int = config_key(5_000, "steps between checkpoints", low=1)
-    keep_checkpoints: int = config_key(2, "newest checkpoints to keep", low=1)
+    keep_checkpoints: int = config_key(
+        2, "newest checkpoints to keep, beside the best by validation (by training loss in a run without it)", low=1
+    )
+    stop_on_divergence: bool = config_key(
+        True,
+        "end the run, without another checkpoint, when its loss is twice that of uniform guesses or all that it had "
+        "learned is lost",
+    )
     max_minutes: float = config_key(
-        0.0, "stop by itself, with a checkpoint, before a session has taken so long; 0: no limit", low=0
+        0.0, "stop, with a checkpoint and exit code 75, before a session has taken so long; 0: no limit", low=0
     )
     reduce: Literal["fast", "exact"] = config_key(
         "fast", "sum of gradients over ranks: fast, or exact, which gives equal bits on 1, 2 and 4 ranks"
@@ -233,8 +240,8 @@ class TrainConfig(Section):
     )
     skip_spikes: int = config_key(
         0,
-        "skip steps whose loss or gradient norm is not finite or 6 sigma above the last 128, and end the run after "
-        "so many in a row; 0: skip none",
+        "skip steps whose loss or gradient norm is not finite or 6 sigma above the last 128, at most so many in a row: "
+        "one more ends the run; 0: skip none",
         low=0,
     )
     timeout_seconds: int = config_key(600, "longest wait for another rank; then the run ends", low=1)
@@ -338,9 +345,9 @@ class Config(Configuration):
         return cls().replace(by_section(SIZES[name] | RECIPES[recipe] | SIZE_RECIPES.get((name, recipe), {})))
 
 
-def by_section(values: Mapping[str, Scalar]) -> dict[str, dict[str, Scalar]]:
+def by_section(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
     """Values by `section.key` as a table of sections."""
-    tables: dict[str, dict[str, Scalar]] = {}
+    tables: dict[str, dict[str, Value]] = {}
     for name, value in values.items():
         section, _, key = name.partition(".")
         tables.setdefault(section, {})[key] = value

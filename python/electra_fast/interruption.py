@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from electra_fast.errors import Interrupted
@@ -17,6 +18,8 @@ from electra_fast.errors import Interrupted
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Within so many seconds, a signal to a launched process is the first one again.
 ECHO_SECONDS = 5.0
+# How often a process looks whether its parent is still there.
+PARENT_SECONDS = 1.0
 
 
 @dataclass
@@ -60,6 +63,28 @@ def stop_requests(*, is_launched: bool = False) -> Iterator[StopRequest]:
     finally:
         for number in caught:
             signal.signal(number, before[number])
+
+
+def stop_with_parent() -> None:
+    """Sends this process SIGTERM when its parent, such as torchrun, has ended without telling it."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def launcher_seconds() -> float:
+    """How long this process' parent has been running; 0 where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+        start = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine's start: proc(5), field 22
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - start
+    except (OSError, AttributeError):
+        return 0.0
 
 
 def interrupt_at_once() -> None:

@@ -91,6 +91,12 @@ class AdversarialObjective(ElectraObjective):
         }
         return Output(loss, totals, Predictions(corrupted_T, replaced_T, logits_T.detach(), inputs.valid_T))
 
+    lowered_losses: ClassVar[tuple[str, ...]] = ()
+
+    def comparable_loss(self, metrics: Mapping[str, Number]) -> float:
+        """The discriminator's, since the policy's is no measure of anything."""
+        return self.config.objective.disc_weight * float(metrics["discriminator_loss"] or 0)
+
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
         """As `electra`; the generator's loss is its cross-entropy, which is measured and not trained."""
         weights = self.config.objective

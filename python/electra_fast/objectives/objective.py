@@ -136,6 +136,8 @@ class Objective(ABC):
     """Names of the totals that `forward` may return."""
     needs: ClassVar[Needs] = {}
     """What it can be trained with, where that is not everything."""
+    lowered_losses: ClassVar[tuple[str, ...]] = ("generator_loss", "encoder_loss", "discriminator_loss")
+    """Metrics, where an objective has them, that do not all rise for long while training goes well."""
 
     @abstractmethod
     def networks(self) -> dict[str, Network]:
@@ -173,6 +175,10 @@ class Objective(ABC):
     @abstractmethod
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
         """The metrics of a log window or an evaluation, from the metric totals over it."""
+
+    def comparable_loss(self, metrics: Mapping[str, Number]) -> float:
+        """By which the checkpoints of a run compare: the loss, unless an objective says otherwise."""
+        return float(metrics["loss"] or 0)
 
     @abstractmethod
     def describe(self, role: str) -> tuple[str, str]:

@@ -28,6 +28,7 @@ class TwoStageObjective(ElectraObjective):
         "generator.num_layers": (0,),
         "model.tying": ("none",),
     }
+    lowered_losses = ("discriminator_loss",)  # the generator's stays as it is
 
     def check(self) -> None:
         """Each stage needs a step."""

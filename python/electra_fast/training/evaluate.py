@@ -188,16 +188,29 @@ def unigram_auc(
     """
     config = _of_discriminator(_common_config(config, config.data.sequence_length))
     objective, device = objective_of(config), next(model.parameters()).device
-    counts_V = torch.zeros(config.model.vocab_size, dtype=torch.float64)
-    for _, batch in _batches(corpora, config, max_batches, torch.device("cpu"), world):
-        masked_ids = batch["masked_ids"][batch["masked_weights"] > 0]
-        counts_V += torch.bincount(masked_ids, minlength=len(counts_V))
-    counts_V = world.exchange(counts_V).sum(0)
+    counts_V = _masked_counts(corpora, config, max_batches, world)
     if not counts_V.any():
         return None
     corruptor = Corruptor(alias_table(counts_V).to(device), len(counts_V), config.data.sequence_length, SEED)
     batches = _filled(_batches(corpora, config, max_batches, device, world), corruptor, config.train.batch_size)
     return _judge(model, objective, compute, batches, world, wrapped(objective))["discriminator_auc"]
+
+
+def unigram_entropy(corpora: Corpora, config: Config, max_batches: int, world: World) -> float:
+    """The loss, in nats per masked token, of a model that knows nothing but how often each token occurs."""
+    counts_V = _masked_counts(corpora, config, max_batches, world)
+    shares = counts_V[counts_V > 0] / counts_V.sum()
+    # A small sample has a lower entropy than its source, by about this (Miller, 1955).
+    return float(-(shares * shares.log()).sum() + (len(shares) - 1) / (2 * counts_V.sum()))
+
+
+def _masked_counts(corpora: Corpora, config: Config, max_batches: int, world: World) -> Tensor:
+    """How often each token is masked: fp64 [V], on the CPU."""
+    counts_V = torch.zeros(config.model.vocab_size, dtype=torch.float64)
+    for _, batch in _batches(corpora, config, max_batches, torch.device("cpu"), world):
+        masked_ids = batch["masked_ids"][batch["masked_weights"] > 0]
+        counts_V += torch.bincount(masked_ids, minlength=len(counts_V))
+    return world.exchange(counts_V).sum(0)
 
 
 def _evaluate_corrupted(

@@ -42,3 +42,27 @@ def warning(metrics: Mapping[str, Number]) -> str | None:
     if recall == 0:
         return f"the discriminator calls every token original (loss {loss:.4f}, class shares alone {majority:.4f})"
     return None
+
+
+class LastingWarning:
+    """Tells a warning that lasts from one that passes: at most one in `pause` steps.
+
+    It has to hold in `_WINDOWS` log windows in a row, and over `_STEPS` steps, all of them after the warmup and the
+    first `_STEPS` steps.
+    """
+
+    _WINDOWS, _STEPS = 2, 100
+
+    def __init__(self, pause: int) -> None:
+        self._pause, self._next = pause, 0
+        self._windows, self._steps = 0, 0
+
+    def take(self, metrics: Mapping[str, Number], num_steps: int, *, is_warm: bool) -> str | None:
+        """The warning to give after a log window of so many steps, or None."""
+        step = int(metrics["step"] or 0)
+        message = warning(metrics) if is_warm and step - num_steps >= self._STEPS else None
+        self._windows, self._steps = (self._windows + 1, self._steps + num_steps) if message else (0, 0)
+        if self._windows < self._WINDOWS or self._steps < self._STEPS or step < self._next:
+            return None
+        self._next = step + self._pause
+        return message

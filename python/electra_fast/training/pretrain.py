@@ -6,7 +6,7 @@ Checks everything that it can before torch is imported, then leaves the work to 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from electra_fast.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.mixture import Corpora, Mixture, absolute
 from electra_fast.errors import InputError, Interrupted, ReportedElsewhere
-from electra_fast.interruption import StopRequest, stop_requests
+from electra_fast.interruption import StopRequest, launcher_seconds, stop_requests, stop_with_parent
 from electra_fast.training.division import Division
 from electra_fast.training.launch import Launch
 from electra_fast.training.run import Run, exclusive, open_run
@@ -28,10 +28,17 @@ class Result:
 
     run: Path
     step: int
+    is_finished: bool = True
+    """Whether that is the run's last step; if not, `train.max_minutes` stopped it, and the same call resumes."""
 
 
 def pretrain(
-    config: Config, *, data: Corpora | None = None, out: str | Path | None = None, allow_changes: bool = False
+    config: Config,
+    *,
+    data: Corpora | None = None,
+    out: str | Path | None = None,
+    allow_changes: bool = False,
+    from_step: int | None = None,
 ) -> Result:
     """Trains a run to its end: from the start, or from where an earlier call was stopped.
 
@@ -47,13 +54,17 @@ def pretrain(
         allow_changes: Resume with other values of optimizer, objective, data and training keys, or with other
             corpora of the same vocabulary, or other weights. Recorded in RUN/changes.jsonl. Model sizes can never
             change.
+        from_step: Go back to the checkpoint of this step instead of the newest one. Later checkpoints are renamed,
+            later lines of the logs removed. Where torchrun has restarted its ranks, they resume at the newest one.
 
     Returns:
-        The folder and the last step, which is not the run's last where `train.max_minutes` stopped it.
+        The folder, the last step, and whether the run is finished: it is not where `train.max_minutes` stopped it.
 
     Raises:
         ValueError, FileNotFoundError: The configuration, corpus and folder don't fit together.
-        TrainingFailed: The loss is not a number, or another rank is gone; the last good checkpoint is kept.
+        Diverged: The loss is not a number, or so high that the run is lost (`train.stop_on_divergence`); the best
+            checkpoint is kept.
+        TrainingFailed: Another rank is gone; the last good checkpoint is kept.
         Interrupted: A signal (SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2) asked to stop, this rank or another, and a
             checkpoint was written. It is a `KeyboardInterrupt`, so a notebook stops at the cell.
     """
@@ -68,10 +79,14 @@ def pretrain(
         raise InputError(
             "pretrain needs a corpus (--data DIR, data.corpus) and a folder for the run (--out, train.out)"
         )
-    launch, start = Launch.from_environment(), time.monotonic()
+    launch = Launch.from_environment()
+    start = time.monotonic() - (launcher_seconds() if launch.attempt else 0.0)
     with stop_requests(is_launched=launch.launcher != "") as stop:
+        if launch.launcher == "torchrun":
+            stop_with_parent()
+        open_it = partial(open_run, allow_changes=allow_changes, from_step=None if launch.attempt else from_step)
         train = _train_alone if launch.world_size == 1 else partial(_train_among, launch)
-        run, step = train(config, allow_changes, stop, start)
+        run, step = train(config, open_it, stop, start)
     if stop and step < run.config.train.steps:
         raise Interrupted(
             stop.signal,
@@ -79,14 +94,16 @@ def pretrain(
             "run again to resume",
             is_reported=launch.rank > 0,
         )
-    return Result(run.folder, step)
+    return Result(run.folder, step, step == run.config.train.steps)
 
 
-def _train_alone(config: Config, allow_changes: bool, stop: StopRequest, start: float) -> tuple[Run, int]:
+def _train_alone(
+    config: Config, open_it: Callable[[Config, Mixture], Run], stop: StopRequest, start: float
+) -> tuple[Run, int]:
     """Trains on one device; finds what is wrong before torch, which takes seconds, is imported."""
     mixture = Mixture(config.data.corpus)
     with exclusive(Path(config.train.out)):
-        run = open_run(config, mixture, allow_changes=allow_changes)
+        run = open_it(config, mixture)
         from electra_fast.training.trainer import Trainer
         from electra_fast.training.world import World
 
@@ -111,7 +128,7 @@ def _require_same(mixture: Mixture, rank: int, own: list[tuple[str, str | None]]
 
 
 def _train_among(
-    launch: Launch, config: Config, allow_changes: bool, stop: StopRequest, start: float
+    launch: Launch, config: Config, open_it: Callable[[Config, Mixture], Run], stop: StopRequest, start: float
 ) -> tuple[Run, int]:
     """Trains as one of several ranks, of which the first opens the run and writes its files."""
     try:
@@ -133,5 +150,5 @@ def _train_among(
         mixture = world.agree(lambda: Mixture(config.data.corpus))
         contents = world.objects(world.agree(lambda: _contents(mixture)))
         world.agree(lambda: _require_same(mixture, launch.rank, contents[launch.rank], contents[0]))
-        run = world.from_first(lambda: open_run(config, mixture, allow_changes=allow_changes))
+        run = world.from_first(lambda: open_it(config, mixture))
         return run, Trainer(run, mixture, world, Faults(launch.rank, launch.attempt)).train(stop, start)

@@ -17,7 +17,7 @@ from pathlib import Path
 from electra_fast import _data, checkpoint_folder
 from electra_fast.atomic_files import replace_file
 from electra_fast.checkpoint_folder import TrainState
-from electra_fast.config import AUTO, HARDWARE_KEYS, Config
+from electra_fast.config import AUTO, HARDWARE_KEYS, Config, by_section
 from electra_fast.config_file import Scalar, Value
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import InputError
@@ -38,6 +38,7 @@ FREE_KEYS = {
     "train.eval_batches",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.stop_on_divergence",
     "train.max_minutes",
     "train.sharding",
     "train.timeout_seconds",
@@ -95,14 +96,19 @@ def exclusive(folder: Path) -> Iterator[None]:
         yield
 
 
-def open_run(config: Config, mixture: Mixture, *, allow_changes: bool = False) -> Run:
-    """Makes the folder `train.out`, or reopens it at its newest intact checkpoint.
+def open_run(config: Config, mixture: Mixture, *, allow_changes: bool = False, from_step: int | None = None) -> Run:
+    """Makes the folder `train.out`, or reopens it at its newest intact checkpoint, or at that of `from_step`.
+
+    In the latter case, the run is then as if it had been stopped there, with the later checkpoints set aside.
 
     Of an existing run, free keys and `train.steps` may change, others only with `allow_changes`;
     what changed is kept in RUN/changes.jsonl. Raises ValueError where the folder holds something
     else, or a run that cannot be resumed with this configuration or corpus.
     """
     folder = Path(config.train.out)
+    if from_step is not None:
+        directory = checkpoint_folder.at_step(folder, from_step)
+        checkpoint_folder.verify(directory)
     if not (folder / "config.toml").exists():
         checkpoint_folder.require_config(folder)
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name != ".lock")
@@ -114,10 +120,17 @@ def open_run(config: Config, mixture: Mixture, *, allow_changes: bool = False) -
         # Stopped before its first checkpoint: nothing to keep, so begin again.
         return _new_run(folder, config, mixture)
     check_vocabulary(run_tokenizer(folder), mixture.corpora[0])
-    directory, warnings = checkpoint_folder.recover_run(folder)
-    for warning in warnings:  # at once: whatever is refused below, the checkpoints have been renamed
-        print(f"warning: {warning}", file=sys.stderr)
-    return _resumed_run(folder, directory, config, mixture, allow_changes)
+    if from_step is None:
+        directory, warnings = checkpoint_folder.recover_run(folder)
+        for warning in warnings:  # at once: whatever is refused below, the checkpoints have been renamed
+            print(f"warning: {warning}", file=sys.stderr)
+    return _resumed_run(folder, directory, config, mixture, allow_changes, goes_back=from_step is not None)
+
+
+def config_at(folder: Path, step: int) -> Config:
+    """The configuration of a run up to a checkpoint, with the number of steps and the free keys as they are now."""
+    then, now = (Config.load(path / "config.toml") for path in (checkpoint_folder.at_step(folder, step), folder))
+    return then.replace(by_section({name: now.value(name) for name in {*FREE_KEYS, "train.steps"}}))
 
 
 def _new_run(folder: Path, config: Config, mixture: Mixture) -> Run:
@@ -127,10 +140,12 @@ def _new_run(folder: Path, config: Config, mixture: Mixture) -> Run:
     return Run(folder, config)
 
 
-def _resumed_run(folder: Path, directory: Path, config: Config, mixture: Mixture, allow_changes: bool) -> Run:
+def _resumed_run(
+    folder: Path, directory: Path, config: Config, mixture: Mixture, allow_changes: bool, *, goes_back: bool
+) -> Run:
     state, saved = checkpoint_folder.read_state(directory), Config.load(directory / "config.toml")
     is_import = state.loader is None
-    recorded = _recorded(folder, state.step)
+    recorded = {} if goes_back else _recorded(folder, state.step)
     if not is_import:  # what follows the steps follows those that the run was started with
         names = [f"optimizer.{key}" for key in config.optimizer.following]
         config = config.override({name: _last_value(name, saved, recorded) for name in names})
@@ -152,6 +167,10 @@ def _resumed_run(folder: Path, directory: Path, config: Config, mixture: Mixture
         )
     news = _since(recorded, changes)
     _refuse(folder, directory, news, config, allow_changes)
+    if goes_back:
+        _forget_changes(folder, state.step)
+        for said in checkpoint_folder.set_aside_after(folder, state.step):
+            print(said, file=sys.stderr)
     if news:
         _record(folder, state.step, news)
     replace_file(folder / "config.toml", config.to_toml())
@@ -233,6 +252,14 @@ def _recorded(folder: Path, step: int) -> Changes:
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise InputError(f"{path}: line {number} is not a record of changes ({error}); remove it") from None
     return found
+
+
+def _forget_changes(folder: Path, step: int) -> None:
+    """Removes the records of changes that were made at this step or later."""
+    path = folder / CHANGES_FILE
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        replace_file(path, "".join(line for line in lines if json.loads(line)["step"] < step))
 
 
 def _record(folder: Path, step: int, changes: Changes) -> None:

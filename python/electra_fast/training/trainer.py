@@ -18,32 +18,38 @@ import torch
 
 from electra_fast import checkpoint_folder
 from electra_fast.attention import is_deterministic
-from electra_fast.checkpoint_folder import LogWindow, TrainState
+from electra_fast.checkpoint_folder import LogWindow, LossHistory, TrainState
 from electra_fast.compute import choose_compute, choose_device
 from electra_fast.data.loader import BatchLoader
-from electra_fast.data.mixture import Mixture, resumed_state, stream_of
+from electra_fast.data.mixture import Corpora, Mixture, resumed_state, stream_of
 from electra_fast.errors import Diverged, InputError, ReportedElsewhere, TrainingFailed
 from electra_fast.interruption import StopRequest
 from electra_fast.model import Electra
 from electra_fast.objectives.objective import Number
 from electra_fast.training import metrics
 from electra_fast.training.checkpoint_writer import CheckpointWriter
+from electra_fast.training.divergence import has_exploded, way_back, what_is_lost
 from electra_fast.training.environment import environment, record_environment
-from electra_fast.training.evaluate import evaluate_model, unigram_auc
+from electra_fast.training.evaluate import evaluate_model, unigram_auc, unigram_entropy
 from electra_fast.training.faults import Faults
 from electra_fast.training.flops import device_peak, flops_per_token
 from electra_fast.training.hardware import settle_hardware
 from electra_fast.training.opening import opening
 from electra_fast.training.optim import Optimizer
 from electra_fast.training.rank_check import fingerprint, odd_ranks, slowest
-from electra_fast.training.run import Run
+from electra_fast.training.run import CORPUS, Run
 from electra_fast.training.run_log import RunLog
 from electra_fast.training.run_tensors import RunTensors
-from electra_fast.training.stall import stall_warning
+from electra_fast.training.stall import stall_warning, verdict
 from electra_fast.training.step import GRAD_NORM, SKIPPED, TrainStep
 from electra_fast.training.step_timer import StepTimer
 from electra_fast.training.time_limit import TimeLimit
 from electra_fast.training.world import World
+
+# Of a run, which make its losses others than they were.
+_OTHER_LOSSES = ("data.", "model.", "objective.", CORPUS)
+# Batches for the verdict on a run that has no evaluations.
+_VERDICT_BATCHES = 10
 
 
 class Trainer:
@@ -83,7 +89,10 @@ class Trainer:
         self.tensors = RunTensors(self.model, self.optimizer, self.train_step.spikes, world, shards)
         self.timer = StepTimer(self.train_step)
         self.state = TrainState()
-        self.next_warning, self.num_captures, self.num_compilations = 0, 0, 0
+        self.num_captures, self.num_compilations = 0, 0
+        self.warnings = metrics.LastingWarning(20 * self.config.train.log_every)
+        self.training_loss: float | None = None
+        self.validation_loss: float | None = None
         self.saved_step, self.stream_change, self.waited_before = -1, "", 0.0
         if run.checkpoint is not None and run.state is not None:
             self._restore(run.checkpoint, run.state)
@@ -124,7 +133,7 @@ class Trainer:
         Reads back from the device only where it logs, evaluates or saves. All ranks stop after the same step: `stop`
         becomes what they have agreed on. `start` is when the session began, by `time.monotonic`.
         """
-        state, num_steps = self.state, self.config.train.steps
+        state, num_steps, first_step = self.state, self.config.train.steps, self.state.step
         if self.world.is_first:
             facts = environment(self.device, self.compute, self.config.train.execution, self.world.size)
             record_environment(self.run.folder, facts)
@@ -172,6 +181,8 @@ class Trainer:
             self._await_writer()
             if state.step == num_steps:
                 log.say(self._closing())
+                for line in self._verdict(log) if state.step > first_step else ():
+                    log.say(line)
             elif is_time_up and not agreed:
                 minutes = self.config.train.max_minutes
                 log.say(
@@ -185,6 +196,7 @@ class Trainer:
         """Waits for the device and counts the seconds; raises TrainingFailed where training must not go on."""
         self.state.log_window.totals = self.train_step.read_totals()
         self._check_finite()
+        self._check_loss()
         seconds = self.timer.stop()
         self.state.seconds += seconds
         self.state.log_window.seconds += seconds
@@ -202,16 +214,28 @@ class Trainer:
         bad = [name for name, value in window.totals.items() if not math.isfinite(value)]
         spikes, most = self.train_step.spikes, self.config.train.skip_spikes
         in_a_row = 0 if spikes is None else spikes.take_longest()
-        if bad or (spikes is not None and in_a_row >= most):
-            what = f"{' and '.join(bad)} became nan or infinite" if bad else f"{in_a_row} spikes in a row were skipped"
-            first, last = self.state.step - window.steps + 1, self.state.step
-            optimizer = self.config.optimizer
-            lower = f"lower optimizer.learning_rate than {optimizer.learning_rate:g}"
-            if optimizer.name == "muon":
-                lower += f", a lower optimizer.muon_learning_rate than {optimizer.muon_learning_rate:g}"
-            remedy = f"start again with a {lower} or a longer optimizer.warmup_steps"
-            where = f"{self.run.folder}: {what} in steps {first}-{last}"
-            self._fail(lambda: Diverged(f"{where}; {self._last_good()}; {remedy}"))
+        if bad or (spikes is not None and in_a_row > most):
+            what = f"{' and '.join(bad)} became nan or infinite" if bad else f"{in_a_row} spikes came in a row"
+            self._end_diverged(f"{what} in {self._window_steps()}")
+
+    def _check_loss(self) -> None:
+        window, objective = self.state.log_window, self.stage.objective
+        if not self._num_taken():
+            return
+        found = objective.metrics(window.totals)
+        if self.config.train.stop_on_divergence and has_exploded(objective, found):
+            self._end_diverged(f"the loss rose to {found['loss']:.4g} in {self._window_steps()}")
+        self.training_loss = objective.comparable_loss(found)
+
+    def _window_steps(self) -> str:
+        return f"steps {self.state.step - self.state.log_window.steps + 1}-{self.state.step}"
+
+    def _end_diverged(self, what: str) -> NoReturn:
+        self._fail(
+            lambda: Diverged(
+                f"{self.run.folder}: {what}; {way_back(self.run.folder, self.state, self.config.optimizer)}"
+            )
+        )
 
     def _check_ranks(self, own_seconds: float) -> None:
         """Compares the ranks' parameters, and adds up the time that each has spent on its own work."""
@@ -234,16 +258,27 @@ class Trainer:
         raise error() if self.world.is_first else ReportedElsewhere
 
     def _log(self, log: RunLog) -> None:
-        record = self._record()
+        record, num_taken = self._record(), self._num_taken()
         log.write_metrics(record)
-        self._warn(record, log)
+        is_warm = (
+            self.state.step - self.state.log_window.steps >= self.stage.first_step + self.config.optimizer.warmup_steps
+        )
+        if message := self.warnings.take(record, self.state.log_window.steps, is_warm=is_warm):
+            log.say(f"step {self.state.step}: warning: {message}")
+        lost = what_is_lost(self.state.history, self.stage.objective, record, num_taken) if num_taken else None
+        if lost and self.config.train.stop_on_divergence:
+            self._end_diverged(f"all that was learned is lost at step {self.state.step}: {lost}")
         self.state.log_window = LogWindow()
         self.train_step.set_totals({})
+
+    def _num_taken(self) -> int:
+        """Steps of the log window that were not skipped."""
+        return self.state.log_window.steps - int(self.state.log_window.totals[SKIPPED])
 
     def _record(self) -> dict[str, Any]:
         """A line of metrics.jsonl: metrics over the log window, and where the run stands."""
         state, window, times = self.state, self.state.log_window, self.timer.take_step_times()
-        tokens, num_taken = int(window.totals["tokens"]), window.steps - int(window.totals[SKIPPED])
+        tokens, num_taken = int(window.totals["tokens"]), self._num_taken()
         state.tokens += tokens
         speed = tokens / window.seconds if window.seconds > 0 else 0.0
         blocked, self.blocked_seconds = self.writer.blocked_seconds - self.blocked_seconds, self.writer.blocked_seconds
@@ -277,20 +312,24 @@ class Trainer:
         flops = tokens_per_second * flops_per_token(self.config, [self.stage]).total
         return flops / self.peak / self.world.size
 
+    def _measure(self, corpora: Corpora, num_batches: int) -> dict[str, Number]:
+        """What an evaluation finds."""
+        objective, wrapped = self.stage.objective, self.train_step.backward.forward
+        settings = (self.model, corpora, self.config, self.compute, num_batches)
+        with self._guarded():
+            found = evaluate_model(*settings, objective, self.world, wrapped(objective))
+            if "discriminator" in objective.networks():
+                found["unigram_auc"] = unigram_auc(*settings, self.world, wrapped)
+        return found
+
     def _evaluate(self, log: RunLog) -> None:
         assert self.mixture.holdout is not None
-        forward = self.train_step.backward.forward(self.stage.objective)
-        num_batches, objective = self.config.train.eval_batches, self.stage.objective
-        with self._guarded():
-            found = evaluate_model(
-                self.model, self.mixture.holdout, self.config, self.compute, num_batches, objective, self.world, forward
-            )
-            if "discriminator" in objective.networks():
-                wrapped = self.train_step.backward.forward
-                settings = (self.mixture.holdout, self.config, self.compute, num_batches)
-                found["unigram_auc"] = unigram_auc(self.model, *settings, self.world, wrapped)
+        objective, found = self.stage.objective, self._measure(self.mixture.holdout, self.config.train.eval_batches)
         log.write_evaluation({"step": self.state.step, **found})
         log.say(f"step {self.state.step}: validation: {_validation_text(found)}")
+        if self.config.train.stop_on_divergence and has_exploded(objective, found):
+            self._end_diverged(f"the validation loss rose to {found['loss']:.4g} at step {self.state.step}")
+        self.validation_loss = objective.comparable_loss(found)
         can_correct = self.config.objective.name == "electra" and not self.config.objective.corrective_weight
         if message := stall_warning(log.evaluations, can_correct):
             log.say(f"step {self.state.step}: warning: {message}")
@@ -299,6 +338,7 @@ class Trainer:
         """Reports a new stage, and each capture of the graph, which takes as long as many steps."""
         if self.train_step.stage != self.stage:
             self.stage = self.train_step.stage
+            self._forget_losses()
             log.say(
                 f"step {self.state.step}: {self.stage.name} begins: the optimizer's moments are reset, the learning "
                 f"rate's schedule restarts"
@@ -311,24 +351,30 @@ class Trainer:
             log.say(f"step {capture.step}: captured the step as a CUDA graph in {capture.seconds:.1f} s{again}")
             self.num_captures += 1
 
-    def _warn(self, record: dict[str, Any], log: RunLog) -> None:
-        step = self.state.step
-        is_warm = step - self.stage.first_step > self.config.optimizer.warmup_steps
-        message = metrics.warning(record) if is_warm else None
-        if message and step >= self.next_warning:
-            log.say(f"step {step}: warning: {message}")
-            self.next_warning = step + 20 * self.config.train.log_every
-
     def _save(self) -> None:
         state = self.state
         state.corpus, state.loader = self.mixture.content_hash, self.loader.state()
         state.token_type_1_trained |= state.step > 0 and self.config.data.packing == "google"
+        self._compare_losses()
         self._await_writer()
         with self._guarded():
             tensors = self.tensors.collect()
         if self.world.is_first:
             self.writer.save(self.config, *tensors, state)
         self.saved_step = state.step
+
+    def _compare_losses(self) -> None:
+        """Finds whether the checkpoint to be written is the best of this stage so far."""
+        state, by = self.state, "validation" if "evaluation" in self.every else "training"
+        # One that was evaluated, or is the first since then.
+        loss = self.validation_loss if by == "validation" else self.training_loss
+        if loss is not None and (state.best_loss is None or state.best_by != by or loss <= state.best_loss):
+            state.best_step, state.best_loss, state.best_by = state.step, loss, by
+        self.validation_loss = None
+
+    def _forget_losses(self) -> None:
+        """Those that follow cannot be compared with those before."""
+        self.state.best_step, self.state.best_loss, self.state.history = None, None, LossHistory()
 
     def _guarded(self) -> AbstractContextManager[None]:
         """Around work in which the ranks of a sharded model wait for each other outside of `World`."""
@@ -349,6 +395,8 @@ class Trainer:
         self.tensors.restore(directory, has_optimizer=is_started)
         if self.train_step.spikes is not None and self.run.changes.keys() - {"train.steps"}:
             self.train_step.spikes.reset()  # other settings may make other losses
+        if any(name.startswith(_OTHER_LOSSES) for name in self.run.changes):
+            self._forget_losses()
         if state.loader is not None:
             self.train_step.set_totals(state.log_window.totals)
             self._restore_loader(state.loader)
@@ -374,6 +422,20 @@ class Trainer:
         if self.config.train.execution == "compile":
             gain = "; on a CPU, eager is about as fast" if self.device.type == "cpu" else ""
             yield f"train.execution = compile: the first step takes a minute or more, since it compiles{gain}"
+
+    def _verdict(self, log: RunLog) -> list[str]:
+        """What the finished run has learned; said by the first rank, measured by all."""
+        mixture, train, entropy = self.mixture, self.config.train, None
+        corpora, num_batches = mixture.holdout or mixture.folders, train.eval_batches
+        found: dict[str, Any] = {}
+        if "evaluation" not in self.every:
+            num_batches = _VERDICT_BATCHES
+            found = self._measure(corpora, num_batches)
+        elif evaluations := log.evaluations:
+            found = evaluations[-1]
+        if "discriminator" not in self.stage.objective.networks():
+            entropy = unigram_entropy(corpora, self.config, num_batches, self.world)
+        return verdict(self.config, found, entropy, self.state.tokens, mixture.num_tokens) if found else []
 
     def _closing(self) -> str:
         memory = ""
