@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from electra_fast import __version__
 from electra_fast.config import Config
@@ -19,6 +20,10 @@ from electra_fast.presets import RECIPES, SIZES
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, as everything else here, instead of printing the usage first."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._negative_number_matcher = re.compile(r"-[\d.,=]")  # values such as `--labels -1,0,1` are no options
 
     def error(self, message: str) -> NoReturn:
         """Raises InputError."""
@@ -259,10 +264,25 @@ def _add_own_data(own: argparse._ActionsContainer) -> None:
         type=comma_separated,
         default=(),
         metavar="COLUMN",
-        help="column of the label; several with commas: a label each, 0 or 1 (label, labels, score or target)",
+        help="column of the label; several with commas: labels of 0 or 1 (label, labels, gold_label, score, target)",
+    )
+    for split in ("dev", "test"):
+        for kind in ("text", "label"):
+            help = f"columns of --{split} (those of --train, or the usual ones)" if kind == "text" else "likewise"
+            own.add_argument(f"--{split}-{kind}", type=comma_separated, default=(), metavar="COLUMN", help=help)
+    own.add_argument(
+        "--labels",
+        type=comma_separated,
+        default=(),
+        metavar="A,B,...",
+        help="the classes (those of --train); -1 and - are none unless they are named here",
     )
     own.add_argument(
-        "--labels", type=comma_separated, default=(), metavar="A,B,...", help="the classes (those of --train)"
+        "--label-map",
+        type=comma_separated,
+        default=(),
+        metavar="OLD=NEW,...",
+        help="other names for labels, in all files; OLD= leaves these examples out",
     )
     own.add_argument(
         "--scheme", default="auto", help="of tags: IO, IOB1, IOB2, IOBES, none; auto: as the tags show (%(default)s)"
