@@ -11,6 +11,8 @@ import sys
 import pytest
 from in_process import run
 
+from electra_fast.cli_parser import build_parser
+
 
 def shell(*arguments):
     words = [sys.executable, "-m", "electra_fast", *map(str, arguments)]
@@ -257,3 +259,12 @@ def test_closed_pipe_is_no_error(folder):
         f"{sys.executable} -m electra_fast inspect {folder / 'shards'} --json | true", shell=True, capture_output=True
     )
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize("words", [["--labels", "-1,0,1"], ["--labels=-1,0,1"], ["--labels", "-1,0,1", "--seeds", "2"]])
+def test_values_may_begin_with_a_minus(words):
+    start = ["finetune", "--task", "sst2", "--model", "m", "--out", "o"]
+    options = build_parser().parse_args([*start, *words])
+    assert options.labels == ("-1", "0", "1")
+    options = build_parser().parse_args([*start, "--label-map", "-=x"])
+    assert options.label_map == ("-=x",)

@@ -49,6 +49,7 @@ def test_results_have_each_run_the_median_and_the_spread(finetuned):
         found = results[task]
         scores = [run["accuracy"] for run in found["runs"]]
         assert [run["seed"] for run in found["runs"]] == [0, 1] and found["metric"] == "accuracy"
+        assert found["majority"].keys() == metrics
         assert found["median"] == sum(scores) / 2 and (found["min"], found["max"]) == (min(scores), max(scores))
         assert all(metrics <= run.keys() and run["seconds"] > 0 for run in found["runs"])
 
@@ -86,6 +87,57 @@ def test_finished_seeds_are_not_trained_again(finetuned, encoder_folder, glue_fo
     more = ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=copy, seeds=3, overrides=QUICK)
     assert more["sst2"]["runs"][:2] == results["sst2"]["runs"] and len(more["sst2"]["runs"]) == 3
     assert json.loads((copy / "results.json").read_text())["mrpc"] == results["mrpc"]  # another task's are kept
+
+
+def with_other_labels(glue_folder, folder):
+    """A copy of the tasks in which every dev label of SST-2 is the other one."""
+    shutil.copytree(glue_folder, folder)
+    path = folder / "SST-2" / "dev.tsv"
+    header, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([header, *(f"{line[:-1]}{1 - int(line[-1])}" for line in lines)]) + "\n")
+    return folder
+
+
+def test_changed_data_are_scored_without_training(finetuned, encoder_folder, glue_folder, tmp_path):
+    out, results = tmp_path / "copy", finetuned[1]
+    shutil.copytree(finetuned[0], out)
+    moved, models = shutil.copytree(glue_folder, tmp_path / "moved"), model_bytes(out)
+    again = in_process.run(*command(encoder_folder, moved, out, "--json")[3:])
+    assert json.loads(again.stdout) == results and "again" not in again.stderr
+    tested = {path: path.stat().st_mtime_ns for path in out.glob("*/seed-*/predictions.test.tsv")}
+    other = with_other_labels(glue_folder, tmp_path / "other")
+    changed = in_process.run(*command(encoder_folder, other, out, "--json")[3:])
+    found = json.loads(changed.stdout)
+    assert changed.stderr.count("dev predicted and scored again, as the data changed") == 2
+    for before, now in zip(results["sst2"]["runs"], found["sst2"]["runs"], strict=True):
+        assert now["accuracy"] == pytest.approx(1 - before["accuracy"])
+    assert found["mrpc"] == results["mrpc"] and model_bytes(out) == models
+    assert tested == {path: path.stat().st_mtime_ns for path in tested}
+    card = (out / "sst2" / "seed-0" / "model" / "README.md").read_text()
+    assert f"accuracy {found['sst2']['runs'][0]['accuracy']:.4f} (majority " in card
+
+
+@pytest.mark.parametrize("call", range(4, 9))
+def test_a_kill_while_scoring_again_leaves_no_stale_scores(
+    finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch, call
+):
+    out, calls, original = tmp_path / "copy", [], os.replace
+    shutil.copytree(finetuned[0], out)
+    common = {"model": encoder_folder, "out": out, "overrides": QUICK}
+
+    def killed(source, target):
+        calls.append(target)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        original(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", killed)
+        ef.finetune("sst2", data=with_other_labels(glue_folder, tmp_path / "other"), **common)
+    found = ef.finetune("sst2", data=glue_folder, **common)["sst2"]["runs"]
+    assert without_times(found) == without_times(finetuned[1]["sst2"]["runs"][:1])
+    predictions = (finetuned[0] / "sst2" / "seed-0" / "predictions.dev.tsv").read_text()
+    assert (out / "sst2" / "seed-0" / "predictions.dev.tsv").read_text() == predictions
 
 
 def test_killed_at_any_moment_it_resumes_to_the_same_bits(finetuned, encoder_folder, glue_folder, tmp_path):

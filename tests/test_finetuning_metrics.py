@@ -1,13 +1,17 @@
 """Scores of fine-tuned models against hand-computed values and against scikit-learn and SciPy."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
+from sklearn.dummy import DummyClassifier
 
 from electra_fast.errors import TrainingFailed
-from electra_fast.finetuning.metrics import collapse, scores
-from electra_fast.finetuning.task import Task
+from electra_fast.finetuning.methods import METHODS
+from electra_fast.finetuning.metrics import collapse, majority_outputs, scores
+from electra_fast.finetuning.task import Split, Task
 
 TARGETS = np.array([0, 0, 1, 1, 1, 0])
 CLASSES = np.array([0, 1, 1, 1, 0, 0])  # 2 of each right, 1 of each wrong
@@ -34,6 +38,35 @@ def logits(classes, num_classes=2):
 )
 def test_classification_scores_by_hand(name, expected):
     assert scores(task_of(name), TARGETS, logits(CLASSES)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_majority_scores_as_scikit_learns_dummies(seed):
+    rng = np.random.default_rng(seed)
+    train, dev = rng.choice(4, size=50, p=(0.2, 0.5, 0.2, 0.1)), rng.integers(4, size=30)
+    task = task_of("classification", labels=tuple("abcd"))
+    found = scores(task, dev, majority_outputs(task, train, len(dev)))
+    dummy = DummyClassifier(strategy="most_frequent").fit(train[:, None], train).predict(dev[:, None])
+    assert found["accuracy"] == pytest.approx(sklearn_metrics.accuracy_score(dev, dummy))
+    assert found["f1_macro"] == pytest.approx(sklearn_metrics.f1_score(dev, dummy, average="macro"))
+    task = task_of("regression", "regression", "spearman", ())
+    found = scores(task, dev, majority_outputs(task, train, len(dev)))
+    assert found["mean_absolute_error"] == pytest.approx(np.abs(dev - train.mean()).mean()) and not found["spearman"]
+
+
+@pytest.mark.parametrize("kind", ["classification", "multi-label", "regression"])
+def test_examples_without_a_label_do_not_count(kind):
+    targets = {
+        "classification": np.array([0, -1, 1]),
+        "multi-label": np.array([[0, 1], [np.nan, np.nan], [1, 0]], np.float32),
+        "regression": np.array([0, np.nan, 1.0]),
+    }[kind]
+    outputs = np.array([[-1.0, 1], [5, 5], [1, -1]]) if kind == "multi-label" else np.array([[1.0, 0], [5, 5], [0, 1]])
+    outputs = np.array([[0.0], [5], [1]]) if kind == "regression" else outputs
+    task = task_of("classification", kind, {"regression": "pearson", "multi-label": "f1_micro"}.get(kind, "accuracy"))
+    texts, ids = [("x",)] * 3, ["0", "1", "2"]
+    split = Split(name="test", path=Path("test"), texts=texts, targets=targets, ids=ids)
+    assert METHODS[kind].scores(task, split, None, outputs, {})[task.metric] == 1
 
 
 def test_f1_is_of_class_one():

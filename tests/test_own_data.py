@@ -2,6 +2,7 @@
 
 import csv
 import json
+import random
 
 import numpy as np
 import pyarrow as pa
@@ -38,9 +39,19 @@ def read(train, dev=None, test=None, kind="classification", **options):
     return own_data.read(kind, train, dev or train, test, **options)
 
 
+def read_split(train, dev=None, test=None, kind="classification", **options):
+    """Sets a dev split aside where there is none."""
+    return own_data.read(kind, train, dev, test, **options)
+
+
+def notes_of(*args, **options):
+    """All but the one on the split."""
+    return [note for note in read_split(*args, **options).notes if "set aside" not in note]
+
+
 def message_of(*args, **options):
     with pytest.raises(InputError) as caught:
-        read(*args, **options)
+        read_split(*args, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -49,7 +60,8 @@ def message_of(*args, **options):
 def test_a_classification_from_every_format(write, name):
     train = write(labelled("pos", "neg", "pos"), name)
     test = write([{"text": "unseen", "other": "x"}], f"test{train.suffix}")
-    data = read(train, train, test)
+    dev = write([{"text": "other", "label": "pos"}], f"dev{train.suffix}")
+    data = read(train, dev, test)
     assert (data.task.name, data.task.kind, data.task.labels) == ("classification", "classification", ("neg", "pos"))
     assert (data.task.metric, data.notes) == ("accuracy", ())
     assert data.train.texts == [("text 0",), ("text 1",), ("text 2",)]
@@ -100,15 +112,21 @@ def test_missing_columns_are_named_with_those_there_are(write, options, message)
 def test_columns_that_dev_or_test_lack(write):
     train = write(labelled("a", "b"))
     unlabelled, other = write([{"text": "x"}], "dev.jsonl"), write([{"body": "x"}], "test.jsonl")
-    assert message_of(train, unlabelled) == f"{unlabelled}: no column 'label'; there are: text; choose with --label"
-    assert message_of(train, train, other) == f"{other}: no column 'text'; there are: body; choose with --text"
+    assert message_of(train, unlabelled) == f"{unlabelled}: no column 'label'; there are: text; choose with --dev-label"
+    message = f"{other}: no column 'text'; there are: body; choose with --test-text"
+    assert message_of(train, train, other) == message
 
 
 @pytest.mark.parametrize(
     ("labels", "names"),
     [
         (["b", "B", "10", "9"], ("10", "9", "B", "b")),
-        (["10", "9", "-1"], ("-1", "9", "10")),
+        (["10", "9", "-2"], ("-2", "9", "10")),
+        (["0.0", "1.0", "10.0", "2."], ("0", "1", "2", "10")),
+        ([1.0, 0, "1", None], ("0", "1")),
+        (["01", "1"], ("01", "1")),
+        (["True", "FALSE", True], ("false", "true")),
+        (["1.0", "v2"], ("1.0", "v2")),
         ([10, 9, 3], ("3", "9", "10")),
         ([True, False], ("false", "true")),
         ([" x ", "x", "y"], ("x", "y")),
@@ -144,15 +162,14 @@ def test_many_known_labels_are_cut_short(write):
     ("labels", "message"),
     [
         (["a", "a"], ": 'a' in every example; there is nothing to learn"),
-        (["a", None], ": line 2: no label"),
-        (["a", " "], ": line 2: no label"),
-        ([1, float("nan")], ": line 2: no label"),
+        (["a", None], ": 'a' in every example; there is nothing to learn ("),
+        ([None, "-", -1], ": no example has a label; choose the column with --label"),
+        ([1, -1], ": '1' in every example; there is nothing to learn ("),
         ([1, {"a": 2}], ": line 2: the label is {'a': 2}; it has to be text or an integer"),
         ([1, 2.5], ": line 2: the label '2.5' is a number with decimals; predict numbers with --task regression, "),
         (["1", "2.5"], ": line 2: the label '2.5' is a number with decimals; predict numbers with --task regression, "),
         ([f"id {n}" for n in range(1001)], ": 1,001 different labels in 1,001 examples; predict numbers with --task"),
         ([["a"], "b"], ": line 2: the label is 'b', elsewhere it is a list"),
-        ([["a"], [None]], ": line 2: no label"),
         ([[], []], ": no label in every example; there is nothing to learn"),
     ],
 )
@@ -162,8 +179,171 @@ def test_labels_that_are_no_classes(write, labels, message):
 
 
 def test_rows_of_parquet_are_counted(write):
-    train = write(labelled("a", None), "train.parquet")
-    assert message_of(train) == f"{train}: row 2: no label"
+    train = write([*labelled("a", "b"), {"text": None, "label": "b"}], "train.parquet")
+    assert message_of(train) == f"{train}: row 3: 'text' is null, not text"
+
+
+@pytest.mark.parametrize("sign", [-1, "-1", -1.0, "-1.0", "-", "", " ", None, float("nan")])
+@pytest.mark.parametrize("name", ["train.jsonl", "train.csv"])
+def test_what_says_that_there_is_no_label_is_no_class(write, sign, name):
+    train = write(labelled(sign, "1", "0", sign, "1"), name)
+    dev = write([{"text": "x", "label": "1"}, {"text": "y", "label": sign}], f"dev.{name}")
+    data = read_split(train, dev)
+    assert (data.task.labels, data.train.targets.tolist(), data.train.ids) == (("0", "1"), [1, 0, 1], ["1", "2", "4"])
+    assert (data.dev[0].targets.tolist(), data.dev[0].ids) == ([1], ["0"])
+    first, second = data.notes
+    assert first.startswith(f"{train}: 2 of 5 examples have no label (") and " and are left out" in first
+    assert second.startswith(f"{dev}: 1 of 2 examples have no label (")
+    assert ("--labels=-1,0,1" in first) == ("-1" in str(sign))
+
+
+@pytest.mark.parametrize("labels, given", [((-1, 0, 1), ("-1", "0", "1")), (("-", "a", "-"), ("a", "-"))])
+def test_signs_that_are_named_are_classes(write, labels, given):
+    data = read(write(labelled(*labels)), labels=given)
+    assert data.task.labels == given
+    assert [given[target] for target in data.train.targets] == list(map(str, labels))
+
+
+def test_a_single_class_besides_minus_one_is_asked_about(write):
+    train = write(labelled(1, -1, 1, -1))
+    assert "there is nothing to learn" in message_of(train) and "--labels=-1,1" in message_of(train)
+    assert read(train, labels=("-1", "1")).train.targets.tolist() == [1, 0, 1, 0]
+
+
+def test_words_for_nothing_are_classes_with_a_doubt_and_missing_among_numbers(write):
+    (note,) = notes_of(write(labelled("NA", "DE", "FR", "NA")))
+    assert "'NA', 2 examples, may mean that there is no label; --label-map NA= leaves them out" in note
+    train = write(labelled("NA", "1", "2", "nan", "1"))
+    assert read(train).task.labels == ("1", "2")
+    assert "2 of 5 examples have no label ('NA' 1, 'nan' 1;" in notes_of(train)[0]
+    assert read(write(labelled("NA", "DE", "FR")), label_map=("NA=",)).task.labels == ("DE", "FR")
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+@pytest.mark.parametrize("sign", ["", None, "-"])
+def test_a_test_file_is_scored_where_it_has_labels(write, kind, sign):
+    train, test = write(labelled("1", "2")), write(labelled("2", sign, "1"), "test.jsonl")
+    data = read(train, train, test, kind=kind)
+    (split,) = data.test
+    values = split.targets if kind == "regression" else np.array([1, 2, np.nan])[split.targets]
+    np.testing.assert_array_equal(values, [2, np.nan, 1])
+    assert len(split.texts) == 3 and any("are predicted and not scored" in note for note in data.notes)
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.csv"])
+def test_numbers_of_a_regression_may_be_missing_and_minus_one_is_one(write, name):
+    train = write(labelled("1", "-1", "", "nan", "2.5"), name)
+    data = read(train, kind="regression")
+    assert data.train.targets.tolist() == [1, -1, 2.5]
+    assert f"{train}: 2 of 5 examples have no label (empty or null 1, 'nan' 1; the first in line " in data.notes[0]
+
+
+def test_several_labels_without_a_label(write):
+    lists = read(write(labelled(["a"], None, [], ["b", ""], [-1], ["-"])))
+    assert lists.train.ids == ["0", "2", "3"]
+    rows = [("1", "0"), ("-1", "-1"), ("", "1"), ("0", "1.0")]
+    columns = write([{"text": "x", "toxic": one, "rude": two} for one, two in rows], "train.csv")
+    data = read(columns, label=("toxic", "rude"))
+    assert (data.train.ids, data.train.targets.tolist()) == (["0", "3"], [[1, 0], [0, 1]])
+
+
+@pytest.mark.parametrize("form", [list, str, json.dumps, lambda flags: np.array(flags).tolist()])
+def test_lists_of_zeros_and_ones_are_not_lists_of_classes(write, form):
+    train = write(labelled(*map(form, ([0, 1, 0], [1, 1, 0], [0, 0, 0]))))
+    data = read(train)
+    assert (data.task.kind, data.task.labels) == ("multi-label", ("0", "1", "2"))
+    assert data.train.targets.tolist() == [[0, 1, 0], [1, 1, 0], [0, 0, 0]]
+    assert read(train, labels=("x", "y", "z")).task.labels == ("x", "y", "z")
+    assert "--labels names 2" in message_of(train, labels=("x", "y"))
+
+
+@pytest.mark.parametrize("form", [str, json.dumps])
+def test_lists_that_a_table_holds_as_text(write, form):
+    train = write(labelled(*map(form, (["b", "a"], [], ["c"]))), "train.csv")
+    assert read(train).train.targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
+    assert read(write(labelled("[NEG]", "[POS]"))).task.labels == ("[NEG]", "[POS]")
+
+
+def pairs_of(first, second, label, names):
+    return [dict(zip(names, (first, second, name), strict=True)) for name in label]
+
+
+def test_columns_and_labels_that_differ_by_file(write):
+    train = write(pairs_of("a", "b", ("contradictory", "neutral"), ("premise", "hypo", "label")))
+    rows = pairs_of("c", "d", ("contradiction", "neutral"), ("sentence1", "sentence2", "gold_label"))
+    dev, test = write(rows, "dev.jsonl"), write(rows, "test.jsonl")
+    message = message_of(train, dev)
+    assert message.startswith(f"{dev}: line 1: unknown label 'contradiction'; {train} has: ")
+    assert message.endswith("if it means 'contradictory', add --label-map contradiction=contradictory")
+    data = read_split(train, dev, test, label_map=("contradictory=contradiction",))
+    assert data.task.labels == ("contradiction", "neutral")
+    assert (data.dev[0].texts[0], data.dev[0].targets.tolist()) == (("c", "d"), [0, 1])
+    assert data.test[0].targets.tolist() == [0, 1]
+    assert f"{dev}: reads the columns gold_label instead of label; choose others with --dev-label" in data.notes
+    both = write([row | {"premise": "e", "hypothesis": "f", "topic": "neutral"} for row in rows], "both.jsonl")
+    options = {"label_map": {"contradictory": "contradiction"}}
+    assert "no column 'hypo'" in message_of(train, both, **options)
+    data = read_split(train, both, dev_text=("premise", "hypothesis"), dev_label=("topic",), **options)
+    assert (data.dev[0].texts[0], data.dev[0].targets.tolist()) == (("e", "f"), [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_map": ("a",)}, "--label-map: 'a' has to be OLD=NEW"),
+        ({"label_map": ("a=b", "a=c")}, "--label-map: 'a' is there twice"),
+        ({"label_map": ("A=b",)}, "--label-map: no file has the label 'A'; there are: 'a', 'b'"),
+        ({"label_map": ("a=b",)}, ": 'b' in every example; there is nothing to learn"),
+        ({"dev_label": ("label",)}, "--dev-text and --dev-label need --dev FILE"),
+    ],
+)
+def test_maps_and_columns_that_cannot_be_used(write, options, message):
+    assert message in message_of(write(labelled("a", "b")), **options)
+
+
+@pytest.mark.parametrize(
+    ("one", "two"), [("Refund", "refund"), ("caf\u00e9", "cafe\u0301"), ("not ok", "not_ok"), ("ok", "o\u200bk")]
+)
+def test_classes_that_look_alike_are_named_with_their_sizes(write, one, two):
+    (note,) = notes_of(write(labelled(one, one, two, "other")))
+    assert f"{one!r} 2, {two!r} 1; --label-map {two}={one} joins them" in note
+
+
+@pytest.mark.parametrize("labels", [("-1.5x", "1.5x"), ("A-", "A"), ("01", "1"), ("C++", "C")])
+def test_classes_that_differ_do_not_look_alike(write, labels):
+    assert notes_of(write(labelled(*labels, *labels))) == []
+
+
+def test_all_bad_rows_are_named_at_once_and_may_be_skipped(write):
+    train = write([*labelled("a", "b", {"x": 1}), {"text": None, "label": "a"}])
+    dev = write(labelled("a", "c", "b"), "dev.jsonl")
+    message = message_of(train, dev)
+    places = (f"{train}: line 3: the label", f"{train}: line 4: 'text' is null", f"{dev}: line 2: unknown label 'c'")
+    assert message.startswith("3 bad rows: ") and all(place in message for place in places)
+    assert message_of(train, dev, skip_bad_rows=2) == message
+    data = read_split(train, dev, skip_bad_rows=3)
+    assert (data.train.ids, data.dev[0].ids) == (["0", "1"], ["0", "2"])
+    assert data.notes[0].startswith("3 bad rows are left out: ")
+    (hopeless,) = {message_of(write(labelled({}, {}), "all.jsonl"))}
+    assert hopeless.startswith("2 bad rows: ")
+
+
+def test_texts_in_both_splits_are_counted(write):
+    train, dev = write(labelled("a", "b", "a")), write(labelled("a", "b"), "dev.jsonl")
+    assert read_split(train, dev).notes == (f"{dev}: 2 of 2 dev examples have a text that is in the training split",)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_several_labels_that_occur_twice_are_in_both_splits(write, seed):
+    rng = random.Random(seed)
+    names = [f"l{number}" for number in range(12) for _ in range(number + 1)]
+    rows = [rng.sample(names, rng.choice((0, 1, 1, 2))) for _ in range(60)] + [["once"]]
+    data = own_data.read("classification", write(labelled(*rows)), None, None, seed=seed)
+    in_train, in_dev = (split.targets.sum(0) for split in (data.train, data.dev[0]))
+    total = in_train + in_dev
+    assert (in_train >= 1).all() and len(data.dev[0].texts) < 15
+    alone = np.array([[name] in rows for name in data.task.labels])  # some row holds nothing else
+    assert (in_dev[alone & (total > 1)] >= 1).all()
 
 
 @pytest.mark.parametrize("hidden", ["", None, -1, "-1"])
@@ -231,12 +411,11 @@ def test_a_regression_is_standardized_by_its_training_values(write, name):
     assert aside.task.shift == aside.train.targets.mean()
 
 
-@pytest.mark.parametrize("value", ["", None, "nan", "inf", "x", "1_0", True, [1], float("nan")])
+@pytest.mark.parametrize("value", ["inf", "x", "1_0", True, [1]])
 def test_values_that_are_no_numbers(write, value):
     train = write(labelled(1, 2, value))
     message = message_of(train, kind="regression")
-    what = "no label" if value in ("", None) else "the label is "
-    assert message.startswith(f"{train}: line 3: {what}")
+    assert message.startswith(f"{train}: line 3: the label is ")
 
 
 def test_equal_values_teach_nothing(write):
@@ -253,7 +432,7 @@ def test_a_dev_split_is_set_aside_by_class(write):
     assert data.notes == (
         f"{train}: 20 of 200 examples are set aside as the dev split (seed 3); give your own with --dev",
     )
-    assert np.bincount(dev.targets, minlength=3).tolist() == [16, 0, 4]
+    assert np.bincount(dev.targets, minlength=3).tolist() == [15, 1, 4]
     assert sorted(data.train.ids + dev.ids, key=int) == [str(row) for row in range(200)]
     assert dev.texts == [(f"text {row}",) for row in dev.ids]
     again = own_data.read("classification", train, None, None, seed=3)
@@ -262,11 +441,11 @@ def test_a_dev_split_is_set_aside_by_class(write):
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
-def test_every_class_keeps_a_training_example(write, fraction):
+def test_every_class_of_two_is_in_both_splits(write, fraction):
     train = write(labelled(*"aabbbcdddddd"))
     data = own_data.read("classification", train, None, None, dev_fraction=fraction)
-    assert set(data.train.targets.tolist()) == {0, 1, 2, 3}
-    assert len(data.dev[0].texts) == {0.01: 1, 0.5: 6, 0.99: 8}[fraction]
+    assert set(data.train.targets.tolist()) == {0, 1, 2, 3} and set(data.dev[0].targets.tolist()) == {0, 1, 3}
+    assert len(data.dev[0].texts) == {0.01: 3, 0.5: 6, 0.99: 8}[fraction]
 
 
 @pytest.mark.parametrize(("kind", "labels"), [("classification", ["a", "b"]), ("regression", [1])])

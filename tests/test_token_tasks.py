@@ -63,6 +63,12 @@ def test_every_head_survives_its_folder(
         ]
         lines = (folder / "predictions.dev.jsonl").read_text().splitlines()
         assert found == [json.loads(line)["tags"] for line in lines]
+    result = json.loads((folder / "result.json").read_text())
+    result["splits"]["dev"]["content"] = "other"
+    (folder / "result.json").write_text(json.dumps(result))
+    ef.finetune(task, model=encoder, out=tmp_path / "out", overrides=settings, **own)
+    rescored = json.loads((folder / "result.json").read_text())
+    assert rescored["splits"]["dev"]["scores"] == pytest.approx(result["splits"]["dev"]["scores"], rel=1e-4)
 
 
 def job_of(task, encoder_folder, squad_folder, conll_folder, folder, **changes):

@@ -318,7 +318,10 @@ def _flops(options: argparse.Namespace) -> None:
 def _finetune(options: argparse.Namespace) -> None:
     from electra_fast.finetuning.finetune import finetune, print_table
 
-    names = ("text", "label", "labels", "label_separator", "quoting", "dev_fraction", "scheme")
+    names = (
+        *("text", "label", "dev_text", "dev_label", "test_text", "test_label", "labels", "label_map"),
+        *("label_separator", "quoting", "dev_fraction", "scheme"),
+    )
     results = finetune(
         options.task,
         model=options.model,

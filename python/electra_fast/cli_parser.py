@@ -28,6 +28,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.register("type", int, number(int))
+        self._negative_number_matcher = re.compile(r"-[\d.,=]")  # values such as `--labels -1,0,1` are no options
         self.commands: dict[str, Parser] = {}
 
     def flags_of(self, command: str | None) -> list[str]:
@@ -315,10 +316,25 @@ def _add_own_data(own: argparse._ActionsContainer) -> None:
         type=comma_separated,
         default=(),
         metavar="COLUMN",
-        help="column of the label; several with commas: a label each, 0 or 1 (label, labels, score or target)",
+        help="column of the label; several with commas: labels of 0 or 1 (label, labels, gold_label, score, target)",
+    )
+    for split in ("dev", "test"):
+        for kind in ("text", "label"):
+            help = f"columns of --{split} (those of --train, or the usual ones)" if kind == "text" else "likewise"
+            own.add_argument(f"--{split}-{kind}", type=comma_separated, default=(), metavar="COLUMN", help=help)
+    own.add_argument(
+        "--labels",
+        type=comma_separated,
+        default=(),
+        metavar="A,B,...",
+        help="the classes (those of --train); -1 and - are none unless they are named here",
     )
     own.add_argument(
-        "--labels", type=comma_separated, default=(), metavar="A,B,...", help="the classes (those of --train)"
+        "--label-map",
+        type=comma_separated,
+        default=(),
+        metavar="OLD=NEW,...",
+        help="other names for labels, in all files; OLD= leaves these examples out",
     )
     own.add_argument(
         "--scheme", default="auto", help="of tags: IO, IOB1, IOB2, IOBES, none; auto: as the tags show (%(default)s)"

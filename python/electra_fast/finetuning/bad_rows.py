@@ -33,11 +33,15 @@ class BadRows:
             if self.number <= MAX_SHOWN:
                 self._shown.append(str(error))
 
-    def finish(self) -> tuple[str, ...]:
-        """Returns notes on what was left out; raises InputError with every bad row's line if there are too many."""
+    def finish(self, hint: str = "") -> tuple[str, ...]:
+        """Returns notes on what was left out; raises InputError with every bad row's line if there are too many.
+
+        `hint` ends the list of rows.
+        """
         shown = "; ".join(self._shown)
         if self.number > MAX_SHOWN:
             shown += f"; and {self.number - MAX_SHOWN:,} more"
+        shown += hint
         if self.number > self.allowed:
             several = f"{self.number:,} bad rows: {shown} (--skip-bad-rows leaves rows out)"
             raise InputError(shown if self.number == 1 else several)

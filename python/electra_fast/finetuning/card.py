@@ -52,7 +52,7 @@ def _what(job: Job) -> str:
 
 
 def _scores(job: Job, result: dict[str, Any]) -> Iterator[str]:
-    yield from (f"- {name} {value:.4f}" for name, value in metrics.scores_of(result).items())
+    yield from (f"- {text}" for text in metrics.score_texts(result, job.majority))
     unit = f"; F1 compares {result['f1_unit']}" if result.get("f1_unit", "words") != "words" else ""
     yield f"\nOn the validation examples, after the last step{unit}."
 

@@ -23,7 +23,7 @@ from electra_fast.finetuning.model import SequenceClassifier, TaskModel
 from electra_fast.finetuning.own_data import TEXT_COLUMNS
 from electra_fast.finetuning.submission import write_submission
 from electra_fast.finetuning.tables import Quoting
-from electra_fast.finetuning.task import Kind, Split, Task
+from electra_fast.finetuning.task import NO_CLASS, Kind, Split, Task
 from electra_fast.finetuning.training_set import TrainingSet
 
 # What an example is, by how many texts the model was trained on.
@@ -93,9 +93,13 @@ class Classification(Method):
     def scores(
         self, task: Task, split: Split, features: Features, outputs: Any, earlier: Mapping[str, Any]
     ) -> dict[str, float]:
-        """As `metrics.scores`."""
-        assert split.targets is not None
-        return metrics.scores(task, split.targets, _in_units(task, outputs))
+        """As `metrics.scores`, of the examples that have a label."""
+        return _scores(task, split, _in_units(task, outputs))
+
+    def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
+        """Of the most frequent class, of the most frequent label alone, or of the mean."""
+        assert train.targets is not None
+        return _scores(task, split, metrics.majority_outputs(task, train.targets, len(split.texts)))
 
     def warning(self, task: Task, outputs: Any) -> str | None:
         """Whether the model predicts the same for every example."""
@@ -130,6 +134,14 @@ class Classification(Method):
         """As `answers.answers`."""
         outputs = _in_units(task, outputs)
         return answers(task.kind, task.labels, outputs.reshape(len(split.texts), -1))
+
+
+def _scores(task: Task, split: Split, outputs: NDArray[Any]) -> dict[str, float]:
+    targets = split.targets
+    assert targets is not None
+    is_class = targets.dtype.kind == "i"
+    is_known = targets != NO_CLASS if is_class else ~np.isnan(targets.reshape(len(targets), -1)).any(1)
+    return metrics.scores(task, targets[is_known], outputs[is_known])
 
 
 def _checked(number: int, example: object, num_texts: int | None) -> tuple[str, ...]:

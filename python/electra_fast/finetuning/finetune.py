@@ -17,7 +17,9 @@ from electra_fast.compute import choose_device
 from electra_fast.errors import InputError
 from electra_fast.finetuning import metrics
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
-from electra_fast.finetuning.job import Job, first_difference, make_job
+from electra_fast.finetuning.job import Job, check_length, first_difference, make_job
+from electra_fast.finetuning.labels import listed
+from electra_fast.finetuning.rescoring import outdated_splits, read_finished, rescore
 from electra_fast.finetuning.seed_run import RESULT, SeedRun
 from electra_fast.finetuning.step import FinetuneStep
 from electra_fast.finetuning.submission import copy_submissions
@@ -51,8 +53,9 @@ def finetune(
 
     Leaves `out/TASK/seed-K/model/` (a Hugging Face folder), predictions beside it, and `out/results.json`, whose
     content is returned: `{task: {"metric": name, "median": x, "medians": {every score: x}, "min": x, "max": x,
-    "runs": [...], "seconds": x}}`. Called again after an interruption it resumes at the seed and step where that left
-    off.
+    "majority": {score: x}, "runs": [...], "seconds": x}}`; `majority` is what the training examples' most frequent
+    answer scores. Called again after an interruption it resumes at the seed and step where that left off; finished
+    models are scored again where the content of `dev` or `test` has changed.
 
     Args:
         task: A GLUE task (`cola`, `sst2`, `mrpc`, `stsb`, `qqp`, `mnli`, `qnli`, `rte`, `wnli`), several of them,
@@ -69,7 +72,7 @@ def finetune(
         overrides: Keys of the configuration as on the command line, `{"finetune.epochs": 5}`.
         role: `discriminator`, `encoder` or `generator`; by default the first of them that the model has.
         columns: Keyword arguments of the reader of own data: `text`, `label`, `dev_fraction`, `seed`, and of some
-            `labels`, `label_separator`, `quoting`, `scheme` (`own_data.read`, `tag_files.read_tagging`,
+            `labels`, `label_map`, `label_separator`, `quoting`, `scheme` (`own_data.read`, `tag_files.read_tagging`,
             `question_files.read_questions`).
 
     Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; TrainingFailed where a loss is not
@@ -80,8 +83,9 @@ def finetune(
     out, device = Path(out), choose_device()
     paths = {name: Path(path) for name, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
     settings = {name: str(value) for name, value in (overrides or {}).items()}
-    all_data = read_tasks(task, Path(data) if data is not None else None, paths, columns)
     encoder = load_encoder(model, role)
+    check_length(recipe_config(recipe, "", encoder.shape, settings).finetune, encoder)  # before large files are read
+    all_data = read_tasks(task, Path(data) if data is not None else None, paths, columns)
     with exclusive(out):
         earlier = _earlier_results(out)
         jobs = []
@@ -152,9 +156,7 @@ def _runs(job: Job, seeds: int, stop: StopRequest, progress: FinetuningProgress)
     for seed in range(seeds):
         folder = job.folder / f"seed-{seed}"
         if (folder / RESULT).exists():
-            runs[seed] = _finished(job, folder)
-            progress.skip(job.num_tokens)
-            progress.say(f"{_run_text(job, runs[seed])}, from an earlier session")
+            runs[seed] = _earlier_run(job, folder, stop, progress)
     if runs:
         yield list(runs.values())
     if len(runs) == seeds:
@@ -167,15 +169,17 @@ def _runs(job: Job, seeds: int, stop: StopRequest, progress: FinetuningProgress)
                 yield [runs[each] for each in sorted(runs)]
 
 
-def _finished(job: Job, folder: Path) -> dict[str, Any]:
-    """The result of a seed that an earlier session finished; ValueError where its folder is not whole."""
-    remedy = f"remove {folder} to train this seed again"
-    try:
-        result = read_object(folder / RESULT)
-    except InputError as error:
-        raise InputError(f"{error}; {remedy}") from None
-    if not {"seed", "seconds", job.task.metric} <= result.keys() or not (folder / "model" / "config.json").exists():
-        raise InputError(f"{folder}: not whole (model/ or an entry of {RESULT} is missing); {remedy}")
+def _earlier_run(job: Job, folder: Path, stop: StopRequest, progress: FinetuningProgress) -> dict[str, Any]:
+    """The result of a seed that an earlier session finished, scored again where data have changed."""
+    result = read_finished(job, folder)
+    progress.skip(job.num_tokens)
+    outdated, kept = outdated_splits(job, result), "from an earlier session"
+    if outdated or result.get("splits", {}).keys() != job.predicted.keys():
+        result = rescore(job, folder, result, outdated, stop)
+        names = " and ".join(each.name for each in outdated)
+        what = f"{names} predicted and scored again, as the data changed" if names else "without splits that are gone"
+        kept = f"the model is {kept}; {what}"
+    progress.say(f"{_run_text(job, result)}, {kept}")
     return result
 
 
@@ -194,8 +198,9 @@ def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress) -> dic
 
 
 def _run_text(job: Job, run: Mapping[str, Any]) -> str:
-    scores = "  ".join(f"{name} {value:.4f}" for name, value in metrics.scores_of(run).items())
-    return f"{job.task.name} seed {run['seed']}: {scores}  ({run['seconds']:.0f} s)"
+    scores = "  ".join(metrics.score_texts(run, job.majority))
+    absent = "".join(f"; {split} has no example of {listed(names)}" for split, names in job.absent.items())
+    return f"{job.task.name} seed {run['seed']}: {scores}  ({run['seconds']:.0f} s){absent}"
 
 
 def _summary(job: Job, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -206,7 +211,9 @@ def _summary(job: Job, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "medians": {name: statistics.median(run[name] for run in runs) for name in metrics.scores_of(runs[0])},
         "min": min(scores),
         "max": max(scores),
-        "runs": list(runs),
+        "majority": job.majority,
+        **({"absent_classes": job.absent} if job.absent else {}),
+        "runs": [{name: value for name, value in run.items() if name != "splits"} for run in runs],
         "seconds": round(sum(run["seconds"] for run in runs), 3),
     }
 
@@ -218,19 +225,22 @@ def _median_seed(job: Job, found: Mapping[str, Any]) -> int:
 
 
 def _summary_text(job: Job, found: Mapping[str, Any]) -> str:
+    majority = f" (majority {job.majority[found['metric']]:.4f})" if found["metric"] in job.majority else ""
     return (
-        f"{job.task.name}: median {found['metric']} {found['median']:.4f} of {len(found['runs'])} seeds, "
+        f"{job.task.name}: median {found['metric']} {found['median']:.4f}{majority} of {len(found['runs'])} seeds, "
         f"{found['min']:.4f} to {found['max']:.4f}"
     )
 
 
 def print_table(results: Results) -> None:
     """A line per task on standard output, and their mean."""
-    table = Table("task", "metric", "median", "lowest", "highest", "seeds", "seconds")
+    table = Table("task", "metric", "median", "lowest", "highest", "majority", "seeds", "seconds")
     for name, found in results.items():
         numbers = (f"{100 * found[key]:.2f}" for key in ("median", "min", "max"))
-        table.add_row(name, found["metric"], *numbers, str(len(found["runs"])), f"{found['seconds']:.0f}")
+        majority = found["majority"].get(found["metric"])
+        shown = "" if majority is None else f"{100 * majority:.2f}"
+        table.add_row(name, found["metric"], *numbers, shown, str(len(found["runs"])), f"{found['seconds']:.0f}")
     mean = statistics.mean(found["median"] for found in results.values())
     if len(results) > 1:
-        table.add_row("mean", "", f"{100 * mean:.2f}", "", "", "", "")
+        table.add_row("mean", "", f"{100 * mean:.2f}", "", "", "", "", "")
     Console().print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
@@ -23,13 +24,14 @@ from electra_fast.finetuning.config import FinetuneConfig, FinetuningConfig
 from electra_fast.finetuning.method import Features, Method
 from electra_fast.finetuning.methods import METHODS
 from electra_fast.finetuning.step import FinetuningWork
-from electra_fast.finetuning.task import Split, Task, TaskData
+from electra_fast.finetuning.task import Split, Task, TaskData, class_sizes
 from electra_fast.finetuning.training_set import TrainingSet
 from electra_fast.huggingface.encoder import PretrainedEncoder
 from electra_fast.training.step_processes import max_processes
 
 # Keys that a session may change: they do not change a result.
 FREE_KEYS = {"checkpoint_seconds"}
+MAX_NAMED_CLASSES = 20
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,39 @@ class Job:
         return batches.pack(self.examples, chosen, self.num_processes)
 
     def identity(self) -> dict[str, Any]:
-        """What decides a seed's result, but for rounding and hardware: a run resumes only where it is the same."""
+        """What decides a seed's model, but for rounding and hardware: a run resumes only where it is the same."""
         settings = dataclasses.asdict(self.config)
         return {
             "task": dataclasses.asdict(self.task) | {"labels": list(self.task.labels)},
-            "data": {split.name: _content_hash(split) for split in (self.data.train, *self.data.dev)},
+            "data": {"train": _content_hash(self.data.train)},
             "encoder": self.encoder.content_hash,
             "finetune": {name: value for name, value in settings.items() if name not in FREE_KEYS},
+            "tokens": hashlib.sha256(self.examples.ids.tobytes()).hexdigest(),
         }
+
+    @functools.cached_property
+    def predicted(self) -> dict[str, str]:
+        """What identifies the content of each split that is predicted, wherever its file is."""
+        splits = (*self.data.dev, *self.data.test)
+        return {each.name: _content_hash(each, "\0".join(each.ids)) for each in splits}
+
+    @functools.cached_property
+    def majority(self) -> dict[str, float]:
+        """The scores of always giving the training examples' most frequent answer, under the names of a result's."""
+        found: dict[str, float] = {}
+        for split in (*self.data.dev, *self.data.test):
+            if split.targets is not None:
+                found |= named_scores(split.name, self.method.majority(self.task, self.data.train, split))
+        return found
+
+    @functools.cached_property
+    def absent(self) -> dict[str, list[str]]:
+        """The classes of which a split has no example, by the split's name."""
+        found: dict[str, list[str]] = {}
+        for split in (self.data.train, *self.data.dev, *self.data.test):
+            if names := [name for name, size in class_sizes(self.task, split).items() if not size]:
+                found[split.name] = names
+        return found
 
     def describe(self) -> Iterator[str]:
         """Lines about the data that a user should know before training."""
@@ -108,6 +135,9 @@ class Job:
             f"{self.task.name}: examples: {len(self.data.train.texts):,} to train on, {len(dev.texts):,} to "
             f"validate on; steps per seed: {self.num_steps:,}"
         )
+        for split in (self.data.train, *self.data.dev, *self.data.test):
+            if sizes := class_sizes(self.task, split):
+                yield f"{self.task.name}: examples per class, {split.name}: {_sizes_text(sizes)}"
         for line in self.method.describe(self.data.train, self.training_set, self.config):
             yield f"{self.task.name}: {line}"
 
@@ -117,11 +147,7 @@ def make_job(
 ) -> Job:
     """Checks configuration, encoder and data against each other, and tokenizes the training examples."""
     settings = config.finetune
-    if settings.sequence_length > encoder.shape.max_positions:
-        raise InputError(
-            f"finetune.sequence_length = {settings.sequence_length} is longer than the {encoder.shape.max_positions} "
-            "positions of the encoder; lower it"
-        )
+    check_length(settings, encoder)
     task, method = data.task, METHODS[data.task.kind]
     tokenizer = Tokenizer(encoder.tokenizer)
     training_set = method.training_set(tokenizer, task, data.train, settings)
@@ -129,6 +155,15 @@ def make_job(
     num_processes = min(max_processes(device), settings.batch_size)
     work = _work(task, settings, encoder, device)
     return Job(data, settings, encoder, folder, training_set, splits, work, device, num_processes)
+
+
+def check_length(config: FinetuneConfig, encoder: PretrainedEncoder) -> None:
+    """Raises InputError if examples may be longer than the encoder reads."""
+    if config.sequence_length > encoder.shape.max_positions:
+        raise InputError(
+            f"finetune.sequence_length = {config.sequence_length} is longer than the {encoder.shape.max_positions} "
+            "positions of the encoder; lower it"
+        )
 
 
 def _work(task: Task, config: FinetuneConfig, encoder: PretrainedEncoder, device: torch.device) -> FinetuningWork:
@@ -144,9 +179,23 @@ def _work(task: Task, config: FinetuneConfig, encoder: PretrainedEncoder, device
     return FinetuningWork(shape, config, task.kind, num_outputs, ComputeConfig(attention, dtype))
 
 
-def _content_hash(split: Split) -> str:
+def named_scores(split: str, scores: Mapping[str, float]) -> dict[str, float]:
+    """A split's scores as a result names them: those of `dev` as they are, others as `accuracy_test`."""
+    ending = f"_{split}".removeprefix("_dev").replace("-", "_")
+    return {f"{name}{ending}": value for name, value in scores.items()}
+
+
+def _sizes_text(sizes: Mapping[str, int]) -> str:
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:MAX_NAMED_CLASSES]
+    shown = [name for name in sizes if name in largest]
+    more = [size for name, size in sizes.items() if name not in largest]
+    rest = f", and {len(more):,} more of {min(more):,} to {max(more):,}" if more else ""
+    return ", ".join(f"{name!r} {sizes[name]:,}" for name in shown) + rest
+
+
+def _content_hash(split: Split, more: str = "") -> str:
     """Identifies texts, words and targets."""
-    digest = hashlib.sha256(str(len(split.texts)).encode())
+    digest = hashlib.sha256(f"{len(split.texts)}{more}".encode("utf-8", "surrogatepass"))
     for texts in split.texts:
         digest.update("\0".join((*texts, "")).encode("utf-8", "surrogatepass"))
     for words in split.words or ():
@@ -169,6 +218,8 @@ def first_difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: 
             return f"was made with other examples of {name}"
         elif was != is_now and name == "encoder":
             return "was made from another encoder"
+        elif was != is_now and name == "tokens":
+            return "was made with another tokenizer"
         elif was != is_now:
             return f"was made with other settings ({prefix}{name} was {was!r} and is now {is_now!r})"
     return None

@@ -74,6 +74,10 @@ class Method(ABC):
         `earlier` are those of the first validation split, once there are any.
         """
 
+    def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
+        """What always giving the training examples' most frequent answer scores; empty where there is no such thing."""
+        return {}
+
     def warning(self, task: Task, outputs: Any) -> str | None:
         """A line for the user where the model has learned nothing, else None."""
         return None

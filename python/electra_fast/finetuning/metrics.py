@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,11 +40,26 @@ def scores(task: Task, targets: ArrayLike, outputs: ArrayLike) -> dict[str, floa
     return _classification_scores(task, targets, outputs.argmax(1))
 
 
+def majority_outputs(task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
+    """Outputs as for `scores` that always give the most frequent class of training targets, or the mean value."""
+    if task.kind == "regression":
+        return np.full(count, targets.mean())
+    sizes = targets.sum(0) if task.kind == "multi-label" else np.bincount(targets, minlength=len(task.labels))
+    outputs = np.full((count, len(task.labels)), -1.0)
+    outputs[:, sizes.argmax()] = 1
+    return outputs
+
+
 def scores_of(result: Mapping[str, Any]) -> dict[str, float]:
     """The scores of all splits in a seed's result.json; what is text is about them."""
-    return {
-        name: each for name, each in result.items() if name not in ("seed", "seconds") and not isinstance(each, str)
-    }
+    about = ("seed", "seconds", "splits")
+    return {name: each for name, each in result.items() if name not in about and not isinstance(each, str)}
+
+
+def score_texts(result: Mapping[str, Any], majority: Mapping[str, float]) -> Iterator[str]:
+    """Each score of a result for people, with what the most frequent answer would score."""
+    for name, value in scores_of(result).items():
+        yield f"{name} {value:.4f}" + (f" (majority {majority[name]:.4f})" if name in majority else "")
 
 
 def collapse(task: Task, outputs: ArrayLike) -> str | None:

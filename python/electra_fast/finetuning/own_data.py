@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning.bad_rows import BadRows
+from electra_fast.finetuning.labels import (
+    INTEGER,
+    LabelReader,
+    NoLabel,
+    doubts,
+    is_missing,
+    is_number,
+    left_out,
+    listed,
+    near_label,
+    parse_mapping,
+)
 from electra_fast.finetuning.tables import (
     Quoting,
     Table,
@@ -24,45 +37,44 @@ from electra_fast.finetuning.tables import (
     text_of,
     there_are,
 )
-from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction, select
+from electra_fast.finetuning.task import NO_CLASS, Split, Task, TaskData, check_dev_fraction, select
 
 TEXT_COLUMNS = (
     ("text",),
     ("sentence1", "sentence2"),
     ("premise", "hypothesis"),
+    ("premise", "hypo"),
     ("question1", "question2"),
     ("question", "sentence"),
     ("sentence",),
 )
-LABEL_COLUMNS = ("label", "labels", "score", "target")
+LABEL_COLUMNS = ("label", "labels", "gold_label", "score", "target")
 # More classes than this, most of them of a single example, are not classes.
 MAX_SPARSE_CLASSES = 1000
-# What a test file without labels may hold in the label column; -1 as in the `datasets` of Hugging Face.
-HIDDEN_LABELS = (None, "", -1, "-1")
-MAX_NAMED_LABELS = 20
-INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+
+Columns = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    """A split without targets, the note about its empty texts, and its label columns if it has them."""
+    """A file's text and label columns; `label` is empty where a test file has no labels."""
 
-    split: Split
+    name: str
+    table: Table
+    text: Columns
+    label: Columns
     notes: tuple[str, ...]
-    labels: Table | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Labels:
-    """How the cells of the label columns are to be read as label names."""
+class _Examples:
+    """The rows of a file that can be used: where they are, their texts, and their labels, None where there is none."""
 
-    columns: tuple[str, ...]
-    separator: str = ""
-    are_lists: bool = False
-
-    @property
-    def is_multi_label(self) -> bool:
-        return self.are_lists or bool(self.separator) or len(self.columns) > 1
+    file: _File
+    rows: list[int]
+    texts: list[tuple[str, ...]]
+    labels: list[Any]
+    notes: tuple[str, ...]
 
 
 def read(
@@ -71,18 +83,23 @@ def read(
     dev: Path | None,
     test: Path | None,
     *,
-    text: tuple[str, ...] = (),
-    label: tuple[str, ...] = (),
+    text: Columns = (),
+    label: Columns = (),
+    dev_text: Columns = (),
+    dev_label: Columns = (),
+    test_text: Columns = (),
+    test_label: Columns = (),
     labels: tuple[str, ...] = (),
+    label_map: Mapping[str, str] | Sequence[str] = (),
     label_separator: str = "",
     quoting: Quoting = "auto",
+    skip_bad_rows: int = 0,
     dev_fraction: float = 0.1,
     seed: int = 0,
 ) -> TaskData:
     """Reads the files of a task.
 
-    A classification is multi-label if the label cells are lists, if `label_separator` is given, or if there are
-    several label columns, each of 0/1 or true/false.
+    Examples without a label are left out; those of `test` are predicted and not scored.
 
     Args:
         kind: Whether the labels are classes or numbers.
@@ -90,10 +107,18 @@ def read(
         dev: The validation examples; None to set a part of `train` aside, stratified by class.
         test: Examples to predict, with or without labels.
         text: One or two text columns; empty for the first of `TEXT_COLUMNS` that the training file has.
-        label: The label columns; empty for the first of `LABEL_COLUMNS` that the training file has.
+        label: The label columns; empty for the first of `LABEL_COLUMNS` that the training file has. Several, each of
+            0/1 or true/false, make the task multi-label, as lists and `label_separator` do.
+        dev_text: Those of `dev`, where they have other names.
+        dev_label: Likewise.
+        test_text: Those of `test`.
+        test_label: Likewise.
         labels: The classes in the order of their ids; empty for those of the training file, sorted.
+        label_map: Labels of the files and the names that they get, or `OLD=NEW` strings; an empty name leaves the
+            examples out.
         label_separator: What separates the labels of one cell.
         quoting: As in `tables.iterate_rows`.
+        skip_bad_rows: How many rows that cannot be used may be left out.
         dev_fraction: Share of the training examples that is set aside, above 0 and below 1.
         seed: Chooses the examples that are set aside.
 
@@ -103,221 +128,309 @@ def read(
     """
     check_dev_fraction(dev_fraction)
     paths = {name: path for name, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
-    available = {name: column_names(path, quoting=quoting) for name, path in paths.items()}
-    text, label = _choose_columns(train, available["train"], text, label)
-    _check_options(kind, label, labels, label_separator)
-    files = {name: _read_file(name, path, available[name], text, label, quoting) for name, path in paths.items()}
+    given = {"train": (text, label), "dev": (dev_text, dev_label), "test": (test_text, test_label)}
+    unused = next((name for name, columns in given.items() if name not in paths and any(columns)), None)
+    if unused:
+        raise InputError(f"--{unused}-text and --{unused}-label need --{unused} FILE")
+    mapping = parse_mapping(label_map)
+    files = _read_files(kind, paths, given, quoting)
+    _check_options(kind, files["train"].label, labels, label_separator, mapping)
+    bad = BadRows(skip_bad_rows)
+    reader: LabelReader | None = None
     if kind == "classification":
-        task, encode = _classification(_table(files["train"]), label, labels, label_separator)
-    else:
-        task, encode = Task(name=kind, kind=kind, metric="spearman"), _numbers
+        reader = LabelReader(files["train"].table, files["train"].label, labels, label_separator, mapping)
+    examples = {name: _examples(file, reader or _number, bad) for name, file in files.items()}
+    notes, hint = [note for each in examples.values() for note in each.notes], ""
+    try:
+        if reader:
+            task, targets, hint = _classification(examples, reader, labels, bad)
+            notes += _doubts(examples["train"])
+        else:
+            task = Task(name=kind, kind=kind, metric="spearman")
+            targets = {name: _values(each) for name, each in examples.items()}
+    except InputError:
+        bad.finish()  # bad rows may be the reason
+        raise
+    notes += bad.finish(hint)
 
-    splits = {name: _with_targets(file, encode) for name, file in files.items()}
-    notes = [note for file in files.values() for note in file.notes]
+    splits = {name: _split(each, targets[name]) for name, each in examples.items()}
     if dev is None:
+        num_rows = len(splits["train"].texts)
         splits["train"], splits["dev"] = _set_aside(splits["train"], task, dev_fraction, seed)
-        num_rows = len(files["train"].split.texts)
         notes.append(
             f"{train}: {len(splits['dev'].texts):,} of {num_rows:,} examples are set aside as the dev split "
             f"(seed {seed}); give your own with --dev"
         )
+    notes += _overlap(splits["train"], splits["dev"])
     if kind == "regression":
         task = _standardized(task, splits["train"])
     tests = (splits["test"],) if test is not None else ()
     return TaskData(task=task, train=splits["train"], dev=(splits["dev"],), test=tests, notes=tuple(notes))
 
 
-def _choose_columns(
-    path: Path, available: Sequence[str], text: tuple[str, ...], label: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The text and label columns: those that are named, else the first of the usual ones."""
-    text = text or next((names for names in TEXT_COLUMNS if set(names) <= set(available)), ())
-    label = label or tuple(name for name in LABEL_COLUMNS if name in available)[:1]
-    for kind, names in (("text", text), ("label", label)):
-        if not names:
-            raise InputError(f"{path}: no {kind} column; {there_are(available)}; choose with --{kind}")
-        check_columns(path, available, names, f"--{kind}")
+def _read_files(
+    kind: str, paths: Mapping[str, Path], given: Mapping[str, tuple[Columns, Columns]], quoting: Quoting
+) -> dict[str, _File]:
+    available = {name: column_names(path, quoting=quoting) for name, path in paths.items()}
+    usual = tuple((name,) for name in LABEL_COLUMNS)
+    text = _training_columns(paths["train"], available["train"], given["train"][0], TEXT_COLUMNS, "text")
+    label = _training_columns(paths["train"], available["train"], given["train"][1], usual, "label")
     if len(text) > 2:
         raise InputError(f"--text names {len(text)} columns ({', '.join(text)}); it can be one or two")
-    repeated = {name for name in text + label if (text + label).count(name) > 1}
-    if repeated:
-        raise InputError(f"{path}: the column {min(repeated)!r} is chosen twice by --text and --label")
-    return text, label
+    # A `score` is rarely the class.
+    usual = tuple(names for names in usual if kind == "regression" or names != ("score",))
+    files: dict[str, _File] = {}
+    for name, path in paths.items():
+        texts, labels, notes = text, label, list[str]()
+        if name != "train":
+            there, (own_text, own_label) = available[name], given[name]
+            texts = _columns(path, there, own_text, text, TEXT_COLUMNS, f"--{name}-text", notes)
+            labels = _columns(path, there, own_label, label, usual, f"--{name}-label", notes, name == "test")
+        repeated = {each for each in texts + labels if (texts + labels).count(each) > 1}
+        if repeated:
+            raise InputError(f"{path}: the column {min(repeated)!r} is chosen twice by --text and --label")
+        table = read_table(path, texts + labels, quoting=quoting)
+        files[name] = _File(name=name, table=table, text=texts, label=labels, notes=tuple(notes))
+    return files
 
 
-def _check_options(kind: str, label: tuple[str, ...], labels: tuple[str, ...], separator: str) -> None:
-    if kind == "regression" and (labels or separator or len(label) > 1):
-        raise InputError("a regression has one label column of numbers, and no --labels or --label-separator")
+def _training_columns(path: Path, available: Columns, given: Columns, usual: Sequence[Columns], kind: str) -> Columns:
+    """Those that are named, else the first of the usual ones."""
+    names = given or next((names for names in usual if set(names) <= set(available)), ())
+    if not names:
+        raise InputError(f"{path}: no {kind} column; {there_are(available)}; choose with --{kind}")
+    check_columns(path, available, names, f"--{kind}")
+    return names
+
+
+def _columns(
+    path: Path,
+    available: Columns,
+    given: Columns,
+    trained: Columns,
+    usual: Sequence[Columns],
+    flag: str,
+    notes: list[str],
+    optional: bool = False,
+) -> Columns:
+    """Those that are named, else those of the training file, else the only usual ones, with a note; () for none."""
+    if given and len(given) != len(trained):
+        raise InputError(f"{flag} names {', '.join(given)}; the training file has {len(trained)}: {', '.join(trained)}")
+    names = given or trained
+    if given or set(names) <= set(available):
+        check_columns(path, available, names, flag)
+        return names
+    found = [each for each in usual if len(each) == len(trained) and set(each) <= set(available)]
+    if len(found) == 1:
+        instead = f"{', '.join(found[0])} instead of {', '.join(trained)}"
+        notes.append(f"{path}: reads the columns {instead}; choose others with {flag}")
+        return found[0]
+    if not optional or len(found) > 1:
+        check_columns(path, available, names, flag)  # raises
+    return ()
+
+
+def _check_options(
+    kind: str, label: Columns, labels: tuple[str, ...], separator: str, mapping: Mapping[str, str]
+) -> None:
+    if kind == "regression" and (labels or separator or mapping or len(label) > 1):
+        raise InputError(
+            "a regression has one label column of numbers, and no --labels, --label-map or --label-separator"
+        )
     if len(label) > 1 and (labels or separator):
         raise InputError("with several label columns, their names are the labels: leave --labels and the separator out")
-    if len(set(labels)) < len(labels):
-        raise InputError(f"--labels names a label twice: {', '.join(labels)}")
 
 
-def _read_file(
-    name: str, path: Path, available: Sequence[str], text: tuple[str, ...], label: tuple[str, ...], quoting: Quoting
-) -> _File:
-    check_columns(path, available, text, "--text")
-    is_labelled = name != "test" or set(label) <= set(available)
-    if is_labelled:
-        check_columns(path, available, label, "--label")
-    table = read_table(path, text + label if is_labelled else text, quoting=quoting)
-    if name == "test" and all(value in HIDDEN_LABELS for column in label for value in table.columns.get(column, ())):
-        is_labelled = False
-    texts = _texts(table, text)
-    ids = [str(row) for row in range(len(texts))]
-    split = Split(name=name, path=path, texts=texts, targets=None, ids=ids)
-    return _File(split=split, notes=_empty_texts(table, texts, text), labels=table if is_labelled else None)
+def _examples(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad: BadRows) -> _Examples:
+    """Reads the rows of a file; those without a label are left out, but for a test file's."""
+    rows: list[int] = []
+    texts, labels, signs, unlabelled = list[tuple[str, ...]](), list[Any](), Counter[str](), list[int]()
+    for row in range(len(file.table.lines)):
+        with bad.collect():
+            label = None
+            if file.label:
+                try:
+                    label = read_cells([file.table.columns[name][row] for name in file.label], file.table.place(row))
+                except NoLabel as sign:
+                    signs[str(sign)] += 1
+                    unlabelled.append(row)
+            if label is None and file.name != "test":
+                continue
+            texts.append(_texts(file, row))
+            rows.append(row)
+            labels.append(label)
+    if all(label in (None, -1) for label in labels):  # a test file whose labels are hidden
+        file, unlabelled = dataclasses.replace(file, label=()), []
+    notes = [*file.notes, *_unlabelled_note(file, signs, unlabelled, labels), *_empty_texts(file, rows, texts)]
+    return _Examples(file=file, rows=rows, texts=texts, labels=labels, notes=tuple(notes))
 
 
-def _texts(table: Table, columns: tuple[str, ...]) -> list[tuple[str, ...]]:
-    for name in columns:
-        for row, value in enumerate(table.columns[name]):
-            if not isinstance(value, str):
-                text_of(table.path, table.lines[row], {name: value}, name)  # raises
-    return list(zip(*(table.columns[name] for name in columns), strict=True))
+def _texts(file: _File, row: int) -> tuple[str, ...]:
+    texts = tuple(file.table.columns[name][row] for name in file.text)
+    if not all(isinstance(text, str) for text in texts):
+        for name, text in zip(file.text, texts, strict=True):
+            text_of(file.table.path, file.table.lines[row], {name: text}, name)  # raises
+    return texts
 
 
-def _empty_texts(table: Table, texts: list[tuple[str, ...]], columns: tuple[str, ...]) -> tuple[str, ...]:
+def _unlabelled_note(file: _File, signs: Counter[str], unlabelled: list[int], labels: Sequence[Any]) -> Iterator[str]:
+    if not unlabelled:
+        return
+    what = "are predicted and not scored" if file.name == "test" else "are left out"
+    yield (
+        f"{file.table.path}: {len(unlabelled):,} of {len(file.table.lines):,} examples have no label "
+        f"({left_out(signs)}; the first in {file.table.place(unlabelled[0]).removeprefix(f'{file.table.path}: ')}) "
+        f"and {what}{_how_to_keep(signs, labels)}"
+    )
+
+
+def _how_to_keep(signs: Counter[str], labels: Sequence[Any]) -> str:
+    """What to do where a sign is a class after all."""
+    sign = next((sign for sign in ("-1", "-") if sign in signs), None)
+    lists = [names for names in labels if isinstance(names, list)]
+    if sign is None or not lists:
+        return ""
+    classes = _sorted({sign, *(name for names in lists for name in names)})
+    if len(classes) > 10:
+        return f"; if {sign} is a class, name it among --labels"
+    return f"; if {sign} is a class, add --labels={','.join(classes)}"
+
+
+def _empty_texts(file: _File, rows: list[int], texts: list[tuple[str, ...]]) -> tuple[str, ...]:
     """A note about examples without text, which are kept; raises InputError if there are no others."""
-    empty = [row for row, parts in enumerate(texts) if not any(part.strip() for part in parts)]
-    if len(empty) == len(texts):
-        raise InputError(f"{table.path}: every text is empty in {' and '.join(map(repr, columns))}; choose with --text")
-    return (f"{table.place(empty[0])}: the first of {len(empty):,} examples with empty text",) if empty else ()
+    empty = [row for row, parts in zip(rows, texts, strict=True) if not any(part.strip() for part in parts)]
+    if empty and len(empty) == len(texts):
+        columns = " and ".join(map(repr, file.text))
+        raise InputError(f"{file.table.path}: every text is empty in {columns}; choose with --text")
+    return (f"{file.table.place(empty[0])}: the first of {len(empty):,} examples with empty text",) if empty else ()
 
 
-def _table(file: _File) -> Table:
-    assert file.labels is not None  # only a test file may lack labels
-    return file.labels
-
-
-def _with_targets(file: _File, encode: Callable[[Table], NDArray[Any]]) -> Split:
-    targets = None if file.labels is None else encode(file.labels)
-    return dataclasses.replace(file.split, targets=targets)
+def _split(examples: _Examples, targets: NDArray[Any] | None) -> Split:
+    path, ids = examples.file.table.path, list(map(str, examples.rows))
+    return Split(name=examples.file.name, path=path, texts=examples.texts, targets=targets, ids=ids)
 
 
 def _classification(
-    train: Table, columns: tuple[str, ...], given: tuple[str, ...], separator: str
-) -> tuple[Task, Callable[[Table], NDArray[Any]]]:
-    """The task, and the function from a table to its targets."""
-    are_lists = any(isinstance(value, list) for value in train.columns[columns[0]])
-    reading = _Labels(columns=columns, separator=separator, are_lists=are_lists)
-    names = _label_names(train, reading)
-    found = {name for row in names for name in row}
-    if len(found) < (1 if reading.is_multi_label else 2):
-        raise InputError(f"{train.path}: {_listed(found) or 'no label'} in every example; there is nothing to learn")
-    classes = columns if len(columns) > 1 else given or _classes(train, names, reading)
+    examples: Mapping[str, _Examples], reader: LabelReader, given: tuple[str, ...], bad: BadRows
+) -> tuple[Task, dict[str, NDArray[Any] | None], str]:
+    """The task, the targets of the splits, and what to add where they have unknown labels."""
+    train = examples["train"]
+    found = {name for names in train.labels for name in names}
+    _check_found(examples, found, reader)
+    classes = reader.flags or given or _classes(train, found, reader.is_multi_label)
     task = Task(
         name="classification",
-        kind="multi-label" if reading.is_multi_label else "classification",
+        kind="multi-label" if reader.is_multi_label else "classification",
         labels=classes,
-        metric="f1_micro" if reading.is_multi_label else "accuracy",
+        metric="f1_micro" if reader.is_multi_label else "accuracy",
     )
-    known = "--labels names" if given else f"{train.path} has"
-    return task, lambda table: _class_ids(table, reading, classes, known)
+    reader.check_mapping(found)
+    ids = {reader.canonical(name): number for number, name in enumerate(classes)}
+    if len(ids) < len(classes):
+        raise InputError(f"--labels names a label twice: {', '.join(classes)}")
+    unknown: list[str] = []
+    for each in examples.values():
+        _drop_unknown(each, ids, unknown, bad)
+    known = "--labels names" if given else f"{train.file.table.path} has"
+    hint = f"; {known}: {listed(classes)}{near_label(unknown[0], classes)}" if unknown else ""
+    return task, {name: _class_targets(each, ids, reader.is_multi_label) for name, each in examples.items()}, hint
 
 
-def _classes(train: Table, names: list[list[str]], reading: _Labels) -> tuple[str, ...]:
-    """The labels that occur, sorted; raises InputError if they look like numbers to predict or like ids."""
-    found = {name for row in names for name in row}
-    are_integers = all(map(INTEGER.fullmatch, found))
-    if not are_integers and not reading.is_multi_label and all(map(_is_number, found)):
-        row = next(row for row, (name,) in enumerate(names) if not INTEGER.fullmatch(name))
+def _check_found(examples: Mapping[str, _Examples], found: set[str], reader: LabelReader) -> None:
+    """Raises InputError where there is nothing to learn, or where a file has no label."""
+    train = examples["train"]
+    for each in examples.values():
+        if not each.rows:
+            raise InputError(f"{each.file.table.path}: no example has a label; choose the column with --label")
+    if len(found) < (1 if reader.is_multi_label else 2):
+        rest = next((note for note in train.notes if "no label" in note), "")
         raise InputError(
-            f"{train.place(row)}: the label {names[row][0]!r} is a number with decimals; "
+            f"{train.file.table.path}: {listed(found) or 'no label'} in every example; there is nothing to learn"
+            f"{f' ({rest})' if rest else ''}"
+        )
+
+
+def _classes(train: _Examples, found: set[str], is_multi_label: bool) -> tuple[str, ...]:
+    """The labels that occur, sorted; raises InputError if they look like numbers to predict or like ids."""
+    table = train.file.table
+    if not is_multi_label and all(map(is_number, found)) and not all(map(INTEGER.fullmatch, found)):
+        names = zip(train.rows, train.labels, strict=True)
+        row, name = next((row, name) for row, (name,) in names if not INTEGER.fullmatch(name))
+        raise InputError(
+            f"{table.place(row)}: the label {name!r} is a number with decimals; "
             "predict numbers with --task regression, or write classes as integers or words"
         )
-    if len(found) > MAX_SPARSE_CLASSES and len(found) > len(names) / 2:
+    if len(found) > MAX_SPARSE_CLASSES and len(found) > len(train.rows) / 2:
         raise InputError(
-            f"{train.path}: {len(found):,} different labels in {len(names):,} examples; "
+            f"{table.path}: {len(found):,} different labels in {len(train.rows):,} examples; "
             "predict numbers with --task regression, or choose another column with --label"
         )
-    return tuple(sorted(found, key=lambda name: (int(name) if are_integers else 0, name)))
+    return _sorted(found)
 
 
-def _label_names(table: Table, reading: _Labels) -> list[list[str]]:
-    """The label names of every row: one, or in a multi-label task any number."""
-    if len(reading.columns) > 1:
-        cells = [table.columns[column] for column in reading.columns]
-        return [
-            [
-                column
-                for column, value in zip(reading.columns, values, strict=True)
-                if _is_set(table, row, column, value)
-            ]
-            for row, values in enumerate(zip(*cells, strict=True))
-        ]
-    values = table.columns[reading.columns[0]]
-    return [_names_in_cell(table, row, value, reading) for row, value in enumerate(values)]
+def _sorted(names: set[str]) -> tuple[str, ...]:
+    are_integers = all(map(INTEGER.fullmatch, names))
+    return tuple(sorted(names, key=lambda name: (int(name) if are_integers else 0, name)))
 
 
-def _names_in_cell(table: Table, row: int, value: Any, reading: _Labels) -> list[str]:
-    if reading.are_lists:
-        if not isinstance(value, list):
-            raise InputError(f"{table.place(row)}: the label is {abbreviated(value)}, elsewhere it is a list")
-        return [_label_name(table, row, item) for item in value]
-    if reading.separator and isinstance(value, str):
-        return [part.strip() for part in value.split(reading.separator) if part.strip()]
-    return [_label_name(table, row, value)]
+def _drop_unknown(examples: _Examples, ids: Mapping[str, int], unknown: list[str], bad: BadRows) -> None:
+    """Leaves out, as bad rows, examples with labels that are no classes."""
+    kept: list[int] = []
+    for number, names in enumerate(examples.labels):
+        with bad.collect():
+            for name in names or ():
+                if name not in ids:
+                    unknown.append(name)
+                    raise InputError(f"{examples.file.table.place(examples.rows[number])}: unknown label {name!r}")
+            kept.append(number)
+    if len(kept) < len(examples.labels):
+        examples.rows[:] = [examples.rows[number] for number in kept]
+        examples.texts[:] = [examples.texts[number] for number in kept]
+        examples.labels[:] = [examples.labels[number] for number in kept]
 
 
-def _label_name(table: Table, row: int, value: Any) -> str:
-    """The name of a single label: text as it is, `3`, `true`."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float) and value == value:
-        return str(value)
-    if isinstance(value, str) and value.strip():
-        return value.strip()
-    if value is None or isinstance(value, str | float):
-        raise InputError(f"{table.place(row)}: no label")
-    raise InputError(f"{table.place(row)}: the label is {abbreviated(value)}; it has to be text or an integer")
-
-
-def _is_set(table: Table, row: int, column: str, value: Any) -> bool:
-    text = str(value).strip().lower()
-    if text in ("1", "true", "1.0"):
-        return True
-    if text in ("0", "false", "0.0"):
-        return False
-    raise InputError(f"{table.place(row)}: {column!r} is {abbreviated(value)}; it has to be 0, 1, true or false")
-
-
-def _class_ids(table: Table, reading: _Labels, classes: tuple[str, ...], known: str) -> NDArray[Any]:
+def _class_targets(examples: _Examples, ids: Mapping[str, int], is_multi_label: bool) -> NDArray[Any] | None:
     """Class ids, int64 [n]; for a multi-label task a float32 [n, labels] of 0 and 1."""
-    ids = {name: number for number, name in enumerate(classes)}
-    names = _label_names(table, reading)
-    for row, labels in enumerate(names):
-        for name in labels:
-            if name not in ids:
-                raise InputError(f"{table.place(row)}: unknown label {name!r}; {known}: {_listed(classes)}")
-    if not reading.is_multi_label:
-        return np.array([ids[name] for (name,) in names], dtype=np.int64)
-    targets = np.zeros((len(names), len(classes)), dtype=np.float32)
-    for row, labels in enumerate(names):
-        targets[row, [ids[name] for name in labels]] = 1
+    if not examples.file.label:
+        return None
+    if not is_multi_label:
+        return np.array([NO_CLASS if names is None else ids[names[0]] for names in examples.labels], dtype=np.int64)
+    targets = np.zeros((len(examples.labels), len(ids)), dtype=np.float32)
+    for row, names in enumerate(examples.labels):
+        targets[row, [ids[name] for name in names or ()]] = 1
+        if names is None:
+            targets[row] = np.nan
     return targets
 
 
-def _numbers(table: Table) -> NDArray[np.float64]:
-    column = next(reversed(table.columns))
-    return np.array([_number(table, row, value) for row, value in enumerate(table.columns[column])], dtype=np.float64)
+def _doubts(train: _Examples) -> Iterator[str]:
+    counts = Counter(name for names in train.labels for name in set(names))
+    yield from (f"{train.file.table.path}: {doubt}" for doubt in doubts(counts))
 
 
-def _number(table: Table, row: int, value: Any) -> float:
-    if value is None or value == "":
-        raise InputError(f"{table.place(row)}: no label")
-    if not isinstance(value, bool) and _is_number(value) and math.isfinite(float(value)):
+def _values(examples: _Examples) -> NDArray[np.float64] | None:
+    if not examples.rows:
+        raise InputError(f"{examples.file.table.path}: no example has a label; choose the column with --label")
+    if not examples.file.label:
+        return None
+    return np.array([math.nan if label is None else label for label in examples.labels], dtype=np.float64)
+
+
+def _number(cells: Sequence[Any], place: str) -> float:
+    (value,) = cells
+    if is_missing(value):
+        raise NoLabel(value.strip() if isinstance(value, str) else "")
+    if not isinstance(value, bool) and is_number(value) and math.isfinite(float(value)):
         return float(value)
-    raise InputError(f"{table.place(row)}: the label is {abbreviated(value)}; it has to be a finite number")
+    raise InputError(f"{place}: the label is {abbreviated(value)}; it has to be a finite number")
 
 
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (TypeError, ValueError, OverflowError):
-        return False
-    return "_" not in str(value)
+def _overlap(train: Split, dev: Split) -> Iterator[str]:
+    """A note on validation examples that are trained on, which makes the scores too good."""
+    known = set(train.texts)
+    num_known = sum(texts in known for texts in dev.texts)
+    if num_known:
+        yield f"{dev.path}: {num_known:,} of {len(dev.texts):,} dev examples have a text that is in the training split"
 
 
 def _standardized(task: Task, train: Split) -> Task:
@@ -337,21 +450,25 @@ def _standardized(task: Task, train: Split) -> Task:
 
 
 def _set_aside(train: Split, task: Task, fraction: float, seed: int) -> tuple[Split, Split]:
-    """A training and a dev split; every class keeps an example for training."""
-    num_rows = len(train.texts)
+    """A training and a dev split: both have an example of every class that has two."""
+    num_rows, rng = len(train.texts), np.random.default_rng(seed)
     groups = np.zeros(num_rows, dtype=np.int64)
     if task.kind == "classification" and train.targets is not None:
         groups = train.targets
-    num_dev = min(max(1, round(num_rows * fraction)), num_rows - len(np.unique(groups)))
-    if num_dev < 1:
+    num_dev = max(1, round(num_rows * fraction))
+    if task.kind == "multi-label" and train.targets is not None:
+        chosen = _covering(train.targets > 0, num_dev, rng)
+    else:
+        chosen = _stratified(groups, num_dev, rng)
+    if not len(chosen):
         raise InputError(f"{train.path}: {num_rows} examples are too few to set a dev split aside; give one with --dev")
     is_dev = np.zeros(num_rows, dtype=bool)
-    is_dev[_stratified(groups, num_dev, np.random.default_rng(seed))] = True
+    is_dev[chosen] = True
     return select(train, "train", np.flatnonzero(~is_dev)), select(train, "dev", np.flatnonzero(is_dev))
 
 
-def _stratified(groups: NDArray[np.int64], num_chosen: int, rng: np.random.Generator) -> NDArray[np.intp]:
-    """Chooses rows from every group in proportion to its size, and never all of a group."""
+def _stratified(groups: NDArray[np.int64], num_wanted: int, rng: np.random.Generator) -> NDArray[np.intp]:
+    """Chooses rows from every group of two or more in proportion to its size, one at least and never all of it."""
     order = rng.permutation(len(groups))
     shuffled = groups[order]
     sizes = np.bincount(groups)
@@ -359,11 +476,27 @@ def _stratified(groups: NDArray[np.int64], num_chosen: int, rng: np.random.Gener
     starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
     rank[np.argsort(shuffled, kind="stable")] = np.arange(len(groups)) - starts
     share = (rank + 0.5) / sizes[shuffled]
+    share[rank == 0] = 0
     share[rank == sizes[shuffled] - 1] = np.inf
+    num_chosen = min(max(num_wanted, int((sizes > 1).sum())), int(np.isfinite(share).sum()))
     return order[np.argsort(share, kind="stable")[:num_chosen]]
 
 
-def _listed(labels: Iterable[str]) -> str:
-    names = [repr(label) for label in labels]
-    more = f" and {len(names) - MAX_NAMED_LABELS:,} more" if len(names) > MAX_NAMED_LABELS else ""
-    return ", ".join(names[:MAX_NAMED_LABELS]) + more
+def _covering(has_label: NDArray[np.bool_], num_wanted: int, rng: np.random.Generator) -> NDArray[np.intp]:
+    """Chooses rows such that every label of two or more is among them and among the others, where that is possible."""
+    order = rng.permutation(len(has_label))
+    left, chosen = has_label.sum(0), dict[int, None]()
+
+    def choose(rows: NDArray[np.intp], number: int) -> None:
+        for row in rows:
+            if len(chosen) >= number or len(chosen) == len(order) - 1:
+                return
+            if int(row) not in chosen and (left[has_label[row]] > 1).all():
+                chosen[int(row)] = None
+                left[has_label[row]] -= 1
+
+    for label in np.argsort(left, kind="stable"):
+        if not has_label[list(chosen), label].any():
+            choose(order[has_label[order, label]], len(chosen) + 1)
+    choose(order, num_wanted)
+    return np.array(list(chosen), dtype=np.intp)

@@ -137,6 +137,12 @@ class QuestionAnswering(Method):
         scores = squad_scores(split, _texts(split, outputs), odds, earlier.get("null_threshold"))
         return scores | {"f1_unit": score_unit(split)}
 
+    def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
+        """Of no answer at all, where questions may have none."""
+        if not task.has_unanswerable or split.targets is None:
+            return {}
+        return dict.fromkeys(("exact_match", "f1"), float(np.mean([not answers for answers in split.targets])))
+
     def write_predictions(
         self,
         stem: Path,

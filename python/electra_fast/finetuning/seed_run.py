@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from electra_fast.checkpoint import read_tensors, write_tensors
 from electra_fast.errors import Diverged, InputError, Interrupted
 from electra_fast.finetuning import batches
 from electra_fast.finetuning.card import write_model_card
-from electra_fast.finetuning.job import Job
+from electra_fast.finetuning.job import Job, named_scores
+from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.step import FinetuneStep
 from electra_fast.finetuning.task import Split
 from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
@@ -45,6 +46,40 @@ class SeedState:
     window_steps: int = 0
     window_loss: float = 0.0
     window_norm: float = 0.0
+
+
+def predict_splits(
+    job: Job,
+    model: TaskModel,
+    folder: Path,
+    splits: Sequence[Split],
+    scored: dict[str, dict[str, Any]],
+    check_stop: Callable[[], None],
+) -> str | None:
+    """Writes predictions, and adds what identifies each split and its scores to `scored`.
+
+    Returns a warning if the model has learned nothing, as the first validation split shows.
+    """
+    dev, warning = job.data.dev[0], None
+    for split in splits:
+        features, scores = job.splits[split.name], dict[str, float]()
+        outputs = job.method.predict(model, features, job.config, job.work.compute, check_stop)
+        job.method.write_predictions(folder / f"predictions.{split.name}", job.task, split, features, outputs)
+        if split.targets is not None:
+            earlier = scored.get(dev.name, {}).get("scores", {})
+            scores = job.method.scores(job.task, split, features, outputs, earlier)
+        scored[split.name] = {"content": job.predicted[split.name], "scores": scores}
+        if split.name == dev.name:
+            warning = job.method.warning(job.task, outputs)
+    return warning
+
+
+def result_of(seed: int, scored: Mapping[str, Any], warning: str | None, seconds: float) -> dict[str, Any]:
+    """What result.json says: the scores by name, and for each split what it was when it was scored."""
+    result: dict[str, Any] = {"seed": seed}
+    for name, split in scored.items():
+        result |= named_scores(name, split["scores"])
+    return result | ({"warning": warning} if warning else {}) | {"seconds": seconds, "splits": dict(scored)}
 
 
 class SeedRun:
@@ -160,19 +195,15 @@ class SeedRun:
 
         Raises Interrupted where a stop is requested meanwhile.
         """
-        started, job = time.monotonic(), self.job
-        result: dict[str, Any] = {"seed": self.seed}
-        for split in (*job.data.dev, *job.data.test):
-            features, outputs = job.splits[split.name], self._outputs(split, stop)
-            stem = self.folder / f"predictions.{split.name}"
-            job.method.write_predictions(stem, job.task, split, features, outputs)
-            if split.targets is not None:
-                ending = f"_{split.name}".removeprefix("_dev").replace("-", "_")
-                scores = job.method.scores(job.task, split, features, outputs, result)
-                result |= {f"{name}{ending}": value for name, value in scores.items()}
-            if split is job.data.dev[0] and (warning := job.method.warning(job.task, outputs)):
-                result["warning"] = warning
-        result["seconds"] = round(self.state.seconds + time.monotonic() - started, 3)
+        started, splits = time.monotonic(), (*self.job.data.dev, *self.job.data.test)
+
+        def check_stop() -> None:
+            if stop:
+                raise self.interruption(stop)
+
+        scored: dict[str, dict[str, Any]] = {}
+        warning = predict_splits(self.job, self.model, self.folder, splits, scored, check_stop)
+        result = result_of(self.seed, scored, warning, round(self.state.seconds + time.monotonic() - started, 3))
         self._replace(self.folder / "model", lambda folder: self._write_model(folder, result))
         replace_file(self.folder / RESULT, json_text(result))
         shutil.rmtree(self.checkpoint, ignore_errors=True)
@@ -183,15 +214,6 @@ class SeedRun:
         return Interrupted(
             stop.signal, f"interrupted; {self.folder}: checkpoint at step {self.state.step}, run again to resume"
         )
-
-    def _outputs(self, split: Split, stop: StopRequest) -> Any:
-        job = self.job
-
-        def check_stop() -> None:
-            if stop:
-                raise self.interruption(stop)
-
-        return job.method.predict(self.model, job.splits[split.name], job.config, job.work.compute, check_stop)
 
     def _write_model(self, folder: Path, result: dict[str, Any]) -> None:
         job, shape = self.job, self.job.work.shape

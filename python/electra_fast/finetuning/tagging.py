@@ -151,6 +151,12 @@ class Tagging(Method):
         assert split.targets is not None
         return tag_scores(task, list(split.targets), features.by_text(finite(outputs).argmax(1)))
 
+    def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
+        """Of the most frequent tag."""
+        assert train.targets is not None and split.targets is not None
+        tag = np.bincount(np.concatenate(train.targets)).argmax()
+        return tag_scores(task, list(split.targets), [np.full(len(tags), tag) for tags in split.targets])
+
     def warning(self, task: Task, outputs: Any) -> str | None:
         """Whether all words have the same tag."""
         tags = np.unique(outputs.argmax(1))

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
 
+NO_CLASS = -1
+"""The class id of a test example without a label."""
 Kind = Literal["classification", "multi-label", "regression", "tagging", "question-answering"]
 
 
@@ -56,7 +58,7 @@ class Split:
     targets: NDArray[Any] | None
     """int64 [n] class ids; float32 [n, labels] of 0 and 1 (multi-label); float64 [n] raw values (regression);
     object [n] of int64 [words] tag ids (tagging) or of tuples of `Answer`, empty where there is none (question
-    answering). None if the file has no labels."""
+    answering). None if the file has no labels; a test example that has none is `NO_CLASS` or NaN."""
     ids: list[str]
     """What a prediction file calls each example: the file's own index column if it has one, else the 0-based number."""
     words: list[NDArray[np.int64]] | None = None
@@ -74,6 +76,16 @@ class TaskData:
     test: tuple[Split, ...]
     notes: tuple[str, ...]
     """Lines that the user should see: what was left out, what was set aside."""
+
+
+def class_sizes(task: Task, split: Split) -> dict[str, int]:
+    """How many examples of a split have each class; empty for other kinds of tasks, and where there are no labels."""
+    if split.targets is None or task.kind not in ("classification", "multi-label"):
+        return {}
+    sizes: NDArray[Any] = np.nansum(split.targets, axis=0)
+    if task.kind == "classification":
+        sizes = np.bincount(split.targets[split.targets != NO_CLASS], minlength=len(task.labels))
+    return dict(zip(task.labels, map(int, sizes), strict=True))
 
 
 def check_dev_fraction(fraction: float) -> None:

@@ -26,7 +26,7 @@ _READERS: dict[str, Callable[..., TaskData]] = {
     "question-answering": question_files.read_questions,
 }
 OWN_KINDS = tuple(_READERS)
-_TUPLES = ("text", "label", "labels")
+_TUPLES = ("text", "label", "labels", "dev_text", "dev_label", "test_text", "test_label", "label_map")
 _FILES = ("train", "dev", "test")
 
 

@@ -1,0 +1,95 @@
+"""What an earlier session finished: its result, checked, and scored again where validation or test data have changed.
+
+The model does not depend on these data, so that it need not be trained again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from electra_fast.atomic_files import replace_file, replace_folder
+from electra_fast.errors import InputError, Interrupted
+from electra_fast.finetuning.card import write_model_card
+from electra_fast.finetuning.job import Job
+from electra_fast.finetuning.model import TaskModel
+from electra_fast.finetuning.seed_run import RESULT, predict_splits, result_of
+from electra_fast.finetuning.task import Split
+from electra_fast.huggingface.finetuned import SETTINGS_KEY, read_finetuned
+from electra_fast.interruption import StopRequest
+from electra_fast.json_files import json_text, read_object, write_object
+
+
+def read_finished(job: Job, folder: Path) -> dict[str, Any]:
+    """The result of a seed that an earlier session finished; ValueError where its folder is not whole."""
+    remedy = f"remove {folder} to train this seed again"
+    try:
+        result = read_object(folder / RESULT)
+    except InputError as error:
+        raise InputError(f"{error}; {remedy}") from None
+    if not {"seed", "seconds", job.task.metric} <= result.keys() or not (folder / "model" / "config.json").exists():
+        raise InputError(f"{folder}: not whole (model/ or an entry of {RESULT} is missing); {remedy}")
+    return result
+
+
+def outdated_splits(job: Job, result: dict[str, Any]) -> list[Split]:
+    """The splits whose examples or labels are not those that a result is of."""
+    known = {name: split["content"] for name, split in result.get("splits", {}).items()}
+    splits = [*job.data.dev, *job.data.test]
+    found = [each for each in splits if known.get(each.name) != job.predicted[each.name]]
+    # The first validation split decides which answers to questions count as none.
+    return splits if job.task.has_unanswerable and job.data.dev[0].name in {each.name for each in found} else found
+
+
+def rescore(
+    job: Job, folder: Path, result: dict[str, Any], outdated: Sequence[Split], stop: StopRequest
+) -> dict[str, Any]:
+    """Predicts and scores the splits `outdated` with a finished model; returns the new result.
+
+    Until it is finished, the result on disk says that these splits have to be done.
+    """
+    started, known = time.monotonic(), dict(result.get("splits", {}))
+    names = {each.name for each in outdated}
+    scored = {name: known[name] for name in job.predicted if name in known and name not in names}
+    replace_file(folder / RESULT, json_text(result | {"splits": scored}))
+
+    def check_stop() -> None:
+        if stop:
+            raise Interrupted(stop.signal, f"interrupted; {folder}: scored anew when run again")
+
+    warning = result.get("warning")
+    if outdated:
+        changed = predict_splits(job, _finished_model(job, folder / "model"), folder, outdated, scored, check_stop)
+        warning = changed if job.data.dev[0].name in names else warning
+    ordered = {name: scored[name] for name in job.predicted}
+    seconds = round(result["seconds"] + time.monotonic() - started, 3)
+    new = result_of(result["seed"], ordered, warning, seconds)
+    replace_folder(folder / "model", lambda target: _copy_model(job, folder / "model", target, new))
+    replace_file(folder / RESULT, json_text(new))
+    return new
+
+
+def _finished_model(job: Job, folder: Path) -> TaskModel:
+    """The trained network, whose outputs are again those of training."""
+    finetuned = read_finetuned(folder)
+    state, task = dict(finetuned.state), job.task
+    if task.kind == "regression":
+        state["head.classifier.weight"] = state["head.classifier.weight"] / task.scale
+        state["head.classifier.bias"] = (state["head.classifier.bias"] - task.shift) / task.scale
+    config = dataclasses.replace(job.config, head=cast(Any, finetuned.head), head_dropout=0.0)
+    model = job.method.model(finetuned.shape, config, len(finetuned.labels))
+    model.load_state_dict(state)
+    return model.to(job.device)
+
+
+def _copy_model(job: Job, source: Path, target: Path, result: dict[str, Any]) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    table = read_object(target / "config.json")
+    if SETTINGS_KEY in table:
+        table[SETTINGS_KEY] |= job.method.settings(job.config, job.task, result)
+        write_object(target / "config.json", table)
+    write_model_card(target, job, table["architectures"][0], result)
