@@ -73,7 +73,7 @@ def test_entities_survive_every_scheme(scheme):
         lengths = [rng.randint(1, 12) for _ in range(4)]
         file = [random_entities(rng, length, can_be_adjacent) for length in lengths]
         # What tells each scheme from the others, at least once.
-        lengths, file = [*lengths, 4], [*file, [(0, 1, "X"), (1, 3, "X" if can_be_adjacent else "Y")]]
+        lengths, file = [*lengths, 12], [*file, [(0, 1, "X"), (1, 3, "X" if can_be_adjacent else "Y")]]
         sentences = [written(*each, scheme) for each in zip(file, lengths, strict=True)]
         detected = detect_scheme(sentences)
         assert detected == ("IO" if scheme == "bare" else scheme)
@@ -172,6 +172,6 @@ def test_parts_of_a_tag(tag, parts):
 
 def test_names_of_schemes():
     assert [scheme_named(name) for name in (*SCHEMES, "iob2", "bilou")] == [*SCHEMES, "IOB2", "IOBES"]
-    assert set(map(scheme_named, ALIASES)) == {"IOB2", "IOBES"}
+    assert set(map(scheme_named, ALIASES)) == {"IOB2", "IOBES", "IOE"}
     with pytest.raises(InputError, match=r"^unknown tagging scheme 'IOB'; did you mean IOB\d\?$"):
         scheme_named("IOB")

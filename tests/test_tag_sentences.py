@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.tag_sentences import column_sentences, row_sentences, words_of_text
+from electra_fast.finetuning.tag_columns import column_sentences
+from electra_fast.finetuning.tag_sentences import row_sentences, words_of_text
 
 TOKENS = [["Ada", "Lovelace", "met", "Babbage"], ["In", "New", "York", "."]]
 TAGS = [["B-PER", "I-PER", "O", "B-PER"], ["O", "B-LOC", "I-LOC", "O"]]
@@ -257,7 +258,7 @@ def test_ends_of_spans_within_words_are_counted(write):
         ([[4, 12, "X"], [0, 5, "Y"]], "the spans 0 to 5 and 4 to 12 overlap; keep one of them"),
         ([[3, 4, "X"]], "the span 3 to 4 has no word in it; remove it"),
         ([[0, 3]], 'the span [0, 3] is not like {"start": 0, "end": 5, "label": "PER"} or [0, 5, "PER"]'),
-        ([["0", 3, "X"]], "the span ['0', 3, 'X'] is not like"),
+        ([["a", 3, "X"]], "the span ['a', 3, 'X'] is not like"),
         ([[0, 3, ""]], "the span [0, 3, ''] is not like"),
         ([{"start": 0, "label": "X"}], "the span {'start': 0, 'label': 'X'} is not like"),
         (["B-PER"], "the span 'B-PER' is not like"),

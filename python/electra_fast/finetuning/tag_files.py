@@ -8,13 +8,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning import tables
+from electra_fast.finetuning.annotations import flat_row
+from electra_fast.finetuning.bad_rows import BadRows
+from electra_fast.finetuning.tag_columns import COLUMN_FORMATS, TEXT_FORMATS, are_columns, column_sentences
+from electra_fast.finetuning.tag_notation import Notation, detect_notation
 from electra_fast.finetuning.tag_schemes import (
     detect_scheme,
     from_entities,
@@ -23,27 +27,18 @@ from electra_fast.finetuning.tag_schemes import (
     split_tag,
     to_entities,
 )
-from electra_fast.finetuning.tag_sentences import (
-    TEXT_COLUMNS,
-    WORD_COLUMNS,
-    Sentence,
-    Words,
-    check_single,
-    column_sentences,
-    joined_words,
-    row_sentences,
-)
+from electra_fast.finetuning.tag_sentences import Sentence, check_single, row_columns, row_sentences, row_text
+from electra_fast.finetuning.tag_spans import Words
 from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction, select
 
-COLUMN_FORMATS = (".conll", ".conllu", ".bio", ".iob", ".iob2", ".bioes")
-# Column files in training; texts in prediction.
-TEXT_FORMATS = (".txt", ".tsv")
-ROW_FORMATS = (".jsonl", ".parquet")
+ROW_FORMATS = (".jsonl", ".json", ".parquet")
 # What every tag of a test file without tags may be.
 HIDDEN_TAGS = {"", "_"}
 # More labels than this, most of them of a single word, are not labels.
 MAX_SPARSE_LABELS = 1000
 MAX_NAMED_LABELS = 20
+# A sentence of so many words probably lacks the blank lines between sentences.
+MIN_LONG_SENTENCE = 400
 
 
 def read_tagging(
@@ -57,25 +52,27 @@ def read_tagging(
     scheme: str = "auto",
     dev_fraction: float = 0.1,
     seed: int = 0,
+    skip_bad_rows: int = 0,
 ) -> TaskData:
     """Reads the files of a tagging task.
 
-    Column files have a word per line and blank lines between sentences. Rows of .jsonl and .parquet files have a
-    list of words and one of tags, or a text and a list of its spans, each `{"start": 0, "end": 5, "label": "PER"}` or
-    `[0, 5, "PER"]`, in Unicode code points, the end exclusive.
+    Column files have a word per line and blank lines between sentences, or a column that numbers sentences. Rows of
+    .jsonl, .json and .parquet files have a list of words and one of tags, or a text and a list of its spans, each
+    `{"start": 0, "end": 5, "label": "PER"}` or `[0, 5, "PER"]`, as doccano, Label Studio and Prodigy export them.
 
     Args:
         train: The training sentences.
         dev: The validation sentences; None to set a part of `train` aside.
         test: Sentences to predict, with or without tags.
         text: The column of the words or texts; by default one of `WORD_COLUMNS` or `TEXT_COLUMNS`. Of a column file a
-            number from 0, or from the end with -1; by default 0, in .conllu files 1.
-        label: Likewise that of the tags or spans; by default one of `TAG_COLUMNS` or `SPAN_COLUMNS`, or -1 and 3.
+            name or a number as for `column_sentences`.
+        label: Likewise that of the tags or spans; by default one of `TAG_COLUMNS` or `SPAN_COLUMNS`.
         labels: The tags, in the order of their numbers if the files have numbers, or the types of entities; empty for
             those of the training file.
         scheme: One of `tag_schemes.SCHEMES` or `ALIASES`; `auto` to find it in the tags of the training file.
         dev_fraction: Share of the training sentences that is set aside, above 0 and below 1.
         seed: Chooses the sentences that are set aside.
+        skip_bad_rows: How many sentences that cannot be used may be left out.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -85,24 +82,31 @@ def read_tagging(
     if len(set(labels)) < len(labels):
         raise InputError(f"--labels names a label twice: {', '.join(labels)}")
     notes: list[str] = []
+    bad = BadRows(skip_bad_rows)
     paths = {name: path for name, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
-    files = {name: _sentences(name, path, text, label, labels, notes) for name, path in paths.items()}
-    scheme = _scheme(files["train"], scheme, notes)
+    files = {name: _sentences(name, path, text, label, labels, bad, notes) for name, path in paths.items()}
+    scheme, notation = _scheme(files["train"], scheme, notes)
     if scheme != "none":
-        files = {name: _as_iob2(sentences, scheme, notes) for name, sentences in files.items()}
+        labels = tuple(map(notation.usual, labels))
+        files = {name: _as_iob2(sentences, scheme, notation, bad, notes) for name, sentences in files.items()}
     task = _task(files["train"], scheme, labels)
     known = "--labels names" if labels else f"{train} has"
-    splits = {name: _split(name, sentences, task, known) for name, sentences in files.items()}
+    splits = {name: _split(name, sentences, task, known, bad) for name, sentences in files.items()}
+    notes += bad.finish()
     if dev is None:
-        splits["train"], splits["dev"] = _set_aside(splits["train"], dev_fraction, seed, notes)
+        splits["train"], splits["dev"] = _set_aside(splits["train"], task, dev_fraction, seed, notes)
+    notes += _class_sizes(task, splits["train"], splits["dev"])
     tests = (splits["test"],) if test is not None else ()
-    return TaskData(task=task, train=splits["train"], dev=(splits["dev"],), test=tests, notes=tuple(notes))
+    return TaskData(
+        task=task, train=splits["train"], dev=(splits["dev"],), test=tests, notes=tuple(dict.fromkeys(notes))
+    )
 
 
 def iterate_tagging(path: Path, *, text: tuple[str, ...] = ()) -> Iterator[tuple[str, Words | None]]:
     """Yields each text of a file to predict, and its words or None if they are not given; in a stream.
 
-    Files are read as for training, but a .txt file has a text per line, and a .tsv or .csv file a column of texts.
+    Files are read as for training, but a .txt file has a text per line, and a .tsv or .csv file a column of texts,
+    unless they look like columns of words and tags.
 
     Args:
         path: The file.
@@ -110,25 +114,21 @@ def iterate_tagging(path: Path, *, text: tuple[str, ...] = ()) -> Iterator[tuple
 
     Raises what `read_tagging` does.
     """
-    if path.suffix.lower() in COLUMN_FORMATS:
+    if are_columns(path, text):
         _check_file(path)
         yield from ((sentence.text, sentence.words) for sentence in column_sentences(path, text, None))
         return
     check_single(text, "--text")
-    rows = tables.iterate_rows(path, text)
+    rows = ((line, flat_row(tables.place(path, line), row)) for line, row in tables.iterate_rows(path))
     first = next(rows)
-    column = next((name for name in text or (*WORD_COLUMNS, *TEXT_COLUMNS) if name in first[1]), None)
-    if column is None:
-        raise InputError(f"{path}: no text column; {tables.there_are(first[1])}; choose with --text")
+    column, _ = row_columns(path, [first[1]], text, (), is_test=True)
     for line, row in itertools.chain([first], rows):
-        if isinstance(row.get(column), list):
-            yield joined_words(path, [line], row[column])
-        else:
-            yield tables.text_of(path, line, row, column), None
+        content, joined, words = row_text(path, line, row, column)
+        yield joined, None if isinstance(content, str) else words
 
 
 def _check_file(path: Path) -> None:
-    formats = (*COLUMN_FORMATS, *TEXT_FORMATS, *ROW_FORMATS)
+    formats = (*COLUMN_FORMATS, *TEXT_FORMATS, ".csv", *ROW_FORMATS)
     if path.suffix.lower() not in formats or path.is_dir():
         raise InputError(f"{path}: cannot be read as tagged text; give a file that ends in {', '.join(formats)}")
     if not path.exists():
@@ -136,25 +136,65 @@ def _check_file(path: Path) -> None:
 
 
 def _sentences(
-    name: str, path: Path, text: Sequence[str], label: Sequence[str], labels: Sequence[str], notes: list[str]
+    name: str,
+    path: Path,
+    text: Sequence[str],
+    label: Sequence[str],
+    labels: Sequence[str],
+    bad: BadRows,
+    notes: list[str],
 ) -> list[Sentence]:
     """The sentences with words; those of a test file may all be without tags."""
     _check_file(path)
     is_test = name == "test"
     if path.suffix.lower() in ROW_FORMATS:
-        found = list(row_sentences(path, text, label, labels, is_test=is_test))
+        found = row_sentences(path, text, label, labels, is_test=is_test, bad=bad, notes=notes)
     else:
-        found = list(column_sentences(path, text, label, is_test=is_test))
+        found = list(column_sentences(path, text, label, is_test=is_test, bad=bad, notes=notes))
+        notes += _long_sentences(found, is_test)
     sentences = [sentence for sentence in found if len(sentence.words)]
     if not sentences:
+        bad.finish()
         raise InputError(f"{path}: no words; choose the column with --text")
     notes += _notes(sentences, len(found) - len(sentences))
     if is_test and all(set(sentence.tags or ()) <= HIDDEN_TAGS for sentence in sentences):
         return [dataclasses.replace(sentence, tags=None) for sentence in sentences]
+    return _checked(sentences, _check_tags, bad)
+
+
+def _checked(sentences: Sequence[Sentence], check: Callable[[Sentence], None], bad: BadRows) -> list[Sentence]:
+    """The sentences that pass a check; what it raises is collected."""
+    kept = []
     for sentence in sentences:
-        if sentence.tags is None or "" in sentence.tags:
-            raise InputError(f"{sentence.place((sentence.tags or ['']).index(''))}: no tag; choose with --label")
-    return sentences
+        with bad.collect():
+            check(sentence)
+            kept.append(sentence)
+    if sentences and not kept:
+        bad.allowed = 0  # nothing would be left
+        bad.finish()
+    return kept
+
+
+def _check_tags(sentence: Sentence) -> None:
+    for word, tag in enumerate(sentence.tags or [""]):
+        if not tag:
+            raise InputError(f"{sentence.place(word)}: no tag; choose with --label")
+        if tag[0] == "[":
+            raise InputError(f"{sentence.place(word)}: the tag {tables.abbreviated(tag)} is a list; give .jsonl")
+
+
+def _long_sentences(sentences: Sequence[Sentence], is_test: bool) -> Iterator[str]:
+    """Asks about files without ends of sentences, and notes long sentences."""
+    long = [sentence for sentence in sentences if len(sentence.words) >= MIN_LONG_SENTENCE]
+    if not long:
+        return
+    remedy = "put a blank line after each sentence, or number sentences in a column named sentence"
+    if len(sentences) == 1 and not is_test:
+        raise InputError(f"{long[0].path}: a single sentence of {len(long[0].words):,} words; {remedy}")
+    yield (
+        f"{long[0].place()}: the first of {len(long):,} sentences of {MIN_LONG_SENTENCE} words or more; if they are "
+        f"several, {remedy}"
+    )
 
 
 def _notes(sentences: Sequence[Sentence], num_empty: int) -> Iterator[str]:
@@ -169,32 +209,60 @@ def _notes(sentences: Sequence[Sentence], num_empty: int) -> Iterator[str]:
         )
 
 
-def _scheme(train: Sequence[Sentence], name: str, notes: list[str]) -> str:
-    """The scheme that is asked for, or that of the training file's tags."""
+def _scheme(train: Sequence[Sentence], name: str, notes: list[str]) -> tuple[str, Notation]:
+    """The scheme that is asked for, or that of the training file's tags; and how these are written."""
     path, has_spans = train[0].path, train[0].has_spans
+    scheme = "IOB2" if has_spans else "none"
     if name != "auto":
         scheme = scheme_named(name)
         if has_spans and scheme != "IOB2":
             raise InputError(f"{path}: has spans, which become tags of IOB2; leave --scheme {name} out")
-        return scheme
-    if has_spans:
-        return "IOB2"
-    scheme = detect_scheme(sentence.tags or () for sentence in train)
+    if has_spans or name == "none":
+        return scheme, Notation()
+    tags = Counter(tag for sentence in train for tag in sentence.tags or ())
+    notation = detect_notation(tags)
+    if name == "auto":
+        usual = [[notation.usual(tag) for tag in sentence.tags or ()] for sentence in train]
+        scheme = detect_scheme(usual)
+        _check_iobes(path, usual, scheme)
     how = "labels, not entities" if scheme == "none" else scheme
-    notes.append(f"{path}: tags read as {how} (found in the tags; choose with --scheme)")
-    return scheme
+    if scheme == "none" and "O" in tags:
+        how += ", although some are 'O'"
+    if scheme == "IO" and any(is_bare(notation.usual(tag)) for tag in tags):
+        how += " without prefixes, so words of one type in a row are one entity"
+    if scheme != "none" and notation != Notation():
+        example = next((tag for tag in tags if tag != notation.outside and notation.parts(tag)), "")
+        written = [f"{tag!r} for {notation.usual(tag)!r}" for tag in (example, notation.outside) if tag]
+        how += f", written {' and '.join(written)}"
+    if name == "auto" or notation != Notation():
+        notes.append(f"{path}: tags read as {how} (found in the tags; choose with --scheme)")
+    return scheme, notation
 
 
-def _as_iob2(sentences: list[Sentence], scheme: str, notes: list[str]) -> list[Sentence]:
+def _check_iobes(path: Path, sentences: Sequence[Sequence[str]], scheme: str) -> None:
+    """Raises InputError where tags look like IOBES and are not, as where S and E are the start and the end."""
+    num_ill_formed = sum(len(to_entities(tags, scheme)[1]) for tags in sentences) if scheme == "IOBES" else 0
+    num_inside = sum(tag != "O" for tags in sentences for tag in tags)
+    if 3 * num_ill_formed > num_inside:
+        raise InputError(
+            f"{path}: {num_ill_formed:,} of {num_inside:,} tags of entities are ill-formed in IOBES, whose prefixes "
+            "they have; rename them (B begins an entity, E ends it, S is a single word), or choose with --scheme"
+        )
+
+
+def _as_iob2(
+    sentences: list[Sentence], scheme: str, notation: Notation, bad: BadRows, notes: list[str]
+) -> list[Sentence]:
     """The sentences with IOB2 tags; notes how many of the file's own are ill-formed."""
+    if sentences[0].tags is None:  # in a test file, none has tags
+        return sentences
+    if not sentences[0].has_spans and scheme in ("IOB2", "IOBES", "IOE"):
+        sentences = _checked(sentences, lambda sentence: _check_places(sentence, scheme, notation), bad)
     converted: list[Sentence] = []
     ill_formed: list[tuple[Sentence, int]] = []
     for sentence in sentences:
-        if sentence.tags is None:  # in a test file, none has tags
-            return sentences
-        if scheme in ("IOB2", "IOBES"):
-            _check_prefixes(sentence, sentence.tags, scheme)
-        entities, words = to_entities(sentence.tags, scheme)
+        usual = [notation.usual(tag) for tag in sentence.tags or ()]
+        entities, words = to_entities(usual, scheme)
         ill_formed += [(sentence, word) for word in words]
         converted.append(dataclasses.replace(sentence, tags=from_entities(entities, len(sentence.words))))
     if ill_formed:
@@ -208,12 +276,16 @@ def _as_iob2(sentences: list[Sentence], scheme: str, notes: list[str]) -> list[S
     return converted
 
 
-def _check_prefixes(sentence: Sentence, tags: Sequence[str], scheme: str) -> None:
-    for word, tag in enumerate(tags):
-        if is_bare(tag):
+def _check_places(sentence: Sentence, scheme: str, notation: Notation) -> None:
+    """Raises InputError at a tag that lacks what others in these schemes have."""
+    for word, tag in enumerate(sentence.tags or ()):
+        if is_bare(notation.usual(tag)):
+            kind, example = (
+                ("suffix", f"{notation.separator}B") if notation.is_suffix else ("prefix", f"B{notation.separator}")
+            )
             raise InputError(
-                f"{sentence.place(word)}: the tag {tag!r} has no prefix such as B-, unlike others in {scheme}; correct "
-                "it, or choose with --label or --scheme"
+                f"{sentence.place(word)}: the tag {tag!r} has no {kind} such as {example}, unlike others in {scheme}; "
+                "correct it, or choose with --label or --scheme"
             )
 
 
@@ -235,15 +307,16 @@ def _task(train: Sequence[Sentence], scheme: str, labels: tuple[str, ...]) -> Ta
     return Task(name="tagging", kind="tagging", labels=labels or tuple(sorted(tags)), metric="accuracy")
 
 
-def _split(name: str, sentences: Sequence[Sentence], task: Task, known: str) -> Split:
+def _split(name: str, sentences: Sequence[Sentence], task: Task, known: str, bad: BadRows) -> Split:
     ids = {tag: number for number, tag in enumerate(task.labels)}
-    targets = []
-    for sentence in sentences:
-        tags = sentence.tags or ()
-        unknown = next((word for word, tag in enumerate(tags) if tag not in ids), None)
-        if unknown is not None:
-            raise InputError(f"{sentence.place(unknown)}: {_unknown(tags[unknown], task, known)}")
-        targets.append(np.array([ids[tag] for tag in tags], dtype=np.int64))
+
+    def check(sentence: Sentence) -> None:
+        for word, tag in enumerate(sentence.tags or ()):
+            if tag not in ids:
+                raise InputError(f"{sentence.place(word)}: {_unknown(tag, task, known)}")
+
+    sentences = _checked(sentences, check, bad)
+    targets = [np.array([ids[tag] for tag in sentence.tags or ()], dtype=np.int64) for sentence in sentences]
     return Split(
         name=name,
         path=sentences[0].path,
@@ -264,19 +337,24 @@ def _unknown(tag: str, task: Task, known: str) -> str:
     return f"unknown {kind} {tag!r}; {known}: {listed}{more}; name all with --labels, or remove it"
 
 
-def _set_aside(train: Split, fraction: float, seed: int, notes: list[str]) -> tuple[Split, Split]:
-    """A training and a dev split; every tag keeps a sentence for training."""
+def _set_aside(train: Split, task: Task, fraction: float, seed: int, notes: list[str]) -> tuple[Split, Split]:
+    """A training and a dev split; every tag keeps a sentence for training, and where it has another one, for dev."""
     assert train.targets is not None  # only a test file may lack tags
     num_rows = len(train.texts)
     tags = [set(target.tolist()) for target in train.targets]
     left = Counter(itertools.chain.from_iterable(tags))
     is_dev = np.zeros(num_rows, dtype=bool)
-    num_missing = max(1, round(num_rows * fraction))
-    for row in np.random.default_rng(seed).permutation(num_rows).tolist():
-        if num_missing and all(left[tag] > 1 for tag in tags[row]):
-            left.subtract(tags[row])
-            is_dev[row] = True
-            num_missing -= 1
+    num_dev = max(1, round(num_rows * fraction))
+    order = np.random.default_rng(seed).permutation(num_rows).tolist()
+    lacking = {number for number, label in enumerate(task.labels) if task.scheme == "none" or label[:1] == "B"}
+    for is_any_wanted in (False, True):  # first what dev lacks
+        for row in order:
+            is_wanted = num_dev > 0 if is_any_wanted else not lacking.isdisjoint(tags[row])
+            if is_wanted and not is_dev[row] and all(left[tag] > 1 for tag in tags[row]):
+                left.subtract(tags[row])
+                lacking -= tags[row]
+                is_dev[row] = True
+                num_dev -= 1
     if not is_dev.any():
         raise InputError(
             f"{train.path}: {num_rows} sentences are too few to set a dev split aside; give one with --dev"
@@ -286,3 +364,26 @@ def _set_aside(train: Split, fraction: float, seed: int, notes: list[str]) -> tu
         "your own with --dev"
     )
     return select(train, "train", np.flatnonzero(~is_dev)), select(train, "dev", np.flatnonzero(is_dev))
+
+
+def _class_sizes(task: Task, train: Split, dev: Split) -> Iterator[str]:
+    """How many entities or words of each class the splits have, and classes that hardly differ."""
+    sizes = [np.bincount(np.concatenate(split.targets), minlength=len(task.labels)) for split in (train, dev)]  # type: ignore[arg-type]
+    numbers = [number for number, label in enumerate(task.labels) if task.scheme == "none" or label[:1] == "B"]
+    names = {number: task.labels[number][0 if task.scheme == "none" else 2 :] for number in numbers}
+    numbers.sort(key=lambda number: -sizes[0][number])
+    shown = [f"{names[number]} {sizes[0][number]:,}/{sizes[1][number]:,}" for number in numbers[:MAX_NAMED_LABELS]]
+    more = f" and {len(numbers) - len(shown):,} more" if len(numbers) > len(shown) else ""
+    kind = "words by tag" if task.scheme == "none" else "entities by type"
+    yield f"{kind} to train/validate on: {', '.join(shown)}{more}"
+    lacking = [names[number] for number in numbers if sizes[0][number] and not sizes[1][number]]
+    if lacking:
+        yield f"{dev.path}: none to validate {', '.join(lacking[:MAX_NAMED_LABELS])} on, so the score leaves them out"
+    alike = itertools.groupby(sorted(names.values(), key=_folded), key=_folded)
+    for group in (list(each) for _, each in alike):
+        if len(group) > 1:
+            yield f"{train.path}: {' and '.join(map(repr, group))} differ only in case or spaces"
+
+
+def _folded(name: str) -> str:
+    return "".join(name.split()).casefold()

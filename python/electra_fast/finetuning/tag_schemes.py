@@ -11,11 +11,13 @@ A tag is `O`, or a prefix and a type as in `B-PER`. Without a type, as in `B`, t
 | IOB1   | I                     | I I I                      | B                                           |
 | IOB2   | B                     | B I I                      | B                                           |
 | IOBES  | S                     | B I E                      | B or S                                      |
+| IOE    | E, or I               | I I E, or I I I            | I or E, after an E                          |
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -26,11 +28,23 @@ from electra_fast.errors import InputError
 Entity = tuple[int, int, str]
 """The first word, the one after the last, and the type."""
 
-SCHEMES = ("IO", "IOB1", "IOB2", "IOBES", "none")
-ALIASES = {"BIO": "IOB2", "BIOES": "IOBES", "BILOU": "IOBES", "BMES": "IOBES"}
-# Prefixes, with those of BILOU and BMES as their equivalents in IOBES.
-PREFIXES = {"B": "B", "I": "I", "E": "E", "S": "S", "M": "I", "L": "E", "U": "S"}
+SCHEMES = ("IO", "IOB1", "IOB2", "IOBES", "IOE", "none")
+ALIASES = {
+    "BIO": "IOB2",
+    "BIOES": "IOBES",
+    "BILOU": "IOBES",
+    "BMES": "IOBES",
+    "BMEWO": "IOBES",
+    "IOE1": "IOE",
+    "IOE2": "IOE",
+}
+# Prefixes, with those of BILOU, BMES and BMEWO as their equivalents in IOBES.
+PREFIXES = {"B": "B", "I": "I", "E": "E", "S": "S", "M": "I", "L": "E", "U": "S", "W": "S"}
 _PREFIXED = re.compile(f"([{''.join(PREFIXES)}])(?:-(.*))?", re.DOTALL)
+# Share of words outside entities below which types without prefixes are taken for labels of every word.
+MIN_OUTSIDE = 0.1
+# Prefixes that a scheme does not have.
+_FOREIGN = {"IO": "BES", "IOB1": "ES", "IOB2": "ES", "IOE": "BS"}
 _OUTSIDE = ("O", "")
 
 
@@ -62,26 +76,37 @@ def detect_scheme(sentences: Iterable[Sequence[str]]) -> str:
     The first of these that holds decides:
 
     1. There is no `O`, and a tag has no prefix, or all are single letters other than `B`: none.
-    2. There is a prefix E, S, L or U: IOBES.
-    3. There is no B: IO. IOB1 without adjacent entities of a type looks the same, and is read the same.
-    4. Entities that do not follow one of their own type begin with B in IOB2 and with I in IOB1: what most of them do,
+    2. A tag has no prefix, none has a prefix with a type, and `O` is rarer than `MIN_OUTSIDE`: none. In tags of
+       parts of speech, `O` may be a label like others.
+    3. There is a prefix S, L or U, or both B and E: IOBES; E alone or beside I: IOE.
+    4. There is no B: IO. IOB1 without adjacent entities of a type looks the same, and is read the same.
+    5. Entities that do not follow one of their own type begin with B in IOB2 and with I in IOB1: what most of them do,
        and IOB2 at a tie.
     """
-    tags: set[str] = set()
+    tags: Counter[str] = Counter()
     num_b = num_i = 0
     for sentence in sentences:
         tags.update(sentence)
         for (_, type_before), (prefix, type_) in pairwise([_OUTSIDE, *map(split_tag, sentence)]):
             num_b += prefix == "B" and type_ != type_before
             num_i += prefix == "I" and type_ != type_before
-    if "O" not in tags and (any(map(is_bare, tags)) or not any(tag[:1] == "B" or "-" in tag for tag in tags)):
+    if not _delimit_entities(tags):
         return "none"
     prefixes = {split_tag(tag)[0] for tag in tags}
-    if prefixes & {"E", "S"}:
+    if "S" in prefixes or {"B", "E"} <= prefixes:
         return "IOBES"
     if "B" not in prefixes:
-        return "IO"
+        return "IOE" if "E" in prefixes else "IO"
     return "IOB2" if num_b >= num_i else "IOB1"
+
+
+def _delimit_entities(tags: Counter[str]) -> bool:
+    """Whether tags are those of entities, rather than labels that every word has."""
+    has_bare = any(map(is_bare, tags))
+    if "O" not in tags:
+        return not has_bare and any(tag[:1] == "B" or "-" in tag for tag in tags)
+    has_types = any(tag[1:2] == "-" and not is_bare(tag) for tag in tags)
+    return not has_bare or has_types or tags["O"] >= MIN_OUTSIDE * tags.total()
 
 
 def to_entities(tags: Sequence[str], scheme: str) -> tuple[list[Entity], list[int]]:
@@ -131,7 +156,7 @@ def _ill_formed(tags: Sequence[str], scheme: str) -> set[int]:
             if is_open != continues or (is_open and type_ != type_before):
                 words |= {word - 1} if is_open else set()
                 words |= {word} if continues else set()
-        elif prefix in "ES" or (scheme, prefix) == ("IO", "B"):
+        elif prefix in _FOREIGN[scheme]:
             words.add(word)
         elif (scheme, prefix) in (("IOB1", "B"), ("IOB2", "I")) and type_ != type_before:
             words.add(word)

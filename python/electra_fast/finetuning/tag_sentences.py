@@ -1,45 +1,53 @@
-"""The sentences of tagging files: words in columns, lists of words, or texts with the spans of their entities.
+"""The sentences of tagging files, and those of files with a row per sentence: lists of words, or texts with spans.
 
-`tag_files` makes splits of them.
+`tag_columns` reads files with a word per line; `tag_files` makes splits of both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import json
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+import pyarrow.parquet
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning.annotations import flat_row, is_rejected, rejected_note
+from electra_fast.finetuning.bad_rows import BadRows
 from electra_fast.finetuning.tables import (
+    Row,
     abbreviated,
     check_columns,
-    column_names,
-    iterate_cells,
     iterate_rows,
     place,
     text_of,
     there_are,
 )
-from electra_fast.finetuning.tag_schemes import Entity, from_entities
-
-Words = NDArray[np.int64]
-"""The first and past-the-last characters of a text's words, [words, 2]."""
+from electra_fast.finetuning.tag_spans import (
+    Convention,
+    SpannedText,
+    Words,
+    find_convention,
+    placed_spans,
+    read_spans,
+    tags_of_spans,
+)
 
 WORD_COLUMNS, TAG_COLUMNS = ("tokens", "words"), ("tags", "ner_tags", "labels", "pos_tags")
-TEXT_COLUMNS, SPAN_COLUMNS = ("text", "sentence"), ("spans", "entities", "labels", "label")
-_PAIRS = (*itertools.product(WORD_COLUMNS, TAG_COLUMNS), *itertools.product(TEXT_COLUMNS, SPAN_COLUMNS))
-SPAN_TYPES = ("label", "type", "tag")
-EXPECTED_SPAN = '{"start": 0, "end": 5, "label": "PER"} or [0, 5, "PER"]'
-# Lines of CoNLL-U that are not words: multiword tokens such as 1-2, and empty nodes such as 1.1.
-_NOT_A_WORD = re.compile(r"[0-9]+[-.][0-9]+")
+TEXT_COLUMNS, SPAN_COLUMNS = ("text", "sentence"), ("spans", "entities", "labels", "label", "ents", "annotations")
+_PAIRS = (
+    *itertools.product(WORD_COLUMNS, TAG_COLUMNS),
+    *itertools.product(TEXT_COLUMNS, SPAN_COLUMNS),
+    *itertools.product(WORD_COLUMNS, SPAN_COLUMNS),
+)
 # Chinese characters, as in BERT's basic tokenizer.
 _IDEOGRAPH = re.compile(
     "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002a700-\U0002ceaf\U0002f800-\U0002fa1f]"
@@ -126,115 +134,137 @@ def places_of(words: Sequence[str]) -> Words:
     return np.stack((ends - lengths, ends), axis=1)
 
 
-def column_sentences(
-    path: Path, text: Sequence[str] = (), label: Sequence[str] | None = (), *, is_test: bool = False
-) -> Iterator[Sentence]:
-    """Yields the sentences of a file with a word per line, its columns separated by tabs or spaces, in a stream.
-
-    Args:
-        path: The file; blank lines separate sentences.
-        text: The column of the words, from 0, or from the end with -1; empty for 0, in .conllu files 1.
-        label: That of the tags; empty for -1, in .conllu files 3; None to read no tags.
-        is_test: Whether the file may lack that column.
-
-    Raises InputError naming the line that cannot be used.
-    """
-    is_conllu = path.suffix.lower() == ".conllu"
-    word = _column_number(text or ("1" if is_conllu else "0",), "--text")
-    tag = None if label is None else _column_number(label or ("3" if is_conllu else "-1",), "--label")
-    for number, (lines, rows) in enumerate(_sentence_rows(path, is_conllu)):
-        width = len(rows[0])
-        if number == 0 and is_test and not _are_columns(width, word, tag):
-            tag = None
-        if not _are_columns(width, word, tag):
-            expected = f"words are expected in column {word}{'' if tag is None else f' and tags in column {tag}'}"
-            raise InputError(
-                f"{place(path, lines[0])}: {width} column{'s' if width > 1 else ''} separated by tabs or spaces, but "
-                f"{expected}; choose with --text and --label"
-            )
-        joined = joined_words(path, lines, [cells[word] for cells in rows])
-        tags = None if tag is None else [cells[tag] for cells in rows]
-        yield Sentence(path=path, lines=lines, row=number, text=joined[0], words=joined[1], tags=tags)
-
-
-def _are_columns(width: int, word: int, tag: int | None) -> bool:
-    """Whether a line of `width` columns has these, and they differ."""
-    chosen = [column for column in (word, tag) if column is not None]
-    return len({column % width for column in chosen if -width <= column < width}) == len(chosen)
-
-
-def _column_number(names: Sequence[str], flag: str) -> int:
-    check_single(names, flag)
-    if not re.fullmatch(r"-?[0-9]{1,9}", names[0]):
-        raise InputError(
-            f"{flag} is {names[0]!r}; the columns of this format are numbered from 0, and from the end with -1"
-        )
-    return int(names[0])
-
-
-def _sentence_rows(path: Path, is_conllu: bool) -> Iterator[tuple[list[int], list[list[str]]]]:
-    """The lines and cells of each sentence."""
-    lines: list[int] = []
-    rows: list[list[str]] = []
-    for line, cells in itertools.chain(_line_cells(path, is_conllu), [(0, [])]):
-        if cells and rows and len(cells) != len(rows[0]):
-            raise InputError(
-                f"{place(path, line)}: {len(cells)} columns, but line {lines[0]} of the sentence has {len(rows[0])}; "
-                "every word needs a tag, and a blank line ends a sentence"
-            )
-        if cells:
-            lines.append(line)
-            rows.append(cells)
-        elif rows:
-            yield lines, rows
-            lines, rows = [], []
-
-
-def _line_cells(path: Path, is_conllu: bool) -> Iterator[tuple[int, list[str]]]:
-    """The cells of each line that has a word; none for one that ends a sentence."""
-    for line, (text,) in iterate_cells(path, "\n"):
-        cells = [cell.strip(" ") for cell in text.split("\t")] if "\t" in text else list(filter(None, text.split(" ")))
-        if not any(cells) or text.startswith("-DOCSTART-"):
-            yield line, []
-        elif not (is_conllu and (text.startswith("#") or _NOT_A_WORD.fullmatch(cells[0]))):
-            yield line, cells
-
-
 def row_sentences(
-    path: Path, text: Sequence[str], label: Sequence[str], labels: Sequence[str], *, is_test: bool = False
-) -> Iterator[Sentence]:
-    """Yields the sentences of the rows of a .jsonl or .parquet file, in a stream.
+    path: Path,
+    text: Sequence[str] = (),
+    label: Sequence[str] = (),
+    labels: Sequence[str] = (),
+    *,
+    is_test: bool = False,
+    bad: BadRows | None = None,
+    notes: list[str] | None = None,
+) -> list[Sentence]:
+    """The sentences of the rows of a .jsonl, .json or .parquet file, but for those that an annotator rejected.
 
     Args:
         path: The file.
         text: The column of the lists of words or of the texts; empty for a usual one.
         label: The column of the lists of tags or of the spans; empty for a usual one.
-        labels: The names of tags that are numbers.
-        is_test: Whether the file may lack the column of the tags or spans.
+        labels: The names of tags that are numbers; empty for those that a Parquet file of `datasets` has.
+        is_test: Whether the file may lack the column of the tags or spans, and rows may be without annotation.
+        bad: Collects what is wrong with rows; by default the first one is raised.
+        notes: Takes lines on what was left out or converted.
 
     Raises InputError naming the line that cannot be used.
     """
-    text_column, label_column = _row_columns(path, text, label, is_test)
-    columns = (text_column, label_column) if label_column else (text_column,)
-    for number, (line, row) in enumerate(iterate_rows(path, columns)):
-        value, target = row.get(text_column), row.get(label_column)
-        if isinstance(value, list):
-            joined, tags = joined_words(path, [line], value), _tags(place(path, line), len(value), target, labels)
-            yield Sentence(path=path, lines=[line], row=number, text=joined[0], words=joined[1], tags=tags)
-        else:
-            yield _with_spans(path, line, number, text_of(path, line, row, text_column), target)
+    collect: Any = contextlib.nullcontext if bad is None else bad.collect
+    notes = [] if notes is None else notes
+    rows: list[tuple[int, Row]] = []
+    for line, row in iterate_rows(path):
+        with collect():
+            rows.append((line, flat_row(place(path, line), row)))
+    chosen = row_columns(path, [row for _, row in rows], text, label, is_test=is_test)
+    labels = labels or _class_names(path, chosen[1])
+    _check_numbers(path, rows, chosen, labels)
+    has_spans = any(isinstance(item, (dict, list)) for _, row in rows for item in _items(row.get(chosen[1])))
+    kept = [(n, *row) for n, row in enumerate(rows) if is_test or not is_rejected(row[1], chosen)]
+    notes += rejected_note(path, len(rows) - len(kept))
+    found: list[_Row] = []
+    for number, line, row in kept:
+        with collect():
+            found.append(_read_row(path, number, line, row, chosen, labels, has_spans))
+    return list(_with_tags(path, found, collect, notes))
 
 
-def _row_columns(path: Path, text: Sequence[str], label: Sequence[str], is_test: bool) -> tuple[str, str]:
+class _Row(NamedTuple):
+    """A row of a file; its spans, if it has any, are not yet tags."""
+
+    sentence: Sentence
+    spanned: SpannedText | None
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _read_row(
+    path: Path, number: int, line: int, row: Row, chosen: tuple[str, str], labels: Sequence[str], has_spans: bool
+) -> _Row:
+    """`has_spans`: whether some row of the file has spans, so that an empty list is no span rather than no tag."""
+    where, target = place(path, line), row.get(chosen[1])
+    content, text, words = row_text(path, line, row, chosen[0])
+    is_text = isinstance(content, str)
+    tags = None if is_text or has_spans else _tags(where, len(words), target, labels)
+    sentence = Sentence(
+        path=path, lines=[line], row=number, text=text, words=words, tags=tags, has_spans=is_text or has_spans
+    )
+    if target is None or not sentence.has_spans:
+        return _Row(sentence, None)
+    tokens = _token_texts(_items(row.get("tokens"))) if is_text else ()
+    return _Row(sentence, SpannedText(content, words, read_spans(where, target), tokens))
+
+
+def row_text(path: Path, line: int, row: Row, column: str) -> tuple[str | list[str], str, Words]:
+    """The text or words that a row has, the text that these make, and the places of the words in it."""
+    value = row.get(column)
+    if isinstance(value, list):
+        given = _token_texts(value)
+        return given, *joined_words(path, [line], given)
+    text = text_of(path, line, row, column)
+    return text, text, words_of_text(text)
+
+
+def _token_texts(tokens: Sequence[Any]) -> list[Any]:
+    """The words of a list of words, or of tokens as spaCy and Prodigy write them."""
+    return [token["text"] if isinstance(token, dict) and "text" in token else token for token in tokens]
+
+
+def _with_tags(path: Path, rows: Sequence[_Row], collect: Any, notes: list[str]) -> Iterator[Sentence]:
+    """The sentences, with tags in place of their spans."""
+    convention = find_convention([row.spanned for row in rows if row.spanned])
+    num_repeated = 0
+    for sentence, spanned in rows:
+        if spanned is None:
+            yield sentence
+            continue
+        with collect():
+            spans, repeated = placed_spans(sentence.place(), spanned, convention)
+            tags, num_cuts = tags_of_spans(sentence.place(), spanned, spans)
+            num_repeated += repeated
+            sentence = dataclasses.replace(sentence, tags=tags, num_cuts=num_cuts)
+        if sentence.tags is not None:
+            yield sentence
+    if convention != Convention():
+        notes.append(f"{path}: spans count {convention}, as the text shows; they are converted")
+    if num_repeated:
+        notes.append(f"{path}: {num_repeated:,} spans that repeat another one are left out")
+
+
+def _class_names(path: Path, column: str) -> tuple[str, ...]:
+    """The names of a column's numbers, as `datasets` keeps them in Parquet files; none where there are none."""
+    if path.suffix.lower() != ".parquet":
+        return ()
+    stored = (pyarrow.parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}")
+    feature = json.loads(stored).get("info", {}).get("features", {}).get(column)
+    while isinstance(feature, (dict, list)) and feature:
+        if isinstance(feature, dict) and "names" in feature:
+            return tuple(feature["names"])
+        feature = feature[0] if isinstance(feature, list) else feature.get("feature")
+    return ()
+
+
+def row_columns(
+    path: Path, rows: Sequence[Row], text: Sequence[str], label: Sequence[str], *, is_test: bool
+) -> tuple[str, str]:
     """The columns of words or text, and of tags or spans; the second is empty if a test file has none."""
-    available = column_names(path)
+    available = dict.fromkeys(name for row in rows for name in row)
     for flag, names in (("--text", text), ("--label", label)):
         check_single(names, flag)
         if flag == "--text" or not is_test:
             check_columns(path, available, names, flag)
     texts, targets = text or (*WORD_COLUMNS, *TEXT_COLUMNS), label or (*TAG_COLUMNS, *SPAN_COLUMNS)
     pairs = itertools.product(texts, targets) if text or label else iter(_PAIRS)
-    found = next((pair for pair in pairs if len(set(pair) & set(available)) == 2), None)
+    found = next((pair for pair in pairs if len({*pair} & {*available}) == 2), None)
     if found:
         return found
     column = next((name for name in texts if name in available), "")
@@ -260,67 +290,24 @@ def _tags(where: str, num_words: int, tags: Any, labels: Sequence[str]) -> list[
     return [_tag(where, tag, labels) for tag in tags]
 
 
+def _check_numbers(path: Path, rows: Sequence[tuple[int, Row]], chosen: tuple[str, str], labels: Sequence[str]) -> None:
+    """Raises InputError if tags are numbers without names."""
+    for line, row in () if labels else rows:
+        tag = next((tag for tag in _items(row.get(chosen[1])) if type(tag) is int and tag != -1), None)
+        if tag is not None and isinstance(row.get(chosen[0]), list):
+            raise InputError(
+                f"{place(path, line)}: the tag is the number {tag}; name the tags by number with --labels O,B-PER,..."
+            )
+
+
 def _tag(where: str, tag: Any, labels: Sequence[str]) -> str:
     """The name of a tag; empty for one that is missing, of which -1 is a sign."""
     if tag is None or tag == -1:
         return ""
     if isinstance(tag, str):
-        return tag
+        return tag.strip()
     if type(tag) is not int:
         raise InputError(f"{where}: the tag {abbreviated(tag)} is neither text nor an integer")
-    if not labels:
-        raise InputError(f"{where}: the tag is the number {tag}; name the tags by number with --labels O,B-PER,...")
     if not 0 <= tag < len(labels):
         raise InputError(f"{where}: the tag is the number {tag}, but --labels names 0 to {len(labels) - 1}")
     return labels[tag]
-
-
-def _with_spans(path: Path, line: int, number: int, text: str, items: Any) -> Sentence:
-    where, words = place(path, line), words_of_text(text)
-    sentence = Sentence(path=path, lines=[line], row=number, text=text, words=words, tags=None, has_spans=True)
-    if items is None:
-        return sentence
-    if not isinstance(items, list):
-        raise InputError(f"{where}: the spans are {abbreviated(items)}; there has to be a list of {EXPECTED_SPAN}")
-    spans = sorted(_span(where, item, len(text)) for item in items)
-    for (first, end, _), (start, last, _) in itertools.pairwise(spans):
-        if start < end:
-            raise InputError(f"{where}: the spans {first} to {end} and {start} to {last} overlap; keep one of them")
-    entities, num_cuts = _entities(where, words, spans)
-    tags = from_entities(entities, len(words))
-    return dataclasses.replace(sentence, tags=tags, num_cuts=num_cuts)
-
-
-def _span(where: str, item: Any, length: int) -> tuple[int, int, str]:
-    values = item
-    if isinstance(item, dict):
-        types = [item[name] for name in SPAN_TYPES if item.get(name)]
-        values = [item.get("start"), item.get("end"), *types[:1]]
-    if not isinstance(values, list) or [type(value) for value in values] != [int, int, str] or not values[2]:
-        raise InputError(f"{where}: the span {abbreviated(item)} is not like {EXPECTED_SPAN}")
-    start, end, type_ = values
-    if not 0 <= start < end <= length:
-        raise InputError(
-            f"{where}: the span {start} to {end} is empty or outside the text of {length} characters; count Unicode "
-            "code points from 0, the end exclusive"
-        )
-    return start, end, type_
-
-
-def _entities(where: str, words: Words, spans: Sequence[tuple[int, int, str]]) -> tuple[list[Entity], int]:
-    """Spans of characters as entities of all words that they overlap, and how many of their ends are within a word.
-
-    A word in two spans belongs to the first.
-    """
-    entities: list[Entity] = []
-    num_cuts = past = 0
-    for start, end, type_ in spans:
-        first = int(np.searchsorted(words[:, 1], start, side="right"))
-        last = int(np.searchsorted(words[:, 0], end, side="left"))
-        if first == last:
-            raise InputError(f"{where}: the span {start} to {end} has no word in it; remove it")
-        num_cuts += int(words[first, 0] < start) + int(words[last - 1, 1] > end)
-        if max(first, past) < last:
-            entities.append((max(first, past), last, type_))
-        past = last
-    return entities, num_cuts

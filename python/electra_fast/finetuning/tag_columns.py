@@ -1,0 +1,353 @@
+"""Sentences of files with a word per line: CoNLL's columns, CoNLL-U, and tables with a column that numbers sentences.
+
+Which lines are comments and which columns hold what is decided once for a file, by its first lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from electra_fast.errors import InputError
+from electra_fast.finetuning.bad_rows import BadRows
+from electra_fast.finetuning.tables import check_columns, column_names, iterate_cells, iterate_rows, place, there_are
+from electra_fast.finetuning.tag_schemes import is_bare
+from electra_fast.finetuning.tag_sentences import TEXT_COLUMNS, Sentence, check_single, joined_words
+
+COLUMN_FORMATS = (".conll", ".conllu", ".conllup", ".bio", ".iob", ".iob2", ".bioes", ".ner")
+# Column files in training; in prediction texts, unless their lines look like columns.
+TEXT_FORMATS = (".txt", ".tsv")
+WORD_NAMES = ("word", "words", "token", "tokens", "form")
+TAG_NAMES = ("tag", "tags", "label", "labels", "ner", "ner_tag", "ner_tags", "ne", "bio", "iob", "entity", "pos")
+_CONLLU = ("ID", "FORM", "LEMMA", "UPOS", "XPOS", "FEATS", "HEAD", "DEPREL", "DEPS", "MISC")
+_GLOBAL_COLUMNS = re.compile(r"#\s*global\.columns\s*=\s*(.*)")
+# Lines that are not words: multiword tokens such as 1-2, and empty nodes such as 1.1.
+_NOT_A_WORD = re.compile(r"[0-9]+[-.][0-9]+")
+# Comments even where they have as many cells as words have. `#word` is a hashtag, unlike `# word`.
+_COMMENT = re.compile(r"#(begin|end) document\b")
+# Sentences by which prediction judges a file; training reads all of it first.
+_SAMPLE = 1000
+
+
+class _Line(NamedTuple):
+    number: int
+    text: str
+    cells: list[str]
+
+
+_Block = list[_Line]
+"""The lines between two blank ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """How the lines of a file are read."""
+
+    width: int
+    """How many cells most lines of words have."""
+    word: int
+    tag: int | None
+    sentence: int | None
+    """The column that numbers the sentences, if there is one."""
+    has_ids: bool
+    """Whether column 0 numbers the words of a sentence."""
+    tags: frozenset[str]
+    """The tags of lines that cannot be comments."""
+
+    def is_comment(self, line: _Line, is_first: bool) -> bool:
+        """Whether a line is a comment. One that begins with # is a word only if it has the cells of one.
+
+        `#word` then is a hashtag; `# word` needs a tag that other words have, too.
+        """
+        if not line.text.startswith("#"):
+            return self.has_ids and bool(_NOT_A_WORD.fullmatch(line.cells[0]))
+        if self.has_ids or _COMMENT.match(line.text):
+            return True
+        is_hashtag = bool(line.text[1:2].strip())
+        if len(line.cells) != self.width:
+            return is_first or not is_hashtag
+        tag = line.cells[self.tag if self.tag is not None else -1]
+        return not (is_hashtag or self.width == 1 or tag in ("#", "O") or tag in self.tags or not is_bare(tag))
+
+
+def column_sentences(
+    path: Path,
+    text: Sequence[str] = (),
+    label: Sequence[str] | None = (),
+    *,
+    is_test: bool = False,
+    bad: BadRows | None = None,
+    notes: list[str] | None = None,
+) -> Iterator[Sentence]:
+    """Yields the sentences of a file with a word per line, its columns separated by tabs or spaces, or a .csv file.
+
+    Blank lines separate sentences, or the values of a column whose name begins with `sent`. Columns have names in
+    .conllu files, and where a comment `# global.columns = ...` or the first line says so.
+
+    Args:
+        path: The file.
+        text: The column of the words: a name, or a number from 0, or from the end with -1. Empty for one of
+            `WORD_NAMES`, else 0, or 1 where column 0 numbers the words.
+        label: That of the tags; empty for one of `TAG_NAMES`, else -1, in .conllu files 3; None to read no tags, in a
+            stream.
+        is_test: Whether the file may lack that column.
+        bad: Collects what is wrong with sentences; by default the first one is raised.
+        notes: Takes lines on how the file is read.
+
+    Raises InputError naming the line that cannot be used.
+    """
+    notes = [] if notes is None else notes
+    names, blocks = _named_blocks(path, text, label or ())
+    sample = list(itertools.islice(blocks, _SAMPLE) if label is None else blocks)
+    if not sample:
+        return
+    layout = _layout(path, names, sample, text, label, is_test, notes)
+    comments: list[_Line] = []
+    collect: Any = contextlib.nullcontext if bad is None else bad.collect
+    words = _split_by_id(_words(itertools.chain(sample, blocks), layout, comments), layout.sentence)
+    for number, lines in enumerate(words):
+        with collect():
+            yield _sentence(path, number, lines, layout)
+    if comments and not layout.has_ids:
+        first = f"{comments[0].text.strip()!r} is the first of {len(comments):,} lines that are read as comments"
+        notes.append(f"{place(path, comments[0].number)}: {first}")
+
+
+def are_columns(path: Path, text: Sequence[str]) -> bool:
+    """Whether a file to predict has a word per line, as training reads it; where it shows neither, it has texts."""
+    suffix = path.suffix.lower()
+    if suffix in COLUMN_FORMATS or not path.is_file():
+        return suffix in COLUMN_FORMATS
+    if suffix == ".csv":
+        return _is_word_table(column_names(path), text)
+    if suffix not in TEXT_FORMATS:
+        return False
+    blocks = list(itertools.islice(_blocks(path), _SAMPLE))
+    lines = [line for block in blocks for line in block if not line.text.startswith("#")]
+    if not lines or len({len(line.cells) for line in lines}) > 1 or len(lines[0].cells) < 2:
+        return False
+    if _is_word_table(lines[0].cells, text) or any(map(_is_number, text)):
+        return True
+    if suffix == ".tsv" and not {*lines[0].cells}.isdisjoint(text or TEXT_COLUMNS):
+        return False
+    columns = list(zip(*(line.cells for line in lines), strict=True))[1:]
+    has_tags = any("O" in column and not all(map(is_bare, {*column} - {"O"})) for column in columns)
+    return has_tags or (len(lines) >= 10 and 3 * len({*columns[-1]}) <= len(lines))
+
+
+def _is_word_table(names: Sequence[str], text: Sequence[str]) -> bool:
+    """Whether the columns are those of a table with a word per row, rather than a text."""
+    word = next((name for name in names if name in text or (not text and name.lower() in WORD_NAMES)), None)
+    sentence = _sentence_column(names)
+    return word is not None and (word.lower() in WORD_NAMES or sentence not in (None, names.index(word)))
+
+
+def _sentence_column(names: Sequence[str]) -> int | None:
+    return next((column for column, name in enumerate(names) if name.lower().startswith("sent")), None)
+
+
+def _named_blocks(path: Path, text: Sequence[str], label: Sequence[str]) -> tuple[list[str], Iterator[_Block]]:
+    """The names of the columns, if they have any, and the blocks without the header."""
+    if path.suffix.lower() == ".csv":
+        return list(column_names(path)), _table_blocks(path)
+    blocks = _blocks(path)
+    first = next(blocks, [])
+    rest = itertools.chain([first] if first else [], blocks)
+    if named := next(filter(None, (_GLOBAL_COLUMNS.match(line.text) for line in first)), None):
+        return named[1].split(), rest
+    if path.suffix.lower() == ".conllu":
+        return list(_CONLLU), rest
+    header = first[0].cells if first else []
+    names = {name.lower() for name in header}
+    is_named = bool(names & {*WORD_NAMES}) and bool(names & {*TAG_NAMES})
+    if is_named or any(name in header and not _is_number(name) for name in (*text, *label)):
+        return header, itertools.chain([first[1:]] if first[1:] else [], blocks)
+    return [], rest
+
+
+def _blocks(path: Path) -> Iterator[_Block]:
+    block: _Block = []
+    for number, (text,) in iterate_cells(path, "\n"):
+        cells = [cell.strip(" ") for cell in text.split("\t")] if "\t" in text else list(filter(None, text.split(" ")))
+        if any(cells) and not text.startswith("-DOCSTART-"):
+            block.append(_Line(number, text, cells))
+        elif block:
+            yield block
+            block = []
+    if block:
+        yield block
+
+
+def _table_blocks(path: Path) -> Iterator[_Block]:
+    """The rows of a .csv file; blank lines between them show in their numbers."""
+    block: _Block = []
+    for number, row in iterate_rows(path):
+        if block and number > block[-1].number + 1:
+            yield block
+            block = []
+        block.append(_Line(number, "", list(row.values())))
+    yield block
+
+
+def _layout(
+    path: Path,
+    names: Sequence[str],
+    sample: Sequence[_Block],
+    text: Sequence[str],
+    label: Sequence[str] | None,
+    is_test: bool,
+    notes: list[str],
+) -> _Layout:
+    lines = [line for block in sample for line in block if not line.text.startswith("#")] or sample[0]
+    width = Counter(len(line.cells) for line in lines).most_common(1)[0][0]
+    is_conllu = [*names[:2]] == ["ID", "FORM"]
+    has_ids = is_conllu or (not names and width > 2 and text not in (("0",), ["0"]) and _count_words(sample))
+    word = _column(path, text, names, WORD_NAMES, 1 if has_ids else 0, "--text")
+    tag = None if label is None else _tag_column(path, label, names, is_conllu=is_conllu, is_test=is_test)
+    if has_ids and not names and not label and tag is not None:  # of several columns of entities, the outer ones
+        columns = list(zip(*(line.cells for line in lines if len(line.cells) == width), strict=True))
+        tag = next((column for column in range(word + 1, width) if "O" in columns[column]), tag)
+    if is_test and not _are_columns(width, word, tag):
+        tag = None
+    if not _are_columns(width, word, tag):
+        raise InputError(_misfit(path, next(line for line in lines if len(line.cells) == width), word, tag))
+    if has_ids and not names and not text:
+        chosen = "" if tag is None else f", tags from column {tag % width}"
+        notes.append(
+            f"{path}: column 0 numbers the words; words are read from column {word}{chosen} of 0 to {width - 1}; "
+            "choose with --text and --label"
+        )
+    column = -1 if tag is None else tag
+    tags = frozenset(line.cells[column] for line in lines if len(line.cells) == width)
+    sentence = _sentence_column(names)
+    return _Layout(width=width, word=word, tag=tag, sentence=sentence, has_ids=has_ids, tags=tags)
+
+
+def _count_words(sample: Sequence[_Block]) -> bool:
+    """Whether the first cells of most blocks are 1, 2, 3 and so on."""
+    firsts = [[line.cells[0] for line in block if not line.text.startswith("#")] for block in sample]
+    counted = [own == [str(number) for number in _numbers(own)] for own in firsts if own]
+    return 2 * sum(counted) > len(counted) and any(len(own) > 1 for own in firsts)
+
+
+def _numbers(found: Sequence[str]) -> range:
+    """The numbers of a sentence's words, from 1 or 0."""
+    first = 0 if found[0] == "0" else 1
+    return range(first, first + len(found))
+
+
+def _tag_column(
+    path: Path, chosen: Sequence[str], names: Sequence[str], *, is_conllu: bool, is_test: bool
+) -> int | None:
+    """The column of the tags: in .conllup files the one that CoNLL-U does not have, else that of parts of speech."""
+    has_usual = not {*map(str.lower, names)}.isdisjoint(TAG_NAMES)
+    if is_test and names and not (chosen or has_usual or is_conllu):
+        return None
+    usual = -1
+    if is_conllu and not (chosen or has_usual):
+        own = [name for name in names if name not in _CONLLU] or [name for name in names if name == "UPOS"]
+        if len(own) != 1:
+            raise InputError(f"{path}: no label column; {there_are(own or names)}; choose with --label")
+        usual = names.index(own[0])
+    return _column(path, chosen, names, TAG_NAMES, usual, "--label")
+
+
+def _column(
+    path: Path, chosen: Sequence[str], names: Sequence[str], usual: Sequence[str], number: int, flag: str
+) -> int:
+    """The number of a column that is chosen by name or number; else that of a usual name, or the given one."""
+    check_single(chosen or ("",), flag)
+    lower = [name.lower() for name in names]
+    if not chosen:
+        found = next((lower.index(name) for name in usual if name in lower), None)
+        if found is None and names and [*names[:2]] != ["ID", "FORM"]:
+            kind = flag.removeprefix("--")
+            raise InputError(f"{path}: no {kind} column; {there_are(names)}; choose with {flag}")
+        return number if found is None else found
+    if chosen[0].lower() in lower:
+        return lower.index(chosen[0].lower())
+    if not _is_number(chosen[0]):
+        if names:
+            check_columns(path, names, chosen, flag)
+        raise InputError(
+            f"{flag} is {chosen[0]!r}; the columns of this format are numbered from 0, and from the end with -1"
+        )
+    return int(chosen[0])
+
+
+def _is_number(name: str) -> bool:
+    return re.fullmatch(r"-?[0-9]{1,9}", name) is not None
+
+
+def _are_columns(width: int, word: int, tag: int | None) -> bool:
+    """Whether a line of `width` columns has these, and they differ."""
+    chosen = [column for column in (word, tag) if column is not None]
+    return len({column % width for column in chosen if -width <= column < width}) == len(chosen)
+
+
+def _misfit(path: Path, line: _Line, word: int, tag: int | None) -> str:
+    width = len(line.cells)
+    expected = f"words are expected in column {word}{'' if tag is None else f' and tags in column {tag}'}"
+    return (
+        f"{place(path, line.number)}: {width} column{'s' if width > 1 else ''} separated by tabs or spaces, but "
+        f"{expected}; choose with --text and --label"
+    )
+
+
+def _words(blocks: Iterator[_Block], layout: _Layout, comments: list[_Line]) -> Iterator[_Block]:
+    """The blocks without comments, which are kept apart."""
+    for block in blocks:
+        words: _Block = []
+        for line in block:
+            (comments if layout.is_comment(line, not words) else words).append(line)
+        if words:
+            yield words
+
+
+def _split_by_id(blocks: Iterator[_Block], column: int | None) -> Iterator[_Block]:
+    """The lines of each sentence. Where a column numbers sentences, an empty cell repeats the one before."""
+    for block in blocks:
+        if column is None:
+            yield block
+            continue
+        current = ""
+        keys = [current := line.cells[column] or current for line in block if len(line.cells) > column]
+        if len(keys) < len(block):
+            yield block  # a line is too short, which is an error
+            continue
+        for _, group in itertools.groupby(zip(keys, block, strict=True), key=lambda pair: pair[0]):
+            yield [line for _, line in group]
+
+
+def _sentence(path: Path, number: int, lines: _Block, layout: _Layout) -> Sentence:
+    first = lines[0]
+    for line in lines:
+        if len(line.cells) != len(first.cells):
+            raise InputError(
+                f"{place(path, line.number)}: {len(line.cells)} columns, but line {first.number} of the sentence has "
+                f"{len(first.cells)}; every word needs a tag, and a blank line ends a sentence"
+            )
+    if not _are_columns(len(first.cells), layout.word, layout.tag):
+        raise InputError(_misfit(path, first, layout.word, layout.tag))
+    if layout.has_ids:
+        _check_ids(path, lines)
+    numbers = [line.number for line in lines]
+    joined = joined_words(path, numbers, [line.cells[layout.word] for line in lines])
+    tags = None if layout.tag is None else [line.cells[layout.tag] for line in lines]
+    return Sentence(path=path, lines=numbers, row=number, text=joined[0], words=joined[1], tags=tags)
+
+
+def _check_ids(path: Path, lines: _Block) -> None:
+    """Raises InputError where the words of a sentence are not numbered one after the other."""
+    for expected, line in zip(_numbers([line.cells[0] for line in lines]), lines, strict=True):
+        if line.cells[0] != str(expected):
+            raise InputError(
+                f"{place(path, line.number)}: the word is numbered {line.cells[0]!r} and should be {expected}; a line "
+                "is missing, or a blank line between sentences"
+            )
