@@ -142,6 +142,7 @@ def read(
     examples = {name: _examples(file, reader or _number, bad) for name, file in files.items()}
     notes, hint = [note for each in examples.values() for note in each.notes], ""
     try:
+        _check_labelled(examples)
         if reader:
             task, targets, hint = _classification(examples, reader, labels, bad)
             notes += _doubts(examples["train"])
@@ -265,6 +266,13 @@ def _examples(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad:
     return _Examples(file=file, rows=rows, texts=texts, labels=labels, notes=tuple(notes))
 
 
+def _check_labelled(examples: Mapping[str, _Examples]) -> None:
+    for name, each in examples.items():
+        if not each.rows:
+            flag = "--label" if name == "train" else f"--{name}-label"
+            raise InputError(f"{each.file.table.path}: no example has a label; choose the column with {flag}")
+
+
 def _texts(file: _File, row: int) -> tuple[str, ...]:
     texts = tuple(file.table.columns[name][row] for name in file.text)
     if not all(isinstance(text, str) for text in texts):
@@ -276,11 +284,12 @@ def _texts(file: _File, row: int) -> tuple[str, ...]:
 def _unlabelled_note(file: _File, signs: Counter[str], unlabelled: list[int], labels: Sequence[Any]) -> Iterator[str]:
     if not unlabelled:
         return
-    what = "are predicted and not scored" if file.name == "test" else "are left out"
+    what = "predicted and not scored" if file.name == "test" else "left out"
+    first = file.table.place(unlabelled[0]).removeprefix(f"{file.table.path}: ")
+    remedy = _how_to_keep(signs, labels) if file.name == "train" and len(file.label) == 1 else ""
     yield (
         f"{file.table.path}: {len(unlabelled):,} of {len(file.table.lines):,} examples have no label "
-        f"({left_out(signs)}; the first in {file.table.place(unlabelled[0]).removeprefix(f'{file.table.path}: ')}) "
-        f"and {what}{_how_to_keep(signs, labels)}"
+        f"({left_out(signs)}; the first in {first}): {what}{remedy}"
     )
 
 
@@ -316,7 +325,7 @@ def _classification(
     """The task, the targets of the splits, and what to add where they have unknown labels."""
     train = examples["train"]
     found = {name for names in train.labels for name in names}
-    _check_found(examples, found, reader)
+    _check_found(train, found, reader)
     classes = reader.flags or given or _classes(train, found, reader.is_multi_label)
     task = Task(
         name="classification",
@@ -336,12 +345,8 @@ def _classification(
     return task, {name: _class_targets(each, ids, reader.is_multi_label) for name, each in examples.items()}, hint
 
 
-def _check_found(examples: Mapping[str, _Examples], found: set[str], reader: LabelReader) -> None:
-    """Raises InputError where there is nothing to learn, or where a file has no label."""
-    train = examples["train"]
-    for each in examples.values():
-        if not each.rows:
-            raise InputError(f"{each.file.table.path}: no example has a label; choose the column with --label")
+def _check_found(train: _Examples, found: set[str], reader: LabelReader) -> None:
+    """Raises InputError where there is nothing to learn."""
     if len(found) < (1 if reader.is_multi_label else 2):
         rest = next((note for note in train.notes if "no label" in note), "")
         raise InputError(
@@ -409,8 +414,6 @@ def _doubts(train: _Examples) -> Iterator[str]:
 
 
 def _values(examples: _Examples) -> NDArray[np.float64] | None:
-    if not examples.rows:
-        raise InputError(f"{examples.file.table.path}: no example has a label; choose the column with --label")
     if not examples.file.label:
         return None
     return np.array([math.nan if label is None else label for label in examples.labels], dtype=np.float64)
