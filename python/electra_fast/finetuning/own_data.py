@@ -51,6 +51,8 @@ TEXT_COLUMNS = (
 LABEL_COLUMNS = ("label", "labels", "gold_label", "score", "target")
 # More classes than this, most of them of a single example, are not classes.
 MAX_SPARSE_CLASSES = 1000
+# Where an annotation tool says what became of an example, and what it says of those that count.
+VERDICT, VERDICTS, ACCEPTED = "answer", {"accept", "reject", "ignore"}, "accept"
 
 Columns = tuple[str, ...]
 
@@ -190,7 +192,8 @@ def _read_files(
         repeated = {each for each in texts + labels if (texts + labels).count(each) > 1}
         if repeated:
             raise InputError(f"{path}: the column {min(repeated)!r} is chosen twice by --text and --label")
-        table = read_table(path, texts + labels, quoting=quoting)
+        verdict = (VERDICT,) if labels and VERDICT in set(available[name]) - {*texts, *labels} else ()
+        table = read_table(path, texts + labels + verdict, quoting=quoting)
         files[name] = _File(name=name, table=table, text=texts, label=labels, notes=tuple(notes))
     return files
 
@@ -246,11 +249,15 @@ def _examples(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad:
     """Reads the rows of a file; those without a label are left out, but for a test file's."""
     rows: list[int] = []
     texts, labels, signs, unlabelled = list[tuple[str, ...]](), list[Any](), Counter[str](), list[int]()
+    verdicts = file.table.columns.get(VERDICT, []) if VERDICT not in file.text + file.label else []
+    has_verdicts = bool(verdicts) and all(isinstance(each, str) and each in VERDICTS for each in verdicts)
     for row in range(len(file.table.lines)):
         with bad.collect():
             label = None
             if file.label:
                 try:
+                    if has_verdicts and verdicts[row] != ACCEPTED:
+                        raise NoLabel(verdicts[row])
                     label = read_cells([file.table.columns[name][row] for name in file.label], file.table.place(row))
                 except NoLabel as sign:
                     signs[str(sign)] += 1
