@@ -312,6 +312,36 @@ def test_a_run_of_ours_in_every_recipe(whole_run, glue_folder, tmp_path, recipe,
     assert 0 <= found["mrpc"]["median"] <= 1
 
 
+def test_what_own_data_lack_is_said_beside_the_score(encoder_folder, tmp_path):
+    rows = [{"text": text, "label": ("bad", "good")[label]} for text, label in sentences(30)]
+    files = {
+        "train": [*rows[:20], {"text": "code", "label": "rare"}],
+        "dev": rows[20:],
+        "test": [row | ({"label": None} if number % 2 else {}) for number, row in enumerate(rows)],
+    }
+    for name, content in files.items():
+        (tmp_path / name).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    flags = [word for name in files for word in (f"--{name}", (tmp_path / name).with_suffix(".jsonl"))]
+    flags += [word for name, value in QUICK.items() for word in (f"--{name}", value)]
+    out = tmp_path / "out"
+    found = in_process.run(
+        *("finetune", "--task", "classification", "--model", encoder_folder, "--out", out, "--json"), *flags
+    )
+    (score,) = [line for line in found.stderr.splitlines() if "seed 0: accuracy" in line]
+    assert score.endswith("; dev has no example of 'rare'; test has no example of 'rare'")
+    result = json.loads(found.stdout)["classification"]
+    assert result["absent_classes"] == {"dev": ["rare"], "test": ["rare"]}
+    bad, good = (sum(row["label"] == label for row in files["train"]) for label in ("bad", "good"))
+    assert f"examples per class, train: 'bad' {bad}, 'good' {good}, 'rare' 1" in found.stderr
+    majority = "bad" if bad >= good else "good"
+    truth = [row["label"] for row in files["test"]]
+    assert result["majority"]["accuracy_test"] == pytest.approx(truth.count(majority) / 15)
+    path = out / "classification" / "seed-0" / "predictions.test.jsonl"
+    predicted = [json.loads(line)["label"] for line in path.read_text().splitlines()]
+    num_right = sum(one == other for one, other in zip(predicted, truth, strict=True))
+    assert result["runs"][0]["accuracy_test"] == pytest.approx(num_right / 15)
+
+
 def test_own_data_with_a_share_set_aside(encoder_folder, tmp_path):
     path = tmp_path / "reviews.csv"
     rows = [f'"{text}, ""said"" he",{"good" if label else "bad"}' for text, label in sentences(60)]

@@ -19,6 +19,11 @@ def test_other_settings_data_or_encoder_are_refused(finetuned, encoder_folder, g
     other = save_encoder(tmp_path / "other", tiny_vocab, seed=1)
     with pytest.raises(InputError, match="sst2: was made from another encoder; give the same"):
         ef.finetune("sst2", model=other, data=glue_folder, out=out, overrides=QUICK)
+    renamed = shutil.copytree(encoder_folder, tmp_path / "renamed")
+    words = (renamed / "vocab.txt").read_text().splitlines()
+    (renamed / "vocab.txt").write_text("\n".join([*words[:5], *reversed(words[5:])]) + "\n")
+    with pytest.raises(InputError, match="was made with another tokenizer"):
+        ef.finetune("sst2", model=renamed, data=glue_folder, out=out, overrides=QUICK)
     with pytest.raises(InputError, match="was made with other examples of train"):
         ef.finetune(
             "sst2", model=encoder_folder, data=write_sst2(tmp_path / "data", train=41), out=out, overrides=QUICK
@@ -140,6 +145,15 @@ def test_a_damaged_checkpoint_is_named_with_what_to_remove(finetuned, encoder_fo
         (checkpoint / "state.json").write_text(content)
         with pytest.raises(InputError, match=r"checkpoint: damaged .* remove .*seed-0 to train this seed again"):
             ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=2, overrides=QUICK)
+
+
+def test_the_model_and_the_keys_are_checked_before_the_data(encoder_folder, tmp_path):
+    arguments = {"task": "classification", "train": tmp_path / "missing.csv", "out": tmp_path / "out"}
+    with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
+        ef.finetune(model=tmp_path / "nowhere", **arguments)
+    for key, value in (("finetune.epoch", 3), ("finetune.epochs", -1), ("finetune.sequence_length", 1000)):
+        with pytest.raises(InputError, match=key):
+            ef.finetune(model=encoder_folder, overrides={key: value}, **arguments)
 
 
 def test_missing_models_and_folders_are_named(glue_folder, encoder_folder, tmp_path):

@@ -192,7 +192,7 @@ def test_what_says_that_there_is_no_label_is_no_class(write, sign, name):
     assert (data.task.labels, data.train.targets.tolist(), data.train.ids) == (("0", "1"), [1, 0, 1], ["1", "2", "4"])
     assert (data.dev[0].targets.tolist(), data.dev[0].ids) == ([1], ["0"])
     first, second = data.notes
-    assert first.startswith(f"{train}: 2 of 5 examples have no label (") and " and are left out" in first
+    assert first.startswith(f"{train}: 2 of 5 examples have no label (") and "): left out" in first
     assert second.startswith(f"{dev}: 1 of 2 examples have no label (")
     assert ("--labels=-1,0,1" in first) == ("-1" in str(sign))
 
@@ -219,6 +219,18 @@ def test_words_for_nothing_are_classes_with_a_doubt_and_missing_among_numbers(wr
     assert read(write(labelled("NA", "DE", "FR")), label_map=("NA=",)).task.labels == ("DE", "FR")
 
 
+@pytest.mark.parametrize("name", ["train.jsonl", "train.csv"])
+def test_what_annotators_rejected_or_ignored_is_left_out(write, name):
+    answers = ("accept", "reject", "accept", "ignore", "accept")
+    rows = [row | {"answer": answer} for row, answer in zip(labelled(*"abbab"), answers, strict=True)]
+    data = read_split(write(rows, name))
+    assert sorted(data.train.ids + data.dev[0].ids) == ["0", "2", "4"]
+    assert "2 of 5 examples have no label ('reject' 1, 'ignore' 1; the first in line " in data.notes[0]
+    other = write([*rows, rows[0] | {"answer": "forty-two"}], name)  # not a verdict
+    assert len(read(other).train.texts) == 6
+    assert read(write(rows, name), label=("answer",)).task.labels == ("accept", "ignore", "reject")
+
+
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 @pytest.mark.parametrize("sign", ["", None, "-"])
 def test_a_test_file_is_scored_where_it_has_labels(write, kind, sign):
@@ -227,7 +239,7 @@ def test_a_test_file_is_scored_where_it_has_labels(write, kind, sign):
     (split,) = data.test
     values = split.targets if kind == "regression" else np.array([1, 2, np.nan])[split.targets]
     np.testing.assert_array_equal(values, [2, np.nan, 1])
-    assert len(split.texts) == 3 and any("are predicted and not scored" in note for note in data.notes)
+    assert len(split.texts) == 3 and any("): predicted and not scored" in note for note in data.notes)
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "train.csv"])
@@ -235,7 +247,7 @@ def test_numbers_of_a_regression_may_be_missing_and_minus_one_is_one(write, name
     train = write(labelled("1", "-1", "", "nan", "2.5"), name)
     data = read(train, kind="regression")
     assert data.train.targets.tolist() == [1, -1, 2.5]
-    assert f"{train}: 2 of 5 examples have no label (empty or null 1, 'nan' 1; the first in line " in data.notes[0]
+    assert "2 of 5 examples have no label (empty or null 1, 'nan' 1;" in data.notes[0]
 
 
 def test_several_labels_without_a_label(write):

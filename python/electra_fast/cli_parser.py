@@ -320,7 +320,7 @@ def _add_own_data(own: argparse._ActionsContainer) -> None:
     )
     for split in ("dev", "test"):
         for kind in ("text", "label"):
-            help = f"columns of --{split} (those of --train, or the usual ones)" if kind == "text" else "likewise"
+            help = f"--{kind} of --{split}, where it has other columns"
             own.add_argument(f"--{split}-{kind}", type=comma_separated, default=(), metavar="COLUMN", help=help)
     own.add_argument(
         "--labels",

@@ -51,6 +51,8 @@ TEXT_COLUMNS = (
 LABEL_COLUMNS = ("label", "labels", "gold_label", "score", "target")
 # More classes than this, most of them of a single example, are not classes.
 MAX_SPARSE_CLASSES = 1000
+# Where an annotation tool says what became of an example, and what it says of those that count.
+VERDICT, VERDICTS, ACCEPTED = "answer", {"accept", "reject", "ignore"}, "accept"
 
 Columns = tuple[str, ...]
 
@@ -142,6 +144,7 @@ def read(
     examples = {name: _examples(file, reader or _number, bad) for name, file in files.items()}
     notes, hint = [note for each in examples.values() for note in each.notes], ""
     try:
+        _check_labelled(examples)
         if reader:
             task, targets, hint = _classification(examples, reader, labels, bad)
             notes += _doubts(examples["train"])
@@ -189,7 +192,8 @@ def _read_files(
         repeated = {each for each in texts + labels if (texts + labels).count(each) > 1}
         if repeated:
             raise InputError(f"{path}: the column {min(repeated)!r} is chosen twice by --text and --label")
-        table = read_table(path, texts + labels, quoting=quoting)
+        verdict = (VERDICT,) if labels and VERDICT in set(available[name]) - {*texts, *labels} else ()
+        table = read_table(path, texts + labels + verdict, quoting=quoting)
         files[name] = _File(name=name, table=table, text=texts, label=labels, notes=tuple(notes))
     return files
 
@@ -245,11 +249,15 @@ def _examples(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad:
     """Reads the rows of a file; those without a label are left out, but for a test file's."""
     rows: list[int] = []
     texts, labels, signs, unlabelled = list[tuple[str, ...]](), list[Any](), Counter[str](), list[int]()
+    verdicts = file.table.columns.get(VERDICT, []) if VERDICT not in file.text + file.label else []
+    has_verdicts = bool(verdicts) and all(isinstance(each, str) and each in VERDICTS for each in verdicts)
     for row in range(len(file.table.lines)):
         with bad.collect():
             label = None
             if file.label:
                 try:
+                    if has_verdicts and verdicts[row] != ACCEPTED:
+                        raise NoLabel(verdicts[row])
                     label = read_cells([file.table.columns[name][row] for name in file.label], file.table.place(row))
                 except NoLabel as sign:
                     signs[str(sign)] += 1
@@ -265,6 +273,13 @@ def _examples(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad:
     return _Examples(file=file, rows=rows, texts=texts, labels=labels, notes=tuple(notes))
 
 
+def _check_labelled(examples: Mapping[str, _Examples]) -> None:
+    for name, each in examples.items():
+        if not each.rows:
+            flag = "--label" if name == "train" else f"--{name}-label"
+            raise InputError(f"{each.file.table.path}: no example has a label; choose the column with {flag}")
+
+
 def _texts(file: _File, row: int) -> tuple[str, ...]:
     texts = tuple(file.table.columns[name][row] for name in file.text)
     if not all(isinstance(text, str) for text in texts):
@@ -276,11 +291,12 @@ def _texts(file: _File, row: int) -> tuple[str, ...]:
 def _unlabelled_note(file: _File, signs: Counter[str], unlabelled: list[int], labels: Sequence[Any]) -> Iterator[str]:
     if not unlabelled:
         return
-    what = "are predicted and not scored" if file.name == "test" else "are left out"
+    what = "predicted and not scored" if file.name == "test" else "left out"
+    first = file.table.place(unlabelled[0]).removeprefix(f"{file.table.path}: ")
+    remedy = _how_to_keep(signs, labels) if file.name == "train" and len(file.label) == 1 else ""
     yield (
         f"{file.table.path}: {len(unlabelled):,} of {len(file.table.lines):,} examples have no label "
-        f"({left_out(signs)}; the first in {file.table.place(unlabelled[0]).removeprefix(f'{file.table.path}: ')}) "
-        f"and {what}{_how_to_keep(signs, labels)}"
+        f"({left_out(signs)}; the first in {first}): {what}{remedy}"
     )
 
 
@@ -316,7 +332,7 @@ def _classification(
     """The task, the targets of the splits, and what to add where they have unknown labels."""
     train = examples["train"]
     found = {name for names in train.labels for name in names}
-    _check_found(examples, found, reader)
+    _check_found(train, found, reader)
     classes = reader.flags or given or _classes(train, found, reader.is_multi_label)
     task = Task(
         name="classification",
@@ -336,12 +352,8 @@ def _classification(
     return task, {name: _class_targets(each, ids, reader.is_multi_label) for name, each in examples.items()}, hint
 
 
-def _check_found(examples: Mapping[str, _Examples], found: set[str], reader: LabelReader) -> None:
-    """Raises InputError where there is nothing to learn, or where a file has no label."""
-    train = examples["train"]
-    for each in examples.values():
-        if not each.rows:
-            raise InputError(f"{each.file.table.path}: no example has a label; choose the column with --label")
+def _check_found(train: _Examples, found: set[str], reader: LabelReader) -> None:
+    """Raises InputError where there is nothing to learn."""
     if len(found) < (1 if reader.is_multi_label else 2):
         rest = next((note for note in train.notes if "no label" in note), "")
         raise InputError(
@@ -409,8 +421,6 @@ def _doubts(train: _Examples) -> Iterator[str]:
 
 
 def _values(examples: _Examples) -> NDArray[np.float64] | None:
-    if not examples.rows:
-        raise InputError(f"{examples.file.table.path}: no example has a label; choose the column with --label")
     if not examples.file.label:
         return None
     return np.array([math.nan if label is None else label for label in examples.labels], dtype=np.float64)
