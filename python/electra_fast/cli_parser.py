@@ -265,7 +265,7 @@ def _add_own_data(own: argparse._ActionsContainer) -> None:
         "--labels", type=comma_separated, default=(), metavar="A,B,...", help="the classes (those of --train)"
     )
     own.add_argument(
-        "--scheme", default="auto", help="of tags: IO, IOB1, IOB2, IOBES, none; auto: as the tags show (%(default)s)"
+        "--scheme", default="auto", help="of tags: IO, IOB1, IOB2, IOBES, IOE, none; auto: as tags show (%(default)s)"
     )
     own.add_argument("--label-separator", default="", metavar="TEXT", help="between the labels of one cell")
     own.add_argument(
