@@ -219,18 +219,6 @@ def test_words_for_nothing_are_classes_with_a_doubt_and_missing_among_numbers(wr
     assert read(write(labelled("NA", "DE", "FR")), label_map=("NA=",)).task.labels == ("DE", "FR")
 
 
-@pytest.mark.parametrize("name", ["train.jsonl", "train.csv"])
-def test_what_annotators_rejected_or_ignored_is_left_out(write, name):
-    answers = ("accept", "reject", "accept", "ignore", "accept")
-    rows = [row | {"answer": answer} for row, answer in zip(labelled(*"abbab"), answers, strict=True)]
-    data = read_split(write(rows, name))
-    assert sorted(data.train.ids + data.dev[0].ids) == ["0", "2", "4"]
-    assert "2 of 5 examples have no label ('reject' 1, 'ignore' 1; the first in line " in data.notes[0]
-    other = write([*rows, rows[0] | {"answer": "forty-two"}], name)  # not a verdict
-    assert len(read(other).train.texts) == 6
-    assert read(write(rows, name), label=("answer",)).task.labels == ("accept", "ignore", "reject")
-
-
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 @pytest.mark.parametrize("sign", ["", None, "-"])
 def test_a_test_file_is_scored_where_it_has_labels(write, kind, sign):

@@ -337,7 +337,7 @@ def _add_own_data(own: argparse._ActionsContainer) -> None:
         help="other names for labels, in all files; OLD= leaves these examples out",
     )
     own.add_argument(
-        "--scheme", default="auto", help="of tags: IO, IOB1, IOB2, IOBES, none; auto: as the tags show (%(default)s)"
+        "--scheme", default="auto", help="of tags: IO, IOB1, IOB2, IOBES, IOE, none; auto: as tags show (%(default)s)"
     )
     own.add_argument("--label-separator", default="", metavar="TEXT", help="between the labels of one cell")
     own.add_argument(

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.tables import Row, Table
+from electra_fast.finetuning.tables import Row
 
 # Columns for an annotator's verdict, of Prodigy and Label Studio.
 VERDICT_COLUMNS = ("answer", "was_cancelled")
-_REJECTED = {"reject", "ignore", "true"}
+_ANSWERS = (None, "accept", "reject", "ignore")
 
 
-def is_rejected(row: Row, chosen: Collection[str] = ()) -> bool:
-    """Whether a row was rejected, ignored or skipped. Columns that are `chosen` as text or label are no verdict."""
-    verdicts = (row.get(name) for name in VERDICT_COLUMNS if name not in chosen)
-    return any(str(verdict).lower() in _REJECTED for verdict in verdicts)
+def rejected_rows(rows: Sequence[Row], chosen: Collection[str], *, is_test: bool = False) -> set[int]:
+    """Which rows were rejected, ignored or skipped; none of a test file in which all were.
+
+    Columns that are `chosen` as text or label are no verdict.
+    """
+    answers = [None if "answer" in chosen else row.get("answer") for row in rows]
+    if not all(answer in _ANSWERS for answer in answers):
+        answers = []  # to a question
+    found = {number for number, answer in enumerate(answers) if answer in _ANSWERS[2:]}
+    if "was_cancelled" not in chosen:
+        found |= {number for number, row in enumerate(rows) if _is_true(row.get("was_cancelled"))}
+    return set() if is_test and len(found) == len(rows) else found
+
+
+def _is_true(value: Any) -> bool:
+    return str(value).lower() == "true"
 
 
 def verdict_columns(available: Iterable[str], chosen: Collection[str]) -> tuple[str, ...]:
@@ -26,18 +37,12 @@ def verdict_columns(available: Iterable[str], chosen: Collection[str]) -> tuple[
     return tuple(name for name in available if name in VERDICT_COLUMNS and name not in chosen)
 
 
-def without_rejected(table: Table, chosen: Collection[str]) -> tuple[Table, tuple[str, ...]]:
-    """The rows that were not rejected, and a note on how many were."""
-    rows = [dict(zip(table.columns, values, strict=True)) for values in zip(*table.columns.values(), strict=True)]
-    kept = [number for number, row in enumerate(rows) if not is_rejected(row, chosen)]
-    columns = {name: [values[row] for row in kept] for name, values in table.columns.items()}
-    lines = [table.lines[row] for row in kept]
-    return dataclasses.replace(table, columns=columns, lines=lines), rejected_note(table.path, len(rows) - len(kept))
-
-
-def rejected_note(path: Path, number: int) -> tuple[str, ...]:
-    """Says how many rows were left out, if any."""
-    return (f"{path}: {number:,} rows that an annotator rejected or skipped are left out",) if number else ()
+def rejected_note(path: Path, number: int, total: int) -> tuple[str, ...]:
+    """Says how many rows are left out, if any; InputError if none is left."""
+    if 0 < number == total:
+        raise InputError(f"{path}: an annotator rejected or skipped every row; accept some")
+    note = f"{path}: {number:,} of {total:,} rows are left out, which an annotator rejected or skipped"
+    return (note,) if number else ()
 
 
 def flat_row(where: str, row: Row) -> Row:
@@ -48,7 +53,7 @@ def flat_row(where: str, row: Row) -> Row:
     annotations = row.get("annotations", row.get("completions"))
     if not isinstance(row.get("data"), dict) or not isinstance(annotations, list):
         return row
-    valid = [each for each in annotations if not is_rejected(each)]
+    valid = [each for each in annotations if not _is_true(each.get("was_cancelled"))]
     results = [_spans(each) for each in [each for each in valid if each.get("ground_truth")] or valid]
     if any(result != results[0] for result in results):
         raise InputError(f"{where}: {len(results)} annotations differ; keep one, or mark one as ground truth")

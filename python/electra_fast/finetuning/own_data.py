@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning.annotations import rejected_note, rejected_rows, verdict_columns
 from electra_fast.finetuning.bad_rows import BadRows
 from electra_fast.finetuning.labels import (
     INTEGER,
@@ -51,8 +52,6 @@ TEXT_COLUMNS = (
 LABEL_COLUMNS = ("label", "labels", "gold_label", "score", "target")
 # More classes than this, most of them of a single example, are not classes.
 MAX_SPARSE_CLASSES = 1000
-# Where an annotation tool says what became of an example, and what it says of those that count.
-VERDICT, VERDICTS, ACCEPTED = "answer", {"accept", "reject", "ignore"}, "accept"
 
 Columns = tuple[str, ...]
 
@@ -192,8 +191,8 @@ def _read_files(
         repeated = {each for each in texts + labels if (texts + labels).count(each) > 1}
         if repeated:
             raise InputError(f"{path}: the column {min(repeated)!r} is chosen twice by --text and --label")
-        verdict = (VERDICT,) if labels and VERDICT in set(available[name]) - {*texts, *labels} else ()
-        table = read_table(path, texts + labels + verdict, quoting=quoting)
+        verdicts = verdict_columns(available[name], texts + labels)
+        table = read_table(path, texts + labels + verdicts, quoting=quoting)
         files[name] = _File(name=name, table=table, text=texts, label=labels, notes=tuple(notes))
     return files
 
@@ -249,15 +248,14 @@ def _examples(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad:
     """Reads the rows of a file; those without a label are left out, but for a test file's."""
     rows: list[int] = []
     texts, labels, signs, unlabelled = list[tuple[str, ...]](), list[Any](), Counter[str](), list[int]()
-    verdicts = file.table.columns.get(VERDICT, []) if VERDICT not in file.text + file.label else []
-    has_verdicts = bool(verdicts) and all(isinstance(each, str) and each in VERDICTS for each in verdicts)
-    for row in range(len(file.table.lines)):
+    columns, num_rows = file.table.columns, len(file.table.lines)
+    cells = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    rejected = rejected_rows(list(cells), file.text + file.label, is_test=file.name == "test")
+    for row in [row for row in range(num_rows) if row not in rejected]:
         with bad.collect():
             label = None
             if file.label:
                 try:
-                    if has_verdicts and verdicts[row] != ACCEPTED:
-                        raise NoLabel(verdicts[row])
                     label = read_cells([file.table.columns[name][row] for name in file.label], file.table.place(row))
                 except NoLabel as sign:
                     signs[str(sign)] += 1
@@ -269,7 +267,8 @@ def _examples(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad:
             labels.append(label)
     if all(label in (None, -1) for label in labels):  # a test file whose labels are hidden
         file, unlabelled = dataclasses.replace(file, label=()), []
-    notes = [*file.notes, *_unlabelled_note(file, signs, unlabelled, labels), *_empty_texts(file, rows, texts)]
+    notes = [*file.notes, *rejected_note(file.table.path, len(rejected), num_rows)]
+    notes += [*_unlabelled_note(file, signs, unlabelled, labels), *_empty_texts(file, rows, texts)]
     return _Examples(file=file, rows=rows, texts=texts, labels=labels, notes=tuple(notes))
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from electra_fast.errors import InputError
 from electra_fast.finetuning.bad_rows import BadRows
 from electra_fast.finetuning.tables import check_columns, column_names, iterate_cells, iterate_rows, place, there_are
-from electra_fast.finetuning.tag_schemes import is_bare
+from electra_fast.finetuning.tag_schemes import is_bare, split_tag
 from electra_fast.finetuning.tag_sentences import TEXT_COLUMNS, Sentence, check_single, joined_words
 
 COLUMN_FORMATS = (".conll", ".conllu", ".conllup", ".bio", ".iob", ".iob2", ".bioes", ".ner")
@@ -57,8 +57,8 @@ class _Layout:
     """The column that numbers the sentences, if there is one."""
     has_ids: bool
     """Whether column 0 numbers the words of a sentence."""
-    tags: frozenset[str]
-    """The tags of lines that cannot be comments."""
+    types: frozenset[str]
+    """The types or tags of lines that cannot be comments."""
 
     def is_comment(self, line: _Line, is_first: bool) -> bool:
         """Whether a line is a comment. One that begins with # is a word only if it has the cells of one.
@@ -73,7 +73,7 @@ class _Layout:
         if len(line.cells) != self.width:
             return is_first or not is_hashtag
         tag = line.cells[self.tag if self.tag is not None else -1]
-        return not (is_hashtag or self.width == 1 or tag in ("#", "O") or tag in self.tags or not is_bare(tag))
+        return not (is_hashtag or self.width == 1 or tag in ("#", "O") or split_tag(tag)[1] in self.types)
 
 
 def column_sentences(
@@ -224,9 +224,9 @@ def _layout(
             "choose with --text and --label"
         )
     column = -1 if tag is None else tag
-    tags = frozenset(line.cells[column] for line in lines if len(line.cells) == width)
+    types = frozenset(split_tag(line.cells[column])[1] for line in lines if len(line.cells) == width) - {""}
     sentence = _sentence_column(names)
-    return _Layout(width=width, word=word, tag=tag, sentence=sentence, has_ids=has_ids, tags=tags)
+    return _Layout(width=width, word=word, tag=tag, sentence=sentence, has_ids=has_ids, types=types)
 
 
 def _count_words(sample: Sequence[_Block]) -> bool:

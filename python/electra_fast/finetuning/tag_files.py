@@ -232,7 +232,9 @@ def _scheme(train: Sequence[Sentence], name: str, notes: list[str]) -> tuple[str
         how += " without prefixes, so words of one type in a row are one entity"
     if scheme != "none" and notation != Notation():
         example = next((tag for tag in tags if tag != notation.outside and notation.parts(tag)), "")
-        written = [f"{tag!r} for {notation.usual(tag)!r}" for tag in (example, notation.outside) if tag]
+        written = [
+            f"{tag!r} for {notation.usual(tag)!r}" for tag in (example, notation.outside) if tag not in ("", "O")
+        ]
         how += f", written {' and '.join(written)}"
     if name == "auto" or notation != Notation():
         notes.append(f"{path}: tags read as {how} (found in the tags; choose with --scheme)")

@@ -57,9 +57,9 @@ class Notation:
 def detect_notation(tags: Counter[str]) -> Notation:
     """The notation of a file's tags, given how often each occurs.
 
-    That of most words with a type, the usual one first. Another one has to look like a scheme: it has a B, or nothing
-    but I; and words outside entities, or a type with several places. Where there is no `O`, a tag that means the same
-    takes its place: one such as `_` beside tags with places, or `other` if it is the most frequent tag.
+    That of most words with a type, the usual one first. Another one has to look like a scheme: it has a B, or only I,
+    or I and E; and words outside entities, or a type with several places. Where there is no `O`, another tag takes its
+    place: one such as `_` beside tags with places, or `other` if it is the most frequent tag.
     """
     others = (tag for tag in tags if tag.lower() in _OUTSIDE)
     outside = "O" if "O" in tags else max(others, key=lambda tag: tags[tag], default="")
@@ -93,4 +93,5 @@ def _is_plausible(notation: Notation, tags: Iterable[str], has_outside: bool) ->
     is_varied = any(len(own) > 1 for own in places.values())
     if not notation.separator:
         return has_outside and is_varied and all("B" in own or "S" in own for own in places.values())
-    return ("B" in all_places or all_places == {"I"}) and (has_outside or is_varied)
+    has_scheme = "B" in all_places or all_places == {"I"} or (is_varied and all_places == {"I", "E"})
+    return has_scheme and (has_outside or is_varied)

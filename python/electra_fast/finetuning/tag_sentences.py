@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow.parquet
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.annotations import flat_row, is_rejected, rejected_note
+from electra_fast.finetuning.annotations import flat_row, rejected_note, rejected_rows
 from electra_fast.finetuning.bad_rows import BadRows
 from electra_fast.finetuning.tables import (
     Row,
@@ -151,7 +151,7 @@ def row_sentences(
         text: The column of the lists of words or of the texts; empty for a usual one.
         label: The column of the lists of tags or of the spans; empty for a usual one.
         labels: The names of tags that are numbers; empty for those that a Parquet file of `datasets` has.
-        is_test: Whether the file may lack the column of the tags or spans, and rows may be without annotation.
+        is_test: Whether the file may lack the column of the tags or spans.
         bad: Collects what is wrong with rows; by default the first one is raised.
         notes: Takes lines on what was left out or converted.
 
@@ -167,10 +167,12 @@ def row_sentences(
     labels = labels or _class_names(path, chosen[1])
     _check_numbers(path, rows, chosen, labels)
     has_spans = any(isinstance(item, (dict, list)) for _, row in rows for item in _items(row.get(chosen[1])))
-    kept = [(n, *row) for n, row in enumerate(rows) if is_test or not is_rejected(row[1], chosen)]
-    notes += rejected_note(path, len(rows) - len(kept))
+    rejected = rejected_rows([row for _, row in rows], chosen, is_test=is_test)
+    notes += rejected_note(path, len(rejected), len(rows))
     found: list[_Row] = []
-    for number, line, row in kept:
+    for number, (line, row) in enumerate(rows):
+        if number in rejected:
+            continue
         with collect():
             found.append(_read_row(path, number, line, row, chosen, labels, has_spans))
     return list(_with_tags(path, found, collect, notes))
@@ -192,6 +194,8 @@ def _read_row(
 ) -> _Row:
     """`has_spans`: whether some row of the file has spans, so that an empty list is no span rather than no tag."""
     where, target = place(path, line), row.get(chosen[1])
+    if target is None and row.get("answer") == "accept":
+        target = []  # Prodigy leaves it out
     content, text, words = row_text(path, line, row, chosen[0])
     is_text = isinstance(content, str)
     tags = None if is_text or has_spans else _tags(where, len(words), target, labels)
@@ -235,7 +239,8 @@ def _with_tags(path: Path, rows: Sequence[_Row], collect: Any, notes: list[str])
         if sentence.tags is not None:
             yield sentence
     if convention != Convention():
-        notes.append(f"{path}: spans count {convention}, as the text shows; they are converted")
+        counted = convention.described(next(row.spanned.text for row in rows if row.spanned))
+        notes.append(f"{path}: spans count {counted}, as the text shows; they are converted")
     if num_repeated:
         notes.append(f"{path}: {num_repeated:,} spans that repeat another one are left out")
 

@@ -67,8 +67,10 @@ class Convention:
     inclusive: bool = False
     """Whether the end is the last rather than the one after it."""
 
-    def __str__(self) -> str:
-        return f"{self.unit} from {self.first}, the end {'inclusive' if self.inclusive else 'exclusive'}"
+    def described(self, text: str | Sequence[str]) -> str:
+        """What is counted in a text, or in words."""
+        unit = f"{'Unicode ' if self.unit == 'code points' else ''}{self.unit}" if isinstance(text, str) else "words"
+        return f"{unit} from {self.first}, the end {'inclusive' if self.inclusive else 'exclusive'}"
 
     def place(self, text: str | Sequence[str], span: Span) -> tuple[int, int] | None:
         """The code points of a span, or its words; None if it is empty, not in the text or cuts a character."""
@@ -140,7 +142,9 @@ def _plain(text: str) -> str:
 
 
 def read_spans(where: str, items: Any) -> list[Span]:
-    """The spans of a row; InputError where one has another form."""
+    """The spans of a row; InputError where one has another form. `datasets` turns a list of objects into lists."""
+    if isinstance(items, dict) and all(isinstance(each, list) for each in items.values()):
+        items = [dict(zip(items, values, strict=False)) for values in zip(*items.values(), strict=False)]
     if not isinstance(items, list):
         raise InputError(f"{where}: the spans are {abbreviated(items)}; there has to be a list of {EXPECTED_SPAN}")
     return [_read_span(where, item) for item in items]
@@ -204,9 +208,8 @@ def placed_spans(where: str, row: SpannedText, convention: Convention) -> tuple[
 def _placed(where: str, row: SpannedText, span: Span, convention: Convention) -> Span:
     here, place = f"{where}: the span {span.start} to {span.end}", convention.place(row.text, span)
     if place is None:
-        is_text = isinstance(row.text, str)
-        size = f"{len(row.text):,} {'characters' if is_text else 'words'}"
-        counted = f"Unicode {convention}" if is_text else str(convention).replace(convention.unit, "words")
+        size = f"{len(row.text):,} {'characters' if isinstance(row.text, str) else 'words'}"
+        counted = convention.described(row.text)
         raise InputError(f"{here} is empty or outside the text of {size}; count {counted}")
     found = row.part(*place)
     if span.text is not None and not _is_same(found, span.text):
