@@ -127,7 +127,7 @@ def test_a_run_without_evaluations_is_judged_too(validation_corpus, tmp_path, ca
 def test_the_entropy_of_masked_tokens(validation_corpus):
     """Close to that of all tokens, counted apart."""
     counts = Corpus(validation_corpus).token_counts()
-    config = tiny_config(**{"data.masking": "paper", "model.vocab_size": str(len(counts))})
+    config = tiny_config(**{"data.packing": "best-fit", "model.vocab_size": str(len(counts))})
     shares = counts[counts > 0] / counts.sum()
     expected = -(shares * np.log(shares)).sum()
     found = unigram_entropy(str(validation_corpus), config, 0, World())
