@@ -146,6 +146,12 @@ class TestGoingBack:
         record = json.loads((out / "changes.jsonl").read_text())
         assert (record["step"], record["changes"]) == (21, {"optimizer.beta1": [0.9, 0.5]})
 
+    @pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+    def test_a_restart_does_not_go_back_again(self, out, monkeypatch, variable):
+        monkeypatch.setenv(variable, "1")
+        assert cli("pretrain", "--out", out, "--from", "step-3").returncode == 0
+        assert checkpoint_folder.steps(out) == [21, 24]
+
     @pytest.mark.parametrize(
         ("flag", "message"),
         [("step-20", "no checkpoint step-20 here; it has step-21, step-24"), ("best", "'best' is not the name of a")],

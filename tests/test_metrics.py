@@ -9,7 +9,7 @@ import pytest
 from electra_fast.config import Config
 from electra_fast.json_files import JsonLines, read_records
 from electra_fast.objectives import objective_of
-from electra_fast.training.metrics import LastingWarning, area_under_curve, warning
+from electra_fast.training.metrics import MIN_STEPS, LastingWarning, area_under_curve, warning
 
 # 1000 tokens, 100 masked, 80 replaced; 70 called replaced, 49 of them rightly.
 TOTALS = {
@@ -80,13 +80,13 @@ def test_a_warning_lasts(window, warmup, bad_from, first):
     said = []
     for step in range(window, 5000, window):
         found = (bad if step > bad_from else metrics()) | {"step": step}
-        if warnings.take(found, window, is_warm=step - window >= warmup):
+        if warnings.take(found, window, max(MIN_STEPS, warmup)):
             said.append(step)
     assert said == [first]
     passing = (
         bad | {"step": step} if step // 100 % 2 else metrics() | {"step": step} for step in range(100, 5000, 100)
     )
-    assert not any(warnings.take(found, 100, is_warm=True) for found in passing)
+    assert not any(warnings.take(found, 100, 0) for found in passing)
 
 
 def test_json_lines_are_cut_back_to_the_checkpoint(tmp_path):

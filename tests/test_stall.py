@@ -1,12 +1,15 @@
 """The alarm for a discriminator that learns nothing while its generator improves, and the AUC that it reads."""
 
+import numpy as np
 import pytest
 from tiny_run import lines, tiny_config
 
+from electra_fast.config import Config
 from electra_fast.data.corpus import Corpus
-from electra_fast.training.evaluate import evaluate
+from electra_fast.training.evaluate import evaluate, unigram_entropy
 from electra_fast.training.pretrain import pretrain
-from electra_fast.training.stall import stall_warning
+from electra_fast.training.stall import stall_warning, verdict
+from electra_fast.training.world import World
 
 
 def evaluations(losses, aucs):
@@ -52,6 +55,38 @@ def test_real_runs(run, alarms):
     assert [end for end in range(1, 21) if stall_warning(found[:end])] == alarms
 
 
+def said(recipe="google", entropy=None, **found):
+    config = Config.preset("mini", recipe).override({"train.steps": "350"})
+    found = {"tokens": 50_000, "unigram_auc": None, "discriminator_auc": None, "encoder_loss": None} | found
+    return verdict(config, found, entropy, 700_000, 5_000_000)
+
+
+@pytest.mark.parametrize(
+    ("found", "amount", "measured"),
+    [
+        ({"unigram_auc": 0.50, "discriminator_auc": 0.7}, "nothing", "AUC 0.500 with random tokens"),
+        ({"unigram_auc": 0.54, "tokens": 500}, "nothing", "AUC 0.540"),  # as likely by chance
+        ({"unigram_auc": 0.54}, "little", "AUC 0.540"),
+        ({"unigram_auc": 0.81}, "", "AUC 0.810"),
+        ({"discriminator_auc": 0.81}, "", "AUC 0.810 with its own generator's"),
+        ({"generator_loss": 6.0, "entropy": 6.0}, "nothing", "generator_loss 6.000 (token frequencies alone give 6.0"),
+        ({"generator_loss": 5.5, "entropy": 6.0}, "little", "generator_loss 5.5"),
+        ({"generator_loss": 6.0, "encoder_loss": 4.0, "entropy": 6.0}, "", "encoder_loss 4.0"),
+    ],
+)
+def test_the_verdict(found, amount, measured):
+    first, *others = said(**found)
+    assert measured in first and (f"has learned {amount} yet" in first if amount else "has learned" not in first)
+    assert len(others) == bool(amount)
+
+
+def test_the_likely_reasons():
+    reasons = said(unigram_auc=0.5)[1]
+    for reason in ("350 steps, 0.70 M tokens", "--train.steps 3500", "--recipe modern", "0.0005", "5.00 M tokens"):
+        assert reason in reasons
+    assert "--recipe modern" not in said("modern", unigram_auc=0.5)[1]
+
+
 def test_a_discriminator_without_a_loss_stalls(validation_corpus, tmp_path, capfd):
     """And the AUC of an evaluation is one on nearly the replacements of `evaluate`, which counts all tokens."""
     changes = {"objective.disc_weight": "0", "model.tying": "none", "optimizer.learning_rate": "5e-3"}
@@ -71,8 +106,28 @@ def test_a_discriminator_without_a_loss_stalls(validation_corpus, tmp_path, capf
 
 
 @pytest.mark.parametrize("objective", ["mlm", "replace-mlm"])
-def test_objectives_without_a_discriminator_have_none(validation_corpus, tmp_path, objective):
+def test_objectives_without_a_discriminator_have_none(validation_corpus, tmp_path, objective, capfd):
     changes = {"objective.name": objective, "train.steps": "2", "train.eval_every": "2", "data.masking": "paper"}
     changes["optimizer.warmup_steps"] = "1"
     pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
     assert "unigram_auc" not in lines(tmp_path / "run", "evaluations.jsonl")[-1]
+    assert "the model has learned nothing yet: " in capfd.readouterr().err
+
+
+def test_a_run_without_evaluations_is_judged_too(validation_corpus, tmp_path, capfd):
+    """Its verdict is on other text than it was trained on where there is some, and does not touch the run."""
+    for every in ("0", "2"):
+        config = tiny_config(**{"train.steps": "4", "train.eval_every": every, "train.eval_batches": "10"})
+        pretrain(config, data=validation_corpus, out=tmp_path / every)
+    first, second = (line for line in capfd.readouterr().err.splitlines() if line.startswith("the model has learned"))
+    assert first == second and lines(tmp_path / "0") == lines(tmp_path / "2")
+
+
+def test_the_entropy_of_masked_tokens(validation_corpus):
+    """Close to that of all tokens, counted apart."""
+    counts = Corpus(validation_corpus).token_counts()
+    config = tiny_config(**{"data.packing": "best-fit", "model.vocab_size": str(len(counts))})
+    shares = counts[counts > 0] / counts.sum()
+    expected = -(shares * np.log(shares)).sum()
+    found = unigram_entropy(str(validation_corpus), config, 0, World())
+    assert found == pytest.approx(expected, abs=0.1)

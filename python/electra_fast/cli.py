@@ -257,8 +257,11 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _pretrain(options: argparse.Namespace) -> int:
+    from electra_fast.training.launch import is_restarted
     from electra_fast.training.pretrain import pretrain
 
+    if is_restarted():  # it has gone back already
+        options.from_step = None
     config = _config(options)
     _require_corpus(options, config)
     result = pretrain(

@@ -28,6 +28,7 @@ from electra_fast.objectives import objective_of
 from electra_fast.training.evaluate import SEED, evaluate
 from electra_fast.training.plots import plot_metrics
 from electra_fast.training.pretrain import pretrain
+from electra_fast.training.stall import auc_text
 
 VOCAB_SIZE = 1024
 NUM_SENTENCES = 6
@@ -60,8 +61,7 @@ def demo(out: Path) -> None:
         f"\nOn {metrics['tokens']:,} held-out tokens, of which the generator replaced {replaced:.1%}: "
         f"AUC [bold]{metrics['discriminator_auc']:.3f}[/bold] (0.5 is chance), "
         f'accuracy {metrics["discriminator_accuracy"]:.1%} (always "original": {1 - replaced:.1%}).\n'
-        f"AUC [bold]{metrics['unigram_auc']:.3f}[/bold] with random tokens, by their frequency, in place of the "
-        "generator's: the same text for every model, so this one compares.\n"
+        f"{auc_text(float(metrics['unigram_auc'] or 0))}: the same text for every model, so this one compares.\n"
         f"The model: {out / 'export'} (AutoModel.from_pretrained). The curves: {out / 'curves.png'}.",
         highlight=False,
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 from electra_fast.atomic_files import replace_file
 from electra_fast.config import Config
-from electra_fast.errors import Diverged, ElectraFastError
+from electra_fast.errors import Diverged, ElectraFastError, TrainingFailed
 from electra_fast.interruption import interrupt_at_once
 from electra_fast.json_files import json_text, read_object
 
@@ -73,7 +73,8 @@ def do(folder: Path) -> None:
     run, tasks = folder / "run", folder / "tasks"
     try:
         if not (folder / TASKS).exists():
-            pretrain(config, data=work.corpus, out=run)
+            if not pretrain(config, data=work.corpus, out=run).is_finished:
+                raise TrainingFailed(f"{run}: train.max_minutes ended the pre-training; run again to resume")
             found = finetune(
                 work.tasks, model=run, data=work.glue, out=tasks, seeds=work.finetune_seeds, overrides=work.finetune
             )

@@ -84,6 +84,11 @@ class Launch:
         }
 
 
+def is_restarted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun has restarted this process, or SLURM its job, with the command of the first time."""
+    return any(environ.get(name, "") not in ("", "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
 def _is_torchrun(environ: Mapping[str, str]) -> bool:
     return bool(environ.get("TORCHELASTIC_RUN_ID"))
 

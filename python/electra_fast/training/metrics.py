@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 from electra_fast.objectives.objective import Number
 
+MIN_STEPS = 100
+"""Before so many steps, and over fewer, no warning makes sense."""
+
 
 def area_under_curve(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.bool_]) -> float | None:
     """Area under the ROC curve of the discriminator's logits; None where only one class occurs."""
@@ -47,22 +50,19 @@ def warning(metrics: Mapping[str, Number]) -> str | None:
 class LastingWarning:
     """Tells a warning that lasts from one that passes: at most one in `pause` steps.
 
-    It has to hold in `_WINDOWS` log windows in a row, and over `_STEPS` steps, all of them after the warmup and the
-    first `_STEPS` steps.
+    It has to hold in two log windows in a row, and over `MIN_STEPS` steps.
     """
-
-    _WINDOWS, _STEPS = 2, 100
 
     def __init__(self, pause: int) -> None:
         self._pause, self._next = pause, 0
         self._windows, self._steps = 0, 0
 
-    def take(self, metrics: Mapping[str, Number], num_steps: int, *, is_warm: bool) -> str | None:
-        """The warning to give after a log window of so many steps, or None."""
+    def take(self, metrics: Mapping[str, Number], num_steps: int, first_step: int) -> str | None:
+        """The warning to give after a log window of so many steps, or None; windows before the first step are none."""
         step = int(metrics["step"] or 0)
-        message = warning(metrics) if is_warm and step - num_steps >= self._STEPS else None
+        message = warning(metrics) if step - num_steps >= first_step else None
         self._windows, self._steps = (self._windows + 1, self._steps + num_steps) if message else (0, 0)
-        if self._windows < self._WINDOWS or self._steps < self._STEPS or step < self._next:
+        if self._windows < 2 or self._steps < MIN_STEPS or step < self._next:
             return None
         self._next = step + self._pause
         return message

@@ -55,7 +55,7 @@ def pretrain(
             corpora of the same vocabulary, or other weights. Recorded in RUN/changes.jsonl. Model sizes can never
             change.
         from_step: Go back to the checkpoint of this step instead of the newest one. Later checkpoints are renamed,
-            later lines of the logs removed. Where torchrun has restarted its ranks, they resume at the newest one.
+            later lines of the logs removed.
 
     Returns:
         The folder, the last step, and whether the run is finished: it is not where `train.max_minutes` stopped it.
@@ -84,7 +84,7 @@ def pretrain(
     with stop_requests(is_launched=launch.launcher != "") as stop:
         if launch.launcher == "torchrun":
             stop_with_parent()
-        open_it = partial(open_run, allow_changes=allow_changes, from_step=None if launch.attempt else from_step)
+        open_it = partial(open_run, allow_changes=allow_changes, from_step=from_step)
         train = _train_alone if launch.world_size == 1 else partial(_train_among, launch)
         run, step = train(config, open_it, stop, start)
     if stop and step < run.config.train.steps:

@@ -65,24 +65,26 @@ def verdict(
         trained_tokens: What it was trained on, with repetitions.
         corpus_tokens: Size of its corpora.
     """
-    auc = found.get("unigram_auc")
-    if auc is not None:
-        amount, measured = _auc_amount(auc, float(found["tokens"] or 0)), auc_text(auc)
-        what = "the discriminator"
-    elif (own := found.get("discriminator_auc")) is not None:
-        amount, what = _auc_amount(own, float(found["tokens"] or 0)), "the model"
-        measured = f"AUC {own:.3f} with its own generator's replacements (0.5 is chance)"
+    what = "the model finds replaced tokens"
+    if (auc := found.get("unigram_auc")) is not None:
+        amount, measured = _auc_amount(auc, found), auc_text(auc)
+    elif (auc := found.get("discriminator_auc")) is not None:
+        amount = _auc_amount(auc, found)
+        measured = f"AUC {auc:.3f} with its own generator's replacements (0.5 is chance)"
     elif entropy is not None:
-        name = "generator_loss" if found.get("encoder_loss") is None else "encoder_loss"
+        what, name = (
+            "the model predicts masked tokens",
+            "encoder_loss" if found.get("encoder_loss") else "generator_loss",
+        )
         loss = float(found[name] or 0)
         amount = "nothing" if loss > _NOTHING_LOSS * entropy else "little" if loss > _LITTLE_LOSS * entropy else ""
-        what, measured = "the model", f"{name} {loss:.3f} (token frequencies alone give {entropy:.3f})"
+        measured = f"{name} {loss:.3f} (token frequencies alone give {entropy:.3f})"
     else:
         return []
     if not amount:
-        return [f"{what} has learned: {measured}"]
+        return [f"{what}: {measured}"]
     reasons = "; ".join(_reasons(config, trained_tokens, corpus_tokens))
-    return [f"{what} has learned {amount} yet: {measured}", f"likely reasons: {reasons}"]
+    return [f"the model has learned {amount} yet: {measured}", f"likely reasons: {reasons}"]
 
 
 def auc_text(auc: float) -> str:
@@ -90,10 +92,10 @@ def auc_text(auc: float) -> str:
     return f"AUC {auc:.3f} with random tokens, by their frequency, as replacements (0.5 is chance)"
 
 
-def _auc_amount(auc: float, num_tokens: float) -> str:
-    """How little an AUC over so many tokens is: "nothing", "little" or ""."""
+def _auc_amount(auc: float, found: Mapping[str, Number]) -> str:
+    """How little an AUC is: "nothing", "little" or ""."""
     # The standard error of chance (Hanley and McNeil, 1982).
-    error = math.sqrt(1 / (12 * _REPLACED * (1 - _REPLACED) * max(num_tokens, 1)))
+    error = math.sqrt(1 / (12 * _REPLACED * (1 - _REPLACED) * float(found["tokens"] or 1)))
     if auc < max(_NOTHING_AUC, 0.5 + 3 * error):
         return "nothing"
     return "little" if auc < _LITTLE_AUC else ""

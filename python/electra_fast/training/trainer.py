@@ -260,10 +260,8 @@ class Trainer:
     def _log(self, log: RunLog) -> None:
         record, num_taken = self._record(), self._num_taken()
         log.write_metrics(record)
-        is_warm = (
-            self.state.step - self.state.log_window.steps >= self.stage.first_step + self.config.optimizer.warmup_steps
-        )
-        if message := self.warnings.take(record, self.state.log_window.steps, is_warm=is_warm):
+        first_step = self.stage.first_step + max(metrics.MIN_STEPS, self.config.optimizer.warmup_steps)
+        if message := self.warnings.take(record, self.state.log_window.steps, first_step):
             log.say(f"step {self.state.step}: warning: {message}")
         lost = what_is_lost(self.state.history, self.stage.objective, record, num_taken) if num_taken else None
         if lost and self.config.train.stop_on_divergence:
