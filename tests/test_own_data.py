@@ -163,7 +163,7 @@ def test_many_known_labels_are_cut_short(write):
     [
         (["a", "a"], ": 'a' in every example; there is nothing to learn"),
         (["a", None], ": 'a' in every example; there is nothing to learn ("),
-        ([None, "-", -1], ": no example has a label; choose the column with --label"),
+        ([None, "-", -1], ": no example has a label that can be used; choose the column with --label"),
         ([1, -1], ": '1' in every example; there is nothing to learn ("),
         ([1, {"a": 2}], ": line 2: the label is {'a': 2}; it has to be text or an integer"),
         ([1, 2.5], ": line 2: the label '2.5' is a number with decimals; predict numbers with --task regression, "),
@@ -230,8 +230,18 @@ def test_a_test_file_is_scored_where_it_has_labels(write, kind, sign):
     assert len(split.texts) == 3 and any("): predicted and not scored" in note for note in data.notes)
 
 
+def test_minus_one_is_a_number_for_a_regression(write):
+    train = write(labelled(1, -1, "-1", 2.5))
+    data = read(train, write(labelled(-1, -1), "dev.jsonl"), kind="regression")
+    assert (data.train.targets.tolist(), data.dev[0].targets.tolist()) == ([1, -1, -1, 2.5], [-1, -1])
+    same = write(labelled(-1, -1), "same.jsonl")
+    assert message_of(same, kind="regression") == (
+        f"{same}: every training value is -1; there is nothing to learn from it"
+    )
+
+
 @pytest.mark.parametrize("name", ["train.jsonl", "train.csv"])
-def test_numbers_of_a_regression_may_be_missing_and_minus_one_is_one(write, name):
+def test_numbers_of_a_regression_may_be_missing(write, name):
     train = write(labelled("1", "-1", "", "nan", "2.5"), name)
     data = read(train, kind="regression")
     assert data.train.targets.tolist() == [1, -1, 2.5]
@@ -324,8 +334,9 @@ def test_all_bad_rows_are_named_at_once_and_may_be_skipped(write):
     data = read_split(train, dev, skip_bad_rows=3)
     assert (data.train.ids, data.dev[0].ids) == (["0", "1"], ["0", "2"])
     assert data.notes[0].startswith("3 bad rows are left out: ")
-    (hopeless,) = {message_of(write(labelled({}, {}), "all.jsonl"))}
-    assert hopeless.startswith("2 bad rows: ")
+    assert message_of(write(labelled({}, {}), "all.jsonl")).startswith("2 bad rows: ")
+    unknown = write(labelled("c"), "unknown.jsonl")
+    assert "no example has a label that can be used" in message_of(train, unknown, skip_bad_rows=4)
 
 
 def test_texts_in_both_splits_are_counted(write):

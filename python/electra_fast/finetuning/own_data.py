@@ -154,6 +154,7 @@ def read(
         bad.finish()  # bad rows may be the reason
         raise
     notes += bad.finish(hint)
+    _check_labelled(examples)  # of those that are left
 
     splits = {name: _split(each, targets[name]) for name, each in examples.items()}
     if dev is None:
@@ -265,7 +266,7 @@ def _examples(file: _File, read_cells: Callable[[Sequence[Any], str], Any], bad:
             texts.append(_texts(file, row))
             rows.append(row)
             labels.append(label)
-    if all(label in (None, -1) for label in labels):  # a test file whose labels are hidden
+    if file.name == "test" and all(label in (None, -1) for label in labels):  # hidden
         file, unlabelled = dataclasses.replace(file, label=()), []
     notes = [*file.notes, *rejected_note(file.table.path, len(rejected), num_rows)]
     notes += [*_unlabelled_note(file, signs, unlabelled, labels), *_empty_texts(file, rows, texts)]
@@ -276,7 +277,9 @@ def _check_labelled(examples: Mapping[str, _Examples]) -> None:
     for name, each in examples.items():
         if not each.rows:
             flag = "--label" if name == "train" else f"--{name}-label"
-            raise InputError(f"{each.file.table.path}: no example has a label; choose the column with {flag}")
+            raise InputError(
+                f"{each.file.table.path}: no example has a label that can be used; choose the column with {flag}"
+            )
 
 
 def _texts(file: _File, row: int) -> tuple[str, ...]:
