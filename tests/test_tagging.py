@@ -10,7 +10,11 @@ from tiny_reading import SETTINGS, tagged_sentences
 from transformers import AutoModelForTokenClassification, AutoTokenizer, ElectraForTokenClassification, pipeline
 
 import electra_fast as ef
+from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
+from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.tag_files import read_tagging
+from electra_fast.finetuning.tagging import Tagging
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +78,24 @@ def test_spans_are_those_of_the_pipeline(tagger):
         theirs = [(each["start"], each["end"], each["entity_group"]) for each in find(text)] if text else []
         assert [(span["start"], span["end"], span["label"]) for span in answer["spans"]] == theirs
         assert all(text[span["start"] : span["end"]] == span["text"] for span in answer["spans"])
+
+
+def test_letters_that_share_a_token_are_in_one_entity(tmp_path):
+    """In scripts without spaces each letter is a word; the first one of a token decides."""
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "タワー", "##の", "##タワー"]) + "\n"
+    )
+    train = tmp_path / "train.jsonl"
+    train.write_text(json.dumps({"text": "タワーのタワー", "spans": [[0, 3, "X"], [4, 7, "X"]]}) + "\n")
+    data, method, config = read_tagging(train, train, None), Tagging(), FinetuneConfig()
+    tokenizer = Tokenizer(tmp_path)
+    features = method.features(tokenizer, data.train, config)
+    targets = method.training_set(tokenizer, data.task, data.train, config).targets
+    assert [data.task.labels[target] for target in targets[targets >= 0]] == ["B-X", "O", "B-X"]
+    outputs = np.eye(3)[targets[features.places]]
+    assert method.scores(data.task, data.train, features, outputs, {})["f1"] == 1
+    (answer,) = method.answers(data.task, data.train, features, outputs, {})
+    assert [(span["start"], span["end"]) for span in answer["spans"]] == [(0, 3), (4, 7)]
 
 
 def test_tags_of_a_file(tagger, conll_folder, tmp_path):

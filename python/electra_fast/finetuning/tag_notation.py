@@ -14,7 +14,7 @@ from electra_fast.finetuning.tag_schemes import PREFIXES
 
 # Letters and words for the place of a word in its entity.
 _PLACES = PREFIXES | {"BEGIN": "B", "BEGINNING": "B", "START": "B", "INSIDE": "I", "MIDDLE": "I", "END": "E"}
-_PLACES |= {"LAST": "E", "SINGLE": "S", "UNIT": "S"}
+_PLACES |= {"LAST": "E", "SINGLE": "S", "UNIT": "S", "1": "S"}
 _PLACE = "|".join(_PLACES)
 _SEPARATOR = r"[^\w\s]|_|\s"
 # Tags of words outside entities in files that have no `O`.
@@ -43,7 +43,7 @@ class Notation:
 
     def parts(self, tag: str) -> tuple[str, str] | None:
         """The place (B, I, E or S) and the type, which may be empty; None of a tag that is not written like this."""
-        place = _PLACE if self.separator and self != Notation() else "|".join(PREFIXES)
+        place = _PLACE if self.separator and self != Notation() else "|".join((*PREFIXES, "1"))
         separator = re.escape(self.separator)
         pattern = f"(.+){separator}({place})" if self.is_suffix else f"({place}){separator}(.*)"
         match = re.fullmatch(pattern, tag, re.DOTALL | (re.IGNORECASE if self.ignores_case else 0))

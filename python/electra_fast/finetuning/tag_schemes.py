@@ -38,9 +38,9 @@ ALIASES = {
     "IOE1": "IOE",
     "IOE2": "IOE",
 }
-# Prefixes, with those of BILOU, BMES and BMEWO as their equivalents in IOBES.
+# Prefixes, with those of BILOU, BMES and BMEWO as their equivalents in IOBES. The 1 of `1-PER` is one more for S.
 PREFIXES = {"B": "B", "I": "I", "E": "E", "S": "S", "M": "I", "L": "E", "U": "S", "W": "S"}
-_PREFIXED = re.compile(f"([{''.join(PREFIXES)}])(?:-(.*))?", re.DOTALL)
+_PREFIXED = re.compile(f"([{''.join(PREFIXES)}]|1(?=-))(?:-(.*))?", re.DOTALL)
 # Share of words outside entities below which types without prefixes are taken for labels of every word.
 MIN_OUTSIDE = 0.1
 # Prefixes that a scheme does not have.
@@ -62,7 +62,7 @@ def split_tag(tag: str) -> tuple[str, str]:
     if tag == "O":
         return _OUTSIDE
     match = _PREFIXED.fullmatch(tag)
-    return (PREFIXES[match[1]], match[2] or "_") if match else ("I", tag)
+    return (PREFIXES.get(match[1], "S"), match[2] or "_") if match else ("I", tag)
 
 
 def is_bare(tag: str) -> bool:

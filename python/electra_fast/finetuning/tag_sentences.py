@@ -48,9 +48,11 @@ _PAIRS = (
     *itertools.product(TEXT_COLUMNS, SPAN_COLUMNS),
     *itertools.product(WORD_COLUMNS, SPAN_COLUMNS),
 )
-# Chinese characters, as in BERT's basic tokenizer.
-_IDEOGRAPH = re.compile(
-    "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002a700-\U0002ceaf\U0002f800-\U0002fa1f]"
+# Letters of scripts without spaces between words: Thai to Tibetan, Myanmar, Khmer, kana, and Chinese as in BERT's basic
+# tokenizer.
+_UNSPACED = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\ua9e0-\ua9ff\uaa60-\uaa7f\u3041-\u30ff\u31f0-\u31ff\uff66-\uff9d"
+    "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002a700-\U0002ceaf\U0002f800-\U0002fa1f]"
 )
 # A word, in the letters of `_CharacterClasses`.
 _WORD = re.compile(r"c[mj]*|[wmj]+|rr?[mj]*|[xt](?:j[xt]|[mjt])*")
@@ -82,8 +84,9 @@ class Sentence:
 def words_of_text(text: str) -> Words:
     """The words of a text as [words, 2] first and past-the-last characters.
 
-    A word is a run of letters, digits, marks and `_`, or a single character of another kind but space. Each Chinese
-    character is a word. Marks and invisible characters belong to what precedes them; an emoji sequence is one word.
+    A word is a run of letters, digits, marks and `_`, or a single character of another kind but space. In scripts
+    without spaces, such as Chinese, Japanese and Thai, each letter is a word. Marks and invisible characters belong to
+    what precedes them; an emoji sequence is one word.
     """
     spans = [match.span() for match in _WORD.finditer(text.translate(_CLASSES))]
     return np.array(spans, dtype=np.int64).reshape(-1, 2)
@@ -92,8 +95,8 @@ def words_of_text(text: str) -> Words:
 class _CharacterClasses(dict[int, str]):
     """What each character is in `_WORD`, by code point; found when it is needed first.
 
-    c: Chinese character, w: other letter or digit, m: mark or invisible, j: zero-width joiner, r: half of a flag,
-    t: skin tone, x: other.
+    c: letter of a script without spaces, w: other letter or digit, m: mark or invisible, j: zero-width joiner, r: half
+    of a flag, t: skin tone, x: other.
     """
 
     def __missing__(self, code: int) -> str:
@@ -104,7 +107,7 @@ class _CharacterClasses(dict[int, str]):
         elif category[0] == "M" or category == "Cf":
             found = "j" if character == "\u200d" else "m"
         elif character.isalnum() or character == "_":
-            found = "c" if _IDEOGRAPH.match(character) else "w"
+            found = "c" if _UNSPACED.match(character) else "w"
         elif "\U0001f1e6" <= character <= "\U0001f1ff":
             found = "r"
         else:

@@ -95,6 +95,18 @@ def _text_and_words(number: int, example: Any) -> tuple[str, Ints]:
     return " ".join(example), places_of(example)
 
 
+def _continued(task: Task, places: Ints, outputs: NDArray[Any]) -> NDArray[Any]:
+    """The logits with those of B- and I- in order where a word shares the piece before: it begins no entity."""
+    shared = np.flatnonzero((places[1:] == places[:-1]) & (places[1:] >= 0))[:, None] + 1
+    outputs = outputs.copy()
+    for begin, label in enumerate(task.labels):
+        inside = f"I-{label[2:]}"
+        if task.scheme != "none" and label[:2] == "B-" and inside in task.labels:
+            columns = np.array([begin, task.labels.index(inside)])
+            outputs[shared, columns] = np.sort(outputs[shared, columns], axis=1)
+    return outputs
+
+
 class Tagging(Method):
     """A head on the words' first pieces. Outputs are logits, float32 [words, C]."""
 
@@ -115,7 +127,7 @@ class Tagging(Method):
         if not found.any():
             raise InputError(f"{split.path}: no word has a token; check the columns and the tokenizer")
         targets = np.full(len(features.encoded.ids), NO_TARGET)
-        targets[features.places[found]] = tags[found]
+        targets[features.places[found][::-1]] = tags[found][::-1]  # of words that share a token, the first counts
         return TrainingSet(features.encoded, targets, (targets != NO_TARGET).astype(np.float64), per_token=True)
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneConfig) -> Iterator[str]:
@@ -125,7 +137,7 @@ class Tagging(Method):
         chunks = f" in {len(training_set.encoded):,} chunks of at most {config.sequence_length} tokens"
         yield f"training words: {num_words:,}{chunks}"
         if num_targets < num_words:
-            yield f"training words without a token of their own, which are left out: {num_words - num_targets:,}"
+            yield f"training words that have no token or share one with the word before: {num_words - num_targets:,}"
 
     def model(self, shape: ModelConfig, config: FinetuneConfig, num_outputs: int) -> TaskModel:
         """The network, with parameters of any value."""
@@ -149,7 +161,8 @@ class Tagging(Method):
     ) -> dict[str, float]:
         """Precision, recall and F1 of entities as conlleval and seqeval have them, and the words' accuracy."""
         assert split.targets is not None
-        return tag_scores(task, list(split.targets), features.by_text(finite(outputs).argmax(1)))
+        chosen = _continued(task, features.places, finite(outputs)).argmax(1)
+        return tag_scores(task, list(split.targets), features.by_text(chosen))
 
     def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
         """Of the most frequent tag."""
@@ -182,7 +195,8 @@ class Tagging(Method):
     ) -> Iterator[Answer]:
         """The tags of the words, and the spans that they delimit."""
         assert split.words is not None
-        for (text,), words, logits in zip(split.texts, split.words, features.by_text(outputs), strict=True):
+        logits_by_text = features.by_text(_continued(task, features.places, outputs))
+        for (text,), words, logits in zip(split.texts, split.words, logits_by_text, strict=True):
             yield tag_answer(text, words, logits, task.labels, task.scheme)
 
     def settings(self, config: FinetuneConfig, task: Task, scores: Any) -> dict[str, Any]:
