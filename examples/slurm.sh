@@ -8,9 +8,9 @@
 #
 # Two minutes before the time limit, SLURM sends SIGUSR1 to every rank. (With --signal=B:USR1@120 only this script
 # would get it.) One rank that receives it is enough: all of them stop after the same step, rank 0 writes a
-# checkpoint, and they exit with 128 + 10 = 138. This script then requeues its job, which starts again from here and
-# resumes at that checkpoint. Any other exit code ends the job: 0 if the run is complete, 2 for an error that its
-# last lines explain.
+# checkpoint, and they exit with 128 + 10 = 138. (With --train.max_minutes they stop by themselves, with 75.) This
+# script then requeues its job, which starts again from here and resumes at that checkpoint. Any other exit code ends
+# the job: 0 if the run is complete, 2 for an error that its last lines explain.
 #
 #SBATCH --job-name=electra-fast
 #SBATCH --nodes=2
@@ -41,7 +41,7 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 srun --kill-on-bad-exit=0 --wait=60 python -m electra_fast pretrain --data "$corpus" --out "$run" "$@"
 code=$?
 
-if [ "$code" -eq 138 ]; then
+if [ "$code" -eq 138 ] || [ "$code" -eq 75 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -15,7 +15,10 @@
 # Signals go to torchrun, which passes them on to the ranks: the run stops after its current step, writes a
 # checkpoint, and is not restarted. Run the same command to resume. Ranks that need more than 30 seconds for that are
 # killed (torch 2.12 or newer: --shutdown-timeout changes the limit). torchrun's own exit code is then 1 whatever the
-# signal. A signal that is not in --signals-to-handle would end torchrun alone and leave its ranks running.
+# signal. Where torchrun ends without telling its ranks, by SIGKILL say, they notice and stop in the same way.
+#
+# With --train.max_minutes, too, torchrun's exit code is 1, after restarts of which each trains one step: the minutes
+# count from the start of torchrun. To have them stop at once, leave out --max-restarts.
 #
 # torchrun replaces the handler for SIGHUP, so nohup does not protect the run from a closed terminal: use tmux, or
 # take SIGHUP off that list.

@@ -188,3 +188,13 @@ def test_other_commands_say_what_is_kept(tmp_path, number):
     _, said = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert said == "electra-fast: interrupted; nothing was written\n"
+
+
+def test_how_long_a_launcher_has_been_running():
+    child = "from electra_fast.interruption import launcher_seconds; print(launcher_seconds())"
+    parent = (
+        f"import subprocess, sys, time; time.sleep(0.5); subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    )
+    start = time.monotonic()
+    found = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True).stdout
+    assert 0.5 <= float(found) <= time.monotonic() - start + 0.02

@@ -193,6 +193,12 @@ def test_nan_on_one_rank_is_said_by_one(server, validation_corpus, tmp_path):
     assert said[1] == ""
 
 
+def test_all_ranks_find_that_a_run_has_exploded(server, validation_corpus, tmp_path):
+    ranks = server.start(2, validation_corpus, tmp_path / "run", **{"optimizer.learning_rate": "5"})
+    said = server.end(ranks, 2)
+    assert ": the loss rose to " in said[0] and said[1] == ""
+
+
 def test_nan_on_one_rank_is_skipped_by_all(server, validation_corpus, tmp_path):
     """It is counted, and its tokens are not; a run that skips no step equals one that could not."""
     for name, fault in (("whole", ""), ("nan", "nan@5/1")):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from tiny_run import lines, tiny_config
 
+from electra_fast import checkpoint_folder
 from electra_fast.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.training.evaluate import evaluate, unigram_entropy
@@ -121,6 +122,10 @@ def test_a_run_without_evaluations_is_judged_too(validation_corpus, tmp_path, ca
         pretrain(config, data=validation_corpus, out=tmp_path / every)
     first, second = (line for line in capfd.readouterr().err.splitlines() if line.startswith("the model has learned"))
     assert first == second and lines(tmp_path / "0") == lines(tmp_path / "2")
+    states = [checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / every)) for every in ("0", "2")]
+    assert [state.best_by for state in states] == ["training", "validation"]
+    assert states[0].best_loss == lines(tmp_path / "0")[-1]["loss"]
+    assert states[1].best_loss == min(line["loss"] for line in lines(tmp_path / "2", "evaluations.jsonl"))
 
 
 def test_the_entropy_of_masked_tokens(validation_corpus):
