@@ -1,5 +1,6 @@
 """Runs that diverge end before they spoil their checkpoints, healthy ones never do; and the way back."""
 
+import contextlib
 import json
 import math
 import random
@@ -17,6 +18,7 @@ from electra_fast.checkpoint_folder import LossHistory
 from electra_fast.compute import ComputeConfig
 from electra_fast.config import Config
 from electra_fast.data.corpus import Corpus
+from electra_fast.errors import Diverged
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.training.divergence import has_exploded, uniform_metrics, what_is_lost
@@ -108,6 +110,18 @@ def test_a_run_that_explodes_keeps_its_checkpoints_and_can_go_back(whole_run, va
     assert done.returncode == 0 and "finished" in done.stderr
     assert Config.load(out / "config.toml").optimizer.learning_rate == 1e-3
     assert lines(out)[-1]["loss"] < 1.1 * loss
+
+
+@pytest.mark.parametrize(("rate", "ends"), [("0.03", False), ("5", True)])
+def test_first_steps_without_a_warmup_may_explode(validation_corpus, tmp_path, rate, ends):
+    """Adam without bias correction overshoots, and comes back; what is saved before that is no good checkpoint."""
+    changes = {"optimizer.learning_rate": rate, "optimizer.warmup_steps": "0", "train.steps": "120"}
+    config = tiny_config(**changes, **{"train.checkpoint_every": "20", "train.eval_every": "0", "train.log_every": "2"})
+    with pytest.raises(Diverged) if ends else contextlib.nullcontext():
+        pretrain(config, data=validation_corpus, out=tmp_path / "run")
+    assert max(line["loss"] for line in lines(tmp_path / "run")[:10]) > 83  # twice that of uniform answers
+    state = checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "run"))
+    assert (state.step, state.best_step) == ((100, None) if ends else (120, 120))
 
 
 def test_a_diverged_run_may_go_on(whole_run, validation_corpus, tmp_path):

@@ -194,9 +194,10 @@ def test_nan_on_one_rank_is_said_by_one(server, validation_corpus, tmp_path):
 
 
 def test_all_ranks_find_that_a_run_has_exploded(server, validation_corpus, tmp_path):
-    ranks = server.start(2, validation_corpus, tmp_path / "run", **{"optimizer.learning_rate": "5"})
-    said = server.end(ranks, 2)
-    assert ": the loss rose to " in said[0] and said[1] == ""
+    changes = {"optimizer.learning_rate": "5", "train.checkpoint_every": "1", "train.eval_every": "0"}
+    said = server.end(server.start(2, validation_corpus, tmp_path / "run", **changes), 2)
+    assert ": the loss rose to " in said[0] and "is the best checkpoint (training loss" in said[0] and said[1] == ""
+    assert checkpoint_folder.steps(tmp_path / "run")[-1] < 4
 
 
 def test_nan_on_one_rank_is_skipped_by_all(server, validation_corpus, tmp_path):

@@ -66,9 +66,10 @@ class TrainState:
     token_type_1_trained: bool = False
     """Whether token type 1 has occurred in training, here or before an import."""
     best_step: int | None = None
-    """Of the checkpoint with the lowest loss of the current stage, which is not removed."""
+    """Of the checkpoint with the lowest loss of the current stage, which is not removed; the newest that has not
+    diverged until a loss has been measured."""
     best_loss: float | None = None
-    """That loss."""
+    """That loss; None until then."""
     best_by: str = ""
     """Where it was measured: "validation", or "training" in a run without evaluations."""
     history: LossHistory = field(default_factory=LossHistory)

@@ -1,7 +1,8 @@
 """Recognizes a run that has diverged: its loss has exploded, or all that it had learned is lost.
 
 The yardstick is the loss of a model that answers uniformly, which every objective has. A healthy run is near it at its
-first step and below it from then on, whatever its recipe and batch size, so noise cannot take it to twice this loss.
+first step and soon below it, whatever its recipe and batch size, so noise cannot take it to twice this loss. Only the
+first updates may, before a short warmup or Adam without bias correction has settled.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def way_back(run: Path, state: TrainState, optimizer: OptimizerConfig) -> str:
     kept = checkpoint_folder.steps(run)
     if not kept:
         return f"there is no checkpoint yet; start again with {_lower(optimizer, optimizer)} or a longer warmup"
-    step, good = kept[-1], "the last good checkpoint"
-    if state.best_step in kept:
-        step, good = state.best_step, f"the best checkpoint ({state.best_by} loss {state.best_loss:.4g})"
+    step, good = state.best_step if state.best_step in kept else kept[-1], "the last good checkpoint"
+    if step == state.best_step and state.best_loss is not None:
+        good = f"the best checkpoint ({state.best_by} loss {state.best_loss:.4g})"
     before = Config.load(checkpoint_folder.path_of(run, step) / "config.toml").optimizer
     command = f"electra-fast pretrain --out {run} --from step-{step} {_lower(before, optimizer)} --allow-changes"
     return f"step-{step} is {good}; go back to it with lower rates: {command}"

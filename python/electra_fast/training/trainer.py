@@ -46,8 +46,8 @@ from electra_fast.training.step_timer import StepTimer
 from electra_fast.training.time_limit import TimeLimit
 from electra_fast.training.world import World
 
-# Of a run, which make its losses others than they were.
-_OTHER_LOSSES = ("data.", "model.", "objective.", CORPUS)
+# Keys with these prefixes make other losses, which cannot be compared with those before.
+_OTHER_LOSSES = ("data.", "objective.", CORPUS)
 # Batches for the verdict on a run that has no evaluations.
 _VERDICT_BATCHES = 10
 
@@ -91,6 +91,7 @@ class Trainer:
         self.state = TrainState()
         self.num_captures, self.num_compilations = 0, 0
         self.warnings = metrics.LastingWarning(20 * self.config.train.log_every)
+        self.is_sound = True
         self.training_loss: float | None = None
         self.validation_loss: float | None = None
         self.saved_step, self.stream_change, self.waited_before = -1, "", 0.0
@@ -223,19 +224,22 @@ class Trainer:
         if not self._num_taken():
             return
         found = objective.metrics(window.totals)
-        if self.config.train.stop_on_divergence and has_exploded(objective, found):
+        self.is_sound = not has_exploded(objective, found)
+        if not self.is_sound and self._may_stop(self.state.step - window.steps):
             self._end_diverged(f"the loss rose to {found['loss']:.4g} in {self._window_steps()}")
-        self.training_loss = objective.comparable_loss(found)
+        self.training_loss = objective.comparable_loss(found) if self.is_sound else None
+
+    def _may_stop(self, since: int) -> bool:
+        """Whether an explosion since a step ends the run. At first, when no checkpoint can be lost, it may pass."""
+        is_late = since >= self.stage.first_step + metrics.MIN_STEPS
+        return self.config.train.stop_on_divergence and (is_late or self.state.best_step is not None)
 
     def _window_steps(self) -> str:
         return f"steps {self.state.step - self.state.log_window.steps + 1}-{self.state.step}"
 
     def _end_diverged(self, what: str) -> NoReturn:
-        self._fail(
-            lambda: Diverged(
-                f"{self.run.folder}: {what}; {way_back(self.run.folder, self.state, self.config.optimizer)}"
-            )
-        )
+        run, optimizer = self.run.folder, self.config.optimizer
+        self._fail(lambda: Diverged(f"{run}: {what}; {way_back(run, self.state, optimizer)}"))
 
     def _check_ranks(self, own_seconds: float) -> None:
         """Compares the ranks' parameters, and adds up the time that each has spent on its own work."""
@@ -311,7 +315,7 @@ class Trainer:
         return flops / self.peak / self.world.size
 
     def _measure(self, corpora: Corpora, num_batches: int) -> dict[str, Number]:
-        """What an evaluation finds."""
+        """The metrics of an evaluation."""
         objective, wrapped = self.stage.objective, self.train_step.backward.forward
         settings = (self.model, corpora, self.config, self.compute, num_batches)
         with self._guarded():
@@ -325,9 +329,10 @@ class Trainer:
         objective, found = self.stage.objective, self._measure(self.mixture.holdout, self.config.train.eval_batches)
         log.write_evaluation({"step": self.state.step, **found})
         log.say(f"step {self.state.step}: validation: {_validation_text(found)}")
-        if self.config.train.stop_on_divergence and has_exploded(objective, found):
+        is_sound = not has_exploded(objective, found)
+        if not is_sound and self._may_stop(self.state.step):
             self._end_diverged(f"the validation loss rose to {found['loss']:.4g} at step {self.state.step}")
-        self.validation_loss = objective.comparable_loss(found)
+        self.validation_loss = objective.comparable_loss(found) if is_sound else None
         can_correct = self.config.objective.name == "electra" and not self.config.objective.corrective_weight
         if message := stall_warning(log.evaluations, can_correct):
             log.say(f"step {self.state.step}: warning: {message}")
@@ -336,7 +341,7 @@ class Trainer:
         """Reports a new stage, and each capture of the graph, which takes as long as many steps."""
         if self.train_step.stage != self.stage:
             self.stage = self.train_step.stage
-            self._forget_losses()
+            self._forget_losses(None)
             log.say(
                 f"step {self.state.step}: {self.stage.name} begins: the optimizer's moments are reset, the learning "
                 f"rate's schedule restarts"
@@ -364,15 +369,17 @@ class Trainer:
     def _compare_losses(self) -> None:
         """Finds whether the checkpoint to be written is the best of this stage so far."""
         state, by = self.state, "validation" if "evaluation" in self.every else "training"
-        # One that was evaluated, or is the first since then.
+        # An evaluation counts for the first checkpoint after it.
         loss = self.validation_loss if by == "validation" else self.training_loss
         if loss is not None and (state.best_loss is None or state.best_by != by or loss <= state.best_loss):
             state.best_step, state.best_loss, state.best_by = state.step, loss, by
+        elif state.best_loss is None and self.is_sound:
+            state.best_step = state.step
         self.validation_loss = None
 
-    def _forget_losses(self) -> None:
-        """Those that follow cannot be compared with those before."""
-        self.state.best_step, self.state.best_loss, self.state.history = None, None, LossHistory()
+    def _forget_losses(self, best_step: int | None) -> None:
+        """Begins the comparison of losses anew; keeps the checkpoint of a step until there is one to compare with."""
+        self.state.best_step, self.state.best_loss, self.state.history = best_step, None, LossHistory()
 
     def _guarded(self) -> AbstractContextManager[None]:
         """Around work in which the ranks of a sharded model wait for each other outside of `World`."""
@@ -393,8 +400,8 @@ class Trainer:
         self.tensors.restore(directory, has_optimizer=is_started)
         if self.train_step.spikes is not None and self.run.changes.keys() - {"train.steps"}:
             self.train_step.spikes.reset()  # other settings may make other losses
-        if any(name.startswith(_OTHER_LOSSES) for name in self.run.changes):
-            self._forget_losses()
+        if not is_started or any(name.startswith(_OTHER_LOSSES) for name in self.run.changes):
+            self._forget_losses(state.step)
         if state.loader is not None:
             self.train_step.set_totals(state.log_window.totals)
             self._restore_loader(state.loader)
@@ -422,7 +429,7 @@ class Trainer:
             yield f"train.execution = compile: the first step takes a minute or more, since it compiles{gain}"
 
     def _verdict(self, log: RunLog) -> list[str]:
-        """What the finished run has learned; said by the first rank, measured by all."""
+        """What the finished run has learned: measured by all ranks, said by the first."""
         mixture, train, entropy = self.mixture, self.config.train, None
         corpora, num_batches = mixture.holdout or mixture.folders, train.eval_batches
         found: dict[str, Any] = {}
