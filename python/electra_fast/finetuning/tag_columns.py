@@ -185,14 +185,16 @@ def _blocks(path: Path) -> Iterator[_Block]:
 
 
 def _table_blocks(path: Path) -> Iterator[_Block]:
-    """The rows of a .csv file; blank lines between them show in their numbers."""
+    """The rows of a .csv file; blank lines between them show in their numbers, or are rows of empty cells."""
     block: _Block = []
     for number, row in iterate_rows(path):
-        if block and number > block[-1].number + 1:
+        if block and (number > block[-1].number + 1 or not any(row.values())):
             yield block
             block = []
-        block.append(_Line(number, "", list(row.values())))
-    yield block
+        if any(row.values()):
+            block.append(_Line(number, "", list(row.values())))
+    if block:
+        yield block
 
 
 def _layout(
@@ -210,9 +212,11 @@ def _layout(
     has_ids = is_conllu or (not names and width > 2 and text not in (("0",), ["0"]) and _count_words(sample))
     word = _column(path, text, names, WORD_NAMES, 1 if has_ids else 0, "--text")
     tag = None if label is None else _tag_column(path, label, names, is_conllu=is_conllu, is_test=is_test)
-    if has_ids and not names and not label and tag is not None:  # of several columns of entities, the outer ones
-        columns = list(zip(*(line.cells for line in lines if len(line.cells) == width), strict=True))
-        tag = next((column for column in range(word + 1, width) if "O" in columns[column]), tag)
+    columns = list(zip(*(line.cells for line in lines if len(line.cells) == width), strict=True))
+    if not names and not label and tag is not None:
+        tag = next((column for column in range(-1, -width, -1) if any(columns[column])), tag)  # a tab may end lines
+        if has_ids:  # of several columns of entities, the outer ones
+            tag = next((column for column in range(word + 1, width) if "O" in columns[column]), tag)
     if is_test and not _are_columns(width, word, tag):
         tag = None
     if not _are_columns(width, word, tag):
@@ -223,8 +227,7 @@ def _layout(
             f"{path}: column 0 numbers the words; words are read from column {word}{chosen} of 0 to {width - 1}; "
             "choose with --text and --label"
         )
-    column = -1 if tag is None else tag
-    types = frozenset(split_tag(line.cells[column])[1] for line in lines if len(line.cells) == width) - {""}
+    types = frozenset(split_tag(cell)[1] for cell in columns[-1 if tag is None else tag]) - {""}
     sentence = _sentence_column(names)
     return _Layout(width=width, word=word, tag=tag, sentence=sentence, has_ids=has_ids, types=types)
 
@@ -331,7 +334,7 @@ def _sentence(path: Path, number: int, lines: _Block, layout: _Layout) -> Senten
         if len(line.cells) != len(first.cells):
             raise InputError(
                 f"{place(path, line.number)}: {len(line.cells)} columns, but line {first.number} of the sentence has "
-                f"{len(first.cells)}; every word needs a tag, and a blank line ends a sentence"
+                f"{len(first.cells)}; every word needs a tag, a blank line ends a sentence, and a comment begins with #"
             )
     if not _are_columns(len(first.cells), layout.word, layout.tag):
         raise InputError(_misfit(path, first, layout.word, layout.tag))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections import Counter
@@ -27,7 +28,15 @@ from electra_fast.finetuning.tag_schemes import (
     split_tag,
     to_entities,
 )
-from electra_fast.finetuning.tag_sentences import Sentence, check_single, row_columns, row_sentences, row_text
+from electra_fast.finetuning.tag_sentences import (
+    SPAN_COLUMNS,
+    TAG_COLUMNS,
+    Sentence,
+    check_single,
+    row_columns,
+    row_sentences,
+    row_text,
+)
 from electra_fast.finetuning.tag_spans import Words
 from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction, select
 
@@ -147,7 +156,7 @@ def _sentences(
     """The sentences with words; those of a test file may all be without tags."""
     _check_file(path)
     is_test = name == "test"
-    if path.suffix.lower() in ROW_FORMATS:
+    if _has_rows(path, label):
         found = row_sentences(path, text, label, labels, is_test=is_test, bad=bad, notes=notes)
     else:
         found = list(column_sentences(path, text, label, is_test=is_test, bad=bad, notes=notes))
@@ -160,6 +169,17 @@ def _sentences(
     if is_test and all(set(sentence.tags or ()) <= HIDDEN_TAGS for sentence in sentences):
         return [dataclasses.replace(sentence, tags=None) for sentence in sentences]
     return _checked(sentences, _check_tags, bad)
+
+
+def _has_rows(path: Path, label: Sequence[str]) -> bool:
+    """Whether each row is a sentence; in a table its tags are separated by spaces, or written as a list."""
+    if path.suffix.lower() not in (".csv", ".tsv"):
+        return path.suffix.lower() in ROW_FORMATS
+    with contextlib.suppress(InputError):  # it is said where columns are read
+        rows = [row for _, row in itertools.islice(tables.iterate_rows(path), 100)]
+        cells = [row.get(name) for row in rows for name in label or (*TAG_COLUMNS, *SPAN_COLUMNS)]
+        return any(cell and (cell[0] == "[" or len(cell.split()) > 1) for cell in cells)
+    return False
 
 
 def _checked(sentences: Sequence[Sentence], check: Callable[[Sentence], None], bad: BadRows) -> list[Sentence]:
@@ -179,8 +199,6 @@ def _check_tags(sentence: Sentence) -> None:
     for word, tag in enumerate(sentence.tags or [""]):
         if not tag:
             raise InputError(f"{sentence.place(word)}: no tag; choose with --label")
-        if tag[0] == "[":
-            raise InputError(f"{sentence.place(word)}: the tag {tables.abbreviated(tag)} is a list; give .jsonl")
 
 
 def _long_sentences(sentences: Sequence[Sentence], is_test: bool) -> Iterator[str]:
@@ -231,9 +249,9 @@ def _scheme(train: Sequence[Sentence], name: str, notes: list[str]) -> tuple[str
     if scheme == "IO" and any(is_bare(notation.usual(tag)) for tag in tags):
         how += " without prefixes, so words of one type in a row are one entity"
     if scheme != "none" and notation != Notation():
-        example = next((tag for tag in tags if tag != notation.outside and notation.parts(tag)), "")
+        others = (tag for tag in tags if tag != notation.outside and notation.usual(tag) != tag)
         written = [
-            f"{tag!r} for {notation.usual(tag)!r}" for tag in (example, notation.outside) if tag not in ("", "O")
+            f"{tag!r} for {notation.usual(tag)!r}" for tag in (next(others, "O"), notation.outside) if tag != "O"
         ]
         how += f", written {' and '.join(written)}"
     if name == "auto" or notation != Notation():
@@ -258,7 +276,8 @@ def _as_iob2(
     """The sentences with IOB2 tags; notes how many of the file's own are ill-formed."""
     if sentences[0].tags is None:  # in a test file, none has tags
         return sentences
-    if not sentences[0].has_spans and scheme in ("IOB2", "IOBES", "IOE"):
+    has_places = any(notation.usual(tag)[:2] == "I-" for sentence in sentences for tag in sentence.tags or ())
+    if not sentences[0].has_spans and (has_places or scheme in ("IOB2", "IOBES", "IOE")):
         sentences = _checked(sentences, lambda sentence: _check_places(sentence, scheme, notation), bad)
     converted: list[Sentence] = []
     ill_formed: list[tuple[Sentence, int]] = []

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import itertools
@@ -199,6 +200,8 @@ def _read_row(
     where, target = place(path, line), row.get(chosen[1])
     if target is None and row.get("answer") == "accept":
         target = []  # Prodigy leaves it out
+    if isinstance(target, str):  # in a table
+        target, row = _listed(target), row | {chosen[0]: _listed(row.get(chosen[0]))}
     content, text, words = row_text(path, line, row, chosen[0])
     is_text = isinstance(content, str)
     tags = None if is_text or has_spans else _tags(where, len(words), target, labels)
@@ -211,9 +214,21 @@ def _read_row(
     return _Row(sentence, SpannedText(content, words, read_spans(where, target), tokens))
 
 
+def _listed(value: Any) -> Any:
+    """The words of a text, or the list that it is written as."""
+    if not isinstance(value, str):
+        return value
+    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        if isinstance(found := ast.literal_eval(value) if value.startswith("[") else value.split(), list):
+            return found
+    return value.split()
+
+
 def row_text(path: Path, line: int, row: Row, column: str) -> tuple[str | list[str], str, Words]:
     """The text or words that a row has, the text that these make, and the places of the words in it."""
     value = row.get(column)
+    if isinstance(value, str) and value.startswith(("['", '["')):
+        value = _listed(value)
     if isinstance(value, list):
         given = _token_texts(value)
         return given, *joined_words(path, [line], given)
