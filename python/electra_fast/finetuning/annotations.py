@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.tables import Row, Table
+from electra_fast.finetuning.tables import Row
 
-# Columns for an annotator's verdict, of Prodigy and Label Studio.
-VERDICT_COLUMNS = ("answer", "was_cancelled")
+# Of Prodigy.
 _ANSWERS = (None, "accept", "reject", "ignore")
 
 
@@ -31,22 +29,6 @@ def rejected_rows(rows: Sequence[Row], chosen: Collection[str], *, is_test: bool
 
 def _is_true(value: Any) -> bool:
     return str(value).lower() == "true"
-
-
-def verdict_columns(available: Iterable[str], chosen: Collection[str]) -> tuple[str, ...]:
-    """The columns of verdicts that a file has, but for chosen ones."""
-    return tuple(name for name in available if name in VERDICT_COLUMNS and name not in chosen)
-
-
-def without_rejected(table: Table, chosen: Collection[str], *, is_test: bool) -> tuple[Table, tuple[str, ...]]:
-    """The chosen columns of the rows that were not rejected, and a note on how many were."""
-    rows = [dict(zip(table.columns, values, strict=True)) for values in zip(*table.columns.values(), strict=True)]
-    rejected = rejected_rows(rows, chosen, is_test=is_test)
-    kept = [number for number in range(len(rows)) if number not in rejected]
-    columns = {name: [table.columns[name][row] for row in kept] for name in chosen}
-    lines = [table.lines[row] for row in kept]
-    note = rejected_note(table.path, len(rejected), len(rows))
-    return dataclasses.replace(table, columns=columns, lines=lines), note
 
 
 def rejected_note(path: Path, number: int, total: int) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.annotations import verdict_columns, without_rejected
 from electra_fast.finetuning.tables import (
     Quoting,
     Table,
@@ -162,16 +161,13 @@ def _read_file(
     is_labelled = name != "test" or set(label) <= set(available)
     if is_labelled:
         check_columns(path, available, label, "--label")
-    columns = text + label if is_labelled else text
-    table = read_table(path, columns + verdict_columns(available, columns), quoting=quoting)
-    table, notes = without_rejected(table, columns, is_test=name == "test")
+    table = read_table(path, text + label if is_labelled else text, quoting=quoting)
     if name == "test" and all(value in HIDDEN_LABELS for column in label for value in table.columns.get(column, ())):
         is_labelled = False
     texts = _texts(table, text)
     ids = [str(row) for row in range(len(texts))]
     split = Split(name=name, path=path, texts=texts, targets=None, ids=ids)
-    notes += _empty_texts(table, texts, text)
-    return _File(split=split, notes=notes, labels=table if is_labelled else None)
+    return _File(split=split, notes=_empty_texts(table, texts, text), labels=table if is_labelled else None)
 
 
 def _texts(table: Table, columns: tuple[str, ...]) -> list[tuple[str, ...]]:
