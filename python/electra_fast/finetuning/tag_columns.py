@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.bad_rows import BadRows
-from electra_fast.finetuning.tables import check_columns, column_names, iterate_cells, iterate_rows, place, there_are
+from electra_fast.finetuning.tables import (
+    Quoting,
+    check_columns,
+    column_names,
+    iterate_cells,
+    iterate_rows,
+    place,
+    there_are,
+)
 from electra_fast.finetuning.tag_schemes import is_bare, split_tag
 from electra_fast.finetuning.tag_sentences import TEXT_COLUMNS, Sentence, check_single, joined_words
 
@@ -82,6 +90,7 @@ def column_sentences(
     label: Sequence[str] | None = (),
     *,
     is_test: bool = False,
+    quoting: Quoting = "auto",
     bad: BadRows | None = None,
     notes: list[str] | None = None,
 ) -> Iterator[Sentence]:
@@ -97,13 +106,14 @@ def column_sentences(
         label: That of the tags; empty for one of `TAG_NAMES`, else -1, in .conllu files 3; None to read no tags, in a
             stream.
         is_test: Whether the file may lack that column.
+        quoting: As in `tables.iterate_rows`.
         bad: Collects what is wrong with sentences; by default the first one is raised.
         notes: Takes lines on how the file is read.
 
     Raises InputError naming the line that cannot be used.
     """
     notes = [] if notes is None else notes
-    names, blocks = _named_blocks(path, text, label or ())
+    names, blocks = _named_blocks(path, text, label or (), quoting)
     sample = list(itertools.islice(blocks, _SAMPLE) if label is None else blocks)
     if not sample:
         return
@@ -119,13 +129,13 @@ def column_sentences(
         notes.append(f"{place(path, comments[0].number)}: {first}")
 
 
-def are_columns(path: Path, text: Sequence[str]) -> bool:
+def are_columns(path: Path, text: Sequence[str], quoting: Quoting = "auto") -> bool:
     """Whether a file to predict has a word per line, as training reads it; where it shows neither, it has texts."""
     suffix = path.suffix.lower()
     if suffix in COLUMN_FORMATS or not path.is_file():
         return suffix in COLUMN_FORMATS
     if suffix == ".csv":
-        return _is_word_table(column_names(path), text)
+        return _is_word_table(column_names(path, quoting=quoting), text)
     if suffix not in TEXT_FORMATS:
         return False
     blocks = list(itertools.islice(_blocks(path), _SAMPLE))
@@ -152,10 +162,12 @@ def _sentence_column(names: Sequence[str]) -> int | None:
     return next((column for column, name in enumerate(names) if name.lower().startswith("sent")), None)
 
 
-def _named_blocks(path: Path, text: Sequence[str], label: Sequence[str]) -> tuple[list[str], Iterator[_Block]]:
+def _named_blocks(
+    path: Path, text: Sequence[str], label: Sequence[str], quoting: Quoting
+) -> tuple[list[str], Iterator[_Block]]:
     """The names of the columns, if they have any, and the blocks without the header."""
     if path.suffix.lower() == ".csv":
-        return list(column_names(path)), _table_blocks(path)
+        return list(column_names(path, quoting=quoting)), _table_blocks(path, quoting)
     blocks = _blocks(path)
     first = next(blocks, [])
     rest = itertools.chain([first] if first else [], blocks)
@@ -184,10 +196,10 @@ def _blocks(path: Path) -> Iterator[_Block]:
         yield block
 
 
-def _table_blocks(path: Path) -> Iterator[_Block]:
+def _table_blocks(path: Path, quoting: Quoting) -> Iterator[_Block]:
     """The rows of a .csv file; blank lines between them show in their numbers, or are rows of empty cells."""
     block: _Block = []
-    for number, row in iterate_rows(path):
+    for number, row in iterate_rows(path, quoting=quoting):
         if block and (number > block[-1].number + 1 or not any(row.values())):
             yield block
             block = []

@@ -11,6 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -59,6 +60,7 @@ def read_tagging(
     label: tuple[str, ...] = (),
     labels: tuple[str, ...] = (),
     scheme: str = "auto",
+    quoting: tables.Quoting = "auto",
     dev_fraction: float = 0.1,
     seed: int = 0,
     skip_bad_rows: int = 0,
@@ -79,6 +81,7 @@ def read_tagging(
         labels: The tags, in the order of their numbers if the files have numbers, or the types of entities; empty for
             those of the training file.
         scheme: One of `tag_schemes.SCHEMES` or `ALIASES`; `auto` to find it in the tags of the training file.
+        quoting: As in `tables.iterate_rows`.
         dev_fraction: Share of the training sentences that is set aside, above 0 and below 1.
         seed: Chooses the sentences that are set aside.
         skip_bad_rows: How many sentences that cannot be used may be left out.
@@ -93,7 +96,7 @@ def read_tagging(
     notes: list[str] = []
     bad = BadRows(skip_bad_rows)
     paths = {name: path for name, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
-    files = {name: _sentences(name, path, text, label, labels, bad, notes) for name, path in paths.items()}
+    files = {name: _sentences(name, path, text, label, labels, quoting, bad, notes) for name, path in paths.items()}
     scheme, notation = _scheme(files["train"], scheme, notes)
     if scheme != "none":
         labels = tuple(map(notation.usual, labels))
@@ -111,7 +114,9 @@ def read_tagging(
     )
 
 
-def iterate_tagging(path: Path, *, text: tuple[str, ...] = ()) -> Iterator[tuple[str, Words | None]]:
+def iterate_tagging(
+    path: Path, *, text: tuple[str, ...] = (), quoting: tables.Quoting = "auto"
+) -> Iterator[tuple[str, Words | None]]:
     """Yields each text of a file to predict, and its words or None if they are not given; in a stream.
 
     Files are read as for training, but a .txt file has a text per line, and a .tsv or .csv file a column of texts,
@@ -120,15 +125,16 @@ def iterate_tagging(path: Path, *, text: tuple[str, ...] = ()) -> Iterator[tuple
     Args:
         path: The file.
         text: The column of the words or texts; by default as for training.
+        quoting: As in `tables.iterate_rows`.
 
     Raises what `read_tagging` does.
     """
-    if are_columns(path, text):
+    if are_columns(path, text, quoting):
         _check_file(path)
-        yield from ((sentence.text, sentence.words) for sentence in column_sentences(path, text, None))
+        yield from ((sentence.text, sentence.words) for sentence in column_sentences(path, text, None, quoting=quoting))
         return
     check_single(text, "--text")
-    rows = ((line, flat_row(tables.place(path, line), row)) for line, row in tables.iterate_rows(path))
+    rows = ((line, flat_row(tables.place(path, line), row)) for line, row in tables.iterate_rows(path, quoting=quoting))
     first = next(rows)
     column, _ = row_columns(path, [first[1]], text, (), is_test=True)
     for line, row in itertools.chain([first], rows):
@@ -150,16 +156,18 @@ def _sentences(
     text: Sequence[str],
     label: Sequence[str],
     labels: Sequence[str],
+    quoting: tables.Quoting,
     bad: BadRows,
     notes: list[str],
 ) -> list[Sentence]:
     """The sentences with words; those of a test file may all be without tags."""
     _check_file(path)
     is_test = name == "test"
-    if _has_rows(path, label):
-        found = row_sentences(path, text, label, labels, is_test=is_test, bad=bad, notes=notes)
+    options: dict[str, Any] = {"is_test": is_test, "quoting": quoting, "bad": bad, "notes": notes}
+    if _has_rows(path, label, quoting):
+        found = row_sentences(path, text, label, labels, **options)
     else:
-        found = list(column_sentences(path, text, label, is_test=is_test, bad=bad, notes=notes))
+        found = list(column_sentences(path, text, label, **options))
         notes += _long_sentences(found, is_test)
     sentences = [sentence for sentence in found if len(sentence.words)]
     if not sentences:
@@ -171,12 +179,12 @@ def _sentences(
     return _checked(sentences, _check_tags, bad)
 
 
-def _has_rows(path: Path, label: Sequence[str]) -> bool:
+def _has_rows(path: Path, label: Sequence[str], quoting: tables.Quoting) -> bool:
     """Whether each row is a sentence; in a table its tags are separated by spaces, or written as a list."""
     if path.suffix.lower() not in (".csv", ".tsv"):
         return path.suffix.lower() in ROW_FORMATS
     with contextlib.suppress(InputError):  # it is said where columns are read
-        rows = [row for _, row in itertools.islice(tables.iterate_rows(path), 100)]
+        rows = [row for _, row in itertools.islice(tables.iterate_rows(path, quoting=quoting), 100)]
         cells = [row.get(name) for row in rows for name in label or (*TAG_COLUMNS, *SPAN_COLUMNS)]
         return any(cell and (cell[0] == "[" or len(cell.split()) > 1) for cell in cells)
     return False

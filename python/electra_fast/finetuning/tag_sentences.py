@@ -24,6 +24,7 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.annotations import flat_row, rejected_note, rejected_rows
 from electra_fast.finetuning.bad_rows import BadRows
 from electra_fast.finetuning.tables import (
+    Quoting,
     Row,
     abbreviated,
     check_columns,
@@ -145,6 +146,7 @@ def row_sentences(
     labels: Sequence[str] = (),
     *,
     is_test: bool = False,
+    quoting: Quoting = "auto",
     bad: BadRows | None = None,
     notes: list[str] | None = None,
 ) -> list[Sentence]:
@@ -156,6 +158,7 @@ def row_sentences(
         label: The column of the lists of tags or of the spans; empty for a usual one.
         labels: The names of tags that are numbers; empty for those that a Parquet file of `datasets` has.
         is_test: Whether the file may lack the column of the tags or spans.
+        quoting: As in `tables.iterate_rows`.
         bad: Collects what is wrong with rows; by default the first one is raised.
         notes: Takes lines on what was left out or converted.
 
@@ -164,7 +167,7 @@ def row_sentences(
     collect: Any = contextlib.nullcontext if bad is None else bad.collect
     notes = [] if notes is None else notes
     rows: list[tuple[int, Row]] = []
-    for line, row in iterate_rows(path):
+    for line, row in iterate_rows(path, quoting=quoting):
         with collect():
             rows.append((line, flat_row(place(path, line), row)))
     chosen = row_columns(path, [row for _, row in rows], text, label, is_test=is_test)
