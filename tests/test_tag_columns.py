@@ -132,6 +132,13 @@ def test_tables_of_words(write, name, content):
     assert [len(words) for _, words in iterate_tagging(path)] == [4, 3]
 
 
+def test_quotes_in_tables_of_words(write):
+    path = write('sent,word,tag\n1,Ann,B-X\n1,",O\n2,",O\n', "a.csv")
+    assert read(path, quoting="none") == ([["Ann", '"'], ['"']], [["B-X", "O"], ["O"]])
+    assert read_tagging(path, path, None, quoting="none").task.labels == ("O", "B-X", "I-X")
+    assert [text for text, _ in iterate_tagging(path, quoting="none")] == ['Ann "', '"']
+
+
 def test_tables_without_usual_names(write):
     path = write("sent_id,w,t\n1,a,O\n1,b,B-X\n2,c,O\n", "a.csv")
     assert read(path, ("w",), ("t",)) == ([["a", "b"], ["c"]], [["O", "B-X"], ["O"]])

@@ -131,6 +131,10 @@ def test_labels_that_are_not_entities(write):
         ("a O\nb O\n", "every word is tagged 'O'; there is nothing to learn; choose with --label"),
         ("a X\nb X\n", "every word is tagged 'X'; there is nothing to learn"),
         ("a O\nb B-X\nc tag\n", "line 3: the tag 'tag' has no prefix such as B-, unlike others in IOB2"),
+        ("a B-X\nb B_X\nc I-X\nd O\n", "line 2: the tag 'B_X' has no prefix such as B-, unlike others in IOB"),
+        ("a I-X\nb Y\nc O\n", "line 2: the tag 'Y' has no prefix such as B-, unlike others in IO"),
+        ("a X_B\nb X_I\nc Y\nd O\n", "line 3: the tag 'Y' has no suffix such as _B, unlike others in IOB2"),
+        ("a S-X\nb E-X\nc O\n", "1 of 2 tags of entities are ill-formed in IOBES, whose prefixes they have; rename"),
         ("\n-DOCSTART- O\n", "no words; choose the column with --text"),
         ("", "no words; choose the column with --text"),
         ("".join(f"word{n} tag{n}\n\n" for n in range(1001)), "1,001 different tags of 1,001 words; choose the column"),
@@ -205,6 +209,32 @@ def test_every_scheme_becomes_iob2(write):
     )
     data = read(train, scheme="none")
     assert (data.task.labels, data.task.scheme) == (("B-PER", "I-PER", "O"), "none")
+
+
+def test_other_notations_are_converted_and_said(write):
+    train, dev = write("a x_b\nb x_i\nc y_b\nd out\n"), write("a x_b\n", "dev.conll")
+    data = read(train, dev)
+    assert (data.task.labels, named(data, data.train)) == (
+        ("O", "B-x", "I-x", "B-y", "I-y"),
+        [["B-x", "I-x", "B-y", "O"]],
+    )
+    written = "IOB2, written 'x_b' for 'B-x' and 'out' for 'O'"
+    assert data.notes[0] == f"{train}: {FOUND.format(written)}"
+    assert data.notes[-1] == f"{dev}: none to validate y on, so the score leaves them out"
+    numbers = write([{"tokens": ["a", "b"], "tags": [1, 0]}], "train.jsonl")
+    assert read(numbers, labels=("O", "X_B", "X_I")).task.labels == ("O", "B-X", "I-X")
+    alike = read(write("a B-Per\nb B-PER\nc O\n"))
+    assert alike.notes[-1].endswith("'PER' and 'Per' differ only in case or spaces")
+    assert "although some are 'O'" in read(write("a DET\nb X\n" * 9 + "c O\n")).notes[0]
+
+
+def test_tags_of_a_sentence_in_a_cell(write):
+    content = "text,labels\n\"Ann met\",\"B-X O\"\n\"['so', 'it']\",\"['O', 'O']\"\n"
+    train = write(content, "train.csv")
+    assert (words_in(read(train).train), named(read(train), read(train).train)) == (
+        [["Ann", "met"], ["so", "it"]],
+        [["B-X", "O"], ["O", "O"]],
+    )
 
 
 def test_types_without_tags_of_their_own_and_tags_without_types(write):

@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.bad_rows import BadRows
-from electra_fast.finetuning.tables import check_columns, column_names, iterate_cells, iterate_rows, place, there_are
+from electra_fast.finetuning.tables import (
+    Quoting,
+    check_columns,
+    column_names,
+    iterate_cells,
+    iterate_rows,
+    place,
+    there_are,
+)
 from electra_fast.finetuning.tag_schemes import is_bare, split_tag
 from electra_fast.finetuning.tag_sentences import TEXT_COLUMNS, Sentence, check_single, joined_words
 
@@ -82,6 +90,7 @@ def column_sentences(
     label: Sequence[str] | None = (),
     *,
     is_test: bool = False,
+    quoting: Quoting = "auto",
     bad: BadRows | None = None,
     notes: list[str] | None = None,
 ) -> Iterator[Sentence]:
@@ -97,13 +106,14 @@ def column_sentences(
         label: That of the tags; empty for one of `TAG_NAMES`, else -1, in .conllu files 3; None to read no tags, in a
             stream.
         is_test: Whether the file may lack that column.
+        quoting: As in `tables.iterate_rows`.
         bad: Collects what is wrong with sentences; by default the first one is raised.
         notes: Takes lines on how the file is read.
 
     Raises InputError naming the line that cannot be used.
     """
     notes = [] if notes is None else notes
-    names, blocks = _named_blocks(path, text, label or ())
+    names, blocks = _named_blocks(path, text, label or (), quoting)
     sample = list(itertools.islice(blocks, _SAMPLE) if label is None else blocks)
     if not sample:
         return
@@ -119,13 +129,13 @@ def column_sentences(
         notes.append(f"{place(path, comments[0].number)}: {first}")
 
 
-def are_columns(path: Path, text: Sequence[str]) -> bool:
+def are_columns(path: Path, text: Sequence[str], quoting: Quoting = "auto") -> bool:
     """Whether a file to predict has a word per line, as training reads it; where it shows neither, it has texts."""
     suffix = path.suffix.lower()
     if suffix in COLUMN_FORMATS or not path.is_file():
         return suffix in COLUMN_FORMATS
     if suffix == ".csv":
-        return _is_word_table(column_names(path), text)
+        return _is_word_table(column_names(path, quoting=quoting), text)
     if suffix not in TEXT_FORMATS:
         return False
     blocks = list(itertools.islice(_blocks(path), _SAMPLE))
@@ -152,10 +162,12 @@ def _sentence_column(names: Sequence[str]) -> int | None:
     return next((column for column, name in enumerate(names) if name.lower().startswith("sent")), None)
 
 
-def _named_blocks(path: Path, text: Sequence[str], label: Sequence[str]) -> tuple[list[str], Iterator[_Block]]:
+def _named_blocks(
+    path: Path, text: Sequence[str], label: Sequence[str], quoting: Quoting
+) -> tuple[list[str], Iterator[_Block]]:
     """The names of the columns, if they have any, and the blocks without the header."""
     if path.suffix.lower() == ".csv":
-        return list(column_names(path)), _table_blocks(path)
+        return list(column_names(path, quoting=quoting)), _table_blocks(path, quoting)
     blocks = _blocks(path)
     first = next(blocks, [])
     rest = itertools.chain([first] if first else [], blocks)
@@ -184,15 +196,17 @@ def _blocks(path: Path) -> Iterator[_Block]:
         yield block
 
 
-def _table_blocks(path: Path) -> Iterator[_Block]:
-    """The rows of a .csv file; blank lines between them show in their numbers."""
+def _table_blocks(path: Path, quoting: Quoting) -> Iterator[_Block]:
+    """The rows of a .csv file; blank lines between them show in their numbers, or are rows of empty cells."""
     block: _Block = []
-    for number, row in iterate_rows(path):
-        if block and number > block[-1].number + 1:
+    for number, row in iterate_rows(path, quoting=quoting):
+        if block and (number > block[-1].number + 1 or not any(row.values())):
             yield block
             block = []
-        block.append(_Line(number, "", list(row.values())))
-    yield block
+        if any(row.values()):
+            block.append(_Line(number, "", list(row.values())))
+    if block:
+        yield block
 
 
 def _layout(
@@ -210,9 +224,11 @@ def _layout(
     has_ids = is_conllu or (not names and width > 2 and text not in (("0",), ["0"]) and _count_words(sample))
     word = _column(path, text, names, WORD_NAMES, 1 if has_ids else 0, "--text")
     tag = None if label is None else _tag_column(path, label, names, is_conllu=is_conllu, is_test=is_test)
-    if has_ids and not names and not label and tag is not None:  # of several columns of entities, the outer ones
-        columns = list(zip(*(line.cells for line in lines if len(line.cells) == width), strict=True))
-        tag = next((column for column in range(word + 1, width) if "O" in columns[column]), tag)
+    columns = list(zip(*(line.cells for line in lines if len(line.cells) == width), strict=True))
+    if not names and not label and tag is not None:
+        tag = next((column for column in range(-1, -width, -1) if any(columns[column])), tag)  # a tab may end lines
+        if has_ids:  # of several columns of entities, the outer ones
+            tag = next((column for column in range(word + 1, width) if "O" in columns[column]), tag)
     if is_test and not _are_columns(width, word, tag):
         tag = None
     if not _are_columns(width, word, tag):
@@ -223,8 +239,7 @@ def _layout(
             f"{path}: column 0 numbers the words; words are read from column {word}{chosen} of 0 to {width - 1}; "
             "choose with --text and --label"
         )
-    column = -1 if tag is None else tag
-    types = frozenset(split_tag(line.cells[column])[1] for line in lines if len(line.cells) == width) - {""}
+    types = frozenset(split_tag(cell)[1] for cell in columns[-1 if tag is None else tag]) - {""}
     sentence = _sentence_column(names)
     return _Layout(width=width, word=word, tag=tag, sentence=sentence, has_ids=has_ids, types=types)
 
@@ -331,7 +346,7 @@ def _sentence(path: Path, number: int, lines: _Block, layout: _Layout) -> Senten
         if len(line.cells) != len(first.cells):
             raise InputError(
                 f"{place(path, line.number)}: {len(line.cells)} columns, but line {first.number} of the sentence has "
-                f"{len(first.cells)}; every word needs a tag, and a blank line ends a sentence"
+                f"{len(first.cells)}; every word needs a tag, a blank line ends a sentence, and a comment begins with #"
             )
     if not _are_columns(len(first.cells), layout.word, layout.tag):
         raise InputError(_misfit(path, first, layout.word, layout.tag))

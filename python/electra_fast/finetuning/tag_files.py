@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +29,15 @@ from electra_fast.finetuning.tag_schemes import (
     split_tag,
     to_entities,
 )
-from electra_fast.finetuning.tag_sentences import Sentence, check_single, row_columns, row_sentences, row_text
+from electra_fast.finetuning.tag_sentences import (
+    SPAN_COLUMNS,
+    TAG_COLUMNS,
+    Sentence,
+    check_single,
+    row_columns,
+    row_sentences,
+    row_text,
+)
 from electra_fast.finetuning.tag_spans import Words
 from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction, select
 
@@ -50,6 +60,7 @@ def read_tagging(
     label: tuple[str, ...] = (),
     labels: tuple[str, ...] = (),
     scheme: str = "auto",
+    quoting: tables.Quoting = "auto",
     dev_fraction: float = 0.1,
     seed: int = 0,
     skip_bad_rows: int = 0,
@@ -70,6 +81,7 @@ def read_tagging(
         labels: The tags, in the order of their numbers if the files have numbers, or the types of entities; empty for
             those of the training file.
         scheme: One of `tag_schemes.SCHEMES` or `ALIASES`; `auto` to find it in the tags of the training file.
+        quoting: As in `tables.iterate_rows`.
         dev_fraction: Share of the training sentences that is set aside, above 0 and below 1.
         seed: Chooses the sentences that are set aside.
         skip_bad_rows: How many sentences that cannot be used may be left out.
@@ -84,7 +96,7 @@ def read_tagging(
     notes: list[str] = []
     bad = BadRows(skip_bad_rows)
     paths = {name: path for name, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
-    files = {name: _sentences(name, path, text, label, labels, bad, notes) for name, path in paths.items()}
+    files = {name: _sentences(name, path, text, label, labels, quoting, bad, notes) for name, path in paths.items()}
     scheme, notation = _scheme(files["train"], scheme, notes)
     if scheme != "none":
         labels = tuple(map(notation.usual, labels))
@@ -102,7 +114,9 @@ def read_tagging(
     )
 
 
-def iterate_tagging(path: Path, *, text: tuple[str, ...] = ()) -> Iterator[tuple[str, Words | None]]:
+def iterate_tagging(
+    path: Path, *, text: tuple[str, ...] = (), quoting: tables.Quoting = "auto"
+) -> Iterator[tuple[str, Words | None]]:
     """Yields each text of a file to predict, and its words or None if they are not given; in a stream.
 
     Files are read as for training, but a .txt file has a text per line, and a .tsv or .csv file a column of texts,
@@ -111,15 +125,16 @@ def iterate_tagging(path: Path, *, text: tuple[str, ...] = ()) -> Iterator[tuple
     Args:
         path: The file.
         text: The column of the words or texts; by default as for training.
+        quoting: As in `tables.iterate_rows`.
 
     Raises what `read_tagging` does.
     """
-    if are_columns(path, text):
+    if are_columns(path, text, quoting):
         _check_file(path)
-        yield from ((sentence.text, sentence.words) for sentence in column_sentences(path, text, None))
+        yield from ((sentence.text, sentence.words) for sentence in column_sentences(path, text, None, quoting=quoting))
         return
     check_single(text, "--text")
-    rows = ((line, flat_row(tables.place(path, line), row)) for line, row in tables.iterate_rows(path))
+    rows = ((line, flat_row(tables.place(path, line), row)) for line, row in tables.iterate_rows(path, quoting=quoting))
     first = next(rows)
     column, _ = row_columns(path, [first[1]], text, (), is_test=True)
     for line, row in itertools.chain([first], rows):
@@ -141,16 +156,18 @@ def _sentences(
     text: Sequence[str],
     label: Sequence[str],
     labels: Sequence[str],
+    quoting: tables.Quoting,
     bad: BadRows,
     notes: list[str],
 ) -> list[Sentence]:
     """The sentences with words; those of a test file may all be without tags."""
     _check_file(path)
     is_test = name == "test"
-    if path.suffix.lower() in ROW_FORMATS:
-        found = row_sentences(path, text, label, labels, is_test=is_test, bad=bad, notes=notes)
+    options: dict[str, Any] = {"is_test": is_test, "quoting": quoting, "bad": bad, "notes": notes}
+    if _has_rows(path, label, quoting):
+        found = row_sentences(path, text, label, labels, **options)
     else:
-        found = list(column_sentences(path, text, label, is_test=is_test, bad=bad, notes=notes))
+        found = list(column_sentences(path, text, label, **options))
         notes += _long_sentences(found, is_test)
     sentences = [sentence for sentence in found if len(sentence.words)]
     if not sentences:
@@ -160,6 +177,17 @@ def _sentences(
     if is_test and all(set(sentence.tags or ()) <= HIDDEN_TAGS for sentence in sentences):
         return [dataclasses.replace(sentence, tags=None) for sentence in sentences]
     return _checked(sentences, _check_tags, bad)
+
+
+def _has_rows(path: Path, label: Sequence[str], quoting: tables.Quoting) -> bool:
+    """Whether each row is a sentence; in a table its tags are separated by spaces, or written as a list."""
+    if path.suffix.lower() not in (".csv", ".tsv"):
+        return path.suffix.lower() in ROW_FORMATS
+    with contextlib.suppress(InputError):  # it is said where columns are read
+        rows = [row for _, row in itertools.islice(tables.iterate_rows(path, quoting=quoting), 100)]
+        cells = [row.get(name) for row in rows for name in label or (*TAG_COLUMNS, *SPAN_COLUMNS)]
+        return any(cell and (cell[0] == "[" or len(cell.split()) > 1) for cell in cells)
+    return False
 
 
 def _checked(sentences: Sequence[Sentence], check: Callable[[Sentence], None], bad: BadRows) -> list[Sentence]:
@@ -179,8 +207,6 @@ def _check_tags(sentence: Sentence) -> None:
     for word, tag in enumerate(sentence.tags or [""]):
         if not tag:
             raise InputError(f"{sentence.place(word)}: no tag; choose with --label")
-        if tag[0] == "[":
-            raise InputError(f"{sentence.place(word)}: the tag {tables.abbreviated(tag)} is a list; give .jsonl")
 
 
 def _long_sentences(sentences: Sequence[Sentence], is_test: bool) -> Iterator[str]:
@@ -231,9 +257,9 @@ def _scheme(train: Sequence[Sentence], name: str, notes: list[str]) -> tuple[str
     if scheme == "IO" and any(is_bare(notation.usual(tag)) for tag in tags):
         how += " without prefixes, so words of one type in a row are one entity"
     if scheme != "none" and notation != Notation():
-        example = next((tag for tag in tags if tag != notation.outside and notation.parts(tag)), "")
+        others = (tag for tag in tags if tag != notation.outside and notation.usual(tag) != tag)
         written = [
-            f"{tag!r} for {notation.usual(tag)!r}" for tag in (example, notation.outside) if tag not in ("", "O")
+            f"{tag!r} for {notation.usual(tag)!r}" for tag in (next(others, "O"), notation.outside) if tag != "O"
         ]
         how += f", written {' and '.join(written)}"
     if name == "auto" or notation != Notation():
@@ -258,7 +284,8 @@ def _as_iob2(
     """The sentences with IOB2 tags; notes how many of the file's own are ill-formed."""
     if sentences[0].tags is None:  # in a test file, none has tags
         return sentences
-    if not sentences[0].has_spans and scheme in ("IOB2", "IOBES", "IOE"):
+    has_places = any(notation.usual(tag)[:2] == "I-" for sentence in sentences for tag in sentence.tags or ())
+    if not sentences[0].has_spans and (has_places or scheme in ("IOB2", "IOBES", "IOE")):
         sentences = _checked(sentences, lambda sentence: _check_places(sentence, scheme, notation), bad)
     converted: list[Sentence] = []
     ill_formed: list[tuple[Sentence, int]] = []

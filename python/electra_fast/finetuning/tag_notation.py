@@ -45,11 +45,12 @@ class Notation:
         """The place (B, I, E or S) and the type, which may be empty; None of a tag that is not written like this."""
         place = _PLACE if self.separator and self != Notation() else "|".join((*PREFIXES, "1"))
         separator = re.escape(self.separator)
-        pattern = f"(.+){separator}({place})" if self.is_suffix else f"({place}){separator}(.*)"
+        type_ = ".*" if self.separator else r"[^\W_].*"
+        pattern = f"(.+){separator}({place})" if self.is_suffix else f"({place}){separator}({type_})"
         match = re.fullmatch(pattern, tag, re.DOTALL | (re.IGNORECASE if self.ignores_case else 0))
         if match:
-            found, type_ = match.groups()[:: -1 if self.is_suffix else 1]
-            return _PLACES[found.upper()], type_.strip()
+            found, own = match.groups()[:: -1 if self.is_suffix else 1]
+            return _PLACES[found.upper()], own.strip()
         letter = tag.upper() if self.ignores_case else tag
         return (PREFIXES[letter], "") if letter in PREFIXES else None
 

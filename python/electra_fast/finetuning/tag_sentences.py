@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import itertools
@@ -23,6 +24,7 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.annotations import flat_row, rejected_note, rejected_rows
 from electra_fast.finetuning.bad_rows import BadRows
 from electra_fast.finetuning.tables import (
+    Quoting,
     Row,
     abbreviated,
     check_columns,
@@ -144,6 +146,7 @@ def row_sentences(
     labels: Sequence[str] = (),
     *,
     is_test: bool = False,
+    quoting: Quoting = "auto",
     bad: BadRows | None = None,
     notes: list[str] | None = None,
 ) -> list[Sentence]:
@@ -155,6 +158,7 @@ def row_sentences(
         label: The column of the lists of tags or of the spans; empty for a usual one.
         labels: The names of tags that are numbers; empty for those that a Parquet file of `datasets` has.
         is_test: Whether the file may lack the column of the tags or spans.
+        quoting: As in `tables.iterate_rows`.
         bad: Collects what is wrong with rows; by default the first one is raised.
         notes: Takes lines on what was left out or converted.
 
@@ -163,7 +167,7 @@ def row_sentences(
     collect: Any = contextlib.nullcontext if bad is None else bad.collect
     notes = [] if notes is None else notes
     rows: list[tuple[int, Row]] = []
-    for line, row in iterate_rows(path):
+    for line, row in iterate_rows(path, quoting=quoting):
         with collect():
             rows.append((line, flat_row(place(path, line), row)))
     chosen = row_columns(path, [row for _, row in rows], text, label, is_test=is_test)
@@ -199,6 +203,8 @@ def _read_row(
     where, target = place(path, line), row.get(chosen[1])
     if target is None and row.get("answer") == "accept":
         target = []  # Prodigy leaves it out
+    if isinstance(target, str):  # in a table
+        target, row = _listed(target), row | {chosen[0]: _listed(row.get(chosen[0]))}
     content, text, words = row_text(path, line, row, chosen[0])
     is_text = isinstance(content, str)
     tags = None if is_text or has_spans else _tags(where, len(words), target, labels)
@@ -211,9 +217,21 @@ def _read_row(
     return _Row(sentence, SpannedText(content, words, read_spans(where, target), tokens))
 
 
+def _listed(value: Any) -> Any:
+    """The words of a text, or the list that it is written as."""
+    if not isinstance(value, str):
+        return value
+    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        if isinstance(found := ast.literal_eval(value) if value.startswith("[") else value.split(), list):
+            return found
+    return value.split()
+
+
 def row_text(path: Path, line: int, row: Row, column: str) -> tuple[str | list[str], str, Words]:
     """The text or words that a row has, the text that these make, and the places of the words in it."""
     value = row.get(column)
+    if isinstance(value, str) and value.startswith(("['", '["')):
+        value = _listed(value)
     if isinstance(value, list):
         given = _token_texts(value)
         return given, *joined_words(path, [line], given)
