@@ -85,6 +85,10 @@ class Tokenizer:
             raise IndexError(f"id {token_id} is not in a vocabulary of {self.vocab_size} entries")
         return token
 
+    def word_starts(self) -> list[bool] | None:
+        """For each id, whether it begins a word; `None` if the vocabulary does not mark words."""
+        return self._inner.word_starts()
+
     @property
     def fast(self) -> bool:
         """Whether ids come from this package's fast path rather than from the `tokenizers` crate."""

@@ -38,8 +38,8 @@ impl Tokenizer {
     ///
     /// `lowercase` and `strip_accents` are for `vocab.txt` only. Without them, a file beside it decides: a
     /// `tokenizer.json` with the same entries, a `tokenizer_config.json`, or the manifest of its corpus.
-    /// Without such a file, a vocabulary is cased if lowercasing or stripping accents would change an
-    /// ordinary entry, and accents are stripped if text is lowercased.
+    /// Without such a file, text is lowercased unless that would change an ordinary entry, and accents of
+    /// lowercased text are stripped unless that would.
     ///
     /// A missing file is [`Error::NotFound`]; one that is no usable tokenizer is [`Error::Input`].
     pub fn from_file(path: &Path, lowercase: Option<bool>, strip_accents: Option<bool>) -> Result<Self> {
@@ -90,7 +90,7 @@ impl Tokenizer {
         let unknown = entries[special_tokens.unk as usize];
         let vocabulary = Vocabulary { path, entries, ids, unknown };
         let known = match lowercase {
-            Some(lowercase) => Some(Case { lowercase, strip_accents: lowercase }),
+            Some(lowercase) => Some(vocabulary.case_with(lowercase)?),
             None => vocabulary.case_from_folder()?,
         };
         let mut case = known.map_or_else(|| vocabulary.guessed_case(), Ok)?;
