@@ -116,15 +116,14 @@ class PrepareJob:
 def job_tokenizer(settings: str) -> Tokenizer: ...
 def prepare_units(settings: str, units: list[str], tokenizer: Tokenizer, threads: int = 1) -> tuple[int, int, int]: ...
 def text_sample(
-    tokenizer: Tokenizer,
-    out: str,
+    run: tuple[Tokenizer, str] | None = None,
     *,
     files: list[str],
-    separator: str = "blank-line",
+    separator: str,
     text_fields: list[str],
-    invalid_utf8: str = "error",
-    format: str = "auto",
-    skip_bad_records: int = 0,
+    invalid_utf8: str,
+    format: str,
+    skip_bad_records: int,
 ) -> list[str]: ...
 def text_coverage(tokenizer: Tokenizer, texts: list[str]) -> tuple[int, int, int | None, list[tuple[str, int]]]: ...
 def train_vocab(

@@ -66,15 +66,13 @@ pub(crate) fn report_dict(py: Python, report: PrepareReport) -> PyResult<Bound<P
     Ok(result)
 }
 
-/// A sample of files: the beginnings of some of them.
+/// A sample of files, for a run with this tokenizer and output folder, or to train a vocabulary on.
 #[pyfunction]
-#[pyo3(signature = (tokenizer, out, *, files, separator="blank-line", text_fields, invalid_utf8="error",
-                    format="auto", skip_bad_records=0))]
+#[pyo3(signature = (run=None, *, files, separator, text_fields, invalid_utf8, format, skip_bad_records))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
 pub(crate) fn text_sample(
     py: Python,
-    tokenizer: &Tokenizer,
-    out: PathBuf,
+    run: Option<(PyRef<Tokenizer>, PathBuf)>,
     files: Vec<PathBuf>,
     separator: &str,
     text_fields: Vec<String>,
@@ -83,8 +81,11 @@ pub(crate) fn text_sample(
     skip_bad_records: u64,
 ) -> PyResult<Vec<String>> {
     let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
-    let tokenizer = tokenizer.get(py)?;
-    py.detach(|| electra_data::text_sample(&files, &tokenizer, &out, &reading)).map_err(raise)
+    let run = run.map(|(tokenizer, out)| Ok::<_, PyErr>((tokenizer.get(py)?, out))).transpose()?;
+    py.detach(|| {
+        let run = run.as_ref().map(|(tokenizer, out)| (&**tokenizer, &**out));
+        electra_data::text_sample(&files, run, &reading).map_err(raise)
+    })
 }
 
 /// (tokens, unknown tokens, words or None, frequent unknown words with counts) of texts.

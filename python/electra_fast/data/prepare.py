@@ -24,7 +24,7 @@ from electra_fast.data.reading import (
     reading_options,
     skipped_lines,
 )
-from electra_fast.data.text_sample import first_documents, sample_warnings
+from electra_fast.data.text_sample import sample_texts, sample_warnings
 from electra_fast.errors import InputError
 from electra_fast.progress import ReadingProgress
 
@@ -104,7 +104,7 @@ def prepare(
         beginning: list[str] = []
         sample = None
         if progress and not (Path(out) / "manifest.json").exists():
-            beginning = first_documents(text) or _data.text_sample(inner, os.fspath(out), **text, **reading)
+            beginning = sample_texts(text, (inner, os.fspath(out)), **reading)
             sample = sample_coverage(beginning, inner)
             bar.warn(unknown_warning(sample, beginning, inner))
             for warning in sample_warnings(beginning, inner):
@@ -205,7 +205,7 @@ def train_vocab(
             bar.say(alphabet(letters, dropped_words, most_dropped))
             bar.say(f"merging the pieces of {num_words:,} words into a vocabulary")
 
-        beginning = first_documents(text) if progress else None
+        beginning = sample_texts(text, None, **reading) if progress else []
         report = _data.train_vocab(
             os.fspath(out),
             **text,
@@ -223,12 +223,8 @@ def train_vocab(
         )
         if report["skipped_records"]:
             bar.warn(skipped_lines(report["skipped_records"], report["first_skipped"], None))
-        if progress:
-            tokenizer = _data.Tokenizer(os.fspath(out))
-            if beginning is None:
-                beginning = _data.text_sample(tokenizer, os.fspath(out), **text, **reading)
-            for warning in sample_warnings(beginning, tokenizer):
-                bar.warn(warning)
+        for warning in sample_warnings(beginning, _data.Tokenizer(os.fspath(out))):
+            bar.warn(warning)
     return int(report["num_entries"])
 
 

@@ -26,10 +26,13 @@ MAX_WORD_CHARS = 100
 WORD = re.compile(r"[^\s!-/:-@\[-`{-~¡«»¿।॥\u2010-\u206f\u3000-\u303f\uff00-\uff0f\uff1a-\uff20]+")
 
 
-def first_documents(source: dict[str, Any]) -> list[str] | None:
-    """The first documents of a stream, which are put back into `source`; `None` if it has files."""
+def sample_texts(source: dict[str, Any], run: tuple[_data.Tokenizer, str] | None, **reading: Any) -> list[str]:
+    """About 1 MiB of text: the start of each file, or the first documents, put back into `source`.
+
+    `run` is the tokenizer and the output folder of `prepare`, which its inputs must not contain.
+    """
     if "documents" not in source:
-        return None
+        return _data.text_sample(run, **source, **reading)
     taken: list[Any] = []
     characters = 0
     for text in source["documents"]:

@@ -13,7 +13,7 @@ use super::run::refuse_vocabulary;
 use crate::error::Result;
 use crate::format::Corpus;
 use crate::input::{
-    Compression, InputFormat, Inputs, ReadOptions, character_boundary, read_beginning, read_file,
+    Compression, Cut, InputFormat, Inputs, ReadOptions, character_boundary, read_beginning, read_file,
 };
 use crate::threads::on_all_cores;
 use crate::tokenizer::Tokenizer;
@@ -42,18 +42,22 @@ pub struct Coverage {
     pub unknown_words: Vec<(String, u64)>,
 }
 
-/// A sample of files: the beginnings of at most 16 of them, 1 MiB of text in total.
+/// A sample of files: the beginnings of at most 16 of them, 1 MiB of text in total. `run`: the tokenizer and the
+/// output folder of a run that will read them, neither of which may be an input.
 ///
 /// Errors in a file end its part of the sample; the run that reads everything reports them.
 pub fn text_sample(
     paths: &[PathBuf],
-    tokenizer: &Tokenizer,
-    out: &Path,
+    run: Option<(&Tokenizer, &Path)>,
     reading: &ReadOptions,
 ) -> Result<Vec<String>> {
-    let inputs = Inputs::expand(paths, Some(out), reading.format)?;
-    refuse_vocabulary(&inputs, tokenizer.path())?;
-    Ok(beginnings(&inputs, tokenizer, reading))
+    let inputs = Inputs::expand(paths, run.map(|(_, out)| out), reading.format)?;
+    let mut cut = Cut::Blanks;
+    if let Some((tokenizer, _)) = run {
+        refuse_vocabulary(&inputs, tokenizer.path())?;
+        cut = line_cut(tokenizer);
+    }
+    Ok(beginnings(&inputs, cut, reading))
 }
 
 impl Coverage {
@@ -136,7 +140,7 @@ impl Counter {
 }
 
 /// The beginnings of files spread evenly over all of them.
-fn beginnings(inputs: &Inputs, tokenizer: &Tokenizer, reading: &ReadOptions) -> Vec<String> {
+fn beginnings(inputs: &Inputs, cut: Cut, reading: &ReadOptions) -> Vec<String> {
     // A pipe can be read only once, and a compressed Parquet file must be unpacked as a whole.
     let files: Vec<_> = inputs
         .files
@@ -147,9 +151,7 @@ fn beginnings(inputs: &Inputs, tokenizer: &Tokenizer, reading: &ReadOptions) -> 
     let read = |number: usize| {
         let file = files[number * files.len() / count];
         let bytes = std::sync::atomic::AtomicU64::new(0);
-        read_beginning(SAMPLE_BYTES / count, line_cut(tokenizer), |to| {
-            read_file(file, None, reading, &bytes, to)
-        })
+        read_beginning(SAMPLE_BYTES / count, cut, |to| read_file(file, None, reading, &bytes, to))
     };
     (0..count).map(read).collect()
 }
