@@ -22,8 +22,8 @@ MOST_DROPPED, MOST_LOST, MOST_DECOMPOSED, FEWEST = 0.005, 0.01, 0.01, 10
 # Two spellings merge if the rarer one has at least this fraction of the other's occurrences.
 FREQUENT = 0.01
 MAX_WORD_CHARS = 100
-# What is neither blank nor punctuation; joiners and marks stand within words.
-WORD = re.compile(r"[^\s!-/:-@\[-`{-~¡«»¿।॥\u2010-\u206f\u3000-\u303f\uff00-\uff0f\uff1a-\uff20]+")
+# What is neither blank nor punctuation nor a variation of an emoji; joiners and marks stand within words.
+WORD = re.compile(r"[^\s!-/:-@\[-`{-~¡«»¿।॥\u2010-\u206f\u3000-\u303f\ufe00-\ufe0f\uff00-\uff0f\uff1a-\uff20]+")
 
 
 def sample_texts(source: dict[str, Any], run: tuple[_data.Tokenizer, str] | None, **reading: Any) -> list[str]:
@@ -86,22 +86,27 @@ def _dropped_accents(words: Counter[str], tokenizer: _data.Tokenizer) -> Iterato
     occurrences = sum(counts[cluster] for cluster in dropped)
     if occurrences < FEWEST or occurrences <= MOST_DROPPED * letters:
         return
-    spellings: dict[str, Counter[str]] = defaultdict(Counter)
-    for word, count in words.items():
-        clusters = spelled.get(word, [word])
-        key = "".join(marked[each] if each in dropped else each for each in clusters)
-        spellings[key]["".join(clusters)] += count
-    merged = [frequent for forms in spellings.values() if len(frequent := _frequent(forms)) > 1]
-    merged.sort(key=lambda forms: -forms[1][1])
-    share = sum(count for forms in merged for _, count in forms) / words.total()
-    examples = ", ".join(" = ".join(word for word, _ in forms) for forms in merged[:5])
     most = ", ".join(f"{each} → {marked[each] or 'nothing'}" for each, _ in counts.most_common() if each in dropped)
     yield (
         f"warning: the vocabulary drops accents and marks: {occurrences / letters:.1%} of the letters of a sample lose "
-        f"theirs ({_shortened(most)})"
-        + (f", and {share:.1%} of the words become equal to another ({examples})" if merged else "")
-        + "; `electra-fast vocab` without --strip-accents trains a vocabulary that keeps them"
+        f"theirs ({_shortened(most)}){_merged(words, spelled, {each: marked[each] for each in dropped})}; "
+        "`electra-fast vocab` without --strip-accents trains a vocabulary that keeps them"
     )
+
+
+def _merged(words: Counter[str], spelled: dict[str, list[str]], dropped: dict[str, str]) -> str:
+    """How many of the words become equal to another without the accents that are dropped, with examples."""
+    spellings: dict[str, Counter[str]] = defaultdict(Counter)
+    for word, count in words.items():
+        clusters = spelled.get(word, [word])
+        spellings["".join(dropped.get(each, each) for each in clusters)]["".join(clusters)] += count
+    merged = [frequent for forms in spellings.values() if len(frequent := _frequent(forms)) > 1]
+    if not merged:
+        return ""
+    merged.sort(key=lambda forms: -forms[1][1])
+    share = sum(count for forms in merged for _, count in forms) / words.total()
+    examples = ", ".join(" = ".join(word for word, _ in forms) for forms in merged[:5])
+    return f", and {share:.1%} of the words become equal to another ({examples})"
 
 
 def _frequent(forms: Counter[str]) -> list[tuple[str, int]]:

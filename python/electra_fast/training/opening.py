@@ -54,17 +54,9 @@ def words_to_mask(config: Config, mixture: Mixture) -> Iterator[str]:
     data, starts = config.data, mixture.tokenizer.word_starts()
     if starts is None:
         return  # the loader refuses it
-    loader = BatchLoader.from_config(config, batch_size=WORD_ROWS, epochs=1)
-    rows = {name: tensor.long() for name, tensor in to_torch(next(loader)).items()}
-    ids = rows["input_ids"].scatter(1, rows["masked_positions"], rows["masked_ids"])
-    ids[:, 0] = mixture.tokenizer.special_tokens["cls"]  # unused slots have position 0
-    special = torch.zeros(len(starts), dtype=torch.bool)
-    special[[token for name, token in mixture.tokenizer.special_tokens.items() if name != "unk"]] = True
-    apart = special[ids].flatten()
-    begins = torch.tensor(starts)[ids].flatten() | apart | apart.roll(1)
-    lengths = torch.bincount(begins.cumsum(0)[~apart])
-    tokens, budget = lengths.sum(), round(data.mask_prob * data.sequence_length)
-    single, too_long = (float(lengths[which].sum() / tokens) for which in (lengths == 1, lengths > budget))
+    lengths = _word_lengths(config, mixture, torch.tensor(starts))
+    budget = round(data.mask_prob * data.sequence_length)
+    single, too_long = (float(lengths[which].sum() / lengths.sum()) for which in (lengths == 1, lengths > budget))
     name = f'data.masking = "{data.masking}"'
     if too_long > MANY_IN_TOO_LONG:
         yield (
@@ -73,9 +65,23 @@ def words_to_mask(config: Config, mixture: Mixture) -> Iterator[str]:
         )
     elif data.masking == "whole-word" and 1 - single - too_long < FEW_IN_LONGER_WORDS:
         yield (
-            f"warning: {name} has hardly any effect: {single:.1%} of the tokens are words by themselves, as in text "
-            "without spaces between words; --data.masking span masks up to three of them together"
+            f"warning: {name} has hardly any effect: {single:.1%} of the tokens are words by themselves (text without "
+            "spaces between words, or a vocabulary that has most words); --data.masking span masks up to three together"
         )
+
+
+def _word_lengths(config: Config, mixture: Mixture, starts_V: torch.Tensor) -> torch.Tensor:
+    """Tokens of each word in the first rows."""
+    loader = BatchLoader.from_config(config, batch_size=WORD_ROWS, epochs=1)
+    rows = {name: tensor.long() for name, tensor in to_torch(next(loader)).items()}
+    special_tokens = mixture.tokenizer.special_tokens
+    ids_BL = rows["input_ids"].scatter(1, rows["masked_positions"], rows["masked_ids"])
+    ids_BL[:, 0] = special_tokens["cls"]  # unused slots have position 0
+    special_V = torch.zeros_like(starts_V)
+    special_V[[token for name, token in special_tokens.items() if name != "unk"]] = True
+    special_T = special_V[ids_BL].flatten()
+    begins_T = starts_V[ids_BL].flatten() | special_T | special_T.roll(1)
+    return torch.bincount(begins_T.cumsum(0)[~special_T])
 
 
 def _rate_change(run: Run, step: int, num_steps: int) -> str:

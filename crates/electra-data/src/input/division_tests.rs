@@ -138,9 +138,12 @@ proptest! {
         part_bytes in 1..60_u64,
         skip_bad_records in prop::sample::select(vec![0_u64, 2, 100]),
         ends in any::<bool>(),
+        is_utf16 in any::<bool>(),
     ) {
         let dir = tempfile::tempdir().unwrap();
-        let path = file(&dir, "a.jsonl", lines.join("\n") + if ends { "\n" } else { "" });
+        let text = lines.join("\n") + if ends { "\n" } else { "" };
+        let utf16 = || format!("\u{feff}{text}").encode_utf16().flat_map(u16::to_le_bytes).collect();
+        let path = file(&dir, "a.jsonl", if is_utf16 { utf16() } else { text.clone().into_bytes() });
         compare(&path, &ReadOptions { skip_bad_records, ..ReadOptions::default() }, part_bytes);
     }
 }
