@@ -176,7 +176,7 @@ def synthetic_text(rng: random.Random, size: int) -> str:
 def trained_vocab(path: Path, *, lowercase: bool) -> Path:
     """Trains a vocabulary on text that is not measured."""
     text = (synthetic_text(random.Random(-run), 1_000_000) for run in (2, 3))
-    train_vocab(text, out=path, size=4_000, lowercase=lowercase, progress=False)
+    train_vocab(text, out=path, size=4_000, lowercase=lowercase, strip_accents=lowercase, progress=False)
     return path
 
 

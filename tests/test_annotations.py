@@ -5,6 +5,7 @@ import json
 import pytest
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning import own_data
 from electra_fast.finetuning.tag_files import iterate_tagging, read_tagging
 
 TEXT = "Ann met Bob"
@@ -90,3 +91,13 @@ def test_other_exports(write, label, column):
 def test_answers_that_are_data_are_no_verdict(write):
     path = write([prodigy(answer, SPAN) for answer in ("reject", "42")])
     assert len(read_tagging(path, path, None).train.texts) == 2
+
+
+def test_rejected_rows_of_classification_are_left_out(write):
+    rows = [{"text": f"text {number}", "label": "AB"[number % 2], "answer": "accept"} for number in range(4)]
+    path = write([*rows, {"text": "c", "label": "C", "answer": "reject"}, {"text": "d", "answer": "ignore"}])
+    data = own_data.read("classification", path, path, path)
+    assert data.task.labels == ("A", "B") and len(data.train.texts) == 4
+    assert rejected(path, 2, 6) in data.notes
+    path = write([{"text": f"a {answer}", "label": answer, "answer": answer} for answer in ("reject", "accept")])
+    assert own_data.read("classification", path, path, None, label=("answer",)).task.labels == ("accept", "reject")

@@ -302,12 +302,18 @@ def test_the_same_text_trains_the_same_vocabulary(tmp_path):
         assert size == len(files[-1].splitlines()) <= 100
     assert files[0] == files[1]
     assert files[0].splitlines()[:6] == [*SPECIAL, "["] and "tokens" in files[0].splitlines()
-    assert Tokenizer(tmp_path / "1/vocab.txt").options["lowercase"] is True
+    assert Tokenizer(tmp_path / "1/vocab.txt").options == {"lowercase": True, "strip_accents": False}
 
 
 BAD_FILES = {
     "bad.txt": (b"fine\nab\xffc\n", r"bad\.txt: invalid UTF-8 at byte 7 of the text.*--invalid-utf8 replace"),
     "bad.txt.gz": (gzip.compress(b"\xfe"), r"bad\.txt\.gz: invalid UTF-8 at byte 0"),
+    "utf-32.txt": (
+        "mask".encode("utf-32"),
+        r"looks like UTF-32; .* iconv -f UTF-32 -t UTF-8 .*utf-32\.txt > NEW-FILE$",
+    ),
+    "no-mark.jsonl": ('{"text": "мир"}\n'.encode("utf-16-be"), r"UTF-16 without a byte .* iconv -f UTF-16BE -t UTF-8"),
+    "half.txt": ("a\ud800".encode("utf-16", "surrogatepass"), r"half\.txt: invalid UTF-8 at byte 4 of the text"),
     "bad.jsonl": (b'{"text": "a"}\n\n{"text": "b}\n', r"bad\.jsonl: line 3, column \d+: broken JSON: EOF"),
     "list.jsonl": (b'{"text": "a"}\n["a"]\n', r"list\.jsonl: line 2.*expected an object"),
     "field.jsonl": (b'{"body": "a", "id": 3}\n', r'line 1: no text field "text"; there are: body, id'),
@@ -336,6 +342,23 @@ def test_bad_files_are_named(vocab, tmp_path, name):
 def test_invalid_utf8_can_be_replaced(vocab, tmp_path):
     found, _ = prepared(tmp_path, vocab, b"mask\xff shard\n", invalid_utf8="replace")
     assert found == ["mask shard"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz", "a.jsonl.xz"])
+def test_utf_16_is_read_as_utf_8_is(vocab, tmp_path, name, encoding):
+    texts = ["tokens 😀 un\nmask", "able shard"]
+    text = "".join(json.dumps({"text": each}, ensure_ascii=False) + "\n" for each in texts)
+    text = text if "jsonl" in name else "\r\n\r\n".join(texts)
+    pack = {"gz": gzip.compress, "xz": lzma.compress}.get(name.split(".")[-1], bytes)
+    for out, data in {"8": text.encode(), "16": ("\ufeff" * (encoding != "utf-16") + text).encode(encoding)}.items():
+        (tmp_path / out).mkdir()
+        (tmp_path / out / name).write_bytes(pack(data))
+        prepare([tmp_path / out], vocab=vocab, out=tmp_path / out / "shards", progress=False)
+        train_vocab([tmp_path / out / name], out=tmp_path / out / "v.json", size=60, min_frequency=1, progress=False)
+    assert Corpus(tmp_path / "16/shards").content_hash == Corpus(tmp_path / "8/shards").content_hash
+    assert len(Corpus(tmp_path / "16/shards")) == 2
+    assert (tmp_path / "16/v.json").read_bytes() == (tmp_path / "8/v.json").read_bytes()
 
 
 def test_a_table_without_text(vocab, tmp_path):

@@ -1,13 +1,14 @@
 """Vocabulary coverage: the [UNK] rate, fertility, and a warning with the likely cause before the work starts."""
 
 import json
+import unicodedata
 
 import pytest
 from in_process import run
 
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.inspect import inspect
-from electra_fast.data.prepare import prepare
+from electra_fast.data.prepare import prepare, train_vocab
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 ENGLISH = [*SPECIAL, "the", "cat", "sleep", "##s", "."]
@@ -107,3 +108,57 @@ def test_tokenizers_without_a_prefix_have_no_fertility(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
     report = prepare(iter(["cat dog"]), vocab=tmp_path / "tokenizer.json", out=tmp_path / "out", progress=False)
     assert report.unknown_share == 1 / 2 and report.tokens_per_word is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("यह कल है, वह कुल है", "कु → क"),
+        ("ที่บ้าน มี แมว สี่ตัว", "มี → ม"),
+        ("Ma má mà mả. Ma má", "become equal to another (ma = má"),
+        ("Мой чай и мои чаи, йод", "the words become equal to another (мой = мои"),
+        ("kor kór kör és es", "(kor = kór = kör, és = es)"),
+        ("schon schön war er", "of the words become equal to another (schon = schön)"),
+        ("がく かく", None),
+        ("The café is open. " + "The long day was over and all of them were tired. " * 9, ""),
+        ("한국어 한글", ""),
+    ],
+)
+def test_accents_that_a_vocabulary_drops_are_told_with_what_merges(tmp_path, capfd, text, said):
+    """Only where it drops them, and not for a rare foreign word: in English, that is nothing to warn about."""
+    (tmp_path / "a.txt").write_text(f"{text}\n\n" * 40, encoding="utf-8")
+    for name, strip in [("kept", False), ("dropped", True)]:
+        train_vocab([tmp_path / "a.txt"], out=tmp_path / name / "vocab.txt", strip_accents=strip, progress=False)
+        capfd.readouterr()
+        prepare([tmp_path / "a.txt"], vocab=tmp_path / name, out=tmp_path / name / "out")
+        lines = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
+        assert len(lines) == (strip and said != "")
+        if strip and said != "":
+            assert lines[0].startswith("warning: the vocabulary drops accents and marks: ")
+            assert (said or "が → か") in lines[0] and "`electra-fast vocab` without --strip-accents" in lines[0]
+
+
+def test_decomposed_text_is_told(tmp_path, capfd):
+    for form, text in [("NFC", "Việt Nam không ở đây"), ("NFD", "Việt Nam không ở đây"), ("NFD", "한국어")]:
+        text = unicodedata.normalize(form, text)
+        train_vocab(iter([text] * 20), out=tmp_path / f"{form}{len(text)}.json")
+        assert ("(Unicode NFD)" in capfd.readouterr().err) == (form == "NFD")
+
+
+@pytest.mark.parametrize(
+    ("entries", "text", "cause"),
+    [
+        (
+            ["日", "本", "人"],
+            "日本人本日本人龘",
+            "lacks 1 of the text's 4 characters, 龘 (20); train one on this text (with a",
+        ),
+        (["ab"], "ab " + "ภาษาไทยไม่มีช่องว่าง" * 6, "these are words of more than 100 characters"),
+        (["ab"], "ab " + "ภาษาไทยไม่มีช่องว่าง" * 6, "98.4% of the letters of a sample stand in words of more than 100"),
+        (["the", "cat"], "The CAT", "the vocabulary knows these words in lower case: prepare with --uncased"),
+    ],
+)
+def test_the_cause_of_unknown_words_is_named(tmp_path, capfd, entries, text, cause):
+    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL, *entries]), encoding="utf-8")
+    prepare(iter([text] * 20), vocab=tmp_path / "vocab.txt", out=tmp_path / "out", lowercase=False)
+    assert cause in capfd.readouterr().err

@@ -308,4 +308,35 @@ def test_training_a_vocabulary_needs_words(tmp_path):
         train_vocab(iter(["\n"]), out=tmp_path / "vocab.txt", size=100, progress=False)
     with pytest.raises(ValueError, match="too small"):
         train_vocab(iter(["words"]), out=tmp_path / "vocab.txt", size=7, progress=False)
+    for coverage in (0, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="character_coverage .* above 0, at most 1"):
+            train_vocab(iter(["words"]), out=tmp_path / "vocab.txt", character_coverage=coverage, progress=False)
+    # The characters of Chinese never continue a word: 5 + 40 entries. Those of Korean may: 5 + 40 + 39.
+    for first, joined, needed in [(0x4E00, "", 45), (0xAC00, "", 84), (0xAC00, " ", 45)]:
+        text = joined.join(map(chr, range(first, first + 40)))
+        with pytest.raises(ValueError, match=rf"size \(--size\) is {needed - 1}, .* need {needed} entries"):
+            train_vocab(iter([text]), out=tmp_path / "vocab.txt", size=needed - 1, progress=False)
+        assert (
+            train_vocab(iter([text]), out=tmp_path / f"{first}{joined}/v.json", size=needed, progress=False) == needed
+        )
     assert not (tmp_path / "vocab.txt").exists()
+
+
+def test_a_vocabulary_has_the_characters_of_so_much_of_the_text(tmp_path, capfd):
+    """Counted by hand: of 1,000 characters, 700 and 290 are the frequent ones; ASCII is kept however rare."""
+    text = "一" * 700 + "二" * 290 + "三" * 5 + "四" * 4 + "z"
+    for coverage, kept, line in [
+        (1, "z一三二四", "characters: all 5 of the words counted"),
+        (
+            0.99,
+            "z一二",
+            "characters: 3 of the 5 in the words counted; the others (三 四) are 0.900% of the text and make 0.9",
+        ),
+        (0.7, "z一", "characters: 2 of the 5 in the words counted; the others (二 三 四) are 29.900% of the text"),
+    ]:
+        train_vocab(iter([text]), out=tmp_path / str(coverage) / "vocab.txt", character_coverage=coverage)
+        entries = (tmp_path / str(coverage) / "vocab.txt").read_text(encoding="utf-8").split()
+        assert "".join(entries[5:]) == kept
+        assert capfd.readouterr().err.startswith(line)
+    rare = "".join(map(chr, range(0x4E00, 0x4E00 + 1500)))  # all of them, by default, are more than 0.01 % each
+    assert train_vocab(iter([rare]), out=tmp_path / "rare/vocab.txt", progress=False) == 1505

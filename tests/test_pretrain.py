@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import time
 
@@ -16,10 +17,13 @@ from electra_fast.checkpoint_folder import TrainState
 from electra_fast.compute import ComputeConfig
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.data.mixture import Mixture
+from electra_fast.data.prepare import prepare, train_vocab
 from electra_fast.data.prepare_report import contents
 from electra_fast.errors import TrainingFailed
 from electra_fast.huggingface.export import export, import_folder, load
 from electra_fast.training.evaluate import SEED, evaluate, evaluate_model
+from electra_fast.training.opening import words_to_mask
 from electra_fast.training.pretrain import pretrain
 
 
@@ -90,6 +94,25 @@ def test_recipes_learn(recipe, learning_rate, tiny_corpus, tmp_path):
     run = lines(tmp_path / "run")
     assert run[-1]["generator_loss"] < run[0]["generator_loss"] - 0.1
     assert run[-1]["discriminator_loss"] < run[0]["discriminator_loss"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "whole_words", "spans"),
+    [
+        ("the broken tokens of longer words", 40, "", ""),
+        ("中文的文字之间没有空格所以分词是一个问题", 60, "100.0% of the tokens are words by themselves .* span", ""),
+        ("ข้าวเช้าทุกวันที่บ้านของฉันมีแมวสี่ตัว ฉัน", 60, "of more than 10 tokens, .* paper", "of more than 10 tokens, .* paper"),
+    ],
+)
+def test_masks_of_words_that_do_nothing_are_told(tmp_path, text, size, whole_words, spans):
+    """Chinese characters are words by themselves; without spaces, the words of Thai are longer than the budget."""
+    train_vocab(iter([text]), out=tmp_path / "vocab.txt", size=size, progress=False)
+    prepare(iter([f"{text}\n" * 9]), vocab=tmp_path, out=tmp_path / "shards", progress=False)
+    for masking, said in [("whole-word", whole_words), ("span", spans)]:
+        changes = {"data.masking": masking, "data.corpus": str(tmp_path / "shards"), "data.sequence_length": "64"}
+        config = tiny_config(**changes)
+        told = list(words_to_mask(config, Mixture(config.data.corpus)))
+        assert len(told) == (said != "") and all(re.search(said, line) for line in told), told
 
 
 def test_a_run_says_what_its_packing_drops(tiny_corpus, tmp_path, capsys):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+import transformers
 from tokenizers import models, pre_tokenizers, processors, trainers
 
 from electra_fast.config import Config
@@ -25,6 +26,7 @@ from electra_fast.training.pretrain import pretrain
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 UNCASED = {"lowercase": True, "strip_accents": True}
 CASED = {"lowercase": False, "strip_accents": False}
+LOWER = {"lowercase": True, "strip_accents": False}
 JAPANESE = "がっこう で かがく を まなぶ か が か が"
 
 
@@ -90,13 +92,14 @@ class TestCase:
         (tmp_path / "text.txt").write_text(f"{JAPANESE}\n" * 50, encoding="utf-8")
         return tmp_path / "text.txt"
 
-    @pytest.mark.parametrize(("flags", "options"), [(["--cased"], CASED), ([], UNCASED)])
+    @pytest.mark.parametrize(("flags", "options"), [(["--cased"], CASED), ([], LOWER), (["--strip-accents"], UNCASED)])
     def test_vocab_keeps_it_and_prepare_follows(
         self, text: Path, tmp_path: Path, flags: list[str], options: dict[str, bool]
     ) -> None:
         vocab = tmp_path / "v/vocab.txt"
         assert command("vocab", text, "--out", vocab, "--size", 64, *flags).returncode == 0
-        assert sorted(path.name for path in vocab.parent.iterdir()) == ["tokenizer.json", "vocab.txt"]
+        names = ["tokenizer.json", "tokenizer_config.json", "vocab.txt"]
+        assert sorted(path.name for path in vocab.parent.iterdir()) == names
         tokenizer = Tokenizer(vocab)
         assert tokenizer.options == options and tokenizer.fast and not tokenizer.case_is_guessed
         assert Tokenizer(vocab.parent).path.name == "tokenizer.json" and Tokenizer(vocab.parent).fast
@@ -104,7 +107,7 @@ class TestCase:
         assert done.returncode == 0 and "judging" not in done.stderr, done.stderr
         assert Corpus(tmp_path / "shards").tokenizer_options == options
         kept = Tokenizer.of(Corpus(tmp_path / "shards")).decode(Corpus(tmp_path / "shards")[0])
-        assert ("が" in kept) == (flags == ["--cased"])
+        assert ("が" in kept) == (flags != ["--strip-accents"])
         assert Tokenizer(vocab, lowercase=flags == ["--cased"]).options != options  # explicit flags take precedence
 
     def test_a_tokenizer_json_alone(self, text: Path, tmp_path: Path) -> None:
@@ -116,19 +119,43 @@ class TestCase:
         assert alone.content_hash == other.content_hash
         assert alone.to_json() == other.to_json() == (tmp_path / "w/tokenizer.json").read_text(encoding="utf-8")
 
-    @pytest.mark.parametrize(("words", "cased"), [(["か", "が"], True), (["한"], True), (["A"], True), (["か"], False)])
+    @pytest.mark.parametrize(
+        ("words", "found", "options"),
+        [
+            (["か", "が"], "uncased (text is lowercased, accents are kept)", LOWER),
+            (["한"], "uncased (text is lowercased, accents are kept)", LOWER),
+            (["A", "が"], "cased", CASED),
+            (["か"], "uncased (text is lowercased, accents are dropped)", UNCASED),
+        ],
+    )
     def test_a_guess_is_said_with_the_flag_that_settles_it(
-        self, text: Path, tmp_path: Path, words: list[str], cased: bool
+        self, text: Path, tmp_path: Path, words: list[str], found: str, options: dict[str, bool]
     ) -> None:
         vocab = write_vocab(tmp_path / "vocab.txt", *words)
         done = command("prepare", text, "--vocab", vocab, "--out", tmp_path / "shards")
         [line] = [line for line in done.stderr.splitlines() if "judging" in line]
-        assert line.startswith(f"{vocab}: taken as {'cased' if cased else 'uncased (text is lowercased)'}, ")
+        assert line.startswith(f"{vocab}: taken as {found}, ")
         assert "--cased or --uncased" in line
-        assert Corpus(tmp_path / "shards").tokenizer_options == (CASED if cased else UNCASED)
+        assert Corpus(tmp_path / "shards").tokenizer_options == options
+        told = UNCASED if options == CASED else options  # by BERT's rule, or as the entries show
+        assert Tokenizer(vocab, lowercase=True).options == told
         done = command("prepare", text, "--vocab", vocab, "--uncased", "--out", tmp_path / "told")
         assert done.returncode == 0 and "judging" not in done.stderr
         prepare([text], vocab=vocab, out=tmp_path / "quiet", progress=False)
+
+    @pytest.mark.parametrize("flags", [[], ["--strip-accents"], ["--cased"]])
+    def test_transformers_opens_the_folder_of_a_new_vocabulary(self, tmp_path: Path, flags: list[str]) -> None:
+        text = "Ízes kór és kor. हिन्दी में किताब! ที่บ้าน มี แมว; Việt Nam Йод ещё, がか 日本語 한국어 İşık"
+        (tmp_path / "text.txt").write_text(f"{text}\n" * 9, encoding="utf-8")
+        assert command("vocab", tmp_path / "text.txt", "--out", tmp_path / "v/vocab.txt", *flags).returncode == 0
+        expected = Tokenizer(tmp_path / "v").encode_batch([text])[0].tolist()
+        opened = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "v"))
+        assert opened(text, add_special_tokens=False)["input_ids"] == expected
+        assert Tokenizer(tmp_path / "v").special_tokens["unk"] not in expected
+        (tmp_path / "v/tokenizer.json").unlink()  # the settings of the other file suffice
+        opened = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "v"))
+        assert opened(text, add_special_tokens=False)["input_ids"] == expected
+        assert Tokenizer(tmp_path / "v").encode_batch([text])[0].tolist() == expected
 
     def test_other_rules_beside_it_are_an_error(self, tmp_path: Path) -> None:
         vocab = write_vocab(tmp_path / "vocab.txt", "a")

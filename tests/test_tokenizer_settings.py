@@ -277,7 +277,7 @@ JAPANESE = {"tokenizer_class": "BertJapaneseTokenizer", "word_tokenizer_type": "
         (LOWER | {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}, "auto_map names a tokenizer in Python"),
         (LOWER | {"never_split": ["ann"]}, r'never_split is \["ann"\]'),
         (LOWER | {"do_basic_tokenize": False}, "do_basic_tokenize is false"),
-        ({}, "no do_lower_case, so transformers lowercases, but .*vocab.txt has cased entries"),
+        ({}, "no do_lower_case, so transformers lowercases and strips accents, but .*vocab.txt has entries"),
         (LOWER | {"mask_token": "<mask>"}, 'mask_token is "<mask>", which .*vocab.txt does not have'),
         (LOWER | {"image_token": "<image>"}, 'image_token is "<image>", which only some releases'),
         (LOWER | {"added_tokens_decoder": {"999": marker("[E1]")}}, r'added token "\[E1\]" has the id 999, but [0-9]+'),

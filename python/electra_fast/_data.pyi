@@ -27,6 +27,7 @@ class Tokenizer:
     def encode_with_offsets(self, texts: list[str]) -> list[list[bytes]]: ...
     def decode(self, ids: list[int]) -> str: ...
     def id_to_token(self, id: int) -> str | None: ...
+    def word_starts(self) -> list[bool] | None: ...
     def content_hash(self) -> str: ...
     def to_json(self) -> str: ...
     @property
@@ -121,27 +122,27 @@ class PrepareJob:
 
 def job_tokenizer(settings: str) -> Tokenizer: ...
 def prepare_units(settings: str, units: list[str], tokenizer: Tokenizer, threads: int = 1) -> tuple[int, int, int]: ...
-def sample_coverage(
-    tokenizer: Tokenizer,
-    out: str,
+def text_sample(
+    run: tuple[Tokenizer, str] | None = None,
     *,
-    files: list[str] | None = None,
-    documents: list[str] | None = None,
-    separator: str = "blank-line",
+    files: list[str],
+    separator: str,
     text_fields: list[str],
-    invalid_utf8: str = "error",
-    format: str = "auto",
-    skip_bad_records: int = 0,
-) -> tuple[int, int, int | None, list[tuple[str, int]]]: ...
+    invalid_utf8: str,
+    format: str,
+    skip_bad_records: int,
+) -> list[str]: ...
+def text_coverage(tokenizer: Tokenizer, texts: list[str]) -> tuple[int, int, int | None, list[tuple[str, int]]]: ...
 def train_vocab(
     out: str,
     *,
     files: list[str] | None = None,
     documents: Iterator[str] | None = None,
     size: int,
-    lowercase: bool = True,
-    strip_accents: bool | None = None,
-    min_frequency: int = 2,
+    lowercase: bool,
+    strip_accents: bool,
+    character_coverage: float,
+    min_frequency: int,
     separator: str = "blank-line",
     text_fields: list[str],
     invalid_utf8: str = "error",
@@ -151,7 +152,7 @@ def train_vocab(
     sample: int | None = None,
     seed: int = 0,
     progress: Callable[[int, int, int, int], None] | None = None,
-    counted: Callable[[int, int, int], None] | None = None,
+    counted: Callable[[int, tuple[int, int], tuple[int, int, int, int], tuple[int, int], str], None] | None = None,
 ) -> dict[str, Any]: ...
 def url_of(path: str) -> str | None: ...
 def verify(path: str) -> tuple[int, int, list[str]]: ...

@@ -206,6 +206,8 @@ def _vocab(options: argparse.Namespace) -> None:
         out=options.out,
         size=options.size,
         lowercase=not options.cased,
+        strip_accents=options.strip_accents,
+        character_coverage=options.character_coverage,
         min_frequency=options.min_frequency,
         kind="files",
         sample=options.sample,

@@ -72,7 +72,17 @@ def build_parser() -> Parser:
     sub.add_argument("--out", type=Path, default=Path("vocab.txt"), help="vocab.txt, or NAME.json (%(default)s)")
     sub.add_argument("--size", type=int, default=30_522, help="entries (%(default)s)")
     sub.add_argument("--min-frequency", type=int, default=2, help="occurrences that a merge needs (%(default)s)")
-    sub.add_argument("--cased", action="store_true", help="keep capitals and accents")
+    sub.add_argument("--cased", action="store_true", help="keep capitals")
+    sub.add_argument(
+        "--strip-accents", action="store_true", help="drop accents and other marks, as BERT's uncased vocabularies do"
+    )
+    sub.add_argument(
+        "--character-coverage",
+        type=float,
+        default=0.9999,
+        metavar="FRACTION",
+        help="of the text that the characters kept must make up (%(default)s)",
+    )
     sub.add_argument(
         "--sample",
         type=number(int, "bytes"),

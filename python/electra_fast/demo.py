@@ -49,8 +49,8 @@ def demo(out: Path) -> None:
         _write_corpus(corpus)
     if not vocab.exists():
         train_vocab([str(corpus)], out=vocab, size=VOCAB_SIZE, lowercase=True)
-    # `lowercase` is explicit: a kill may have left vocab.txt without its tokenizer.json.
-    prepare([str(corpus)], vocab=vocab, out=shards, holdout=0.05, lowercase=True)
+    # The case is explicit: a kill may have left vocab.txt without its tokenizer.json.
+    prepare([str(corpus)], vocab=vocab, out=shards, holdout=0.05, lowercase=True, strip_accents=False)
     pretrain(demo_config(), data=shards, out=run)
     metrics = evaluate(run, shards, sequence_length=demo_config().data.sequence_length)
     export(run, out / "export")

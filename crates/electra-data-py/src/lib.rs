@@ -22,7 +22,7 @@ mod _data {
     #[pymodule_export]
     use crate::loader::{BatchLoader, mixture_weights};
     #[pymodule_export]
-    use crate::prepare::{prepare, sample_coverage, train_vocab};
+    use crate::prepare::{prepare, text_coverage, text_sample, train_vocab};
     #[pymodule_export]
     use crate::prepare_job::{PrepareJob, job_tokenizer, prepare_units};
     #[pymodule_export]

@@ -66,30 +66,37 @@ pub(crate) fn report_dict(py: Python, report: PrepareReport) -> PyResult<Bound<P
     Ok(result)
 }
 
-/// (tokens, unknown tokens, words or None, frequent unknown words with counts) of a sample of the input.
+/// A sample of files, for a run with this tokenizer and output folder, or to train a vocabulary on.
 #[pyfunction]
-#[pyo3(signature = (tokenizer, out, *, files=None, documents=None, separator="blank-line", text_fields,
-                    invalid_utf8="error", format="auto", skip_bad_records=0))]
+#[pyo3(signature = (run=None, *, files, separator, text_fields, invalid_utf8, format, skip_bad_records))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
-pub(crate) fn sample_coverage(
+pub(crate) fn text_sample(
     py: Python,
-    tokenizer: &Tokenizer,
-    out: PathBuf,
-    files: Option<Vec<PathBuf>>,
-    documents: Option<Vec<String>>,
+    run: Option<(PyRef<Tokenizer>, PathBuf)>,
+    files: Vec<PathBuf>,
     separator: &str,
     text_fields: Vec<String>,
     invalid_utf8: &str,
     format: &str,
     skip_bad_records: u64,
-) -> PyResult<CoverageTuple> {
+) -> PyResult<Vec<String>> {
     let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
-    let source = match documents {
-        Some(documents) => TextSource::Documents(Box::new(documents.into_iter().map(Ok))),
-        None => TextSource::Files(files.unwrap_or_default()),
-    };
+    let run = run.map(|(tokenizer, out)| Ok::<_, PyErr>((tokenizer.get(py)?, out))).transpose()?;
+    py.detach(|| {
+        let run = run.as_ref().map(|(tokenizer, out)| (&**tokenizer, &**out));
+        electra_data::text_sample(&files, run, &reading).map_err(raise)
+    })
+}
+
+/// (tokens, unknown tokens, words or None, frequent unknown words with counts) of texts.
+#[pyfunction]
+pub(crate) fn text_coverage(
+    py: Python,
+    tokenizer: &Tokenizer,
+    texts: Vec<String>,
+) -> PyResult<CoverageTuple> {
     let tokenizer = tokenizer.get(py)?;
-    py.detach(|| Coverage::of_source(source, &tokenizer, &out, &reading)).map(coverage_tuple).map_err(raise)
+    py.detach(|| Coverage::of_texts(&texts, &tokenizer)).map(coverage_tuple).map_err(raise)
 }
 
 pub(crate) type CoverageTuple = (u64, u64, Option<u64>, Vec<(String, u64)>);
@@ -101,8 +108,8 @@ pub(crate) fn coverage_tuple(found: Coverage) -> CoverageTuple {
 
 /// Trains a vocabulary; `counted` is called after counting words and before learning merges.
 #[pyfunction]
-#[pyo3(signature = (out, *, files=None, documents=None, size, lowercase=true, strip_accents=None,
-                    min_frequency=2, separator="blank-line", text_fields, invalid_utf8="error", format="auto",
+#[pyo3(signature = (out, *, files=None, documents=None, size, lowercase, strip_accents, character_coverage,
+                    min_frequency, separator="blank-line", text_fields, invalid_utf8="error", format="auto",
                     skip_bad_records=0, threads=None, sample=None, seed=0, progress=None, counted=None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
 pub(crate) fn train_vocab<'py>(
@@ -112,7 +119,8 @@ pub(crate) fn train_vocab<'py>(
     documents: Option<Py<PyAny>>,
     size: usize,
     lowercase: bool,
-    strip_accents: Option<bool>,
+    strip_accents: bool,
+    character_coverage: f64,
     min_frequency: u64,
     separator: &str,
     text_fields: Vec<String>,
@@ -126,12 +134,23 @@ pub(crate) fn train_vocab<'py>(
     counted: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
-    let options =
-        VocabOptions { reading, size, lowercase, strip_accents, min_frequency, threads, sample, seed };
+    let options = VocabOptions {
+        reading,
+        size,
+        lowercase,
+        strip_accents,
+        character_coverage,
+        min_frequency,
+        threads,
+        sample,
+        seed,
+    };
     let mut raised = None;
     let report = PythonCallbacks::new(progress).run(py, files, documents, |source, progress| {
         let mut call_counted = |report: &VocabReport| {
-            let arguments = (report.num_words, report.counted_bytes, report.text_bytes);
+            let (found, bytes) = (&report.alphabet, (report.counted_bytes, report.text_bytes));
+            let letters = (found.num_letters(), found.num_dropped, found.dropped_letters, found.text_letters);
+            let arguments = (report.num_words, bytes, letters, found.dropped_words, &found.most_dropped);
             let call = |call: &Py<PyAny>| Python::attach(|py| call.call1(py, arguments)).err();
             raised = counted.as_ref().and_then(call);
             raised.is_none()

@@ -95,6 +95,11 @@ impl Tokenizer {
         Ok(self.get(py)?.id_to_token(id))
     }
 
+    /// For each id, whether it begins a word; None if the vocabulary does not mark words.
+    fn word_starts(&self, py: Python) -> PyResult<Option<Vec<bool>>> {
+        Ok(self.get(py)?.word_starts())
+    }
+
     #[getter]
     fn vocab_size(&self, py: Python) -> PyResult<u32> {
         Ok(self.get(py)?.vocab_size())

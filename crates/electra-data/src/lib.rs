@@ -18,8 +18,8 @@ pub use format::{CacheOptions, Corpus, Shard, SpecialTokens, Verified, verify, w
 pub use input::{DocumentSeparator, InputFormat, InvalidUtf8, ReadOptions, SkippedRecord, TextSource};
 pub use loader::{Contents, Loader, LoaderOptions, LoaderState, Poll};
 pub use prepare::{
-    Coverage, OpenedJob, PrepareJob, PrepareOptions, PrepareReport, Progress, TaskReport, VocabOptions,
-    VocabReport, job_tokenizer, prepare, prepare_units, train_vocab,
+    Alphabet, Coverage, OpenedJob, PrepareJob, PrepareOptions, PrepareReport, Progress, TaskReport,
+    VocabOptions, VocabReport, job_tokenizer, prepare, prepare_units, text_sample, train_vocab,
 };
 pub use store::{is_url, url_of};
 pub use tokenizer::{Encoder, Pieces, Tokenizer};

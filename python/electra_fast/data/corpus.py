@@ -47,8 +47,9 @@ class Tokenizer:
             Hugging Face model.
         lowercase: For `vocab.txt`: lowercase the text. Defaults to what a file in the same folder says: a
             `tokenizer.json` with the same entries, a `tokenizer_config.json`, the manifest of its corpus. Without
-            one, a vocabulary counts as cased if lowercasing or dropping accents would change an ordinary entry.
-        strip_accents: For `vocab.txt`: drop accents. Defaults to what that file says, or else to `lowercase`.
+            one, text is lowercased unless that would change an ordinary entry.
+        strip_accents: For `vocab.txt`: drop accents and other marks. Defaults to what that file says; without one, if
+            `lowercase` holds and that would change no entry.
 
     Raises:
         FileNotFoundError: The file does not exist, or the folder has none.
@@ -89,6 +90,10 @@ class Tokenizer:
         if token is None:
             raise IndexError(f"id {token_id} is not in a vocabulary of {self.vocab_size} entries")
         return token
+
+    def word_starts(self) -> list[bool] | None:
+        """For each id, whether it begins a word; `None` if the vocabulary does not mark words."""
+        return self._inner.word_starts()
 
     @property
     def fast(self) -> bool:

@@ -1,21 +1,21 @@
-"""How well a vocabulary covers text: the [UNK] rate, tokens per word, and a warning with the likely cause.
+"""How well a vocabulary covers text: the [UNK] rate, tokens per word, and warnings with the likely cause.
 
-`prepare` measures a sample of its inputs before it starts and the corpus when it is done; `inspect` shows both rates.
+`prepare` measures a sample of its inputs before it starts and the corpus when it is done, `vocab` a sample of its own
+text; `inspect` shows both rates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
 
 from electra_fast import _data
+from electra_fast.data.text_sample import MAX_WORD_CHARS, encode
 
 # Text in the vocabulary's own language has well below 1 % [UNK].
-MOST_UNKNOWN = 0.05
-# How much of a stream of documents is sampled before the work starts.
-SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 100, 1 << 18
+MOST_UNKNOWN = 0.01
+# How many unknown words or characters are named.
+LISTED = 10
 
 
 @dataclass(frozen=True)
@@ -45,46 +45,46 @@ def corpus_coverage(corpus: _data.Corpus, tokenizer: _data.Tokenizer) -> Coverag
     return Coverage(*corpus.coverage(tokenizer))
 
 
-def sample_coverage(source: dict[str, Any], tokenizer: _data.Tokenizer, out: str, **reading: Any) -> Coverage:
-    """Coverage of about 1 MiB of text: the start of each file, or the first documents, put back into `source`."""
-    if "documents" in source:
-        first, source["documents"] = _peek(source["documents"])
-        texts = [text[:SAMPLE_CHARACTERS] for text in first if isinstance(text, str)]
-        return Coverage(*_data.sample_coverage(tokenizer, out, documents=texts, **reading))
-    return Coverage(*_data.sample_coverage(tokenizer, out, **source, **reading))
+def sample_coverage(texts: list[str], tokenizer: _data.Tokenizer) -> Coverage:
+    """Coverage of a sample of the text."""
+    return Coverage(*_data.text_coverage(tokenizer, texts))
 
 
-def _peek(documents: Iterator[str]) -> tuple[list[str], Iterator[str]]:
-    """The first documents, and an iterator over all documents, including these."""
-    taken: list[str] = []
-    characters = 0
-    for text in documents:
-        taken.append(text)
-        characters += len(text) if isinstance(text, str) else SAMPLE_CHARACTERS  # `prepare` raises the error
-        if len(taken) == SAMPLE_DOCUMENTS or characters >= SAMPLE_CHARACTERS:
-            break
-    return taken, chain(taken, documents)
-
-
-def coverage_warning(coverage: Coverage, tokenizer: _data.Tokenizer) -> str | None:
-    """A one-line warning if too many tokens are [UNK]: the rate, frequent unknown words, the likely cause."""
+def unknown_warning(coverage: Coverage, texts: list[str], tokenizer: _data.Tokenizer) -> str | None:
+    """A one-line warning if too many tokens are [UNK]: the rate, frequent unknown words, the cause in a sample."""
     if coverage.unknown_share <= MOST_UNKNOWN:
         return None
-    words = [word for word, _ in coverage.unknown_words]
-    listing = ", ".join(f"{word[:40]} ({count:,})" for word, count in coverage.unknown_words)
+    listing = _listing(coverage.unknown_words)
     examples = f" (of a sample, most often: {listing})" if listing else ""
-    return f"warning: {coverage.unknown_share:.1%} of the tokens are [UNK]{examples}; {_cause(words, tokenizer)}"
+    cause = _cause(Counter(dict(coverage.unknown_words)), Counter("".join("".join(texts).split())), tokenizer)
+    return f"warning: {coverage.unknown_share:.1%} of the tokens are [UNK]{examples}; {cause}"
 
 
-def _cause(words: list[str], tokenizer: _data.Tokenizer) -> str:
-    unknown_id = tokenizer.special_tokens[1]
+def _listing(counts: list[tuple[str, int]]) -> str:
+    return ", ".join(f"{word[:40]} ({count:,})" for word, count in counts[:LISTED])
 
-    lowered = tokenizer.encode_batch([word.lower() for word in words])
-    if words and not any(unknown_id in memoryview(ids).cast("I") for ids in lowered):
-        return "the vocabulary knows these words in lower case: prepare with --uncased"
-    if words and all(not word.isascii() for word in words):
+
+def _cause(words: Counter[str], letters: Counter[str], tokenizer: _data.Tokenizer) -> str:
+    unknown = tokenizer.special_tokens[1]
+    lowered = zip(words, encode(tokenizer, (word.lower() for word in words)), strict=True)
+    if sum(words[word] for word, ids in lowered if unknown not in ids) > words.total() / 2:
+        is_settled = tokenizer.settings == (None, None)
+        remedy = "lowercase the text" if is_settled else "prepare with --uncased"
+        return f"the vocabulary knows these words in lower case: {remedy}"
+    if sum(count for word, count in words.items() if len(word) > MAX_WORD_CHARS) > words.total() / 2:
+        return f"these are words of more than {MAX_WORD_CHARS} characters, which WordPiece never splits"
+    missing = [letter for letter, ids in zip(letters, encode(tokenizer, letters), strict=True) if unknown in ids]
+    occurrences = sum(letters[letter] for letter in missing)
+    if sum(words[word] for word in words if not set(missing).isdisjoint(word)) <= words.total() / 2:
+        return (
+            "the vocabulary may be of another language, of cased text where this is uncased (or the other way round: "
+            "--cased, --uncased), or split words in another way"
+        )
+    foreign = sum(count for letter, count in letters.items() if not letter.isascii())
+    if not any(letter.isascii() for letter in missing) and occurrences > foreign / 2:
         return "the vocabulary seems to be of another language or script: train one on this text"
+    most = sorted(((letter, letters[letter]) for letter in missing), key=lambda each: -each[1])
     return (
-        "the vocabulary may be of another language, of cased text where this is uncased (or the other way round: "
-        "--cased, --uncased), or split words in another way"
+        f"the vocabulary lacks {len(missing):,} of the text's {len(letters):,} characters, {_listing(most)}; train one "
+        "on this text (with a --character-coverage nearer to 1 and a larger --size, if this one was)"
     )

@@ -11,10 +11,10 @@ from typing import Any
 
 from electra_fast import _data
 from electra_fast.data.corpus import Tokenizer
-from electra_fast.data.coverage import corpus_coverage, coverage_warning, sample_coverage
+from electra_fast.data.coverage import corpus_coverage, sample_coverage, unknown_warning
 from electra_fast.data.inputs import Kind, source
 from electra_fast.data.prepare_executor import prepare_on
-from electra_fast.data.prepare_report import PrepareReport, guess, summary
+from electra_fast.data.prepare_report import PrepareReport, alphabet, guess, summary
 from electra_fast.data.reading import (
     Format,
     InvalidUtf8,
@@ -24,6 +24,7 @@ from electra_fast.data.reading import (
     reading_options,
     skipped_lines,
 )
+from electra_fast.data.text_sample import sample_texts, sample_warnings
 from electra_fast.errors import InputError
 from electra_fast.progress import ReadingProgress
 
@@ -99,11 +100,15 @@ def prepare(
     text = source(inputs, kind, reading["text_fields"])
     with ReadingProgress("prepare", shown=progress) as bar:
         if progress and tokenizer.case_is_guessed:
-            bar.say(guess(os.fspath(tokenizer.path), cased=not tokenizer.options["lowercase"]))
+            bar.say(guess(tokenizer))
+        beginning: list[str] = []
         sample = None
         if progress and not (Path(out) / "manifest.json").exists():
-            sample = sample_coverage(text, inner, os.fspath(out), **reading)
-            bar.warn(coverage_warning(sample, inner))
+            beginning = sample_texts(text, (inner, os.fspath(out)), **reading)
+            sample = sample_coverage(beginning, inner)
+            bar.warn(unknown_warning(sample, beginning, inner))
+            for warning in sample_warnings(beginning, inner):
+                bar.warn(warning)
         arguments = {
             **text,
             **reading,
@@ -120,7 +125,7 @@ def prepare(
             report = replace(report, unknown_share=coverage.unknown_share, tokens_per_word=coverage.tokens_per_word)
             if sample is not None:
                 coverage = replace(coverage, unknown_words=sample.unknown_words)
-            bar.warn(coverage_warning(coverage, inner))
+            bar.warn(unknown_warning(coverage, beginning, inner))
         if report.skipped_records:
             listed = os.path.join(out, "skipped.jsonl") if report.complete else None
             bar.warn(skipped_lines(report.skipped_records, report.first_skipped, listed))
@@ -135,7 +140,8 @@ def train_vocab(
     out: StrPath,
     size: int = 30_522,
     lowercase: bool = True,
-    strip_accents: bool | None = None,
+    strip_accents: bool = False,
+    character_coverage: float = 0.9999,
     min_frequency: int = 2,
     documents: Separator = "blank-line",
     text_field: str = "text",
@@ -152,11 +158,13 @@ def train_vocab(
 
     Args:
         inputs: As for `prepare`.
-        out: The `vocab.txt` to write, with a `tokenizer.json` next to it that records the casing; if it ends in
-            `.json`, only a tokenizer.json. Existing files are never overwritten.
+        out: The `vocab.txt` to write, with a `tokenizer.json` and a `tokenizer_config.json` next to it that record
+            the casing; if it ends in `.json`, only a tokenizer.json. Existing files are never overwritten.
         size: Number of entries, including [PAD] [UNK] [CLS] [SEP] [MASK], which come first.
         lowercase: Lowercase the text.
-        strip_accents: Drop accents; defaults to `lowercase`.
+        strip_accents: Drop accents and other combining marks, as BERT's uncased vocabularies do.
+        character_coverage: The most frequent characters become entries, enough for this fraction of the text, and
+            those of ASCII. A word with any other character is [UNK].
         min_frequency: How often a pair of pieces must occur to be merged.
         documents: As for `prepare`.
         text_field: As for `prepare`.
@@ -180,21 +188,32 @@ def train_vocab(
         OSError: Reading or writing failed.
     """
     reading = reading_options(documents, text_field, invalid_utf8, format, skip_bad_records)
+    text = source(inputs, kind, reading["text_fields"])
     with ReadingProgress("vocab", shown=progress) as bar:
 
-        def counted(num_words: int, counted_bytes: int, text_bytes: int) -> None:
+        def counted(
+            num_words: int,
+            num_bytes: tuple[int, int],
+            letters: tuple[int, int, int, int],
+            dropped_words: tuple[int, int],
+            most_dropped: str,
+        ) -> None:
+            counted_bytes, text_bytes = num_bytes
             if counted_bytes < text_bytes:
                 share = f"{counted_bytes / 1e9:.2g} of {text_bytes / 1e9:.2g} GB"
                 bar.say(f"counted words in {share} of text (seed {seed}); sample=0 (--sample 0) counts all of it")
+            bar.say(alphabet(letters, dropped_words, most_dropped))
             bar.say(f"merging the pieces of {num_words:,} words into a vocabulary")
 
+        beginning = sample_texts(text, None, **reading) if progress else []
         report = _data.train_vocab(
             os.fspath(out),
-            **source(inputs, kind, reading["text_fields"]),
+            **text,
             **reading,
             size=size,
             lowercase=lowercase,
             strip_accents=strip_accents,
+            character_coverage=character_coverage,
             min_frequency=min_frequency,
             threads=not_negative("threads", threads) or None,
             sample=not_negative("sample", sample) or None,
@@ -204,6 +223,8 @@ def train_vocab(
         )
         if report["skipped_records"]:
             bar.warn(skipped_lines(report["skipped_records"], report["first_skipped"], None))
+        for warning in sample_warnings(beginning, _data.Tokenizer(os.fspath(out))):
+            bar.warn(warning)
     return int(report["num_entries"])
 
 

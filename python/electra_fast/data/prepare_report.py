@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from electra_fast import _data
+from electra_fast.data.corpus import Tokenizer
 from electra_fast.data.mixture import Corpora, weighted_folders
 
 PACKINGS = ("best-fit", "google")
@@ -88,10 +89,25 @@ def google_drops(corpora: Corpora, num_tokens: int, sequence_length: int, *, see
     )
 
 
-def guess(vocab: str, cased: bool) -> str:
+def guess(tokenizer: Tokenizer) -> str:
     """The note printed when only the entries of a vocab.txt tell its casing."""
-    found = "cased" if cased else "uncased (text is lowercased)"
-    return f"{vocab}: taken as {found}, judging by its entries; --cased or --uncased settles it"
+    lowercase, strip_accents = tokenizer.options["lowercase"], tokenizer.options["strip_accents"]
+    accents = "dropped" if strip_accents else "kept"
+    found = f"uncased (text is lowercased, accents are {accents})" if lowercase else "cased"
+    return f"{tokenizer.path}: taken as {found}, judging by its entries; --cased or --uncased settles it"
+
+
+def alphabet(letters: tuple[int, int, int, int], words: tuple[int, int], most: str) -> str:
+    """One line on the characters of a new vocabulary, and on what those that it leaves out make [UNK]."""
+    kept, dropped, occurrences, in_text = letters
+    if not dropped:
+        return f"characters: all {kept:,} of the words counted"
+    (lost, num_words), more = words, " …" if dropped > len(most) else ""
+    return (
+        f"characters: {kept:,} of the {kept + dropped:,} in the words counted; the others ({' '.join(most)}{more}) "
+        f"are {occurrences / in_text:.3%} of the text and make {lost / num_words:.3%} of the words [UNK] "
+        "(--character-coverage nearer to 1 keeps more)"
+    )
 
 
 def summary(report: PrepareReport, out: str | os.PathLike[str], why_not_fast: str | None) -> str:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from electra_fast.checkpoint_folder import TrainState
+from electra_fast.config import Config
+from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.mixture import Mixture
 from electra_fast.data.prepare_report import google_drops
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.optim import lr_scale
 from electra_fast.training.run import Run
 
+# Of how many rows the words are looked at, and which shares of their tokens are worth a warning.
+WORD_ROWS, FEW_IN_LONGER_WORDS, MANY_IN_TOO_LONG = 64, 0.05, 0.1
 # A run whose learning rate never reaches this fraction of its peak is hardly what was meant.
 LOW_PEAK = 0.5
 
@@ -29,6 +35,8 @@ def opening(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) 
     data = config.data
     if data.packing == "google" and not state.step:
         yield google_drops(data.corpus, mixture.num_tokens, data.sequence_length, seed=config.train.seed)
+    if data.masking in ("whole-word", "span") and not state.step:
+        yield from words_to_mask(config, mixture)
     for name, (was, now) in run.changes.items():
         yield f"changed at step {state.step}: {name} = {was!r} is now {now!r}"
     if "train.steps" in run.changes:
@@ -39,6 +47,41 @@ def opening(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) 
 def _shares(mixture: Mixture) -> str:
     members = zip(mixture.shares, mixture.names(), mixture.corpora, strict=True)
     return ", ".join(f"{share:.2%} {name} ({each.num_tokens / 1e6:.2f} M tokens)" for share, name, each in members)
+
+
+def words_to_mask(config: Config, mixture: Mixture) -> Iterator[str]:
+    """What masks of words do to text in which words are single tokens, or too long to be masked."""
+    data, starts = config.data, mixture.tokenizer.word_starts()
+    if starts is None:
+        return  # the loader refuses it
+    lengths = _word_lengths(config, mixture, torch.tensor(starts))
+    budget = round(data.mask_prob * data.sequence_length)
+    single, too_long = (float(lengths[which].sum() / lengths.sum()) for which in (lengths == 1, lengths > budget))
+    name = f'data.masking = "{data.masking}"'
+    if too_long > MANY_IN_TOO_LONG:
+        yield (
+            f"warning: {name}: {too_long:.0%} of the tokens are in words of more than {budget} tokens, which are never "
+            "masked as a whole (text without spaces between words?); --data.masking paper masks single tokens anywhere"
+        )
+    elif data.masking == "whole-word" and 1 - single - too_long < FEW_IN_LONGER_WORDS:
+        yield (
+            f"warning: {name} has hardly any effect: {single:.1%} of the tokens are words by themselves (text without "
+            "spaces between words, or a vocabulary that has most words); --data.masking span masks up to three together"
+        )
+
+
+def _word_lengths(config: Config, mixture: Mixture, starts_V: torch.Tensor) -> torch.Tensor:
+    """Tokens of each word in the first rows."""
+    loader = BatchLoader.from_config(config, batch_size=WORD_ROWS, epochs=1)
+    rows = {name: tensor.long() for name, tensor in to_torch(next(loader)).items()}
+    special_tokens = mixture.tokenizer.special_tokens
+    ids_BL = rows["input_ids"].scatter(1, rows["masked_positions"], rows["masked_ids"])
+    ids_BL[:, 0] = special_tokens["cls"]  # unused slots have position 0
+    special_V = torch.zeros_like(starts_V)
+    special_V[[token for name, token in special_tokens.items() if name != "unk"]] = True
+    special_T = special_V[ids_BL].flatten()
+    begins_T = starts_V[ids_BL].flatten() | special_T | special_T.roll(1)
+    return torch.bincount(begins_T.cumsum(0)[~special_T])
 
 
 def _rate_change(run: Run, step: int, num_steps: int) -> str:

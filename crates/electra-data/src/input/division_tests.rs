@@ -97,7 +97,7 @@ fn ugly_text() -> impl Strategy<Value = Vec<u8>> {
         "é".as_bytes(),
     ];
     let text = prop::collection::vec(prop::sample::select(pieces), 0..50).prop_map(|all| all.concat());
-    // Sometimes with a mark before, invalid bytes after, or line ends of old Macs.
+    // Sometimes with a mark before, invalid bytes after, line ends of old Macs, or as UTF-16.
     (text, any::<bool>(), 0..8_u8).prop_map(|(mut text, has_mark, kind)| {
         if has_mark {
             text.splice(0..0, *b"\xef\xbb\xbf");
@@ -105,6 +105,11 @@ fn ugly_text() -> impl Strategy<Value = Vec<u8>> {
         match kind {
             0 => text.extend_from_slice(b"\n\nsome \xff\xfe words\n"),
             1 => text.iter_mut().filter(|byte| **byte == b'\n').for_each(|byte| *byte = b'\r'),
+            2 => {
+                let utf16 =
+                    String::from_utf8_lossy(&text).encode_utf16().flat_map(u16::to_be_bytes).collect();
+                text = [b"\xfe\xff".to_vec(), utf16].concat();
+            }
             _ => {}
         }
         text
@@ -133,9 +138,12 @@ proptest! {
         part_bytes in 1..60_u64,
         skip_bad_records in prop::sample::select(vec![0_u64, 2, 100]),
         ends in any::<bool>(),
+        is_utf16 in any::<bool>(),
     ) {
         let dir = tempfile::tempdir().unwrap();
-        let path = file(&dir, "a.jsonl", lines.join("\n") + if ends { "\n" } else { "" });
+        let text = lines.join("\n") + if ends { "\n" } else { "" };
+        let utf16 = || format!("\u{feff}{text}").encode_utf16().flat_map(u16::to_le_bytes).collect();
+        let path = file(&dir, "a.jsonl", if is_utf16 { utf16() } else { text.clone().into_bytes() });
         compare(&path, &ReadOptions { skip_bad_records, ..ReadOptions::default() }, part_bytes);
     }
 }

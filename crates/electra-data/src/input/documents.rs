@@ -54,14 +54,14 @@ fn read_text(
         DocumentSeparator::Line => Boundary::Line,
         DocumentSeparator::BlankLine | DocumentSeparator::File => Boundary::BlankLine,
     };
-    let is_old = part.is_some() && file.has_old_line_ends()?;
-    let (input, begin, line_ends) = match part.filter(|_| !is_old) {
+    let is_whole = part.is_some() && file.is_indivisible_text(false)?;
+    let (input, begin, line_ends) = match part.filter(|_| !is_whole) {
         Some(part) => match boundary.text_of(part, file)? {
             Some(range) => (file.open_range(&range, bytes)?, range.start, LineEndings::Newline),
             None => return Ok(()),
         },
         None if part.is_some_and(|part| !part.is_first()) => return Ok(()),
-        None => (file.open(bytes)?, 0, LineEndings::Detect),
+        None => (file.open_text(bytes)?, 0, LineEndings::Detect),
     };
     let mut lines =
         Lines::new(input, &file.path, reading.invalid_utf8, line_ends, to.cut()).beginning_at(begin, file);
@@ -94,12 +94,14 @@ fn read_json_lines(
     bytes: &AtomicU64,
     to: &mut Batcher,
 ) -> Result<()> {
-    let (input, begin) = match part {
+    let is_whole = part.is_some() && file.is_indivisible_text(true)?;
+    let (input, begin) = match part.filter(|_| !is_whole) {
         Some(part) => match Boundary::Line.text_of(part, file)? {
             Some(range) => (file.open_range(&range, bytes)?, range.start),
             None => return Ok(()),
         },
-        None => (file.open(bytes)?, 0),
+        None if part.is_some_and(|part| !part.is_first()) => return Ok(()),
+        None => (file.open_text(bytes)?, 0),
     };
     // A record must be parsed as a whole, so its line is never cut.
     let mut lines = Lines::new(input, &file.path, reading.invalid_utf8, LineEndings::Newline, Cut::Nowhere)

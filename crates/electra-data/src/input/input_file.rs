@@ -10,6 +10,7 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
+use super::encoding::{Encoding, HEAD_BYTES, Utf16Reader};
 use super::raw_file::RawFile;
 use super::read_options::InputFormat;
 use super::stored::StoredObject;
@@ -128,6 +129,23 @@ impl InputFile {
         })
     }
 
+    /// The decompressed text as UTF-8; `bytes` counts the bytes read from disk. Invalid text stays invalid.
+    pub fn open_text<'a>(&self, bytes: &'a AtomicU64) -> Result<Box<dyn BufRead + 'a>> {
+        let mut input = self.open(bytes)?;
+        let mut head = input.fill_buf().map_err(|e| self.unreadable(&e))?.to_vec();
+        // Chunks end where they always do, except behind a pipe that begins with less than a byte order mark.
+        if head.len() < 4 {
+            input.consume(head.len());
+            let rest = &mut input.by_ref().take(HEAD_BYTES as u64);
+            rest.read_to_end(&mut head).map_err(|e| self.unreadable(&e))?;
+            input = Box::new(std::io::Cursor::new(head.clone()).chain(input));
+        }
+        match Encoding::of(&head, &self.path)? {
+            Encoding::Utf8 => Ok(input),
+            Encoding::Utf16 { big_endian } => Ok(buffered(Utf16Reader::new(input, big_endian))),
+        }
+    }
+
     /// These bytes of an uncompressed file; `bytes` counts those read from disk.
     ///
     /// Chunks end at the same offsets as when the whole file is read, because very long lines are cut by what
@@ -149,11 +167,13 @@ impl InputFile {
         Ok(Box::new(raw.take(range.end - range.start)))
     }
 
-    /// Whether the file's beginning shows line ends of old Macs.
-    pub fn has_old_line_ends(&self) -> Result<bool> {
+    /// Whether the text must be read as a whole, judging by the file's beginning: its lines end as on old Macs
+    /// (unless only "\n" is a line end, `newline`), or it is UTF-16.
+    pub fn is_indivisible_text(&self, newline: bool) -> Result<bool> {
         let mut head = Vec::new();
         self.raw()?.take(FRAGMENT_BYTES as u64).read_to_end(&mut head).map_err(|e| self.unreadable(&e))?;
-        Ok(has_old_line_ends(&head))
+        let is_utf8 = Encoding::of(&head, &self.path)? == Encoding::Utf8;
+        Ok(!is_utf8 || (!newline && has_old_line_ends(&head)))
     }
 
     /// The file itself, or an unpacked temporary copy of a compressed one, because seeking is needed.

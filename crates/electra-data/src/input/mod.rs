@@ -5,6 +5,7 @@ mod division;
 #[cfg(test)]
 mod division_tests;
 mod documents;
+mod encoding;
 mod files;
 mod input_file;
 mod pipeline;

@@ -232,7 +232,8 @@ pub(super) struct InvalidBytes {
 }
 
 impl InvalidBytes {
-    pub const REMEDY: &str = "convert the file, or read such bytes as U+FFFD with --invalid-utf8 replace";
+    pub const REMEDY: &str = "convert the file (iconv -f ITS-ENCODING -t UTF-8), or, if only a few bytes are wrong, \
+                              read them as U+FFFD with --invalid-utf8 replace";
 
     /// What is wrong.
     pub fn reason(&self) -> String {

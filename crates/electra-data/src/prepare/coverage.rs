@@ -3,7 +3,7 @@
 //! With a vocabulary of another language, `prepare` would make a corpus of nothing but [UNK]. So coverage is
 //! measured on a sample of the input before, and on the corpus afterwards. `inspect` shows the same figures.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use ahash::AHashMap;
 use rayon::prelude::*;
@@ -13,7 +13,7 @@ use super::run::refuse_vocabulary;
 use crate::error::Result;
 use crate::format::Corpus;
 use crate::input::{
-    Compression, InputFormat, Inputs, ReadOptions, TextSource, character_boundary, read_beginning, read_file,
+    Compression, Cut, InputFormat, Inputs, ReadOptions, character_boundary, read_beginning, read_file,
 };
 use crate::threads::on_all_cores;
 use crate::tokenizer::Tokenizer;
@@ -24,7 +24,7 @@ const SAMPLE_FILES: usize = 16;
 /// Text of the sample that is searched for unknown words; less, because the `tokenizers` crate does it
 /// slowly.
 const SEARCHED_BYTES: usize = 1 << 18;
-const MAX_LISTED: usize = 10;
+const MAX_LISTED: usize = 1_000;
 /// Tokens of a corpus that are counted, in stretches spread evenly over it.
 const COUNTED_TOKENS: u64 = 1 << 24;
 const STRETCH: u64 = 1 << 15;
@@ -42,28 +42,28 @@ pub struct Coverage {
     pub unknown_words: Vec<(String, u64)>,
 }
 
-impl Coverage {
-    /// Coverage of a sample: the beginnings of at most 16 files, 1 MiB in total, or all given documents.
-    ///
-    /// Errors in a file end its part of the sample; the run that reads everything reports them.
-    pub fn of_source(
-        source: TextSource,
-        tokenizer: &Tokenizer,
-        out: &Path,
-        reading: &ReadOptions,
-    ) -> Result<Self> {
-        let texts: Vec<String> = match source {
-            TextSource::Files(paths) => {
-                let inputs = Inputs::expand(&paths, Some(out), reading.format)?;
-                refuse_vocabulary(&inputs, tokenizer.path())?;
-                beginnings(&inputs, tokenizer, reading)
-            }
-            TextSource::Documents(documents) => documents.collect::<Result<_>>()?,
-        };
-        Self::of_texts(texts.iter().flat_map(|text| text.lines()), tokenizer)
+/// A sample of files: the beginnings of at most 16 of them, 1 MiB of text in total. `run`: the tokenizer and the
+/// output folder of a run that will read them, neither of which may be an input.
+///
+/// Errors in a file end its part of the sample; the run that reads everything reports them.
+pub fn text_sample(
+    paths: &[PathBuf],
+    run: Option<(&Tokenizer, &Path)>,
+    reading: &ReadOptions,
+) -> Result<Vec<String>> {
+    let inputs = Inputs::expand(paths, run.map(|(_, out)| out), reading.format)?;
+    let mut cut = Cut::Blanks;
+    if let Some((tokenizer, _)) = run {
+        refuse_vocabulary(&inputs, tokenizer.path())?;
+        cut = line_cut(tokenizer);
     }
+    Ok(beginnings(&inputs, cut, reading))
+}
 
-    fn of_texts<'a>(lines: impl Iterator<Item = &'a str>, tokenizer: &Tokenizer) -> Result<Self> {
+impl Coverage {
+    /// Coverage of some texts.
+    pub fn of_texts(texts: &[impl AsRef<str>], tokenizer: &Tokenizer) -> Result<Self> {
+        let lines = texts.iter().flat_map(|text| text.as_ref().lines());
         let (counter, mut encoder) = (Counter::new(tokenizer), tokenizer.encoder());
         let (mut coverage, mut ids, mut spotted) = (counter.nothing(), Vec::new(), Vec::new());
         for line in lines {
@@ -140,7 +140,7 @@ impl Counter {
 }
 
 /// The beginnings of files spread evenly over all of them.
-fn beginnings(inputs: &Inputs, tokenizer: &Tokenizer, reading: &ReadOptions) -> Vec<String> {
+fn beginnings(inputs: &Inputs, cut: Cut, reading: &ReadOptions) -> Vec<String> {
     // A pipe can be read only once, and a compressed Parquet file must be unpacked as a whole.
     let files: Vec<_> = inputs
         .files
@@ -151,9 +151,7 @@ fn beginnings(inputs: &Inputs, tokenizer: &Tokenizer, reading: &ReadOptions) -> 
     let read = |number: usize| {
         let file = files[number * files.len() / count];
         let bytes = std::sync::atomic::AtomicU64::new(0);
-        read_beginning(SAMPLE_BYTES / count, line_cut(tokenizer), |to| {
-            read_file(file, None, reading, &bytes, to)
-        })
+        read_beginning(SAMPLE_BYTES / count, cut, |to| read_file(file, None, reading, &bytes, to))
     };
     (0..count).map(read).collect()
 }
@@ -188,7 +186,7 @@ mod tests {
     #[test]
     fn unknown_words_are_counted_and_named() {
         let tokenizer = tokenizer("un\n##able\n.");
-        let found = Coverage::of_texts(["unable. 好 Grün", "好 好, un"].into_iter(), &tokenizer).unwrap();
+        let found = Coverage::of_texts(&["unable. 好 Grün", "好 好, un"], &tokenizer).unwrap();
         assert_eq!((found.tokens, found.unknown, found.words), (9, 5, Some(8)));
         let words = [("好", 3), (",", 1), ("Grün", 1)].map(|(word, count)| (word.to_owned(), count));
         assert_eq!(found.unknown_words, words);

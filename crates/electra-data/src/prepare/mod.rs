@@ -18,9 +18,9 @@ mod vocab;
 mod vocab_files;
 mod word_counts;
 
-pub use coverage::Coverage;
+pub use coverage::{Coverage, text_sample};
 pub use options::PrepareOptions;
 pub use progress::Progress;
 pub use run::{PrepareReport, prepare};
 pub use tasks::{OpenedJob, PrepareJob, TaskReport, job_tokenizer, prepare_units};
-pub use vocab::{VocabOptions, VocabReport, train_vocab};
+pub use vocab::{Alphabet, VocabOptions, VocabReport, train_vocab};

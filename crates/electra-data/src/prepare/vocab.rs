@@ -19,9 +19,9 @@ use crate::input::{ReadOptions, SkippedRecord, TextSource, default_threads};
 use crate::threads::on_all_cores;
 
 const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
-/// Rarer letters become [UNK].
-const MAX_ALPHABET: usize = 1_000;
 const MIN_SIZE: usize = 32;
+/// How many of the characters that are left out are named.
+const MAX_LISTED: usize = 10;
 
 /// How to train a vocabulary.
 #[derive(Clone, Debug)]
@@ -32,8 +32,10 @@ pub struct VocabOptions {
     pub size: usize,
     /// Whether text is lowercased.
     pub lowercase: bool,
-    /// Whether accents are stripped; as `lowercase` if `None`.
-    pub strip_accents: Option<bool>,
+    /// Whether accents and other combining marks are stripped.
+    pub strip_accents: bool,
+    /// Enough of the most frequent characters become entries to make up this fraction of the text.
+    pub character_coverage: f64,
     /// A pair of entries must occur this often to be merged.
     pub min_frequency: u64,
     /// Number of threads that count words; `None` for one per core.
@@ -51,12 +53,31 @@ pub struct VocabReport {
     pub num_entries: usize,
     /// Distinct words that were counted.
     pub num_words: usize,
+    /// The characters that are entries, and what is left out.
+    pub alphabet: Alphabet,
     /// Bytes of text in the sample …
     pub counted_bytes: u64,
     /// … and in all of the input.
     pub text_bytes: u64,
     /// Unreadable records that were skipped.
     pub skipped: Vec<SkippedRecord>,
+}
+
+/// The characters of a vocabulary, and those that are left out as too rare.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Alphabet {
+    /// The characters that are entries.
+    letters: BTreeSet<char>,
+    /// How often any character occurs.
+    pub text_letters: u64,
+    /// Number of distinct characters left out; in text they make a word [UNK] …
+    pub num_dropped: usize,
+    /// … how often they occur, …
+    pub dropped_letters: u64,
+    /// … how many of the running words have one, of how many, …
+    pub dropped_words: (u64, u64),
+    /// … and the most frequent of them.
+    pub most_dropped: String,
 }
 
 /// Trains a vocabulary. Writes a `vocab.txt` and beside it a `tokenizer.json`, which stores its case, or only
@@ -71,52 +92,89 @@ pub fn train_vocab(
     progress: &mut dyn FnMut(Progress) -> bool,
     counted: &mut dyn FnMut(&VocabReport) -> bool,
 ) -> Result<VocabReport> {
-    if options.size < MIN_SIZE {
-        let size = options.size;
+    let (size, coverage) = (options.size, options.character_coverage);
+    if size < MIN_SIZE {
         return Err(Error::Input(format!(
             "a vocabulary of {size} entries is too small; at least {MIN_SIZE}"
+        )));
+    }
+    if !(coverage > 0.0 && coverage <= 1.0) {
+        return Err(Error::Input(format!(
+            "character_coverage (--character-coverage) is {coverage}; give a fraction above 0, at most 1"
         )));
     }
     let files = VocabFiles::claim(out, &source, options.reading.format)?;
     let counter = WordCounter {
         reading: &options.reading,
-        normalizer: BertNormalizer::new(true, true, options.strip_accents, options.lowercase),
+        normalizer: BertNormalizer::new(true, true, Some(options.strip_accents), options.lowercase),
         threads: options.threads.unwrap_or_else(default_threads),
         sample: options.sample.unwrap_or(u64::MAX),
         seed: options.seed,
     };
-    let WordCounts { words: counts, sampled, skipped } = counter.count(source, progress)?;
+    let WordCounts { words: mut counts, sampled, skipped } = counter.count(source, progress)?;
     let (num_words, counted_bytes, text_bytes) = (counts.len(), sampled.bytes, sampled.total_bytes);
-    let report = VocabReport { num_entries: 0, num_words, counted_bytes, text_bytes, skipped };
+    let alphabet = Alphabet::of(&mut counts, coverage);
+    let report = VocabReport { num_entries: 0, num_words, alphabet, counted_bytes, text_bytes, skipped };
     if !counted(&report) {
         return Err(Error::Interrupted);
     }
     if counts.is_empty() {
         return Err(Error::Input("the input holds no words: nothing to train a vocabulary on".to_owned()));
     }
-    let entries = train(counts, options)?;
+    let entries = train(counts, &report.alphabet.letters, options)?;
     files.write(&entries, options.lowercase, options.strip_accents)?;
     Ok(VocabReport { num_entries: entries.len(), ..report })
 }
 
-/// The most frequent letters, sorted.
-fn alphabet_of(counts: &Counts, limit: usize) -> BTreeSet<char> {
-    let mut letters: AHashMap<char, u64> = AHashMap::new();
-    for (word, count) in counts {
-        for letter in word.chars() {
-            *letters.entry(letter).or_default() += count;
+impl Alphabet {
+    /// The most frequent characters, all of ASCII among them. Removes words with any other from the counts.
+    fn of(counts: &mut Counts, coverage: f64) -> Self {
+        let mut occurrences: AHashMap<char, u64> = AHashMap::new();
+        for (word, count) in &*counts {
+            word.chars().for_each(|letter| *occurrences.entry(letter).or_default() += count);
+        }
+        let mut sorted: Vec<(char, u64)> = occurrences.into_iter().collect();
+        sorted
+            .sort_unstable_by_key(|&(letter, count)| (!letter.is_ascii(), std::cmp::Reverse(count), letter));
+        let text_letters = sorted.iter().map(|(_, count)| count).sum::<u64>();
+        let wanted = (coverage * text_letters as f64).ceil() as u64;
+        let mut covered = 0;
+        let is_enough = |&(letter, count): &(char, u64)| {
+            covered += count;
+            !letter.is_ascii() && covered - count >= wanted
+        };
+        let kept = sorted.iter().position(is_enough).unwrap_or(sorted.len());
+        let dropped = sorted.split_off(kept);
+        let letters: BTreeSet<char> = sorted.into_iter().map(|(letter, _)| letter).collect();
+        let words_before = counts.values().sum::<u64>();
+        counts.retain(|word, _| word.chars().all(|letter| letters.contains(&letter)));
+        Self {
+            letters,
+            text_letters,
+            num_dropped: dropped.len(),
+            dropped_letters: dropped.iter().map(|(_, count)| count).sum(),
+            dropped_words: (words_before - counts.values().sum::<u64>(), words_before),
+            most_dropped: dropped.iter().take(MAX_LISTED).map(|(letter, _)| letter).collect(),
         }
     }
-    let mut letters: Vec<(char, u64)> = letters.into_iter().collect();
-    letters.sort_unstable_by_key(|&(letter, count)| (std::cmp::Reverse(count), letter));
-    letters.into_iter().take(limit).map(|(letter, _)| letter).collect()
+
+    /// The number of characters that are entries.
+    pub fn num_letters(&self) -> usize {
+        self.letters.len()
+    }
 }
 
-fn train(mut counts: Counts, options: &VocabOptions) -> Result<Vec<String>> {
-    let alphabet = alphabet_of(&counts, MAX_ALPHABET.min((options.size - SPECIAL.len()) / 3));
-    counts.retain(|word, _| word.chars().all(|letter| alphabet.contains(&letter)));
+fn train(mut counts: Counts, letters: &BTreeSet<char>, options: &VocabOptions) -> Result<Vec<String>> {
     let inner: BTreeSet<char> = counts.keys().flat_map(|word| word.chars().skip(1)).collect();
-    let letters = alphabet.iter().map(char::to_string).chain(inner.iter().map(|c| format!("##{c}")));
+    let (size, needed) = (options.size, SPECIAL.len() + letters.len() + inner.len());
+    if needed > size {
+        let (all, inner) = (letters.len(), inner.len());
+        return Err(Error::Input(format!(
+            "size (--size) is {size}, but the text's {all} characters, {inner} of which also continue words (##), \
+             and the 5 special tokens need {needed} entries: give more, or a lower --character-coverage"
+        )));
+    }
+    let letters = letters.iter().map(char::to_string).chain(inner.iter().map(|c| format!("##{c}")));
     let first: Vec<AddedToken> =
         SPECIAL.iter().map(|s| (*s).to_owned()).chain(letters).map(|s| AddedToken::from(s, true)).collect();
     limit_counts(&mut counts);
@@ -159,7 +217,8 @@ mod tests {
             reading: ReadOptions::default(),
             size,
             lowercase: true,
-            strip_accents: None,
+            strip_accents: true,
+            character_coverage: 0.9999,
             min_frequency: 2,
             threads: None,
             sample: None,

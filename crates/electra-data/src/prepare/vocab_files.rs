@@ -1,14 +1,18 @@
-//! The files that `vocab` writes: `vocab.txt` with a `tokenizer.json` that stores its case, or only the
-//! latter.
+//! The files that `vocab` writes: `vocab.txt` with a `tokenizer.json` and a `tokenizer_config.json` that store its
+//! case and are what `transformers` reads, or only a `tokenizer.json`.
 //!
 //! Existing files are never overwritten; this is checked before any text is read.
 
 use std::path::{Path, PathBuf};
 
+use serde_json::json;
+
 use crate::error::{Error, Result};
 use crate::format::{create_folder, write_atomically};
 use crate::input::{InputFormat, Inputs, TextSource};
 use crate::tokenizer::Tokenizer;
+
+const CONFIG: &str = "tokenizer_config.json";
 
 /// The files to write; none of them existed when this was made.
 pub(super) struct VocabFiles {
@@ -36,22 +40,28 @@ impl VocabFiles {
         } else {
             Self { folder, txt: Some(name), json: "tokenizer.json".to_owned() }
         };
-        for name in files.txt.iter().chain([&files.json]) {
+        let config = files.txt.as_ref().map(|_| CONFIG);
+        for name in files.txt.as_deref().into_iter().chain([&*files.json]).chain(config) {
             refuse_existing(&files.folder.join(name), source, format)?;
         }
         Ok(files)
     }
 
     /// Writes a vocabulary that was trained with these settings.
-    pub fn write(&self, entries: &[String], lowercase: bool, strip_accents: Option<bool>) -> Result<()> {
+    pub fn write(&self, entries: &[String], lowercase: bool, strip_accents: bool) -> Result<()> {
         let mut text = entries.join("\n").into_bytes();
         text.push(b'\n');
         let path = self.folder.join(self.txt.as_ref().unwrap_or(&self.json));
-        let strip_accents = strip_accents.unwrap_or(lowercase);
         let tokenizer = Tokenizer::from_vocab(&path, text, Some(lowercase), Some(strip_accents))?;
         create_folder(&self.folder)?;
         if let Some(name) = &self.txt {
             write_atomically(&self.folder, name, "vocab", tokenizer.file().1)?;
+            let config = json!({
+                "tokenizer_class": "BertTokenizer", "do_lower_case": lowercase, "strip_accents": strip_accents,
+                "tokenize_chinese_chars": true, "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]",
+                "sep_token": "[SEP]", "mask_token": "[MASK]", "clean_up_tokenization_spaces": false,
+            });
+            write_atomically(&self.folder, CONFIG, "vocab", format!("{config:#}\n").as_bytes())?;
         }
         write_atomically(&self.folder, &self.json, "vocab", tokenizer.to_json()?.as_bytes())
     }
@@ -81,7 +91,7 @@ mod tests {
 
     fn write(out: &Path, lowercase: bool) -> Result<()> {
         let documents = TextSource::Documents(Box::new(std::iter::empty()));
-        VocabFiles::claim(out, &documents, None)?.write(&ENTRIES.map(str::to_owned), lowercase, None)
+        VocabFiles::claim(out, &documents, None)?.write(&ENTRIES.map(str::to_owned), lowercase, lowercase)
     }
 
     #[test]
@@ -106,8 +116,9 @@ mod tests {
     #[test]
     fn nothing_is_overwritten() {
         let dir = tempfile::tempdir().unwrap();
-        let (txt, json) = (dir.path().join("vocab.txt"), dir.path().join("tokenizer.json"));
-        for existing in [&txt, &json] {
+        let [txt, json, config] =
+            ["vocab.txt", "tokenizer.json", "tokenizer_config.json"].map(|name| dir.path().join(name));
+        for existing in [&txt, &json, &config] {
             std::fs::write(existing, "mine").unwrap();
             let error = write(&txt, true).unwrap_err().to_string();
             assert!(error.starts_with(&format!("{}: exists", existing.display())), "{error}");

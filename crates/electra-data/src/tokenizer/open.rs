@@ -25,9 +25,9 @@ impl Tokenizer {
     ///
     /// Settings in other files of the folder are honoured as `transformers` does, or refused by their names.
     /// `lowercase` and `strip_accents` are for `vocab.txt` only. Without them, a file beside it decides: a
-    /// `tokenizer.json`, a `tokenizer_config.json`, or the manifest of its corpus. Without such a file, a
-    /// vocabulary is cased if lowercasing or stripping accents would change an ordinary entry, and accents are
-    /// stripped if text is lowercased.
+    /// `tokenizer.json`, a `tokenizer_config.json`, or the manifest of its corpus. Without such a file, text is
+    /// lowercased unless that would change an ordinary entry, and accents of lowercased text are stripped unless
+    /// that would.
     ///
     /// A missing file is [`Error::NotFound`]; one that is no usable tokenizer is [`Error::Input`].
     pub fn from_file(path: &Path, lowercase: Option<bool>, strip_accents: Option<bool>) -> Result<Self> {
@@ -94,8 +94,12 @@ impl Tokenizer {
     ) -> Result<Self> {
         drop_byte_order_mark(&mut file);
         let (vocabulary, special) = vocabulary(path, &file, |id_of| find_special(path, id_of))?;
-        let given = lowercase.map(|lowercase| Case { lowercase, strip_accents: lowercase, chinese: true });
-        let mut case = given.map_or_else(|| vocabulary.guessed_case(), Ok)?;
+        let mut case = match lowercase {
+            Some(lowercase) => {
+                Case { lowercase, strip_accents: vocabulary.strips_accents(lowercase)?, chinese: true }
+            }
+            None => vocabulary.guessed_case()?,
+        };
         case.strip_accents = strip_accents.unwrap_or(case.strip_accents);
         let inner = vocabulary.tokenizer(case)?;
         let mut hash = Xxh3::new();
@@ -106,7 +110,7 @@ impl Tokenizer {
         }
         let vocab_size = vocabulary.entries.len() as u32;
         let tokenizer = Self::new(path, "vocab.txt", inner, special, vocab_size, hash.digest())?;
-        Ok(Self { file, case: Some(case), case_is_guessed: given.is_none(), ..tokenizer })
+        Ok(Self { file, case: Some(case), case_is_guessed: lowercase.is_none(), ..tokenizer })
     }
 
     fn of_json(
@@ -183,7 +187,12 @@ impl Tokenizer {
         let find = |id_of: &dyn Fn(&str) -> Option<u32>| special_of_folder(path, &folder, id_of);
         let (vocabulary, special) = vocabulary(path, &file, find)?;
         let json = json_beside(&vocabulary)?;
-        let given = lowercase.map(|lowercase| (lowercase, strip_accents.unwrap_or(lowercase)));
+        let given = match (lowercase, strip_accents) {
+            (Some(lowercase), None) => {
+                Some((lowercase, strips_accents(&vocabulary, json.as_ref(), &folder, lowercase)?))
+            }
+            (lowercase, strip_accents) => lowercase.zip(strip_accents),
+        };
         let known = match &json {
             Some(json) => case_of_json(&vocabulary, json, given)?,
             None => case_of_folder(&vocabulary, &folder, given)?,
@@ -244,6 +253,26 @@ fn json_beside(vocabulary: &Vocabulary) -> Result<Option<Changed>> {
     Changed::of(&path, &file).map(Some)
 }
 
+/// Whether accents are stripped if only `lowercase` is given: as the folder says of the same case, or the entries.
+fn strips_accents(
+    vocabulary: &Vocabulary,
+    json: Option<&Changed>,
+    folder: &Folder,
+    lowercase: bool,
+) -> Result<bool> {
+    let stored = match json {
+        Some(json) => bert_case(&json.inner).map(|case| (case.lowercase, case.strip_accents)),
+        None => {
+            let (stored, strip_accents, _) = folder.case();
+            stored.map(|stored| (stored, strip_accents.flatten().unwrap_or(stored)))
+        }
+    };
+    match stored {
+        Some((stored, strip_accents)) if stored == lowercase => Ok(strip_accents),
+        _ => vocabulary.strips_accents(lowercase),
+    }
+}
+
 /// The case that a `tokenizer.json` stores, unless one is given.
 fn case_of_json(
     vocabulary: &Vocabulary,
@@ -272,16 +301,18 @@ fn case_of_folder(
     folder.check_vocab_txt()?;
     let (lowercase, strip_accents, chinese) = folder.case();
     let guess = vocabulary.guessed_case()?;
-    if given.is_none() && lowercase.is_none() && folder.is_bert() && !guess.lowercase {
+    if given.is_none() && lowercase.is_none() && folder.is_bert() && !guess.strip_accents {
         return Err(folder.refused(&format!(
-            "no do_lower_case, so transformers lowercases, but {} has cased entries; add \"do_lower_case\": false, or \
+            "no do_lower_case, so transformers lowercases and strips accents, but {} has entries with capitals or accents; add \"do_lower_case\": false, or \
              say which is right (--cased or --uncased)",
             vocabulary.path.display()
         )));
     }
-    let is_known = given.is_some() || lowercase.is_some() || folder.is_bert() || chinese.is_some();
+    let is_stored = lowercase.is_some() || folder.is_bert();
+    let is_known = given.is_some() || is_stored || chinese.is_some();
     let lowercase = given.map(|(lowercase, _)| lowercase).or(lowercase).unwrap_or(guess.lowercase);
-    let strip_accents = given.map(|(_, strip)| strip).or(strip_accents.flatten()).unwrap_or(lowercase);
+    let by_rule = if is_stored { lowercase } else { guess.strip_accents };
+    let strip_accents = given.map(|(_, strip)| strip).or(strip_accents.flatten()).unwrap_or(by_rule);
     Ok(is_known.then_some(Case { lowercase, strip_accents, chinese: chinese.unwrap_or(true) }))
 }
 

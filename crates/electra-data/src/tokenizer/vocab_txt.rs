@@ -87,15 +87,24 @@ impl Vocabulary<'_> {
         )))
     }
 
-    /// Cased if BERT's lowercasing and stripping of accents would change an ordinary entry.
+    /// Lowercased unless that would change an ordinary entry; accents are then stripped unless that would.
     pub fn guessed_case(&self) -> Result<Case> {
         let ordinary: Vec<&str> = self.entries.iter().copied().filter(|entry| !is_bracketed(entry)).collect();
         let text = ordinary.join("\n");
-        let mut uncased = NormalizedString::from(text.as_str());
-        let normalizer = BertNormalizer::new(false, false, Some(true), true);
-        normalizer.normalize(&mut uncased).map_err(|error| unusable(self.path, &error))?;
-        let is_uncased = uncased.get() == text;
-        Ok(Case { lowercase: is_uncased, strip_accents: is_uncased, chinese: true })
+        let leaves_alone = |strip_accents, lowercase| {
+            let mut changed = NormalizedString::from(text.as_str());
+            let normalizer = BertNormalizer::new(false, false, Some(strip_accents), lowercase);
+            normalizer.normalize(&mut changed).map_err(|error| unusable(self.path, &error))?;
+            Ok(changed.get() == text)
+        };
+        let lowercase = leaves_alone(false, true)?;
+        Ok(Case { lowercase, strip_accents: lowercase && leaves_alone(true, false)?, chinese: true })
+    }
+
+    /// Whether accents are stripped if only `lowercase` is given: as the entries tell, or by BERT's rule.
+    pub fn strips_accents(&self, lowercase: bool) -> Result<bool> {
+        let guess = self.guessed_case()?;
+        Ok(if guess.lowercase == lowercase { guess.strip_accents } else { lowercase })
     }
 }
 
@@ -141,10 +150,17 @@ mod tests {
     }
 
     #[test]
-    fn entries_that_berts_rules_would_change_make_a_vocabulary_cased() {
+    fn the_case_is_guessed_from_what_the_rules_would_change() {
         let guess = |words: &[&str]| vocabulary(Path::new("vocab.txt"), words).guessed_case().unwrap();
-        for word in ["A", "é", "##é", "が", "##が", "한", "İ", "\u{301}"] {
+        for word in ["A", "Ä", "##É", "İ"] {
             assert_eq!(guess(&["a", word, "b"]), CASED, "{word}");
+        }
+        for word in ["é", "##é", "が", "##が", "한", "\u{301}", "ที่", "हूँ"] {
+            assert_eq!(
+                guess(&["a", word, "b"]),
+                Case { lowercase: true, strip_accents: false, chinese: true },
+                "{word}"
+            );
         }
         // ℝ is a capital without a small letter; the accents of the last ones cannot be taken off.
         assert_eq!(guess(&["a", "か", "\u{1112}", "ℝ", "ß", "ł", "##ø", "東"]), UNCASED);
