@@ -124,7 +124,9 @@ def read(
     if kind == "regression":
         task = _standardized(task, splits["train"])
     tests = (splits["test"],) if test is not None else ()
-    return TaskData(task=task, train=splits["train"], dev=(splits["dev"],), test=tests, notes=tuple(notes))
+    return TaskData(
+        task=task, train=splits["train"], dev=(splits["dev"],), test=tests, notes=tuple(notes), text_columns=text
+    )
 
 
 def _choose_columns(
