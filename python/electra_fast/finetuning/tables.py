@@ -239,6 +239,15 @@ def layout_notes(path: Path, quoting: Quoting = "auto") -> tuple[str, ...]:
         return tuple(table.notes)
 
 
+def class_names(path: Path) -> dict[str, Sequence[str]]:
+    """The names of the labels, by column, that the `datasets` of Hugging Face note in a Parquet file's metadata."""
+    metadata = pyarrow.parquet.read_schema(path).metadata or {}
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        return {name: each["names"] for name, each in features.items() if each.get("_type") == "ClassLabel"}
+    return {}
+
+
 def check_columns(path: Path, available: Iterable[str], wanted: Iterable[str], flag: str) -> None:
     """Raises InputError if the file lacks one of the wanted columns, naming those that it has."""
     for name in wanted:
