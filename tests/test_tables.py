@@ -18,8 +18,8 @@ from pyarrow import feather
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.bad_rows import BadRows
+from electra_fast.finetuning.delimited import Dialect
 from electra_fast.finetuning.tables import (
-    Dialect,
     column_names,
     iterate_rows,
     layout_notes,
@@ -27,6 +27,7 @@ from electra_fast.finetuning.tables import (
     read_table,
     text_of,
 )
+from electra_fast.finetuning.tasks import read_tasks
 
 TEXTS = ["plain", "a, b", 'say "hi"', "", "naïve \u2028 text", "last"]
 LABELS = ["0", "1", "1", "0", "1", "0"]
@@ -279,6 +280,16 @@ def zstd(content):
 )
 def test_names_of_columns(write, name, header, quoting, expected):
     assert column_names(write(name, header + "\n"), quoting=quoting) == tuple(expected)
+
+
+def test_a_delimiter_is_for_every_file_of_a_task(write):
+    files = {name: write(f"{name}.csv", f"body,a;label\n{'x,1;p' + chr(10) + 'y,2;n'}\n") for name in ("train", "dev")}
+    (data,) = read_tasks("classification", None, files, {"text": "body,a", "delimiter": "semicolon"})
+    assert data.train.texts == data.dev[0].texts == [("x,1",), ("y,2",)]
+    assert data.text_columns == ("body,a",)
+    write("dev.csv", "body;label\nx;p\ny;n\n")
+    (data,) = read_tasks("classification", None, files | {"train": files["dev"]}, {"text": "body"})
+    assert "dev.csv: semicolons separate the cells, as the first line shows; choose with --delimiter" in data.notes[0]
 
 
 @pytest.mark.parametrize("delimiter", ["ab", '"', "\n", "commas"])

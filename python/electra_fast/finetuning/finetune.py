@@ -70,7 +70,7 @@ def finetune(
         overrides: Keys of the configuration as on the command line, `{"finetune.epochs": 5}`.
         role: `discriminator`, `encoder` or `generator`; by default the first of them that the model has.
         columns: Keyword arguments of the reader of own data: `text`, `label`, `dev_fraction`, `seed`, and of some
-            `labels`, `label_separator`, `quoting`, `scheme` (`own_data.read`, `tag_files.read_tagging`,
+            `labels`, `label_separator`, `quoting`, `delimiter`, `scheme` (`own_data.read`, `tag_files.read_tagging`,
             `question_files.read_questions`).
 
     Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; TrainingFailed where a loss is not

@@ -24,10 +24,11 @@ from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.finetuning.answers import Answer
 from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.delimited import Dialect
 from electra_fast.finetuning.error_detection import load_error_detector
 from electra_fast.finetuning.methods import METHODS
 from electra_fast.finetuning.prediction_input import ExampleReader, Examples, Source, open_examples
-from electra_fast.finetuning.tables import Dialect, Quoting, Row
+from electra_fast.finetuning.tables import Quoting, Row
 from electra_fast.finetuning.task import Kind, Split, Task
 from electra_fast.huggingface.finetuned import SETTINGS_KEY, Finetuned, read_finetuned
 from electra_fast.json_files import json_text

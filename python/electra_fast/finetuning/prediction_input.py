@@ -32,6 +32,8 @@ class ExampleReader(ABC):
 
     usual_columns: tuple[tuple[str, ...], ...]
     """Columns of a table's texts, of which the first that it has count."""
+    formats: tuple[str, ...] = FORMATS
+    """Of tables; any other file is left to `other_examples`."""
     id_column: str | None = None
     """One that is part of the answers."""
 
@@ -89,7 +91,7 @@ class Examples:
 @contextlib.contextmanager
 def open_examples(reader: ExampleReader, source: Source) -> Iterator[Examples]:
     """Opens what is to be predicted. Raises FileNotFoundError, or InputError naming what cannot be used."""
-    if not source.format and extension(source.path) not in ("", *FORMATS):
+    if not source.format and extension(source.path) not in ("", *reader.formats):
         numbers = source.trained_text if _are_numbers(source.trained_text) else ()
         others = reader.other_examples(source.path, source.text or numbers, source.quoting)
         if others is not None:

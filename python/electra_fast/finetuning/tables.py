@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
 import itertools
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,43 +20,26 @@ import pyarrow.parquet
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.bad_rows import BadRows
+from electra_fast.finetuning.delimited import (
+    DELIMITERS,
+    Dialect,
+    Loaded,
+    Record,
+    load_delimited,
+    plain_cells,
+    reject_duplicates,
+    without_blank_end,
+)
 from electra_fast.finetuning.text_files import STANDARD_INPUT, TextFile
 
 Row = dict[str, Any]
-# A row, or what is wrong with it, and its line.
-_Record = tuple[int, Row | InputError]
-_Cells = list[str] | InputError
 
 FORMATS = (".tsv", ".csv", ".jsonl", ".json", ".parquet", ".arrow", ".txt")
 _ALIASES = {".ndjson": ".jsonl", ".tab": ".tsv", ".feather": ".arrow"}
 _COMPRESSED = (".gz", ".xz", ".zst")
 _SPREADSHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
-_DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 # Rows per batch of a Parquet file.
 BATCH_ROWS = 8192
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """How the cells of .tsv and .csv files are written.
-
-    Args:
-        quoting: Whether quotes enclose cells; `auto`: in .csv files, and in .tsv files that tabs do not separate.
-        delimiter: A character or its name, such as `tab`; empty for that of the extension, or where the header has a
-            single column by that, for the one that it shows.
-    """
-
-    quoting: Literal["auto", "csv", "none"] = "auto"
-    delimiter: str = ""
-
-    def __post_init__(self) -> None:
-        if self.quoting not in ("auto", "csv", "none"):
-            raise InputError(f"quoting is {self.quoting!r}; it can be one of 'auto', 'csv', 'none'")
-        delimiter = _DELIMITERS.get(self.delimiter, self.delimiter.replace("\\t", "\t"))
-        if len(delimiter) > 1 or (delimiter and delimiter in '"\r\n'):
-            names = ", ".join(_DELIMITERS)
-            raise InputError(f"--delimiter is {self.delimiter!r}; it can be a character or one of {names}")
-        object.__setattr__(self, "delimiter", delimiter)
 
 
 Quoting = Literal["auto", "csv", "none"] | Dialect
@@ -93,7 +74,7 @@ class OpenTable:
         if file.encoding not in ("UTF-8", "") and format not in (".parquet", ".arrow"):
             self.notes.append(f"{file.path}: read as {file.encoding}, by its byte order mark")
         if format in (".tsv", ".csv"):
-            self.columns, self._read = _delimited(file, format, dialect, self.notes)
+            self.columns, self._read = load_delimited(file, format, dialect, self.notes)
         else:
             self.columns, self._read = _LOADERS[format](file)
 
@@ -259,7 +240,7 @@ def there_are(names: Iterable[str]) -> str:
     """For an error about a missing column: those that there are, and why they may not be what the user expects."""
     names = tuple(names)
     listed = f"there are: {', '.join(names)}"
-    if len(names) == 1 and any(delimiter in names[0] for delimiter in _DELIMITERS.values()):
+    if len(names) == 1 and any(delimiter in names[0] for delimiter in DELIMITERS.values()):
         return f"{listed} (a single column: --delimiter says what separates the cells)"
     if names and all(len(name) > 1 and name[0] == name[-1] == '"' for name in names):
         return f"{listed} (if quotes enclose cells, add --quoting csv)"
@@ -285,7 +266,7 @@ def abbreviated(value: object) -> str:
 def iterate_cells(path: Path, delimiter: str = "\t") -> Iterator[tuple[int, list[str]]]:
     """Yields the line number and cells of each line, the header included; blank lines at the end are ignored."""
     with TextFile(path) as file:
-        yield from _without_blank_end(_plain_cells(enumerate(file.lines(), 1), delimiter))
+        yield from without_blank_end(plain_cells(enumerate(file.lines(), 1), delimiter))
 
 
 def extension(path: Path) -> str:
@@ -307,154 +288,16 @@ def _guess_format(file: TextFile) -> str:
     return ".json" if re.match(r'\{\s*("|$)|\[\s*([{"\[]|$)', text) else ".txt"
 
 
-def _reject_duplicates(path: Path, names: Sequence[str]) -> tuple[str, ...]:
-    """The names; those of empty columns, as spreadsheets append them, may repeat."""
-    repeated = next((name for position, name in enumerate(names) if name and name in names[:position]), None)
-    if repeated is not None:
-        raise InputError(f"{path}: two columns are named {repeated!r}; rename one")
-    return tuple(names)
-
-
-_Loaded = tuple[tuple[str, ...] | None, Callable[[Sequence[str]], Iterator[_Record]]]
-
-
-def _delimited(file: TextFile, format: str, dialect: Dialect, notes: list[str]) -> _Loaded:
-    lines = enumerate(file.lines(), 1)
-    line, first = next(((line, text) for line, text in lines if text.strip()), (0, ""))
-    delimiter = dialect.delimiter
-    if declared := re.fullmatch(r'"?sep=(.)"?\s*', first):  # a line for Excel
-        delimiter = delimiter or declared[1]
-        line, first = next(lines, (0, ""))
-    if not first:
-        raise InputError(f"{file.path}: empty; the first line has to name the columns")
-    own = "\t" if format == ".tsv" else ","
-    delimiter = delimiter or _shown_delimiter(file.path, first, own)
-    hint = ""
-    if delimiter != own and not dialect.delimiter:
-        name = next((name for name, each in _DELIMITERS.items() if each == delimiter), repr(delimiter))
-        hint = f"{name}s separate the cells, as the first line shows; choose with --delimiter"
-        notes.append(f"{file.path}: {hint}")
-    is_quoted = dialect.quoting == "csv" or (dialect.quoting == "auto" and (format, delimiter) != (".tsv", "\t"))
-    numbered = itertools.chain([(line, first)], lines)
-    records = _quoted_cells(file.path, numbered, delimiter) if is_quoted else _plain_cells(numbered, delimiter)
-    _, header = next(records)
-    if isinstance(header, InputError):
-        raise header
-    names = _reject_duplicates(file.path, [name.strip() for name in header])
-    return names, lambda _: _delimited_rows(file.path, names, _cleaned(file.path, names, records), is_quoted, hint)
-
-
-def _shown_delimiter(path: Path, header: str, own: str) -> str:
-    """The extension's delimiter, or where the header has one column by that, the one by which it has most."""
-    unquoted = re.sub(r'"(?:[^"]|"")*"', "", header)
-    counts = {each: unquoted.count(each) + 1 for each in _DELIMITERS.values()}
-    most = max(counts.values())
-    best = [each for each, count in counts.items() if count == most]
-    if most == 1 or (own == "\t" and counts[own] > 1):
-        return own
-    if len(best) > 1 or (counts[own] > 1 and best != [own]):
-        found = " or ".join(name for name, each in _DELIMITERS.items() if counts[each] > 1)
-        raise InputError(f"{path}: line 1: {found} may separate the cells; choose with --delimiter")
-    return best[0]
-
-
-def _cleaned(path: Path, names: Sequence[str], records: Iterator[tuple[int, _Cells]]) -> Iterator[tuple[int, _Cells]]:
-    """Without blank lines, which in a single column are empty texts unless they come last."""
-    if len(names) == 1:
-        return _without_blank_end(records)
-    return ((line, cells) for line, cells in records if cells)
-
-
-def _delimited_rows(
-    path: Path,
-    names: tuple[str, ...],
-    records: Iterator[tuple[int, _Cells]],
-    is_quoted: bool,
-    hint: str,
-) -> Iterator[_Record]:
-    for line, cells in records:
-        if isinstance(cells, InputError):
-            yield line, cells
-        elif len(cells) < len(names) or any(cells[len(names) :]):
-            remedy = f"; {hint}" if hint else _quoting_remedy(cells, is_quoted)
-            message = f"found {len(cells)} fields, expected {len(names)} as in the header{remedy}"
-            yield line, InputError(f"{place(path, line)}: {message}")
-        else:
-            yield line, dict(zip(names, cells, strict=False))
-
-
-def _quoting_remedy(cells: list[str], is_quoted: bool) -> str:
-    if is_quoted:
-        return "; enclose cells that contain the delimiter in quotes"
-    return "; if quotes enclose cells, add --quoting csv" if any('"' in cell for cell in cells) else ""
-
-
-def _without_blank_end(records: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-    """Records of blank lines become empty cells unless they come last."""
-    blank: list[int] = []
-    for line, cells in records:
-        if cells:
-            yield from ((number, [""]) for number in blank)
-            blank.clear()
-            yield line, cells
-        else:
-            blank.append(line)
-
-
-def _plain_cells(lines: Iterator[tuple[int, str]], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    for number, line in lines:
-        line = line.removesuffix("\n").removesuffix("\r")
-        yield number, line.split(delimiter) if line else []
-
-
-def _quoted_cells(path: Path, lines: Iterator[tuple[int, str]], delimiter: str) -> Iterator[tuple[int, _Cells]]:
-    """RFC 4180; a record's line is the one where it begins. A bad line is its error.
-
-    Raises the error of a bad record of several lines: it may be the rest of the file after an open quote.
-    """
-    numbers: list[int] = []
-
-    def texts() -> Iterator[str]:
-        for number, line in lines:
-            numbers.append(number)
-            yield line
-
-    reader = csv.reader(texts(), delimiter=delimiter, strict=True)
-    while True:
-        numbers.clear()
-        limit = csv.field_size_limit(sys.maxsize)  # it is global to the module
-        try:
-            cells: _Cells = next(reader)
-        except csv.Error as error:
-            cells = _quote_error(path, numbers[0], error)
-            if len(numbers) > 1:
-                raise cells from None
-        except StopIteration:
-            return
-        finally:
-            csv.field_size_limit(limit)
-        yield numbers[0], cells
-
-
-def _quote_error(path: Path, line: int, error: csv.Error) -> InputError:
-    if "new-line" in str(error):
-        return InputError(f"{path}: line {line}: a carriage return within a cell; enclose the cell in quotes")
-    return InputError(
-        f"{path}: line {line}: bad quote in the record that begins here ({error}); double the quotes within a quoted "
-        "cell and close it, or add --quoting none if quotes are text"
-    )
-
-
-def _text(file: TextFile) -> _Loaded:
+def _text(file: TextFile) -> Loaded:
     lines = enumerate(file.lines(), 1)
     return ("text",), lambda _: ((line, {"text": text.removesuffix("\n").removesuffix("\r")}) for line, text in lines)
 
 
-def _json_lines(file: TextFile) -> _Loaded:
+def _json_lines(file: TextFile) -> Loaded:
     return None, lambda _: _json_rows(file.path, enumerate(file.lines(), 1))
 
 
-def _json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[_Record]:
+def _json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Record]:
     for line, text in lines:
         if text.strip():
             try:
@@ -483,7 +326,7 @@ def _parse(text: str) -> Any:
     return content
 
 
-def _json(file: TextFile) -> _Loaded:
+def _json(file: TextFile) -> Loaded:
     """The records of a whole file: JSON, or an object per line."""
     path, text = file.path, "".join(file.lines())
     try:
@@ -536,19 +379,19 @@ def _open_parquet(file: TextFile) -> Any:
     return pyarrow.parquet.ParquetFile(file.path if file.has_own_bytes else io.BytesIO(file.content()))
 
 
-def _parquet(file: TextFile) -> _Loaded:
+def _parquet(file: TextFile) -> Loaded:
     with _damage(file.path, "Parquet"):
         source = _open_parquet(file)
-    names = _reject_duplicates(file.path, source.schema_arrow.names)
+    names = reject_duplicates(file.path, source.schema_arrow.names)
 
-    def read(columns: Sequence[str]) -> Iterator[_Record]:
+    def read(columns: Sequence[str]) -> Iterator[Record]:
         with _damage(file.path, "Parquet"):
             yield from _arrow_rows(source.iter_batches(BATCH_ROWS, columns=list(columns) or None))
 
     return names, read
 
 
-def _arrow(file: TextFile) -> _Loaded:
+def _arrow(file: TextFile) -> Loaded:
     """Arrow's file format (Feather), or its stream format, which `datasets` saves."""
     with _damage(file.path, "Arrow"):
         source: Any = pyarrow.memory_map(str(file.path)) if file.has_own_bytes else io.BytesIO(file.content())
@@ -558,16 +401,16 @@ def _arrow(file: TextFile) -> _Loaded:
         else:
             reader = pyarrow.ipc.open_stream(source)
             batches = iter(reader)
-    names = _reject_duplicates(file.path, reader.schema.names)
+    names = reject_duplicates(file.path, reader.schema.names)
 
-    def read(columns: Sequence[str]) -> Iterator[_Record]:
+    def read(columns: Sequence[str]) -> Iterator[Record]:
         with _damage(file.path, "Arrow"):
             yield from _arrow_rows(batch.select(list(columns) or list(names)) for batch in batches)
 
     return names, read
 
 
-def _arrow_rows(batches: Iterable[Any]) -> Iterator[_Record]:
+def _arrow_rows(batches: Iterable[Any]) -> Iterator[Record]:
     return enumerate(itertools.chain.from_iterable(_to_microseconds(batch).to_pylist() for batch in batches), 1)
 
 
@@ -593,7 +436,7 @@ def _damage(path: Path, format: str) -> Iterator[None]:
         raise InputError(f"{path}: cannot be read as {format} ({reason}); get the file again") from None
 
 
-_LOADERS: dict[str, Callable[[TextFile], _Loaded]] = {
+_LOADERS: dict[str, Callable[[TextFile], Loaded]] = {
     ".txt": _text,
     ".jsonl": _json_lines,
     ".json": _json,

@@ -98,6 +98,7 @@ def _text_and_words(number: int, example: Any) -> tuple[str, Ints]:
 class Tagging(Method):
     """A head on the words' first pieces. Outputs are logits, float32 [words, C]."""
 
+    formats = (".jsonl", ".json", ".parquet", ".arrow")
     usual_columns = tuple((name,) for name in (*WORD_COLUMNS, *TEXT_COLUMNS))
 
     def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneConfig) -> TagFeatures:
