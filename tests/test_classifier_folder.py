@@ -1,15 +1,21 @@
 """Fine-tuned folders: loaded by `transformers` with equal outputs, and read by `load_finetuned`."""
 
 import json
+import os
+import signal
+import threading
 import warnings
+from decimal import Decimal
 from pathlib import Path
 
 import in_process
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_task import QUICK, save_encoder, write_mrpc, write_sst2, write_stsb
+from tiny_task import QUICK, save_encoder, sentences, write_mrpc, write_sst2, write_stsb
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
@@ -153,7 +159,9 @@ def test_predict_streams_in_the_order_of_the_input(encoder, tmp_path):
     for name, flags in {"lines.txt": [], "rows.jsonl": [], "rows.csv": ["--text", "body"]}.items():
         found = in_process.run("predict", folder, tmp_path / name, *flags)
         assert found.returncode == 0, found.stderr
-        assert [json.loads(line) for line in found.stdout.splitlines()] == expected
+        answers = [json.loads(line) for line in found.stdout.splitlines()]
+        assert [answer.pop("id", None) for answer in answers] == (list("0123") if name == "rows.csv" else [None] * 4)
+        assert answers == expected
     out = tmp_path / "answers.jsonl"
     assert in_process.run("predict", folder, tmp_path / "lines.txt", "--out", out).returncode == 0
     assert [json.loads(line) for line in out.read_text().splitlines()] == expected
@@ -163,6 +171,10 @@ def test_predict_streams_in_the_order_of_the_input(encoder, tmp_path):
     "name, content, flags, message",
     [
         ("rows.tsv", "a\tb\nx\ty\n", [], "no text column; there are: a, b; choose with --text"),
+        ("rows.tsv", "text\tb\n", [], "no rows"),
+        ("rows.csv", "text,a;b\nx,y;z\n", [], "choose with --delimiter"),
+        ("rows.csv", "text,a\nx,1\ny\nz,2,3\n", ["--skip-bad-rows", "1"], "line 4: found 3 fields"),
+        ("rows.jsonl", '{"text": null}\n', [], "line 1: 'text' is null, not text"),
         ("rows.tsv", "a\tb\nx\ty\n", ["--text", "c"], "no column 'c'; there are: a, b"),
         ("rows.doc", "x", [], "unknown extension"),
         ("rows.txt", "", [], "no rows"),
@@ -177,6 +189,96 @@ def test_predict_names_a_mistake_in_one_line(tmp_path, tiny_vocab, name, content
     found = in_process.run("predict", folder, tmp_path / name, "--out", out, *flags)
     assert found.returncode == 2 and len(found.stderr.splitlines()) == 1 and message in found.stderr
     assert not list(tmp_path.glob("*answers*"))
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory, tiny_vocab):
+    """One of `transformers` that was never trained, whose folder says `body` is the text."""
+    folder = tmp_path_factory.mktemp("classifier")
+    save_encoder(folder, tiny_vocab)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    size = len(tiny_vocab.read_text().splitlines())
+    ElectraForSequenceClassification(ElectraConfig(vocab_size=size, **sizes)).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"electra_fast_text_columns": ["body"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_training_remembers_its_columns_for_predict(encoder, tmp_path):
+    rows = "".join(f"{text};title {i};{'ab'[i % 2]}\n" for i, (text, _) in enumerate(sentences(40)))
+    (tmp_path / "train.csv").write_text(f"body;text;label\n{rows}")
+    flags = [word for name, value in QUICK.items() for word in (f"--{name}", value)]
+    run = in_process.run(
+        *("finetune", "--task", "classification", "--train", tmp_path / "train.csv", "--text", "body"),
+        *("--model", encoder, "--out", tmp_path / "out", *flags),
+    )
+    assert run.returncode == 0 and "semicolons separate the cells" in run.stderr, run.stderr
+    folder = tmp_path / "out/classification/seed-0/model"
+    found = in_process.run("predict", folder, tmp_path / "train.csv")
+    texts = [text for text, _ in sentences(40)]
+    for number, (line, answer) in enumerate(
+        zip(found.stdout.splitlines(), ef.load_finetuned(folder).predict(texts), strict=True)
+    ):
+        assert json.loads(line) == {"text": f"title {number}"} | answer | {"input": {"label": "ab"[number % 2]}}
+
+
+def test_other_columns_pass_through_whatever_they_hold(classifier, tmp_path):
+    times = pa.array([0, None], pa.timestamp("ns"))
+    columns = {"body": ["a", "b"], "id": [7, 8], "when": times, "raw": [b"\xff", None], "cost": [Decimal("1.10"), None]}
+    columns |= {"x": [float("nan"), 0.5], "label": ["gold", None], "input": [[1.0], None], "kind": [{"a": 1}, None]}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    found = in_process.run("predict", classifier, tmp_path / "rows.parquet")
+    answers = [json.loads(line, parse_constant=pytest.fail) for line in found.stdout.splitlines()]
+    for answer, own in zip(answers, ef.load_finetuned(classifier).predict(["a", "b"]), strict=True):
+        assert {name: answer.pop(name) for name in own} == own
+    first = {"id": 7, "when": "1970-01-01T00:00:00", "raw": "/w==", "cost": "1.10", "x": None, "kind": {"a": 1}}
+    second = {"id": 8, "when": None, "raw": None, "cost": None, "x": 0.5, "kind": None}
+    assert answers == [
+        first | {"input": {"label": "gold", "input": [1.0]}},
+        second | {"input": {"label": None, "input": None}},
+    ]
+
+
+def test_a_file_without_the_columns_of_training_is_refused(classifier, tmp_path):
+    (tmp_path / "rows.csv").write_text("id,text\n1,a\n")
+    found = in_process.run("predict", classifier, tmp_path / "rows.csv")
+    assert found.returncode == 2 and "no text column 'body', as in training; there are: id, text; " in found.stderr
+    assert in_process.run("predict", classifier, tmp_path / "rows.csv", "--text", "text").returncode == 0
+    (tmp_path / "lines.txt").write_text("a\n")
+    assert in_process.run("predict", classifier, tmp_path / "lines.txt").returncode == 0
+
+
+def test_bad_rows_are_left_out_of_predictions_and_said(classifier, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"body": null}\n{"body": "a"}\n[1]\n\n{"body": " "}\n')
+    found = in_process.run("predict", classifier, tmp_path / "rows.jsonl", "--skip-bad-rows", "2")
+    assert found.returncode == 0 and len(found.stdout.splitlines()) == 2
+    assert "2 bad rows are left out: " in found.stderr
+    assert "line 1: 'body' is null" in found.stderr and "line 3: not a JSON object" in found.stderr
+    assert "line 5: the first of 1 examples with empty text" in found.stderr
+
+
+def test_a_pipe_is_answered_as_it_comes(classifier):
+    """Every line before the next one is written; then comes Ctrl-C."""
+    (lines, write), (read, answers) = os.pipe(), os.pipe()
+    found = []
+
+    def ask():
+        os.write(write, b"id|body\n")
+        for number in range(3):
+            os.write(write, f"{number}|text\n".encode())
+            found.append(json.loads(os.read(read, 1 << 16)))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    flags = ("--format", "csv", "--out", f"/dev/fd/{answers}")
+    run = in_process.run("predict", classifier, f"/dev/fd/{lines}", *flags)
+    os.close(answers)
+    thread.join()
+    for pipe in (lines, write, read):
+        os.close(pipe)
+    assert run.returncode == 130 and "interrupted; " in run.stderr and "3 predictions" in run.stderr
+    assert [answer["id"] for answer in found] == ["0", "1", "2"]
 
 
 def test_a_folder_that_is_not_fine_tuned_is_refused(encoder):

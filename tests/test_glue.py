@@ -1,6 +1,10 @@
 """The nine GLUE tasks from small files in the layouts in which they are published, and submissions."""
 
+import json
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.errors import InputError, TrainingFailed
@@ -119,6 +123,62 @@ def test_every_task_in_every_layout(tmp_path, name, style):
         assert split.ids == ["7", "8"]
 
 
+# The names of the labels in the order of their numbers, as the dataset cards of the Hub have them.
+HUB = {
+    "cola": ["unacceptable", "acceptable"],
+    "sst2": ["negative", "positive"],
+    "mrpc": ["not_equivalent", "equivalent"],
+    "stsb": [],
+    "qqp": ["not_duplicate", "duplicate"],
+    "mnli": ["entailment", "neutral", "contradiction"],
+    "qnli": ["entailment", "not_entailment"],
+    "rte": ["entailment", "not_entailment"],
+    "wnli": ["not_entailment", "entailment"],
+}
+
+
+def write_shard(path, name, labels, names=(), first=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = {text: [f"{text} {first + n}" for n in range(len(labels))] for text in EXPORTED[name][:-2]}
+    label = pa.array(labels, pa.float32() if name == "stsb" else pa.int64())
+    table = pa.table(columns | {"label": label, "idx": pa.array(range(first, first + len(labels)), pa.int32())})
+    features = {"label": {"names": names, "_type": "ClassLabel"}, "idx": {"dtype": "int32", "_type": "Value"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})} if names else None
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+
+
+@pytest.mark.parametrize("name", HUB)
+@pytest.mark.parametrize("noted", ["names", "other order", "none"])
+def test_the_hubs_parquet_means_what_the_words_of_a_tsv_file_mean(tmp_path, name, noted):
+    layout = {"names": "{}-{:05}-of-00002.parquet", "none": "{}/{:04}.parquet"}.get(noted, "data/{}-{}-of-2.parquet")
+    variants = ["_matched", "_mismatched"] if name == "mnli" else [""]
+    official = HUB[name] or [0.0, 4.8]
+    names = official[::-1] if noted == "other order" else official
+    numbers = official if name == "stsb" else [names.index(word) for word in official]
+    files = {"train": numbers, **{f"validation{v}": numbers for v in variants}, **{f"test{v}": [-1] for v in variants}}
+    for part, labels in files.items():
+        for shard in range(2):
+            path = tmp_path / "hub" / name / layout.format(part, shard)
+            write_shard(path, name, labels, names if noted != "none" and HUB[name] else (), shard * len(labels))
+    data = glue.read(name, tmp_path / "hub")
+    write_task(tmp_path / "tsv", name)
+    write(tmp_path / "tsv/train.tsv", EXPORTED[name], [str(label) for label in official] * 2)
+    expected = glue.read(name, tmp_path / "tsv").train.targets.tolist()
+    for split in (data.train, *data.dev):
+        assert split.targets.tolist() == expected and split.ids == [str(n) for n in range(len(expected))]
+        assert split.texts[-1] == tuple(f"{text} {len(expected) - 1}" for text in EXPORTED[name][:-2])
+    assert [(split.targets, split.ids) for split in data.test] == [(None, ["0", "1"])] * len(variants)
+
+
+def test_parts_and_columns_that_a_hub_folder_lacks(tmp_path):
+    write_shard(tmp_path / "train-00000-of-00002.parquet", "rte", [0, 1])
+    assert "00000-of-00002.parquet: 1 of 2 parts are there" in message_of("rte", tmp_path, FileNotFoundError)
+    write_shard(tmp_path / "train-00001-of-00002.parquet", "rte", [0, 2])
+    write_shard(tmp_path / "validation.parquet", "rte", [0, 1])
+    assert "train-00001-of-00002.parquet: row 2: the label is '2'; it can be" in message_of("rte", tmp_path)
+    assert "no columns question and sentence; there are: sentence1, sentence2" in message_of("qnli", tmp_path)
+
+
 def test_the_task_of_similarities_is_scaled(tmp_path):
     task = glue.read("stsb", write_task(tmp_path, "stsb")).task
     assert (task.kind, task.labels, task.shift, task.scale) == ("regression", (), 0, 5)
@@ -190,10 +250,10 @@ def test_test_files_are_optional_but_train_and_dev_are_not(tmp_path):
     assert glue.read("rte", folder).dev[0].path.name == "validation.tsv"
     (folder / "validation.tsv").unlink()
     message = message_of("rte", folder, FileNotFoundError)
-    assert message == f"{folder}: holds neither dev.tsv nor validation.tsv"
+    assert message == f"{folder}: holds neither dev.tsv nor validation.tsv, nor such .parquet files"
     (folder / "train.tsv").unlink()
     message = message_of("rte", tmp_path, FileNotFoundError)
-    assert message == f"{tmp_path}: no train.tsv there, nor in a folder RTE"
+    assert message == f"{tmp_path}: no train.tsv or train*.parquet there, nor in a folder RTE"
     assert "none: no such folder" in message_of("rte", tmp_path / "none", FileNotFoundError)
 
 

@@ -1,15 +1,33 @@
-"""Tables from .tsv, .csv, .jsonl, .parquet and .txt files: what they hold, and where they are damaged."""
+"""Tables from files and pipes of every format: what they hold, and where they are damaged."""
 
 import csv
+import gzip
+import io
 import itertools
 import json
+import lzma
+import os
+import random
+import threading
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import feather
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.tables import column_names, iterate_rows, read_table, text_of
+from electra_fast.finetuning.bad_rows import BadRows
+from electra_fast.finetuning.delimited import Dialect
+from electra_fast.finetuning.tables import (
+    column_names,
+    iterate_rows,
+    layout_notes,
+    open_table,
+    read_table,
+    text_of,
+)
+from electra_fast.finetuning.tasks import read_tasks
 
 TEXTS = ["plain", "a, b", 'say "hi"', "", "naïve \u2028 text", "last"]
 LABELS = ["0", "1", "1", "0", "1", "0"]
@@ -42,7 +60,11 @@ def write_table(path):
     rows = list(zip(TEXTS, LABELS, strict=True))
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"text": TEXTS, "label": LABELS, "other": [[1]] * len(TEXTS)}), path)
-    elif path.suffix == ".jsonl":
+    elif path.suffix == ".feather":
+        feather.write_feather(pa.table({"text": TEXTS, "label": LABELS}), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps([{"text": text, "label": label} for text, label in rows]))
+    elif path.suffix in (".jsonl", ".ndjson"):
         path.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
     elif path.suffix == ".csv":
         with path.open("w", encoding="utf-8", newline="") as file:
@@ -52,14 +74,15 @@ def write_table(path):
     return path
 
 
-@pytest.mark.parametrize("extension", ["tsv", "csv", "jsonl", "parquet", "TSV"])
+@pytest.mark.parametrize("extension", ["tsv", "csv", "jsonl", "ndjson", "json", "parquet", "feather", "TSV"])
 def test_every_format_holds_the_same_table(tmp_path, extension):
     path = write_table(tmp_path / f"data.{extension}")
     table = read_table(path, ("label", "text"))
     assert table.columns == {"label": LABELS, "text": TEXTS}
-    first = 1 if extension in ("jsonl", "parquet") else 2
+    first = 2 if extension.lower() in ("tsv", "csv") else 1
     assert table.lines == list(range(first, first + len(TEXTS)))
-    assert table.place(2) == f"{path}: {'row' if extension == 'parquet' else 'line'} {first + 2}"
+    name = {"parquet": "row", "feather": "row", "json": "record"}.get(extension, "line")
+    assert table.place(2) == f"{path}: {name} {first + 2}"
     assert set(column_names(path)) >= {"text", "label"}
 
 
@@ -122,9 +145,19 @@ def test_blank_lines_in_one_column_are_empty_texts(write):
         ("a.tsv", "text\tlabel\n\n", "auto", "no rows"),
         ("a.txt", "", "auto", "no rows"),
         ("a.jsonl", "\n", "auto", "no rows"),
+        ("a.json", "", "auto", "no rows"),
+        ("a.json", "[]", "auto", "no rows"),
+        ("a.json", '[{"a": 1},]', "auto", "not JSON: Expecting value: line 1 column 11"),
+        ("a.json", '[["x", 1]]', "auto", "record 1: not a JSON object: ['x', 1]"),
+        ("a.json", "3", "auto", "not a table but 3; it has to be a list of objects"),
+        ("a.json", '{"train": [{"a": 1}], "dev": [{"a": 2}]}', "auto", "has several lists of records, train, dev"),
+        ("a.json", '{"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 2}}', "auto", "may hold rows or columns by name"),
         ("a.tsv", "a\tb\ta\n1\t2\t3\n", "auto", "two columns are named 'a'; rename one"),
         ("a.tsv", "a\tb\n1\t2\n1\n", "auto", "line 3: found 1 fields, expected 2 as in the header"),
-        ("a.tsv", "a\tb\n\n1\t2\n", "auto", "line 2: found 1 fields, expected 2 as in the header"),
+        ("a.csv", "a,b;c\n1,2;3\n", "auto", "line 1: comma or semicolon may separate the cells; choose with --delim"),
+        ("a.csv", "a;b\n1;2\n3\n", "auto", "line 3: found 1 fields, expected 2 as in the header; semicolons separate"),
+        ("a.csv", "a,b\n1\r2,3\n", "auto", "line 2: a carriage return within a cell; enclose the cell in quotes"),
+        ("a.csv", "PK\x03\x04", "auto", "not text but a spreadsheet or another zip archive; save it as CSV"),
         (
             "a.tsv",
             'a\tb\n"1\t1"\t2\n',
@@ -146,14 +179,17 @@ def test_blank_lines_in_one_column_are_empty_texts(write):
         ),
         ("a.csv", 'a,b\n1,2\n"x"y,5\n', "auto", "line 3: bad quote in the record that begins here"),
         ("a.tsv", b"a\tb\nx\ty\nz\xff\t1\n", "auto", "line 3: not UTF-8 at byte 9; convert the file to UTF-8"),
-        ("a.csv", "a,b\n1,2\n".encode("utf-16"), "auto", "line 1: not UTF-8 at byte 0; convert"),
+        ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), "auto", "line 1: has NUL bytes, as UTF-16 without a byte order"),
+        ("a.tsv", "a\tb\n1\t2\n".encode("utf-16")[:-1], "auto", "line 2: not UTF-16-LE at byte 16; get the file again"),
+        ("a.tsv.gz", gzip.compress(b"a" * 99)[:-9], "auto", "damaged gzip (Compressed file ended before"),
         ("a.jsonl", '{"a": 1}\n[1]\n', "auto", "line 2: not a JSON object: [1]"),
-        ("a.jsonl", '{"a": 1}\n\n{"a": 2}\n', "auto", "line 2: not a JSON object: Expecting value"),
+        ("a.jsonl", '[{"a": 1}]\n', "auto", "line 1: not a JSON object: [{'a': 1}]; a list, or an object of several"),
         ("a.jsonl", '{"a": 1\n', "auto", "line 1: not a JSON object: Expecting ',' delimiter"),
         ("a.jsonl", '{"a": "\\ud800"}\n', "auto", "line 1: not a JSON object: 'utf-8' codec can't encode"),
         ("a.jsonl", "[" * 100_000, "auto", "line 1: not a JSON object: maximum recursion depth"),
         ("a.parquet", b"PAR1 but nothing else", "auto", "cannot be read as Parquet ("),
-        ("a.xlsx", "x", "auto", "unknown extension; it can be .tsv, .csv, .jsonl, .parquet, .txt"),
+        ("a.xlsx", "x", "auto", "a spreadsheet; save it as CSV"),
+        ("a.doc", "x", "auto", "unknown extension; it can be .tsv, .csv, .jsonl, .json, .parquet, .arrow, .txt"),
     ],
 )
 def test_damage_is_named_in_one_line(write, name, content, quoting, message):
@@ -163,7 +199,7 @@ def test_damage_is_named_in_one_line(write, name, content, quoting, message):
 
 def test_a_folder_and_a_missing_file(tmp_path):
     assert message_of(lambda: rows_of(tmp_path)) == (
-        f"{tmp_path}: a folder; give a file that ends in .tsv, .csv, .jsonl, .parquet, .txt"
+        f"{tmp_path}: a folder; give a file that ends in .tsv, .csv, .jsonl, .json, .parquet, .arrow, .txt"
     )
     with pytest.raises(FileNotFoundError, match=r"none\.tsv: no such file$"):
         rows_of(tmp_path / "none.tsv")
@@ -181,16 +217,170 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "header", "hint"),
     [
-        ("a.csv", "text;label", "a single column: commas separate the cells of a .csv file, tabs those of a .tsv file"),
-        ("a.tsv", "text,label", "a single column: commas separate the cells of a .csv file, tabs those of a .tsv file"),
-        ("a.tsv", '"text"\t"label"', "if quotes enclose cells, add --quoting csv"),
+        ("a.csv", "text;label", "a single column: --delimiter says what separates the cells"),
+        ("a.tsv", '"text"|"label"', "if quotes enclose cells, add --quoting csv"),
     ],
 )
-def test_a_missing_column_may_be_due_to_the_delimiter(write, name, header, hint):
+def test_a_missing_column_may_be_due_to_the_dialect(write, name, header, hint):
     path = write(name, f"{header}\nx\n")
-    there = ", ".join(header.split("\t"))
+    there = ", ".join(header.split("|"))
     expected = f"{path}: no column 'text'; there are: {there} ({hint}); choose with --text"
-    assert message_of(lambda: rows_of(path, ["text"])) == expected
+    assert message_of(lambda: rows_of(path, ["text"], quoting=Dialect("none", "pipe"))) == expected
+
+
+def random_cell(rng):
+    return "".join(rng.choices("aé日,;|\t\"' \n😀", k=rng.randrange(8)))
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_what_the_csv_module_writes_is_read_without_options(tmp_path, delimiter, encoding, end):
+    rng = random.Random(f"{delimiter} {encoding} {end}")
+    rows = [[random_cell(rng) for _ in range(3)] for _ in range(50)]
+    text = io.StringIO(newline="")
+    csv.writer(text, delimiter=delimiter, lineterminator=end).writerows([("text", "a b", "c"), *rows])
+    content = text.getvalue() if end != "\r" else text.getvalue().replace("\n", " ")
+    for name, packed in {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}.items():
+        path = tmp_path / f"data.csv{name}"
+        path.write_bytes(packed(content.encode(encoding)))
+        found = [list(row.values()) for _, row in iterate_rows(path)]
+        assert found == (rows if end != "\r" else [[cell.replace("\n", " ") for cell in row] for row in rows])
+        notes = " ".join(layout_notes(path))
+        assert ("separate the cells" in notes, "read as UTF-" in notes) == (delimiter != ",", encoding[4:] in EXOTIC)
+
+
+EXOTIC = ("16", "32")
+
+
+def zstd(content):
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
+@pytest.mark.parametrize(
+    "name, header, quoting, expected",
+    [
+        ("a.csv", "text;label", Dialect(), ["text", "label"]),
+        ("a.csv", '"text; or so","label"', Dialect(), ["text; or so", "label"]),
+        ("a.csv", '"text, or so";"label"', Dialect(), ["text, or so", "label"]),
+        ("a.tsv", "text, or so\tlabel", Dialect(), ["text, or so", "label"]),
+        ("a.tsv", "text,label", Dialect(), ["text", "label"]),
+        ("a.csv", "a (x|y);b;c", Dialect(), ["a (x|y)", "b", "c"]),
+        ("a.csv", "text", Dialect(), ["text"]),
+        ("a.csv", "a,b;c", Dialect(delimiter=";"), ["a,b", "c"]),
+        ("a.csv", "a,b;c", Dialect(delimiter="comma"), ["a", "b;c"]),
+        ("a.csv", "a^b", Dialect(delimiter="^"), ["a", "b"]),
+        ("a.csv", "a\tb,c", Dialect(delimiter="\\t"), ["a", "b,c"]),
+        ("a.csv", "sep=;\r\na,b;c", Dialect(), ["a,b", "c"]),
+        ("a.csv", "\n \na,b", Dialect(), ["a", "b"]),
+        ("a.csv", ",text,label", Dialect(), ["", "text", "label"]),
+        ("a.csv", "text;label;;", Dialect(), ["text", "label", "", ""]),
+        ("a.csv", " text , label", Dialect(), ["text", "label"]),
+    ],
+)
+def test_names_of_columns(write, name, header, quoting, expected):
+    assert column_names(write(name, header + "\n"), quoting=quoting) == tuple(expected)
+
+
+def test_a_delimiter_is_for_every_file_of_a_task(write):
+    files = {name: write(f"{name}.csv", f"body,a;label\n{'x,1;p' + chr(10) + 'y,2;n'}\n") for name in ("train", "dev")}
+    (data,) = read_tasks("classification", None, files, {"text": "body,a", "delimiter": "semicolon"})
+    assert data.train.texts == data.dev[0].texts == [("x,1",), ("y,2",)]
+    assert data.text_columns == ("body,a",)
+    write("dev.csv", "body;label\nx;p\ny;n\n")
+    (data,) = read_tasks("classification", None, files | {"train": files["dev"]}, {"text": "body"})
+    assert "dev.csv: semicolons separate the cells, as the first line shows; choose with --delimiter" in data.notes[0]
+
+
+@pytest.mark.parametrize("delimiter", ["ab", '"', "\n", "commas"])
+def test_a_delimiter_is_one_character(delimiter):
+    assert "it can be a character or one of comma, semicolon" in message_of(lambda: Dialect(delimiter=delimiter))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"a": "x", "b": 1}, {"a": "y", "b": None}],
+        {"version": 1, "data": [{"a": "x", "b": 1}, {"a": "y", "b": None}]},
+        {"a": ["x", "y"], "b": [1, None]},
+        {"a": {"0": "x", "1": "y"}, "b": {"0": 1, "1": None}},
+        {"0": {"a": "x", "b": 1}, "1": {"a": "y", "b": None}},
+        {"columns": ["a", "b"], "index": [0, 1], "data": [["x", 1], ["y", None]]},
+        '{"a": "x", "b": 1}\n\n{"a": "y", "b": null}\n',
+    ],
+)
+def test_json_of_every_usual_shape(write, content):
+    path = write("data.json", content if isinstance(content, str) else json.dumps(content, indent=1))
+    assert rows_of(path, ["a"]) == [(1, {"a": "x", "b": 1}), (2, {"a": "y", "b": None})]
+
+
+def test_blank_lines_between_rows_are_passed_over(write):
+    found = [(3, {"a": "1", "b": "2"}), (6, {"a": "3", "b": "4"})]
+    assert rows_of(write("data.csv", "a,b\n\n1,2\n\n\n3,4\n\n")) == found
+    assert rows_of(write("data.tsv", "a\tb\n\n1\t2\n\n\n3\t4\n\n")) == found
+    lines = write("data.jsonl", '\n \n{"a": "1", "b": "2"}\n\r\n\n{"a": "3", "b": "4"}\n')
+    assert rows_of(lines) == found
+
+
+def test_bad_rows_are_named_all_at_once_or_left_out(write):
+    path = write("data.csv", 'a,b\n1,2\n3\n4,5,6\n"7"x,8\n9,10,,\n')
+    message = message_of(lambda: read_table(path, ["a"]))
+    assert message.startswith("3 bad rows: ") and all(f"line {line}: " in message for line in (3, 4, 5))
+    bad = BadRows(3)
+    assert read_table(path, ["a"], bad_rows=bad).columns == {"a": ["1", "9"]}
+    assert bad.number == 3 and "3 bad rows are left out" in bad.finish()[0]
+    lines = write("data.jsonl", '{"a": 1}\n[1]\n{"a"\n')
+    assert read_table(lines, ["a"], bad_rows=BadRows(2)).lines == [1]
+    assert message_of(lambda: column_names(write("bad.jsonl", "x\ny\n"))).startswith("2 bad rows: ")
+    swallowed = write("open.csv", 'a,b\n"1,2\n3,4\n')  # one bad row, or all the rest of the file
+    assert "line 2: bad quote" in message_of(lambda: read_table(swallowed, ["a"], bad_rows=BadRows(9)))
+
+
+@pytest.mark.parametrize(
+    "content, format, expected",
+    [
+        (b"one\n{two}\n", "", [{"text": "one"}, {"text": "{two}"}]),
+        (b"[1] one\n", "", [{"text": "[1] one"}]),
+        (b'\n{"a": 1}\n{"a": 2}\n', "", [{"a": 1}, {"a": 2}]),
+        (b'[{"a": 1},\n{"a": 2}]', "", [{"a": 1}, {"a": 2}]),
+        (b'{\n"data": [{"a": 1}]}', "", [{"a": 1}]),
+        ("ä\n".encode("utf-16"), "", [{"text": "ä"}]),
+        (gzip.compress(b'{"a": 1}\n'), "", [{"a": 1}]),
+        (b"a;b\n1;2\n", ".csv", [{"a": "1", "b": "2"}]),
+    ],
+)
+def test_a_pipe_is_read_once_as_what_it_holds(content, format, expected):
+    reading, writing = os.pipe()
+    with os.fdopen(reading), os.fdopen(writing, "wb") as pipe:
+        thread = threading.Thread(target=lambda: (pipe.write(content), pipe.close()))
+        thread.start()
+        with open_table(Path(f"/dev/fd/{reading}"), format=format) as table:
+            assert [row for _, row in table.rows()] == expected
+        thread.join()
+        assert "a pipe can be read only once" in message_of(lambda: column_names(Path(f"/dev/fd/{reading}")))
+
+
+def test_a_pipe_is_idle_when_all_its_lines_are_read():
+    reading, writing = os.pipe()
+    with os.fdopen(reading), os.fdopen(writing, "wb", 0) as pipe:
+        pipe.write(b'{"a": 1}\n{"a": 2}\n{"a"')
+        with open_table(Path(f"/dev/fd/{reading}")) as table:
+            rows = table.rows()
+            states = [(next(rows)[1]["a"], table.is_idle()) for _ in range(2)]
+            pipe.write(b": 3}\n")
+            assert (*states, table.is_idle(), next(rows)[1]) == ((1, False), (2, True), False, {"a": 3})
+
+
+def test_times_of_every_unit(tmp_path):
+    units = {"when": pa.timestamp("ns", "UTC"), "day": pa.date32(), "clock": pa.time64("ns"), "long": pa.duration("ns")}
+    pq.write_table(pa.table({name: pa.array([1001], kind) for name, kind in units.items()}), tmp_path / "a.parquet")
+    ((_, row),) = rows_of(tmp_path / "a.parquet")
+    assert [str(value) for value in row.values()] == [
+        "1970-01-01 00:00:00.000001+00:00",
+        "1972-09-28",
+        "00:00:00.000001",
+        "0:00:00.000001",
+    ]
 
 
 def test_a_json_line_may_lack_what_is_not_used(write):

@@ -327,6 +327,8 @@ def _finetune(options: argparse.Namespace) -> None:
         *("text", "label", "dev_text", "dev_label", "test_text", "test_label", "labels", "label_map"),
         *("label_separator", "quoting", "dev_fraction", "scheme"),
     )
+    optional = ("delimiter", "skip_bad_rows")
+    given = {name: value for name in optional if (value := getattr(options, name))}
     results = finetune(
         options.task,
         model=options.model,
@@ -340,6 +342,7 @@ def _finetune(options: argparse.Namespace) -> None:
         overrides=options.overrides,
         role=options.role,
         **{name: getattr(options, name) for name in names},
+        **given,
     )
     if options.json:
         print(json.dumps(results))
@@ -370,6 +373,9 @@ def _predict(options: argparse.Namespace) -> None:
         options.out,
         text=options.text,
         quoting=options.quoting,
+        delimiter=options.delimiter,
+        format=options.format,
+        skip_bad_rows=options.skip_bad_rows,
         task=options.task,
         **settings,
     )

@@ -204,7 +204,15 @@ def build_parser() -> Parser:
         "file",
         type=Path,
         metavar="FILE",
-        help=".txt (a text per line), .tsv, .csv, .jsonl, .parquet; tagging: .conll; question-answering: SQuAD's .json",
+        help=".txt (a text per line), .tsv, .csv, .jsonl, .json, .parquet, .arrow; tagging: .conll; "
+        "question-answering: SQuAD's .json; a pipe, or - for standard input, is answered as it comes",
+    )
+    sub.add_argument(
+        "--format",
+        default="",
+        choices=("txt", "tsv", "csv", "jsonl", "json", "parquet", "arrow"),
+        help="read FILE as if it ended so (by its extension; a pipe by its first line: jsonl if that is an object, "
+        "else a text per line)",
     )
     sub.add_argument(
         "--task", choices=("errors",), help="errors: words that do not belong, by a pre-trained model's discriminator"
@@ -371,7 +379,20 @@ def _add_text(sub: argparse._ActionsContainer) -> None:
         "--quoting",
         default="auto",
         choices=("auto", "csv", "none"),
-        help="whether quotes enclose cells; auto: in .csv only",
+        help="whether quotes enclose cells; auto: not where tabs separate them in .tsv",
+    )
+    sub.add_argument(
+        "--delimiter",
+        default="",
+        metavar="CHARACTER",
+        help="between cells, also by name: comma, semicolon, tab, pipe (as the extension and the first line say)",
+    )
+    sub.add_argument(
+        "--skip-bad-rows",
+        type=int,
+        default=0,
+        metavar="N",
+        help="rows that cannot be used and may be left out, over all files (%(default)s)",
     )
 
 

@@ -13,7 +13,7 @@ from electra_fast.compute import ComputeConfig
 from electra_fast.config import ModelConfig
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
-from electra_fast.finetuning import batches, glue, metrics, tables
+from electra_fast.finetuning import batches, glue, metrics
 from electra_fast.finetuning.answers import Answer, answers
 from electra_fast.finetuning.config import FinetuneConfig
 from electra_fast.finetuning.inference import example_predictions
@@ -22,7 +22,7 @@ from electra_fast.finetuning.method import Features, Method
 from electra_fast.finetuning.model import SequenceClassifier, TaskModel
 from electra_fast.finetuning.own_data import TEXT_COLUMNS
 from electra_fast.finetuning.submission import write_submission
-from electra_fast.finetuning.tables import Quoting
+from electra_fast.finetuning.tables import Row, text_of
 from electra_fast.finetuning.task import NO_CLASS, Kind, Split, Task
 from electra_fast.finetuning.training_set import TrainingSet
 
@@ -36,6 +36,8 @@ class Classification(Method):
     Args:
         kind: `classification`, `multi-label` or `regression`.
     """
+
+    usual_columns = TEXT_COLUMNS
 
     def __init__(self, kind: Kind) -> None:
         self.kind: Kind = kind
@@ -118,15 +120,9 @@ class Classification(Method):
         ids = [str(number) for number in range(len(texts))]
         return Split(name="predict", path=Path("predict"), texts=texts, targets=None, ids=ids)
 
-    def rows(self, file: Path, text: tuple[str, ...], quoting: Quoting, num_texts: int | None) -> Iterator[Any]:
-        """The texts of the columns `text`; by default those that `own_data.read` takes."""
-        columns = text or _default_columns(file, quoting)
-        if num_texts not in (None, len(columns)):
-            raise InputError(
-                f"{file}: {' and '.join(columns)}: this model reads {_READS[num_texts]}; choose the columns with --text"
-            )
-        for line, row in tables.iterate_rows(file, columns, quoting=quoting):
-            yield tuple(tables.text_of(file, line, row, name) for name in columns)
+    def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> tuple[str, ...]:
+        """The texts."""
+        return tuple(text_of(path, line, row, name) for name in columns)
 
     def answers(
         self, task: Task, split: Split, features: Features, outputs: Any, settings: Mapping[str, Any]
@@ -151,14 +147,6 @@ def _checked(number: int, example: object, num_texts: int | None) -> tuple[str, 
     if len(texts) not in ((1, 2) if num_texts is None else (num_texts,)):
         raise InputError(f"example {number} has {len(texts)} texts, but this model reads {_READS[num_texts]}")
     return tuple(texts)
-
-
-def _default_columns(file: Path, quoting: Quoting) -> tuple[str, ...]:
-    _, first = next(tables.iterate_rows(file, quoting=quoting))
-    for columns in TEXT_COLUMNS:
-        if set(columns) <= first.keys():
-            return columns
-    raise InputError(f"{file}: no text column; {tables.there_are(first)}; choose with --text")
 
 
 def _in_units(task: Task, outputs: NDArray[Any]) -> NDArray[Any]:

@@ -7,7 +7,7 @@ for scripts.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from electra_fast.compute import ComputeConfig, choose_device, choose_precision
 from electra_fast.config import AUTO
 from electra_fast.data.corpus import Pieces, Tokenizer
 from electra_fast.errors import InputError
-from electra_fast.finetuning import tables
 from electra_fast.finetuning.answers import Answer, rounded
 from electra_fast.finetuning.chunks import text_chunks
 from electra_fast.finetuning.inference import token_predictions
 from electra_fast.finetuning.inputs import Inputs
 from electra_fast.finetuning.model import EncoderWithHead
+from electra_fast.finetuning.prediction_input import ExampleReader
+from electra_fast.finetuning.tables import Row, text_of
 from electra_fast.huggingface.config import own_config, read_table, role_shape
 from electra_fast.huggingface.folder import read_models
 from electra_fast.huggingface.source import checkpoint_of, folders_of, tokenizer_folder
@@ -52,7 +53,7 @@ class ReplacedTokenDetector(EncoderWithHead):
         return (self.head(self.hidden_states(inputs, compute)),)
 
 
-class ErrorDetector:
+class ErrorDetector(ExampleReader):
     """Gives each word of a text the probability that it does not belong there.
 
     Args:
@@ -83,6 +84,12 @@ class ErrorDetector:
         attention = choose_attention(AUTO, device, dtype, 0.0, self._model.shape.local_attention)
         self._compute = ComputeConfig(attention, dtype)
 
+    usual_columns = (("text",),)
+
+    def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> str:
+        """A text."""
+        return text_of(path, line, row, columns[0])
+
     def predict(self, texts: Iterable[str]) -> list[Answer]:
         """An answer per text, in their order: `{"score": x, "errors": [...], "words": [...]}`.
 
@@ -100,14 +107,6 @@ class ErrorDetector:
             _answer(_words(text, own, each), self.threshold)
             for text, own, each in zip(texts, pieces, probabilities, strict=True)
         ]
-
-    def rows(self, file: Path, text: tuple[str, ...], quoting: tables.Quoting) -> Iterator[str]:
-        """Reads the texts of a file in a stream; `text` is the column, by default `text`."""
-        if len(text) > 1:
-            raise InputError(f"--text names {len(text)} columns ({', '.join(text)}); errors are found in one")
-        (column,) = text or ("text",)
-        for line, row in tables.iterate_rows(file, (column,), quoting=quoting):
-            yield tables.text_of(file, line, row, column)
 
     def _piece_probabilities(self, pieces: Sequence[Pieces]) -> list[NDArray[np.float64]]:
         """The probability that each piece is replaced; float64 [tokens] for each text."""

@@ -1,6 +1,7 @@
 """Reads the nine GLUE tasks in their usual layouts, and writes predictions in the format of the GLUE server.
 
-Quotes are text in these files. A file may lack its header, in which case its columns are the official ones.
+Quotes are text in .tsv files. One may lack its header, in which case its columns are the official ones. In the Hub's
+.parquet files numbers are labels in the order of the names that the file's metadata give, else in the official one.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.tables import abbreviated, iterate_cells
+from electra_fast.finetuning.tables import abbreviated, class_names, iterate_cells, open_table, place, there_are
 from electra_fast.finetuning.task import Split, Task, TaskData, select
 
 LABEL_COLUMNS = ("gold_label", "Quality", "is_duplicate", "score", "label")
@@ -154,16 +156,16 @@ def read(name: str, folder: Path) -> TaskData:
     """
     glue, folder = TASKS[name], locate(name, folder)
     notes: list[str] = []
-    if name == "mrpc" and not (folder / "train.tsv").is_file():
+    if name == "mrpc" and not _files(folder, "train"):
         return _read_original_mrpc(glue, folder)
-    train = _read_split(glue, "train", folder / "train.tsv", notes)
+    train = _read_split(glue, "train", _files(folder, "train"), notes)
     dev = [
-        _read_split(glue, _split_name("dev", variant), _dev_file(folder, variant), notes) for variant in glue.variants
+        _read_split(glue, _split_name("dev", variant), _dev_files(folder, variant), notes) for variant in glue.variants
     ]
-    tests = {_split_name("test", variant): folder / f"test{variant}.tsv" for variant in glue.variants}
-    if name == "mnli" and (diagnostic := _diagnostic_file(folder)):
-        tests["diagnostic"] = diagnostic
-    test = [_read_split(glue, split, path, notes) for split, path in tests.items() if path.is_file()]
+    tests = {_split_name("test", variant): _files(folder, f"test{variant}") for variant in glue.variants}
+    if name == "mnli":
+        tests["diagnostic"] = _diagnostic_files(folder)
+    test = [_read_split(glue, split, files, notes) for split, files in tests.items() if files]
     return TaskData(task=glue.task, train=train, dev=tuple(dev), test=tuple(test), notes=tuple(notes))
 
 
@@ -175,11 +177,12 @@ def held_tasks(folder: Path) -> list[str]:
 def locate(name: str, folder: Path) -> Path:
     """The folder of a task: the one in `folder` that has its name, else `folder` itself if it has a training file."""
     glue = TASKS[name]
-    files = ("train.tsv", *MRPC_ORIGINAL[:1]) if name == "mrpc" else ("train.tsv",)
+    original = MRPC_ORIGINAL[:1] if name == "mrpc" else ()
     for candidate in (_subfolder(name, folder), folder):
-        if candidate and any((candidate / file).is_file() for file in files):
+        if candidate and (_files(candidate, "train") or any((candidate / file).is_file() for file in original)):
             return candidate
-    raise FileNotFoundError(f"{folder}: no {' or '.join(files)} there, nor in a folder {glue.folder}")
+    files = " or ".join(("train.tsv", "train*.parquet", *original))
+    raise FileNotFoundError(f"{folder}: no {files} there, nor in a folder {glue.folder}")
 
 
 def task_name(name: str) -> str | None:
@@ -206,28 +209,41 @@ def _split_name(part: str, variant: str) -> str:
     return f"{part}-mismatched" if variant == "_mismatched" else part
 
 
-def _dev_file(folder: Path, variant: str) -> Path:
-    names = [f"{part}{variant}.tsv" for part in ("dev", "validation")]
+def _dev_files(folder: Path, variant: str) -> list[Path]:
+    names = [f"{part}{variant}" for part in ("dev", "validation")]
     for name in names:
-        if (folder / name).is_file():
-            return folder / name
-    raise FileNotFoundError(f"{folder}: holds neither {' nor '.join(names)}")
+        if files := _files(folder, name):
+            return files
+    endings = " nor ".join(f"{name}.tsv" for name in names)
+    raise FileNotFoundError(f"{folder}: holds neither {endings}, nor such .parquet files")
 
 
-def _diagnostic_file(folder: Path) -> Path | None:
-    names = ("diagnostic/diagnostic.tsv", "diagnostic.tsv", "AX.tsv")
-    paths = [place / name for place in (folder, folder.absolute().parent) for name in names]
-    return next(filter(Path.is_file, paths), None)
+def _files(folder: Path, name: str) -> list[Path]:
+    """The .tsv file of a split, or its parts as the Hub has them: NAME-00000-of-00001.parquet, NAME/0000.parquet."""
+    patterns = (f"{name}.tsv", f"{name}.parquet", f"{name}-*-of-*.parquet", f"{name}/*.parquet")
+    for pattern in (*patterns, *(f"data/{pattern}" for pattern in patterns)):
+        if files := sorted(path for path in folder.glob(pattern) if path.is_file()):
+            total = re.search(r"-of-([0-9]+)\.parquet$", files[0].name)
+            if total and int(total[1]) != len(files):
+                raise FileNotFoundError(f"{files[0]}: {len(files)} of {int(total[1])} parts are there; get the others")
+            return files
+    return []
+
+
+def _diagnostic_files(folder: Path) -> list[Path]:
+    names, above = ("diagnostic/diagnostic.tsv", "diagnostic.tsv", "AX.tsv"), folder.absolute().parent
+    paths = [place / name for place in (folder, above) for name in names]
+    return list(filter(Path.is_file, paths))[:1] or _files(above / "ax", "test")
 
 
 def _read_original_mrpc(glue: GlueTask, folder: Path) -> TaskData:
     """Microsoft's files: the dev examples are those of the training file that dev_ids.tsv lists."""
     notes: list[str] = []
     train_path, test_path, dev_ids_path = (folder / name for name in MRPC_ORIGINAL)
-    train = _read_split(glue, "train", train_path, notes, MRPC_IDS)
+    train = _read_split(glue, "train", [train_path], notes, MRPC_IDS)
     if not test_path.is_file():
         raise FileNotFoundError(f"{test_path}: no such file")
-    test = _read_split(glue, "test", test_path, notes)
+    test = _read_split(glue, "test", [test_path], notes)
     if dev_ids_path.is_file():
         pairs = {"\t".join(cells) for _, cells in iterate_cells(dev_ids_path)}
         is_dev = np.array([pair in pairs for pair in train.ids])
@@ -255,24 +271,26 @@ class _Columns:
     ids: tuple[int, ...]
 
 
-def _read_split(glue: GlueTask, name: str, path: Path, notes: list[str], id_columns: tuple[str, ...] = ()) -> Split:
-    """Reads a file; ids are the joined `id_columns`, by default the index column if there is one."""
-    columns, records = _open(glue, name, path, id_columns)
-    lines, labels, texts, ids = [], [], [], []
+def _read_split(
+    glue: GlueTask, name: str, files: list[Path], notes: list[str], id_columns: tuple[str, ...] = ()
+) -> Split:
+    """Reads a split's files; ids are the joined `id_columns`, by default the index column if there is one."""
+    path = files[0]
+    places, labels, texts, ids = [], [], [], []
     malformed: list[int] = []
-    for number, (line, cells) in enumerate(records):
+    for number, (file, line, cells, columns) in enumerate(_records(glue, name, files, id_columns)):
         if problem := _problem(cells, columns, name):
             if name != "train":
-                raise InputError(f"{path}: line {line}: {problem}")
+                raise InputError(f"{place(file, line)}: {problem}")
             malformed.append(line)
             continue
-        lines.append(line)
+        places.append((file, line))
         labels.append("" if columns.label is None else cells[columns.label].strip())
         texts.append(tuple(cells[position] for position in columns.texts))
         ids.append("\t".join(cells[position] for position in columns.ids) or str(number))
-    notes += _malformed_note(path, malformed, len(lines) + len(malformed))
+    notes += _malformed_note(path, malformed, len(places) + len(malformed))
     are_hidden = _is_test(name) and set(labels) <= {"", "-1"}
-    targets = None if are_hidden else _targets(glue, path, lines, labels)
+    targets = None if are_hidden else _targets(glue, places, labels)
     split = _decided(Split(name=name, path=path, texts=texts, targets=targets, ids=ids), notes)
     if name == "train" and split.targets is not None and len(np.unique(split.targets)) == 1:
         raise InputError(f"{path}: the label {labels[0]!r} in every example; there is nothing to learn")
@@ -283,16 +301,46 @@ def _is_test(name: str) -> bool:
     return name != "train" and not name.startswith("dev")
 
 
+def _records(
+    glue: GlueTask, name: str, files: list[Path], id_columns: tuple[str, ...]
+) -> Iterator[tuple[Path, int, list[str], _Columns]]:
+    for file in files:
+        columns, records = _open(glue, name, file, id_columns)
+        for line, cells in records:
+            yield file, line, cells, columns
+
+
+def _parquet_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The header and the rows of a file as those of a .tsv file, with labels by their names if it has them."""
+    classes = class_names(path)
+    with open_table(path) as table:
+        names = table.columns or ()
+        yield 0, list(names)
+        for row, values in table.rows():
+            yield row, [_cell(values[name], classes.get(name, ())) for name in names]
+
+
+def _cell(value: Any, classes: Sequence[str]) -> str:
+    if classes and isinstance(value, int) and 0 <= value < len(classes):
+        return classes[value]
+    if isinstance(value, float):
+        return f"{value:.7g}"  # as precise as fp32
+    return "" if value is None else str(value)
+
+
 def _open(
     glue: GlueTask, name: str, path: Path, id_columns: tuple[str, ...]
 ) -> tuple[_Columns, Iterator[tuple[int, list[str]]]]:
     """Finds the columns by the header, or takes the official ones if the first line is no header."""
-    records = iterate_cells(path)
+    records = _parquet_cells(path) if path.suffix == ".parquet" else iterate_cells(path)
     first = next(records, None)
     if first is None:
         raise InputError(f"{path}: empty")
     names = tuple(cell.strip() for cell in first[1])
     texts = next((texts for texts in glue.texts if set(texts) <= set(names)), None)
+    if texts is None and path.suffix == ".parquet":
+        expected = " and ".join(glue.texts[-1])
+        raise InputError(f"{path}: no columns {expected}; {there_are(names)}")
     if texts is None:
         texts, names, records = glue.texts[0], _official_columns(glue, name), itertools.chain([first], records)
     label = next((names.index(column) for column in LABEL_COLUMNS if column in names), None)
@@ -338,7 +386,7 @@ def _malformed_note(path: Path, malformed: list[int], num_lines: int) -> list[st
     return [f"{text}; they are left out"]
 
 
-def _targets(glue: GlueTask, path: Path, lines: list[int], labels: list[str]) -> NDArray[Any]:
+def _targets(glue: GlueTask, places: list[tuple[Path, int]], labels: list[str]) -> NDArray[Any]:
     if glue.task.kind == "regression":
         values = np.array([_similarity(label) for label in labels])
         wrong, allowed = np.isnan(values), f"a number from 0 to {MAX_SIMILARITY:g}"
@@ -351,7 +399,7 @@ def _targets(glue: GlueTask, path: Path, lines: list[int], labels: list[str]) ->
         wrong, allowed = values == UNKNOWN, ", ".join(names)
     if wrong.any():
         row = int(wrong.argmax())
-        raise InputError(f"{path}: line {lines[row]}: the label is {abbreviated(labels[row])}; it can be {allowed}")
+        raise InputError(f"{place(*places[row])}: the label is {abbreviated(labels[row])}; it can be {allowed}")
     return values
 
 

@@ -5,7 +5,7 @@ One class for each: `classification`, `tagging`, `question_answering`; `methods`
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from electra_fast.finetuning.answers import Answer
 from electra_fast.finetuning.batches import EncodedExamples
 from electra_fast.finetuning.config import FinetuneConfig
 from electra_fast.finetuning.model import TaskModel
-from electra_fast.finetuning.tables import Quoting
+from electra_fast.finetuning.prediction_input import ExampleReader
 from electra_fast.finetuning.task import Split, Task
 from electra_fast.finetuning.training_set import TrainingSet
 from electra_fast.json_files import json_text
@@ -32,7 +32,7 @@ class Features:
     encoded: EncodedExamples
 
 
-class Method(ABC):
+class Method(ExampleReader):
     """How one kind of task is trained, predicted and scored. `outputs` are what `predict` returned, of any type."""
 
     prediction_settings: tuple[str, ...] = ()
@@ -94,10 +94,6 @@ class Method(ABC):
 
         `num_texts` is that of the model, None where it is not known.
         """
-
-    @abstractmethod
-    def rows(self, file: Path, text: tuple[str, ...], quoting: Quoting, num_texts: int | None) -> Iterator[Any]:
-        """Reads examples for `split` from a file in a stream; `text` are the columns, empty for the usual ones."""
 
     @abstractmethod
     def answers(

@@ -134,9 +134,9 @@ def read(
     if unused:
         raise InputError(f"--{unused}-text and --{unused}-label need --{unused} FILE")
     mapping = parse_mapping(label_map)
-    files = _read_files(kind, paths, given, quoting)
-    _check_options(kind, files["train"].label, labels, label_separator, mapping)
     bad = BadRows(skip_bad_rows)
+    files = _read_files(kind, paths, given, quoting, bad)
+    _check_options(kind, files["train"].label, labels, label_separator, mapping)
     reader: LabelReader | None = None
     if kind == "classification":
         reader = LabelReader(files["train"].table, files["train"].label, labels, label_separator, mapping)
@@ -168,11 +168,13 @@ def read(
     if kind == "regression":
         task = _standardized(task, splits["train"])
     tests = (splits["test"],) if test is not None else ()
-    return TaskData(task=task, train=splits["train"], dev=(splits["dev"],), test=tests, notes=tuple(notes))
+    return TaskData(
+        task=task, train=splits["train"], dev=(splits["dev"],), test=tests, notes=tuple(notes), text_columns=text
+    )
 
 
 def _read_files(
-    kind: str, paths: Mapping[str, Path], given: Mapping[str, tuple[Columns, Columns]], quoting: Quoting
+    kind: str, paths: Mapping[str, Path], given: Mapping[str, tuple[Columns, Columns]], quoting: Quoting, bad: BadRows
 ) -> dict[str, _File]:
     available = {name: column_names(path, quoting=quoting) for name, path in paths.items()}
     usual = tuple((name,) for name in LABEL_COLUMNS)
@@ -193,7 +195,7 @@ def _read_files(
         if repeated:
             raise InputError(f"{path}: the column {min(repeated)!r} is chosen twice by --text and --label")
         verdicts = verdict_columns(available[name], texts + labels)
-        table = read_table(path, texts + labels + verdicts, quoting=quoting)
+        table = read_table(path, texts + labels + verdicts, quoting=quoting, bad_rows=bad)
         files[name] = _File(name=name, table=table, text=texts, label=labels, notes=tuple(notes))
     return files
 

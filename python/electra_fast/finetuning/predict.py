@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,12 +21,14 @@ import torch
 from electra_fast.attention_choice import choose_attention
 from electra_fast.compute import ComputeConfig, choose_device, choose_precision
 from electra_fast.data.corpus import Tokenizer
-from electra_fast.errors import InputError
+from electra_fast.errors import InputError, Interrupted
 from electra_fast.finetuning.answers import Answer
 from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.delimited import Dialect
 from electra_fast.finetuning.error_detection import load_error_detector
 from electra_fast.finetuning.methods import METHODS
-from electra_fast.finetuning.tables import Quoting
+from electra_fast.finetuning.prediction_input import ExampleReader, Examples, Source, open_examples
+from electra_fast.finetuning.tables import Quoting, Row
 from electra_fast.finetuning.task import Kind, Split, Task
 from electra_fast.huggingface.finetuned import SETTINGS_KEY, Finetuned, read_finetuned
 from electra_fast.json_files import json_text
@@ -43,6 +48,7 @@ class FinetunedModel:
 
     def __init__(self, finetuned: Finetuned, tokenizer: Tokenizer, device: torch.device) -> None:
         self.kind, self.labels, self.num_texts = finetuned.kind, finetuned.labels, finetuned.num_texts
+        self.text_columns = finetuned.text_columns
         self._tokenizer, self._method, self._settings = tokenizer, METHODS[finetuned.kind], dict(finetuned.settings)
         self._task = Task(
             name=finetuned.kind,
@@ -90,6 +96,11 @@ class FinetunedModel:
         """What `predict` takes besides examples."""
         return self._method.prediction_settings
 
+    @property
+    def reader(self) -> ExampleReader:
+        """What its examples are in a file."""
+        return self._method
+
     def outputs(self, examples: Iterable[Any]) -> Any:
         """Logits, or values for regression: float32 [n, labels], in tagging [words, labels]; of questions readings."""
         split = self._split(examples)
@@ -97,10 +108,6 @@ class FinetunedModel:
             return np.zeros((0, len(self.labels)), np.float32)
         features = self._method.features(self._tokenizer, split, self._config)
         return self._method.predict(self._model, features, self._config, self._compute)
-
-    def rows(self, file: Path, text: tuple[str, ...], quoting: Quoting) -> Iterator[Any]:
-        """Reads examples for `predict` from a file, in a stream."""
-        return self._method.rows(file, text, quoting, self.num_texts)
 
     def _split(self, examples: Iterable[Any]) -> Split:
         if isinstance(examples, (str, bytes, Mapping)):
@@ -154,53 +161,126 @@ def predict_file(
     *,
     text: Sequence[str] = (),
     quoting: Quoting = "auto",
+    delimiter: str = "",
+    format: str = "",
+    skip_bad_rows: int = 0,
     task: str | None = None,
     **settings: Any,
 ) -> int:
     """Writes an answer per example of a file, as lines of JSON in its order, to `out` or standard output.
 
-    Reads and writes in a stream: but for SQuAD's .json the file may be larger than memory. Returns the number of
-    examples.
+    Reads and writes in a stream: but for .json files, the input may be larger than memory. An answer has the other
+    columns of its row, too; one that has the name of a field of the answers is in the answer's field `input`. Returns
+    the number of examples.
 
     Args:
         model: A fine-tuned folder; for the task `errors` a run, checkpoint or export.
-        file: .txt (a text per line), .tsv, .csv, .jsonl or .parquet; for tagging also CoNLL columns, for questions
-            SQuAD's .json.
+        file: .txt (a text per line), .tsv, .csv, .jsonl, .json, .parquet or .arrow; for tagging also CoNLL columns, for
+            questions SQuAD's .json. A pipe, or `-` for standard input, is answered as it comes.
         out: Replaced when all is written.
-        text: The column of the text, or those of a pair; by default the usual ones.
-        quoting: As for `tables.iterate_rows`.
+        text: The column of the text, or those of a pair; by default those of training, or the usual ones.
+        quoting: As for `tables.Dialect`.
+        delimiter: Likewise.
+        format: The extension that the file should have, such as `csv`; by default its own, or that of its content.
+        skip_bad_rows: How many rows that cannot be used may be left out.
         task: `errors`: the model's replaced-token detector marks words that do not belong.
         settings: `n_best` and `null_threshold` as for `FinetunedModel.predict`; `threshold` of `errors`.
+
+    Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; Interrupted at a signal.
     """
-    file = Path(file)
     if out is not None and (Path(out).is_dir() or not Path(out).parent.is_dir()):
         raise InputError(f"{out}: cannot be written; --out names a file in a folder that exists")
+    source = Source(
+        path=Path(file),
+        text=tuple(text),
+        quoting=quoting if isinstance(quoting, Dialect) else Dialect(quoting, delimiter),
+        format=f".{format}" if format else "",
+        skip_bad_rows=skip_bad_rows,
+    )
     predictor: Any
     if task == "errors":
         check_settings(settings, ("threshold",), "errors")
         predictor, settings = load_error_detector(model, **settings), {}
+        reader, source = predictor, dataclasses.replace(source, num_texts=1)
     else:
         predictor = load_finetuned(model)
         check_settings(settings, predictor.settings, predictor.kind)
-    count, started = 0, time.monotonic()
-    rows = predictor.rows(file, tuple(text), quoting)
+        num_texts = predictor.num_texts or {"tagging": 1, "question-answering": 2}.get(predictor.kind)
+        own = {"trained_text": predictor.text_columns, "num_texts": num_texts}
+        reader, source = predictor.reader, dataclasses.replace(source, **own)
+    with contextlib.ExitStack() as stack:
+        try:
+            examples = stack.enter_context(open_examples(reader, source))
+            first = list(itertools.islice(examples.rows, 1))  # what is wrong is said before anything is written
+        except InputError as error:
+            raise InputError(f"{error}; {model} is for {task or predictor.kind}") from None
+        rows = itertools.chain(first, examples.rows)
+        return _predict(predictor, source.path, dataclasses.replace(examples, rows=rows), out, settings)
+
+
+def _predict(
+    predictor: Any, file: Path, examples: Examples, out: str | Path | None, settings: Mapping[str, Any]
+) -> int:
+    count, num_notes, started = 0, len(examples.notes), time.monotonic()
+    for note in examples.notes:
+        print(note, file=sys.stderr)
     try:
-        first = list(itertools.islice(rows, 1))  # what is wrong with the file is said before anything is written
-    except InputError as error:
-        raise InputError(f"{error}; {model} is for {task or predictor.kind}") from None
-    with _output(Path(out) if out is not None else None) as stream:
-        for chunk in _chunks(itertools.chain(first, rows)):
-            stream.writelines(json_text(answer) for answer in predictor.predict(chunk, **settings))
-            stream.flush()
-            count += len(chunk)
+        with _output(Path(out) if out is not None else None) as stream:
+            for chunk in _chunks(examples):
+                answers = predictor.predict([example for example, _ in chunk], **settings)
+                stream.writelines(
+                    json_text(_with_columns(answer, row)) for answer, (_, row) in zip(answers, chunk, strict=True)
+                )
+                count += len(chunk)
+                stream.flush()
+    except KeyboardInterrupt as stop:
+        number, kept = getattr(stop, "signal", signal.SIGINT), "are written" if out is None else f"are not in {out}"
+        raise Interrupted(number, f"interrupted; {file}: {count:,} predictions {kept}") from None
     seconds = time.monotonic() - started
+    for note in examples.notes[num_notes:]:
+        print(note, file=sys.stderr)
     print(f"{file}: {count:,} predictions in {seconds:.1f} s ({count / seconds:,.0f} per second)", file=sys.stderr)
     return count
 
 
-def _chunks(rows: Iterator[Any]) -> Iterator[list[Any]]:
-    while chunk := list(itertools.islice(rows, _CHUNK)):
+def _chunks(examples: Examples) -> Iterator[list[tuple[Any, Row]]]:
+    """As many as are predicted together, or as are there; those before an error, too."""
+    chunk: list[tuple[Any, Row]] = []
+    try:
+        for each in examples.rows:
+            chunk.append(each)
+            if len(chunk) == _CHUNK or examples.is_idle():
+                yield chunk
+                chunk = []
+    except InputError:
+        if chunk:
+            yield chunk
+        raise
+    if chunk:
         yield chunk
+
+
+def _with_columns(answer: Answer, row: Row) -> Answer:
+    """An answer after the columns of its row; those of the same names are in its `input`."""
+    row = {name: _as_json(value) for name, value in row.items()}
+    same = {name: value for name, value in row.items() if name in answer or name == "input"}
+    others = {name: value for name, value in row.items() if name not in same}
+    return others | answer | ({"input": same} if same else {})
+
+
+def _as_json(value: Any) -> Any:
+    """A cell of any format as JSON has it: no NaN, times in ISO 8601, bytes in base64, the rest as text."""
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _as_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 @contextlib.contextmanager
@@ -209,11 +289,11 @@ def _output(path: Path | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    path = path.resolve()
     if path.exists() and not path.is_file():
         with path.open("w", encoding="utf-8") as stream:
             yield stream
         return
+    path = path.resolve()
     temporary = path.with_name(f".{path.name}.writing")
     try:
         with temporary.open("w", encoding="utf-8") as stream:

@@ -26,7 +26,7 @@ from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.question_features import QuestionFeatures, question_features, training_targets
 from electra_fast.finetuning.question_files import iterate_questions
 from electra_fast.finetuning.span_model import JointReader, TwoLogitReader
-from electra_fast.finetuning.tables import Quoting, abbreviated
+from electra_fast.finetuning.tables import Quoting, Row, abbreviated, place, text_of
 from electra_fast.finetuning.task import Split, Task
 from electra_fast.finetuning.training_set import TrainingSet
 
@@ -60,6 +60,8 @@ class QuestionAnswering(Method):
     """A reader of chunks. Outputs are `Reading`s."""
 
     prediction_settings = ("n_best", "null_threshold")
+    usual_columns = (("question", "context"),)
+    id_column = "id"
 
     def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneConfig) -> SpanFeatures:
         """Cuts contexts into chunks."""
@@ -163,8 +165,20 @@ class QuestionAnswering(Method):
         ids = [str(each.get("id", number)) for number, each in enumerate(found)]
         return Split(name="predict", path=Path("predict"), texts=texts, targets=None, ids=ids)
 
-    def rows(self, file: Path, text: tuple[str, ...], quoting: Quoting, num_texts: int | None) -> Iterator[Any]:
-        """The questions of a SQuAD file, or of rows with columns for question and context."""
+    def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> Mapping[str, Any]:
+        """The question and its context, with an id."""
+        question, context = (text_of(path, line, row, name) for name in columns)
+        if not context.strip():
+            raise InputError(f"{place(path, line)}: the context is empty")
+        name = row.get(self.id_column)
+        return {"id": number if name is None else name, "question": question, "context": context}
+
+    def reads_row(self, row: Row, columns: tuple[str, ...]) -> bool:
+        """Whether it holds a question."""
+        return set(columns or ("",)) <= row.keys()
+
+    def other_examples(self, file: Path, text: tuple[str, ...], quoting: Quoting) -> Iterator[Any]:
+        """The questions of a file in SQuAD's or a similar format."""
         for name, question, context in iterate_questions(file, text=text, quoting=quoting):
             yield {"id": name, "question": question, "context": context}
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.answer_places import Annotation
+from electra_fast.finetuning.bad_rows import BadRows
 from electra_fast.finetuning.tables import (
     Quoting,
     abbreviated,
@@ -80,13 +81,13 @@ class Question:
     fields: Fields
 
 
-def entries(path: Path, columns: Columns, quoting: Quoting) -> Iterator[Entry]:
-    """The questions of a file; streams rows."""
+def entries(path: Path, columns: Columns, quoting: Quoting, bad: BadRows | None = None) -> Iterator[Entry]:
+    """The questions of a file; streams rows. Those that cannot be read are collected in `bad`, or raised."""
     if is_json(path):
         yield from json_entries(json_objects(path), columns)
         return
     wanted = _parquet_columns(path, columns) if path.suffix.lower() == ".parquet" else ()
-    for line, row in iterate_rows(path, wanted, quoting=quoting):
+    for line, row in iterate_rows(path, wanted, quoting=quoting, bad_rows=bad):
         yield from _walk(place(path, line), "", row, columns)
 
 

@@ -104,7 +104,7 @@ def read_questions(
         if path is not None:
             if name != "test":
                 check_answer_column(path, columns, quoting)
-            splits[name] = _split(name, path, entries(path, columns, quoting), columns, bad, notes)
+            splits[name] = _split(name, path, entries(path, columns, quoting, bad), columns, bad, notes)
     notes += bad.finish()
     if dev is None:
         splits["train"], splits["dev"] = _set_aside(splits["train"], dev_fraction, seed, notes)

@@ -230,6 +230,7 @@ class SeedRun:
             labels=job.method.labels(job.task),
             sequence_length=job.config.sequence_length,
             num_texts=len(job.data.train.texts[0]),
+            text_columns=job.data.text_columns,
             state=state,
             settings=job.method.settings(job.config, job.task, result),
         )

@@ -1,4 +1,4 @@
-"""Reads .tsv, .csv, .jsonl, .parquet and .txt files row by row, or whole as named columns with line numbers.
+"""Reads .tsv, .csv, .json, .jsonl, .parquet, .arrow and .txt files row by row, or whole as columns with line numbers.
 
 `glue` reads cells, `own_data` reads tables, and prediction streams rows.
 """
@@ -6,32 +6,48 @@
 from __future__ import annotations
 
 import contextlib
-import csv
+import io
 import itertools
 import json
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import pyarrow
 import pyarrow.parquet
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning.bad_rows import BadRows
+from electra_fast.finetuning.delimited import (
+    DELIMITERS,
+    Dialect,
+    Loaded,
+    Record,
+    load_delimited,
+    plain_cells,
+    reject_duplicates,
+    without_blank_end,
+)
+from electra_fast.finetuning.text_files import STANDARD_INPUT, TextFile
 
-Quoting = Literal["auto", "csv", "none"]
 Row = dict[str, Any]
 
-DELIMITERS = {".tsv": "\t", ".csv": ","}
-FORMATS = (".tsv", ".csv", ".jsonl", ".parquet", ".txt")
-# Records per change of the csv module's field limit, and rows per batch of a Parquet file.
-BATCH_RECORDS, BATCH_ROWS = 1024, 8192
+FORMATS = (".tsv", ".csv", ".jsonl", ".json", ".parquet", ".arrow", ".txt")
+_ALIASES = {".ndjson": ".jsonl", ".tab": ".tsv", ".feather": ".arrow"}
+_COMPRESSED = (".gz", ".xz", ".zst")
+_SPREADSHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
+# Rows per batch of a Parquet file.
+BATCH_ROWS = 8192
+
+
+Quoting = Literal["auto", "csv", "none"] | Dialect
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Columns of a file; `lines` says where each row begins (in Parquet files: the row's number, from 1)."""
+    """Columns of a file; `lines` says where each row begins (in files without lines: the row's number, from 1)."""
 
     path: Path
     columns: dict[str, list[Any]]
@@ -42,66 +58,175 @@ class Table:
         return place(self.path, self.lines[row])
 
 
+class OpenTable:
+    """A file that is read once, row by row; `open_table` opens it.
+
+    Args:
+        file: The file.
+        format: One of `FORMATS`.
+        dialect: Of a .tsv or .csv file.
+    """
+
+    def __init__(self, file: TextFile, format: str, dialect: Dialect) -> None:
+        self.path, self.format, self._file = file.path, format, file
+        self.notes: list[str] = []
+        """How the file is read, where that is not plain."""
+        if file.encoding not in ("UTF-8", "") and format not in (".parquet", ".arrow"):
+            self.notes.append(f"{file.path}: read as {file.encoding}, by its byte order mark")
+        if format in (".tsv", ".csv"):
+            self.columns, self._read = load_delimited(file, format, dialect, self.notes)
+        else:
+            self.columns, self._read = _LOADERS[format](file)
+
+    columns: tuple[str, ...] | None
+    """Their names; None for .jsonl, in which each row has its own."""
+
+    def rows(
+        self, columns: Sequence[str] = (), *, flag: str = "--text", bad_rows: BadRows | None = None
+    ) -> Iterator[tuple[int, Row]]:
+        """Yields the rows as `iterate_rows` does."""
+        if self.columns:
+            check_columns(self.path, self.columns, columns, flag)
+        is_empty = True
+        for line, row in self._read(columns):
+            is_empty = False
+            with bad_rows.collect() if bad_rows else contextlib.nullcontext():
+                if isinstance(row, InputError):
+                    raise row
+            if not isinstance(row, InputError):
+                yield line, row
+            elif bad_rows and bad_rows.number > bad_rows.allowed and is_stream(self.path):
+                bad_rows.finish()
+        if is_empty:
+            raise InputError(f"{self.path}: no rows")
+
+    def is_idle(self) -> bool:
+        """Whether reading another row would wait for whoever writes to a pipe."""
+        return self._file.is_idle()
+
+
+@contextlib.contextmanager
+def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> Iterator[OpenTable]:
+    """Opens a file, which may be a pipe or `-` for standard input, and reads its header.
+
+    Args:
+        path: The file.
+        quoting: As in `iterate_rows`.
+        format: The extension that the file should have; empty for its own, or for a pipe without one for what its
+            first line shows.
+
+    Raises as `iterate_rows` does.
+    """
+    dialect = quoting if isinstance(quoting, Dialect) else Dialect(quoting)
+    if path.is_dir():
+        raise InputError(f"{path}: a folder; give a file that ends in {', '.join(FORMATS)}")
+    suffix = format or extension(path)
+    if suffix in _SPREADSHEETS:
+        raise InputError(f"{path}: a spreadsheet; save it as CSV")
+    if suffix not in FORMATS and (format or not is_stream(path)):
+        raise InputError(f"{path}: unknown extension; it can be {', '.join(FORMATS)}")
+    with TextFile(path) as file:
+        is_guessed = suffix not in FORMATS
+        table = OpenTable(file, _guess_format(file) if is_guessed else suffix, dialect)
+        if is_guessed:
+            how = "a text per line" if table.format == ".txt" else table.format.removeprefix(".")
+            table.notes.insert(0, f"{path}: read as {how}; choose with --format")
+        yield table
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path is standard input, a pipe or a device."""
+    is_device = path.parts[:2] == ("/", "dev")
+    return path == STANDARD_INPUT or is_device or (path.exists() and not path.is_file() and not path.is_dir())
+
+
 def place(path: Path, line: int) -> str:
-    """Names a line for messages, or a row of a Parquet file."""
-    return f"{path}: {'row' if path.suffix.lower() == '.parquet' else 'line'} {line}"
+    """Names a line for messages, or a row of a file that has no lines."""
+    name = {".parquet": "row", ".arrow": "row", ".json": "record"}.get(extension(path), "line")
+    return f"{path}: {name} {line}"
 
 
-def read_table(path: Path, columns: Sequence[str], *, quoting: Quoting = "auto", flag: str = "--text") -> Table:
-    """Reads the given columns; a key that a .jsonl line lacks is None. Errors are those of `iterate_rows`."""
+def read_table(
+    path: Path,
+    columns: Sequence[str],
+    *,
+    quoting: Quoting = "auto",
+    flag: str = "--text",
+    bad_rows: BadRows | None = None,
+) -> Table:
+    """Reads the given columns; a key that a row of JSON lacks is None. Errors are those of `iterate_rows`."""
     lines: list[int] = []
     values: dict[str, list[Any]] = {name: [] for name in columns}
-    for line, row in iterate_rows(path, columns, quoting=quoting, flag=flag):
+    bad = bad_rows or BadRows()
+    for line, row in iterate_rows(path, columns, quoting=quoting, flag=flag, bad_rows=bad):
         lines.append(line)
         for name, column in values.items():
             column.append(row.get(name))
+    if not (bad_rows and lines):
+        bad.finish()
     return Table(path=path, columns=values, lines=lines)
 
 
 def iterate_rows(
-    path: Path, columns: Sequence[str] = (), *, quoting: Quoting = "auto", flag: str = "--text"
+    path: Path,
+    columns: Sequence[str] = (),
+    *,
+    quoting: Quoting = "auto",
+    flag: str = "--text",
+    bad_rows: BadRows | None = None,
 ) -> Iterator[tuple[int, Row]]:
-    """Yields the line number and a dictionary of each row, in order, holding one batch in memory at most.
+    """Yields the line number and a dictionary of each row, in order; only .json files are held in memory.
 
-    Values are str, or in .jsonl and .parquet what the file holds; a .txt file has one column `text`, a row per line.
-    A row may hold more than the `columns`, and in .jsonl less: `text_of` checks a value.
+    Values are str, or in .json, .jsonl and .parquet what the file holds; a .txt file has one column `text`, a row per
+    line. A row may hold more than the `columns`, and one of JSON less: `text_of` checks a value.
 
     Args:
         path: The file; its extension is its format.
         columns: Names that the header must have, and all that is read of a Parquet file; empty for every column.
-        quoting: Whether quotes enclose cells of .tsv and .csv files; `auto`: in .csv only.
+        quoting: Whether quotes enclose cells of .tsv and .csv files, maybe with the delimiter.
         flag: The option that chose the columns, for messages.
+        bad_rows: Collects the rows that cannot be read; by default the first of them is raised.
 
     Raises:
         FileNotFoundError: There is no such file.
         InputError: The file has no rows or cannot be read, with the line and the remedy.
     """
-    format = _format(path, quoting)
-    rows: Iterator[tuple[int, Row]]
-    if format == ".parquet":
-        rows = _parquet_rows(path, columns, flag)
-    elif format == ".jsonl":
-        rows = _json_rows(path)
-    elif format == ".txt":
-        check_columns(path, ("text",), columns, flag)
-        rows = ((line, {"text": text}) for line, text in _lines(path))
-    else:
-        rows = _delimited_rows(path, columns, quoting, flag)
-    first = next(rows, None)
-    if first is None:
-        raise InputError(f"{path}: no rows")
-    yield first
-    yield from rows
+    with open_table(path, quoting=quoting) as table:
+        yield from table.rows(columns, flag=flag, bad_rows=bad_rows)
 
 
 def column_names(path: Path, *, quoting: Quoting = "auto") -> tuple[str, ...]:
-    """The columns of a file; of a .jsonl file, which is read to its end for that, all keys that occur."""
-    format = _format(path, quoting)
-    if format == ".parquet":
-        return tuple(_open_parquet(path).schema_arrow.names)
-    if format == ".jsonl":
-        return tuple(dict.fromkeys(name for _, row in _json_rows(path) for name in row))
-    return ("text",) if format == ".txt" else _header(path, _cells(path, quoting))
+    """The columns of a file; of a .jsonl file, which is read to its end for that, all keys that occur.
+
+    Bad rows are left to who reads them.
+    """
+    if is_stream(path):
+        raise InputError(f"{path}: a pipe can be read only once; save its content to a file")
+    with open_table(path, quoting=quoting) as table:
+        if table.columns is not None:
+            return table.columns
+        bad = BadRows()
+        names = tuple(dict.fromkeys(name for _, row in table.rows(bad_rows=bad) for name in row))
+        if not names:
+            bad.finish()
+        return names
+
+
+def layout_notes(path: Path, quoting: Quoting = "auto") -> tuple[str, ...]:
+    """How a table is read, where that is not plain; nothing for a file of another kind."""
+    if extension(path) not in (".tsv", ".csv", ".jsonl", ".txt") or is_stream(path):
+        return ()
+    with open_table(path, quoting=quoting) as table:
+        return tuple(table.notes)
+
+
+def class_names(path: Path) -> dict[str, Sequence[str]]:
+    """The names of the labels, by column, that the `datasets` of Hugging Face note in a Parquet file's metadata."""
+    metadata = pyarrow.parquet.read_schema(path).metadata or {}
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        return {name: each["names"] for name, each in features.items() if each.get("_type") == "ClassLabel"}
+    return {}
 
 
 def check_columns(path: Path, available: Iterable[str], wanted: Iterable[str], flag: str) -> None:
@@ -115,8 +240,8 @@ def there_are(names: Iterable[str]) -> str:
     """For an error about a missing column: those that there are, and why they may not be what the user expects."""
     names = tuple(names)
     listed = f"there are: {', '.join(names)}"
-    if len(names) == 1 and any(delimiter in names[0] for delimiter in ",;\t"):
-        return f"{listed} (a single column: commas separate the cells of a .csv file, tabs those of a .tsv file)"
+    if len(names) == 1 and any(delimiter in names[0] for delimiter in DELIMITERS.values()):
+        return f"{listed} (a single column: --delimiter says what separates the cells)"
     if names and all(len(name) > 1 and name[0] == name[-1] == '"' for name in names):
         return f"{listed} (if quotes enclose cells, add --quoting csv)"
     return listed
@@ -138,170 +263,183 @@ def abbreviated(value: object) -> str:
     return text[:40] + "…" if len(text) > 40 else text
 
 
-def iterate_cells(path: Path, delimiter: str = "\t", *, quoted: bool = False) -> Iterator[tuple[int, list[str]]]:
-    """Yields the line number and cells of each record, the header included; blank lines at the end are ignored."""
-    records = _quoted_cells(path, delimiter) if quoted else _plain_cells(path, delimiter)
-    blank: list[int] = []
-    for line, cells in records:
-        if not cells:
-            blank.append(line)
-            continue
-        if blank:
-            yield from ((number, [""]) for number in blank)
-            blank.clear()
-        yield line, cells
+def iterate_cells(path: Path, delimiter: str = "\t") -> Iterator[tuple[int, list[str]]]:
+    """Yields the line number and cells of each line, the header included; blank lines at the end are ignored."""
+    with TextFile(path) as file:
+        yield from without_blank_end(plain_cells(enumerate(file.lines(), 1), delimiter))
 
 
-def _format(path: Path, quoting: str) -> str:
-    if quoting not in ("auto", "csv", "none"):
-        raise InputError(f"quoting is {quoting!r}; it can be one of 'auto', 'csv', 'none'")
-    if path.is_dir():
-        raise InputError(f"{path}: a folder; give a file that ends in {', '.join(FORMATS)}")
-    if path.suffix.lower() not in FORMATS:
-        raise InputError(f"{path}: unknown extension; it can be {', '.join(FORMATS)}")
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file")
-    return path.suffix.lower()
+def extension(path: Path) -> str:
+    """That of a path in lower case, without that of a compression."""
+    name = Path(path.name.lower())
+    suffix = Path(name.stem).suffix if name.suffix in _COMPRESSED else name.suffix
+    return _ALIASES.get(suffix, suffix)
 
 
-def _cells(path: Path, quoting: Quoting) -> Iterator[tuple[int, list[str]]]:
-    suffix = path.suffix.lower()
-    return iterate_cells(path, DELIMITERS[suffix], quoted=_is_quoted(path, quoting))
+def _guess_format(file: TextFile) -> str:
+    """The format of a stream without an extension, by its first line."""
+    magic = {b"PAR1": ".parquet", b"ARROW1": ".arrow"}
+    if found := next((format for start, format in magic.items() if file.head.startswith(start)), None):
+        return found
+    text = file.head.decode(file.encoding, "ignore").lstrip("\ufeff \t\r\n")
+    with contextlib.suppress(InputError):
+        _parse_object(text.partition("\n")[0])
+        return ".jsonl"
+    return ".json" if re.match(r'\{\s*("|$)|\[\s*([{"\[]|$)', text) else ".txt"
 
 
-def _is_quoted(path: Path, quoting: Quoting) -> bool:
-    return quoting == "csv" or (quoting == "auto" and path.suffix.lower() == ".csv")
+def _text(file: TextFile) -> Loaded:
+    lines = enumerate(file.lines(), 1)
+    return ("text",), lambda _: ((line, {"text": text.removesuffix("\n").removesuffix("\r")}) for line, text in lines)
 
 
-def _header(path: Path, records: Iterator[tuple[int, list[str]]]) -> tuple[str, ...]:
-    _, names = next(records, (0, []))
-    if not names:
-        raise InputError(f"{path}: empty; the first line has to name the columns")
-    _reject_duplicates(path, names)
-    return tuple(names)
+def _json_lines(file: TextFile) -> Loaded:
+    return None, lambda _: _json_rows(file.path, enumerate(file.lines(), 1))
 
 
-def _reject_duplicates(path: Path, names: Sequence[str]) -> None:
-    repeated = next((name for position, name in enumerate(names) if name in names[:position]), None)
-    if repeated is not None:
-        raise InputError(f"{path}: two columns are named {repeated!r}; rename one")
+def _json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Record]:
+    for line, text in lines:
+        if text.strip():
+            try:
+                yield line, _parse_object(text)
+            except InputError as error:
+                is_json = text.lstrip().startswith("[") or text.strip() == "{"
+                remedy = "; a list, or an object of several lines, ends in .json" if is_json else ""
+                yield line, InputError(f"{path}: line {line}: {error}{remedy}")
 
 
-def _delimited_rows(path: Path, columns: Sequence[str], quoting: Quoting, flag: str) -> Iterator[tuple[int, Row]]:
-    records = _cells(path, quoting)
-    names = _header(path, records)
-    check_columns(path, names, columns, flag)
-    for line, cells in records:
-        if len(cells) != len(names):
-            remedy = _quoting_remedy(cells, _is_quoted(path, quoting))
-            raise InputError(
-                f"{place(path, line)}: found {len(cells)} fields, expected {len(names)} as in the header{remedy}"
-            )
-        yield line, dict(zip(names, cells, strict=True))
+def _parse_object(text: str) -> Row:
+    try:
+        row = _parse(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"not a JSON object: {error}") from None
+    if not isinstance(row, dict):
+        raise InputError(f"not a JSON object: {abbreviated(row)}")
+    return row
 
 
-def _quoting_remedy(cells: list[str], is_quoted: bool) -> str:
-    if is_quoted:
-        return "; enclose cells that contain the delimiter in quotes"
-    return "; if quotes enclose cells, add --quoting csv" if any('"' in cell for cell in cells) else ""
+def _parse(text: str) -> Any:
+    """JSON; ValueError for half of a surrogate pair, too, which is not text."""
+    content = json.loads(text)
+    if "\\u" in text:
+        json.dumps(content, ensure_ascii=False).encode()
+    return content
+
+
+def _json(file: TextFile) -> Loaded:
+    """The records of a whole file: JSON, or an object per line."""
+    path, text = file.path, "".join(file.lines())
+    try:
+        records = _records(path, _parse(text) if text.strip() else [])
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        if "Extra data" not in str(error):
+            raise InputError(f"{path}: not JSON: {error}; correct it there") from None
+        records = [row for _, row in _json_rows(path, enumerate(text.split("\n"), 1))]
+    names = dict.fromkeys(name for row in records if not isinstance(row, InputError) for name in row)
+    return tuple(names), lambda _: enumerate(records, 1)
+
+
+def _records(path: Path, content: Any) -> list[Row | InputError]:
+    """The rows of a list of records, of an object that has one such list, or of columns as pandas writes them."""
+    if isinstance(content, dict):
+        content = _records_of_object(path, content)
+    if not isinstance(content, list):
+        raise InputError(f"{path}: not a table but {abbreviated(content)}; it has to be a list of objects")
+    return [
+        row if isinstance(row, dict) else InputError(f"{place(path, n)}: not a JSON object: {abbreviated(row)}")
+        for n, row in enumerate(content, 1)
+    ]
+
+
+def _records_of_object(path: Path, content: Row) -> list[Any]:
+    values = list(content.values())
+    lists = [name for name, value in content.items() if isinstance(value, list) and value]
+    tables = [name for name in lists if all(isinstance(row, dict) for row in content[name])]
+    if {"columns", "data"} <= content.keys() and not tables:  # pandas' orient="split"
+        return [dict(zip(content["columns"], row, strict=False)) for row in content["data"]]
+    if len(lists) == len(values) > len(tables) and len({len(value) for value in values}) == 1:
+        return [dict(zip(content, row, strict=True)) for row in zip(*values, strict=True)]
+    if len(tables) == 1:
+        return list(content[tables[0]])
+    if tables:
+        raise InputError(f"{path}: has several lists of records, {', '.join(tables)}; give each a file of its own")
+    keys = [value.keys() for value in values if isinstance(value, dict)]
+    if not keys or len(keys) < len(values):
+        return [content]
+    if all(map(str.isdigit, content)):  # pandas' orient="index"
+        return values
+    if all(each == keys[0] for each in keys) and all(map(str.isdigit, keys[0])):  # and "columns"
+        return [{name: content[name][row] for name in content} for row in keys[0]]
+    raise InputError(f"{path}: may hold rows or columns by name; write a list of objects, as orient='records' does")
+
+
+def _open_parquet(file: TextFile) -> Any:
+    return pyarrow.parquet.ParquetFile(file.path if file.has_own_bytes else io.BytesIO(file.content()))
+
+
+def _parquet(file: TextFile) -> Loaded:
+    with _damage(file.path, "Parquet"):
+        source = _open_parquet(file)
+    names = reject_duplicates(file.path, source.schema_arrow.names)
+
+    def read(columns: Sequence[str]) -> Iterator[Record]:
+        with _damage(file.path, "Parquet"):
+            yield from _arrow_rows(source.iter_batches(BATCH_ROWS, columns=list(columns) or None))
+
+    return names, read
+
+
+def _arrow(file: TextFile) -> Loaded:
+    """Arrow's file format (Feather), or its stream format, which `datasets` saves."""
+    with _damage(file.path, "Arrow"):
+        source: Any = pyarrow.memory_map(str(file.path)) if file.has_own_bytes else io.BytesIO(file.content())
+        if file.head.startswith(b"ARROW1"):
+            reader = pyarrow.ipc.open_file(source)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            reader = pyarrow.ipc.open_stream(source)
+            batches = iter(reader)
+    names = reject_duplicates(file.path, reader.schema.names)
+
+    def read(columns: Sequence[str]) -> Iterator[Record]:
+        with _damage(file.path, "Arrow"):
+            yield from _arrow_rows(batch.select(list(columns) or list(names)) for batch in batches)
+
+    return names, read
+
+
+def _arrow_rows(batches: Iterable[Any]) -> Iterator[Record]:
+    return enumerate(itertools.chain.from_iterable(_to_microseconds(batch).to_pylist() for batch in batches), 1)
+
+
+def _to_microseconds(batch: Any) -> Any:
+    """Python's times have no nanoseconds."""
+    table = pyarrow.Table.from_batches([batch])
+    for number, field in enumerate(table.schema):
+        if getattr(field.type, "unit", None) == "ns":
+            if pyarrow.types.is_timestamp(field.type):
+                coarse = pyarrow.timestamp("us", field.type.tz)
+            else:
+                coarse = pyarrow.duration("us") if pyarrow.types.is_duration(field.type) else pyarrow.time64("us")
+            table = table.set_column(number, field.name, table.column(number).cast(coarse, safe=False))
+    return table
 
 
 @contextlib.contextmanager
-def _open_text(path: Path, newline: str) -> Iterator[TextIO]:
-    """Opens a UTF-8 file with or without a byte order mark; what is not UTF-8 becomes an InputError."""
+def _damage(path: Path, format: str) -> Iterator[None]:
     try:
-        with path.open(encoding="utf-8-sig", newline=newline) as file:
-            yield file
-    except UnicodeDecodeError:
-        raise InputError(_first_invalid_byte(path)) from None
-
-
-def _first_invalid_byte(path: Path) -> str:
-    """The decoder counts within its buffer, so the place is looked up again."""
-    offset = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                return f"{path}: line {number}: not UTF-8 at byte {offset + error.start:,}; convert the file to UTF-8"
-            offset += len(line)
-    return f"{path}: not UTF-8; convert the file to UTF-8"
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines end at LF or CRLF only: texts may hold a lone CR and Unicode's line separators."""
-    with _open_text(path, "\n") as file:
-        for number, line in enumerate(file, 1):
-            yield number, line.removesuffix("\n").removesuffix("\r")
-
-
-def _plain_cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    for number, line in _lines(path):
-        yield number, line.split(delimiter) if line else []
-
-
-def _quoted_cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """RFC 4180; a record's line is the one where it begins."""
-    with _open_text(path, "") as file:
-        records = _numbered_records(path, csv.reader(file, delimiter=delimiter, strict=True))
-        while batch := _read_batch(records):
-            yield from batch
-
-
-def _read_batch(records: Iterator[tuple[int, list[str]]]) -> list[tuple[int, list[str]]]:
-    """The limit on a cell's length is global to the csv module, so it is lifted only while records are read."""
-    limit = csv.field_size_limit(sys.maxsize)
-    try:
-        return list(itertools.islice(records, BATCH_RECORDS))
-    finally:
-        csv.field_size_limit(limit)
-
-
-def _numbered_records(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:
-    start = 1
-    try:
-        for cells in reader:
-            yield start, cells
-            start = reader.line_num + 1
-    except csv.Error as error:
-        raise InputError(
-            f"{path}: line {start}: bad quote in the record that begins here ({error}); double the quotes within "
-            "a quoted cell and close it, or add --quoting none if quotes are text"
-        ) from None
-
-
-def _json_rows(path: Path) -> Iterator[tuple[int, Row]]:
-    for line, (text,) in iterate_cells(path, "\n"):
-        try:
-            row = json.loads(text)
-            if "\\u" in text:
-                json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is not text
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}: line {line}: not a JSON object: {error}") from None
-        if not isinstance(row, dict):
-            raise InputError(f"{path}: line {line}: not a JSON object: {abbreviated(row)}")
-        yield line, row
-
-
-def _open_parquet(path: Path) -> Any:
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise _damaged(path, error) from None
-    _reject_duplicates(path, file.schema_arrow.names)
-    return file
-
-
-def _parquet_rows(path: Path, columns: Sequence[str], flag: str) -> Iterator[tuple[int, Row]]:
-    file = _open_parquet(path)
-    check_columns(path, file.schema_arrow.names, columns, flag)
-    try:
-        batches = file.iter_batches(BATCH_ROWS, columns=list(columns) or None)
-        yield from enumerate(itertools.chain.from_iterable(batch.to_pylist() for batch in batches), 1)
+        yield
     except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: a string that is not UTF-8
-        raise _damaged(path, error) from None
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}: cannot be read as {format} ({reason}); get the file again") from None
 
 
-def _damaged(path: Path, error: Exception) -> InputError:
-    return InputError(f"{path}: cannot be read as Parquet ({' '.join(str(error).split())}); get the file again")
+_LOADERS: dict[str, Callable[[TextFile], Loaded]] = {
+    ".txt": _text,
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+}

@@ -167,9 +167,11 @@ def row_sentences(
     collect: Any = contextlib.nullcontext if bad is None else bad.collect
     notes = [] if notes is None else notes
     rows: list[tuple[int, Row]] = []
-    for line, row in iterate_rows(path, quoting=quoting):
+    for line, row in iterate_rows(path, quoting=quoting, bad_rows=bad):
         with collect():
             rows.append((line, flat_row(place(path, line), row)))
+    if bad is not None and not rows:
+        bad.finish()
     chosen = row_columns(path, [row for _, row in rows], text, label, is_test=is_test)
     labels = labels or _class_names(path, chosen[1])
     _check_numbers(path, rows, chosen, labels)

@@ -26,10 +26,10 @@ from electra_fast.finetuning.losses import NO_TARGET
 from electra_fast.finetuning.method import Features, Method
 from electra_fast.finetuning.metrics import REMEDY, finite
 from electra_fast.finetuning.model import TaskModel, TokenClassifier
-from electra_fast.finetuning.tables import Quoting, abbreviated
+from electra_fast.finetuning.tables import Quoting, Row, abbreviated, place, text_of
 from electra_fast.finetuning.tag_files import iterate_tagging
 from electra_fast.finetuning.tag_scores import tag_scores
-from electra_fast.finetuning.tag_sentences import places_of, words_of_text
+from electra_fast.finetuning.tag_sentences import TEXT_COLUMNS, WORD_COLUMNS, places_of, words_of_text
 from electra_fast.finetuning.task import Split, Task
 from electra_fast.finetuning.training_set import TrainingSet
 
@@ -110,6 +110,9 @@ def _continued(task: Task, places: Ints, outputs: NDArray[Any]) -> NDArray[Any]:
 class Tagging(Method):
     """A head on the words' first pieces. Outputs are logits, float32 [words, C]."""
 
+    formats = (".jsonl", ".json", ".parquet", ".arrow")
+    usual_columns = tuple((name,) for name in (*WORD_COLUMNS, *TEXT_COLUMNS))
+
     def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneConfig) -> TagFeatures:
         """Tokenizes a split."""
         assert split.words is not None
@@ -185,8 +188,26 @@ class Tagging(Method):
         words = [words for _, words in found]
         return Split(name="predict", path=Path("predict"), texts=texts, targets=None, ids=ids, words=words)
 
-    def rows(self, file: Path, text: tuple[str, ...], quoting: Quoting, num_texts: int | None) -> Iterator[Any]:
-        """Texts, or the words of sentences."""
+    def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> str | list[str]:
+        """A text, or the words of a sentence."""
+        (column,) = columns
+        words = row.get(column)
+        if not isinstance(words, list):
+            return text_of(path, line, row, column)
+        for word in words:
+            if not isinstance(word, str) or not word:
+                raise InputError(f"{place(path, line)}: {column!r} has {abbreviated(word)}, which is not a word")
+        return words
+
+    def reads_row(self, row: Row, columns: tuple[str, ...]) -> bool:
+        """Whether it holds a sentence as text or as a list of words, and not a single word."""
+        values = [row.get(name) for name in columns]
+        if len(values) == 1 and isinstance(values[0], list):
+            return all(isinstance(word, str) for word in values[0])
+        return len(values) == 1 and columns not in self.usual_columns[: len(WORD_COLUMNS)]
+
+    def other_examples(self, file: Path, text: tuple[str, ...], quoting: Quoting) -> Iterator[Any]:
+        """Those of column files and annotation tools."""
         for line, words in iterate_tagging(file, text=text, quoting=quoting):
             yield line if words is None else [line[start:end] for start, end in words]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 from electra_fast.config_file import did_you_mean
 from electra_fast.errors import InputError
 from electra_fast.finetuning import glue, own_data, question_files, tag_files
+from electra_fast.finetuning.delimited import Dialect
+from electra_fast.finetuning.tables import layout_notes
 from electra_fast.finetuning.task import TaskData
 
 SQUAD: dict[str, Callable[[Path], TaskData]] = {
@@ -72,14 +76,21 @@ def _read_own(
     refused = next((name for name in given if name not in _options(kind)), None)
     if refused is not None:
         raise InputError(f"{_flag(refused)} is not for --task {kind}")
-    as_tuples = {name: (given[name],) for name in _TUPLES if isinstance(given.get(name), str)}
-    return _READERS[kind](files["train"], files.get("dev"), files.get("test"), **(dict(given) | as_tuples))
+    options = dict(given) | {name: (given[name],) for name in _TUPLES if isinstance(given.get(name), str)}
+    dialect = Dialect(options.pop("quoting", "auto"), options.pop("delimiter", ""))
+    if dialect != Dialect():
+        options["quoting"] = dialect
+    found = _READERS[kind](files["train"], files.get("dev"), files.get("test"), **options)
+    notes = itertools.chain.from_iterable(layout_notes(path, dialect) for path in files.values())
+    columns = found.text_columns or options.get("text", ())
+    return dataclasses.replace(found, notes=(*notes, *found.notes), text_columns=columns)
 
 
 def _options(kind: str) -> dict[str, Any]:
-    """The names and defaults of a reader's keyword arguments."""
+    """The names and defaults of a reader's keyword arguments, and the delimiter, which is part of its `quoting`."""
     parameters = inspect.signature(_READERS[kind]).parameters.values()
-    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    options = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    return options | ({"delimiter": ""} if "quoting" in options else {})
 
 
 def _given(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,163 @@
+"""Examples to predict, from a file, a pipe or standard input, in a stream, with the columns that pass through."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from electra_fast.errors import InputError
+from electra_fast.finetuning.bad_rows import BadRows
+from electra_fast.finetuning.tables import (
+    FORMATS,
+    OpenTable,
+    Quoting,
+    Row,
+    check_columns,
+    extension,
+    is_stream,
+    open_table,
+    place,
+    there_are,
+)
+
+
+class ExampleReader(ABC):
+    """What a kind of prediction takes for an example."""
+
+    usual_columns: tuple[tuple[str, ...], ...]
+    """Columns of a table's texts, of which the first that it has count."""
+    formats: tuple[str, ...] = FORMATS
+    """Of tables; any other file is left to `other_examples`."""
+    id_column: str | None = None
+    """One that is part of the answers."""
+
+    @abstractmethod
+    def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> Any:
+        """An example from the columns of a row; `number` counts from 0. ValueError where it cannot be used."""
+
+    def reads_row(self, row: Row, columns: tuple[str, ...]) -> bool:
+        """Whether a table that begins with this row has an example in each."""
+        return bool(columns)
+
+    def other_examples(self, file: Path, text: tuple[str, ...], quoting: Quoting) -> Iterator[Any] | None:
+        """The examples of a file that is no table of them; None if the kind has only tables."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What to predict, and how it is read.
+
+    Args:
+        path: The file; `-` is standard input.
+        text: The text columns, if they are chosen.
+        trained_text: Those that the model was trained on, if it is known.
+        num_texts: How many there have to be; None if that is not known.
+        quoting: As for `tables.iterate_rows`.
+        format: The extension that the file should have; empty for its own.
+        skip_bad_rows: How many rows that cannot be used may be left out.
+    """
+
+    path: Path
+    text: tuple[str, ...] = ()
+    trained_text: tuple[str, ...] = ()
+    num_texts: int | None = None
+    quoting: Quoting = "auto"
+    format: str = ""
+    skip_bad_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Examples with the columns of their rows that are not part of them.
+
+    Args:
+        rows: The pairs of both; they end with an InputError after more bad rows than are allowed.
+        is_idle: Whether the next one would have to be waited for.
+        notes: Lines that the user should see; complete after the last example.
+    """
+
+    rows: Iterator[tuple[Any, Row]]
+    is_idle: Callable[[], bool]
+    notes: list[str]
+
+
+@contextlib.contextmanager
+def open_examples(reader: ExampleReader, source: Source) -> Iterator[Examples]:
+    """Opens what is to be predicted. Raises FileNotFoundError, or InputError naming what cannot be used."""
+    if not source.format and extension(source.path) not in ("", *reader.formats):
+        numbers = source.trained_text if _are_numbers(source.trained_text) else ()
+        others = reader.other_examples(source.path, source.text or numbers, source.quoting)
+        if others is not None:
+            yield Examples(((example, {}) for example in others), lambda: False, [])
+            return
+    with open_table(source.path, quoting=source.quoting, format=source.format) as table:
+        yield Examples(_rows(reader, source, table), table.is_idle, table.notes)
+
+
+def _rows(reader: ExampleReader, source: Source, table: OpenTable) -> Iterator[tuple[Any, Row]]:
+    bad = BadRows(source.skip_bad_rows)
+    rows = table.rows(bad_rows=bad)
+    first = next(rows, None)
+    if first is None:
+        bad.finish()
+        raise InputError(f"{source.path}: no rows")
+    columns = _columns(reader, source, table, first[1])
+    if not reader.reads_row(first[1], columns):
+        yield from ((example, {}) for example in _others(reader, source, first[1]))
+        return
+    if source.num_texts not in (None, len(columns)):
+        reads = "one text" if source.num_texts == 1 else "a pair of texts"
+        names = " and ".join(columns)
+        raise InputError(f"{source.path}: {names}: this model reads {reads}; choose the columns with --text")
+    number, empty = 0, list[int]()
+    for line, row in itertools.chain([first], rows):
+        example = None
+        with bad.collect():
+            example = reader.example(source.path, line, row, columns, number)
+        if bad.number > bad.allowed:
+            if is_stream(source.path):
+                break  # of a file, all that is wrong is said at once
+        elif example is not None:
+            yield example, {name: value for name, value in row.items() if name not in (*columns, reader.id_column)}
+            number += 1
+            if not any(row[name] and str(row[name]).strip() for name in columns):
+                empty.append(line)
+    if empty:
+        table.notes.append(f"{place(source.path, empty[0])}: the first of {len(empty):,} examples with empty text")
+    table.notes += bad.finish()
+
+
+def _columns(reader: ExampleReader, source: Source, table: OpenTable, first: Row) -> tuple[str, ...]:
+    """The columns of the texts: those that are chosen, those of training, or the usual ones; empty if it has none."""
+    names = table.columns or tuple(first)
+    if source.text:
+        if table.columns is not None:
+            check_columns(source.path, names, source.text, "--text")
+        return source.text
+    candidates = reader.usual_columns
+    if source.trained_text and table.format != ".txt" and not _are_numbers(source.trained_text):
+        candidates = (source.trained_text,)
+    return next((columns for columns in candidates if set(columns) <= set(names)), ())
+
+
+def _others(reader: ExampleReader, source: Source, first: Row) -> Iterator[Any]:
+    """The examples of a table whose rows are none."""
+    others = None
+    if not is_stream(source.path) and not source.format:
+        others = reader.other_examples(source.path, source.text, source.quoting)
+    if others is not None:
+        return others
+    trained = source.trained_text and f" {' and '.join(map(repr, source.trained_text))}, as in training"
+    raise InputError(f"{source.path}: no text column{trained or ''}; {there_are(first)}; choose with --text")
+
+
+def _are_numbers(columns: tuple[str, ...]) -> bool:
+    """Whether they are those of a file without a header."""
+    return all(re.fullmatch(r"-?[0-9]+", name) for name in columns)

@@ -1,0 +1,153 @@
+"""Opens a file once, from a disk, standard input or a pipe, compressed or not, and decodes its lines in a stream.
+
+`tables` reads the lines.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import itertools
+import lzma
+import select
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow
+
+from electra_fast.errors import InputError
+
+STANDARD_INPUT = Path("-")
+# Enough to see how a file's lines end. Of a pipe, only what is there is read.
+_CHUNK_BYTES = 1 << 18
+_COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_MARKS = {  # of UTF-32 before those of UTF-16, with which they begin
+    codecs.BOM_UTF8: "UTF-8",
+    codecs.BOM_UTF32_LE: "UTF-32-LE",
+    codecs.BOM_UTF32_BE: "UTF-32-BE",
+    codecs.BOM_UTF16_LE: "UTF-16-LE",
+    codecs.BOM_UTF16_BE: "UTF-16-BE",
+}
+_NOT_TEXT = {
+    b"PK\x03\x04": "a spreadsheet or another zip archive; save it as CSV",
+    b"\xd0\xcf\x11\xe0": "a spreadsheet; save it as CSV",
+    b"PAR1": "Parquet; name it .parquet",
+}
+
+
+class TextFile:
+    """A file that is read once. Compression is recognized by its first bytes, the encoding by a byte order mark.
+
+    Args:
+        path: The file; `-` is standard input.
+
+    Raises FileNotFoundError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._num_waiting = path, 0
+        self.is_regular = path != STANDARD_INPUT and path.is_file()
+        if path != STANDARD_INPUT and not path.exists():
+            raise FileNotFoundError(f"{path}: no such file")
+        is_standard = path == STANDARD_INPUT
+        self._raw = io.BufferedReader(io.FileIO(0 if is_standard else path, closefd=not is_standard), _CHUNK_BYTES)
+        self._stream: Any = self._raw
+        first = self._raw.peek(8)[:8]
+        self._compression = next((name for magic, name in _COMPRESSIONS.items() if first.startswith(magic)), None)
+        if self._compression:
+            self._stream = _decompressor(self._raw, self._compression)
+        self.head = self._read()
+        """The first bytes, at least one where there are any."""
+        self._mark = next((mark for mark in _MARKS if self.head.startswith(mark)), b"")
+        self.encoding = _MARKS.get(self._mark, "UTF-8")
+        """By the byte order mark; UTF-8 without one."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._raw.close()
+
+    @property
+    def has_own_bytes(self) -> bool:
+        """Whether another reader may open the path instead."""
+        return self.is_regular and not self._compression
+
+    def is_idle(self) -> bool:
+        """Whether reading another line would wait for whoever writes to a pipe."""
+        if self._num_waiting or self.is_regular or self._compression:
+            return False
+        return not select.select([self._raw], [], [], 0)[0]
+
+    def content(self) -> bytes:
+        """All bytes, decompressed."""
+        return b"".join((self.head, *iter(self._read, b"")))
+
+    def lines(self) -> Iterator[str]:
+        """Decoded lines with their ends: LF or CRLF, so that texts may hold a lone CR and Unicode's line separators.
+
+        Where the first lines end in CR alone, as old spreadsheets write them, all do. Raises InputError naming the
+        place of what is not text.
+        """
+        self._check_text()
+        decoder = codecs.getincrementaldecoder(self.encoding)()
+        number, offset, parts, end = 0, len(self._mark), [""], "\n"
+        for chunk in itertools.chain((self.head[offset:],), iter(self._read, b""), (b"",)):
+            pending = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                number += 1 + "".join(parts).count(end)
+                raise InputError(self._undecodable(error, number, offset - pending, end)) from None
+            offset += len(chunk)
+            if not number and "\n" not in text and "\r" in text[:-1] and len(parts) == 1:
+                end = "\r"
+            parts.append(text)
+            if end not in text and chunk:
+                continue
+            *whole, rest = "".join(parts).split(end)
+            parts, self._num_waiting = [rest], len(whole)
+            for line in whole:
+                number, self._num_waiting = number + 1, self._num_waiting - 1
+                yield line + "\n"
+        if parts[0]:
+            yield parts[0]
+
+    def _read(self) -> bytes:
+        """The next bytes, as many as are there; empty at the end."""
+        if not self._compression:
+            return bytes(self._stream.read1(_CHUNK_BYTES))
+        try:
+            return bytes(self._stream.read(_CHUNK_BYTES))
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            self._raw.close()
+            reason = " ".join(str(error).split())
+            raise InputError(f"{self.path}: damaged {self._compression} ({reason}); get the file again") from None
+
+    def _check_text(self) -> None:
+        found = next((name for magic, name in _NOT_TEXT.items() if self.head.startswith(magic)), None)
+        if found:
+            raise InputError(f"{self.path}: not text but {found}")
+        if self.encoding == "UTF-8" and (b"\n\0" in self.head or b"\0\n" in self.head):
+            raise InputError(
+                f"{self.path}: line 1: has NUL bytes, as UTF-16 without a byte order mark does; save it as UTF-8, or "
+                "with `iconv -f UTF-16LE -t UTF-8`"
+            )
+
+    def _undecodable(self, error: UnicodeDecodeError, number: int, offset: int, end: str) -> str:
+        number += error.object[: error.start].decode(self.encoding).count(end)
+        place = f"{self.path}: line {number}: not {self.encoding} at byte {offset + error.start:,}"
+        if self.encoding != "UTF-8":
+            return f"{place}; get the file again"
+        return f"{place}; convert the file to UTF-8, from Windows-1252 with `iconv -f CP1252 -t UTF-8`"
+
+
+def _decompressor(raw: Any, compression: str) -> Any:
+    if compression == "gzip":
+        return gzip.GzipFile(fileobj=raw)
+    if compression == "xz":
+        return lzma.LZMAFile(raw)
+    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), compression))
