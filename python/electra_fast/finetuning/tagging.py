@@ -181,7 +181,7 @@ class Tagging(Method):
 
     def rows(self, file: Path, text: tuple[str, ...], quoting: Quoting, num_texts: int | None) -> Iterator[Any]:
         """Texts, or the words of sentences."""
-        for line, words in iterate_tagging(file, text=text, quoting=quoting):
+        for line, words in iterate_tagging(file, text=text):
             yield line if words is None else [line[start:end] for start, end in words]
 
     def answers(
