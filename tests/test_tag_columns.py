@@ -123,6 +123,7 @@ KAGGLE += 'Sentence: 2,Kim,X,B-PER\n{1},#ai,X,O\n{1},"." ,X,O\n'
         ("a.csv", KAGGLE.format("Sentence: 1", "Sentence: 2").replace('"." ', '"."')),
         ("a.tsv", KAGGLE.format("", "").replace('"." ', ".").replace(",", "\t")),
         ("a.conll", "token\tner\n" + lines_of("", two)),
+        ("a.conll", "# made by hand\ntoken\tner\n" + lines_of("", two)),
         ("a.txt", "word label\n" + lines_of("", two, " ")),
     ],
 )
@@ -158,6 +159,13 @@ def test_tables_without_usual_names(write):
 )
 def test_texts_are_not_taken_for_columns(write, name, content):
     assert {words for _, words in iterate_tagging(write(content, name))} == {None}
+
+
+def test_numbers_are_not_taken_for_words(write):
+    with pytest.raises(InputError, match="line 1: column 0 has only numbers; choose the words with --text"):
+        read(write("7 Ann B-X\n8 is O\n\n9 Bob B-X\n"))
+    path = write("Ann\tB-X\t\nis\tO\t\n")
+    assert read(path)[1] == [["B-X", "O"]]  # a tab may end a line
 
 
 def test_a_file_without_blank_lines_is_asked_about(write):

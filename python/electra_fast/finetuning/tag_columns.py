@@ -175,11 +175,13 @@ def _named_blocks(
         return named[1].split(), rest
     if path.suffix.lower() == ".conllu":
         return list(_CONLLU), rest
-    header = first[0].cells if first else []
+    line = next((line for line in first if not line.text.startswith("#")), None)
+    header = line.cells if line else []
     names = {name.lower() for name in header}
     is_named = bool(names & {*WORD_NAMES}) and bool(names & {*TAG_NAMES})
     if is_named or any(name in header and not _is_number(name) for name in (*text, *label)):
-        return header, itertools.chain([first[1:]] if first[1:] else [], blocks)
+        others = [each for each in first if each is not line]
+        return header, itertools.chain([others] if others else [], blocks)
     return [], rest
 
 
@@ -220,19 +222,20 @@ def _layout(
 ) -> _Layout:
     lines = [line for block in sample for line in block if not line.text.startswith("#")] or sample[0]
     width = Counter(len(line.cells) for line in lines).most_common(1)[0][0]
+    full = [line for line in lines if len(line.cells) == width]
+    columns = list(zip(*(line.cells for line in full), strict=True))
     is_conllu = [*names[:2]] == ["ID", "FORM"]
-    has_ids = is_conllu or (not names and width > 2 and text not in (("0",), ["0"]) and _count_words(sample))
+    has_ids = is_conllu or (not names and width > 2 and [*text] != ["0"] and _count_words(sample))
     word = _column(path, text, names, WORD_NAMES, 1 if has_ids else 0, "--text")
     tag = None if label is None else _tag_column(path, label, names, is_conllu=is_conllu, is_test=is_test)
-    columns = list(zip(*(line.cells for line in lines if len(line.cells) == width), strict=True))
     if not names and not label and tag is not None:
-        tag = next((column for column in range(-1, -width, -1) if any(columns[column])), tag)  # a tab may end lines
-        if has_ids:  # of several columns of entities, the outer ones
-            tag = next((column for column in range(word + 1, width) if "O" in columns[column]), tag)
+        tag = _usual_tag_column(columns, word if has_ids else None)
     if is_test and not _are_columns(width, word, tag):
         tag = None
     if not _are_columns(width, word, tag):
-        raise InputError(_misfit(path, next(line for line in lines if len(line.cells) == width), word, tag))
+        raise InputError(_misfit(path, full[0], word, tag))
+    if not text and width > 2 and all(map(str.isdecimal, columns[word])):
+        raise InputError(f"{place(path, full[0].number)}: column {word} has only numbers; choose the words with --text")
     if has_ids and not names and not text:
         chosen = "" if tag is None else f", tags from column {tag % width}"
         notes.append(
@@ -242,6 +245,17 @@ def _layout(
     types = frozenset(split_tag(cell)[1] for cell in columns[-1 if tag is None else tag]) - {""}
     sentence = _sentence_column(names)
     return _Layout(width=width, word=word, tag=tag, sentence=sentence, has_ids=has_ids, types=types)
+
+
+def _usual_tag_column(columns: Sequence[Sequence[str]], numbered_word: int | None) -> int:
+    """The last column that is not empty; in files that number their words, the first one of entities.
+
+    A tab may end lines. GermEval has the outer entities first.
+    """
+    found = next((column for column in range(-1, -len(columns), -1) if any(columns[column])), -1)
+    if numbered_word is None:
+        return found
+    return next((column for column in range(numbered_word + 1, len(columns)) if "O" in columns[column]), found)
 
 
 def _count_words(sample: Sequence[_Block]) -> bool:

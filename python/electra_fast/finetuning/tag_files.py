@@ -97,13 +97,17 @@ def read_tagging(
     bad = BadRows(skip_bad_rows)
     paths = {name: path for name, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
     files = {name: _sentences(name, path, text, label, labels, quoting, bad, notes) for name, path in paths.items()}
-    scheme, notation = _scheme(files["train"], scheme, notes)
-    if scheme != "none":
-        labels = tuple(map(notation.usual, labels))
-        files = {name: _as_iob2(sentences, scheme, notation, bad, notes) for name, sentences in files.items()}
-    task = _task(files["train"], scheme, labels)
-    known = "--labels names" if labels else f"{train} has"
-    splits = {name: _split(name, sentences, task, known, bad) for name, sentences in files.items()}
+    try:
+        scheme, notation = _scheme(files["train"], scheme, notes)
+        if scheme != "none":
+            labels = tuple(map(notation.usual, labels))
+            files = {name: _as_iob2(sentences, scheme, notation, bad, notes) for name, sentences in files.items()}
+        task = _task(files["train"], scheme, labels)
+        known = "--labels names" if labels else f"{train} has"
+        splits = {name: _split(name, sentences, task, known, bad) for name, sentences in files.items()}
+    except InputError:
+        bad.finish()  # bad rows may be the reason
+        raise
     notes += bad.finish()
     if dev is None:
         splits["train"], splits["dev"] = _set_aside(splits["train"], task, dev_fraction, seed, notes)
@@ -258,9 +262,8 @@ def _scheme(train: Sequence[Sentence], name: str, notes: list[str]) -> tuple[str
         how += " without prefixes, so words of one type in a row are one entity"
     if scheme != "none" and notation != Notation():
         others = (tag for tag in tags if tag != notation.outside and notation.usual(tag) != tag)
-        written = [
-            f"{tag!r} for {notation.usual(tag)!r}" for tag in (next(others, "O"), notation.outside) if tag != "O"
-        ]
+        examples = [tag for tag in (next(others, "O"), notation.outside) if tag != "O"]
+        written = [f"{tag!r} for {notation.usual(tag)!r}" for tag in examples]
         how += f", written {' and '.join(written)}"
     if name == "auto" or notation != Notation():
         notes.append(f"{path}: tags read as {how} (found in the tags; choose with --scheme)")
@@ -309,11 +312,13 @@ def _check_places(sentence: Sentence, scheme: str, notation: Notation) -> None:
     """Raises InputError at a tag that lacks what others in these schemes have."""
     for word, tag in enumerate(sentence.tags or ()):
         if is_bare(notation.usual(tag)):
-            kind, example = (
-                ("suffix", f"{notation.separator}B") if notation.is_suffix else ("prefix", f"B{notation.separator}")
+            place = (
+                f"suffix such as {notation.separator}B"
+                if notation.is_suffix
+                else f"prefix such as B{notation.separator}"
             )
             raise InputError(
-                f"{sentence.place(word)}: the tag {tag!r} has no {kind} such as {example}, unlike others in {scheme}; "
+                f"{sentence.place(word)}: the tag {tag!r} has no {place}, unlike others in {scheme}; "
                 "correct it, or choose with --label or --scheme"
             )
 
