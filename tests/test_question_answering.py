@@ -146,6 +146,7 @@ def test_own_questions(encoder_folder, tmp_path):
     assert run.returncode == 0, run.stderr
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [answer["id"] for answer in answers] == [str(i) for i in range(len(rows))]
+    assert [answer["answers"] for answer in answers] == [row["answers"] for row in rows]  # the other columns
 
 
 def test_unanswerable_questions_in_dev_alone_count(tmp_path):

@@ -274,7 +274,7 @@ def zstd(content):
         ("a.csv", "sep=;\r\na,b;c", Dialect(), ["a,b", "c"]),
         ("a.csv", "\n \na,b", Dialect(), ["a", "b"]),
         ("a.csv", ",text,label", Dialect(), ["", "text", "label"]),
-        ("a.csv", "text;label;;", Dialect(), ["text", "label", "", ""]),
+        ("a.csv", "text;label;;;", Dialect(), ["text", "label", ""]),
         ("a.csv", " text , label", Dialect(), ["text", "label"]),
     ],
 )

@@ -113,6 +113,19 @@ def test_tags_of_a_file(tagger, conll_folder, tmp_path):
         ef.load_finetuned(folder / "model").predict([3])
 
 
+def test_columns_pass_through_to_tags(tagger, tmp_path):
+    folder = tagger[0] / "seed-0/model"
+    (tmp_path / "rows.csv").write_text("id,text,tags\n7,the object,x\n")
+    rows = '{"id": "7", "tokens": ["the", "object"], "tags": "x"}\n{"tokens": [null]}\n'
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (own,) = ef.load_finetuned(folder).predict(["the object"])
+    for name, flags in {"rows.csv": [], "rows.jsonl": ["--skip-bad-rows", "1"]}.items():
+        run = in_process.run("predict", folder, tmp_path / name, *flags)
+        assert json.loads(run.stdout) == {"id": "7"} | own | {"input": {"tags": "x"}}, run.stderr
+    run = in_process.run("predict", folder, tmp_path / "rows.jsonl")
+    assert run.returncode == 2 and "line 2: 'tokens' has None, which is not a word" in run.stderr
+
+
 def test_a_tagger_from_elsewhere(encoder_folder, tmp_path):
     """Labels that are no entities: a span for each word."""
     labels = {0: "NOUN", 1: "VERB", 2: "X"}

@@ -196,7 +196,10 @@ def build_parser() -> Parser:
     )
     sub.epilog = _key_help(FinetuningConfig)
 
-    sub = command("predict", "labels, values, tags or answers of a fine-tuned model, as lines of JSON; errors in text")
+    sub = command(
+        "predict",
+        "labels, values, tags or answers of a fine-tuned model, as lines of JSON with each row's other columns",
+    )
     sub.add_argument(
         "model", type=Path, metavar="MODEL", help="fine-tuned folder, as DIR/TASK/seed-0/model; errors: run or export"
     )
@@ -373,13 +376,13 @@ def _add_text(sub: argparse._ActionsContainer) -> None:
         type=comma_separated,
         default=(),
         metavar="COLUMN[,COLUMN2]",
-        help="column of the text, or those of a pair (text; sentence1,sentence2; ...)",
+        help="column of the text, or those of a pair (predict: as in training; else text; sentence1,sentence2; ...)",
     )
     sub.add_argument(
         "--quoting",
         default="auto",
         choices=("auto", "csv", "none"),
-        help="whether quotes enclose cells; auto: not where tabs separate them in .tsv",
+        help="whether quotes enclose cells; auto: except in .tsv files with tabs",
     )
     sub.add_argument(
         "--delimiter",

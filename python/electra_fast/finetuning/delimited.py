@@ -49,8 +49,8 @@ class Dialect:
 
 
 def reject_duplicates(path: Path, names: Sequence[str]) -> tuple[str, ...]:
-    """The names; those of empty columns, as spreadsheets append them, may repeat."""
-    repeated = next((name for position, name in enumerate(names) if name and name in names[:position]), None)
+    """The names; InputError if one repeats."""
+    repeated = next((name for position, name in enumerate(names) if name in names[:position]), None)
     if repeated is not None:
         raise InputError(f"{path}: two columns are named {repeated!r}; rename one")
     return tuple(names)
@@ -79,7 +79,10 @@ def load_delimited(file: TextFile, format: str, dialect: Dialect, notes: list[st
     _, header = next(records)
     if isinstance(header, InputError):
         raise header
-    names = reject_duplicates(file.path, [name.strip() for name in header])
+    header = [name.strip() for name in header]
+    while header.count("") > 1 and not header[-1]:  # columns that a spreadsheet appends; their cells have to be empty
+        header.pop()
+    names = reject_duplicates(file.path, header)
     return names, lambda _: _delimited_rows(file.path, names, _cleaned(file.path, names, records), is_quoted, hint)
 
 

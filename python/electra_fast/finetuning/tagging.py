@@ -6,6 +6,7 @@ most context, in training as in prediction.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,7 @@ def _continued(task: Task, places: Ints, outputs: NDArray[Any]) -> NDArray[Any]:
 class Tagging(Method):
     """A head on the words' first pieces. Outputs are logits, float32 [words, C]."""
 
-    formats = (".jsonl", ".json", ".parquet", ".arrow")
+    formats = (".csv", ".jsonl", ".json", ".parquet", ".arrow")
     usual_columns = tuple((name,) for name in (*WORD_COLUMNS, *TEXT_COLUMNS))
 
     def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneConfig) -> TagFeatures:
@@ -200,11 +201,13 @@ class Tagging(Method):
         return words
 
     def reads_row(self, row: Row, columns: tuple[str, ...]) -> bool:
-        """Whether it holds a sentence as text or as a list of words, and not a single word."""
+        """Whether it holds a sentence as text or as a list of words, and seems to hold no single word."""
         values = [row.get(name) for name in columns]
         if len(values) == 1 and isinstance(values[0], list):
             return all(isinstance(word, str) for word in values[0])
-        return len(values) == 1 and columns not in self.usual_columns[: len(WORD_COLUMNS)]
+        has_word = any(re.match("words?$|tokens?$|form$", name, re.IGNORECASE) for name in row)
+        has_number = any(name.lower().startswith("sent") for name in row if name not in columns)
+        return len(values) == 1 and not has_word and not has_number
 
     def other_examples(self, file: Path, text: tuple[str, ...], quoting: Quoting) -> Iterator[Any]:
         """Those of column files and annotation tools."""

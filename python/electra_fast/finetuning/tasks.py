@@ -81,7 +81,9 @@ def _read_own(
     if dialect != Dialect():
         options["quoting"] = dialect
     found = _READERS[kind](files["train"], files.get("dev"), files.get("test"), **options)
-    notes = itertools.chain.from_iterable(layout_notes(path, dialect) for path in files.values())
+    # Of tags, .tsv and .txt files have no header.
+    tables = [path for path in files.values() if kind != "tagging" or path.suffix.lower() == ".csv"]
+    notes = itertools.chain.from_iterable(layout_notes(path, dialect) for path in tables)
     columns = found.text_columns or options.get("text", ())
     return dataclasses.replace(found, notes=(*notes, *found.notes), text_columns=columns)
 
