@@ -188,7 +188,7 @@ def _named_blocks(
 def _blocks(path: Path) -> Iterator[_Block]:
     block: _Block = []
     for number, (text,) in iterate_cells(path, "\n"):
-        cells = [cell.strip(" ") for cell in text.split("\t")] if "\t" in text else list(filter(None, text.split(" ")))
+        cells = [*map(_without_spaces, text.split("\t"))] if "\t" in text else [*filter(None, text.split(" "))]
         if any(cells) and not text.startswith("-DOCSTART-"):
             block.append(_Line(number, text, cells))
         elif block:
@@ -196,6 +196,10 @@ def _blocks(path: Path) -> Iterator[_Block]:
             block = []
     if block:
         yield block
+
+
+def _without_spaces(cell: str) -> str:
+    return cell.strip(" ")
 
 
 def _table_blocks(path: Path, quoting: Quoting) -> Iterator[_Block]:
@@ -223,7 +227,7 @@ def _layout(
     lines = [line for block in sample for line in block if not line.text.startswith("#")] or sample[0]
     width = Counter(len(line.cells) for line in lines).most_common(1)[0][0]
     full = [line for line in lines if len(line.cells) == width]
-    columns = list(zip(*(line.cells for line in full), strict=True))
+    columns = [[line.cells[column] for line in full] for column in range(width)]
     is_conllu = [*names[:2]] == ["ID", "FORM"]
     has_ids = is_conllu or (not names and width > 2 and [*text] != ["0"] and _count_words(sample))
     word = _column(path, text, names, WORD_NAMES, 1 if has_ids else 0, "--text")

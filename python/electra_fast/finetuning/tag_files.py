@@ -251,19 +251,20 @@ def _scheme(train: Sequence[Sentence], name: str, notes: list[str]) -> tuple[str
         return scheme, Notation()
     tags = Counter(tag for sentence in train for tag in sentence.tags or ())
     notation = detect_notation(tags)
+    usual = {tag: notation.usual(tag) for tag in tags}
     if name == "auto":
-        usual = [[notation.usual(tag) for tag in sentence.tags or ()] for sentence in train]
-        scheme = detect_scheme(usual)
-        _check_iobes(path, usual, scheme)
+        converted = [[usual[tag] for tag in sentence.tags or ()] for sentence in train]
+        scheme = detect_scheme(converted)
+        _check_iobes(path, converted, scheme)
     how = "labels, not entities" if scheme == "none" else scheme
     if scheme == "none" and "O" in tags:
         how += ", although some are 'O'"
-    if scheme == "IO" and any(is_bare(notation.usual(tag)) for tag in tags):
+    if scheme == "IO" and any(map(is_bare, usual.values())):
         how += " without prefixes, so words of one type in a row are one entity"
     if scheme != "none" and notation != Notation():
-        others = (tag for tag in tags if tag != notation.outside and notation.usual(tag) != tag)
+        others = (tag for tag in tags if tag != notation.outside and usual[tag] != tag)
         examples = [tag for tag in (next(others, "O"), notation.outside) if tag != "O"]
-        written = [f"{tag!r} for {notation.usual(tag)!r}" for tag in examples]
+        written = [f"{tag!r} for {usual[tag]!r}" for tag in examples]
         how += f", written {' and '.join(written)}"
     if name == "auto" or notation != Notation():
         notes.append(f"{path}: tags read as {how} (found in the tags; choose with --scheme)")
@@ -287,14 +288,15 @@ def _as_iob2(
     """The sentences with IOB2 tags; notes how many of the file's own are ill-formed."""
     if sentences[0].tags is None:  # in a test file, none has tags
         return sentences
-    has_places = any(notation.usual(tag)[:2] == "I-" for sentence in sentences for tag in sentence.tags or ())
-    if not sentences[0].has_spans and (has_places or scheme in ("IOB2", "IOBES", "IOE")):
-        sentences = _checked(sentences, lambda sentence: _check_places(sentence, scheme, notation), bad)
+    found = {tag for sentence in sentences for tag in sentence.tags or ()}
+    usual = {tag: notation.usual(tag) for tag in found}
+    bare = {tag for tag in found if is_bare(usual[tag])}
+    if bare and (scheme in ("IOB2", "IOBES", "IOE") or any(tag[:2] == "I-" for tag in usual.values())):
+        sentences = _checked(sentences, lambda sentence: _check_places(sentence, scheme, notation, bare), bad)
     converted: list[Sentence] = []
     ill_formed: list[tuple[Sentence, int]] = []
     for sentence in sentences:
-        usual = [notation.usual(tag) for tag in sentence.tags or ()]
-        entities, words = to_entities(usual, scheme)
+        entities, words = to_entities([usual[tag] for tag in sentence.tags or ()], scheme)
         ill_formed += [(sentence, word) for word in words]
         converted.append(dataclasses.replace(sentence, tags=from_entities(entities, len(sentence.words))))
     if ill_formed:
@@ -308,10 +310,10 @@ def _as_iob2(
     return converted
 
 
-def _check_places(sentence: Sentence, scheme: str, notation: Notation) -> None:
+def _check_places(sentence: Sentence, scheme: str, notation: Notation, bare: set[str]) -> None:
     """Raises InputError at a tag that lacks what others in these schemes have."""
     for word, tag in enumerate(sentence.tags or ()):
-        if is_bare(notation.usual(tag)):
+        if tag in bare:
             place = (
                 f"suffix such as {notation.separator}B"
                 if notation.is_suffix
