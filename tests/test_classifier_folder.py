@@ -193,13 +193,13 @@ def test_predict_names_a_mistake_in_one_line(tmp_path, tiny_vocab, name, content
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory, tiny_vocab):
-    """One of `transformers` that was never trained, whose folder says `body` is the text."""
+    """One of `transformers` that was never trained, whose folder says that `body` is the text, or else `note`."""
     folder = tmp_path_factory.mktemp("classifier")
     save_encoder(folder, tiny_vocab)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     size = len(tiny_vocab.read_text().splitlines())
     ElectraForSequenceClassification(ElectraConfig(vocab_size=size, **sizes)).save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text()) | {"electra_fast_text_columns": ["body"]}
+    config = json.loads((folder / "config.json").read_text()) | {"electra_fast_text_columns": [["body"], ["note"]]}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -242,10 +242,14 @@ def test_other_columns_pass_through_whatever_they_hold(classifier, tmp_path):
 def test_a_file_without_the_columns_of_training_is_refused(classifier, tmp_path):
     (tmp_path / "rows.csv").write_text("id,text\n1,a\n")
     found = in_process.run("predict", classifier, tmp_path / "rows.csv")
-    assert found.returncode == 2 and "no text column 'body', as in training; there are: id, text; " in found.stderr
+    assert found.returncode == 2 and len(found.stderr.splitlines()) == 1
+    assert "no text column 'body' or 'note', as in training; there are: id, text; choose with --text" in found.stderr
     assert in_process.run("predict", classifier, tmp_path / "rows.csv", "--text", "text").returncode == 0
-    (tmp_path / "lines.txt").write_text("a\n")
-    assert in_process.run("predict", classifier, tmp_path / "lines.txt").returncode == 0
+    for name, content in {"lines.txt": "a\n", "dev.csv": "note,text\na,b\n"}.items():
+        (tmp_path / name).write_text(content)
+        (own,) = ef.load_finetuned(classifier).predict(["a"])
+        found = in_process.run("predict", classifier, tmp_path / name)
+        assert {name: json.loads(found.stdout)[name] for name in own} == own
 
 
 def test_bad_rows_are_left_out_of_predictions_and_said(classifier, tmp_path):

@@ -286,7 +286,7 @@ def test_a_delimiter_is_for_every_file_of_a_task(write):
     files = {name: write(f"{name}.csv", f"body,a;label\n{'x,1;p' + chr(10) + 'y,2;n'}\n") for name in ("train", "dev")}
     (data,) = read_tasks("classification", None, files, {"text": "body,a", "delimiter": "semicolon"})
     assert data.train.texts == data.dev[0].texts == [("x,1",), ("y,2",)]
-    assert data.text_columns == ("body,a",)
+    assert data.text_columns == (("body,a",),)
     write("dev.csv", "body;label\nx;p\ny;n\n")
     (data,) = read_tasks("classification", None, files | {"train": files["dev"]}, {"text": "body"})
     assert "dev.csv: semicolons separate the cells, as the first line shows; choose with --delimiter" in data.notes[0]

@@ -57,7 +57,7 @@ class Source:
     Args:
         path: The file; `-` is standard input.
         text: The text columns, if they are chosen.
-        trained_text: Those that the model was trained on, if it is known.
+        trained_text: Those of the files that it was trained and scored on, as far as they are known.
         num_texts: How many there have to be; None if that is not known.
         quoting: As for `tables.iterate_rows`.
         format: The extension that the file should have; empty for its own.
@@ -66,7 +66,7 @@ class Source:
 
     path: Path
     text: tuple[str, ...] = ()
-    trained_text: tuple[str, ...] = ()
+    trained_text: tuple[tuple[str, ...], ...] = ()
     num_texts: int | None = None
     quoting: Quoting = "auto"
     format: str = ""
@@ -92,7 +92,7 @@ class Examples:
 def open_examples(reader: ExampleReader, source: Source) -> Iterator[Examples]:
     """Opens what is to be predicted. Raises FileNotFoundError, or InputError naming what cannot be used."""
     if not source.format and extension(source.path) not in ("", *reader.formats):
-        numbers = source.trained_text if _are_numbers(source.trained_text) else ()
+        numbers = next(filter(_are_numbers, source.trained_text), ())
         others = reader.other_examples(source.path, source.text or numbers, source.quoting)
         if others is not None:
             yield Examples(((example, {}) for example in others), lambda: False, [])
@@ -141,10 +141,8 @@ def _columns(reader: ExampleReader, source: Source, table: OpenTable, first: Row
         if table.columns is not None:
             check_columns(source.path, names, source.text, "--text")
         return source.text
-    candidates = reader.usual_columns
-    if source.trained_text and table.format != ".txt" and not _are_numbers(source.trained_text):
-        candidates = (source.trained_text,)
-    return next((columns for columns in candidates if set(columns) <= set(names)), ())
+    trained = [] if table.format == ".txt" else [each for each in source.trained_text if not _are_numbers(each)]
+    return next((columns for columns in trained or reader.usual_columns if set(columns) <= set(names)), ())
 
 
 def _others(reader: ExampleReader, source: Source, first: Row) -> Iterator[Any]:
@@ -154,8 +152,9 @@ def _others(reader: ExampleReader, source: Source, first: Row) -> Iterator[Any]:
         others = reader.other_examples(source.path, source.text, source.quoting)
     if others is not None:
         return others
-    trained = source.trained_text and f" {' and '.join(map(repr, source.trained_text))}, as in training"
-    raise InputError(f"{source.path}: no text column{trained or ''}; {there_are(first)}; choose with --text")
+    trained = " or ".join(" and ".join(map(repr, names)) for names in source.trained_text)
+    wanted = f" {trained}, as in training" if trained else ""
+    raise InputError(f"{source.path}: no text column{wanted}; {there_are(first)}; choose with --text")
 
 
 def _are_numbers(columns: tuple[str, ...]) -> bool:

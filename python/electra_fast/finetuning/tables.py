@@ -71,7 +71,7 @@ class OpenTable:
         self.path, self.format, self._file = file.path, format, file
         self.notes: list[str] = []
         """How the file is read, where that is not plain."""
-        if file.encoding not in ("UTF-8", "") and format not in (".parquet", ".arrow"):
+        if file.encoding != "UTF-8" and format not in (".parquet", ".arrow"):
             self.notes.append(f"{file.path}: read as {file.encoding}, by its byte order mark")
         if format in (".tsv", ".csv"):
             self.columns, self._read = load_delimited(file, format, dialect, self.notes)

@@ -76,8 +76,8 @@ class TaskData:
     test: tuple[Split, ...]
     notes: tuple[str, ...]
     """Lines that the user should see: what was left out, what was set aside."""
-    text_columns: tuple[str, ...] = ()
-    """Own data: the columns of the texts, where they are known."""
+    text_columns: tuple[tuple[str, ...], ...] = ()
+    """Own data: the columns of the texts where they are known, first those of the training file."""
 
 
 def class_sizes(task: Task, split: Split) -> dict[str, int]:

@@ -84,7 +84,8 @@ def _read_own(
     # Of tags, .tsv and .txt files have no header.
     tables = [path for path in files.values() if kind != "tagging" or path.suffix.lower() == ".csv"]
     notes = itertools.chain.from_iterable(layout_notes(path, dialect) for path in tables)
-    columns = found.text_columns or options.get("text", ())
+    given_text = [options[name] for name in ("text", "dev_text", "test_text") if name in options]
+    columns = tuple(dict.fromkeys((*found.text_columns, *given_text)))
     return dataclasses.replace(found, notes=(*notes, *found.notes), text_columns=columns)
 
 

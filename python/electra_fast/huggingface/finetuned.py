@@ -37,7 +37,7 @@ LENGTH_KEY = "electra_fast_sequence_length"
 TEXTS_KEY = "electra_fast_num_texts"
 """Our key in config.json: 1 where an example is a text, 2 where it is a pair."""
 COLUMNS_KEY = "electra_fast_text_columns"
-"""Our key in config.json: the columns of the texts that it was trained on, of own data."""
+"""Our key in config.json: the text columns of the files of own data, first those of the training file."""
 SETTINGS_KEY = "electra_fast_settings"
 """Our key in config.json: how long texts are cut into chunks and answers or entities are found."""
 JOINT_WIDTH = 512
@@ -97,7 +97,7 @@ class Finetuned:
         num_texts: 1 where an example is a text, 2 where it is a pair; None where the folder does not say.
         state: fp32 parameters by the names of a module with `embeddings`, `encoder` and `head`.
         settings: Of prediction, by the kind's own names.
-        text_columns: Of the table that it was trained on; empty where the folder does not say.
+        text_columns: Of the tables that it was trained and scored on; empty where the folder does not say.
     """
 
     shape: ModelConfig
@@ -108,7 +108,7 @@ class Finetuned:
     num_texts: int | None
     state: Mapping[str, Tensor]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    text_columns: tuple[str, ...] = ()
+    text_columns: tuple[tuple[str, ...], ...] = ()
 
 
 def class_name(architecture: str, kind: str) -> str:
@@ -134,7 +134,7 @@ def write_finetuned(folder: Path, finetuned: Finetuned, special_ids: Mapping[str
         TEXTS_KEY: finetuned.num_texts,
     }
     if finetuned.text_columns:
-        table[COLUMNS_KEY] = list(finetuned.text_columns)
+        table[COLUMNS_KEY] = [list(names) for names in finetuned.text_columns]
     if kind in _PROBLEM_TYPES:
         table["problem_type"] = _PROBLEM_TYPES[kind]
     else:
@@ -197,11 +197,15 @@ def read_finetuned(folder: Path) -> Finetuned:
     if num_texts not in (None, 1, 2):
         raise InputError(f"{path}: {TEXTS_KEY} = {num_texts!r} must be 1 or 2")
     columns = table.get(COLUMNS_KEY, [])
-    if not isinstance(columns, list) or not all(isinstance(name, str) for name in columns):
-        raise InputError(f"{path}: {COLUMNS_KEY} = {columns!r} must be a list of names")
+    if not isinstance(columns, list) or not all(_are_names(each) for each in columns):
+        raise InputError(f"{path}: {COLUMNS_KEY} = {columns!r} must be a list of lists of names")
     names = _HEADS[architecture, head, _FORMS[kind]]
     state = read_state(folder, shape, names, _head_sizes(shape.hidden_size, len(labels)))
-    return Finetuned(shape, head, kind, labels, length, num_texts, state, settings, tuple(columns))
+    return Finetuned(shape, head, kind, labels, length, num_texts, state, settings, tuple(map(tuple, columns)))
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
 
 
 def _labels(path: Path, table: Mapping[str, Any]) -> tuple[str, ...]:
