@@ -1,6 +1,8 @@
 """Tagging from the command line and in scripts: what it learns, long texts, spans beside those of `transformers`."""
 
 import json
+import os
+from pathlib import Path
 
 import in_process
 import numpy as np
@@ -13,6 +15,8 @@ import electra_fast as ef
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.methods import METHODS
+from electra_fast.finetuning.prediction_input import Source, open_examples
 from electra_fast.finetuning.tag_files import read_tagging
 from electra_fast.finetuning.tagging import Tagging
 
@@ -140,3 +144,37 @@ def test_a_tagger_from_elsewhere(encoder_folder, tmp_path):
         expected = [labels[i] for i in model.eval()(**inputs).logits[0, places].argmax(1).tolist()]
     assert answer["tags"] == expected == [span["label"] for span in answer["spans"]]
     assert [span["text"] for span in answer["spans"]] == ["The", "class", "returns"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.conll", "# id 1\nAnn B-PER\nmet O\n\nBob B-PER\n"),
+        ("a.tsv", "#\tsource\n1\tAnn\tB-PER\tO\n2\tmet\tO\tO\n\n#\tother\n1\tBob\tB-PER\tO\n"),
+        (
+            "a.jsonl",
+            json.dumps({"text": "Ann met", "tokens": [{"text": "Ann"}, {"text": "met"}]})
+            + '\n{"text": "Bob", "tokens": [{"text": "Bob"}]}\n',
+        ),
+        (
+            "a.json",
+            '[\n{"data": {"text": "Ann met"}, "annotations": []},\n{"data": {"text": "Bob"}, "annotations": []}]',
+        ),
+        ("a.txt", "Ann met\nBob\n"),
+    ],
+)
+def test_a_pipe_is_predicted_as_the_file(tmp_path, name, content):
+    def examples(path):
+        with open_examples(METHODS["tagging"], Source(path=path)) as found:
+            return [example for example, _ in found.rows]
+
+    (tmp_path / name).write_text(content)
+    reading, writing = os.pipe()
+    os.write(writing, content.encode())
+    os.close(writing)
+    try:
+        texts = examples(Path(f"/dev/fd/{reading}"))
+    finally:
+        os.close(reading)
+    assert texts == examples(tmp_path / name)
+    assert [" ".join(each) if isinstance(each, list) else each for each in texts] == ["Ann met", "Bob"]

@@ -235,6 +235,7 @@ def _summary_text(job: Job, found: Mapping[str, Any]) -> str:
 def print_table(results: Results) -> None:
     """A line per task on standard output, and their mean."""
     table = Table("task", "metric", "median", "lowest", "highest", "majority", "seeds", "seconds")
+    table.columns[0].no_wrap = True
     for name, found in results.items():
         numbers = (f"{100 * found[key]:.2f}" for key in ("median", "min", "max"))
         majority = found["majority"].get(found["metric"])

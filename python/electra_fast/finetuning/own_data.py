@@ -169,7 +169,12 @@ def read(
         task = _standardized(task, splits["train"])
     tests = (splits["test"],) if test is not None else ()
     return TaskData(
-        task=task, train=splits["train"], dev=(splits["dev"],), test=tests, notes=tuple(notes), text_columns=(text,)
+        task=task,
+        train=splits["train"],
+        dev=(splits["dev"],),
+        test=tests,
+        notes=tuple(notes),
+        text_columns=tuple(dict.fromkeys(file.text for file in files.values())),
     )
 
 

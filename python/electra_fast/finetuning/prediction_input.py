@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import itertools
+import json
 import re
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +39,10 @@ class ExampleReader(ABC):
     """Of tables; any other file is left to `other_examples`."""
     id_column: str | None = None
     """One that is part of the answers."""
+
+    def reads_lines(self, path: Path, text: tuple[str, ...]) -> bool:
+        """Whether the lines of a file with a table's ending are no rows or texts."""
+        return False
 
     @abstractmethod
     def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> Any:
@@ -91,7 +98,8 @@ class Examples:
 @contextlib.contextmanager
 def open_examples(reader: ExampleReader, source: Source) -> Iterator[Examples]:
     """Opens what is to be predicted. Raises FileNotFoundError, or InputError naming what cannot be used."""
-    if not source.format and extension(source.path) not in ("", *reader.formats):
+    is_table = extension(source.path) in ("", *reader.formats) and not reader.reads_lines(source.path, source.text)
+    if not source.format and not is_table:
         numbers = next(filter(_are_numbers, source.trained_text), ())
         others = reader.other_examples(source.path, source.text or numbers, source.quoting)
         if others is not None:
@@ -110,7 +118,7 @@ def _rows(reader: ExampleReader, source: Source, table: OpenTable) -> Iterator[t
         raise InputError(f"{source.path}: no rows")
     columns = _columns(reader, source, table, first[1])
     if not reader.reads_row(first[1], columns):
-        yield from ((example, {}) for example in _others(reader, source, first[1]))
+        yield from ((example, {}) for example in _others(reader, source, table, itertools.chain([first], rows)))
         return
     if source.num_texts not in (None, len(columns)):
         reads = "one text" if source.num_texts == 1 else "a pair of texts"
@@ -145,16 +153,43 @@ def _columns(reader: ExampleReader, source: Source, table: OpenTable, first: Row
     return next((columns for columns in trained or reader.usual_columns if set(columns) <= set(names)), ())
 
 
-def _others(reader: ExampleReader, source: Source, first: Row) -> Iterator[Any]:
-    """The examples of a table whose rows are none."""
-    others = None
-    if not is_stream(source.path) and not source.format:
-        others = reader.other_examples(source.path, source.text, source.quoting)
-    if others is not None:
-        return others
+def _others(reader: ExampleReader, source: Source, table: OpenTable, rows: Iterator[tuple[int, Row]]) -> Iterator[Any]:
+    """The examples of a table whose rows are none; a pipe is read to its end for that."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = source.path
+        if is_copied := is_stream(path) or source.format != "":
+            path = Path(folder) / f"copy{table.format if table.format in ('.txt', '.csv') else '.jsonl'}"
+        others = reader.other_examples(path, source.text, "auto" if is_copied else source.quoting)
+        if others is None:
+            raise _no_columns(source, next(rows)[1])
+        if is_copied:
+            _write_copy(path, rows)
+        try:
+            yield from others
+        except InputError as error:
+            raise InputError(str(error).replace(str(path), str(source.path))) from None
+
+
+def _write_copy(path: Path, rows: Iterator[tuple[int, Row]]) -> None:
+    """Writes rows as text, CSV or JSON lines, each at its own line where that is possible."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        cells, number = csv.writer(file), 1
+        for line, row in rows:
+            if path.suffix == ".csv" and number == 1:
+                cells.writerow(row)
+                number += 1
+            file.write("\n" * (line - number))
+            if path.suffix == ".csv":
+                cells.writerow(row.values())
+            else:
+                file.write((row["text"] if path.suffix == ".txt" else json.dumps(row, default=str)) + "\n")
+            number = max(number, line) + 1
+
+
+def _no_columns(source: Source, first: Row) -> InputError:
     trained = " or ".join(" and ".join(map(repr, names)) for names in source.trained_text)
     wanted = f" {trained}, as in training" if trained else ""
-    raise InputError(f"{source.path}: no text column{wanted}; {there_are(first)}; choose with --text")
+    return InputError(f"{source.path}: no text column{wanted}; {there_are(first)}; choose with --text")
 
 
 def _are_numbers(columns: tuple[str, ...]) -> bool:

@@ -113,7 +113,7 @@ def column_sentences(
     Raises InputError naming the line that cannot be used.
     """
     notes = [] if notes is None else notes
-    names, blocks = _named_blocks(path, text, label or (), quoting)
+    names, blocks = _named_blocks(path, text, label or (), quoting, bad)
     sample = list(itertools.islice(blocks, _SAMPLE) if label is None else blocks)
     if not sample:
         return
@@ -163,11 +163,11 @@ def _sentence_column(names: Sequence[str]) -> int | None:
 
 
 def _named_blocks(
-    path: Path, text: Sequence[str], label: Sequence[str], quoting: Quoting
+    path: Path, text: Sequence[str], label: Sequence[str], quoting: Quoting, bad: BadRows | None
 ) -> tuple[list[str], Iterator[_Block]]:
     """The names of the columns, if they have any, and the blocks without the header."""
     if path.suffix.lower() == ".csv":
-        return list(column_names(path, quoting=quoting)), _table_blocks(path, quoting)
+        return list(column_names(path, quoting=quoting)), _table_blocks(path, quoting, bad)
     blocks = _blocks(path)
     first = next(blocks, [])
     rest = itertools.chain([first] if first else [], blocks)
@@ -202,10 +202,10 @@ def _without_spaces(cell: str) -> str:
     return cell.strip(" ")
 
 
-def _table_blocks(path: Path, quoting: Quoting) -> Iterator[_Block]:
+def _table_blocks(path: Path, quoting: Quoting, bad: BadRows | None) -> Iterator[_Block]:
     """The rows of a .csv file; blank lines between them show in their numbers, or are rows of empty cells."""
     block: _Block = []
-    for number, row in iterate_rows(path, quoting=quoting):
+    for number, row in iterate_rows(path, quoting=quoting, bad_rows=bad):
         if block and (number > block[-1].number + 1 or not any(row.values())):
             yield block
             block = []

@@ -27,7 +27,8 @@ from electra_fast.finetuning.losses import NO_TARGET
 from electra_fast.finetuning.method import Features, Method
 from electra_fast.finetuning.metrics import REMEDY, finite
 from electra_fast.finetuning.model import TaskModel, TokenClassifier
-from electra_fast.finetuning.tables import Quoting, Row, abbreviated, place, text_of
+from electra_fast.finetuning.tables import Quoting, Row, abbreviated, extension, place, text_of
+from electra_fast.finetuning.tag_columns import are_columns
 from electra_fast.finetuning.tag_files import iterate_tagging
 from electra_fast.finetuning.tag_scores import tag_scores
 from electra_fast.finetuning.tag_sentences import TEXT_COLUMNS, WORD_COLUMNS, places_of, words_of_text
@@ -35,6 +36,8 @@ from electra_fast.finetuning.task import Split, Task
 from electra_fast.finetuning.training_set import TrainingSet
 
 Ints = NDArray[Any]
+# What a line of text hardly has, and one with a word and its tag, or a comment before those, does.
+_COLUMNS = re.compile(r"\t|^\S+( \S+)* (O|[BILMESU]-\S+)$|^# |^-DOCSTART-")
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,10 @@ class Tagging(Method):
                 raise InputError(f"{place(path, line)}: {column!r} has {abbreviated(word)}, which is not a word")
         return words
 
+    def reads_lines(self, path: Path, text: tuple[str, ...]) -> bool:
+        """Whether a .txt file has a word per line."""
+        return extension(path) == ".txt" and are_columns(path, text)
+
     def reads_row(self, row: Row, columns: tuple[str, ...]) -> bool:
         """Whether it holds a sentence as text or as a list of words, and seems to hold no single word."""
         values = [row.get(name) for name in columns]
@@ -207,7 +214,8 @@ class Tagging(Method):
             return all(isinstance(word, str) for word in values[0])
         has_word = any(re.match("words?$|tokens?$|form$", name, re.IGNORECASE) for name in row)
         has_number = any(name.lower().startswith("sent") for name in row if name not in columns)
-        return len(values) == 1 and not has_word and not has_number
+        is_line = row.keys() == {"text"} and _COLUMNS.search(str(row["text"])) is not None  # maybe of columns
+        return len(values) == 1 and not has_word and not has_number and not is_line
 
     def other_examples(self, file: Path, text: tuple[str, ...], quoting: Quoting) -> Iterator[Any]:
         """Those of column files and annotation tools."""
