@@ -37,6 +37,16 @@ def verdict_columns(available: Iterable[str], chosen: Collection[str]) -> tuple[
     return tuple(name for name in available if name in VERDICT_COLUMNS and name not in chosen)
 
 
+def code_point(text: str, encoding: str, offset: int) -> int | None:
+    """The character of a text that begins at an offset in units of `utf-16-le` or `utf-8`; None if none does."""
+    position = 2 * offset if encoding == "utf-16-le" else offset
+    try:
+        encoded = text.encode(encoding)
+        return len(encoded[:position].decode(encoding)) if 0 <= position <= len(encoded) else None
+    except UnicodeError:  # in the middle of a character
+        return None
+
+
 def rejected_note(path: Path, number: int, total: int) -> tuple[str, ...]:
     """Says how many rows are left out, if any; InputError if none is left."""
     if 0 < number == total:

@@ -6,13 +6,13 @@ Tools count offsets in different units. The texts beside them tell which: `offse
 
 from __future__ import annotations
 
-import functools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning.annotations import code_point
 from electra_fast.finetuning.task import Answer
 
 CHARACTERS = "characters"
@@ -87,13 +87,6 @@ def _check_end(where: str, context: str, annotation: Annotation, start: int, uni
         )
 
 
-def _decoded_length(encoding: str, size: int, context: str, offset: int) -> int | None:
-    try:
-        return len(context.encode(encoding)[: offset * size].decode(encoding))
-    except UnicodeDecodeError:  # within a character
-        return None
-
-
 def _with_carriage_returns(context: str, offset: int) -> int:
     for line_end in re.finditer("\r\n", context):
         offset += line_end.start() < offset
@@ -103,8 +96,8 @@ def _with_carriage_returns(context: str, offset: int) -> int:
 # The character that an offset in a unit stands for. Of units that fit equally well the first counts.
 _UNITS: dict[str, Callable[[str, int], int | None]] = {
     CHARACTERS: lambda context, offset: offset,
-    "UTF-16 code units": functools.partial(_decoded_length, "utf-16-le", 2),
-    "UTF-8 bytes": functools.partial(_decoded_length, "utf-8", 1),
+    "UTF-16 code units": lambda context, offset: code_point(context, "utf-16-le", offset),
+    "UTF-8 bytes": lambda context, offset: code_point(context, "utf-8", offset),
     "characters from 1": lambda context, offset: offset - 1,
     "CR LF as one character": _with_carriage_returns,
 }

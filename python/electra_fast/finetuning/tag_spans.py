@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning.annotations import code_point
 from electra_fast.finetuning.tables import abbreviated
 from electra_fast.finetuning.tag_schemes import Entity, from_entities
 
@@ -76,18 +77,12 @@ class Convention:
         """The code points of a span, or its words; None if it is empty, not in the text or cuts a character."""
         start, end = span.start - self.first, span.end - self.first + self.inclusive
         if isinstance(text, str) and self.unit != "code points" and not text.isascii():
-            start, end = (_code_point(text, self.unit, offset) for offset in (start, end))
+            encoding = "utf-16-le" if self.unit == "UTF-16 units" else "utf-8"
+            first, last = (code_point(text, encoding, offset) for offset in (start, end))
+            if first is None or last is None:
+                return None
+            start, end = first, last
         return (start, end) if 0 <= start < end <= len(text) else None
-
-
-def _code_point(text: str, unit: Unit, offset: int) -> int:
-    """The number of the code point that begins at an offset; -1 if none does."""
-    codec, width = ("utf-16-le", 2) if unit == "UTF-16 units" else ("utf-8", 1)
-    try:
-        encoded = text.encode(codec)
-        return len(encoded[: offset * width].decode(codec)) if 0 <= offset * width <= len(encoded) else -1
-    except UnicodeError:  # in the middle of a character
-        return -1
 
 
 _CONVENTIONS = tuple(
