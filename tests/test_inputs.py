@@ -197,8 +197,10 @@ def test_rows_of_a_dataset_give_their_text(vocab, tmp_path):
     for name, rows in (("dataset", dataset), ("list", list(dataset))):
         prepare(rows, vocab=vocab, out=tmp_path / name, text_field="title,text", progress=False)
         assert texts_of(tmp_path / name) == ["w2 w1", "w3", "w6 w4 w5"]
-    train_vocab(dataset, out=tmp_path / "words.txt", size=60, min_frequency=1, progress=False)
-    assert "w1" in (tmp_path / "words.txt").read_text().split()
+    with pytest.raises(ValueError, match="vocab.txt: exists, and would be taken to belong to the tokenizer.json"):
+        train_vocab(dataset, out=tmp_path / "words.txt", size=60, min_frequency=1, progress=False)
+    train_vocab(dataset, out=tmp_path / "words" / "words.txt", size=60, min_frequency=1, progress=False)
+    assert "w1" in (tmp_path / "words" / "words.txt").read_text().split()
 
 
 def test_a_list_is_of_paths_unless_a_string_cannot_be_one(vocab, tmp_path):

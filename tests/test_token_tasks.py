@@ -68,7 +68,12 @@ def test_every_head_survives_its_folder(
     (folder / "result.json").write_text(json.dumps(result))
     ef.finetune(task, model=encoder, out=tmp_path / "out", overrides=settings, **own)
     rescored = json.loads((folder / "result.json").read_text())
-    assert rescored["splits"]["dev"]["scores"] == pytest.approx(result["splits"]["dev"]["scores"], rel=1e-4)
+    assert numbers(rescored) == pytest.approx(numbers(result), rel=1e-4)
+
+
+def numbers(result):
+    """The scores of dev; some entries are text."""
+    return {name: each for name, each in result["splits"]["dev"]["scores"].items() if not isinstance(each, str)}
 
 
 def job_of(task, encoder_folder, squad_folder, conll_folder, folder, **changes):

@@ -44,6 +44,13 @@ impl VocabFiles {
         for name in files.txt.as_deref().into_iter().chain([&*files.json]).chain(config) {
             refuse_existing(&files.folder.join(name), source, format)?;
         }
+        let other = files.folder.join("vocab.txt");
+        if files.txt.is_some() && other.exists() {
+            return Err(Error::Input(format!(
+                "{}: exists, and would be taken to belong to the tokenizer.json of {shown}; give --out another folder",
+                other.display()
+            )));
+        }
         Ok(files)
     }
 
