@@ -13,11 +13,12 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import collections
+import json
 import random
 import re
 import signal
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -53,6 +54,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return file if file.endswith(STAY_TOGETHER) else nodeid
 
     return Scheduling(config, log)
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., Path]:
+    """A function that writes rows as JSON lines to a file."""
+
+    def write(rows: list[Any], name: str = "train.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """`finetune` as a user runs it: what it leaves, resumes, refuses and says."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -117,22 +118,30 @@ def test_changed_data_are_scored_without_training(finetuned, encoder_folder, glu
     assert f"accuracy {found['sst2']['runs'][0]['accuracy']:.4f} (majority " in card
 
 
-@pytest.mark.parametrize("call", range(4, 9))
-def test_a_kill_while_scoring_again_leaves_no_stale_scores(
-    finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch, call
-):
-    out, calls, original = tmp_path / "copy", [], os.replace
-    shutil.copytree(finetuned[0], out)
-    common = {"model": encoder_folder, "out": out, "overrides": QUICK}
+@contextlib.contextmanager
+def killed_at_file(monkeypatch, number):
+    """Ends what is within where it would put the file with this number, from 1, in its place."""
+    targets, original = [], os.replace
 
-    def killed(source, target):
-        calls.append(target)
-        if len(calls) == call:
+    def replace(source, target):
+        targets.append(target)
+        if len(targets) == number:
             raise KeyboardInterrupt
         original(source, target)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "replace", killed)
+        patch.setattr(os, "replace", replace)
+        yield
+
+
+@pytest.mark.parametrize("call", range(4, 9))
+def test_a_kill_while_scoring_again_leaves_no_stale_scores(
+    finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch, call
+):
+    out = tmp_path / "copy"
+    shutil.copytree(finetuned[0], out)
+    common = {"model": encoder_folder, "out": out, "overrides": QUICK}
+    with killed_at_file(monkeypatch, call):
         ef.finetune("sst2", data=with_other_labels(glue_folder, tmp_path / "other"), **common)
     found = ef.finetune("sst2", data=glue_folder, **common)["sst2"]["runs"]
     assert without_times(found) == without_times(finetuned[1]["sst2"]["runs"][:1])
@@ -159,16 +168,8 @@ def test_a_kill_before_the_first_step_leaves_a_folder_to_resume(
     encoder_folder, glue_folder, tmp_path, monkeypatch, call
 ):
     """At each of the first files, half-written ones included."""
-    out, calls, original = tmp_path / "out", [], os.replace
-
-    def killed(source, target):
-        calls.append(target)
-        if len(calls) == call:
-            raise KeyboardInterrupt
-        original(source, target)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "replace", killed)
+    out = tmp_path / "out"
+    with killed_at_file(monkeypatch, call):
         ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=1, overrides=QUICK)
     results = ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=1, overrides=QUICK)
     assert len(results["sst2"]["runs"]) == 1

@@ -20,16 +20,6 @@ UNITS = {
 }
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write_file(rows, name="train.jsonl"):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
-
-    return write_file
-
-
 def rows_in(unit, first, inclusive, own_text):
     for text, places in zip(TEXTS, PLACES, strict=True):
         spans = []
@@ -47,10 +37,12 @@ def found_in(sentence):
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize(("first", "inclusive"), [(0, False), (0, True), (1, True)])
 @pytest.mark.parametrize("own_text", ["text", "surface", "value", ""])
-def test_every_convention_is_recognized(write, unit, first, inclusive, own_text):
-    usual = [found_in(each) for each in row_sentences(write(rows_in("Unicode code points", 0, False, ""), "a.jsonl"))]
+def test_every_convention_is_recognized(write_rows, unit, first, inclusive, own_text):
+    usual = [
+        found_in(each) for each in row_sentences(write_rows(rows_in("Unicode code points", 0, False, ""), "a.jsonl"))
+    ]
     notes = []
-    path = write(rows_in(unit, first, inclusive, own_text))
+    path = write_rows(rows_in(unit, first, inclusive, own_text))
     assert [found_in(each) for each in row_sentences(path, notes=notes)] == usual
     end = "inclusive" if inclusive else "exclusive"
     counted = f"spans count {unit} from {first}, the end {end}, as the text shows; they are converted"
@@ -58,13 +50,13 @@ def test_every_convention_is_recognized(write, unit, first, inclusive, own_text)
     assert notes == ([] if is_usual else [f"{path}: {counted}"])
 
 
-def test_spans_of_parts_of_words_stay_in_code_points(write):
+def test_spans_of_parts_of_words_stay_in_code_points(write_rows):
     """Endings, as in Hungarian, are no sign of another convention; nor is a single span that does not fit."""
     rows = [{"text": "Pestet 😀 láttam", "spans": [[0, 4, "LOC"]]}] * 9 + [{"text": "Pest", "spans": [[0, 4, "LOC"]]}]
-    assert [each.tags[0] for each in row_sentences(write(rows))] == ["B-LOC"] * 10
+    assert [each.tags[0] for each in row_sentences(write_rows(rows))] == ["B-LOC"] * 10
     rows = [{"text": "a 😀 Ann", "spans": [[4, 7, "X"]]}, {"text": "Ann", "spans": [[0, 9, "X"]]}]
     with pytest.raises(InputError, match="line 2: the span 0 to 9 is empty or outside the text of 3 characters; count"):
-        row_sentences(write(rows))
+        row_sentences(write_rows(rows))
 
 
 @pytest.mark.parametrize(
@@ -78,12 +70,12 @@ def test_spans_of_parts_of_words_stay_in_code_points(write):
         ({"start": 0.5, "end": 3}, "is not like"),
     ],
 )
-def test_spans_that_contradict_themselves(write, span, message):
+def test_spans_that_contradict_themselves(write_rows, span, message):
     tokens = [{"text": word} for word in ("Ann", "met", "Bob")]
     row = {"text": "Ann met Bob", "tokens": tokens, "spans": [span if "labels" in span else span | {"label": "X"}]}
     good = {"text": "Ann met Bob", "tokens": tokens, "spans": [{"start": 0, "end": 3, "text": "ANN ", "label": "X"}]}
     with pytest.raises(InputError) as caught:
-        row_sentences(write([good, row]))
+        row_sentences(write_rows([good, row]))
     assert message in str(caught.value) and "line 2: " in str(caught.value)
 
 
@@ -101,21 +93,21 @@ def test_spans_that_contradict_themselves(write, span, message):
         {"start": 4, "end": 7, "hypertextlabels": ["X"]},
     ],
 )
-def test_fields_of_many_tools(write, span):
-    path = write([{"text": "Ann met Bob", "tokens": ["Ann", "met", "Bob"], "entities": [span, span]}])
+def test_fields_of_many_tools(write_rows, span):
+    path = write_rows([{"text": "Ann met Bob", "tokens": ["Ann", "met", "Bob"], "entities": [span, span]}])
     notes = []
     (sentence,) = row_sentences(path, ("text",), notes=notes)
     assert sentence.tags == ["O", "B-X", "O"]
     assert notes == [f"{path}: 1 spans that repeat another one are left out"]
 
 
-def test_spans_of_words(write):
+def test_spans_of_words(write_rows):
     """As in SpERT; the end is inclusive if a span of one word begins where it ends."""
     tokens = ["Ann", "Lee", "met", "Bob"]
     exclusive = [{"start": 0, "end": 2, "type": "X"}, {"start": 3, "end": 4, "type": "X"}]
     inclusive = [{"start": 0, "end": 1, "type": "X"}, {"start": 3, "end": 3, "type": "X"}]
     for spans in (exclusive, inclusive):
-        path = write([{"tokens": tokens, "entities": spans}, {"tokens": ["so"], "entities": []}])
+        path = write_rows([{"tokens": tokens, "entities": spans}, {"tokens": ["so"], "entities": []}])
         assert [each.tags for each in row_sentences(path)] == [["B-X", "I-X", "O", "B-X"], ["O"]]
 
 

@@ -178,3 +178,17 @@ def test_a_pipe_is_predicted_as_the_file(tmp_path, name, content):
         os.close(reading)
     assert texts == examples(tmp_path / name)
     assert [" ".join(each) if isinstance(each, list) else each for each in texts] == ["Ann met", "Bob"]
+
+
+def test_bad_rows_of_what_is_copied_are_said(tmp_path):
+    row = json.dumps({"text": "Ann", "tokens": [{"text": "Ann"}]})
+    (tmp_path / "a.dat").write_text(f"{row}\n{{broken\n{row}\n")
+    for allowed in (0, 1):
+        source = Source(path=tmp_path / "a.dat", format=".jsonl", skip_bad_rows=allowed)
+        with open_examples(METHODS["tagging"], source) as found:
+            if not allowed:
+                with pytest.raises(InputError, match="line 2: not a JSON object"):
+                    list(found.rows)
+                continue
+            assert [example for example, _ in found.rows] == [["Ann"], ["Ann"]]
+            assert any("1 bad rows are left out" in note and "line 2" in note for note in found.notes)

@@ -118,7 +118,8 @@ def _rows(reader: ExampleReader, source: Source, table: OpenTable) -> Iterator[t
         raise InputError(f"{source.path}: no rows")
     columns = _columns(reader, source, table, first[1])
     if not reader.reads_row(first[1], columns):
-        yield from ((example, {}) for example in _others(reader, source, table, itertools.chain([first], rows)))
+        others = _others(reader, source, table, itertools.chain([first], rows), bad)
+        yield from ((example, {}) for example in others)
         return
     if source.num_texts not in (None, len(columns)):
         reads = "one text" if source.num_texts == 1 else "a pair of texts"
@@ -153,7 +154,9 @@ def _columns(reader: ExampleReader, source: Source, table: OpenTable, first: Row
     return next((columns for columns in trained or reader.usual_columns if set(columns) <= set(names)), ())
 
 
-def _others(reader: ExampleReader, source: Source, table: OpenTable, rows: Iterator[tuple[int, Row]]) -> Iterator[Any]:
+def _others(
+    reader: ExampleReader, source: Source, table: OpenTable, rows: Iterator[tuple[int, Row]], bad: BadRows
+) -> Iterator[Any]:
     """The examples of a table whose rows are none; a pipe is read to its end for that."""
     with tempfile.TemporaryDirectory() as folder:
         path = source.path
@@ -164,6 +167,7 @@ def _others(reader: ExampleReader, source: Source, table: OpenTable, rows: Itera
             raise _no_columns(source, next(rows)[1])
         if is_copied:
             _write_copy(path, rows)
+            table.notes += bad.finish()
         try:
             yield from others
         except InputError as error:
