@@ -191,4 +191,4 @@ def test_bad_rows_of_what_is_copied_are_said(tmp_path):
                     list(found.rows)
                 continue
             assert [example for example, _ in found.rows] == [["Ann"], ["Ann"]]
-            assert any("1 bad rows are left out" in note and "line 2" in note for note in found.notes)
+            assert any("1 bad row is left out" in note and "line 2" in note for note in found.notes)

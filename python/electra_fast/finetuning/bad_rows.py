@@ -45,4 +45,5 @@ class BadRows:
         if self.number > self.allowed:
             several = f"{self.number:,} bad rows: {shown} (--skip-bad-rows leaves rows out)"
             raise InputError(shown if self.number == 1 else several)
-        return (f"{self.number:,} bad rows are left out: {shown}",) if self.number else ()
+        what = "1 bad row is" if self.number == 1 else f"{self.number:,} bad rows are"
+        return (f"{what} left out: {shown}",) if self.number else ()
