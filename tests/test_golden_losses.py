@@ -54,7 +54,8 @@ def losses(corpus: Path, out: Path, recipe: str, name: str) -> list[dict[str, An
     config = config.replace(
         {
             "optimizer": {"warmup_steps": 5, **rates},
-            "train": {"steps": STEPS, "batch_size": 16, "accumulate": 2, "precision": "fp32", "log_every": 1},
+            "train": {"steps": STEPS, "batch_size": 16, "accumulate": 2, "log_every": 1}
+            | {"precision": "fp32", "matmul": "default"},  # as recorded
         }
     )
     ef.pretrain(config.replace({"train": {"eval_every": 0}}), data=corpus, out=out)

@@ -114,6 +114,18 @@ class AttentionMask:
         local_B1LL = dense_B1LL & _within(window, length, device) | _within(0, length, device)
         return replace(mask, local=replace(mask, dense_B1LL=local_B1LL, window=window))
 
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """What `dense_B1LL` adds to scores of this dtype; made once for all layers."""
+        if self.dense_B1LL is None:
+            return None
+        found = self.__dict__.get("_bias")
+        if found is None or found.dtype != dtype:
+            # Finite, since a row of scores that are all -inf would become NaN.
+            zeros = torch.zeros(self.dense_B1LL.shape, dtype=dtype, device=self.dense_B1LL.device)
+            found = zeros.masked_fill_(~self.dense_B1LL, torch.finfo(dtype).min)
+            self.__dict__["_bias"] = found
+        return found
+
 
 def self_attention(
     x_TD: Tensor,
@@ -137,6 +149,12 @@ def self_attention(
             out_TD: Tensor = kernels().short_attention(*arguments, *dropout.arguments)[0]
             return out_TD
         return short_attention_reference(*arguments, dropout)
+    if mask.backend == "sdpa" and uses_cpu_ops(x_TD):
+        if rotary is None:
+            qkv_TX = linear(x_TD, qkv_weight_XD, qkv_bias_X)
+        else:
+            qkv_TX = cpu_ops.rotary_qkv(x_TD, qkv_weight_XD, *rotary, num_heads)
+        return cpu_ops.self_attention(qkv_TX, mask.bias(x_TD.dtype), mask.num_rows, num_heads, dropout.probability)
     if rotary is None:
         q, k, v = linear(x_TD, qkv_weight_XD, qkv_bias_X).view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
     else:
@@ -254,10 +272,7 @@ def _rows(x_TNH: Tensor, mask: AttentionMask) -> Tensor:
 
 def _sdpa(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
     q, k, v = (_rows(x, mask) for x in (q_TNH, k_TNH, v_TNH))
-    if dropout and uses_cpu_ops(q_TNH):
-        out_BNLH = cpu_ops.attention(q, k, v, mask.dense_B1LL, dropout)
-    else:
-        out_BNLH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense_B1LL, dropout_p=dropout)
+    out_BNLH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense_B1LL, dropout_p=dropout)
     return out_BNLH.transpose(1, 2).reshape(q_TNH.shape)
 
 

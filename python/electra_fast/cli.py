@@ -377,6 +377,7 @@ def _predict(options: argparse.Namespace) -> None:
         format=options.format,
         skip_bad_rows=options.skip_bad_rows,
         task=options.task,
+        precision=options.precision,
         **settings,
     )
 

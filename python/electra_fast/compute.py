@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,14 +11,19 @@ from torch import Tensor
 from electra_fast.attention_choice import choose_attention
 from electra_fast.config import AUTO, Config
 from electra_fast.dispatch import uses_kernels
+from electra_fast.matmul import DEFAULT, choose_matmul
+
+Precision = Literal["auto", "fp32", "bf16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """Attention backend and dtype of activations."""
+    """Attention backend, dtype of activations, and the library of fp32 products on a CPU (`matmul.use_matmul`)."""
 
     attention: str
     dtype: torch.dtype
+    matmul: str = DEFAULT
 
 
 @dataclass(frozen=True)
@@ -53,17 +59,18 @@ def choose_device() -> torch.device:
 
 
 def choose_compute(config: Config, device: torch.device) -> ComputeConfig:
-    """Activation dtype and attention backend of `train.precision` and `model.attention`.
+    """Activation dtype, attention backend and library of products of a configuration.
 
-    Measures nothing: where only a measurement can resolve `auto` (`choose_precision`), the dtype is fp32. A run has it
-    resolved before (`training.hardware`). Raises ValueError where the attention backend cannot run.
+    Measures nothing: where only a measurement can resolve `auto` (`choose_precision`, `choose_matmul`), the dtype is
+    fp32 and the library the default. A run has both resolved before (`training.hardware`). Raises ValueError where the
+    attention backend or the library cannot run.
     """
-    precision = choose_precision(config.train.precision, device)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = DTYPES.get(choose_precision(config.train.precision, device), torch.float32)
     model = config.model
     rows = (config.data.sequence_length, model.hidden_size // model.num_heads)
     attention = choose_attention(model.attention, device, dtype, model.attention_dropout, model.local_attention, *rows)
-    return ComputeConfig(attention, dtype)
+    matmul = choose_matmul(config.train.matmul, device)
+    return ComputeConfig(attention, dtype, DEFAULT if matmul == AUTO else matmul)
 
 
 def choose_precision(requested: str, device: torch.device) -> str:

@@ -27,7 +27,7 @@ AUTO: Final = "auto"
 # Epsilon of the norms in the published encoders.
 NORM_EPS: dict[Architecture, float] = {"bert": 1e-12, "modern": 1e-5}
 # Keys whose `auto` depends on the hardware. Chosen when a run starts, recorded in its config.toml, and then kept.
-HARDWARE_KEYS = ("train.precision", "model.attention", "train.execution")
+HARDWARE_KEYS = ("train.matmul", "train.precision", "model.attention", "train.execution")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +213,9 @@ class TrainConfig(Section):
     seed: int = config_key(0, "the one seed of everything random", low=0, high=2**63 - 1)
     precision: Literal["auto", "fp32", "bf16"] = config_key(
         "auto", "dtype of activations; auto: bf16 on CUDA, on a CPU the one that a short measurement finds faster"
+    )
+    matmul: Literal["auto", "default", "onednn"] = config_key(
+        "auto", "library of fp32 products on a CPU: torch's default or oneDNN; auto: the faster in a short measurement"
     )
     execution: Literal["auto", "eager", "compile", "graph"] = config_key(
         "auto", "how a step runs: eager, compile, or graph (captured once and replayed, CUDA only); auto: graph on CUDA"

@@ -10,6 +10,7 @@ K tiles of the sampler.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,14 +22,14 @@ from electra_fast.sampling import TILE, draw_noise, modify_logits, sample_catego
 
 # Logits that the generator's head holds at once: large enough for efficient products, small enough for the caches.
 CHUNK_BYTES = 8 * 2**20
+# Scores that attention holds at once: what passes over them leave in the caches.
+SCORES_BYTES = 2**20
 
 
-def rotary_qkv(
-    x_TD: Tensor, weight_3DD: Tensor, cos: Tensor, sin: Tensor, num_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`ops.rotary_qkv`; the dimensions of a query's head are permuted, and those of the keys likewise."""
-    q, k, v = _RotaryQKV.apply(x_TD, weight_3DD, torch.complex(cos, sin), num_heads)
-    return q, k, v
+def rotary_qkv(x_TD: Tensor, weight_3DD: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
+    """`ops.rotary_qkv` side by side, [T, 3D]; the dimensions of a query's head are permuted, and a key's likewise."""
+    qkv_TX: Tensor = _RotaryQKV.apply(x_TD, weight_3DD, torch.complex(cos, sin), num_heads)
+    return qkv_TX
 
 
 class _RotaryQKV(torch.autograd.Function):
@@ -38,20 +39,19 @@ class _RotaryQKV(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_3DD: Tensor, cis: Tensor, num_heads: int) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x_TD: Tensor, weight_3DD: Tensor, cis: Tensor, num_heads: int) -> Tensor:
         weight_3DD = _pair_rows(weight_3DD, num_heads, inverse=False).to(x_TD.dtype)
         ctx.save_for_backward(x_TD, weight_3DD, cis)
         ctx.num_heads = num_heads
         qkv_TD = F.linear(x_TD, weight_3DD)
         _rotate_(qkv_TD, cis, num_heads)
-        q, k, v = qkv_TD.view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
-        return q, k, v
+        return qkv_TD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_3DD, cis = ctx.saved_tensors
-        grad_TD = torch.stack(grads, 1).flatten(1)
+        grad_TD = grad_TD.clone()
         _rotate_(grad_TD, cis.conj(), ctx.num_heads)
         return grad_TD @ weight_3DD, _pair_rows((grad_TD.t() @ x_TD).float(), ctx.num_heads, inverse=True), None, None
 
@@ -90,35 +90,87 @@ def _dropout_mask(like: Tensor, probability: float) -> Tensor:
     return bits.float().sub_(first_kept - 1).mul_(2**16 / (2**16 - num_dropped)).to(like.dtype)
 
 
-def attention(q_BNLH: Tensor, k_BNLH: Tensor, v_BNLH: Tensor, mask_B1LL: Tensor | None, dropout: float) -> Tensor:
-    """Softmax attention with dropout of its weights; a bool mask, True = attend; [B, N, L, H] each → [B, N, L, H]."""
-    out_BNLH: Tensor = _Attention.apply(q_BNLH, k_BNLH, v_BNLH, mask_B1LL, dropout)
-    return out_BNLH
+def self_attention(
+    qkv_TX: Tensor, bias_B1LL: Tensor | None, num_rows: int, num_heads: int, dropout: float = 0.0
+) -> Tensor:
+    """Softmax attention within rows, with dropout of its weights; [T, 3D] → [T, D].
+
+    Args:
+        qkv_TX: Queries, keys and values of all heads side by side, the rows one after another.
+        bias_B1LL: Added to the scores, such as a large negative number where a token doesn't attend; in qkv's dtype.
+        num_rows: Rows, of equal length.
+        num_heads: Heads.
+        dropout: Probability of the dropout.
+    """
+    out_TD: Tensor = _SelfAttention.apply(qkv_TX, bias_B1LL, num_rows, num_heads, dropout)
+    return out_TD
 
 
-class _Attention(torch.autograd.Function):
-    """Written out, as scaled_dot_product_attention has no fast form with dropout on a CPU."""
+class _SelfAttention(torch.autograd.Function):
+    """Batched products of whole rows, of as many at once as the caches hold.
+
+    `scaled_dot_product_attention` multiplies in small blocks, which is slower by a factor of two to seven for rows of
+    up to 512 tokens (bench/LOG.md), and has no fast form with dropout.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        scores = q @ k.mT
-        scores.mul_(q.shape[-1] ** -0.5)
-        if mask is not None:
-            scores.masked_fill_(~mask, float("-inf"))
-        weights = scores.softmax(-1)
-        drop = _dropout_mask(weights, dropout)
-        ctx.save_for_backward(q, k, v, weights, drop)
-        return (weights * drop) @ v
+    def forward(
+        ctx: Any, qkv_TX: Tensor, bias_B1LL: Tensor | None, num_rows: int, num_heads: int, dropout: float
+    ) -> Tensor:
+        length, width = qkv_TX.shape[0] // num_rows, qkv_TX.shape[1] // 3
+        out_TD = qkv_TX.new_empty(len(qkv_TX), width)
+        weights_BNLL = qkv_TX.new_empty(num_rows, num_heads, length, length)
+        drop_BNLL = _dropout_mask(weights_BNLL, dropout) if dropout else None
+        out_BLNH, scale = out_TD.view(num_rows, length, num_heads, -1), (width // num_heads) ** -0.5
+        for rows, (q, k, v) in _row_chunks(qkv_TX, num_rows, num_heads):
+            weights = weights_BNLL[rows].flatten(0, 1)
+            scores = torch.empty_like(weights)
+            if bias_B1LL is not None:
+                scores.view(-1, num_heads, length, length).copy_(bias_B1LL[rows])
+            scores.baddbmm_(q, k.mT, beta=0 if bias_B1LL is None else 1, alpha=scale)
+            torch.softmax(scores, -1, out=weights)
+            if drop_BNLL is not None:
+                weights = weights * drop_BNLL[rows].flatten(0, 1)
+            out_BLNH[rows].copy_(_by_token(weights @ v, num_heads))
+        ctx.save_for_backward(qkv_TX, weights_BNLL, drop_BNLL)
+        ctx.num_rows, ctx.num_heads, ctx.scale = num_rows, num_heads, scale
+        return out_TD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, weights, drop = ctx.saved_tensors
-        grad_v = (weights * drop).mT @ grad
-        grad_weights = (grad @ v.mT).mul_(drop)
-        grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-        grad_scores.mul_(q.shape[-1] ** -0.5)
-        return grad_scores @ k, grad_scores.mT @ q, grad_v, None, None
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        qkv_TX, weights_BNLL, drop_BNLL = ctx.saved_tensors
+        num_rows, num_heads, scale = ctx.num_rows, ctx.num_heads, ctx.scale
+        grad_TX = torch.empty_like(qkv_TX)
+        grad_BL3NH = grad_TX.view(num_rows, -1, 3, num_heads, grad_TD.shape[1] // num_heads)
+        grad_BNLH = grad_TD.view(num_rows, -1, num_heads, grad_BL3NH.shape[-1]).transpose(1, 2)
+        for rows, (q, k, v) in _row_chunks(qkv_TX, num_rows, num_heads):
+            weights, grad = weights_BNLL[rows].flatten(0, 1), grad_BNLH[rows].flatten(0, 1)
+            dropped, grad_weights = weights, grad @ v.mT
+            if drop_BNLL is not None:
+                drop = drop_BNLL[rows].flatten(0, 1)
+                dropped = weights * drop
+                grad_weights.mul_(drop)
+            grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype).mul_(scale)
+            grads = (grad_scores @ k, grad_scores.mT @ q, dropped.mT @ grad)
+            for place, each in zip(grad_BL3NH[rows].unbind(2), grads, strict=True):
+                place.copy_(_by_token(each, num_heads))
+        return grad_TX, None, None, None, None
+
+
+def _row_chunks(qkv_TX: Tensor, num_rows: int, num_heads: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+    """Some rows at a time, and their queries, keys and values, [c*N, L, H] each."""
+    length = qkv_TX.shape[0] // num_rows
+    qkv_3BNLH = qkv_TX.view(num_rows, length, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
+    chunk = max(1, SCORES_BYTES // (num_heads * length * length * qkv_TX.element_size()))
+    for start in range(0, num_rows, chunk):
+        rows = slice(start, start + chunk)
+        yield rows, tuple(each[rows].flatten(0, 1) for each in qkv_3BNLH)
+
+
+def _by_token(x: Tensor, num_heads: int) -> Tensor:
+    """[c*N, L, H] → [c, L, N, H], a view."""
+    return x.view(-1, num_heads, *x.shape[1:]).transpose(1, 2)
 
 
 def geglu(x_TD: Tensor, weight: Tensor) -> Tensor:

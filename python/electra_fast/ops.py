@@ -219,7 +219,9 @@ def rotary_qkv(
     The order of the dimensions within a head is up to the implementation; it is the same for queries and keys.
     """
     if uses_cpu_ops(x_TD):
-        return cpu_ops.rotary_qkv(x_TD, weight, cos_T1H, sin_T1H, num_heads)
+        qkv_TX = cpu_ops.rotary_qkv(x_TD, weight, cos_T1H, sin_T1H, num_heads)
+        q, k, v = qkv_TX.view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
+        return q, k, v
     return rotary_qkv_reference(x_TD, weight, cos_T1H, sin_T1H, num_heads)
 
 

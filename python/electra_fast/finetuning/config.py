@@ -59,7 +59,10 @@ class FinetuneConfig(Section):
     beam_size: int = config_key(20, "starts of an answer, and ends for each, that are considered", low=1, high=1000)
     answerable_weight: float = config_key(0.5, 'weight of the classifier of unanswerable ones (head "google")', low=0)
     precision: Literal["auto", "fp32", "bf16"] = config_key(
-        "auto", "dtype of activations; auto: bf16 on CUDA, fp32 on a CPU"
+        "auto", "dtype of activations; auto: bf16 on CUDA, on a CPU the one that a short measurement finds faster"
+    )
+    matmul: Literal["auto", "default", "onednn"] = config_key(
+        "auto", "library of fp32 products on a CPU: torch's default or oneDNN; auto: the faster in a short measurement"
     )
     attention: Literal["auto", "sdpa", "varlen", "flex", "xformers"] = config_key(
         "auto", "attention backend; auto: varlen on CUDA in 16 bits, else sdpa"

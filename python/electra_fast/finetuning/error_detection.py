@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra_fast import checkpoint
-from electra_fast.attention_choice import choose_attention
-from electra_fast.compute import ComputeConfig, choose_device, choose_precision
+from electra_fast.compute import ComputeConfig, Precision, choose_device
 from electra_fast.config import AUTO
 from electra_fast.data.corpus import Pieces, Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning.answers import Answer, rounded
 from electra_fast.finetuning.chunks import text_chunks
-from electra_fast.finetuning.inference import token_predictions
+from electra_fast.finetuning.inference import choose_inference, token_predictions
 from electra_fast.finetuning.inputs import Inputs
 from electra_fast.finetuning.model import EncoderWithHead
 from electra_fast.finetuning.prediction_input import ExampleReader
@@ -63,6 +62,7 @@ class ErrorDetector(ExampleReader):
         sequence_length: How many tokens it reads at once, [CLS] and [SEP] included; longer texts are read in chunks
             that overlap by half.
         threshold: The probability from which a word counts as an error, 0 to 1.
+        precision: Of the activations, `fp32` or `bf16`; by default the faster one.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class ErrorDetector(ExampleReader):
         *,
         sequence_length: int,
         threshold: float = 0.5,
+        precision: str = AUTO,
     ) -> None:
         if not 0 <= threshold <= 1:
             raise InputError(f"threshold is {threshold}; it is a probability, from 0 to 1")
@@ -80,9 +81,7 @@ class ErrorDetector(ExampleReader):
             raise InputError(f"sequence_length is {sequence_length}; [CLS], a token and [SEP] need 3")
         self.threshold, self.sequence_length = threshold, sequence_length
         self.tokenizer, self._model = tokenizer, ReplacedTokenDetector(model).to(device).eval()
-        dtype = torch.bfloat16 if choose_precision(AUTO, device) == "bf16" else torch.float32
-        attention = choose_attention(AUTO, device, dtype, 0.0, self._model.shape.local_attention)
-        self._compute = ComputeConfig(attention, dtype)
+        self._compute, self.note = choose_inference(self._model, device, precision)
 
     usual_columns = (("text",),)
 
@@ -119,7 +118,7 @@ class ErrorDetector(ExampleReader):
         return [probabilities[own] for own in places]
 
 
-def load_error_detector(source: str | Path, threshold: float = 0.5) -> ErrorDetector:
+def load_error_detector(source: str | Path, threshold: float = 0.5, precision: Precision = "auto") -> ErrorDetector:
     """The detector of a run (its latest checkpoint), a checkpoint, an export or another Hugging Face discriminator.
 
     It reads as many tokens at once as in pre-training, or where the folder does not record that, as the model has
@@ -131,7 +130,9 @@ def load_error_detector(source: str | Path, threshold: float = 0.5) -> ErrorDete
         if not parameter.isfinite().all():
             raise InputError(f"{source}: {name} has values that are nan or infinite; the model is broken")
     tokenizer = Tokenizer(tokenizer_folder(source, model.config.model.vocab_size))
-    return ErrorDetector(model, tokenizer, choose_device(), sequence_length=sequence_length, threshold=threshold)
+    return ErrorDetector(
+        model, tokenizer, choose_device(), sequence_length=sequence_length, threshold=threshold, precision=precision
+    )
 
 
 def _read_discriminator(source: Path) -> tuple[Electra, int]:

@@ -17,7 +17,7 @@ from electra_fast.compute import choose_device
 from electra_fast.errors import InputError
 from electra_fast.finetuning import metrics
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
-from electra_fast.finetuning.job import Job, check_length, first_difference, make_job
+from electra_fast.finetuning.job import IDENTITY, Job, check_length, first_difference, make_job
 from electra_fast.finetuning.labels import listed
 from electra_fast.finetuning.rescoring import outdated_splits, read_finished, rescore
 from electra_fast.finetuning.seed_run import RESULT, SeedRun
@@ -27,11 +27,11 @@ from electra_fast.finetuning.tasks import read_tasks
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.json_files import read_object
+from electra_fast.matmul import use_matmul
 from electra_fast.progress import FinetuningProgress
 from electra_fast.training.run import exclusive
 
 Results = dict[str, dict[str, Any]]
-_IDENTITY = "task.json"
 
 
 def finetune(
@@ -123,16 +123,16 @@ def _visible(folder: Path) -> list[str]:
 
 def _check_folder(job: Job) -> None:
     """Remembers what decides the results; ValueError where the folder has something that was made otherwise."""
-    path, now = job.folder / _IDENTITY, json.loads(json.dumps(job.identity()))
+    path, now = job.folder / IDENTITY, json.loads(json.dumps(job.identity()))
     for folder in job.folder.glob("seed-*"):
         recover_all(folder)
     if not path.exists() and job.folder.exists() and _visible(job.folder):
         raise InputError(f"{path}: missing, though there are other files; choose another folder for --out")
     made = [*job.folder.glob(f"seed-*/{RESULT}"), *job.folder.glob("seed-*/checkpoint")]
-    if made and (found := first_difference(read_object(path), now)):
+    if made and (found := first_difference(read_object(path) | {"hardware": None}, now | {"hardware": None})):
         raise InputError(f"{job.folder}: {found}; give the same to resume, or another --out")
     job.folder.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(now, indent=2) + "\n")
+    replace_file(path, json.dumps(now | {"hardware": job.hardware}, indent=2) + "\n")
 
 
 def _train_all(jobs: Sequence[Job], seeds: int, out: Path, earlier: Results) -> Results:
@@ -141,9 +141,10 @@ def _train_all(jobs: Sequence[Job], seeds: int, out: Path, earlier: Results) -> 
         for job in jobs:
             for line in job.describe():
                 progress.say(line)
-            for runs in _runs(job, seeds, stop, progress):
-                results[job.task.name] = _summary(job, runs)
-                replace_file(out / "results.json", json.dumps(earlier | results, indent=2) + "\n")
+            with use_matmul(job.work.compute.matmul):
+                for runs in _runs(job, seeds, stop, progress):
+                    results[job.task.name] = _summary(job, runs)
+                    replace_file(out / "results.json", json.dumps(earlier | results, indent=2) + "\n")
             if seeds > 1:
                 progress.say(_summary_text(job, results[job.task.name]))
             copy_submissions(out, job.folder, job.data, _median_seed(job, results[job.task.name]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,13 +12,51 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from electra_fast.compute import ComputeConfig
+from electra_fast.attention_choice import choose_attention
+from electra_fast.compute import DTYPES, ComputeConfig, choose_precision
+from electra_fast.config import AUTO, ModelConfig
 from electra_fast.finetuning.batches import EncodedExamples, PackedBatch, pack
 from electra_fast.finetuning.inputs import Inputs
 from electra_fast.finetuning.model import EncoderWithHead
+from electra_fast.matmul import fastest_matmul, use_matmul
+from electra_fast.training.precision import faster_precision, shortest_times, times_text
 
 # Tokens of a batch.
 BATCH_TOKENS = 4096
+# Of a measurement.
+_SAMPLE_ROWS, _SAMPLE_LENGTH = 4, 128
+
+
+def choose_inference(model: EncoderWithHead, device: torch.device, precision: str = AUTO) -> tuple[ComputeConfig, str]:
+    """How a model predicts, and what to tell the user about it: on a CPU what a short measurement finds faster.
+
+    Raises InputError where the model cannot be read with this precision.
+    """
+    shape, note = model.shape, ""
+    matmul, chosen = fastest_matmul(shape, device), choose_precision(precision, device)
+
+    def compute_in(name: str) -> ComputeConfig:
+        attention = choose_attention(AUTO, device, DTYPES[name], 0.0, shape.local_attention)
+        return ComputeConfig(attention, DTYPES[name], matmul)
+
+    if chosen == AUTO:
+        encoded = _made_up(shape)
+
+        def run(name: str) -> None:
+            collections.deque(_batches(model, encoded, compute_in(name)), maxlen=0)
+
+        seconds = shortest_times({name: partial(run, name) for name in DTYPES})
+        chosen = faster_precision(seconds)
+        note = f"precision = auto: {chosen} ({len(encoded.ids)} tokens take {times_text(seconds)})"
+    return compute_in(chosen), note
+
+
+def _made_up(shape: ModelConfig) -> EncodedExamples:
+    """A few rows of random tokens."""
+    length = min(_SAMPLE_LENGTH, shape.max_positions)
+    ids = np.random.default_rng(0).integers(shape.vocab_size, size=_SAMPLE_ROWS * length, dtype=np.int32)
+    offsets = np.arange(_SAMPLE_ROWS + 1, dtype=np.int64) * length
+    return EncodedExamples(ids, np.zeros_like(ids), offsets, 0, ())
 
 
 def example_predictions(
@@ -57,7 +97,10 @@ def token_predictions(
 
 @torch.no_grad()
 def _batches(
-    model: EncoderWithHead, encoded: EncodedExamples, compute: ComputeConfig, before_batch: Callable[[], None]
+    model: EncoderWithHead,
+    encoded: EncodedExamples,
+    compute: ComputeConfig,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[NDArray[Any], PackedBatch, tuple[Tensor, ...]]]:
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
@@ -65,7 +108,9 @@ def _batches(
     for examples in np.split(order, _cuts(encoded.lengths[order])):
         before_batch()
         for part in pack(encoded, examples, are_alike=True):
-            yield examples, part, model.predictions(Inputs.of(part, device), compute)
+            with use_matmul(compute.matmul):
+                tensors = model.predictions(Inputs.of(part, device), compute)
+            yield examples, part, tensors
     model.train(was_training)
 
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from electra_fast.attention_choice import choose_attention
-from electra_fast.compute import ComputeConfig, choose_precision
+from electra_fast.compute import DTYPES, ComputeConfig, choose_precision
+from electra_fast.config import AUTO
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning import batches
@@ -23,15 +25,22 @@ from electra_fast.finetuning.batches import EncodedExamples, PackedBatch
 from electra_fast.finetuning.config import FinetuneConfig, FinetuningConfig
 from electra_fast.finetuning.method import Features, Method
 from electra_fast.finetuning.methods import METHODS
-from electra_fast.finetuning.step import FinetuningWork
+from electra_fast.finetuning.step import FinetuningWork, TaskBackward
 from electra_fast.finetuning.task import Split, Task, TaskData, class_sizes
 from electra_fast.finetuning.training_set import TrainingSet
 from electra_fast.huggingface.encoder import PretrainedEncoder
+from electra_fast.json_files import read_object
+from electra_fast.matmul import DEFAULT, choose_matmul, measure_matmul, use_matmul
+from electra_fast.training.precision import faster_precision, shortest_times, threads_of, times_text
 from electra_fast.training.step_processes import max_processes
 
-# Keys that a session may change: they do not change a result.
-FREE_KEYS = {"checkpoint_seconds"}
+# Keys that a session may change: they do not change a result, or only its rounding.
+FREE_KEYS = {"checkpoint_seconds", "matmul"}
+# In the folder of a task: what decides its results.
+IDENTITY = "task.json"
 MAX_NAMED_CLASSES = 20
+# Of a pass whose time decides about the precision: half a second with an encoder of base size.
+MAX_MEASURED_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,7 @@ class Job:
         work: The computation of a step.
         device: Where.
         num_processes: On a CPU, processes that share a step.
+        notes: What was chosen by measurement.
     """
 
     data: TaskData
@@ -59,6 +69,7 @@ class Job:
     work: FinetuningWork
     device: torch.device
     num_processes: int
+    notes: tuple[str, ...] = ()
 
     @property
     def task(self) -> Task:
@@ -103,6 +114,13 @@ class Job:
             "tokens": hashlib.sha256(self.examples.ids.tobytes()).hexdigest(),
         }
 
+    @property
+    def hardware(self) -> dict[str, str]:
+        """What suits the device, as chosen at first; a resumed fine-tuning keeps it."""
+        dtype, matmul = self.work.compute.dtype, self.work.compute.matmul
+        precision = next(name for name, each in DTYPES.items() if each == dtype)
+        return {"device": self.device.type, "precision": precision, "matmul": matmul}
+
     @functools.cached_property
     def predicted(self) -> dict[str, str]:
         """What identifies the content of each split that is predicted, wherever its file is."""
@@ -130,6 +148,8 @@ class Job:
     def describe(self) -> Iterator[str]:
         """Lines about the data that a user should know before training."""
         yield from self.data.notes
+        for note in self.notes:
+            yield f"{self.task.name}: {note}"
         dev, *_ = self.data.dev
         yield (
             f"{self.task.name}: examples: {len(self.data.train.texts):,} to train on, {len(dev.texts):,} to "
@@ -153,8 +173,59 @@ def make_job(
     training_set = method.training_set(tokenizer, task, data.train, settings)
     splits = {split.name: method.features(tokenizer, split, settings) for split in (*data.dev, *data.test)}
     num_processes = min(max_processes(device), settings.batch_size)
-    work = _work(task, settings, encoder, device)
-    return Job(data, settings, encoder, folder, training_set, splits, work, device, num_processes)
+    chosen = _recorded_hardware(folder, device)
+    work = _work(task, settings, encoder, device, chosen)
+    job = Job(data, settings, encoder, folder, training_set, splits, work, device, num_processes)
+    return job if chosen else _measured(job)
+
+
+def _recorded_hardware(folder: Path, device: torch.device) -> dict[str, str]:
+    """What an earlier session chose for this kind of device; before that was recorded, it was fp32 on a CPU."""
+    path = folder / IDENTITY
+    if not path.exists():
+        return {}
+    found: dict[str, str] = read_object(path).get("hardware", {"device": "cpu", "precision": "fp32", "matmul": DEFAULT})
+    return found if found.get("device") == device.type else {}
+
+
+def _measured(job: Job) -> Job:
+    """The job with the library of fp32 products, and then the precision, that train its first examples faster."""
+    settings, notes, work = job.config, [], job.work
+    with threads_of(job.num_processes):
+        if choose_matmul(settings.matmul, job.device) == AUTO:
+            products = measure_matmul(work.shape, _num_tokens(job) // job.num_processes)
+            work = work.computing(matmul=products.fastest)
+            notes.append(f"finetune.matmul = auto: {products.fastest} ({products})")
+        if choose_precision(settings.precision, job.device) == AUTO:
+            seconds = _seconds_by_precision(job, work)
+            precision = faster_precision(seconds)
+            work = work.computing(dtype=DTYPES[precision])
+            notes.append(f"finetune.precision = auto: {precision} (a part of a step takes {times_text(seconds)})")
+    return dataclasses.replace(job, work=work, notes=tuple(notes))
+
+
+def _num_tokens(job: Job) -> int:
+    """Tokens of a step."""
+    return int(job.examples.lengths[: job.config.batch_size].sum())
+
+
+def _seconds_by_precision(job: Job, work: FinetuningWork) -> dict[str, float]:
+    """Seconds of a process' forward and backward pass over its part of the first step."""
+    lengths = job.examples.lengths[: job.config.batch_size]
+    enough = np.searchsorted(lengths.cumsum(), MAX_MEASURED_TOKENS * job.num_processes)
+    examples = np.arange(max(1, min(len(lengths), int(enough))))
+    parts = batches.pack(job.examples, examples, job.num_processes)
+    batch = job.training_set.batch(parts, examples, job.config.loss_reduction, 0)
+    with torch.random.fork_rng(devices=[]), use_matmul(work.compute.matmul):
+        model = work.model()
+        model.load_encoder(job.encoder.state)
+        model.initialize_head(0)
+        passes = {}
+        for name, dtype in DTYPES.items():
+            backward = TaskBackward(model, dataclasses.replace(work.compute, dtype=dtype))
+            backward.load(batch, 0)
+            passes[name] = backward.run
+        return shortest_times(passes)
 
 
 def check_length(config: FinetuneConfig, encoder: PretrainedEncoder) -> None:
@@ -166,8 +237,13 @@ def check_length(config: FinetuneConfig, encoder: PretrainedEncoder) -> None:
         )
 
 
-def _work(task: Task, config: FinetuneConfig, encoder: PretrainedEncoder, device: torch.device) -> FinetuningWork:
-    dtype = torch.bfloat16 if choose_precision(config.precision, device) == "bf16" else torch.float32
+def _work(
+    task: Task, config: FinetuneConfig, encoder: PretrainedEncoder, device: torch.device, chosen: Mapping[str, str]
+) -> FinetuningWork:
+    """The computation of a step; where only a measurement can tell, in fp32 by the default library."""
+    precision, matmul = choose_precision(config.precision, device), choose_matmul(config.matmul, device)
+    dtype = DTYPES[chosen.get("precision", "fp32") if precision == AUTO else precision]
+    matmul = chosen.get("matmul", DEFAULT) if matmul == AUTO else matmul
     local_attention = encoder.shape.local_attention
     attention = choose_attention(config.attention, device, dtype, config.attention_dropout, local_attention)
     shape = dataclasses.replace(
@@ -176,7 +252,7 @@ def _work(task: Task, config: FinetuneConfig, encoder: PretrainedEncoder, device
     if config.execution == "graph" and device.type != "cuda":
         raise InputError(f'finetune.execution = "graph" needs a CUDA device, and this is {device.type}; set "auto"')
     num_outputs = max(1, len(task.labels))
-    return FinetuningWork(shape, config, task.kind, num_outputs, ComputeConfig(attention, dtype))
+    return FinetuningWork(shape, config, task.kind, num_outputs, ComputeConfig(attention, dtype, matmul))
 
 
 def named_scores(split: str, scores: Mapping[str, float]) -> dict[str, float]:

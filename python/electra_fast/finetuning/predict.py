@@ -18,14 +18,15 @@ from typing import Any, TextIO, cast
 import numpy as np
 import torch
 
-from electra_fast.attention_choice import choose_attention
-from electra_fast.compute import ComputeConfig, choose_device, choose_precision
+from electra_fast.compute import Precision, choose_device
+from electra_fast.config import AUTO
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.finetuning.answers import Answer
 from electra_fast.finetuning.config import FinetuneConfig
 from electra_fast.finetuning.delimited import Dialect
 from electra_fast.finetuning.error_detection import load_error_detector
+from electra_fast.finetuning.inference import choose_inference
 from electra_fast.finetuning.methods import METHODS
 from electra_fast.finetuning.prediction_input import ExampleReader, Examples, Source, open_examples
 from electra_fast.finetuning.tables import Quoting, Row
@@ -44,9 +45,10 @@ class FinetunedModel:
         finetuned: As read from its folder.
         tokenizer: The folder's.
         device: Where it computes.
+        precision: Of the activations, `fp32` or `bf16`; by default the faster one.
     """
 
-    def __init__(self, finetuned: Finetuned, tokenizer: Tokenizer, device: torch.device) -> None:
+    def __init__(self, finetuned: Finetuned, tokenizer: Tokenizer, device: torch.device, precision: str = AUTO) -> None:
         self.kind, self.labels, self.num_texts = finetuned.kind, finetuned.labels, finetuned.num_texts
         self.text_columns = finetuned.text_columns
         self._tokenizer, self._method, self._settings = tokenizer, METHODS[finetuned.kind], dict(finetuned.settings)
@@ -58,13 +60,10 @@ class FinetunedModel:
             scheme=str(self._settings.get("scheme", _scheme(finetuned.labels))),
         )
         self._config = _prediction_config(finetuned)
-        precision = choose_precision("auto", device)
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        attention = choose_attention("auto", device, dtype, 0.0, finetuned.shape.local_attention)
-        self._compute = ComputeConfig(attention, dtype)
         self._model = self._method.model(finetuned.shape, self._config, len(finetuned.labels))
         self._model.load_state_dict(dict(finetuned.state))
         self._model.to(device).eval()
+        self._compute, self.note = choose_inference(self._model, device, precision)
 
     def predict(self, examples: Iterable[Any], **settings: Any) -> list[Answer]:
         """An answer per example, in their order.
@@ -139,8 +138,10 @@ def _prediction_config(finetuned: Finetuned) -> FinetuneConfig:
         raise InputError(f"config.json: {SETTINGS_KEY}: {error}") from None
 
 
-def load_finetuned(folder: str | Path) -> FinetunedModel:
+def load_finetuned(folder: str | Path, *, precision: Precision = "auto") -> FinetunedModel:
     """The model of a folder that `finetune` wrote, or of another one of `transformers`' classes for these tasks.
+
+    `precision` is that of the activations; `auto` is bf16 on CUDA, on a CPU what a short measurement finds faster.
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
@@ -151,7 +152,7 @@ def load_finetuned(folder: str | Path) -> FinetunedModel:
             f"{tokenizer.path}: has {tokenizer.vocab_size:,} entries, but the model has "
             f"{finetuned.shape.vocab_size:,}; put the model's own tokenizer there"
         )
-    return FinetunedModel(finetuned, tokenizer, choose_device())
+    return FinetunedModel(finetuned, tokenizer, choose_device(), precision)
 
 
 def predict_file(
@@ -165,6 +166,7 @@ def predict_file(
     format: str = "",
     skip_bad_rows: int = 0,
     task: str | None = None,
+    precision: Precision = "auto",
     **settings: Any,
 ) -> int:
     """Writes an answer per example of a file, as lines of JSON in its order, to `out` or standard output.
@@ -184,6 +186,7 @@ def predict_file(
         format: The extension that the file should have, such as `csv`; by default its own, or that of its content.
         skip_bad_rows: How many rows that cannot be used may be left out.
         task: `errors`: the model's replaced-token detector marks words that do not belong.
+        precision: As for `load_finetuned`.
         settings: `n_best` and `null_threshold` as for `FinetunedModel.predict`; `threshold` of `errors`.
 
     Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; Interrupted at a signal.
@@ -200,10 +203,10 @@ def predict_file(
     predictor: Any
     if task == "errors":
         check_settings(settings, ("threshold",), "errors")
-        predictor, settings = load_error_detector(model, **settings), {}
+        predictor, settings = load_error_detector(model, precision=precision, **settings), {}
         reader, source = predictor, dataclasses.replace(source, num_texts=1)
     else:
-        predictor = load_finetuned(model)
+        predictor = load_finetuned(model, precision=precision)
         check_settings(settings, predictor.settings, predictor.kind)
         num_texts = predictor.num_texts or {"tagging": 1, "question-answering": 2}.get(predictor.kind)
         own = {"trained_text": predictor.text_columns, "num_texts": num_texts}
@@ -222,7 +225,7 @@ def _predict(
     predictor: Any, file: Path, examples: Examples, out: str | Path | None, settings: Mapping[str, Any]
 ) -> int:
     count, num_notes, started = 0, len(examples.notes), time.monotonic()
-    for note in examples.notes:
+    for note in (*([predictor.note] if predictor.note else []), *examples.notes):
         print(note, file=sys.stderr)
     try:
         with _output(Path(out) if out is not None else None) as stream:

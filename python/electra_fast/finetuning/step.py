@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -100,6 +100,10 @@ class FinetuningWork(Work):
     kind: str
     num_outputs: int
     compute: ComputeConfig
+
+    def computing(self, **changes: Any) -> FinetuningWork:
+        """The same steps, computed otherwise: other `ComputeConfig` fields."""
+        return replace(self, compute=replace(self.compute, **changes))
 
     def model(self) -> TaskModel:
         """A model with parameters of any value, in training mode."""

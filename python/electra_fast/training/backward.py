@@ -53,6 +53,8 @@ class GradientComputation(ABC):
 class Work(ABC):
     """The work of a run's steps, of which any process can take a share: what it needs to know, without tensors."""
 
+    compute: ComputeConfig
+
     @abstractmethod
     def share(self, rank: int, num_processes: int) -> tuple[GradientComputation, Optimizer]:
         """One process' computation of gradients and its optimizer, of a model with parameters of any value."""

@@ -28,6 +28,7 @@ def environment(device: torch.device, compute: ComputeConfig, execution: str, nu
         "device": cuda or f"cpu, {torch.get_num_threads()} threads",
         "ranks": str(num_ranks),
         "attention": compute.attention,
+        "matmul": compute.matmul,
         "activations": str(compute.dtype).removeprefix("torch."),
         "execution": execution,
         "kernels": "triton" if device.type == "cuda" else "references",

@@ -25,6 +25,7 @@ from electra_fast.errors import InputError
 from electra_fast.huggingface.export import load
 from electra_fast.huggingface.source import checkpoint_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import check_vocabulary
+from electra_fast.matmul import fastest_matmul, use_matmul
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import METRICS, Number, Objective
@@ -98,7 +99,7 @@ def evaluate(
     rows_per_batch = batch_size or model.config.train.batch_size
     config = model.config.replace({"train": {"batch_size": rows_per_batch, "accumulate": 1}})
     # fp32 and the backend that runs everywhere, whatever the model was trained with.
-    compute = ComputeConfig("sdpa", torch.float32)
+    compute = ComputeConfig("sdpa", torch.float32, fastest_matmul(model.config.model, target))
     if checkpoint_of(Path(source)) is None:  # Hugging Face folders do not have this head
         config = config.replace({"objective": {"corrective_weight": 0.0}})
     report: dict[str, Number | str]
@@ -126,7 +127,8 @@ def evaluate(
     report = {name: report.get(name) for name in FIRST} | report
     if mlm_examples:
         length = config.data.sequence_length
-        report |= mlm_accuracy(model, corpora, sequence_length=length, seed=SEED, num_examples=mlm_examples)
+        with use_matmul(compute.matmul):
+            report |= mlm_accuracy(model, corpora, sequence_length=length, seed=SEED, num_examples=mlm_examples)
     return report
 
 
@@ -282,7 +284,8 @@ def _judge(
         if batch["input_ids"].shape[0] == 0:
             batch = padding_row(batch)  # other ranks have rows, and may need this one's part of the model
         key = RngKey(torch.tensor([SEED, number], device=device), first_row)
-        output = forward(model, batch, compute, key, objective.loss_denominators(batch))
+        with use_matmul(compute.matmul):
+            output = forward(model, batch, compute, key, objective.loss_denominators(batch))
         for name, total in output.totals.items():
             totals[name] += total
         found = output.predictions

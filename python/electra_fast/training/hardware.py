@@ -9,13 +9,15 @@ import torch
 from electra_fast.compute import choose_compute, choose_precision
 from electra_fast.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.errors import InputError
-from electra_fast.training.precision import measure
+from electra_fast.matmul import choose_matmul
+from electra_fast.training.precision import measure, measure_products
 from electra_fast.training.run import FREE_KEYS, Run
 from electra_fast.training.step import choose_execution
 
 # How each key's value follows from the configuration, in this order: an attention backend may need 16 bits.
 # ValueError where the value cannot run on the device.
 _RULES: dict[str, Callable[[Config, torch.device], str]] = {
+    "train.matmul": lambda config, device: choose_matmul(config.train.matmul, device),
     "train.precision": lambda config, device: choose_precision(config.train.precision, device),
     "model.attention": lambda config, device: choose_compute(config, device).attention,
     "train.execution": lambda config, device: choose_execution(config.train.execution, device, config.train.sharding),
@@ -30,6 +32,10 @@ def settle_hardware(run: Run, device: torch.device) -> tuple[Run, list[str]]:
     `auto`, cannot run.
     """
     config, lines = _without_impossible(run, device), []
+    if choose_matmul(config.train.matmul, device) == AUTO:
+        products = measure_products(config)
+        config = config.override({"train.matmul": products.fastest})
+        lines.append(f"train.matmul = auto: {products.fastest} ({products})")
     if choose_precision(config.train.precision, device) == AUTO:
         measurement = measure(config)
         config = config.override({"train.precision": measurement.fastest})

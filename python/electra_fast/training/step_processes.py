@@ -29,6 +29,7 @@ from torch import Tensor
 from electra_fast.config import Config
 from electra_fast.errors import TrainingFailed
 from electra_fast.interruption import SIGNALS
+from electra_fast.matmul import use_matmul
 from electra_fast.training.allocator import keep_freed_memory
 from electra_fast.training.backward import GradientComputation, Work
 from electra_fast.training.optim import Optimizer, global_norm
@@ -242,19 +243,20 @@ def help_with_steps(descriptor: int) -> None:
     """The main function of a helper: takes tasks from a connection until it closes."""
     connection = Connection(descriptor)
     try:
-        _help(connection)
+        task: _Task = connection.recv()
+        with use_matmul(task.work.compute.matmul):
+            _help(connection, task)
     except (EOFError, ConnectionError):
         return  # the calling process has ended
     except BaseException:
         connection.send(traceback.format_exc())
 
 
-def _help(connection: Connection) -> None:
+def _help(connection: Connection, task: _Task) -> None:
     def wait() -> None:
         connection.send(None)
         connection.recv()
 
-    task: _Task = connection.recv()
     torch.set_num_threads(task.num_threads)
     keep_freed_memory()
     backward, optimizer = task.work.share(task.rank, task.num_processes)

@@ -24,6 +24,7 @@ from electra_fast.data.loader import BatchLoader
 from electra_fast.data.mixture import Corpora, Mixture, resumed_state, stream_of
 from electra_fast.errors import Diverged, InputError, ReportedElsewhere, TrainingFailed
 from electra_fast.interruption import StopRequest
+from electra_fast.matmul import use_matmul
 from electra_fast.model import Electra
 from electra_fast.objectives.objective import Number
 from electra_fast.training import metrics
@@ -143,6 +144,7 @@ class Trainer:
         agreed = stop if self.world.size == 1 else StopRequest()
         is_time_up = False
         with (
+            use_matmul(self.compute.matmul),
             contextlib.closing(self.train_step),
             self.writer,
             RunLog(self.run.folder, state.step, num_steps, is_silent=not self.world.is_first) as log,
