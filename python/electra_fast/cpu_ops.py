@@ -22,6 +22,8 @@ from electra_fast.sampling import TILE, draw_noise, modify_logits, sample_catego
 
 # Logits that the generator's head holds at once: large enough for efficient products, small enough for the caches.
 CHUNK_BYTES = 8 * 2**20
+# Their gradients that are multiplied at once.
+GROUP_BYTES = 64 * 2**20
 # Scores that attention holds at once: what passes over them leave in the caches.
 SCORES_BYTES = 2**20
 
@@ -208,43 +210,60 @@ def _generator_head_impl(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, sample, correct, the loss' gradients with respect to x, the table and the bias), in one visit of the rows.
 
-    The logits of a chunk become exponentials, then probabilities, then gradients, in one buffer.
+    The logits of a chunk of rows become exponentials, then probabilities, then gradients. Those of several chunks, a
+    group, are multiplied at once, since each product reads and writes the whole gradient of the table.
     """
     outputs = _empty_outputs(x_ME, table_VE, seed_and_step, with_gradient)
     loss, sample_M, correct_M = outputs[0].zero_(), outputs[1], outputs[2]
-    table_VE, bias_V = table_VE.to(x_ME.dtype), bias_V.to(x_ME.dtype)
-    num_rows, vocab_size, num_tiles = x_ME.shape[0], table_VE.shape[0], -(-table_VE.shape[0] // TILE)
-    chunk_rows = max(1, min(num_rows, CHUNK_BYTES // (num_tiles * TILE * 4)))
-    buffer = x_ME.new_empty((chunk_rows, num_tiles, TILE), dtype=torch.float32)
-    for start in range(0, num_rows, chunk_rows):
-        rows = slice(start, min(start + chunk_rows, num_rows))
-        tiles = buffer[: rows.stop - start]
-        padded = tiles.flatten(1)
-        logits, padding = padded[:, :vocab_size], padded[:, vocab_size:]
-        _linear(x_ME[rows], table_VE, bias_V, out=logits)
-        padding.fill_(-math.inf)  # entries past the vocabulary have probability 0
-        target_M1, weight_M1 = target_M[rows, None], weight_M[rows, None]
-        target_logit_M1 = logits.gather(1, target_M1)
-        max_MK = tiles.amax(-1)
-        best_tile_M = max_MK.argmax(-1)
-        correct_M[rows] = best_tile_M * TILE + _chosen(tiles, best_tile_M).argmax(-1) == target_M[rows]
-        as_is = temperature == 1.0 and not disallow_correct
-        if seed_and_step is not None and not as_is:
-            modified_MV = modify_logits(logits, target_M[rows], temperature, disallow_correct)
-            sample_M[rows] = sample_categorical(modified_MV, slot_M[rows], seed_and_step)
-        tiles.sub_(max_MK[:, :, None]).exp_()
-        lse_MK = max_MK + tiles.sum(-1).log()
-        if seed_and_step is not None and as_is:
-            noise = draw_noise(num_tiles, slot_M[rows], seed_and_step)
-            tile_M = noise.choose_tile(lse_MK)
-            sample_M[rows] = tile_M * TILE + noise.choose_within_tile(_chosen(tiles, tile_M))
-        lse_M1 = lse_MK.logsumexp(-1, keepdim=True)
-        loss += ((lse_M1 - target_logit_M1) * weight_M1).sum()
+    (num_rows, _), vocab_size, num_tiles = x_ME.shape, table_VE.shape[0], -(-table_VE.shape[0] // TILE)
+    # Entries past the vocabulary fill the last tile, and have probability 0.
+    padding = num_tiles * TILE - vocab_size
+    table_PE, bias_P = F.pad(table_VE.to(x_ME.dtype), (0, 0, 0, padding)), F.pad(bias_V, (0, padding), value=-math.inf)
+    bytes_per_row = x_ME.element_size() * num_tiles * TILE
+    chunk_rows = max(1, min(num_rows, CHUNK_BYTES // (4 * num_tiles * TILE)))
+    group_rows = max(chunk_rows, min(num_rows, GROUP_BYTES // bytes_per_row)) if with_gradient else chunk_rows
+    grad_gP = x_ME.new_empty(group_rows, num_tiles * TILE)
+    buffer_cP = x_ME.new_empty((chunk_rows, num_tiles * TILE), dtype=torch.float32)
+    for group, chunks in _groups(num_rows, group_rows, chunk_rows):
+        for rows in chunks:
+            own_cP = grad_gP[rows.start - group.start : rows.stop - group.start]
+            logits_cP = own_cP if x_ME.dtype == torch.float32 else buffer_cP[: len(own_cP)]
+            tiles, logits = logits_cP.view(-1, num_tiles, TILE), logits_cP[:, :vocab_size]
+            _linear(x_ME[rows], table_PE, bias_P, out=logits_cP)
+            target_M1, weight_M1 = target_M[rows, None], weight_M[rows, None]
+            target_logit_M1 = logits.gather(1, target_M1)
+            max_MK = tiles.amax(-1)
+            best_tile_M = max_MK.argmax(-1)
+            correct_M[rows] = best_tile_M * TILE + _chosen(tiles, best_tile_M).argmax(-1) == target_M[rows]
+            as_is = temperature == 1.0 and not disallow_correct
+            if seed_and_step is not None and not as_is:
+                modified_MV = modify_logits(logits, target_M[rows], temperature, disallow_correct)
+                sample_M[rows] = sample_categorical(modified_MV, slot_M[rows], seed_and_step)
+            tiles.sub_(max_MK[:, :, None]).exp_()
+            lse_MK = max_MK + tiles.sum(-1).log()
+            if seed_and_step is not None and as_is:
+                noise = draw_noise(num_tiles, slot_M[rows], seed_and_step)
+                tile_M = noise.choose_tile(lse_MK)
+                sample_M[rows] = tile_M * TILE + noise.choose_within_tile(_chosen(tiles, tile_M))
+            lse_M1 = lse_MK.logsumexp(-1, keepdim=True)
+            loss += ((lse_M1 - target_logit_M1) * weight_M1).sum()
+            if with_gradient:
+                tiles.mul_((weight_M1 * (max_MK - lse_M1).exp())[:, :, None])
+                logits.scatter_add_(1, target_M1, -weight_M1)
+                _add(outputs[5], logits.sum(0), is_first=rows.start == 0)
+                if own_cP.dtype != torch.float32:
+                    own_cP.copy_(logits_cP)
         if with_gradient:
-            tiles.mul_((weight_M1 * (max_MK - lse_M1).exp())[:, :, None])
-            logits.scatter_add_(1, target_M1, -weight_M1)
-            _add_gradients(outputs[3:], logits, x_ME, table_VE, rows)
+            _add_gradients(outputs[3][group], outputs[4], grad_gP[: group.stop - group.start], x_ME, table_PE, group)
     return outputs
+
+
+def _groups(num_rows: int, group_rows: int, chunk_rows: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Groups of rows, and the chunks of each."""
+    for start in range(0, num_rows, group_rows):
+        stop = min(start + group_rows, num_rows)
+        chunks = [slice(each, min(each + chunk_rows, stop)) for each in range(start, stop, chunk_rows)]
+        yield slice(start, stop), chunks
 
 
 def _empty_outputs(
@@ -261,12 +280,13 @@ def _empty_outputs(
     )
 
 
-def _linear(x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, out: Tensor) -> None:
+def _linear(x_ME: Tensor, table_PE: Tensor, bias_P: Tensor, out: Tensor) -> None:
     """Logits in fp32; a product and an addition in place are faster than `addmm`, which copies the bias first."""
     if x_ME.dtype == torch.float32:
-        torch.mm(x_ME, table_VE.t(), out=out).add_(bias_V)
+        torch.mm(x_ME, table_PE.t(), out=out)
     else:
-        out.copy_(F.linear(x_ME, table_VE, bias_V))
+        out.copy_(x_ME @ table_PE.t())
+    out.add_(bias_P)
 
 
 def _chosen(tiles: Tensor, tile_M: Tensor) -> Tensor:
@@ -275,18 +295,19 @@ def _chosen(tiles: Tensor, tile_M: Tensor) -> Tensor:
 
 
 def _add_gradients(
-    gradients: tuple[Tensor, ...], logits_grad: Tensor, x_ME: Tensor, table_VE: Tensor, rows: slice
+    x_grad_gE: Tensor, table_grad_VE: Tensor, logits_grad_gP: Tensor, x_ME: Tensor, table_PE: Tensor, group: slice
 ) -> None:
-    """The gradients of x at these rows; those of the table and the bias added to what earlier rows gave."""
-    x_grad, table_grad, bias_grad = gradients
-    grad, is_first = logits_grad.to(x_ME.dtype), rows.start == 0
-    torch.mm(grad, table_VE, out=x_grad[rows])
+    """The gradient of x at the rows of a group, and that of the table added to what earlier groups gave."""
+    torch.mm(logits_grad_gP, table_PE, out=x_grad_gE)
+    grad_VE, is_first = logits_grad_gP.t()[: len(table_grad_VE)], group.start == 0
     if x_ME.dtype == torch.float32:
-        table_grad.addmm_(grad.t(), x_ME[rows], beta=0.0 if is_first else 1.0)
+        table_grad_VE.addmm_(grad_VE, x_ME[group], beta=0.0 if is_first else 1.0)
     else:
-        product = grad.t() @ x_ME[rows]
-        table_grad.copy_(product) if is_first else table_grad.add_(product)
-    torch.sum(logits_grad, 0, out=bias_grad) if is_first else bias_grad.add_(logits_grad.sum(0))
+        _add(table_grad_VE, grad_VE @ x_ME[group], is_first=is_first)
+
+
+def _add(total: Tensor, term: Tensor, *, is_first: bool) -> None:
+    total.copy_(term) if is_first else total.add_(term)
 
 
 def _generator_head_fake(

@@ -35,10 +35,15 @@ ATTENTION_CALL = 1 << 14
 
 
 class Embeddings(nn.Module):
-    """Token (and, in `bert`, position and type) embeddings, [T] → [T, E]."""
+    """Token (and, in `bert`, position and type) embeddings, [T] → [T, E].
 
-    def __init__(self, config: ModelConfig) -> None:
+    With `has_sparse_gradient`, that of the token table may be a sparse tensor, on a CPU and for few tokens: a step of
+    fine-tuning reads a few hundred rows of a table of tens of megabytes, and nothing else has a gradient there.
+    """
+
+    def __init__(self, config: ModelConfig, *, has_sparse_gradient: bool = False) -> None:
         super().__init__()
+        self.has_sparse_gradient = has_sparse_gradient
         width = config.embedding_size
         self.architecture = config.architecture
         self.token = nn.Parameter(torch.empty(config.vocab_size, width))
@@ -55,12 +60,13 @@ class Embeddings(nn.Module):
         dtype: torch.dtype,
         dropout: Dropout,
     ) -> Tensor:
+        sparse = self.has_sparse_gradient and 4 * len(input_ids_T) < len(self.token)
         if self.architecture == "modern":
-            return ops.gather_rows(self.token, input_ids_T).to(dtype)
+            return ops.gather_rows(self.token, input_ids_T, sparse=sparse).to(dtype)
         ids, tables = (input_ids_T, position_ids_T, token_type_ids_T), (self.token, self.position, self.token_type)
         norm = self.norm
         assert norm.bias is not None
-        return ops.embedding_norm(ids, tables, norm.weight, norm.bias, norm.eps, dtype, dropout)
+        return ops.embedding_norm(ids, tables, norm.weight, norm.bias, norm.eps, dtype, dropout, sparse=sparse)
 
 
 class BertLayer(nn.Module):

@@ -29,10 +29,13 @@ from electra_fast.sampling import modify_logits, philox, sample_alias_reference,
 DISCRIMINATOR_TOTALS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
 
 
-def gather_rows(x_RD: Tensor, index_M: Tensor) -> Tensor:
-    """x[index], whose gradient is summed in a fixed order; [R, D], int [M] → [M, D]."""
+def gather_rows(x_RD: Tensor, index_M: Tensor, *, sparse: bool = False) -> Tensor:
+    """x[index], whose gradient is summed in a fixed order; [R, D], int [M] → [M, D].
+
+    On a CPU that gradient may be a sparse tensor of the gathered rows.
+    """
     if uses_cpu_ops(x_RD):
-        return F.embedding(index_M, x_RD)  # the same operators, without the cost of a custom one
+        return F.embedding(index_M, x_RD, sparse=sparse)  # the same operators, without the cost of a custom one
     return row_kernels.gather_rows(x_RD, index_M)
 
 
@@ -150,14 +153,17 @@ def embedding_norm(
     eps: float,
     dtype: torch.dtype,
     dropout: Dropout,
+    *,
+    sparse: bool = False,
 ) -> Tensor:
     """dropout(LayerNorm(token + position + type embedding)) in `dtype`; → [T, E].
 
-    `ids` are int [T]: tokens, positions and types (0 or 1). `tables` are fp32 [V, E], [L, E] and [2, E].
+    `ids` are int [T]: tokens, positions and types (0 or 1). `tables` are fp32 [V, E], [L, E] and [2, E]. `sparse` is
+    the tokens' in `gather_rows`.
     """
     if uses_kernels(ids[0]) and dropout.has_kernel:
         return kernels().embedding_norm(*ids, *tables, norm_weight_E, norm_bias_E, eps, dtype, *dropout.arguments)[0]
-    return embedding_norm_reference(ids, tables, norm_weight_E, norm_bias_E, eps, dtype, dropout)
+    return embedding_norm_reference(ids, tables, norm_weight_E, norm_bias_E, eps, dtype, dropout, sparse=sparse)
 
 
 def embedding_norm_reference(
@@ -168,9 +174,12 @@ def embedding_norm_reference(
     eps: float,
     dtype: torch.dtype,
     dropout: Dropout,
+    *,
+    sparse: bool = False,
 ) -> Tensor:
     """`embedding_norm` in plain PyTorch."""
-    token_TE, position_TE, type_TE = (gather_rows(table, each) for each, table in zip(ids, tables, strict=True))
+    token_TE = gather_rows(tables[0], ids[0], sparse=sparse)
+    position_TE, type_TE = (gather_rows(table, each) for each, table in zip(ids[1:], tables[1:], strict=True))
     x_TE = (token_TE + position_TE + type_TE).to(dtype)
     return dropout_reference(layer_norm_reference(x_TE, norm_weight_E, norm_bias_E, eps), dropout)
 

@@ -39,7 +39,7 @@ class EncoderWithHead(nn.Module, ABC):
     def __init__(self, shape: ModelConfig, head: nn.Module) -> None:
         super().__init__()
         self.shape = shape
-        self.embeddings, self.encoder = Embeddings(shape), Encoder(shape)
+        self.embeddings, self.encoder = Embeddings(shape, has_sparse_gradient=True), Encoder(shape)
         self.head = head
 
     def hidden_states(self, inputs: Inputs, compute: ComputeConfig, dropout_key: Tensor | None = None) -> Tensor:

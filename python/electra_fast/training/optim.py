@@ -96,6 +96,9 @@ class Optimizer:
         self.exp_avg_sq = {
             name: torch.zeros_like(x) for name, x in self.exp_avg.items() if name not in self._muon_names
         }
+        # Where gradients came as sparse tensors: the rows that are not zero, and the whole tables.
+        self.gradient_rows: dict[str, Tensor] = {}
+        self._tables: dict[str, Tensor] = {}
         self.num_updates, self._rank, self._num_processes = 0, 0, 1
         self._matrix_division = MatrixDivision()
         self._skipped: Tensor | None = None
@@ -135,6 +138,9 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Sets all gradients to None."""
+        for name, rows in self.gradient_rows.items():
+            self._tables[name].index_fill_(0, rows, 0)
+        self.gradient_rows.clear()
         for parameter in self._all_parameters.values():
             parameter.grad = None
 
@@ -156,13 +162,35 @@ class Optimizer:
         self.scalars.copy_(host, non_blocking=True)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients by parameter name; RuntimeError names a parameter without one."""
+        """The gradients by parameter name, none of them sparse; RuntimeError names a parameter without one."""
         found = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 raise RuntimeError(f"parameter {name} has no gradient")
+            if parameter.grad.is_sparse:
+                parameter.grad = self._filled_table(name, parameter.grad.coalesce())
             found[name] = parameter.grad
         return found
+
+    def add_rows(self, name: str, rows: Tensor, values: Tensor) -> None:
+        """Adds to some rows of a gradient."""
+        grad = self.parameters[name].grad
+        assert grad is not None
+        grad.index_add_(0, rows, values)
+        if name in self.gradient_rows:
+            self.gradient_rows[name] = torch.cat((self.gradient_rows[name], rows))
+
+    def forget_rows(self, name: str) -> None:
+        """A whole gradient was added to that of a parameter."""
+        if name in self.gradient_rows:
+            del self.gradient_rows[name], self._tables[name]
+
+    def _filled_table(self, name: str, sparse: Tensor) -> Tensor:
+        """A sparse gradient as a whole one, in a table that is kept, and of which `zero_grad` zeroes these rows only."""
+        if name not in self._tables:
+            self._tables[name] = torch.zeros_like(self.parameters[name])
+        self.gradient_rows[name] = sparse.indices()[0]
+        return self._tables[name].index_copy_(0, self.gradient_rows[name], sparse.values())
 
     def divide_matrices(self, division: MatrixDivision) -> None:
         """Divides Muon's work among ranks: `prepare` does this rank's part, `exchange` gets the others'."""

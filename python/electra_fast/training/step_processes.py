@@ -76,7 +76,9 @@ class _Share:
         shared = [*self._parameters.values(), *optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
         gradients = [*self._parameters.values()] * num_processes
         norms = [torch.zeros(())] * len(self._parameters)
-        views = _views(memory, [*shared, *gradients, *norms])
+        self._tables = {name: p for name, p in self._parameters.items() if p.dim() == 2}
+        rows = [torch.zeros(1 + len(table)) for table in self._tables.values()] * num_processes
+        views = _views(memory, [*shared, *gradients, *norms, *rows])
         for tensor, view in zip(shared, views, strict=False):
             if rank == 0:
                 view.copy_(tensor.detach())
@@ -84,6 +86,8 @@ class _Share:
         rest = iter(views[len(shared) :])
         self._gradients = [{name: next(rest) for name in self._parameters} for _ in range(num_processes)]
         self._norms = {name: next(rest) for name in self._parameters}
+        # How many rows of a gradient are given, and which; -1: all of them.
+        self._rows = [{name: next(rest).view(torch.int32) for name in self._tables} for _ in range(num_processes)]
         optimizer.divide(rank, num_processes)
 
     def run(self, wait: Callable[[], None]) -> tuple[list[dict[str, Any]], Tensor]:
@@ -97,15 +101,42 @@ class _Share:
         totals = self.backward.run()
         gradients, own_names = optimizer.gradients(), optimizer.own_names
         for name in gradients.keys() - own_names:
-            self._gradients[self._rank][name].copy_(gradients[name])
+            self._give(name, gradients[name])
         wait()
-        others = [each for rank, each in enumerate(self._gradients) if rank != self._rank]
+        others = [rank for rank in range(len(self._gradients)) if rank != self._rank]
         for name in own_names:
-            for each in others:
-                gradients[name] += each[name]
+            for rank in others:
+                self._add_given(name, rank, gradients[name])
             self._norms[name].copy_(gradients[name].norm())
         wait()
         return totals, optimizer.step(global_norm(self._norms[name] for name in optimizer.parameters))
+
+
+    def _give(self, name: str, gradient: Tensor) -> None:
+        """Copies a gradient, or the rows of it that are not zero, to where the other processes read it."""
+        shared, rows = self._gradients[self._rank][name], self.optimizer.gradient_rows.get(name)
+        if rows is None:
+            shared.copy_(gradient)
+        else:
+            shared.index_copy_(0, rows, gradient.index_select(0, rows))
+        if name in self._tables:
+            given = self._rows[self._rank][name]
+            given[0] = -1 if rows is None else len(rows)
+            if rows is not None:
+                given[1 : 1 + len(rows)] = rows
+
+    def _add_given(self, name: str, rank: int, gradient: Tensor) -> None:
+        """Adds what another process gave."""
+        shared, num_rows = self._gradients[rank][name], -1
+        if name in self._tables:
+            given = self._rows[rank][name]
+            num_rows = int(given[0])
+        if num_rows < 0:
+            gradient += shared
+            self.optimizer.forget_rows(name)
+            return
+        rows = given[1 : 1 + num_rows].long()
+        self.optimizer.add_rows(name, rows, shared.index_select(0, rows))
 
 
 @dataclass(frozen=True)
