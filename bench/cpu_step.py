@@ -5,16 +5,18 @@
                              [--results FILE] [--quick]
 
 Prints a line per contender and a table per shape and recipe. The step, the corpus and the peers are those of
-`pretrain_throughput.py`, in fp32 (`--train.precision bf16` changes all contenders), with the preset's own rows
+`pretrain_throughput.py`, in fp32 (`--train.precision bf16` changes all contenders) or bf16, with the preset's own rows
 and sequence length; the peers exist for recipe `google` only. Downloads nothing.
 
 A shared machine's speed changes by half from one minute to the next. So every contender is a process of its own
 (`cpu_worker.py`), all of a shape are built and warmed up first, and then they take their steps in turn, half a
 second or one step each, for many rounds. Reported are the median over the rounds of tokens per second (padding
 excluded, the loader's time counted), the best round, and the median of the ratio to the baseline in the same round,
-which is what to compare between runs. A step's time is that on the clock; "CPU ms" is what all its threads and
-processes computed, which changes least when other processes use the cores. Compilation is part of the warm-up, which
-has its own column and is not counted; it is shorter when the cache of compiled code (`--cache`) has it from before.
+which is what to compare between runs. "GFLOP/s" counts what the model's products need; "of best product" is its share
+of the rate of a large product by all threads in the same precision. A step's time is that on the clock; "CPU ms" is
+what all its threads and processes computed, which changes least when other processes use the cores. Compilation is
+part of the warm-up, which has its own column and is not counted; it is shorter when the cache of compiled code
+(`--cache`) has it from before.
 
 `--against FOLDER` adds the eager step of the version whose package is `FOLDER/electra_fast/`, which becomes the
 baseline. Threads: all cores, or OMP_NUM_THREADS. OMP_WAIT_POLICY is PASSIVE for all if it is not set.
@@ -30,17 +32,20 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_worker import CONTENDERS, EAGER, Turn, Worker
+from cpu_worker import CONTENDERS, DTYPES, EAGER, Turn, Worker
 from results import Results, parse_arguments, processor, reason
 from workload import label, make_corpus, shape
 
 import electra_fast as ef
+from electra_fast.matmul import has_onednn, use_matmul
 from electra_fast.presets import RECIPES
+from electra_fast.training.flops import flops_per_token
 
 SHAPES = ["tiny", "mini", "small"]
 RECIPE_NAMES = ["google", "modern"]
@@ -49,7 +54,10 @@ BEFORE = "electra-fast before, eager"
 SECONDS = 60.0
 TURN = 0.5  # seconds that a contender runs before the next one does, or one step
 LEAST_ROUNDS = 3
-HEADER = ["step", "tokens/s", "best", "ratio", "step ms", "CPU ms", "steps", "mean loss", "peak GiB", "warm-up s"]
+HEADER = ["step", "tokens/s", "best", "ratio", "GFLOP/s", "of best product"]
+HEADER += ["step ms", "CPU ms", "steps", "mean loss", "peak GiB", "warm-up s"]
+# Of the product that tells what the machine can do: rows, inputs, outputs.
+PRODUCT = (2048, 1024, 1024)
 
 
 @dataclass
@@ -141,6 +149,8 @@ def columns(found: Mapping[str, Any]) -> list[str]:
         f"{found['tokens_per_second']:,.0f}",
         f"{found['best']:,.0f}",
         f"{found['ratio']:.2f}" if found["ratio"] else "–",
+        f"{found['gflops']:,.0f}",
+        f"{found['share']:.0%}",
         f"{found['step_ms']:,.1f}",
         f"{found['cpu_ms']:,.1f}",
         f"{found['steps']}",
@@ -169,10 +179,28 @@ def measure(text: str, recipe: str, corpus: Path, options: argparse.Namespace, r
                 lines.append(f"| {name} | {why} |" + " |" * (len(HEADER) - 2))
                 continue
             found = contest.found(name, baseline)
+            found["gflops"] = found["tokens_per_second"] * flops_per_token(config).total / 1e9
+            found["share"] = found["gflops"] / best_product("bf16" if "bf16" in name else config.train.precision)
             line = ", ".join(f"{text} {unit}" for text, unit in zip(columns(found), HEADER[1:], strict=True))
             results.add(f"{title}, {name}: {line}", shape=text, recipe=recipe, step=name, **found)
             lines.append(f"| {name} | {' | '.join(columns(found))} |")
     print(f"\n{title}; ratio to {baseline}\n\n" + "\n".join(lines) + "\n", flush=True)
+
+
+@cache
+def best_product(precision: str) -> float:
+    """GFLOP/s of a large square product by all threads and the faster library: more than a step can have."""
+    rows, inputs, outputs = PRODUCT
+    dtype = DTYPES[precision]
+    x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+    found = []
+    for library in ("default", "onednn") if has_onednn() else ("default",):
+        with use_matmul(library):
+            for _ in range(10):
+                start = time.perf_counter()
+                x @ weight.T
+                found.append(2 * rows * inputs * outputs / (time.perf_counter() - start) / 1e9)
+    return max(found)
 
 
 def configuration(text: str, recipe: str, overrides: Mapping[str, str]) -> ef.Config:
@@ -205,6 +233,8 @@ def main() -> int:
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     card = f"{processor()}, {cores} cores, {threads} threads"
     print(f"{card}, torch {torch.__version__}", flush=True)
+    rates = ", ".join(f"{best_product(precision):,.0f} GFLOP/s in {precision}" for precision in DTYPES)
+    print(f"best product of {' x '.join(map(str, PRODUCT))}: {rates}", flush=True)
     results = Results(options.results, options.device, card)
     for text in options.shapes:
         for recipe in options.recipes:

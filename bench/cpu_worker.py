@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,28 +30,45 @@ from workload import loader
 import electra_fast as ef
 from electra_fast.compute import ComputeConfig
 
+try:
+    from electra_fast.matmul import fastest_matmul, use_matmul
+except ImportError:  # an earlier version, with torch's default library alone
+    fastest_matmul = use_matmul = None
+
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Warm-up ends when a step takes nearly as long as the one before: those that compile take far longer.
 SETTLED, LEAST_WARM_UP, MOST_WARM_UP = 1.5, 2, 6
 
 
-def own(config: ef.Config, device: torch.device, execution: str) -> Runner:
-    """Our step with one attention backend, so that all versions compute the same."""
-    return ours(config, device, execution, ComputeConfig("sdpa", DTYPES[config.train.precision]))
+def own(config: ef.Config, device: torch.device, execution: str, precision: str | None = None) -> Runner:
+    """Our step with one attention backend, so that all versions compute the same, and the library of a measurement."""
+    compute = ComputeConfig("sdpa", DTYPES[precision or config.train.precision])
+    if fastest_matmul is None:
+        return ours(config, device, execution, compute)
+    compute = replace(compute, matmul=fastest_matmul(config.model, device))
+    runner = ours(config, device, execution, compute)
+
+    def step(rows: Any) -> None:
+        with use_matmul(compute.matmul):
+            runner.step(rows)
+
+    return replace(runner, step=step)
 
 
-def other(config: ef.Config, device: torch.device, **options: Any) -> Runner:
-    """The step of `transformers` in our precision."""
-    return peer(config, device, dtype=DTYPES[config.train.precision], **options)
+def other(config: ef.Config, device: torch.device, precision: str | None = None, **options: Any) -> Runner:
+    """The step of `transformers` in our precision, or under autocast in another."""
+    return peer(config, device, dtype=DTYPES[precision or config.train.precision], **options)
 
 
 EAGER = "electra-fast, eager"
 CONTENDERS: dict[str, Build] = {
     EAGER: partial(own, execution="eager"),
+    "electra-fast, eager, bf16": partial(own, execution="eager", precision="bf16"),
     "electra-fast, compile": partial(own, execution="compile"),
     "transformers, eager, block mask": partial(other, masked=True),
     "transformers, eager, no mask": partial(other, masked=False),
+    "transformers, eager, no mask, bf16": partial(other, masked=False, precision="bf16"),
     "transformers, compiled, block mask": partial(other, masked=True, compile_with={}),
     "transformers, compiled, no mask": partial(other, masked=False, compile_with={}),
 }

@@ -186,7 +186,7 @@ class Optimizer:
             del self.gradient_rows[name], self._tables[name]
 
     def _filled_table(self, name: str, sparse: Tensor) -> Tensor:
-        """A sparse gradient as a whole one, in a table that is kept, and of which `zero_grad` zeroes these rows only."""
+        """A sparse gradient as a whole one, in a table that is kept; `zero_grad` zeroes these rows of it."""
         if name not in self._tables:
             self._tables[name] = torch.zeros_like(self.parameters[name])
         self.gradient_rows[name] = sparse.indices()[0]

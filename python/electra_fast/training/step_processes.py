@@ -111,7 +111,6 @@ class _Share:
         wait()
         return totals, optimizer.step(global_norm(self._norms[name] for name in optimizer.parameters))
 
-
     def _give(self, name: str, gradient: Tensor) -> None:
         """Copies a gradient, or the rows of it that are not zero, to where the other processes read it."""
         shared, rows = self._gradients[self._rank][name], self.optimizer.gradient_rows.get(name)
