@@ -56,6 +56,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def plain_processor() -> Iterator[Callable[[], Any]]:
+    """In this process, `auto` has nothing to measure: what it found would depend on the machine and its load.
+
+    Gives the function that tells what the processor really has.
+    """
+    original = torch.cpu.get_capabilities
+    plain = dict(original()) | dict.fromkeys(("avx512_bf16", "amx_bf16", "avx512_bw"), False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "get_capabilities", lambda: plain)
+        yield original
+
+
+@pytest.fixture
+def own_processor(plain_processor: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor with all that it has."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", plain_processor)
+
+
 @pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[..., Path]:
     """A function that writes rows as JSON lines to a file."""

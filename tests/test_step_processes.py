@@ -21,6 +21,7 @@ from electra_fast.compute import ComputeConfig
 from electra_fast.data.loader import BatchLoader, HostBatch
 from electra_fast.errors import TrainingFailed
 from electra_fast.heads import DiscriminatorHead
+from electra_fast.matmul import DEFAULT, ONEDNN, has_onednn
 from electra_fast.objectives import objective_of
 from electra_fast.training import muon
 from electra_fast.training.backward import Backward, PretrainingWork
@@ -170,10 +171,11 @@ def test_operations_have_one_thread_each(tiny_corpus, monkeypatch):
     assert seen == [1, 1] * FEW_STEPS and torch.get_num_threads() == 2
 
 
-@pytest.mark.usefixtures("two_cores")
+@pytest.mark.usefixtures("two_cores", "own_processor")
 def test_a_run_resumes_to_the_bit(validation_corpus, tmp_path):
     """Moments, counts and shared parameters come back, with bias correction and dropout."""
-    config = tiny_config("modern", **{"train.batch_size": "8", "train.accumulate": "1"})
+    changes = {"train.batch_size": "8", "train.accumulate": "1", "train.matmul": ONEDNN if has_onednn() else DEFAULT}
+    config = tiny_config("modern", **changes)
     ef.pretrain(config, data=validation_corpus, out=tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
     for step in checkpoint_folder.steps(tmp_path / "run")[1:]:
