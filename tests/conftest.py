@@ -76,6 +76,24 @@ def own_processor(plain_processor: Callable[[], Any], monkeypatch: pytest.Monkey
 
 
 @pytest.fixture
+def products_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[str]]:
+    """A function that says for which libraries fp32 products are switched in calls of a class's method from then on."""
+
+    def watch(owner: type, method: str = "forward") -> set[str]:
+        found: set[str] = set()
+        original, switch = getattr(owner, method), torch.backends.mkldnn.matmul
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            found.add("onednn" if switch.fp32_precision == "bf16" else "default")
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, method, watched)
+        return found
+
+    return watch
+
+
+@pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[..., Path]:
     """A function that writes rows as JSON lines to a file."""
 

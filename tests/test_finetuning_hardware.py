@@ -16,7 +16,8 @@ from electra_fast.finetuning import glue, inference
 from electra_fast.finetuning import job as job_module
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.finetuning.error_detection import load_error_detector
-from electra_fast.finetuning.job import make_job
+from electra_fast.finetuning.model import SequenceClassifier
+from electra_fast.finetuning.step import TaskBackward
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.matmul import DEFAULT, KINDS, ONEDNN, MatmulMeasurement, fastest_matmul
 
@@ -51,7 +52,7 @@ def timed(monkeypatch):
     for name in ("shortest_times", "measure_matmul"):
         monkeypatch.setattr(job_module, name, lambda *_: pytest.fail("a measurement"))
     monkeypatch.setattr(inference, "shortest_times", lambda *_: pytest.fail("a measurement"))
-    monkeypatch.setattr(inference, "fastest_matmul", lambda *_: DEFAULT)
+    monkeypatch.setattr(inference, "fastest_matmul", lambda *_: ONEDNN)
     return set_times
 
 
@@ -71,9 +72,10 @@ class TestFinetuning:
         ("times", "precision", "matmul"), [((0.2, 0.1, 2.0), "bf16", ONEDNN), ((0.1, 0.2, 1.1), "fp32", DEFAULT)]
     )
     def test_the_faster_is_chosen_said_recorded_and_kept(
-        self, finetune, tmp_path, timed, capsys, times, precision, matmul
+        self, finetune, tmp_path, timed, capsys, products_by, times, precision, matmul
     ):
         timed(*times)
+        used = products_by(TaskBackward, "run")
         expected = {"device": "cpu", "precision": precision, "matmul": matmul}
         assert finetune(tmp_path / "whole", seeds=2) == expected
         told = capsys.readouterr().err
@@ -86,6 +88,7 @@ class TestFinetuning:
         assert finetune(tmp_path / "run", seeds=2) == expected
         assert "= auto" not in capsys.readouterr().err
         assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "whole")
+        assert used == {matmul}
 
     def test_what_is_given_is_not_measured(self, finetune, tmp_path, timed, capsys):
         given = {"finetune.precision": "bf16", "finetune.matmul": "default"}
@@ -116,15 +119,18 @@ class TestFinetuning:
         with pytest.raises(ValueError, match='matmul = "onednn" needs a processor with AVX-512'):
             finetune(tmp_path, **{"finetune.matmul": "onednn"})
 
-    @pytest.mark.parametrize("task", ["stsb", "squad2", "tagging"])
-    def test_the_real_measurement(self, encoder_folder, squad_folder, conll_folder, tmp_path, bf16_cpu, task):
+    @pytest.mark.parametrize(
+        ("task", "head"), [("stsb", "hf"), ("squad2", "hf"), ("squad2", "google"), ("tagging", "hf")]
+    )
+    def test_the_real_measurement(self, encoder_folder, squad_folder, conll_folder, tmp_path, bf16_cpu, task, head):
         before, threads = torch.get_rng_state(), torch.get_num_threads()
         if task == "stsb":
             data = glue.read("stsb", write_stsb(tmp_path / "STS-B"))
             config = FinetuningConfig().override(QUICK | AUTO)
-            job = make_job(data, config, load_encoder(encoder_folder), tmp_path, CPU)
+            job = job_module.make_job(data, config, load_encoder(encoder_folder), tmp_path, CPU)
         else:
-            job = job_of(task, encoder_folder, squad_folder, conll_folder, tmp_path, **AUTO)
+            changes = AUTO | {"finetune.head": head}
+            job = job_of(task, encoder_folder, squad_folder, conll_folder, tmp_path, **changes)
         (note,) = job.notes
         assert note.startswith(f"finetune.precision = auto: {job.hardware['precision']} (a part of a step takes ")
         assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
@@ -136,7 +142,8 @@ class TestPrediction:
         return finetuned[0] / "sst2/seed-0/model"
 
     @pytest.mark.parametrize(("times", "precision", "atol"), [((0.2, 0.1), "bf16", 0.1), ((0.1, 0.2), "fp32", 1e-5)])
-    def test_auto_takes_the_faster_and_says_so(self, folder, tmp_path, timed, times, precision, atol):
+    def test_auto_takes_the_faster_and_says_so(self, folder, tmp_path, timed, products_by, times, precision, atol):
+        used = products_by(SequenceClassifier, "predictions")
         exact = ef.load_finetuned(folder, precision="fp32")
         assert exact.note == ""
         timed(*times)
@@ -153,6 +160,7 @@ class TestPrediction:
         assert [json.loads(line)["scores"] for line in found.stdout.splitlines()] == [
             answer["scores"] for answer in model.predict(TEXTS)
         ]
+        assert used == {ONEDNN}
 
     def test_a_given_precision_is_not_measured(self, folder, tmp_path, timed):
         (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n")

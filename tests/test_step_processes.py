@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import test_objectives
@@ -23,7 +24,7 @@ from electra_fast.errors import TrainingFailed
 from electra_fast.heads import DiscriminatorHead
 from electra_fast.matmul import DEFAULT, ONEDNN, has_onednn
 from electra_fast.objectives import objective_of
-from electra_fast.training import muon
+from electra_fast.training import muon, step_processes
 from electra_fast.training.backward import Backward, PretrainingWork
 from electra_fast.training.optim import Optimizer
 from electra_fast.training.step import TrainStep
@@ -183,6 +184,16 @@ def test_a_run_resumes_to_the_bit(validation_corpus, tmp_path):
     assert ef.pretrain(config, data=validation_corpus, out=tmp_path / "run").step == STEPS
     assert_same_run(tmp_path / "run", tmp_path / "whole")
     assert not helpers_of(os.getpid())
+
+
+def test_a_helper_multiplies_as_its_run(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True})
+    task = SimpleNamespace(work=SimpleNamespace(compute=ComputeConfig("sdpa", torch.float32, ONEDNN)))
+    monkeypatch.setattr(step_processes, "Connection", lambda _: SimpleNamespace(recv=lambda: task))
+    used = []
+    monkeypatch.setattr(step_processes, "_help", lambda *_: used.append(torch.backends.mkldnn.matmul.fp32_precision))
+    step_processes.help_with_steps(0)
+    assert used == ["bf16"]
 
 
 @pytest.mark.usefixtures("two_cores")
