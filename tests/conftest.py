@@ -1,4 +1,4 @@
-"""What all tests share: a small vocabulary, a small corpus, one thread, poisoned memory; which worker runs what.
+"""What all tests share: a small vocabulary, a small corpus, one thread, a plain processor; which worker runs what.
 
 Nothing is downloaded and no file is shipped: the text is Python's own documentation, which every
 Python brings along.
