@@ -1,4 +1,4 @@
-"""What all tests share: a small vocabulary, a small corpus, one thread, poisoned memory; which worker runs what.
+"""What all tests share: a small vocabulary, a small corpus, one thread, a plain processor; which worker runs what.
 
 Nothing is downloaded and no file is shipped: the text is Python's own documentation, which every
 Python brings along.
@@ -54,6 +54,43 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return file if file.endswith(STAY_TOGETHER) else nodeid
 
     return Scheduling(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plain_processor() -> Iterator[Callable[[], Any]]:
+    """In this process, `auto` has nothing to measure: what it found would depend on the machine and its load.
+
+    Gives the function that tells what the processor really has.
+    """
+    original = torch.cpu.get_capabilities
+    plain = dict(original()) | dict.fromkeys(("avx512_bf16", "amx_bf16", "avx512_bw"), False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "get_capabilities", lambda: plain)
+        yield original
+
+
+@pytest.fixture
+def own_processor(plain_processor: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor with all that it has."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", plain_processor)
+
+
+@pytest.fixture
+def products_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[str]]:
+    """A function that says for which libraries fp32 products are switched in calls of a class's method from then on."""
+
+    def watch(owner: type, method: str = "forward") -> set[str]:
+        found: set[str] = set()
+        original, switch = getattr(owner, method), torch.backends.mkldnn.matmul
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            found.add("onednn" if switch.fp32_precision == "bf16" else "default")
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, method, watched)
+        return found
+
+    return watch
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from electra_fast import cpu_ops, dispatch, ops
+from electra_fast.attention import AttentionMask, self_attention
 
 KEY = torch.tensor([2**40 + 17, 5])
 DTYPES = (torch.float32, torch.bfloat16)
@@ -45,7 +46,7 @@ def assert_all_no_worse(ours, reference, exact, rounding):
         assert_no_worse(*each, rounding)
 
 
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-9}
+ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-9}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -196,13 +197,19 @@ def test_generator_head_is_registered_for_autograd_and_compilation():
 
 def test_the_cpu_ops_are_what_runs_on_a_cpu(monkeypatch):
     calls = []
-    for name in ("generator_head", "geglu", "rotary_qkv"):
-        monkeypatch.setattr(cpu_ops, name, lambda *_, name=name: calls.append(name))
-    cos, sin = ops.rotary_angles(torch.arange(4), 4, 1e4)
-    ops.rotary_qkv(random(4, 8), random(24, 8), cos, sin, 2)
+
+    def noted(name, original):
+        return lambda *args: calls.append(name) or original(*args)
+
+    for name in ("generator_head", "geglu", "rotary_qkv", "self_attention"):
+        monkeypatch.setattr(cpu_ops, name, noted(name, getattr(cpu_ops, name)))
+    rotary = ops.rotary_angles(torch.arange(4), 4, 1e4)
+    ops.rotary_qkv(random(4, 8), random(24, 8), *rotary, 2)
     ops.geglu(random(4, 8), random(6, 8))
     ops.generator_head(*head_inputs(4, 20, 8), None)
     assert calls == ["rotary_qkv", "geglu", "generator_head"]
+    self_attention(random(4, 8), random(24, 8), None, AttentionMask(1, 4), 2, ops.Dropout(), rotary)
+    assert calls[3:] == ["rotary_qkv", "self_attention"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -233,24 +240,83 @@ def test_dropout_draws_anew_and_repeats_with_the_seed():
     assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[4])
 
 
+NUM_ROWS, LENGTH, HEAD_DIM = 5, 17, 8
+
+
+def attention_inputs(num_heads, dtype, masked=True):
+    """Queries, keys and values side by side, a gradient, and the mask: two segments in most rows, [B, 1, L, L]."""
+    torch.manual_seed(0)
+    width = num_heads * HEAD_DIM
+    qkv_TX, upstream_TD = random(NUM_ROWS * LENGTH, 3 * width).to(dtype), random(NUM_ROWS * LENGTH, width).to(dtype)
+    segments_BL = torch.arange(LENGTH) < torch.tensor([9, 17, 1, 4, 12])[:, None]
+    dense_B1LL = (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]
+    mask = AttentionMask(NUM_ROWS, LENGTH, dense_B1LL=dense_B1LL if masked else None)
+    return qkv_TX, upstream_TD, mask
+
+
+def attention_formula(qkv_TX, mask, num_heads, dropout):
+    q, k, v = qkv_TX.view(NUM_ROWS, LENGTH, 3, num_heads, HEAD_DIM).permute(2, 0, 3, 1, 4)
+    scores = q @ k.mT / HEAD_DIM**0.5
+    if mask.dense_B1LL is not None:
+        scores = scores.masked_fill(~mask.dense_B1LL, float("-inf"))
+    weights = scores.softmax(-1)
+    if dropout:
+        weights = cpu_ops.unkeyed_dropout(weights, dropout)
+    return (weights @ v).transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def attended(inputs, num_heads, dropout=0.0):
+    qkv_TX, upstream_TD, mask = inputs
+    torch.manual_seed(1)
+    bias = mask.bias(qkv_TX.dtype)
+    (out,), (gradient,) = run(
+        lambda x: cpu_ops.self_attention(x, bias, NUM_ROWS, num_heads, dropout), [qkv_TX], [upstream_TD]
+    )
+    return out, gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_attention_with_dropout_is_the_formula(masked, dropout):
-    q, k, v, upstream = (random(2, 3, 17, 8) for _ in range(4))
-    segments = torch.tensor([1] * 9 + [2] * 8)
-    mask = (segments[:, None] == segments).expand(2, 1, 17, 17) if masked else None
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_self_attention_is_the_formula(num_heads, dropout, masked, dtype):
+    qkv_TX, upstream_TD, mask = inputs = attention_inputs(num_heads, dtype, masked)
 
-    def formula(q, k, v):
-        scores = q @ k.mT / 8**0.5
-        weights = (scores if mask is None else scores.masked_fill(~mask, float("-inf"))).softmax(-1)
-        return cpu_ops.unkeyed_dropout(weights, dropout) @ v if dropout else weights @ v
+    def formula(dtype):
+        torch.manual_seed(1)
+        operation = lambda x: attention_formula(x, mask, num_heads, dropout)  # noqa: E731
+        (out,), (gradient,) = run(operation, [qkv_TX.to(dtype)], [upstream_TD.to(dtype)])
+        return out, gradient
 
-    found = []
-    for operation in (lambda *x: cpu_ops.attention(*x, mask, dropout), formula):
-        torch.manual_seed(0)
-        found.append(run(operation, (q, k, v), (upstream,)))
-    for ours, expected in zip((*found[0][0], *found[0][1]), (*found[1][0], *found[1][1]), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
-    if dropout == 0:
-        exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        torch.testing.assert_close(found[0][0][0], exact, rtol=1e-5, atol=1e-6)
+    ours = attended(inputs, num_heads, dropout)
+    assert_all_no_worse(ours, formula(dtype), formula(torch.float64), ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("rows_at_once", [1, 2, 5])
+def test_self_attention_of_some_rows_at_a_time(monkeypatch, poisoned_memory, num_heads, rows_at_once):
+    inputs = attention_inputs(num_heads, torch.float32)
+    together = attended(inputs, num_heads, dropout=0.1)
+    monkeypatch.setattr(cpu_ops, "SCORES_BYTES", rows_at_once * num_heads * LENGTH**2 * 4)
+    for ours, expected in zip(attended(inputs, num_heads, dropout=0.1), together, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_self_attention_leaves_the_mask_to_the_next_layer(num_heads):
+    """The scores of one head have the mask's shape: to add to them in place must not add to the mask."""
+    inputs = attention_inputs(num_heads, torch.float32)
+    bias = inputs[2].bias(torch.float32)
+    before = bias.clone()
+    first, again = (attended(inputs, num_heads) for _ in range(2))
+    assert torch.equal(bias, before) and inputs[2].bias(torch.float32) is bias
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    assert inputs[2].bias(torch.bfloat16).dtype == torch.bfloat16  # a cached one of another dtype is not used
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+def test_tokens_that_attend_to_nothing_are_finite(dtype):
+    qkv_TX, upstream_TD, mask = attention_inputs(2, dtype)
+    mask.dense_B1LL[1:3] = False
+    ours = attended((qkv_TX * 30, upstream_TD, mask), 2)
+    assert all(each.isfinite().all() for each in ours)

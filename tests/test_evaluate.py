@@ -125,6 +125,18 @@ def test_the_examples_are_rows_of_the_evaluation(whole_run, validation_corpus):
     assert none == {name: value for name, value in own.items() if name not in names}
 
 
+def test_the_faster_library_of_products_changes_rounding_alone(whole_run, validation_corpus, monkeypatch, products_by):
+    settings = {"max_batches": 2, "mlm_examples": 5}
+    expected = evaluate(whole_run, validation_corpus, **settings)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True})
+    monkeypatch.setattr("electra_fast.training.evaluate.fastest_matmul", lambda *_: "onednn")
+    used = products_by(ef.Electra, "hidden")
+    found = evaluate(whole_run, validation_corpus, **settings)
+    assert used == {"onednn"}
+    numbers = {name: value for name, value in expected.items() if isinstance(value, float)}
+    assert {name: found[name] for name in numbers} == pytest.approx(numbers, rel=1e-2)
+
+
 def test_there_are_no_more_examples_than_rows(models, validation_corpus):
     corpus = ef.Corpus(validation_corpus).holdout
     report = mlm_accuracy(

@@ -135,8 +135,9 @@ def test_minutes_become_a_budget_that_a_resumed_call_keeps(validation_corpus, tm
         _settle(tmp_path, asked | {"asked": {"budget": None, "minutes": 3}}, made, Slot({}))
 
 
-def test_all_rows_have_one_precision(validation_corpus):
+def test_all_rows_have_one_precision(validation_corpus, monkeypatch):
     """Where it would be measured, each run might choose another."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     corpus = ef.Corpus(validation_corpus)
     base = base_config(Config.preset("tiny", "modern"), corpus, {})
     assert base.train.precision == ("bf16" if torch.cuda.is_available() else "fp32")

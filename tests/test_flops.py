@@ -114,9 +114,9 @@ def test_true_counts_equal_what_torch_counts(recipe: str, embedding_size: int, o
     )
 
     def count(run: object, backward: bool) -> int:
-        # The math backend multiplies attention out, which is what the formula counts; flash
-        # attention computes the scores once more in its backward pass.
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        # The math backend of the reference multiplies attention out, which is what the formula counts: torch does not
+        # see in-place products, and flash attention computes the scores once more in its backward pass.
+        with use_impl("reference"), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             out = run()  # type: ignore[operator]
             if backward:
                 out.sum().backward()

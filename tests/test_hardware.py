@@ -11,19 +11,21 @@ from electra_fast import checkpoint_folder
 from electra_fast.cli import main
 from electra_fast.compute import choose_compute, choose_precision
 from electra_fast.config import AUTO, HARDWARE_KEYS, Config
+from electra_fast.heads import DiscriminatorHead
 from electra_fast.huggingface.export import export, import_folder
+from electra_fast.matmul import DEFAULT, KINDS, ONEDNN, MatmulMeasurement
 from electra_fast.training import hardware, precision
-from electra_fast.training.precision import Measurement, measure, shortest_times
+from electra_fast.training.precision import Measurement, measure, measure_products, shortest_times
 from electra_fast.training.pretrain import pretrain
 
 CPU = torch.device("cpu")
-CHOSEN = {"train.precision": "fp32", "model.attention": "sdpa", "train.execution": "eager"}
+CHOSEN = {"train.matmul": "default", "train.precision": "fp32", "model.attention": "sdpa", "train.execution": "eager"}
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device makes other choices")
 
 
 def auto_config(**changes):
-    return tiny_config(**{"train.precision": AUTO} | changes)
+    return tiny_config(**{"train.precision": AUTO, "train.matmul": AUTO} | changes)
 
 
 def hardware_values(folder):
@@ -49,6 +51,19 @@ def timed(monkeypatch, bf16_cpu):
 
     monkeypatch.setattr(hardware, "measure", lambda _: pytest.fail("a measurement"))
     return set_times
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """A function that sets how many times as fast oneDNN is found to be; without it there must be no measurement."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True})
+
+    def set_speedup(speedup):
+        seconds = {DEFAULT: dict.fromkeys(KINDS, speedup), ONEDNN: dict.fromkeys(KINDS, 1.0)}
+        monkeypatch.setattr(hardware, "measure_products", lambda _: MatmulMeasurement(seconds, 1e-7))
+
+    monkeypatch.setattr(hardware, "measure_products", lambda _: pytest.fail("a measurement"))
+    return set_speedup
 
 
 @pytest.fixture
@@ -105,7 +120,7 @@ class TestMeasurement:
         used = []
         monkeypatch.setattr(precision, "choose_compute", lambda *args: used.append(choose_compute(*args)) or used[-1])
         measure(tiny_config(**{"data.corpus": str(validation_corpus), "model.vocab_size": "800"}))
-        assert [compute.dtype for compute in used[:4]] == 2 * [torch.float32, torch.bfloat16]
+        assert [compute.dtype for compute in used[1:5]] == 2 * [torch.float32, torch.bfloat16]
 
     def test_passes_take_turns_and_the_shortest_counts(self, monkeypatch):
         now, order = [0.0], []
@@ -129,14 +144,68 @@ class TestMeasurement:
         assert precision._num_rows(tiny, 1) == 8 and precision._num_rows(tiny, 2) == 4
 
 
+class TestProducts:
+    @pytest.mark.parametrize(("speedup", "faster"), [(2.5, "onednn"), (1.1, "default")])
+    def test_the_faster_library_is_chosen_and_kept(
+        self, validation_corpus, tmp_path, products, capsys, products_by, speedup, faster
+    ):
+        used = products_by(DiscriminatorHead)
+        products(speedup)
+        out, other = tmp_path / "run", tmp_path / "other"
+        pretrain(auto_config(), data=validation_corpus, out=out)
+        ratios = ", ".join(f"{kind} {speedup:.2f}" for kind in KINDS)
+        line = f"fp32 products by oneDNN are faster than torch's default by factors of {ratios}"
+        assert f"train.matmul = auto: {faster} ({line})" in said(capsys)
+        expected = CHOSEN | {"train.matmul": faster}
+        assert hardware_values(out) == hardware_values(checkpoint_folder.latest(out)) == expected
+        assert json.loads((out / "environment.jsonl").read_text())["matmul"] == faster
+        shutil.copytree(out, other)
+        shutil.rmtree(checkpoint_folder.latest(other))
+        products(1 / speedup)  # whatever a measurement would find now
+        pretrain(auto_config(), data=validation_corpus, out=other)
+        assert_same_run(other, out)
+        assert hardware_values(other) == expected and not (other / "changes.jsonl").exists()
+        assert "train.matmul" not in said(capsys)
+        assert used == {faster}
+
+    def test_the_real_measurement_comes_before_that_of_the_precision(self, validation_corpus, tmp_path, monkeypatch):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True, "avx512_bf16": True})
+        found = []
+        for name, result in (("measure_products", measure_products), ("measure", measure)):
+            noted = lambda config, name=name, result=result: found.append((name, config)) or result(config)  # noqa: E731
+            monkeypatch.setattr(hardware, name, noted)
+        pretrain(auto_config(), data=validation_corpus, out=tmp_path / "run")
+        assert [name for name, _ in found] == ["measure_products", "measure"]
+        assert found[1][1].train.matmul == hardware_values(tmp_path / "run")["train.matmul"] != AUTO
+
+    def test_onednn_where_there_is_none_is_refused(self, validation_corpus, tmp_path, capsys):
+        options = ["--data", str(validation_corpus), "--train.matmul", "onednn"]
+        assert main(["pretrain", "--preset", "tiny", "--out", str(tmp_path / "run"), *options]) == 2
+        (line,) = said(capsys).splitlines()
+        assert 'error: matmul = "onednn" needs a processor with AVX-512 and without AMX' in line
+
+    def test_a_kept_onednn_that_cannot_run_is_chosen_anew(self, run, validation_corpus, capsys):
+        recorded_as(run, **{"train.matmul": "onednn"})
+        pretrain(auto_config(), data=validation_corpus, out=run)
+        assert 'train.matmul = auto: default, as the "onednn" recorded in this run cannot run here' in said(capsys)
+        assert hardware_values(run) == CHOSEN
+        record = json.loads((run / "changes.jsonl").read_text())
+        assert (record["step"], record["changes"]) == (21, {"train.matmul": ["onednn", "default"]})
+
+
 class TestRules:
-    @pytest.mark.parametrize("capabilities", [{}, {"avx512_bf16": False, "avx512_f": True}])
-    def test_a_cpu_without_bf16_is_not_measured(self, validation_corpus, tmp_path, monkeypatch, capsys, capabilities):
+    @pytest.mark.parametrize(
+        "capabilities", [{}, {"avx512_bf16": False, "avx512_f": True}, {"avx512_bw": True, "amx_tile": True}]
+    )
+    def test_a_cpu_without_a_choice_is_not_measured(
+        self, validation_corpus, tmp_path, monkeypatch, capsys, capabilities
+    ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-        monkeypatch.setattr(hardware, "measure", lambda _: pytest.fail("a measurement"))
+        for name in ("measure", "measure_products"):
+            monkeypatch.setattr(hardware, name, lambda _: pytest.fail("a measurement"))
         pretrain(auto_config(), data=validation_corpus, out=tmp_path / "run")
         assert hardware_values(tmp_path / "run") == CHOSEN
-        assert "train.precision" not in said(capsys)
+        assert "auto" not in said(capsys)
 
     def test_a_given_precision_is_not_measured(self, validation_corpus, tmp_path, timed):
         pretrain(auto_config(**{"train.precision": "bf16"}), data=validation_corpus, out=tmp_path / "run")
@@ -225,16 +294,28 @@ class TestAnotherDevice:
         assert pretrain(again, data=validation_corpus, out=run).step == STEPS
         assert len((run / "changes.jsonl").read_text().splitlines()) == 1
 
-    @pytest.mark.parametrize(("key", "value"), [("train.execution", "graph"), ("model.attention", "varlen")])
-    def test_what_was_given_and_cannot_run_is_refused(self, run, validation_corpus, timed, key, value):
+    @pytest.mark.parametrize(
+        ("key", "value", "need"),
+        [
+            ("train.execution", "graph", "a CUDA device"),
+            ("model.attention", "varlen", "a CUDA device"),
+            ("train.matmul", "onednn", "a processor with AVX-512"),
+        ],
+    )
+    def test_what_was_given_and_cannot_run_is_refused(self, run, validation_corpus, timed, key, value, need):
         recorded_as(run, **{key: value})
-        with pytest.raises(ValueError, match=f'{key} = "{value}" needs a CUDA device'):
+        with pytest.raises(ValueError, match=f'{key.partition(".")[2]} = "{value}" needs {need}'):
             pretrain(Config.load(run / "config.toml"), data=validation_corpus, out=run)
 
     def test_better_choices_are_named_but_not_made(self, whole_run, run, validation_corpus, timed, monkeypatch, capsys):
         """A run of a CPU, resumed where all three choices would be others."""
         shutil.rmtree(checkpoint_folder.latest(run))
-        better = {"train.precision": "bf16", "model.attention": "varlen", "train.execution": "graph"}
+        better = {
+            "train.matmul": "default",
+            "train.precision": "bf16",
+            "model.attention": "varlen",
+            "train.execution": "graph",
+        }
 
         def rule(name):
             return lambda config, _: better[name] if config.value(name) == AUTO else config.value(name)

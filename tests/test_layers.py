@@ -35,7 +35,7 @@ PACKAGE_LAYERS = [
     {"checkpoint"},
     {"checkpoint_folder", "model", "compute"},
     {"heads", "proposal"},
-    {"layers"},
+    {"layers", "matmul"},
     {"config"},
     {"objectives", "presets"},
     {"attention_choice", "sublayers"},

@@ -11,6 +11,7 @@ from ranks import wait_for
 from tiny_run import STEPS, assert_same_run, lines, weights
 
 from electra_fast import checkpoint_folder
+from electra_fast.matmul import DEFAULT, ONEDNN, has_onednn
 
 NO_DROPOUT = {"model.dropout": "0", "model.attention_dropout": "0"}
 EXACT = {"train.reduce": "exact"}
@@ -72,8 +73,9 @@ def test_exact_gives_equal_bits_with_dropout(server, exact_run, validation_corpu
     assert_equal_bits(tmp_path / "run", exact_run)
 
 
-def test_exact_gives_equal_bits_with_muon(server, validation_corpus, tmp_path):
+def test_exact_gives_equal_bits_with_muon(server, validation_corpus, tmp_path, own_processor):
     changes = EXACT | {"optimizer.name": "muon", "train.batch_size": "10", "train.steps": "4"}
+    changes["train.matmul"] = ONEDNN if has_onednn() else DEFAULT
     for world_size in (1, 2, 4):
         server.run(world_size, validation_corpus, tmp_path / str(world_size), **changes)
     assert_equal_bits(tmp_path / "2", tmp_path / "1")

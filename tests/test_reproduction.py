@@ -18,12 +18,13 @@ from electra_fast.config import Config
 from electra_fast.interruption import StopRequest
 from electra_fast.json_files import read_object
 from electra_fast.reproduction.experiments import make_experiment
-from electra_fast.reproduction.plan import Plan, base_config, row_configs
+from electra_fast.reproduction.plan import Plan, base_config, common_precision, row_configs
 from electra_fast.reproduction.row_run import FAILED, Work, read_result, write_run
 from electra_fast.reproduction.workers import Slot, Workers, choose_slots, last_line
 
 QUICK = ("--finetune.epochs", "1", "--finetune.batch_size", "8", "--finetune.sequence_length", "24")
-SMALL = ("--data.sequence_length", "16", "--train.batch_size", "4")
+QUICK += ("--finetune.matmul", "default")
+SMALL = ("--data.sequence_length", "16", "--train.batch_size", "4", "--train.matmul", "default")
 
 
 def arguments(corpus, glue, out, experiment="tying", budget="1.2e10", **options):
@@ -70,6 +71,8 @@ def test_leaves_table_results_and_picture(whole):
     corruptions = {row["runs"][0]["evaluation"]["corruption"] for row in results["rows"]}
     assert len(corruptions) == 1  # the same fakes for all
     assert not list(out.glob("runs/*/tasks"))  # no fine-tuned models are kept
+    work = [json.loads(path.read_text())["finetune"] for path in out.glob("runs/*/work.json")]
+    assert {each["finetune.precision"] for each in work} == {common_precision()}  # one for all
 
 
 def test_run_again_it_has_nothing_to_do_and_says_the_same(whole, validation_corpus, glue_folder):

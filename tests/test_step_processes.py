@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import test_objectives
@@ -21,8 +22,9 @@ from electra_fast.compute import ComputeConfig
 from electra_fast.data.loader import BatchLoader, HostBatch
 from electra_fast.errors import TrainingFailed
 from electra_fast.heads import DiscriminatorHead
+from electra_fast.matmul import DEFAULT, ONEDNN, has_onednn
 from electra_fast.objectives import objective_of
-from electra_fast.training import muon
+from electra_fast.training import muon, step_processes
 from electra_fast.training.backward import Backward, PretrainingWork
 from electra_fast.training.optim import Optimizer
 from electra_fast.training.step import TrainStep
@@ -170,10 +172,11 @@ def test_operations_have_one_thread_each(tiny_corpus, monkeypatch):
     assert seen == [1, 1] * FEW_STEPS and torch.get_num_threads() == 2
 
 
-@pytest.mark.usefixtures("two_cores")
+@pytest.mark.usefixtures("two_cores", "own_processor")
 def test_a_run_resumes_to_the_bit(validation_corpus, tmp_path):
     """Moments, counts and shared parameters come back, with bias correction and dropout."""
-    config = tiny_config("modern", **{"train.batch_size": "8", "train.accumulate": "1"})
+    changes = {"train.batch_size": "8", "train.accumulate": "1", "train.matmul": ONEDNN if has_onednn() else DEFAULT}
+    config = tiny_config("modern", **changes)
     ef.pretrain(config, data=validation_corpus, out=tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
     for step in checkpoint_folder.steps(tmp_path / "run")[1:]:
@@ -181,6 +184,16 @@ def test_a_run_resumes_to_the_bit(validation_corpus, tmp_path):
     assert ef.pretrain(config, data=validation_corpus, out=tmp_path / "run").step == STEPS
     assert_same_run(tmp_path / "run", tmp_path / "whole")
     assert not helpers_of(os.getpid())
+
+
+def test_a_helper_multiplies_as_its_run(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True})
+    task = SimpleNamespace(work=SimpleNamespace(compute=ComputeConfig("sdpa", torch.float32, ONEDNN)))
+    monkeypatch.setattr(step_processes, "Connection", lambda _: SimpleNamespace(recv=lambda: task))
+    used = []
+    monkeypatch.setattr(step_processes, "_help", lambda *_: used.append(torch.backends.mkldnn.matmul.fp32_precision))
+    step_processes.help_with_steps(0)
+    assert used == ["bf16"]
 
 
 @pytest.mark.usefixtures("two_cores")

@@ -44,7 +44,7 @@ def models(encoder_folder, squad_folder, conll_folder, tmp_path_factory):
 @pytest.mark.parametrize("architecture", ["bert", "modern"])
 @pytest.mark.parametrize("task", ["squad2", "tagging"])
 def test_every_head_survives_its_folder(
-    encoder_folder, tiny_vocab, squad_folder, conll_folder, tmp_path, task, architecture, head
+    encoder_folder, tiny_vocab, squad_folder, conll_folder, tmp_path, monkeypatch, task, architecture, head
 ):
     encoder = save_encoder(tmp_path / "encoder", tiny_vocab, architecture)
     own = data_of(task, squad_folder, conll_folder)
@@ -69,6 +69,9 @@ def test_every_head_survives_its_folder(
     ef.finetune(task, model=encoder, out=tmp_path / "out", overrides=settings, **own)
     rescored = json.loads((folder / "result.json").read_text())
     assert numbers(rescored) == pytest.approx(numbers(result), rel=1e-4)
+    if not torch.cuda.is_available():  # and can be measured
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+        assert ef.load_finetuned(folder / "model").note.startswith("precision = auto: ")
 
 
 def numbers(result):

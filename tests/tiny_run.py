@@ -20,7 +20,9 @@ TINY = {
     "train.steps": str(STEPS),
     "train.batch_size": "8",
     "train.accumulate": "2",
-    "train.precision": "fp32",  # `auto` may choose another one for each run
+    # `auto` may choose others for each run
+    "train.precision": "fp32",
+    "train.matmul": "default",
     "train.log_every": "4",
     "train.checkpoint_every": "3",
     "train.eval_every": "8",

@@ -81,11 +81,15 @@ def _count_users(change: int) -> None:
 
 
 def choose_matmul(requested: str, device: torch.device) -> str:
-    """Resolves `auto` where that takes no measurement: to "default" where there is no choice, else to `auto`."""
+    """Resolves `auto` where that takes no measurement: to "default" where there is no choice, else to `auto`.
+
+    Raises InputError where the device has no "onednn".
+    """
     if requested == AUTO:
         return AUTO if device.type == "cpu" and has_onednn() else DEFAULT
-    if device.type == "cpu":
-        require_matmul(requested)
+    if requested == ONEDNN and device.type != "cpu":
+        raise InputError(f'matmul = "onednn" is of products on a CPU, and this is {device.type}; set "auto"')
+    require_matmul(requested)
     return requested
 
 

@@ -87,10 +87,14 @@ def base_config(config: Config, corpus: Corpus, overrides: Mapping[str, str]) ->
     """A preset with what all rows of a comparison share: the corpus, the precision, and how often a run writes."""
     changes: dict[str, Any] = {"data": {"corpus": str(corpus.path)}, "model": {"vocab_size": corpus.vocab_size}}
     if config.train.precision == AUTO and "train.precision" not in overrides:
-        # Measured per run, it could differ between rows.
-        precision = choose_precision(AUTO, choose_device())
-        changes["train"] = {"precision": "fp32" if precision == AUTO else precision}
+        changes["train"] = {"precision": common_precision()}
     return config.replace(changes)
+
+
+def common_precision() -> str:
+    """The precision where none is given: measured per run, it could differ between rows."""
+    precision = choose_precision(AUTO, choose_device())
+    return "fp32" if precision == AUTO else precision
 
 
 def row_configs(experiment: Experiment, budget: float, overrides: Mapping[str, str]) -> dict[str, Config]:

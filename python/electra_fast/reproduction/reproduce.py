@@ -29,6 +29,7 @@ from electra_fast.reproduction.experiments import Experiment, make_experiment
 from electra_fast.reproduction.plan import (
     Plan,
     base_config,
+    common_precision,
     estimate_seconds,
     measure_speed,
     row_configs,
@@ -89,8 +90,9 @@ def reproduce(
     """
     _check_amounts(budget=budget, minutes=minutes, seeds=seeds, finetune_seeds=finetune_seeds)
     settings = {name: str(value) for name, value in (overrides or {}).items()}
-    finetuning = {name: value for name, value in settings.items() if name.startswith("finetune.")}
-    pretraining = {name: value for name, value in settings.items() if name not in finetuning}
+    pretraining = {name: value for name, value in settings.items() if not name.startswith("finetune.")}
+    finetuning = {name: value for name, value in settings.items() if name not in pretraining}
+    finetuning = {"finetune.precision": common_precision()} | finetuning
     corpus, all_tasks = _corpus(Path(data)), read_tasks(task, Path(tasks), {}, {})
     base = base_config(Config.preset(preset, recipe), corpus, pretraining)
     made = make_experiment(experiment, base, pretraining)
