@@ -211,15 +211,31 @@ def trained_by(job, num_processes, order):
     return losses, parameters
 
 
-def test_two_processes_compute_what_one_computes(encoder_folder, glue_folder, tmp_path):
-    config = FinetuningConfig().override(QUICK | NO_DROPOUT)
-    job = make_job(glue.read("mrpc", glue_folder), config, load_encoder(encoder_folder), tmp_path, CPU)
-    order = batches.training_order(job.config, len(job.examples), 0)
-    order[-1] = [3] + [-1] * 7  # fewer examples than processes
-    one, two = (trained_by(job, num_processes, order) for num_processes in (1, 2))
-    assert one[0] == pytest.approx(two[0], rel=1e-5)
-    for name, parameter in one[1].items():
-        torch.testing.assert_close(parameter, two[1][name], rtol=1e-4, atol=2e-5, msg=name)
+@pytest.mark.parametrize("num_entries", [0, 4096])
+def test_two_processes_compute_what_one_computes(encoder_folder, glue_folder, tmp_path, num_entries):
+    """Also with a table so large that most of its rows are in no batch, whose gradient is sparse."""
+    config, encoder = FinetuningConfig().override(QUICK | NO_DROPOUT), load_encoder(encoder_folder)
+    jobs = [
+        make_job(glue.read("mrpc", glue_folder), config, each, tmp_path, CPU)
+        for each in (encoder, with_entries(encoder, num_entries))
+    ]
+    order = batches.training_order(config.finetune, len(jobs[0].examples), 0)
+    order[1] = order[-1] = [3] + [-1] * 7  # fewer examples than processes
+    one, two, alone = trained_by(jobs[0], 1, order), trained_by(jobs[1], 2, order), trained_by(jobs[1], 1, order)
+    for losses, parameters in (two, alone):
+        assert one[0] == pytest.approx(losses, rel=1e-5)
+        for name, parameter in one[1].items():
+            found = parameters[name][: len(parameter)]
+            torch.testing.assert_close(parameter, found, rtol=1e-4, atol=2e-5, msg=name)
+
+
+def with_entries(encoder, number):
+    """An encoder with more rows in its token table, which no token has; 0: as it is."""
+    state = dict(encoder.state)
+    table = state["embeddings.token"]
+    number = number or len(table)
+    state["embeddings.token"] = torch.cat((table, torch.ones(number - len(table), table.shape[1])))
+    return replace(encoder, shape=replace(encoder.shape, vocab_size=number), state=state)
 
 
 def trained(job, execution, device, pack, steps=12):

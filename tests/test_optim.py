@@ -58,6 +58,28 @@ def test_adamw_equals_torch():
         torch.testing.assert_close(ours[name], parameter, rtol=1e-5, atol=1e-6)
 
 
+def test_sparse_gradients_update_as_whole_ones():
+    """Also where rows, or a whole gradient, are added to one; and what one step had is not in the next one's."""
+    config, random, results = plain(clip_norm=0.5), torch.Generator().manual_seed(0), []
+    steps = [(torch.randint(9, (4,), generator=random), torch.randn(4, 3, generator=random)) for _ in range(6)]
+    for is_sparse in (True, False):
+        table = torch.nn.Parameter(torch.ones(9, 3))
+        optimizer = Optimizer([("table", table)], config)
+        for number, (rows, values) in enumerate(steps):
+            optimizer.zero_grad()
+            sparse = torch.sparse_coo_tensor(rows[None], values, table.shape, check_invariants=True)
+            table.grad = sparse if is_sparse else sparse.to_dense()
+            gradient = optimizer.gradients()["table"]
+            if number == 2:
+                optimizer.add_rows("table", rows + torch.tensor([0, 0, 0, -rows[3]]), values)
+            if number == 4:
+                gradient += 1.0
+                optimizer.forget_rows("table")
+            update(optimizer)
+        results.append(table.detach())
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("rule", ["adamw", "lamb"])
 def test_without_bias_correction_written_out(rule):
     """BERT's AdamWeightDecay; LAMB adds the trust ratio for what is decayed."""

@@ -122,7 +122,7 @@ class _SelfAttention(torch.autograd.Function):
         length, width = qkv_TX.shape[0] // num_rows, qkv_TX.shape[1] // 3
         out_TD = qkv_TX.new_empty(len(qkv_TX), width)
         weights_BNLL = qkv_TX.new_empty(num_rows, num_heads, length, length)
-        drops = list[Tensor]()
+        drop_BNLL = _dropout_mask(weights_BNLL, dropout) if dropout else None
         out_BLNH, scale = out_TD.view(num_rows, length, num_heads, -1), (width // num_heads) ** -0.5
         for rows, (q, k, v) in _row_chunks(qkv_TX, num_rows, num_heads):
             weights = weights_BNLL[rows].flatten(0, 1)
@@ -131,28 +131,28 @@ class _SelfAttention(torch.autograd.Function):
                 scores.view(-1, num_heads, length, length).copy_(bias_B1LL[rows])
             scores.baddbmm_(q, k.mT, beta=0 if bias_B1LL is None else 1, alpha=scale)
             torch.softmax(scores, -1, out=weights)
-            if dropout:
-                drops.append(_dropout_mask(weights, dropout))
-                weights = weights * drops[-1]
+            if drop_BNLL is not None:
+                weights = weights * drop_BNLL[rows].flatten(0, 1)
             out_BLNH[rows].copy_(_by_token(weights @ v, num_heads))
-        ctx.save_for_backward(qkv_TX, weights_BNLL, *drops)
+        ctx.save_for_backward(qkv_TX, weights_BNLL, drop_BNLL)
         ctx.num_rows, ctx.num_heads, ctx.scale = num_rows, num_heads, scale
         return out_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        qkv_TX, weights_BNLL, *drops = ctx.saved_tensors
+        qkv_TX, weights_BNLL, drop_BNLL = ctx.saved_tensors
         num_rows, num_heads, scale = ctx.num_rows, ctx.num_heads, ctx.scale
         grad_TX = torch.empty_like(qkv_TX)
         grad_BL3NH = grad_TX.view(num_rows, -1, 3, num_heads, grad_TD.shape[1] // num_heads)
         grad_BNLH = grad_TD.view(num_rows, -1, num_heads, grad_BL3NH.shape[-1]).transpose(1, 2)
-        for number, (rows, (q, k, v)) in enumerate(_row_chunks(qkv_TX, num_rows, num_heads)):
+        for rows, (q, k, v) in _row_chunks(qkv_TX, num_rows, num_heads):
             weights, grad = weights_BNLL[rows].flatten(0, 1), grad_BNLH[rows].flatten(0, 1)
             dropped, grad_weights = weights, grad @ v.mT
-            if drops:
-                dropped = weights * drops[number]
-                grad_weights.mul_(drops[number])
+            if drop_BNLL is not None:
+                drop = drop_BNLL[rows].flatten(0, 1)
+                dropped = weights * drop
+                grad_weights.mul_(drop)
             grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype).mul_(scale)
             grads = (grad_scores @ k, grad_scores.mT @ q, dropped.mT @ grad)
             for place, each in zip(grad_BL3NH[rows].unbind(2), grads, strict=True):
