@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from electra_fast.compute import choose_compute, choose_device
-from electra_fast.config import Config
+from electra_fast.config import AUTO, Config
 from electra_fast.data.loader import BatchLoader
+from electra_fast.matmul import fastest_matmul, use_matmul
 from electra_fast.model import Electra
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.optim import Optimizer
@@ -26,18 +28,21 @@ def flops_per_second(config: Config) -> float:
     """True model FLOPs per second of training steps, over some seconds."""
     config, device = config.resolved(), choose_device()
     compute, execution = choose_compute(config, device), choose_execution(config.train.execution, device)
+    if config.train.matmul == AUTO:
+        compute = replace(compute, matmul=fastest_matmul(config.model, device))
     model = Electra(config).to(device)
     optimizer = Optimizer(model.named_parameters(), config.optimizer, matrix_dtype=compute.dtype)
     step = TrainStep(model, optimizer, config, compute, execution)
     loader, num_steps = BatchLoader.from_config(config), 0
     start = time.perf_counter()
-    while num_steps <= _WARMUP_STEPS or time.perf_counter() - start < _SECONDS:
-        step(next(loader), num_steps)
-        num_steps += 1
-        if num_steps == _WARMUP_STEPS:
-            step.read_totals()  # waits for the device
-            start = time.perf_counter()
-    step.read_totals()
+    with use_matmul(compute.matmul):
+        while num_steps <= _WARMUP_STEPS or time.perf_counter() - start < _SECONDS:
+            step(next(loader), num_steps)
+            num_steps += 1
+            if num_steps == _WARMUP_STEPS:
+                step.read_totals()  # waits for the device
+                start = time.perf_counter()
+        step.read_totals()
     seconds = time.perf_counter() - start
     step.close()
     tokens = (num_steps - _WARMUP_STEPS) * config.train.batch_size * config.data.sequence_length
