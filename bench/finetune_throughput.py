@@ -37,6 +37,7 @@ from electra_fast.finetuning.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids, write_tokenizer
+from electra_fast.matmul import use_matmul
 from electra_fast.training.optim import lr_scale
 
 WARM_UP = 8
@@ -221,7 +222,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     task, contender = options.contender
     job, folder = make_tasks(options, task)
     if contender == "ours":
-        return train_ours(job, options.steps, options.seed)
+        with use_matmul(job.work.compute.matmul):
+            return train_ours(job, options.steps, options.seed)
     if contender in TRAINERS:
         return train_theirs(job, folder, options.steps, options.seed, **TRAINERS[contender])
     return predict(job, folder, contender)
