@@ -135,8 +135,10 @@ def test_a_step_on_a_cpu_against_the_same_version(tmp_path):
     done = subprocess.run([*command, "--cache", str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f"torch {torch.__version__}" in done.stdout.splitlines()[0]
-    before, now = (json.loads(line) for line in results.read_text().splitlines())
-    assert (before["step"], now["step"]) == ("electra-fast before, eager", "electra-fast, eager")
+    before, now, bf16 = (json.loads(line) for line in results.read_text().splitlines())
+    names = ("electra-fast before, eager", "electra-fast, eager", "electra-fast, eager, bf16")
+    assert (before["step"], now["step"], bf16["step"]) == names
+    assert all(0 < found["share"] < 2 for found in (before, now, bf16))
     assert before["ratio"] == 1 and now["ratio"] > 0 and min(now["rounds"]) > 0
     assert now["steps"] == len(now["rounds"]) >= 3
     assert before["mean_loss"] == pytest.approx(now["mean_loss"], rel=0.05)

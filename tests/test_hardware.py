@@ -184,9 +184,15 @@ class TestProducts:
         (line,) = said(capsys).splitlines()
         assert 'error: matmul = "onednn" needs a processor with AVX-512 and without AMX' in line
 
-    def test_a_kept_onednn_that_cannot_run_is_chosen_anew(self, run, validation_corpus, capsys):
+    @pytest.mark.parametrize("by_its_own_configuration", [False, True])
+    def test_a_kept_onednn_that_cannot_run_is_chosen_anew(
+        self, run, validation_corpus, capsys, by_its_own_configuration
+    ):
         recorded_as(run, **{"train.matmul": "onednn"})
-        pretrain(auto_config(), data=validation_corpus, out=run)
+        if by_its_own_configuration:
+            assert main(["pretrain", "--out", str(run)]) == 0
+        else:
+            pretrain(auto_config(), data=validation_corpus, out=run)
         assert 'train.matmul = auto: default, as the "onednn" recorded in this run cannot run here' in said(capsys)
         assert hardware_values(run) == CHOSEN
         record = json.loads((run / "changes.jsonl").read_text())

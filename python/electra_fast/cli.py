@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast.cli_parser import build_parser
-from electra_fast.config import Config
+from electra_fast.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.config_file import did_you_mean, nearest, take_overrides
 from electra_fast.config_section import Configuration
 from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere
@@ -148,6 +148,9 @@ def _config(options: argparse.Namespace) -> Config:
 
             return config_at(options.out, options.from_step).override(options.overrides)
         options.config = _own_config(options.out)
+        if options.config is not None:
+            # What suits the hardware is kept as recorded where it can run, and else chosen anew.
+            return Config.load(options.config, dict.fromkeys(HARDWARE_KEYS, AUTO) | options.overrides)
     if options.config is not None:
         if options.preset or options.recipe:
             raise InputError("give CONFIG.toml or --preset, not both (a file may name `preset` and `recipe` itself)")

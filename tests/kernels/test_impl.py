@@ -50,7 +50,7 @@ class Called(Exception):
 
 
 def refuse(name):
-    def raise_called(*_):
+    def raise_called(*_, **__):
         raise Called(name)
 
     return raise_called

@@ -91,11 +91,14 @@ def test_compiles_without_a_graph_break(architecture):
 
 
 def spy_on_dropout(monkeypatch, *names):
-    """The `Dropout` of every call of these operations, which is their last argument."""
+    """The `Dropout` of every call of these operations, which is their last positional argument."""
     seen = []
+
+    def watched(original):
+        return lambda *args, **options: (seen.append(args[-1]), original(*args, **options))[1]
+
     for name in names:
-        original = getattr(ops, name)
-        monkeypatch.setattr(ops, name, lambda *args, original=original: (seen.append(args[-1]), original(*args))[1])
+        monkeypatch.setattr(ops, name, watched(getattr(ops, name)))
     return seen
 
 
