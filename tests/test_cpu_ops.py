@@ -302,6 +302,23 @@ def test_self_attention_of_some_rows_at_a_time(monkeypatch, poisoned_memory, num
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("rotary", [False, True])
+def test_long_rows_are_left_to_torch(monkeypatch, rotary):
+    """Their weights would not fit; with dropout they must."""
+    mask = attention_inputs(2, torch.float32)[2]
+    x, weight = random(mask.num_rows * mask.length, 8), random(24, 8)
+    angles = ops.rotary_angles(torch.arange(mask.length).repeat(mask.num_rows), 4, 1e4) if rotary else None
+    calls, original = [], cpu_ops.self_attention
+    monkeypatch.setattr(cpu_ops, "self_attention", lambda *args: calls.append(args[-1]) or original(*args))
+    found = []
+    for longest in (mask.length, mask.length - 1):
+        monkeypatch.setattr(cpu_ops, "MAX_ROW", longest)
+        found.append(self_attention(x, weight, None, mask, 2, ops.Dropout(), angles))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    self_attention(x, weight, None, mask, 2, ops.Dropout(0.1), angles)
+    assert calls == [0.0, 0.1]
+
+
 @pytest.mark.parametrize("num_heads", [1, 3])
 def test_self_attention_leaves_the_mask_to_the_next_layer(num_heads):
     """The scores of one head have the mask's shape: to add to them in place must not add to the mask."""

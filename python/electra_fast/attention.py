@@ -149,7 +149,8 @@ def self_attention(
             out_TD: Tensor = kernels().short_attention(*arguments, *dropout.arguments)[0]
             return out_TD
         return short_attention_reference(*arguments, dropout)
-    if mask.backend == "sdpa" and uses_cpu_ops(x_TD):
+    is_short = mask.length <= cpu_ops.MAX_ROW or dropout.probability > 0
+    if mask.backend == "sdpa" and is_short and uses_cpu_ops(x_TD):
         if rotary is None:
             qkv_TX = linear(x_TD, qkv_weight_XD, qkv_bias_X)
         else:

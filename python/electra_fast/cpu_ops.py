@@ -24,6 +24,9 @@ from electra_fast.sampling import TILE, draw_noise, modify_logits, sample_catego
 CHUNK_BYTES = 8 * 2**20
 # Their gradients that are multiplied at once.
 GROUP_BYTES = 64 * 2**20
+# Longest row whose attention weights are kept for the backward pass, as with dropout those of any row are: their number
+# grows with its square. `scaled_dot_product_attention` computes them again.
+MAX_ROW = 512
 # Scores that attention holds at once: what passes over them leave in the caches.
 SCORES_BYTES = 2**20
 
