@@ -114,8 +114,8 @@ def self_attention(
 class _SelfAttention(torch.autograd.Function):
     """Batched products of whole rows, of as many at once as the caches hold.
 
-    `scaled_dot_product_attention` multiplies in small blocks, which is slower by a factor of two to seven for rows of
-    up to 512 tokens (bench/LOG.md), and has no fast form with dropout.
+    `scaled_dot_product_attention` multiplies in small blocks. For rows of up to 512 tokens it is no faster in fp32 by
+    MKL, and where oneDNN multiplies 1.4 to 15 times slower (bench/LOG.md). It has no fast form with dropout.
     """
 
     @staticmethod

@@ -132,7 +132,7 @@ def measure_matmul(shape: ModelConfig, num_tokens: int) -> MatmulMeasurement:
             for name in (DEFAULT, ONEDNN):
                 with use_matmul(name):
                     results.append(product())
-                    seconds[name][kind] += min(_seconds(product) for _ in range(REPETITIONS))
+                    seconds[name][kind] += min(seconds_of(product) for _ in range(REPETITIONS))
             default, onednn = results
             difference = max(difference, float((default - onednn).abs().max() / default.abs().max()))
     return MatmulMeasurement(seconds, difference)
@@ -155,7 +155,8 @@ def _products(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Callable[[], Tenso
     return lambda: x @ weight.T, lambda: dy @ weight, lambda: dy.T @ x
 
 
-def _seconds(function: Callable[[], Tensor]) -> float:
+def seconds_of(function: Callable[[], object]) -> float:
+    """How long a call takes."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start

@@ -28,10 +28,7 @@ _SAMPLE_ROWS, _SAMPLE_LENGTH = 4, 128
 
 
 def choose_inference(model: EncoderWithHead, device: torch.device, precision: str = AUTO) -> tuple[ComputeConfig, str]:
-    """How a model predicts, and what to tell the user about it: on a CPU what a short measurement finds faster.
-
-    Raises InputError where the model cannot be read with this precision.
-    """
+    """How a model predicts, and what to tell the user about it: on a CPU what a short measurement finds faster."""
     shape, note = model.shape, ""
     matmul, chosen = fastest_matmul(shape, device), choose_precision(precision, device)
 

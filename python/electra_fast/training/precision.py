@@ -17,7 +17,7 @@ import torch
 from electra_fast.compute import DTYPES, RngKey, choose_compute
 from electra_fast.config import Config
 from electra_fast.data.loader import BatchLoader, to_torch
-from electra_fast.matmul import MatmulMeasurement, measure_matmul, use_matmul
+from electra_fast.matmul import MatmulMeasurement, measure_matmul, seconds_of, use_matmul
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.training.flops import flops_per_token
@@ -98,9 +98,9 @@ def shortest_times(passes: Mapping[str, Callable[[], object]]) -> dict[str, floa
     for run_pass in passes.values():
         run_pass()
     start = time.perf_counter()
-    rounds = [{name: _seconds(run_pass) for name, run_pass in passes.items()}]
+    rounds = [{name: seconds_of(run_pass) for name, run_pass in passes.items()}]
     while len(rounds) < MAX_REPETITIONS and time.perf_counter() - start < MAX_SECONDS:
-        rounds.append({name: _seconds(run_pass) for name, run_pass in passes.items()})
+        rounds.append({name: seconds_of(run_pass) for name, run_pass in passes.items()})
     return {name: min(times[name] for times in rounds) for name in passes}
 
 
@@ -128,9 +128,3 @@ def _training_pass(config: Config, num_rows: int) -> Callable[[str], None]:
         model.zero_grad()
 
     return run_pass
-
-
-def _seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
