@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
+import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from electra_fast.atomic_files import replace_file
 
 Result = Mapping[str, Any]
 CORRUPTORS = ("network", "unigram")
@@ -37,17 +35,36 @@ class Point:
 
 
 def auc(result: Result, corruptor: str = CRITERION) -> float:
-    """AUC of a run; that of chance where it diverged."""
-    return 0.5 if "failed" in result else float(result["corrupted_by"][corruptor]["discriminator_auc"])
+    """AUC of a run; that of chance where it diverged, NaN where it has no discriminator."""
+    if "failed" in result:
+        return 0.5
+    found = result["corrupted_by"][corruptor]["discriminator_auc"]
+    return math.nan if found is None else float(found)
+
+
+def merit(result: Result) -> float:
+    """What settings are chosen by: the AUC, or the loss of a masked language model, which has none."""
+    found = auc(result)
+    return -float(result["corrupted_by"][CRITERION]["generator_loss"]) if math.isnan(found) else found
 
 
 def score(result: Result) -> float:
-    """Mean of the fine-tuned model's tasks."""
-    return statistics.mean(result["tasks"].values())
+    """Mean of the fine-tuned model's tasks in percent; NaN where it was not fine-tuned."""
+    return 100 * statistics.mean(result["tasks"].values()) if "tasks" in result else math.nan
+
+
+MEASURES: dict[str, Callable[[Result], float]] = {
+    "AUC, network": auc,
+    "AUC, unigram": lambda result: auc(result, "unigram"),
+    "mean of the tasks": score,
+}
+"""What curves are drawn of."""
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation."""
+    """Mean and standard deviation; empty where there is nothing to tell."""
+    if not values or any(map(math.isnan, values)):
+        return ""
     return f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
 
 
@@ -60,7 +77,7 @@ def columns(results: Sequence[Result]) -> list[str]:
     times = [each["seconds"] for each in good if each["seconds"]]
     taken = f"{statistics.mean(times):.0f}" if times else ""
     scores = [score(each) for each in good if "tasks" in each]
-    return [*cells, spread(scores) if scores else "", taken, str(len(results))]
+    return [*cells, spread(scores), taken, str(len(results))]
 
 
 HEADER = [
@@ -102,75 +119,71 @@ def crossing(curve: Sequence[tuple[float, float]], value: float) -> tuple[float,
     return cost_before, "more than"
 
 
-def advantage(
-    ours: Sequence[Point], theirs: Sequence[Point], measure: Callable[[Result], float], cost: Callable[[Point], float]
-) -> str:
-    """By which factor their cost exceeds ours for what they reach with their largest budget."""
-    value, their_cost = theirs[-1].mean(measure), cost(theirs[-1])
-    our_cost, bound = crossing([(cost(point), point.mean(measure)) for point in ours], value)
-    word = {"": "", "at most": "at least ", "more than": "less than "}[bound]
-    return f"{word}{their_cost / our_cost:.2f} times as much ({value:.4f})"
+def factor(ours: Sequence[Point], theirs: Sequence[Point], measure: Callable[[Result], float]) -> str:
+    """How many times our FLOPs they take for what they reach with their last budget, and the middle 90 % by seeds.
 
-
-def seconds(point: Point) -> float:
-    """Mean processor time of its runs; NaN where it was not taken."""
-    timed = [each for each in point.finished.results if each["seconds"]]
-    return Point(point.setting, point.budget, timed).mean(lambda result: float(result["seconds"]))
-
-
-def write_comparison(folder: Path, scale: str, curves: Mapping[str, Sequence[Point]]) -> str:
-    """Writes recipes-SCALE-BASELINE.json and .png; returns tables and factors as text.
-
-    `curves` has two sides: the baseline first.
+    The interval is of 1,000 draws of the seeds of every point, with replacement.
     """
-    rows = [
-        [side, f"{point.budget:.1e}", point.setting, *columns(point.results)]
-        for side, curve in curves.items()
-        for point in curve
-    ]
-    text = markdown(["side", "FLOPs", "setting", *HEADER], rows)
-    baseline, ours = curves.values()
-    path = folder / f"recipes-{scale}-{next(iter(curves))}.json"
-    for name in CORRUPTORS:
-        for unit, cost in (("FLOPs", lambda point: point.budget), ("seconds", seconds)):
-            text += f"\n{unit} that the baseline takes to its last AUC, {name}: "
-            text += advantage(ours, baseline, lambda result, name=name: auc(result, name), cost)
-    scored = [[p for p in curve if p.results and all("tasks" in r for r in p.results)] for curve in (ours, baseline)]
-    if all(scored):
-        text += "\nFLOPs that the baseline takes to its last mean of the tasks: "
-        text += advantage(*scored, score, lambda point: point.budget)
-    record = {
-        side: [{"setting": p.setting, "budget": p.budget, "results": p.results} for p in curve]
-        for side, curve in curves.items()
-    }
-    replace_file(path, json.dumps(record, indent=1) + "\n")
-    _draw(path.with_suffix(".png"), scale, curves)
+    draw = random.Random(0)
+
+    def drawn(point: Point) -> Point:
+        return Point(point.setting, point.budget, draw.choices(point.results, k=len(point.results)))
+
+    def cost(ours: Sequence[Point], last: Point) -> tuple[float, str]:
+        return crossing([(point.budget, point.mean(measure)) for point in ours], last.mean(measure))
+
+    budget = theirs[-1].budget
+    our_cost, bound = cost(ours, theirs[-1])
+    found = sorted(budget / cost(list(map(drawn, ours)), drawn(theirs[-1]))[0] for _ in range(1_000))
+    word = {"": "", "at most": "at least ", "more than": "less than "}[bound]
+    return f"{word}{budget / our_cost:.2f} ({found[50]:.2f} to {found[949]:.2f})"
+
+
+def report(path: Path, title: str, curves: Mapping[str, Sequence[Point]]) -> str:
+    """Draws curves, by side and in rising order of the budget; returns their table, and factors beside the first."""
+    points = {side: [point for point in curve if point.results] for side, curve in curves.items()}
+    rows = [[side, f"{point.budget / 1e12:.3g}", *columns(point.results)] for side in points for point in points[side]]
+    text = markdown(["", "TFLOP", *HEADER], rows)
+    measured = {name: _measured(points, measure) for name, measure in MEASURES.items()}
+    first, *others = points
+    for name, sides in measured.items():
+        for side in others:
+            for number, point in enumerate(sides[side], 1):
+                if sides[first]:
+                    times = factor(sides[first], sides[side][:number], MEASURES[name])
+                    text += (
+                        f"\n{name}: what {side} has with {point.budget / 1e12:.3g} TFLOP takes it {times} times as many"
+                    )
+    if any(len(curve) > 1 for curve in points.values()):
+        _draw(path, title, measured)
     return text
 
 
-def _draw(path: Path, scale: str, curves: Mapping[str, Sequence[Point]]) -> None:
+def _measured(points: Mapping[str, Sequence[Point]], measure: Callable[[Result], float]) -> dict[str, list[Point]]:
+    """Those points whose runs all have a measure."""
+    return {side: [point for point in curve if not math.isnan(point.mean(measure))] for side, curve in points.items()}
+
+
+def _draw(path: Path, title: str, measured: Mapping[str, Mapping[str, Sequence[Point]]]) -> None:
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    drawn: list[tuple[str, Callable[[Result], float]]] = [
-        (f"AUC on replacements of the {name}", lambda result, name=name: auc(result, name)) for name in CORRUPTORS
-    ]
-    drawn.append(("generator's loss, nats", lambda result: float(result["corrupted_by"][CRITERION]["generator_loss"])))
-    ticks = sorted({point.budget for curve in curves.values() for point in curve})
-    for axis, (title, measure) in zip(axes, drawn, strict=True):
-        for side, curve in curves.items():
-            budgets, points = [point.budget for point in curve], [point.finished for point in curve]
-            axis.plot(budgets, [point.mean(measure) for point in points], marker="o", label=side)
-            for point in points:
-                axis.plot([point.budget] * len(point.results), list(map(measure, point.results)), "_", color="gray")
-        axis.set(xscale="log", xlabel="training TFLOP", title=title)
+    drawn = {name: sides for name, sides in measured.items() if any(sides.values())}
+    figure, axes = plt.subplots(1, len(drawn), figsize=(4.5 * len(drawn), 4), layout="constrained", squeeze=False)
+    for axis, (name, sides) in zip(axes[0], drawn.items(), strict=True):
+        for side, curve in sides.items():
+            budgets, means = [point.budget for point in curve], [point.mean(MEASURES[name]) for point in curve]
+            axis.plot(budgets, means, marker="o", label=side)
+            for point in curve:
+                axis.plot([point.budget] * len(point.results), [*map(MEASURES[name], point.results)], "_", color="gray")
+        ticks = sorted({point.budget for curve in sides.values() for point in curve})
+        axis.set(xscale="log", xlabel="training TFLOP", title=name)
         axis.set_xticks(ticks, [f"{each / 1e12:.3g}" for each in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.suptitle(f"{scale}, mean over seeds; gray: each seed")
+    axes[0][0].legend()
+    figure.suptitle(f"{title}, mean over seeds; gray: each seed")
     figure.savefig(path, dpi=120)
     plt.close(figure)

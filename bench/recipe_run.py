@@ -13,9 +13,12 @@ import shutil
 import sys
 import time
 import unittest.mock
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import recipe_patches
 import torch
 
@@ -26,6 +29,7 @@ from electra_fast.data.mixture import Mixture
 from electra_fast.errors import Diverged
 from electra_fast.reproduction.row_run import main
 from electra_fast.training import evaluate as evaluation
+from electra_fast.training.corruptor import UNIGRAM_LENGTH, Corruptor
 from electra_fast.training.time_limit import TimeLimit
 
 RUN, RESULT, SECONDS = "run.json", "result.json", "seconds.txt"
@@ -34,13 +38,32 @@ EVAL_ROWS = 64
 JUDGED = ("discriminator_auc", "discriminator_loss", "generator_loss", "generator_accuracy", "corruption", "tokens")
 
 
+@dataclass(frozen=True)
+class Replacements:
+    """What a corruptor has filled the mask slots of validation text with: another processor would train another one."""
+
+    samples_RN: torch.Tensor
+    sequence_length = UNIGRAM_LENGTH
+    max_positions = None
+
+    def sample(self, batch: Mapping[str, torch.Tensor], first_row: int) -> torch.Tensor:
+        """As a `Corruptor` does."""
+        return self.samples_RN[first_row : first_row + len(batch["masked_ids"])]
+
+
+def load_corruptor(source: str | Path, corpus: str | Path) -> Corruptor | Replacements:
+    """Of a file of replacements, of a run, or `unigram`."""
+    if str(source).endswith(".npy"):
+        return Replacements(torch.from_numpy(np.load(source).astype(np.int64)))
+    return evaluation._corruptor(source, Mixture(str(corpus)), torch.device("cpu"))
+
+
 def do(folder: Path) -> dict[str, Any]:
     """Trains, evaluates and fine-tunes; what was measured."""
     job = json.loads((folder / RUN).read_text())
     parts = [(ef.Config.load(folder / name), last_step) for name, last_step in job["parts"]]
     config, run = parts[-1][0], folder / "run"
-    mixture, device = Mixture(job["corpus"]), torch.device("cpu")
-    loaded = {source: evaluation._corruptor(source, mixture, device) for source in job["corruptors"].values()}
+    loaded = {source: load_corruptor(source, job["validation"]) for source in job["corruptors"].values()}
     evaluation._corruptor = lambda source, *_: loaded[str(source)]  # patches must not change a corruptor
     recipe_patches.apply(job["patches"], config)
     before = time.process_time()
@@ -57,13 +80,13 @@ def do(folder: Path) -> dict[str, Any]:
         # Of the processor, which other processes disturb less than the clock; of all sessions but killed ones.
         "seconds": round(sum(map(float, (folder / SECONDS).read_text().split())), 1),
         "tokens": last["tokens"],
-        "own_discriminator_loss": last["discriminator_loss"],
+        "own_discriminator_loss": last.get("discriminator_loss"),
         "corrupted_by": {},
     }
     for name, corruptor in job["corruptors"].items():
         report = evaluation.evaluate(
             run,
-            job["corpus"],
+            job["validation"],
             sequence_length=job["sequence_length"],
             batch_size=EVAL_ROWS,
             max_batches=job["eval_batches"],

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 Keys = Mapping[str, str]
 TFLOP = 1e12
+LEVELS = (10 * TFLOP, 30 * TFLOP, 90 * TFLOP, 270 * TFLOP, 800 * TFLOP)
+"""Budgets of the curves."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +21,10 @@ class Scale:
         keys: Configuration that all runs share.
         modern_keys: The same, of runs with the modern encoder: widths at which its FLOPs are those of the other.
         vocab_size: Of the corpus.
-        budgets: True FLOPs of the runs of `compare` by side, each twice the one before. Before the discriminator has
-            left its plateau, settings cannot be told apart, so the first is not smaller than that takes.
-        lower_budgets: Of more runs of the setting that is chosen for the first of these, for the curve, by side.
-        ingredient_budget: Of the runs of `ingredients`.
+        trial_budgets: True FLOPs of the runs of `tune` by side, each twice the one before. Before the discriminator
+            has left its plateau, settings cannot be told apart, so the first is not smaller than that takes.
+        ingredient_budget: Of a study's runs, if no other is given.
+        finetuned_from: Of the runs that are fine-tuned: below, that costs more than such a model.
         corruptor: Configuration of the masked language model that corrupts validation text.
         corruptor_budget: True FLOPs of its training.
         eval_batches: Batches of `recipe_run.EVAL_ROWS` rows that runs are judged on.
@@ -33,9 +35,9 @@ class Scale:
     keys: Keys
     modern_keys: Keys
     vocab_size: int
-    budgets: Mapping[str, tuple[float, ...]]
-    lower_budgets: Mapping[str, tuple[float, ...]]
+    trial_budgets: Mapping[str, tuple[float, ...]]
     ingredient_budget: float
+    finetuned_from: float
     corruptor: Keys
     corruptor_budget: float
     eval_batches: int
@@ -47,7 +49,7 @@ class Setting:
 
     `batch_factor` multiplies the scale's rows per step, `length_factor` their length; `muon_factor` and `rest_factor`
     the learning rates, which follow from the number of steps in the recipe `modern`. `early` is how the first half of
-    the FLOPs is spent, if otherwise; the learning rate's schedule spans both.
+    the FLOPs is spent, if otherwise; the learning rate's schedule spans both. It reads one of so many `parts` of the text.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Setting:
     muon_factor: float = 1.0
     rest_factor: float = 1.0
     early: Setting | None = None
+    parts: int = 1
 
     def changed(self, name: str, keys: Keys, patches: tuple[str, ...] = (), expected: str = "") -> Setting:
         """A variant of it."""
@@ -109,17 +112,13 @@ SCALES = {
         keys={"train.batch_size": "32"},
         modern_keys={"model.intermediate_size": "176"},
         vocab_size=2048,
-        budgets={
+        trial_budgets={
             "google": (8 * TFLOP, 16 * TFLOP),
             "google-rotary": (4 * TFLOP, 8 * TFLOP),
-            "modern": (4 * TFLOP, 8 * TFLOP),
-        },
-        lower_budgets={
-            "google": (2 * TFLOP, 4 * TFLOP),
-            "google-rotary": (1 * TFLOP, 2 * TFLOP),
-            "modern": (1 * TFLOP, 2 * TFLOP),
+            "mlm": (4 * TFLOP, 8 * TFLOP),
         },
         ingredient_budget=4 * TFLOP,
+        finetuned_from=4 * TFLOP,
         corruptor={**ADAMW, "objective.name": "mlm", "model.intermediate_size": "176"},
         corruptor_budget=3 * TFLOP,
         eval_batches=64,
@@ -130,13 +129,13 @@ SCALES = {
         keys={"train.batch_size": "16", "train.precision": "bf16"},
         modern_keys={"model.intermediate_size": "704"},
         vocab_size=8192,
-        budgets={
+        trial_budgets={
             "google": (90 * TFLOP, 180 * TFLOP),
             "google-rotary": (45 * TFLOP, 90 * TFLOP),
-            "modern": (45 * TFLOP, 90 * TFLOP),
+            "mlm": (45 * TFLOP, 90 * TFLOP),
         },
-        lower_budgets={"google": (), "google-rotary": (), "modern": (22 * TFLOP,)},
         ingredient_budget=90 * TFLOP,
+        finetuned_from=90 * TFLOP,
         corruptor={
             **ADAMW,
             "objective.name": "mlm",
@@ -149,6 +148,9 @@ SCALES = {
         eval_batches=16,
     ),
 }
+for _entries in (4096, 16384):
+    _name = f"mini-{_entries}"
+    SCALES[_name] = replace(SCALES["mini"], name=_name, vocab_size=_entries)
 
 
 def _rate(value: str) -> Keys:
@@ -193,11 +195,26 @@ def _rotary(google: Setting) -> Setting:
     return replace(google, name=f"{google.name}, rotary positions", patches=(*google.patches, "rotary-positions"))
 
 
+def _trials_mlm() -> tuple[Setting, ...]:
+    """A masked language model with the encoder, the update rule and the rates of `modern`."""
+    keys = {key: value for key, value in MUON.items() if not key.startswith("objective.")}
+    base = Setting("mlm", {**keys, "objective.name": "mlm", "data.masking": "bert"})
+    return (
+        base,
+        base.changed("mlm, mask_prob 0.15", {"data.mask_prob": "0.15"}),
+        base.changed("mlm, mask_prob 0.35", {"data.mask_prob": "0.35"}),
+        replace(base, name="mlm, twice Muon's rate", muon_factor=2),
+        replace(base, name="mlm, half of Muon's rate", muon_factor=0.5),
+        replace(base, name="mlm, half the batch", batch_factor=0.5),
+    )
+
+
 BASELINES: dict[str, tuple[Setting, ...]] = {
     "google": _trials_google(),
     "google-rotary": tuple(map(_rotary, _trials_google())),
+    "mlm": _trials_mlm(),
 }
-"""What `compare` compares `modern` with, and the settings that it tries of each."""
+"""The settings that `tune` tries of each baseline."""
 
 
 def _scaled(name: str, expected: str, muon: float = 1.0, rest: float = 1.0) -> Setting:
@@ -280,3 +297,45 @@ INGREDIENTS: tuple[Setting, ...] = (
     _one("disentangled embeddings", "-.02", patch="gdes"),
     _one("embeddings not tied", "-.03", {"model.tying": "none"}),
 )
+
+
+def _named(name: str) -> Setting:
+    trials = (each for settings in BASELINES.values() for each in settings)
+    return next(each for each in trials if each.name == name)
+
+
+CURVES = (
+    MODERN,
+    replace(_named("google, corrected, 2.5e-4, a quarter of the batch, rotary positions"), name="google-rotary"),
+    _named("mlm"),
+)
+"""`modern` beside the best setting of each baseline."""
+
+
+def _shape(layers: int, width: int, heads: int, fraction: str) -> Setting:
+    keys = {
+        "model.num_layers": str(layers),
+        "model.hidden_size": str(width),
+        "model.num_heads": str(heads),
+        "model.intermediate_size": str(11 * width // 4),
+        "model.embedding_size": str(min(width, 128)),
+        "generator.fraction": fraction,
+    }
+    return MODERN.changed(f"{layers} layers of {width}", keys)
+
+
+SIZES = (
+    _shape(2, 64, 2, "0.5"),
+    _shape(2, 128, 4, "0.25"),
+    _shape(4, 128, 4, "0.25"),
+    _shape(4, 256, 4, "0.25"),
+    _shape(6, 256, 4, "0.25"),
+    _shape(8, 384, 8, "0.25"),
+)
+"""`modern` by layers and width. A generator has whole heads, so that the narrowest is half as wide as its model."""
+
+EPOCHS = tuple(replace(MODERN, name=f"a {parts}th of the text", parts=parts) for parts in (34, 68, 136, 272))
+"""`modern` on so little text that 90 TFLOP read it once, twice, four and eight times."""
+
+STUDIES = {"curves": CURVES, "sizes": SIZES, "epochs": EPOCHS, "ingredients": INGREDIENTS}
+"""Settings that are run with the same budgets and seeds."""

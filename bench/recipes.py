@@ -1,23 +1,23 @@
 """Which recipe learns most from the same FLOPs: each ingredient alone, and `modern` beside a tuned `google`.
 
-    python bench/recipes.py TEXTS... --out FOLDER [--scale tiny|mini] [--study compare|ingredients]
-                            [--baseline google|google-rotary] [--only NAME ...] [--budget FLOPS] [--seeds N]
-                            [--glue FOLDER] [--minutes M] [--workers N] [--results FILE]
+    python bench/recipes.py TEXTS... --out FOLDER --study NAME [--scale tiny|mini] [--only NAME ...] [--tflop N ...]
+                            [--seeds N] [--glue FOLDER] [--minutes M] [--workers N] [--results FILE]
+    python bench/recipes.py TEXTS... --out FOLDER --tune BASELINE ...
 
 The texts become a corpus with the scale's own vocabulary. Every run is a process of its own with one thread, trains on
 a budget of true FLOPs (Muon's orthogonalization included) with a schedule of its own, and is judged on validation text
-that two fixed corruptors have filled: the unigram distribution, and a masked language model that is trained first and
-belongs to no contender. Each finished run is a line of `--results` (default: recipes.jsonl beside this script), where
-later calls find those that were judged on the same text: a corruptor that another kind of processor trains fills it
-otherwise. A run that was stopped resumes from its checkpoint in FOLDER. `--glue` also fine-tunes models, in `compare`
-those chosen for each level, for which runs whose models FOLDER does not have are repeated.
+that two fixed corruptors have filled: the unigram distribution, and a masked language model that belongs to no
+contender. What that one has filled the text of the log's runs with is in `replacements-*.npy`, since another processor
+would train it otherwise; for other texts it is trained first. Each finished run is a line of `--results` (default:
+recipes.jsonl beside this script), where later calls find those that were judged on the same text. A run that was
+stopped resumes from its checkpoint in FOLDER. With `--glue`, runs of the larger budgets are fine-tuned too.
 
-`compare` tries settings of `google`, and the better half of them with twice the budget. Then `google` is run with three
-seeds in its best setting for each budget, and `modern` as it is shipped: its rates follow from the number of steps by a
-rule that as many trials led to (LOG.md). `google` gets twice the budget, for it needs more. The baseline
-`google-rotary` is the same encoder with rotary positions, which tells what the rest of `modern` is worth. `ingredients`
-changes one thing at a time, and with it the number of steps and the rates that follow from it. Both end with a table,
-`compare` also with a picture. Nothing is downloaded.
+A study runs its settings (`recipe_studies.py`) with three seeds and each budget: all of one budget before the next.
+`curves` has `modern` beside the best setting of each baseline, `sizes` other shapes of it, `epochs` less text, and
+`ingredients` changes one thing at a time, with the number of steps and the rates that follow from it. It ends with a
+table and a picture. `modern` is run as it is shipped: its rates follow from the number of steps by a rule that as many
+trials led to (LOG.md). `--tune` tries the settings of a baseline, and the better half of them with twice the budget.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -31,31 +31,37 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cached_property
-from itertools import accumulate
+from functools import cache, cached_property
+from io import BytesIO
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from recipe_patches import NUM_ITERATIONS
-from recipe_report import CRITERION, HEADER, Point, auc, columns, markdown, write_comparison
-from recipe_run import EVAL_ROWS, RESULT, RUN
-from recipe_studies import BASELINES, COMMON, INGREDIENTS, MODERN, SCALES, Scale, Setting
+from recipe_report import CRITERION, HEADER, Point, columns, markdown, merit, report
+from recipe_run import EVAL_ROWS, RESULT, RUN, load_corruptor
+from recipe_studies import BASELINES, COMMON, LEVELS, SCALES, STUDIES, TFLOP, Scale, Setting
+from results import processor
 
 import electra_fast as ef
 from electra_fast.atomic_files import replace_file
+from electra_fast.data.mixture import Mixture
 from electra_fast.model import Electra
-from electra_fast.training.evaluate import evaluate
+from electra_fast.training.corruptor import corrupted_rows
+from electra_fast.training.evaluate import SEED, _common_config
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.muon import stacks
 from electra_fast.training.optim import Optimizer
 from electra_fast.training.run import exclusive
 
 HERE = Path(__file__).parent
+COMMIT = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True).stdout
 NUM_SEEDS = 3
 # Of what is computed: another number makes earlier results unusable.
 REVISION = 1
@@ -74,7 +80,8 @@ class Job:
     finetune: bool = False
 
 
-def update_flops(config: ef.Config, patches: Sequence[str] = ()) -> float:
+@cache
+def update_flops(config: ef.Config, patches: tuple[str, ...] = ()) -> float:
     """FLOPs per step of Muon's iterations.
 
     Of a matrix m x n with m <= n, each has products of m x n by n x m, m x m by m x m and m x m by m x n.
@@ -103,6 +110,7 @@ class Study:
     def __init__(self, scale: Scale, out: Path, results: Path, deadline: float, glue: Path | None) -> None:
         self.scale, self.out, self.results, self.deadline, self.glue = scale, out, results, deadline, glue
         self.corpus = out / "shards"
+        self.texts: Sequence[str] = ()
         self._lock = threading.Lock()
         *lines, rest = results.read_text().split("\n") if results.exists() else [""]
         if rest:  # a line that a crash cut short
@@ -111,13 +119,14 @@ class Study:
 
     def prepare(self, texts: Sequence[str]) -> None:
         """Makes vocabulary and corpus, and trains the corruptor."""
-        vocab = self.out / "vocab.txt"
+        self.texts, vocab = texts, self.out / "vocab.txt"
         if not vocab.exists():
             ef.train_vocab(texts, out=vocab, size=self.scale.vocab_size, lowercase=True)
         ef.prepare(texts, vocab=vocab, out=self.corpus, holdout=0.01)
-        corruptor = Job(Setting("corruptor", self.scale.corruptor), self.scale.corruptor_budget, 1_000_000)
-        torch.set_num_threads(CORRUPTOR_THREADS)
-        ef.pretrain(self.config(corruptor), data=self.corpus, out=self.out / "corruptor")
+        if not self._committed.exists():
+            corruptor = Job(Setting("corruptor", self.scale.corruptor), self.scale.corruptor_budget, 1_000_000)
+            torch.set_num_threads(CORRUPTOR_THREADS)
+            ef.pretrain(self.config(corruptor), data=self.corpus, out=self.out / "corruptor")
 
     def config(self, job: Job) -> ef.Config:
         """A run's configuration, with the steps that its budget buys; that of its second part, if it has two."""
@@ -146,12 +155,20 @@ class Study:
         is_modern = setting.keys.get("model.architecture") == "modern"
         sizes = {**self.scale.keys, **(self.scale.modern_keys if is_modern else {})}
         keys = {**COMMON, **sizes, **setting.keys, "model.vocab_size": str(self.opened.vocab_size)}
-        config = ef.Config.preset(self.scale.preset).override({**keys, "train.seed": str(seed)})
+        config = ef.Config.preset(self.scale.preset, "google").override({**keys, "train.seed": str(seed)})
         rows, length = config.train.batch_size, config.data.sequence_length
         train, data = {"batch_size": round(setting.batch_factor * rows)}, round(setting.length_factor * length)
         config = config.replace({"train": train, "data": {"sequence_length": data}})
         tokens = config.train.batch_size * config.data.sequence_length
         return config, tokens * flops_per_token(config).total + update_flops(config, setting.patches)
+
+    def part(self, parts: int) -> Path:
+        """The corpus of one of so many parts of the text."""
+        if parts == 1:
+            return self.corpus
+        out = self.out / f"shards-{parts}"
+        ef.prepare(self.texts, vocab=self.out / "vocab.txt", out=out, holdout=0.01, partition=f"1/{parts}")
+        return out
 
     @cached_property
     def opened(self) -> ef.Corpus:
@@ -159,9 +176,23 @@ class Study:
         return ef.Corpus(self.corpus)
 
     @property
+    def _committed(self) -> Path:
+        return HERE / f"replacements-{self.opened.content_hash[:8]}.npy"
+
+    @cached_property
     def corruptors(self) -> dict[str, str]:
         """What fills validation text, by name."""
-        return {"unigram": "unigram", CRITERION: str(self.out / "corruptor")}
+        path = self._committed
+        if not path.exists():
+            path, network, content = (
+                self.out / path.name,
+                load_corruptor(self.out / "corruptor", self.corpus),
+                BytesIO(),
+            )
+            samples = [network.sample(batch, row) for row, batch in self._validation()]
+            np.save(content, torch.cat(samples).numpy().astype(np.uint16))
+            replace_file(path, content.getvalue())
+        return {"unigram": "unigram", CRITERION: str(path)}
 
     @cached_property
     def judged_on(self) -> dict[str, str]:
@@ -171,13 +202,22 @@ class Study:
     @property
     def sequence_length(self) -> int:
         """Of the rows of validation text."""
-        return ef.Config.preset(self.scale.preset).data.sequence_length
+        return ef.Config.preset(self.scale.preset, "google").data.sequence_length
 
     def _corruption(self, corruptor: str) -> str:
-        batches = self.scale.eval_batches
-        size = {"sequence_length": self.sequence_length, "batch_size": EVAL_ROWS, "max_batches": batches}
-        report = evaluate(self.out / "corruptor", self.corpus, corrupted_by=corruptor, mlm_examples=0, **size)
-        return str(report["corruption"])
+        found, filler = hashlib.sha256(), load_corruptor(corruptor, self.corpus)
+        for row, batch in self._validation():
+            for ids in corrupted_rows({**batch, "sampled_ids": filler.sample(batch, row)}):
+                found.update(ids.numpy().astype("<i4").tobytes())
+        return found.hexdigest()[:16]
+
+    def _validation(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Batches of the text that runs are judged on, and the number of each one's first row."""
+        config = ef.Config.preset(self.scale.preset, "google").replace({"train": {"batch_size": EVAL_ROWS}})
+        config, corpora = _common_config(config, self.sequence_length), Mixture(self.corpus).holdout
+        loader = ef.BatchLoader.from_config(config, corpus=corpora, seed=SEED, epochs=1)
+        for number, batch in enumerate(islice(loader, self.scale.eval_batches)):
+            yield number * EVAL_ROWS, ef.to_torch(batch)
 
     @cached_property
     def glue_hash(self) -> str | None:
@@ -198,7 +238,7 @@ class Study:
         identity = {
             "revision": REVISION,
             "scale": self.scale.name,
-            "corpus": self.opened.content_hash,
+            "corpus": ef.Corpus(self.part(job.setting.parts)).content_hash,
             "judged_on": self.judged_on,
             "budget": job.budget,
             "keys": dict(sorted(keys.items())),
@@ -237,7 +277,8 @@ class Study:
         folder = self.out / "runs" / _digest(identity)
         folder.mkdir(parents=True, exist_ok=True)
         work = {
-            "corpus": str(self.corpus),
+            "corpus": str(self.part(job.setting.parts)),
+            "validation": str(self.corpus),
             "patches": job.setting.patches,
             "corruptors": self.corruptors,
             "parts": [(f"config-{number}.toml", last_step) for number, (_, last_step) in enumerate(parts)],
@@ -255,7 +296,7 @@ class Study:
             assert judged["corruption"] == self.judged_on[name], f"{folder}: {name} filled the text otherwise"
         with self._lock, self.results.open("a") as file:
             line = {"run": identity, "name": job.setting.name, "result": result, "version": ef.__version__}
-            line["torch"] = torch.__version__
+            line |= {"torch": torch.__version__, "commit": COMMIT, "processor": processor()}
             file.write(json.dumps(line) + "\n")
             self.found[_name(identity)] = line
         print(f"{job.setting.name}, {job.budget:.0e}, seed {job.seed}: {'  '.join(columns([result]))}", flush=True)
@@ -294,41 +335,33 @@ def _digest(identity: dict[str, Any]) -> str:
     return hashlib.sha256(_name(identity).encode()).hexdigest()[:16]
 
 
-def ingredients(study: Study, only: Sequence[str], budget: float, num_seeds: int, num_workers: int) -> str:
-    """Runs each ingredient with every seed, or the settings of some names (`*` stands for anything); a table."""
-    settings = [*INGREDIENTS, *(each for trials in BASELINES.values() for each in trials)]
-    named = [each for each in settings if any(fnmatch(each.name, name) for name in only)]
+def tune(study: Study, baseline: str, num_workers: int) -> str:
+    """Successive halving of a baseline's settings; a table, the best first."""
+    alive, rows = list(BASELINES[baseline]), []
+    for budget in study.scale.trial_budgets[baseline]:
+        study.run([Job(each, budget, 0) for each in alive], num_workers)
+        points = sorted((study.point(each, budget, 1) for each in alive), key=lambda point: -point.mean(merit))
+        rows = [[point.setting, f"{budget:.3g}", *columns(point.results)] for point in points] + rows
+        names = [point.setting for point in points[: -(-len(points) // 2)]]
+        alive = [each for each in alive if each.name in names]
+    return markdown(["setting", "FLOPs", *HEADER], rows)
+
+
+def compare(
+    study: Study, name: str, only: Sequence[str], budgets: Sequence[float], num_seeds: int, workers: int
+) -> str:
+    """Runs settings with every seed, or those of some names (`*` stands for anything); what is known of them by now."""
+    named = [each for each in STUDIES[name] if any(fnmatch(each.name, pattern) for pattern in only)]
     if only and not named:
         sys.exit(f"--only {' '.join(only)}: no setting has such a name; they are in recipe_studies.py")
-    chosen = named if only else INGREDIENTS
-    finetune = study.glue is not None
-    study.run([Job(each, budget, seed, finetune) for seed in range(num_seeds) for each in chosen], num_workers)
-    points = [study.point(each, budget, num_seeds) for each in chosen]
-    rows = [[each.name, *columns(point.results), each.expected] for each, point in zip(chosen, points, strict=True)]
-    return markdown(["changed", *HEADER, "expected of the AUC"], rows)
-
-
-def compare(study: Study, baseline: str, num_seeds: int, num_workers: int) -> dict[str, list[Point]]:
-    """Successive halving on both sides; the chosen setting for each budget, in rising order, with every seed."""
-    budgets, lower = study.scale.budgets, study.scale.lower_budgets
-    alive = {baseline: BASELINES[baseline], "modern": (MODERN,)}
-    chosen: dict[str, list[tuple[Setting, float]]] = {side: [] for side in alive}
-    for level in range(len(budgets["modern"])):
-        study.run([Job(each, budgets[side][level], 0) for side in alive for each in alive[side]], num_workers)
-        for side, trials in alive.items():
-            budget = budgets[side][level]
-            ranked = sorted(trials, key=lambda each: auc(study.point(each, budget, 1).results[0]), reverse=True)
-            alive[side] = tuple(ranked[: -(-len(ranked) // 2)])
-            chosen[side] += [(ranked[0], each) for each in (*(() if level else lower[side]), budget)]
-        jobs = [
-            # What is below the levels is for the curve alone: fine-tuning costs more than such a model.
-            Job(setting, budget, seed, study.glue is not None and budget in budgets[side])
-            for seed in range(num_seeds)
-            for side, pairs in chosen.items()
-            for setting, budget in pairs
-        ]
-        study.run(jobs, num_workers)
-    return {side: [study.point(*pair, num_seeds) for pair in pairs] for side, pairs in chosen.items()}
+    settings = named if only else STUDIES[name]
+    for budget in budgets:
+        finetune = study.glue is not None and budget >= study.scale.finetuned_from
+        study.run([Job(each, budget, seed, finetune) for seed in range(seeds) for each in settings], workers)
+    path = study.results.parent / f"{name}-{study.scale.name}.png"
+    levels = sorted({*budgets, *LEVELS})
+    curves = {each.name: [study.point(each, budget, NUM_SEEDS) for budget in levels] for each in settings}
+    return report(path, f"{name}, {study.scale.name}", curves)
 
 
 def main() -> None:
@@ -337,10 +370,11 @@ def main() -> None:
     parser.add_argument("texts", nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--scale", choices=SCALES, default="tiny")
-    parser.add_argument("--study", choices=("compare", "ingredients"), default="compare")
-    parser.add_argument("--baseline", choices=BASELINES, default="google", help="of `compare`")
-    parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--budget", type=float, default=0.0, help="true FLOPs per run of `ingredients`")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--study", choices=STUDIES)
+    what.add_argument("--tune", choices=BASELINES)
+    parser.add_argument("--only", nargs="*", default=[], help="settings of the study")
+    parser.add_argument("--tflop", type=float, nargs="*", default=[], help="true ones per run of the study")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
     parser.add_argument("--glue", type=Path)
     parser.add_argument("--minutes", type=float, default=math.inf)
@@ -353,12 +387,11 @@ def main() -> None:
     with exclusive(out):
         study = Study(SCALES[options.scale], out, options.results.absolute(), deadline, options.glue)
         study.prepare(options.texts)
-        if options.study == "ingredients":
-            budget = options.budget or study.scale.ingredient_budget
-            print(ingredients(study, options.only, budget, options.seeds, options.workers))
+        if options.tune:
+            print(tune(study, options.tune, options.workers))
         else:
-            curves = compare(study, options.baseline, options.seeds, options.workers)
-            print(write_comparison(options.results.absolute().parent, options.scale, curves))
+            budgets = [each * TFLOP for each in options.tflop] or [study.scale.ingredient_budget]
+            print(compare(study, options.study, options.only, budgets, options.seeds, options.workers))
 
 
 if __name__ == "__main__":
