@@ -49,7 +49,7 @@ class Setting:
 
     `batch_factor` multiplies the scale's rows per step, `length_factor` their length; `muon_factor` and `rest_factor`
     the learning rates, which follow from the number of steps in the recipe `modern`. `early` is how the first half of
-    the FLOPs is spent, if otherwise; the learning rate's schedule spans both. It reads one of so many `parts` of the text.
+    the FLOPs is spent, if otherwise; the learning rate's schedule spans both. One of `parts` of the text is read.
     """
 
     name: str

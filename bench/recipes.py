@@ -347,9 +347,7 @@ def tune(study: Study, baseline: str, num_workers: int) -> str:
     return markdown(["setting", "FLOPs", *HEADER], rows)
 
 
-def compare(
-    study: Study, name: str, only: Sequence[str], budgets: Sequence[float], num_seeds: int, workers: int
-) -> str:
+def compare(study: Study, name: str, only: Sequence[str], budgets: Sequence[float], seeds: int, workers: int) -> str:
     """Runs settings with every seed, or those of some names (`*` stands for anything); what is known of them by now."""
     named = [each for each in STUDIES[name] if any(fnmatch(each.name, pattern) for pattern in only)]
     if only and not named:
