@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ def score(result: Result) -> float:
     return 100 * statistics.mean(result["tasks"].values()) if "tasks" in result else math.nan
 
 
+TASKS = {"cola": "CoLA", "sst2": "SST-2", "mrpc": "MRPC", "stsb": "STS-B", "rte": "RTE"}
 MEASURES: dict[str, Callable[[Result], float]] = {
     "AUC, network": auc,
     "AUC, unigram": lambda result: auc(result, "unigram"),
@@ -117,6 +118,22 @@ def crossing(curve: Sequence[tuple[float, float]], value: float) -> tuple[float,
             return math.exp(math.log(cost_before) + share * math.log(cost / cost_before)), ""
         cost_before, before = cost, measure
     return cost_before, "more than"
+
+
+def hour_table(lines: Iterable[Mapping[str, Any]]) -> str:
+    """What models score after an hour and before it: means over seeds of pre-training, each the median of three."""
+    found: dict[tuple[bool, str], list[Result]] = {}
+    for line in lines:
+        if line["result"].get("tasks_of", "").endswith("-3-seeds"):
+            found.setdefault((line["run"]["keys"]["train.steps"] == 1, line["name"]), []).append(line["result"])
+    rows = []
+    for (is_untrained, name), results in sorted(found.items()):
+        tokens = "untrained" if is_untrained else f"{results[0]['tokens'] / 1e6:.1f} M"
+        scores = [statistics.mean(100 * each["tasks"][task] for each in results) for task in TASKS]
+        means = [score(each) for each in results]
+        spread = f" ({min(means):.1f} to {max(means):.1f})" if len(means) > 1 else ""
+        rows.append([name, tokens, *(f"{each:.1f}" for each in scores), f"{statistics.mean(means):.1f}{spread}"])
+    return markdown(["", "tokens", *TASKS.values(), "mean"], rows)
 
 
 def factor(ours: Sequence[Point], theirs: Sequence[Point], measure: Callable[[Result], float]) -> str:

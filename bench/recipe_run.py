@@ -20,13 +20,15 @@ from typing import Any
 
 import numpy as np
 import recipe_patches
+import recipe_trainer
 import torch
 
 import electra_fast as ef
-from electra_fast import checkpoint_folder
+from electra_fast import checkpoint, checkpoint_folder
 from electra_fast.atomic_files import replace_file
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import Diverged
+from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.reproduction.row_run import main
 from electra_fast.training import evaluate as evaluation
 from electra_fast.training.corruptor import UNIGRAM_LENGTH, Corruptor
@@ -62,30 +64,34 @@ def do(folder: Path) -> dict[str, Any]:
     """Trains, evaluates and fine-tunes; what was measured."""
     job = json.loads((folder / RUN).read_text())
     parts = [(ef.Config.load(folder / name), last_step) for name, last_step in job["parts"]]
-    config, run = parts[-1][0], folder / "run"
+    (config, num_steps), run = parts[-1], folder / "run"
     loaded = {source: load_corruptor(source, job["validation"]) for source in job["corruptors"].values()}
     evaluation._corruptor = lambda source, *_: loaded[str(source)]  # patches must not change a corruptor
     recipe_patches.apply(job["patches"], config)
     before = time.process_time()
     try:
-        for number, (part, last_step) in enumerate(parts):
-            _train_until(last_step, part, job["corpus"], run, is_changed=number > 0)
+        if job["trainer"]:
+            recipe_trainer.train(job["trainer"], config, num_steps, job["corpus"], run)
+        elif num_steps:
+            for number, (part, last_step) in enumerate(parts):
+                _train_until(last_step, part, job["corpus"], run, is_changed=number > 0)
+        else:
+            _write_untrained(config, job["corpus"], run)
     except Diverged as error:
         return {"failed": str(error)}
     finally:
         with (folder / SECONDS).open("a") as file:
             file.write(f"{time.process_time() - before}\n")
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     found: dict[str, Any] = {
         # Of the processor, which other processes disturb less than the clock; of all sessions but killed ones.
         "seconds": round(sum(map(float, (folder / SECONDS).read_text().split())), 1),
-        "tokens": last["tokens"],
-        "own_discriminator_loss": last.get("discriminator_loss"),
+        "tokens": num_steps * config.train.batch_size * config.data.sequence_length,
         "corrupted_by": {},
     }
+    model = run / "model" if job["trainer"] else run
     for name, corruptor in job["corruptors"].items():
         report = evaluation.evaluate(
-            run,
+            model,
             job["validation"],
             sequence_length=job["sequence_length"],
             batch_size=EVAL_ROWS,
@@ -95,11 +101,17 @@ def do(folder: Path) -> dict[str, Any]:
         )
         found["corrupted_by"][name] = {key: report[key] for key in JUDGED}
     if job["glue"]:
-        data, data_hash = job["glue"]
-        # One seed each: the models differ in theirs.
-        tasks = ef.finetune("glue", model=run, data=data, out=folder / "tasks" / data_hash)
-        found |= {"tasks": {name: each["median"] for name, each in tasks.items()}, "tasks_of": data_hash}
+        data, name, num_seeds = job["glue"]
+        tasks = ef.finetune("glue", model=model, data=data, out=folder / "tasks" / name, seeds=num_seeds)
+        found |= {"tasks": {name: each["median"] for name, each in tasks.items()}, "tasks_of": name}
     return found
+
+
+def _write_untrained(config: ef.Config, corpus: str, run: Path) -> None:
+    """A run of a random model, at step 0."""
+    write_tokenizer(run / "tokenizer", ef.Tokenizer.of(ef.Corpus(corpus)), config.model.max_positions)
+    replace_file(run / "config.toml", config.to_toml())
+    checkpoint.save(run, ef.Electra(config), None, checkpoint_folder.TrainState(), keep=1)
 
 
 def _train_until(last_step: int, config: ef.Config, corpus: str, run: Path, *, is_changed: bool) -> None:

@@ -49,7 +49,9 @@ class Setting:
 
     `batch_factor` multiplies the scale's rows per step, `length_factor` their length; `muon_factor` and `rest_factor`
     the learning rates, which follow from the number of steps in the recipe `modern`. `early` is how the first half of
-    the FLOPs is spent, if otherwise; the learning rate's schedule spans both. One of `parts` of the text is read.
+    the FLOPs is spent, if otherwise; the learning rate's schedule spans both. One of `parts` of the text is read. A
+    `trainer` is the class of `transformers` that its Trainer trains instead of us. With `tokens_per_second`, steps are
+    those of a time.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Setting:
     rest_factor: float = 1.0
     early: Setting | None = None
     parts: int = 1
+    trainer: str = ""
+    tokens_per_second: float = 0.0
 
     def changed(self, name: str, keys: Keys, patches: tuple[str, ...] = (), expected: str = "") -> Setting:
         """A variant of it."""
@@ -336,6 +340,39 @@ SIZES = (
 
 EPOCHS = tuple(replace(MODERN, name=f"a {parts}th of the text", parts=parts) for parts in (34, 68, 136, 272))
 """`modern` on so little text that 90 TFLOP read it once, twice, four and eight times."""
+
+_THEIRS: Keys = {
+    "objective.name": "mlm",
+    "optimizer.name": "adamw",
+    "optimizer.schedule": "linear",
+    "optimizer.bias_correction": "true",
+    "model.embedding_size": "256",
+}
+
+
+def _theirs(trainer: str, architecture: str, tokens_per_second: float) -> tuple[Setting, ...]:
+    keys = {**_THEIRS, "model.architecture": architecture}
+    return tuple(
+        Setting(
+            f"{trainer}, {rate}",
+            {**keys, **_rate(rate)},
+            batch_factor=2,
+            trainer=trainer,
+            tokens_per_second=tokens_per_second,
+        )
+        for rate in ("2.5e-4", "5e-4", "1e-3", "2e-3")
+    )
+
+
+HOUR = (
+    (replace(MODERN, name="electra-fast", batch_factor=2, tokens_per_second=15_000),),
+    _theirs("BertForMaskedLM", "bert", 6_000),
+    _theirs("ModernBertForMaskedLM", "modern", 5_000),
+)
+"""What a user has after an hour: our default, and theirs at four rates, all with the preset's batch of 32 rows. Tokens
+per second are of both cores of an AMD EPYC, measured alone on it (`recipe_trainer.py`), theirs in the faster precision.
+"""
+TRIAL_HOURS = 0.1
 
 STUDIES = {"curves": CURVES, "sizes": SIZES, "epochs": EPOCHS, "ingredients": INGREDIENTS}
 """Settings that are run with the same budgets and seeds."""

@@ -44,9 +44,9 @@ from typing import Any
 import numpy as np
 import torch
 from recipe_patches import NUM_ITERATIONS
-from recipe_report import CRITERION, HEADER, Point, columns, markdown, merit, report
+from recipe_report import CRITERION, HEADER, Point, columns, hour_table, markdown, merit, report
 from recipe_run import EVAL_ROWS, RESULT, RUN, load_corruptor
-from recipe_studies import BASELINES, COMMON, LEVELS, SCALES, STUDIES, TFLOP, Scale, Setting
+from recipe_studies import BASELINES, COMMON, HOUR, LEVELS, SCALES, STUDIES, TFLOP, TRIAL_HOURS, Scale, Setting
 from results import processor
 
 import electra_fast as ef
@@ -63,6 +63,7 @@ from electra_fast.training.run import exclusive
 HERE = Path(__file__).parent
 COMMIT = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True).stdout
 NUM_SEEDS = 3
+FINETUNE_SEEDS = 3
 # Of what is computed: another number makes earlier results unusable.
 REVISION = 1
 # So many processes share its steps; with another number it would sum in another order and corrupt otherwise, as it does
@@ -72,12 +73,13 @@ CORRUPTOR_THREADS = 2
 
 @dataclass(frozen=True)
 class Job:
-    """A run: a setting with a budget of true FLOPs and a seed, and whether its model is fine-tuned."""
+    """A run: a setting with a budget of true FLOPs, or hours, and a seed, and with how many seeds it is fine-tuned."""
 
     setting: Setting
     budget: float
     seed: int
-    finetune: bool = False
+    finetune: int = 0
+    hours: float = 0.0
 
 
 @cache
@@ -138,9 +140,14 @@ class Study:
         settings = [each for each in (setting.early, setting) if each is not None]
         assert all(each.patches == setting.patches for each in settings)
         sized = [self._sized(each, job.seed) for each in settings]
-        counts = [round(job.budget / len(sized) / flops) for _, flops in sized]
+        if setting.tokens_per_second:
+            ((config, _),) = sized
+            tokens = config.train.batch_size * config.data.sequence_length
+            counts = [round(3600 * job.hours * setting.tokens_per_second / tokens)]
+        else:
+            counts = [round(job.budget / len(sized) / flops) for _, flops in sized]
         steps = sum(counts)
-        every = {"steps": steps, "log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 4)}
+        every = {"steps": max(1, steps), "log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 4)}
         configs = [config.replace({"train": every}) for config, _ in sized]
         rates = configs[-1].resolved().optimizer
         scaled = {
@@ -244,6 +251,8 @@ class Study:
             "keys": dict(sorted(keys.items())),
             "patches": list(job.setting.patches),
         }
+        if job.setting.trainer:
+            identity["trainer"] = job.setting.trainer
         if job.setting.early is not None:
             first, last_step = self.parts(job)[0]
             identity["early"] = {key: str(was) for key, (was, _) in first.differences(config).items()}
@@ -279,12 +288,13 @@ class Study:
         work = {
             "corpus": str(self.part(job.setting.parts)),
             "validation": str(self.corpus),
+            "trainer": job.setting.trainer,
             "patches": job.setting.patches,
             "corruptors": self.corruptors,
             "parts": [(f"config-{number}.toml", last_step) for number, (_, last_step) in enumerate(parts)],
             "sequence_length": self.sequence_length,
             "eval_batches": self.scale.eval_batches,
-            "glue": (str(self.glue), self.glue_hash) if job.finetune else None,
+            "glue": (str(self.glue), self.tasks_of(job), job.finetune) if job.finetune else None,
         }
         for (name, _), (config, _) in zip(work["parts"], parts, strict=True):
             replace_file(folder / name, config.to_toml())
@@ -324,7 +334,11 @@ class Study:
     def _if_whole(self, result: dict[str, Any] | None, job: Job) -> dict[str, Any] | None:
         if result is None or "failed" in result or not job.finetune:
             return result
-        return result if result.get("tasks_of", "") == self.glue_hash else None
+        return result if result.get("tasks_of", "") == self.tasks_of(job) else None
+
+    def tasks_of(self, job: Job) -> str:
+        """What the tasks' scores of a run are found by."""
+        return f"{self.glue_hash}" + (f"-{job.finetune}-seeds" if job.finetune > 1 else "")
 
 
 def _name(identity: dict[str, Any]) -> str:
@@ -347,6 +361,18 @@ def tune(study: Study, baseline: str, num_workers: int) -> str:
     return markdown(["setting", "FLOPs", *HEADER], rows)
 
 
+def hour(study: Study, num_seeds: int, workers: int) -> str:
+    """What an hour of training gives, fine-tuned beside the untrained twin; rates are chosen by short trials."""
+    trials = [[Job(each, 0, 0, hours=TRIAL_HOURS) for each in settings] for settings in HOUR]
+    study.run([job for jobs in trials if len(jobs) > 1 for job in jobs], workers)
+    chosen = [jobs[0] if len(jobs) == 1 else max(jobs, key=lambda job: merit(study.result(job))) for jobs in trials]
+    settings = [job.setting for job in chosen]
+    for seed in range(num_seeds):
+        study.run([Job(each, 0, seed, FINETUNE_SEEDS, hours=1) for each in settings], workers)
+        study.run([Job(each, 0, 0, FINETUNE_SEEDS) for each in settings], workers)
+    return hour_table(study.found.values())
+
+
 def compare(study: Study, name: str, only: Sequence[str], budgets: Sequence[float], seeds: int, workers: int) -> str:
     """Runs settings with every seed, or those of some names (`*` stands for anything); what is known of them by now."""
     named = [each for each in STUDIES[name] if any(fnmatch(each.name, pattern) for pattern in only)]
@@ -354,7 +380,7 @@ def compare(study: Study, name: str, only: Sequence[str], budgets: Sequence[floa
         sys.exit(f"--only {' '.join(only)}: no setting has such a name; they are in recipe_studies.py")
     settings = named if only else STUDIES[name]
     for budget in budgets:
-        finetune = study.glue is not None and budget >= study.scale.finetuned_from
+        finetune = int(study.glue is not None and budget >= study.scale.finetuned_from)
         study.run([Job(each, budget, seed, finetune) for seed in range(seeds) for each in settings], workers)
     path = study.results.parent / f"{name}-{study.scale.name}.png"
     levels = sorted({*budgets, *LEVELS})
@@ -371,6 +397,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--study", choices=STUDIES)
     what.add_argument("--tune", choices=BASELINES)
+    what.add_argument("--hour", action="store_true", help="beside `transformers`; with --seeds 0: the trials alone")
     parser.add_argument("--only", nargs="*", default=[], help="settings of the study")
     parser.add_argument("--tflop", type=float, nargs="*", default=[], help="true ones per run of the study")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
@@ -387,6 +414,8 @@ def main() -> None:
         study.prepare(options.texts)
         if options.tune:
             print(tune(study, options.tune, options.workers))
+        elif options.hour:
+            print(hour(study, options.seeds, options.workers))
         else:
             budgets = [each * TFLOP for each in options.tflop] or [study.scale.ingredient_budget]
             print(compare(study, options.study, options.only, budgets, options.seeds, options.workers))
