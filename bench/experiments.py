@@ -58,8 +58,7 @@ class Experiment:
 def read_list(path: Path = LIST, done: Path = DONE) -> tuple[list[Experiment], list[Experiment]]:
     """The experiments that are finished, by their command, and those that are left."""
     entries = [Experiment(**each) for each in tomllib.loads(path.read_text())["experiment"]]
-    lines = done.read_text().splitlines() if done.exists() else []
-    finished = {json.loads(line)["command"] for line in lines}
+    finished = {json.loads(line)["command"] for line in (done.read_text().splitlines() if done.exists() else [])}
     return [e for e in entries if e.command in finished], [e for e in entries if e.command not in finished]
 
 
@@ -104,7 +103,7 @@ def run(command: Sequence[str], pause: Path, max_load: float, stop: StopRequest,
             return process.wait(POLL_SECONDS)
         except subprocess.TimeoutExpired:
             continue
-    raise AssertionError
+    raise AssertionError  # the loop has no end
 
 
 def finish(experiment: Experiment, seconds: float) -> None:
