@@ -18,6 +18,7 @@ TREE   := $(notdir $(CURDIR))-$(shell pwd | cksum | cut -d' ' -f1)
 TOOLS  := $(CACHE)/tools-$(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:3], sep=".")')
 ENV    := $(CACHE)/$(TREE)/test
 DEMO   := $(CACHE)/$(TREE)/demo
+EXPERIMENTS := $(CACHE)/$(TREE)/experiments
 # Crates from the registry are compiled once per machine, not once per checkout.
 export CARGO_TARGET_DIR ?= $(CACHE)/target
 
@@ -34,7 +35,7 @@ define environment
 	    "electra-fast$(2) @ file://$$(ls $(CURDIR)/dist/electra_fast-*.whl)" $(foreach r,$(TORCH),'$(r)')
 endef
 
-.PHONY: help demo test lint wheel bench clean env
+.PHONY: help demo test lint wheel bench experiments clean env
 
 help:
 	@echo "make demo   text to a trained, exported ELECTRA in one to three minutes on two CPU cores: ./demo"
@@ -42,6 +43,7 @@ help:
 	@echo "make lint   only the checks: ruff, mypy, rustfmt, clippy"
 	@echo "make wheel  the release wheel: ./dist"
 	@echo "make bench  every script of bench/, from the installed wheel"
+	@echo "make experiments TEXTS='FILE...' GLUE=FOLDER   the queue of bench/experiments.toml, at the lowest priority"
 	@echo "make clean  remove what these commands made of this checkout (shared tools and registry crates stay)"
 
 demo: wheel
@@ -65,6 +67,11 @@ wheel: $(TOOLS)/bin/maturin
 
 bench: env
 	for script in bench/*.py; do echo "== $$script"; $(ENV)/bin/python "$$script" || exit 1; done
+
+# Hours: run it in a clone of its own, since a change of bench/ changes what it does.
+experiments: wheel
+	$(call environment,$(EXPERIMENTS),[test])
+	$(EXPERIMENTS)/bin/python bench/experiments.py $(TEXTS) --glue $(GLUE) --out experiments
 
 clean:
 	cargo clean --release --package electra-data --package electra-data-py

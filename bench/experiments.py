@@ -31,8 +31,8 @@ from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.training.run import exclusive
 
 HERE = Path(__file__).parent
-LIST, DONE, PAUSE = HERE / "experiments.toml", HERE / "experiments.jsonl", "pause"
-POLL_SECONDS = 1.0
+LIST, DONE, PAUSE, STAT = HERE / "experiments.toml", HERE / "experiments.jsonl", "pause", Path("/proc/stat")
+POLL_SECONDS = 0.2
 # Of the other processes' load: one test or compilation does not pause an experiment.
 LOAD_SECONDS = 30.0
 # A script that ends when this process has ended, however that was.
@@ -64,7 +64,7 @@ def read_list(path: Path = LIST, done: Path = DONE) -> tuple[list[Experiment], l
 
 def cpu_times() -> tuple[float, float]:
     """Time that all cores have spent so far on processes of normal priority, and in all."""
-    user, nice, system, *rest = map(float, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
+    user, nice, system, *rest = map(float, STAT.read_text().split("\n", 1)[0].split()[1:9])
     return user + system, user + nice + system + sum(rest)
 
 

@@ -163,14 +163,13 @@ def report(path: Path, title: str, curves: Mapping[str, Sequence[Point]]) -> str
     text = markdown(["", "TFLOP", *HEADER], rows)
     measured = {name: _measured(points, measure) for name, measure in MEASURES.items()}
     first, *others = points
-    for name, sides in measured.items():
-        for side in others:
-            for number, point in enumerate(sides[side], 1):
-                if sides[first]:
-                    times = factor(sides[first], sides[side][:number], MEASURES[name])
-                    text += (
-                        f"\n{name}: what {side} has with {point.budget / 1e12:.3g} TFLOP takes it {times} times as many"
-                    )
+    factors = [
+        [name, side, f"{point.budget / 1e12:.3g}", factor(sides[first], sides[side][:number], MEASURES[name])]
+        for name, sides in measured.items()
+        for side in (others if sides[first] else ())
+        for number, point in enumerate(sides[side], 1)
+    ]
+    text += "\n\n" + markdown(["measure", "", "TFLOP", f"times those of {first}, by seeds"], factors)
     if any(len(curve) > 1 for curve in points.values()):
         _draw(path, title, measured)
     return text

@@ -171,10 +171,9 @@ class Study:
 
     def part(self, parts: int) -> Path:
         """The corpus of one of so many parts of the text."""
-        if parts == 1:
-            return self.corpus
-        out = self.out / f"shards-{parts}"
-        ef.prepare(self.texts, vocab=self.out / "vocab.txt", out=out, holdout=0.01, partition=f"1/{parts}")
+        out = self.out / f"shards-{parts}" if parts > 1 else self.corpus
+        if parts > 1 and not (out / "manifest.json").exists():
+            ef.prepare(self.texts, vocab=self.out / "vocab.txt", out=out, holdout=0.01, partition=f"1/{parts}")
         return out
 
     @cached_property

@@ -32,10 +32,9 @@ def modules():
 def study(modules, validation_corpus, tmp_path):
     """A study of tiny budgets, on a corpus that is there."""
     recipes, studies, _ = modules
-    rising = (2e10, 4e10)
-    budgets = {"google": (4e10, 8e10), "google-rotary": rising, "modern": rising}
-    lower = {side: (first / 2,) for side, (first, _) in budgets.items()}
-    scale = replace(studies.SCALES["tiny"], budgets=budgets, lower_budgets=lower, ingredient_budget=2e9, eval_batches=1)
+    tiny = studies.SCALES["tiny"]
+    budgets = {"google": (4e10, 8e10), "google-rotary": (2e10, 4e10), "mlm": (2e10, 4e10)}
+    scale = replace(tiny, trial_budgets=budgets, ingredient_budget=2e9, finetuned_from=2e10, eval_batches=1)
     study = recipes.Study(scale, tmp_path, tmp_path / "results.jsonl", math.inf, None)
     study.corpus = validation_corpus
     return study
@@ -79,7 +78,7 @@ def test_modern_is_compared_as_it_is_shipped(modules, study, name):
 def test_every_setting_is_a_run_at_every_scale(modules, study, name):
     recipes, studies, _ = modules
     study.scale = studies.SCALES[name]
-    for setting in (*studies.INGREDIENTS, *sum(studies.BASELINES.values(), ())):
+    for setting in sum((*studies.STUDIES.values(), *studies.BASELINES.values()), ()):
         assert study.config(recipes.Job(setting, 1e14, 0)).train.steps > 100
 
 
@@ -94,79 +93,167 @@ def test_factors_multiply_the_rates_of_so_many_steps(modules, study):
 
 def test_settings_differ(modules):
     _, studies, _ = modules
-    for trials in (*studies.BASELINES.values(), studies.INGREDIENTS):
+    for trials in (*studies.BASELINES.values(), *studies.STUDIES.values(), *studies.HOUR):
         assert len({each.name for each in trials}) == len(trials)
         different = {repr(replace(each, name="", expected="")) for each in trials}
         assert len(different) == len(trials)
 
 
-@pytest.mark.parametrize(("baseline", "factor"), [("google", 2), ("google-rotary", 1)])
-def test_the_better_half_gets_twice_the_budget(modules, study, baseline, factor, monkeypatch):
-    """With known results: settings whose AUC depends on their place in the list, the budget and the seed."""
-    recipes, studies, report = modules
-    sides = {baseline: [each.name for each in studies.BASELINES[baseline]], "modern": [studies.MODERN.name]}
-    order = {name: place for names in sides.values() for place, name in enumerate(names)}
+def known_runs(recipes, monkeypatch, result):
+    """Lets runs have known results; returns what is asked for, in order."""
     done = []
 
     def run(self, job):
-        done.append((job.setting.name, job.budget, job.seed, job.finetune))
-        (low,) = (study.scale.budgets[side][0] for side, names in sides.items() if job.setting.name in names)
-        auc = 0.5 + 0.01 * order[job.setting.name] + 0.02 * math.log2(job.budget / low) + 0.001 * job.seed
-        auc += 0.05 * (job.setting.name in sides["modern"])
-        judged = {"discriminator_auc": auc, "discriminator_loss": 0.4, "generator_loss": 5.0}
-        found = {"seconds": 10 * job.budget / 2e9, "corrupted_by": dict.fromkeys(report.CORRUPTORS, judged)}
-        found |= {"tasks": {"rte": 0.5}, "tasks_of": self.glue_hash} if job.finetune else {}
-        self.found[recipes._name(self.identity(job))] = {"result": found}
+        done.append(job)
+        tasks = {"tasks": {"rte": 0.5}, "tasks_of": self.tasks_of(job)} if job.finetune else {}
+        found = {"seconds": 10.0, "tokens": 100, **tasks, "corrupted_by": result(job)}
+        self.found[recipes._name(self.identity(job))] = {"run": self.identity(job), "name": job.setting.name}
+        self.found[recipes._name(self.identity(job))]["result"] = found
         return True
 
     monkeypatch.setattr(recipes.Study, "_run", run)
-    study.glue, study.judged_on = study.out, {}
-    curves = recipes.compare(study, baseline, num_seeds=3, num_workers=1)
-    for side, names in sides.items():
-        low, high = study.scale.budgets[side]
-        first = {name for name, budget, seed, _ in done if budget == low and seed == 0 and name in names}
-        second = {name for name, budget, seed, _ in done if budget == high and seed == 0 and name in names}
-        chosen = names[-1]
-        assert first == set(names) and second == set(names[len(names) // 2 :])
-        points = [(point.setting, point.budget) for point in curves[side]]
-        assert points == [(chosen, budget) for budget in (low / 2, low, high)]
-        assert [len(point.results) for point in curves[side]] == [3, 3, 3]
-        assert [job[0] for job in done if job[1] == low / 2 and job[0] in names] == [chosen] * 3
-        # What is chosen for each level, with every seed, and nothing else.
-        tuned = [(budget, seed) for name, budget, seed, finetune in done if finetune and name in names]
-        assert sorted(tuned) == [(budget, seed) for budget in (low, high) for seed in range(3)]
-    assert len(set(done)) == len(done)
-    text = report.write_comparison(study.out, "tiny", curves)
-    path, last = study.out / f"recipes-tiny-{baseline}.json", study.scale.budgets[baseline][-1]
-    assert f"{factor}.00 times" in text and path.with_suffix(".png").stat().st_size > 10_000
-    assert json.loads(path.read_text())[baseline][2]["budget"] == last
+    monkeypatch.setattr(recipes.Study, "judged_on", {})
+    return done
+
+
+def judged(network, unigram=None):
+    rest = {"discriminator_loss": 0.4, "generator_loss": 5.0}
+    return {
+        "network": {"discriminator_auc": network, **rest},
+        "unigram": {"discriminator_auc": network if unigram is None else unigram, **rest},
+    }
+
+
+@pytest.mark.parametrize("baseline", ["google", "google-rotary", "mlm"])
+def test_the_better_half_gets_twice_the_budget(modules, study, baseline, monkeypatch):
+    """With known results: the later in the list, the better, by the AUC or else by the masked tokens' loss."""
+    recipes, studies, _ = modules
+    names = [each.name for each in studies.BASELINES[baseline]]
+
+    def result(job):
+        found = judged(None if baseline == "mlm" else 0.5 + 0.01 * names.index(job.setting.name))
+        found["network"]["generator_loss"] = 5.0 - 0.01 * names.index(job.setting.name)
+        return found
+
+    done = known_runs(recipes, monkeypatch, result)
+    table = recipes.tune(study, baseline, 1).splitlines()
+    low, high = study.scale.trial_budgets[baseline]
+    assert [job.setting.name for job in done if job.budget == low] == names
+    assert [job.setting.name for job in done if job.budget == high] == names[len(names) // 2 :]
+    assert table[2].startswith(f"| {names[-1]} | {high:.3g} |") and len(table) == 2 + 6 + 3
+
+
+def test_all_seeds_of_a_budget_come_before_the_next(modules, study, monkeypatch):
+    recipes, studies, _ = modules
+    order = ("google-rotary", "mlm", "modern")  # by what is known of them
+
+    def result(job):
+        value = 0.5 + 0.01 * order.index(job.setting.name) + 0.02 * math.log2(job.budget / 1e10) + 1e-4 * job.seed
+        return judged(None if job.setting.name == "mlm" else value)
+
+    done = known_runs(recipes, monkeypatch, result)
+    study.glue, study.__dict__["glue_hash"] = study.out, "0"
+    text = recipes.compare(study, "curves", [], [1e10, 2e10, 4e10], 3, 1)
+    expected = [
+        (budget, seed, name, budget >= 2e10)
+        for budget in (1e10, 2e10, 4e10)
+        for seed in range(3)
+        for name in ("modern", "google-rotary", "mlm")
+    ]
+    assert [(job.budget, job.seed, job.setting.name, bool(job.finetune)) for job in done] == expected
+    # Two hundredths are a factor of two; a masked language model has no AUC.
+    assert "| AUC, network | google-rotary | 0.01 | at least 1.00 (1.00 to 1.00) |" in text
+    assert "| AUC, network | google-rotary | 0.04 | 2.00 (" in text and "| AUC, network | mlm" not in text
+    assert "| mean of the tasks | mlm | 0.04 | 2.00 (" in text
+    assert (study.out / "curves-tiny.png").stat().st_size > 10_000
+    # What is known by now, without another run.
+    assert recipes.compare(study, "curves", ["modern"], [1e10], 3, 1).count("| modern |") == 1
+    assert len(done) == len(expected)
+
+
+def test_an_interval_is_of_the_seeds(modules):
+    _, _, report = modules
+
+    def points(*levels):
+        return [
+            report.Point("", budget, [{"corrupted_by": judged(value)} for value in values]) for budget, values in levels
+        ]
+
+    ours = points((1e9, [0.6]), (2e9, [0.7]), (4e9, [0.8]))
+    assert report.factor(ours, points((8e9, [0.7])), report.auc) == "4.00 (4.00 to 4.00)"
+    assert report.factor(ours, points((8e9, [0.6, 0.8])), report.auc) == "4.00 (2.00 to 8.00)"
+    assert report.factor(ours, points((8e9, [0.5])), report.auc) == "at least 8.00 (8.00 to 8.00)"
+    assert report.factor(ours, points((8e9, [0.9])), report.auc) == "less than 2.00 (2.00 to 2.00)"
 
 
 def test_a_run_that_diverged_is_chance_and_stops_no_report(modules, tmp_path):
     _, _, report = modules
-    judged = {"discriminator_auc": 0.7, "discriminator_loss": 0.4, "generator_loss": 5.0}
-    good = {"seconds": 10.0, "corrupted_by": dict.fromkeys(report.CORRUPTORS, judged)}
+    good = {"seconds": 10.0, "corrupted_by": judged(0.7)}
     point = report.Point("one", 1e9, [good, {"failed": "the loss became nan"}])
-    curves = {"google": [point], "modern": [report.Point("other", 1e9, [good])]}
-    text = report.write_comparison(tmp_path, "tiny", curves)
-    assert "| 0.6000 ± 0.1414 |" in text and "nan" not in text
-    only = {"google": [report.Point("one", 1e9, [{"failed": "nan"}])], "modern": curves["modern"]}
-    assert "diverged" in report.write_comparison(tmp_path, "tiny", only)
+    curves = {"modern": [report.Point("other", 1e9, [good])], "google": [point]}
+    text = report.report(tmp_path / "none.png", "", curves)
+    assert "| 0.6000 ± 0.1414 |" in text and "nan" not in text and not (tmp_path / "none.png").exists()
+    only = {"modern": curves["modern"], "google": [report.Point("one", 1e9, [{"failed": "nan"}])]}
+    assert "diverged" in report.report(tmp_path / "none.png", "", only)
 
 
-def test_points_without_tasks_are_not_on_the_curve_of_the_tasks(modules, tmp_path):
-    _, _, report = modules
-    judged = {"discriminator_auc": 0.7, "discriminator_loss": 0.4, "generator_loss": 5.0}
+def test_an_hour_is_a_number_of_steps(modules, study, monkeypatch):
+    recipes, studies, report = modules
+    study.scale = replace(studies.SCALES["mini"], eval_batches=1)
+    names = {each.trainer: [] for settings in studies.HOUR for each in settings}
 
-    def point(budget, *scores):
-        results = [{"tasks": {"sst2": each, "mrpc": each + 2}} if each else {} for each in scores]
-        corrupted = dict.fromkeys(report.CORRUPTORS, judged)
-        return report.Point("one", budget, [{"seconds": 1.0, "corrupted_by": corrupted} | each for each in results])
+    def result(job):
+        found = judged(None if job.setting.trainer else 0.7)
+        found["network"]["generator_loss"] = 5 - float(job.setting.keys["optimizer.learning_rate"]) * 100
+        return found
 
-    ours = [point(1e9, 0), point(2e9, 58, 60), point(4e9, 69, 0), point(8e9, 69)]
-    text = report.write_comparison(tmp_path, "tiny", {"google": [point(8e9, 64)], "modern": ours})
-    assert text.endswith("mean of the tasks: 2.00 times as much (65.0000)")  # half the way, in the logarithm
-    assert "tasks:" not in report.write_comparison(tmp_path, "tiny", {"google": [point(8e9, 0)], "modern": ours})
+    done = known_runs(recipes, monkeypatch, result)
+    monkeypatch.setattr(report, "TASKS", {"rte": "RTE"})
+    study.glue, study.__dict__["glue_hash"] = study.out, "0"
+    recipes.hour(study, 0, 1)
+    assert {job.hours for job in done} == {0.1} and len(done) == 8 and all(job.setting.trainer for job in done)
+    table = recipes.hour(study, 2, 1).splitlines()
+    for job in done[8:]:
+        config, last_step = study.parts(job)[-1]
+        tokens = last_step * config.train.batch_size * config.data.sequence_length
+        assert tokens == pytest.approx(3600 * job.hours * job.setting.tokens_per_second, rel=1e-3)
+        assert config.train.batch_size == 32 and job.finetune == 3
+        names[job.setting.trainer].append((job.setting.name, job.hours, job.seed))
+    for trainer, runs in names.items():
+        best = f"{trainer}, 2e-3" if trainer else "electra-fast"
+        assert runs == [(best, 1, 0), (best, 0, 0), (best, 1, 1)]
+    assert len(table) == 2 + 6 and table[2].startswith("| BertForMaskedLM, 2e-3 | 0.0 M | 50.0 | 50.0 (50.0 to 50.0) |")
+    assert table[-1].startswith("| electra-fast | untrained | 50.0 | 50.0 |")
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "ModernBertForMaskedLM"])
+def test_their_models_are_trained_by_their_trainer_and_read_by_us(modules, study, validation_corpus, name):
+    """Two steps, untrained and resumed: `finetune` reads the folder, whose logits are those of `transformers`."""
+    recipes, studies, _ = modules
+    import transformers
+
+    trainer = importlib.import_module("recipe_trainer")
+    (setting, *_), *_ = (
+        [s for s in trials if s.trainer == name] for trials in studies.HOUR[1:] if trials[0].trainer == name
+    )
+    setting = replace(setting, keys={**setting.keys, "model.embedding_size": "64", "train.checkpoint_every": "1"})
+    config, _ = study._sized(setting, 0)
+    config = config.replace({"train": {"steps": 2, "precision": "fp32"}})
+    saved = []
+    with pytest.MonkeyPatch.context() as patch:
+        save = trainer.save
+        patch.setattr(trainer, "save", lambda model, *rest: (saved.append(model), save(model, *rest)))
+        for steps in (0, 2, 2):
+            trainer.train(name, config, steps, validation_corpus, study.out / f"{steps}")
+    ids = torch.arange(5, 37).view(2, 16)
+    for folder, theirs in zip(("0", "2"), saved, strict=False):
+        ours = ef.load(study.out / folder / "model")
+        assert type(theirs) is getattr(transformers, name)
+        torch.testing.assert_close(
+            ours.generator_logits(ids), theirs.eval()(input_ids=ids).logits, atol=1e-5, rtol=1e-5
+        )
+    assert not torch.equal(*(each.get_input_embeddings().weight for each in saved[:2]))
+    assert torch.equal(*(each.get_input_embeddings().weight for each in saved[1:]))
 
 
 def test_a_line_that_was_cut_short_is_no_result(modules, study):
@@ -187,7 +274,7 @@ def test_where_a_curve_reaches_a_value(modules, value, cost, bound):
 
 def test_a_name_that_no_setting_has_is_refused(modules, study):
     with pytest.raises(SystemExit, match="--only half the bacth: no setting has such a name"):
-        modules[0].ingredients(study, ["half the bacth"], 2e9, 1, 1)
+        modules[0].compare(study, "ingredients", ["half the bacth"], [2e9], 1, 1)
 
 
 def test_a_run_is_never_done_twice(modules, study, monkeypatch):
@@ -197,12 +284,12 @@ def test_a_run_is_never_done_twice(modules, study, monkeypatch):
     late = recipes.Study(study.scale, study.out, study.results, time.monotonic() - 1, None)
     late.corpus = study.corpus
     with pytest.raises(SystemExit, match="0 of 1 runs are finished"):
-        recipes.ingredients(late, ["never the original"], 2e9, 1, 1)
+        recipes.compare(late, "ingredients", ["never the original"], [2e9], 1, 1)
     for _ in range(2):
         again = recipes.Study(study.scale, study.out, study.results, math.inf, None)
         again.corpus = study.corpus
-        table = recipes.ingredients(again, ["never the original"], 2e9, 1, 1)
-    assert table.splitlines()[2].startswith("| never the original | 0.")
+        table = recipes.compare(again, "ingredients", ["never the original"], [2e9], 1, 1)
+    assert table.splitlines()[2].startswith("| never the original | 0.002 | 0.")
     lines = study.results.read_text().splitlines()
     assert len(lines) == 1 and json.loads(lines[0])["run"]["keys"]["objective.disallow_correct"] is True
     found = json.loads(lines[0])["result"]["corrupted_by"]
@@ -263,7 +350,7 @@ def test_scores_are_those_of_the_tasks_that_are_asked_for(modules, study):
         again = recipes.Study(study.scale, study.out, study.results, math.inf, glue)
         again.corpus = study.corpus
         (score,) = again.result(job)["tasks"].values()
-        assert 0 <= score <= 1 and report.columns([again.result(job)])[4] == f"{score:.4f}"
+        assert 0 <= score <= 1 and report.columns([again.result(job)])[4] == f"{100 * score:.4f}"
     assert len(study.results.read_text().splitlines()) == 2
 
 

@@ -1,0 +1,149 @@
+"""`bench/experiments.py`: a queue that pauses, survives kills and does each experiment once; what its list names."""
+
+import contextlib
+import importlib
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from test_bench import BENCH
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+name, texts, glue, out = sys.argv[1:]
+log = Path(out) / f"{name}.txt"
+log.open("a").write("start\\n")
+if name == "waits":
+    while not (Path(out) / "let-go").exists():
+        time.sleep(0.02)
+        log.open("a").write(".")
+sys.exit(name == "fails")
+"""
+
+
+@pytest.fixture
+def queue(tmp_path):
+    """Starts the queue of three experiments in a folder of its own."""
+    bench = tmp_path / "bench"
+    bench.mkdir()
+    for name in ("experiments.py", "results.py", "groups.py"):
+        shutil.copy(BENCH / name, bench)
+    (bench / "script.py").write_text(SCRIPT)
+    entry = (
+        '[[experiment]]\nname = "{0}"\ncommand = "script.py {0} {{texts}} {{glue}} {{out}}"\ntflop = 1\nminutes = 90\n'
+    )
+    (bench / "experiments.toml").write_text("".join(map(entry.format, ("fails", "waits", "last"))))
+    started = []
+
+    def start():
+        command = [
+            sys.executable,
+            "experiments.py",
+            "a text",
+            "--glue",
+            "g",
+            "--out",
+            tmp_path / "out",
+            "--max-load",
+            "1",
+        ]
+        started.append(subprocess.Popen(command, cwd=bench, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start, tmp_path
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+def until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def text(path):
+    return path.read_text() if path.exists() else ""
+
+
+def test_the_queue_pauses_stops_and_resumes(queue):
+    start, folder = queue
+    waits, last, pause = (folder / "out" / name for name in ("waits.txt", "last.txt", "pause"))
+
+    def is_at_work():
+        before = text(waits)
+        time.sleep(0.1)
+        return text(waits) != before
+
+    first = start()
+    until(is_at_work)
+    pause.touch()
+    until(lambda: not is_at_work())
+    pause.unlink()
+    until(is_at_work)
+    pause.touch()
+    until(lambda: not is_at_work())
+    first.terminate()  # while it is paused
+    output, _ = first.communicate(timeout=30)
+    assert first.returncode == 128 + signal.SIGTERM and not last.exists()
+    lines = output.splitlines()
+    assert lines[0] == "fails, about 90 minutes; 0 done, 1 running, 2 left, together 4.5 h"
+    assert lines[1].startswith("fails: exit code 1; its output is in ")
+    assert lines[2] == "waits, about 90 minutes; 0 done, 1 running, 1 left, together 3.0 h"
+    assert lines[3:] == [f"paused: {pause} exists", "goes on", lines[3], "waits: stopped; run again to resume"]
+    pause.unlink()
+    second = start()
+    until(lambda: text(waits).count("start") == 2)
+    second.kill()
+    until(lambda: not is_at_work())  # the experiment has ended with it
+    (folder / "out" / "let-go").touch()
+    third = start()
+    output, _ = third.communicate(timeout=30)
+    assert third.returncode == 2 and output.splitlines()[-1] == "2 done, 1 failed: fails"
+    done = [json.loads(line) for line in (folder / "bench" / "experiments.jsonl").read_text().splitlines()]
+    assert [each["name"] for each in done] == ["waits", "last"] and all(each["processor"] for each in done)
+    assert start().communicate(timeout=30)[0].splitlines()[-1] == "2 done, 1 failed: fails"
+    assert text(last).count("start") == 1
+
+
+def test_a_high_load_of_others_pauses(monkeypatch, tmp_path):
+    """Of processes of normal priority: the second number is of the others, as the queue's own are."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    experiments = importlib.import_module("experiments")
+    stat, times = tmp_path / "stat", [(0, 0, 0, 0), (5, 90, 4, 1), (60, 0, 30, 10), (80, 0, 10, 10), (0, 10, 0, 90)]
+    monkeypatch.setattr(experiments, "LOAD_SECONDS", 0.0)
+    monkeypatch.setattr(experiments, "STAT", stat)
+    total, found, loads = [0] * 4, [], experiments.high_load(0.8)
+    for spent in times:
+        total = [sum(each) for each in zip(total, spent, strict=True)]
+        stat.write_text(f"cpu  {' '.join(map(str, total))} 0 0 0 0 7 7\ncpu0 1 1\n")
+        found.append(next(loads))
+    assert found == [False, False, True, True, False]
+    monkeypatch.undo()
+    assert all(each > 0 for each in experiments.cpu_times())
+
+
+def test_the_list_is_of_commands_that_exist(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    experiments, recipes = (importlib.import_module(name) for name in ("experiments", "recipes"))
+    done, left = experiments.read_list()
+    assert len({each.name for each in (*done, *left)}) == len({each.command for each in (*done, *left)})
+    monkeypatch.setattr(recipes, "exclusive", lambda out: contextlib.nullcontext())
+    asked = []
+    monkeypatch.setattr(recipes.Study, "prepare", lambda self, texts: asked.append((self.scale.name, texts)))
+    for name in ("tune", "hour", "compare"):
+        monkeypatch.setattr(recipes, name, lambda *arguments: asked.append(arguments[1:]))
+    for each in (*done, *left):
+        script, *arguments = shlex.split(each.command.format(texts="'a b' c", glue="g", out="o"))
+        assert script == "recipes.py"
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        recipes.main()
+        (_, texts), what = asked[-2:]
+        assert texts == ["a b", "c"] and what
