@@ -74,7 +74,8 @@ def columns(results: Sequence[Result]) -> list[str]:
     good = [each for each in results if "failed" not in each]
     cells = [spread([auc(each, name) for each in results]) for name in CORRUPTORS]
     for name in ("discriminator_loss", "generator_loss"):
-        cells.append(spread([each["corrupted_by"][CRITERION][name] for each in good]) if good else "diverged")
+        losses = [each["corrupted_by"][CRITERION][name] for each in good]
+        cells.append("" if None in losses else spread(losses) if good else "diverged")
     times = [each["seconds"] for each in good if each["seconds"]]
     taken = f"{statistics.mean(times):.0f}" if times else ""
     scores = [score(each) for each in good if "tasks" in each]

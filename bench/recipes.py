@@ -61,7 +61,9 @@ from electra_fast.training.optim import Optimizer
 from electra_fast.training.run import exclusive
 
 HERE = Path(__file__).parent
-COMMIT = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True).stdout
+COMMIT = subprocess.run(
+    ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True
+).stdout.strip()
 NUM_SEEDS = 3
 FINETUNE_SEEDS = 3
 # Of what is computed: another number makes earlier results unusable.
