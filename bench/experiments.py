@@ -108,7 +108,7 @@ def run(command: Sequence[str], pause: Path, max_load: float, stop: StopRequest,
 
 def finish(experiment: Experiment, seconds: float) -> None:
     """Records that an experiment has finished."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True).stdout
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout
     line = {"name": experiment.name, "command": experiment.command, "minutes": round(seconds / 60, 1)}
     line |= {"ended": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "commit": commit.strip(), "processor": processor()}
     with DONE.open("a") as file:

@@ -62,7 +62,7 @@ from electra_fast.training.run import exclusive
 
 HERE = Path(__file__).parent
 COMMIT = subprocess.run(
-    ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True
+    ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
 ).stdout.strip()
 NUM_SEEDS = 3
 FINETUNE_SEEDS = 3
@@ -114,7 +114,6 @@ class Study:
     def __init__(self, scale: Scale, out: Path, results: Path, deadline: float, glue: Path | None) -> None:
         self.scale, self.out, self.results, self.deadline, self.glue = scale, out, results, deadline, glue
         self.corpus = out / "shards"
-        self.texts: Sequence[str] = ()
         self._lock = threading.Lock()
         *lines, rest = results.read_text().split("\n") if results.exists() else [""]
         if rest:  # a line that a crash cut short
@@ -123,7 +122,7 @@ class Study:
 
     def prepare(self, texts: Sequence[str]) -> None:
         """Makes vocabulary and corpus, and trains the corruptor."""
-        self.texts, vocab = texts, self.out / "vocab.txt"
+        vocab = self.out / "vocab.txt"
         if not vocab.exists():
             ef.train_vocab(texts, out=vocab, size=self.scale.vocab_size, lowercase=True)
         ef.prepare(texts, vocab=vocab, out=self.corpus, holdout=0.01)
@@ -172,10 +171,13 @@ class Study:
         return config, tokens * flops_per_token(config).total + update_flops(config, setting.patches)
 
     def part(self, parts: int) -> Path:
-        """The corpus of one of so many parts of the text."""
-        out = self.out / f"shards-{parts}" if parts > 1 else self.corpus
-        if parts > 1 and not (out / "manifest.json").exists():
-            ef.prepare(self.texts, vocab=self.out / "vocab.txt", out=out, holdout=0.01, partition=f"1/{parts}")
+        """The corpus of one of so many parts of the text: every so-manieth of its pieces of 1,000 tokens."""
+        if parts == 1:
+            return self.corpus
+        out, tokenizer = self.out / f"shards-{parts}", ef.Tokenizer.of(self.opened)
+        if not (out / "manifest.json").exists():
+            pieces = (ids[i : i + 1000] for ids in self.opened for i in range(0, len(ids), 1000))
+            ef.prepare(map(tokenizer.decode, islice(pieces, 0, None, parts)), vocab=self.opened.tokenizer_path, out=out)
         return out
 
     @cached_property
