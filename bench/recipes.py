@@ -146,7 +146,7 @@ class Study:
         is_modern = setting.keys.get("model.architecture") == "modern"
         sizes = {**self.scale.keys, **(self.scale.modern_keys if is_modern else {})}
         keys = {**COMMON, **sizes, **setting.keys, "model.vocab_size": str(self.opened.vocab_size)}
-        config = ef.Config.preset(self.scale.preset).override({**keys, "train.seed": str(seed)})
+        config = ef.Config.preset(self.scale.preset, "google").override({**keys, "train.seed": str(seed)})
         rows, length = config.train.batch_size, config.data.sequence_length
         train, data = {"batch_size": round(setting.batch_factor * rows)}, round(setting.length_factor * length)
         config = config.replace({"train": train, "data": {"sequence_length": data}})
@@ -171,7 +171,7 @@ class Study:
     @property
     def sequence_length(self) -> int:
         """Of the rows of validation text."""
-        return ef.Config.preset(self.scale.preset).data.sequence_length
+        return ef.Config.preset(self.scale.preset, "google").data.sequence_length
 
     def _corruption(self, corruptor: str) -> str:
         batches = self.scale.eval_batches
