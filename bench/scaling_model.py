@@ -193,7 +193,7 @@ class Workload:
 @lru_cache
 def workload(preset: str) -> Workload:
     """A preset with the published vocabulary, as it is expected to train."""
-    config = ef.Config.preset(preset).override(VOCABULARY)
+    config = ef.Config.preset(preset, "google").override(VOCABULARY)
     with FakeTensorMode():  # only shapes are needed
         model = ef.Electra(config)
     groups = [list(module.parameters()) for module in model.modules() if isinstance(module, BertLayer | ModernLayer)]

@@ -89,7 +89,9 @@ def test_a_run_chooses_by_its_rows(
     length: int, fraction: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    config = Config.preset("small").replace({"data": {"sequence_length": length}, "generator": {"fraction": fraction}})
+    config = Config.preset("small", "google").replace(
+        {"data": {"sequence_length": length}, "generator": {"fraction": fraction}}
+    )
     assert choose_compute(config, CUDA).attention == expected
 
 

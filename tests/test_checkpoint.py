@@ -20,7 +20,7 @@ from electra_fast.training.optim import Optimizer
 
 
 def make_model(**changes: str) -> Electra:
-    return Electra(Config.preset("tiny").override({"model.vocab_size": "40", **changes}))
+    return Electra(Config.preset("tiny", "google").override({"model.vocab_size": "40", **changes}))
 
 
 def save(run, step, model=None, keep=2, **state):

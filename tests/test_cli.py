@@ -3,6 +3,7 @@
 Each command runs once as a shell runs it, in a process of its own (`shell`); for the rest `in_process` is enough.
 """
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -12,6 +13,10 @@ import pytest
 from in_process import run
 
 from electra_fast.cli_parser import build_parser
+from electra_fast.config import Config
+from electra_fast.objectives import OBJECTIVES
+from electra_fast.presets import DEFAULT_RECIPE, RECIPES, SIZES
+from electra_fast.training.flops import flops_per_token
 
 
 def shell(*arguments):
@@ -96,6 +101,9 @@ def test_inspect_and_verify(folder):
     assert 0 < figures["google_fill"] < figures["best_fit_fill"] <= 1 and figures["google_rows"] > 0
     shown = shell("inspect", folder / "shards", "--sequence-length", 32, "--masking", "paper", "--packing", "google")
     assert shown.returncode == 0 and shown.stderr == "" and "[CLS]" in shown.stdout and "[MASK](" in shown.stdout
+    of_recipe = ("--masking", RECIPES[DEFAULT_RECIPE]["data.masking"], "--mask-prob", 0.25)
+    rows = [run("inspect", folder / "shards", *given).stdout for given in ((), of_recipe, ("--mask-prob", 0.15))]
+    assert rows[0] == rows[1] and rows[0].count("[MASK](") > rows[2].count("[MASK](") > 0
     checked = shell("verify", folder / "shards")
     assert checked.returncode == 0 and "content_hash" in checked.stdout and checked.stderr == ""
     json.loads(shell("verify", folder / "shards", "--json").stdout)
@@ -155,8 +163,34 @@ def test_a_run_without_its_configuration(folder, tmp_path):
 
 
 def test_flops():
-    figures = json.loads(shell("flops", "--preset", "small", "--json").stdout)
+    figures = json.loads(shell("flops", "--preset", "small", "--recipe", "google", "--json").stdout)
     assert 1.293743798272e18 in figures.values()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_flops_counts_every_objective_and_pretrain_takes_it(recipe):
+    for name, preset in itertools.product(OBJECTIVES, SIZES):
+        given = ("--preset", preset, "--recipe", recipe, "--objective.name", name)
+        done, config = run("flops", *given, "--json"), Config.preset(preset, recipe, name)
+        assert json.loads(done.stdout)["per_token"]["total"] == flops_per_token(config).total
+        changed = Config.preset(preset, recipe).differences(config).keys() - {"objective.name"}
+        assert all(f"{key} = " in done.stderr for key in changed) and (done.stderr == "") == (not changed)
+    for name in OBJECTIVES:
+        assert "pretrain needs a corpus" in fails("pretrain", "--recipe", recipe, "--objective.name", name)
+
+
+@pytest.mark.parametrize(
+    ("given", "counted_with"),
+    [
+        (("two-stage", "--generator.fraction", 0.5), 'model.tying = "none", generator.fraction = 1.0'),
+        (("electra15", "--objective.disc_positions", "random", "--recipe", "google"), 'data.masking = "paper"'),
+        (("adversarial", "--objective.temperature", 2), "objective.temperature = 1.0"),
+    ],
+)
+def test_flops_names_the_keys_that_an_objective_cannot_have(given, counted_with):
+    done = run("flops", "--objective.name", *given)
+    assert done.returncode == 0 and done.stderr == f"{given[0]} is counted with {counted_with}\n"
+    assert "objective.name = 'mml' must be one of" in fails("flops", "--objective.name", "mml", *given[1:])
 
 
 def test_help_and_version():

@@ -12,7 +12,8 @@ import pytest
 from electra_fast.config import Config, ModelConfig, by_section
 from electra_fast.config_section import Configuration
 from electra_fast.finetuning.config import FinetuningConfig
-from electra_fast.presets import SIZES
+from electra_fast.objectives import OBJECTIVES
+from electra_fast.presets import RECIPES, SIZES
 from electra_fast.training.flops import flops_per_token
 
 # layers, hidden, FFN, heads, embedding; generator's hidden, FFN, heads; length, batch, rate, steps
@@ -204,6 +205,33 @@ def test_a_file_lies_over_its_preset_and_overrides_over_the_file(tmp_path: Path)
     assert config.override({"model.attention": "sdpa"}).model.attention == "sdpa"
 
 
+@pytest.mark.parametrize("name", SIZES)
+def test_the_default_recipe_is_modern_with_rows_that_keep_every_token(name: str, tmp_path: Path) -> None:
+    config = Config.preset(name)
+    assert config == Config.preset(name, "modern") == Config.load(write(tmp_path, f'preset = "{name}"'))
+    assert (config.model.architecture, config.data.packing) == ("modern", "best-fit")
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_objective_brings_what_it_needs_and_takes_nothing_that_is_set(
+    recipe: str, name: str, tmp_path: Path
+) -> None:
+    config, plain = Config.preset("mini", recipe, name), Config.preset("mini", recipe)
+    needs = OBJECTIVES[name].needs
+    assert plain.differences(config).keys() <= {"objective.name", *needs} and config.objective.name == name
+    text = f'preset = "mini"\nrecipe = "{recipe}"\n'
+    assert Config.load(write(tmp_path, text), {"objective.name": name}) == config
+    path = write(tmp_path, f'{text}[objective]\nname = "{name}"\n')
+    assert Config.load(path) == config and Config.load(path, {"objective.name": "electra"}) == plain
+    for key, value in (("data.masking", "google"), ("generator.fraction", 0.75), ("generator.kind", "unigram")):
+        if value in needs.get(key, (value,)):
+            assert Config.load(path, {key: value}).value(key) == value
+        else:
+            with pytest.raises(ValueError, match=f'objective.name = "{name}" needs .*{key} = '):
+                Config.load(path, {key: value})
+
+
 def test_differences_name_the_keys() -> None:
     config = Config()
     assert config.differences(config) == {}
@@ -258,6 +286,8 @@ def test_differences_name_the_keys() -> None:
         ),
         ('preset = "smal"', "unknown preset 'smal'; did you mean small?"),
         ('preset = "small"\nrecipe = "gogle"', "unknown recipe 'gogle'; did you mean google?"),
+        ('preset = "small"\n[objective]\nname = "mml"', "objective.name = 'mml' must be one of electra, mlm"),
+        ('preset = "small"\nobjective = "mlm"', "[objective] is not a table"),
         ('recipe = "google"', "recipe = 'google' needs a preset beside it"),
         ("[train\nsteps = 1", "Expected ']' at the end of a table declaration"),
     ],

@@ -97,7 +97,7 @@ def test_a_run_that_explodes_keeps_its_checkpoints_and_can_go_back(whole_run, va
     out = shutil.copytree(whole_run, tmp_path / "run")
     before = {path.name for path in (out / "checkpoints").iterdir()}
     flags = [f"--{name}={value}" for name, value in (TINY | DIVERGES | {"train.eval_every": every}).items()]
-    command = ["pretrain", "--preset", "tiny", "--data", validation_corpus, "--out", out, *flags]
+    command = ["pretrain", "--preset", "tiny", "--recipe", "google", "--data", validation_corpus, "--out", out, *flags]
     for _ in range(3):  # and however often it is repeated
         done = cli(*command, "--allow-changes")
         assert done.returncode == 2 and {path.name for path in (out / "checkpoints").iterdir()} == before

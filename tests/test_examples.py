@@ -57,7 +57,7 @@ class Cluster:
 def assert_command_line_is_valid(arguments):
     rest, overrides = take_overrides(arguments)
     options = build_parser().parse_args(rest)
-    Config.preset(options.preset, "google").override(overrides)
+    Config.preset(options.preset).override(overrides)
     assert options.command == "pretrain" and options.data and options.out
 
 

@@ -12,7 +12,7 @@ from electra_fast.finetuning.step import FinetuningWork
 from electra_fast.training.optim import lr_scale
 
 SMALL, BASE, LARGE = (
-    Config.preset(size).replace({"model": {"vocab_size": 100}}).model for size in ("small", "base", "large")
+    Config.preset(size, "google").replace({"model": {"vocab_size": 100}}).model for size in ("small", "base", "large")
 )
 
 

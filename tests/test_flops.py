@@ -68,7 +68,7 @@ def test_an_unknown_published_total_lists_the_known_ones() -> None:
     ],
 )
 def test_presets_cost_the_published_totals(preset: str, changes: dict[str, dict[str, object]], name: str) -> None:
-    assert published_training_flops(Config.preset(preset).replace(changes)) == PUBLISHED[name]
+    assert published_training_flops(Config.preset(preset, "google").replace(changes)) == PUBLISHED[name]
 
 
 def test_the_published_count_does_not_know_the_modern_encoder() -> None:
@@ -83,7 +83,7 @@ def test_the_published_count_does_not_know_the_modern_encoder() -> None:
     [("small", (62, 5, 3.5), 70), ("base", (570, 77, 21), 668), ("large", (1969, 153, 28), 2150)],
 )
 def test_true_counts_in_mflop_a_token(preset: str, parts: tuple[float, ...], total: float) -> None:
-    flops = flops_per_token(Config.preset(preset).replace({"data": {"mask_prob": 0.15}}))
+    flops = flops_per_token(Config.preset(preset, "google").replace({"data": {"mask_prob": 0.15}}))
     found = (flops.discriminator, flops.generator, flops.generator_head)
     assert [x / 1e6 for x in found] == pytest.approx(parts, rel=0.05)
     assert flops.total / 1e6 == pytest.approx(total, rel=0.005)
@@ -147,7 +147,7 @@ def test_true_counts_of_whole_steps_equal_what_torch_counts(name: str, monkeypat
     monkeypatch.setattr("electra_fast.vocabulary_nll.vocabulary_nll", nll)
     sizes = {"model.vocab_size": "300", "data.mask_prob": "0.25", "data.sequence_length": "32"}
     sizes |= {"model.dropout": "0", "model.attention_dropout": "0"}
-    config = Config.preset("tiny").override(sizes | VARIANTS[name])
+    config = Config.preset("tiny", "google").override(sizes | VARIANTS[name])
     num_rows, length, slots = 4, 32, 8
     shape, mask_shape = (num_rows, length), (num_rows, slots)
     batch = {
@@ -234,10 +234,10 @@ def test_objectives_that_a_configuration_cannot_have_are_left_open(changes: dict
 
 
 def test_plain_heads_have_no_published_count() -> None:
-    config = Config.preset("small").replace({"model": {"heads": "plain"}})
+    config = Config.preset("small", "google").replace({"model": {"heads": "plain"}})
     with pytest.raises(ValueError, match="model.heads"):
         published_training_flops(config)
-    dense = flops_per_token(Config.preset("small"))
+    dense = flops_per_token(Config.preset("small", "google"))
     plain = flops_per_token(config)
     assert dense.discriminator - plain.discriminator == 3 * 2 * 256 * 256
     assert plain.generator == dense.generator
@@ -281,7 +281,7 @@ def test_device_peaks(name: str, peak: float | None) -> None:
 
 
 def test_report_adds_up() -> None:
-    config = Config.preset("small")
+    config = Config.preset("small", "google")
     content = report(config)
     assert content["published_total"] == PUBLISHED["electra_small"]
     assert content["tokens_per_step"] == 128 * 128

@@ -138,7 +138,7 @@ class TestMeasurement:
         assert shortest_times(passes(a=[9, 8], b=[5, 4])) == {"a": 8, "b": 4}  # slow ones run once
 
     def test_a_large_micro_batch_is_cut(self):
-        large = Config.preset("base").override({"model.vocab_size": "30522"})
+        large = Config.preset("base", "google").override({"model.vocab_size": "30522"})
         assert 1 <= precision._num_rows(large, 1) < 8
         tiny = tiny_config(**{"model.vocab_size": "800", "train.accumulate": "1"})
         assert precision._num_rows(tiny, 1) == 8 and precision._num_rows(tiny, 2) == 4

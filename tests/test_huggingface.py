@@ -298,8 +298,8 @@ def test_an_output_table_of_its_own_is_refused(tmp_path: Path) -> None:
 
 def test_import_takes_the_preset_of_the_same_size_for_models_of_others(tmp_path: Path) -> None:
     """A base model continues with the learning rate of base, not of small."""
-    config = Config.preset("base")
+    config = Config.preset("base", "google")
     assert preset_of_size(dataclasses.replace(config.model, vocab_size=50)) == config
-    assert preset_of_size(Config.preset("mini").model) == Config.preset("mini")
+    assert preset_of_size(Config.preset("mini", "google").model) == Config.preset("mini", "google")
     assert preset_of_size(Config.preset("large", "modern").model) == Config.preset("large", "modern")
     assert preset_of_size(dataclasses.replace(config.model, hidden_size=480)) == Config()

@@ -206,7 +206,7 @@ def test_tying_shares_what_it_says() -> None:
 
 
 def test_initial_weights_are_a_normal_cut_at_two_deviations() -> None:
-    model = Electra(Config.preset("small").replace({"model": {"vocab_size": 1000}}))
+    model = Electra(Config.preset("small", "google").replace({"model": {"vocab_size": 1000}}))
     weight = torch.cat([p.detach().flatten() for p in model.discriminator.layers.parameters() if p.dim() == 2]) / 0.02
     assert weight.abs().max() <= 2 + 1e-6
     assert abs(weight.mean()) < 0.002

@@ -276,7 +276,7 @@ def test_a_name_that_no_setting_has_is_refused(modules, study):
 
 def test_a_run_is_never_done_twice(modules, study, monkeypatch):
     recipes, studies, report = modules
-    corruptor = ef.Config.preset("tiny").override({"train.steps": "2", "objective.name": "mlm"})
+    corruptor = ef.Config.preset("tiny", "google").override({"train.steps": "2", "objective.name": "mlm"})
     ef.pretrain(corruptor, data=study.corpus, out=study.out / "corruptor")
     late = recipes.Study(study.scale, study.out, study.results, time.monotonic() - 1, None)
     late.corpus = study.corpus
@@ -310,7 +310,7 @@ def test_the_first_half_is_spent_otherwise(modules, study):
     """Also where it is interrupted before the second one."""
     recipes, studies, _ = modules
     recipe_run = importlib.import_module("recipe_run")
-    corruptor = ef.Config.preset("tiny").override({"train.steps": "2", "objective.name": "mlm"})
+    corruptor = ef.Config.preset("tiny", "google").override({"train.steps": "2", "objective.name": "mlm"})
     ef.pretrain(corruptor, data=study.corpus, out=study.out / "corruptor")
     chosen = {each.name: each for each in studies.INGREDIENTS}
     job = recipes.Job(chosen["rows of a quarter at first"], 8e9, 0)
@@ -331,7 +331,7 @@ def test_the_first_half_is_spent_otherwise(modules, study):
 
 def test_scores_are_those_of_the_tasks_that_are_asked_for(modules, study):
     recipes, studies, report = modules
-    corruptor = ef.Config.preset("tiny").override({"train.steps": "2", "objective.name": "mlm"})
+    corruptor = ef.Config.preset("tiny", "google").override({"train.steps": "2", "objective.name": "mlm"})
     ef.pretrain(corruptor, data=study.corpus, out=study.out / "corruptor")
     job = recipes.Job(studies.MODERN, 2e9, 0, finetune=True)
     for places in (2, 1):  # the second time with another folder, whose task has one example less
@@ -354,7 +354,7 @@ def test_scores_are_those_of_the_tasks_that_are_asked_for(modules, study):
 def test_rotary_positions_in_the_published_encoder_are_relative(modules, monkeypatch):
     for name in ("BertLayer", "Encoder", "Embeddings"):
         monkeypatch.setattr(model, name, getattr(model, name))
-    config = ef.Config.preset("tiny").override({"model.vocab_size": "64", "model.dropout": "0"})
+    config = ef.Config.preset("tiny", "google").override({"model.vocab_size": "64", "model.dropout": "0"})
     ids, types, mask = torch.arange(5, 21), torch.zeros(16, dtype=torch.int64), AttentionMask.padded(1, 16, None, 0)
     positions = torch.arange(16)
 

@@ -1,14 +1,16 @@
 """Resuming a run: what may change and what comes of it, what is refused, and damaged checkpoints."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
 
+import in_process
 import pytest
 import torch
-from tiny_run import STEPS, assert_same_run, lines, tiny_config
+from tiny_run import STEPS, TINY, assert_same_run, lines, tiny_config
 
 from electra_fast import checkpoint_folder
 from electra_fast.config import Config, OptimizerConfig
@@ -198,7 +200,7 @@ class TestWarmup:
          ("small", 1_000, 50), ("small", 100, 5)],
     )  # fmt: skip
     def test_it_follows_the_steps_unless_set(self, preset, steps, warmup):
-        config = Config.preset(preset).override({"train.steps": str(steps)})
+        config = Config.preset(preset, "google").override({"train.steps": str(steps)})
         assert config.optimizer.num_warmup_steps(config.train.steps) == warmup
         factors = [lr_scale(config.optimizer, step, steps) for step in range(warmup + 1)]
         assert max(factors) == factors[warmup] >= 0.949
@@ -303,6 +305,38 @@ def test_mistakes_are_found_before_torch_is_imported(run, change, message):
     command = [sys.executable, "-c", WITHOUT_TORCH, "pretrain", "--out", str(run), *change]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+class TestRecipes:
+    """A run keeps its recipe, also where a command without one means another since."""
+
+    REMEDY = r'resume with --out alone, or with --recipe google \(recipe = "google" in CONFIG.toml\)'
+
+    def test_a_run_of_another_recipe_than_the_default(self, run, validation_corpus, tmp_path):
+        """The fixture's run is of recipe `google`."""
+        keys = TINY | {"train.steps": str(STEPS + 2)}
+        flags = ["--data", validation_corpus, "--out", run, *(f"--{name}={value}" for name, value in keys.items())]
+        (tmp_path / "own.toml").write_text('preset = "tiny"\n')
+        for start in (["--preset", "tiny"], [tmp_path / "own.toml"], ["--preset", "tiny", "--allow-changes"]):
+            done = in_process.run("pretrain", *start, *flags)
+            assert done.returncode == 2 and done.stderr.count("\n") == 1
+            assert re.search(
+                rf"started with model.architecture = 'bert', now it is 'modern', .*{self.REMEDY}", done.stderr
+            )
+        (tmp_path / "own.toml").write_text('preset = "tiny"\nrecipe = "google"\n')
+        copies = [shutil.copytree(run, tmp_path / name) for name in "abc"]
+        starts = (["--preset", "tiny", "--recipe", "google", *flags], [tmp_path / "own.toml", *flags])
+        for copy, start in zip(copies, (*starts, ["--train.steps", STEPS + 2]), strict=True):
+            done = in_process.run("pretrain", *start, "--out", copy)
+            assert done.returncode == 0 and f"resumes at step {STEPS} of {STEPS + 2}" in done.stderr
+        for copy in copies[1:]:
+            assert_same_run(copy, copies[0])
+
+    @pytest.mark.parametrize(("recipe", "other"), [("modern", "google"), ("paper", "modern")])
+    def test_the_recipe_of_a_run_is_named(self, validation_corpus, tmp_path, recipe, other):
+        pretrain(tiny_config(recipe, **{"train.steps": "1"}), data=validation_corpus, out=tmp_path / "run")
+        with pytest.raises(ValueError, match=f"or with --recipe {recipe} "):
+            pretrain(tiny_config(other), data=validation_corpus, out=tmp_path / "run")
 
 
 class TestRefusals:

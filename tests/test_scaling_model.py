@@ -49,7 +49,7 @@ def test_gradients_are_as_large_as_the_model(preset, shape):
 
 
 def test_gradients_of_small_are_those_of_a_model_in_memory():
-    config = ef.Config.preset("small").override({"model.vocab_size": "30522"})
+    config = ef.Config.preset("small", "google").override({"model.vocab_size": "30522"})
     num_bytes = sum(p.numel() * p.element_size() for p in ef.Electra(config).parameters())
     assert model.workload("small").gradient_bytes == num_bytes == 56_784_876
 
@@ -215,7 +215,7 @@ def test_sharding_moves_and_holds_what_it_is_said_to(fake_ranks, monkeypatch, ti
 
     monkeypatch.setitem(model.EXPECTED, "tiny", (1, 1.0, 1))
     expected, mesh = model.workload("tiny"), fake_ranks(num_ranks)
-    config = ef.Config.preset("tiny").override(model.VOCABULARY)
+    config = ef.Config.preset("tiny", "google").override(model.VOCABULARY)
     root = shard_model(ef.Electra(config), mesh)
     shards, objective = Shards(root), objective_of(config)
     assert sum(parameter.nbytes for parameter in shards.parameters.values()) == sum(expected.shards(num_ranks))

@@ -42,7 +42,7 @@ def command(corpora, out, **changes):
     """The command of a run on a corpus, or on a list of them."""
     data = [word for each in (corpora if isinstance(corpora, list) else [corpora]) for word in ("--data", str(each))]
     flags = [word for name, value in (TINY | changes).items() for word in (f"--{name}", value)]
-    start = [sys.executable, "-m", "electra_fast", "pretrain", "--preset", "tiny"]
+    start = [sys.executable, "-m", "electra_fast", "pretrain", "--preset", "tiny", "--recipe", "google"]
     return [*start, *data, "--out", str(out), *flags]
 
 

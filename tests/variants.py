@@ -8,7 +8,7 @@ def needs(name):
     """The keys that an objective needs, as they stand on a command line."""
     changes = {"objective.name": name}
     for key, allowed in OBJECTIVES[name].needs.items():
-        if Config.preset("tiny").value(key) not in allowed:
+        if Config.preset("tiny", "google").value(key) not in allowed:
             changes[key] = str(allowed[0])
     return changes
 

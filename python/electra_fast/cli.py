@@ -20,11 +20,13 @@ from typing import Any
 
 from electra_fast.cli_parser import build_parser
 from electra_fast.config import AUTO, HARDWARE_KEYS, Config
-from electra_fast.config_file import did_you_mean, nearest, take_overrides
+from electra_fast.config_file import did_you_mean, format_value, nearest, take_overrides
 from electra_fast.config_section import Configuration
 from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.interruption import interrupt_at_once
+from electra_fast.objectives import OBJECTIVES
+from electra_fast.presets import DEFAULT_RECIPE
 
 # The commands that take `--section.key value`.
 CONFIGURED: dict[str, tuple[type[Configuration], ...]] = {
@@ -141,7 +143,7 @@ def _number(value: Any) -> str:
 
 
 def _config(options: argparse.Namespace) -> Config:
-    """Defaults < preset and recipe < TOML file < command line; by default a run's own, where there is one."""
+    """From the command line and the file that it names; by default a run's own, where there is one."""
     if options.command == "pretrain" and options.out and not (options.config or options.preset or options.recipe):
         if options.from_step is not None:
             from electra_fast.training.run import config_at
@@ -155,7 +157,9 @@ def _config(options: argparse.Namespace) -> Config:
         if options.preset or options.recipe:
             raise InputError("give CONFIG.toml or --preset, not both (a file may name `preset` and `recipe` itself)")
         return Config.load(options.config, options.overrides)
-    return Config.preset(options.preset or "small", options.recipe or "google").override(options.overrides)
+    objective = options.overrides.get("objective.name", "electra")
+    preset = Config.preset(options.preset or "small", options.recipe or DEFAULT_RECIPE, objective)
+    return preset.override(options.overrides)
 
 
 def _own_config(run: Path) -> Path | None:
@@ -249,6 +253,7 @@ def _inspect(options: argparse.Namespace) -> None:
             options.directory,
             sequence_length=options.sequence_length,
             masking=options.masking,
+            mask_prob=options.mask_prob,
             packing=options.packing,
             cut_at=options.cut_at,
             seed=options.seed,
@@ -318,9 +323,25 @@ def _import(options: argparse.Namespace) -> None:
 
 
 def _flops(options: argparse.Namespace) -> None:
+    """Counts any objective: keys that it cannot have get what it needs, and are named."""
     from electra_fast.training.flops import report
 
-    _print_report(report(_config(options)), options.json)
+    given, name = options.overrides, options.overrides.get("objective.name")
+    try:
+        config = _config(options)
+    except InputError:
+        if name not in OBJECTIVES:
+            raise
+        options.overrides = {key: value for key, value in given.items() if key != "objective.name"}
+        before, given = _config(options), {"objective.name": name}
+        config = before.with_objective(name)
+    else:
+        options.overrides = {}
+        before = _config(options) if name else config
+    changed = {key: now for key, (_, now) in before.differences(config).items() if key not in given}
+    if changed:
+        _say(f"{name} is counted with {', '.join(f'{key} = {format_value(now)}' for key, now in changed.items())}")
+    _print_report(report(config), options.json)
 
 
 def _finetune(options: argparse.Namespace) -> None:

@@ -13,10 +13,11 @@ from electra_fast.config import Config
 from electra_fast.config_file import comma_separated, parse_number
 from electra_fast.config_section import Configuration
 from electra_fast.errors import InputError
-from electra_fast.finetuning.config import DEFAULT_RECIPE, FinetuningConfig
+from electra_fast.finetuning.config import DEFAULT_RECIPE as FINETUNING_RECIPE
 from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
+from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.objectives.objective import PARTS
-from electra_fast.presets import RECIPES, SIZES
+from electra_fast.presets import DEFAULT_RECIPE, RECIPES, SIZES
 
 
 class Parser(argparse.ArgumentParser):
@@ -115,7 +116,10 @@ def build_parser() -> Parser:
     sub = command("inspect", "what is in a corpus, and one packed, masked row of it as text")
     sub.add_argument("directory", type=Path)
     sub.add_argument("--sequence-length", type=int, default=128, help="tokens per row (%(default)s)")
-    sub.add_argument("--masking", default="google", help="paper, google, bert, whole-word or span (%(default)s)")
+    shown = RECIPES[DEFAULT_RECIPE]
+    masking, mask_prob = shown["data.masking"], shown["data.mask_prob"]
+    sub.add_argument("--masking", default=masking, help="paper, google, bert, whole-word or span (%(default)s)")
+    sub.add_argument("--mask-prob", type=float, default=mask_prob, help="of the row shown (%(default)s)")
     sub.add_argument("--packing", default="best-fit", help="of the row shown: best-fit or google (%(default)s)")
     sub.add_argument("--cut-at", default="token", help="of the row shown: token, word or line (%(default)s)")
     sub.add_argument("--seed", type=int, default=0, help="which row to show (%(default)s)")
@@ -187,7 +191,7 @@ def build_parser() -> Parser:
     sub.add_argument("--model", type=Path, required=True, help="run, checkpoint or Hugging Face folder")
     sub.add_argument("--out", type=Path, required=True, help="folder for models, predictions and results.json")
     sub.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per task: seeds 0 to N-1 (%(default)s)")
-    sub.add_argument("--recipe", default=DEFAULT_RECIPE, help=f"{', '.join(FINETUNING_RECIPES)} (%(default)s)")
+    sub.add_argument("--recipe", default=FINETUNING_RECIPE, help=f"{', '.join(FINETUNING_RECIPES)} (%(default)s)")
     sub.add_argument("--role", choices=tuple(PARTS), help="network of a run (the first of these that it has)")
     sub.add_argument("--data", type=Path, help="GLUE, SQuAD: the task's folder, or one with the tasks' folders")
     sub.add_argument("--json", action="store_true", help="one object on standard output")
@@ -330,7 +334,7 @@ def _add_inputs(sub: argparse.ArgumentParser) -> None:
 
 def _add_preset(sub: argparse.ArgumentParser, preset: str | None = None, recipe: str | None = None) -> None:
     sub.add_argument("--preset", default=preset, help=f"size: {', '.join(SIZES)} (small)")
-    sub.add_argument("--recipe", default=recipe, help=f"method: {', '.join(RECIPES)} (google)")
+    sub.add_argument("--recipe", default=recipe, help=f"method: {', '.join(RECIPES)} ({recipe or DEFAULT_RECIPE})")
 
 
 def _add_own_data(own: argparse._ActionsContainer) -> None:

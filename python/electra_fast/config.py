@@ -1,6 +1,6 @@
 """A run's whole configuration: frozen dataclasses, read from presets, TOML and the command line.
 
-Defaults < preset and recipe < TOML file < `--section.key value`. Validation raises and never
+Defaults < preset and recipe < what the objective needs < TOML file < `--section.key value`. Validation raises and never
 rewrites a value, and the resolved configuration is saved with every run, so that `config.toml`
 alone tells what was trained.
 """
@@ -19,7 +19,7 @@ from electra_fast.config_section import Configuration, Section, config_key
 from electra_fast.errors import InputError
 from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.objectives.objective import OPTION_NEEDS
-from electra_fast.presets import RECIPES, SIZE_RECIPES, SIZES
+from electra_fast.presets import DEFAULT_RECIPE, RECIPES, SIZE_RECIPES, SIZES
 
 Architecture = Literal["bert", "modern"]
 
@@ -310,6 +310,7 @@ class Config(Configuration):
 
     def with_objective(self, name: str) -> Config:
         """The same with another objective, and with what that needs wherever this has something else."""
+        ObjectiveConfig(name=name)  # raises where there is none of this name
         changes: dict[str, Scalar] = {"objective.name": name}
         for key, (off, needs) in OPTION_NEEDS.items():
             if name not in needs.get("objective.name", (name,)):
@@ -330,22 +331,29 @@ class Config(Configuration):
         if recipe is not None and preset is None:
             raise InputError(f"{path}: recipe = {recipe!r} needs a preset beside it")
         try:
-            base = cls() if preset is None else cls.preset(str(preset), str(recipe or "google"))
-            return base.replace(table).override(overrides or {})
+            tables = (table, cls.tables_of(overrides or {}))
+            if preset is None:
+                return cls().replace(*tables)
+            objective = "electra"
+            for section in (each.get("objective") for each in tables):
+                if isinstance(section, Mapping):
+                    objective = str(section.get("name", objective))
+            return cls.preset(str(preset), str(recipe or DEFAULT_RECIPE), objective).replace(*tables)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
 
     @classmethod
-    def preset(cls, name: str, recipe: str = "google") -> Config:
-        """A preset size (`tiny`, `mini`, `small`, `base`, `large`, `xlarge`) in a recipe.
+    def preset(cls, name: str, recipe: str = DEFAULT_RECIPE, objective: str = "electra") -> Config:
+        """A preset size (`tiny`, `mini`, `small`, `base`, `large`, `xlarge`) in a recipe, with what an objective needs.
 
-        Recipes are `paper`, `google` and `modern`.
+        Recipes are `modern`, `google` and `paper`.
         """
         if name not in SIZES:
             raise InputError(f"unknown preset {name!r}{did_you_mean(name, SIZES)}")
         if recipe not in RECIPES:
             raise InputError(f"unknown recipe {recipe!r}{did_you_mean(recipe, RECIPES)}")
-        return cls().replace(by_section(SIZES[name] | RECIPES[recipe] | SIZE_RECIPES.get((name, recipe), {})))
+        config = cls().replace(by_section(SIZES[name] | RECIPES[recipe] | SIZE_RECIPES.get((name, recipe), {})))
+        return config.with_objective(objective)
 
 
 def by_section(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:

@@ -7,6 +7,7 @@ sections of pre-training, `finetuning.config` that of fine-tuning.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,10 +81,10 @@ class Configuration:
         (field,) = (f for f in dataclasses.fields(_sections(cls)[section]) if f.name == key)
         return field
 
-    def replace(self, table: Mapping[str, Any]) -> Self:
-        """A copy with `table[section][key]` laid over it; unknown names raise with the nearest match."""
+    def replace(self, *tables: Mapping[str, Any]) -> Self:
+        """A copy with each `table[section][key]` laid over it, in order; unknown names raise with the nearest match."""
         sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name, values in table.items():
+        for name, values in itertools.chain.from_iterable(table.items() for table in tables):
             if name not in sections:
                 raise InputError(f"unknown section [{name}]{did_you_mean(name, sections)}")
             if not isinstance(values, Mapping):
@@ -98,17 +99,22 @@ class Configuration:
 
     def override(self, overrides: Mapping[str, object]) -> Self:
         """A copy with values by `section.key`, e.g. `{"train.steps": 100}`, or strings as on the command line."""
+        return self.replace(self.tables_of(overrides))
+
+    @classmethod
+    def tables_of(cls, overrides: Mapping[str, object]) -> dict[str, dict[str, object]]:
+        """Such values as `table[section][key]`; unknown keys raise with the nearest match."""
         table: dict[str, dict[str, object]] = {}
-        known = self.key_names()
+        known = cls.key_names()
         for name, value in overrides.items():
             section, dot, key = name.partition(".")
             if not dot or name not in known:
                 meant = nearest(name, known)
                 hint = f"; did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, known)
                 raise InputError(f"unknown key {name}{hint}")
-            several = self._field(name).metadata["takes_several"] and isinstance(value, str)
+            several = cls._field(name).metadata["takes_several"] and isinstance(value, str)
             table.setdefault(section, {})[key] = parse_several(name, str(value)) if several else value
-        return self.replace(table)
+        return table
 
     def to_toml(self) -> str:
         """The whole configuration as TOML, each key with its meaning; `replace` takes the table back exactly."""

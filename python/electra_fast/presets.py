@@ -70,6 +70,8 @@ SIZES: dict[str, dict[str, Scalar]] = {
     },
 }
 
+DEFAULT_RECIPE = "modern"
+
 RECIPES: dict[str, dict[str, Scalar]] = {
     "paper": {
         "data.masking": "paper",

@@ -37,7 +37,7 @@ def test_a_step_stays_on_the_device(tiny_corpus, recipe, attention, dropout, opt
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_step_of_every_objective_stays_on_the_device(tiny_corpus, name, monkeypatch):
-    check_step(tiny_corpus, ef.Config.preset("tiny").override(VARIANTS[name]), "short", monkeypatch)
+    check_step(tiny_corpus, ef.Config.preset("tiny", "google").override(VARIANTS[name]), "short", monkeypatch)
 
 
 def fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, *, lr, **_):

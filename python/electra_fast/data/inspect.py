@@ -63,14 +63,15 @@ def show_row(
     sequence_length: int,
     masking: str,
     seed: int,
+    mask_prob: float = 0.15,
     packing: str = "best-fit",
     cut_at: str = "token",
 ) -> None:
     """Prints a row: one segment per line, masked positions in color with the original token."""
     corpus = Corpus(directory)
     tokenizer = Tokenizer.of(corpus)
-    options: dict[str, Any] = {"seed": seed, "masking": masking, "packing": packing, "cut_at": cut_at, "epochs": 1}
-    loader = BatchLoader(directory, sequence_length=sequence_length, batch_size=1, **options)
+    options: dict[str, Any] = {"masking": masking, "mask_prob": mask_prob, "packing": packing, "cut_at": cut_at}
+    loader = BatchLoader(directory, sequence_length=sequence_length, batch_size=1, seed=seed, epochs=1, **options)
     row = {name: tensor.flatten().tolist() for name, tensor in to_torch(next(loader)).items()}
     slots = zip(row["masked_positions"], row["masked_ids"], row["masked_weights"], strict=True)
     originals = {position: token_id for position, token_id, weight in slots if weight}

@@ -23,6 +23,7 @@ from electra_fast.data.mixture import Mixture
 from electra_fast.errors import InputError
 from electra_fast.huggingface.tokenizer import check_vocabulary, run_tokenizer, write_tokenizer
 from electra_fast.objectives import objective_of
+from electra_fast.presets import RECIPES
 
 Changes = dict[str, tuple[Value, Value]]
 
@@ -215,7 +216,7 @@ def _refuse(folder: Path, directory: Path, changes: Changes, config: Config, all
         if name in FIXED_KEYS or has_other_heads or (name.startswith(FIXED_SECTIONS) and name not in NOT_FIXED):
             raise InputError(
                 f"{folder}: this run was started with {name} = {was!r}, now it is {now!r}, which would be another "
-                "model or optimizer state; leave it as it was to resume, or give another --out"
+                f"model or optimizer state; {_how_to_resume(name, directory)}, or give another --out"
             )
         if name == "train.steps" and len(objective_of(config).stages()) > 1:
             raise InputError(
@@ -231,6 +232,16 @@ def _refuse(folder: Path, directory: Path, changes: Changes, config: Config, all
                 + remedy
             )
         raise InputError(f"{folder}: this run was started with {name} = {was!r}, now it is {now!r}; {remedy}")
+
+
+def _how_to_resume(name: str, directory: Path) -> str:
+    """What to do about a key that cannot change. That of the encoder comes with a recipe, which is named."""
+    if name != "model.architecture":
+        return "leave it as it was to resume"
+    saved = Config.load(directory / "config.toml")
+    recipes = [each for each, keys in RECIPES.items() if keys.get(name, "bert") == saved.model.architecture]
+    recipe = max(recipes, key=lambda each: sum(saved.value(key) == value for key, value in RECIPES[each].items()))
+    return f'resume with --out alone, or with --recipe {recipe} (recipe = "{recipe}" in CONFIG.toml)'
 
 
 def _since(recorded: Changes, changes: Changes) -> Changes:
