@@ -137,42 +137,51 @@ def hour_table(lines: Iterable[Mapping[str, Any]]) -> str:
     return markdown(["", "tokens", *TASKS.values(), "mean"], rows)
 
 
-def factor(ours: Sequence[Point], theirs: Sequence[Point], measure: Callable[[Result], float]) -> str:
-    """How many times our FLOPs they take for what they reach with their last budget, and the middle 90 % by seeds.
+@dataclass(frozen=True)
+class Factor:
+    """How many times our FLOPs a point of theirs took, and the middle 90 % of that by seeds."""
 
-    The interval is of 1,000 draws of the seeds of every point, with replacement.
-    """
+    times: float
+    low: float
+    high: float
+    bound: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.bound}{self.times:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def factor(ours: Sequence[Point], theirs: Point, measure: Callable[[Result], float]) -> Factor:
+    """By our curve where it first reaches their mean. The interval is of 1,000 draws of all seeds, with replacement."""
     draw = random.Random(0)
 
     def drawn(point: Point) -> Point:
         return Point(point.setting, point.budget, draw.choices(point.results, k=len(point.results)))
 
-    def cost(ours: Sequence[Point], last: Point) -> tuple[float, str]:
-        return crossing([(point.budget, point.mean(measure)) for point in ours], last.mean(measure))
+    def cost(ours: Iterable[Point], value: float) -> tuple[float, str]:
+        return crossing([(point.budget, point.mean(measure)) for point in ours], value)
 
-    budget = theirs[-1].budget
-    our_cost, bound = cost(ours, theirs[-1])
-    found = sorted(budget / cost(list(map(drawn, ours)), drawn(theirs[-1]))[0] for _ in range(1_000))
+    our_cost, bound = cost(ours, theirs.mean(measure))
     word = {"": "", "at most": "at least ", "more than": "less than "}[bound]
-    return f"{word}{budget / our_cost:.2f} ({found[50]:.2f} to {found[949]:.2f})"
+    found = sorted(theirs.budget / cost(map(drawn, ours), drawn(theirs).mean(measure))[0] for _ in range(1_000))
+    return Factor(theirs.budget / our_cost, found[50], found[949], word)
 
 
 def report(path: Path, title: str, curves: Mapping[str, Sequence[Point]]) -> str:
     """Draws curves, by side and in rising order of the budget; returns their table, and factors beside the first."""
     points = {side: [point for point in curve if point.results] for side, curve in curves.items()}
-    rows = [[side, f"{point.budget / 1e12:.3g}", *columns(point.results)] for side in points for point in points[side]]
+    rows = [[side, _tflop(point), *columns(point.results)] for side in points for point in points[side]]
     text = markdown(["", "TFLOP", *HEADER], rows)
     measured = {name: _measured(points, measure) for name, measure in MEASURES.items()}
-    first, *others = points
     factors = [
-        [name, side, f"{point.budget / 1e12:.3g}", factor(sides[first], sides[side][:number], MEASURES[name])]
-        for name, sides in measured.items()
-        for side in (others if sides[first] else ())
-        for number, point in enumerate(sides[side], 1)
+        (name, side, point, factor(ours, point, MEASURES[name]))
+        for name, ((_, ours), *others) in ((name, sides.items()) for name, sides in measured.items())
+        for side, theirs in (others if ours else ())
+        for point in theirs
     ]
-    text += "\n\n" + markdown(["measure", "", "TFLOP", f"times those of {first}, by seeds"], factors)
+    rows = [[name, side, _tflop(point), str(found)] for name, side, point, found in factors]
+    text += "\n\n" + markdown(["measure", "", "TFLOP", f"times those of {next(iter(points))}, by seeds"], rows)
     if any(len(curve) > 1 for curve in points.values()):
-        _draw(path, title, measured)
+        _draw(path, title, measured, factors)
     return text
 
 
@@ -181,26 +190,46 @@ def _measured(points: Mapping[str, Sequence[Point]], measure: Callable[[Result],
     return {side: [point for point in curve if not math.isnan(point.mean(measure))] for side, curve in points.items()}
 
 
-def _draw(path: Path, title: str, measured: Mapping[str, Mapping[str, Sequence[Point]]]) -> None:
+def _tflop(point: Point) -> str:
+    return f"{point.budget / 1e12:.3g}"
+
+
+def _draw(
+    path: Path,
+    title: str,
+    measured: Mapping[str, Mapping[str, Sequence[Point]]],
+    factors: Sequence[tuple[str, str, Point, Factor]],
+) -> None:
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
     drawn = {name: sides for name, sides in measured.items() if any(sides.values())}
-    figure, axes = plt.subplots(1, len(drawn), figsize=(4.5 * len(drawn), 4), layout="constrained", squeeze=False)
-    for axis, (name, sides) in zip(axes[0], drawn.items(), strict=True):
+    width = len(drawn) + bool(factors)
+    figure, (axes,) = plt.subplots(1, width, figsize=(4.5 * width, 4), layout="constrained", squeeze=False)
+    for axis, (name, sides) in zip(axes, drawn.items(), strict=False):
         for side, curve in sides.items():
             budgets, means = [point.budget for point in curve], [point.mean(MEASURES[name]) for point in curve]
             axis.plot(budgets, means, marker="o", label=side)
             for point in curve:
                 axis.plot([point.budget] * len(point.results), [*map(MEASURES[name], point.results)], "_", color="gray")
-        ticks = sorted({point.budget for curve in sides.values() for point in curve})
-        axis.set(xscale="log", xlabel="training TFLOP", title=name)
+        axis.set(title=name)
+    axes[0].legend()
+    for place, key in enumerate(dict.fromkeys((name, side) for name, side, _, _ in factors)):
+        found = [(point.budget * 1.04**place, each) for name, side, point, each in factors if (name, side) == key]
+        budgets, times = [budget for budget, _ in found], [each.times for _, each in found]
+        margins = [[t - min(t, f.low), max(t, f.high) - t] for t, (_, f) in zip(times, found, strict=True)]
+        axes[-1].errorbar(budgets, times, list(zip(*margins, strict=True)), marker="o", label=f"{key[1]}, {key[0]}")
+    if factors:
+        axes[-1].set(title=f"times the FLOPs of {next(iter(measured[factors[0][0]]))}", yscale="log")
+        axes[-1].legend(fontsize="x-small")
+    ticks = sorted({point.budget for sides in drawn.values() for curve in sides.values() for point in curve})
+    for axis in axes:
+        axis.set(xscale="log", xlabel="training TFLOP")
         axis.set_xticks(ticks, [f"{each / 1e12:.3g}" for each in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0][0].legend()
     figure.suptitle(f"{title}, mean over seeds; gray: each seed")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -171,16 +171,18 @@ def test_all_seeds_of_a_budget_come_before_the_next(modules, study, monkeypatch)
 def test_an_interval_is_of_the_seeds(modules):
     _, _, report = modules
 
-    def points(*levels):
-        return [
-            report.Point("", budget, [{"corrupted_by": judged(value)} for value in values]) for budget, values in levels
-        ]
+    def point(budget, *values):
+        return report.Point("", budget, [{"corrupted_by": judged(value)} for value in values])
 
-    ours = points((1e9, [0.6]), (2e9, [0.7]), (4e9, [0.8]))
-    assert report.factor(ours, points((8e9, [0.7])), report.auc) == "4.00 (4.00 to 4.00)"
-    assert report.factor(ours, points((8e9, [0.6, 0.8])), report.auc) == "4.00 (2.00 to 8.00)"
-    assert report.factor(ours, points((8e9, [0.5])), report.auc) == "at least 8.00 (8.00 to 8.00)"
-    assert report.factor(ours, points((8e9, [0.9])), report.auc) == "less than 2.00 (2.00 to 2.00)"
+    ours = [point(1e9, 0.6), point(2e9, 0.7), point(4e9, 0.8)]
+    expected = {
+        (0.7,): "4.00 (4.00 to 4.00)",
+        (0.6, 0.8): "4.00 (2.00 to 8.00)",
+        (0.5,): "at least 8.00 (8.00 to 8.00)",
+        (0.9,): "less than 2.00 (2.00 to 2.00)",
+    }
+    for values, text in expected.items():
+        assert str(report.factor(ours, point(8e9, *values), report.auc)) == text
 
 
 def test_a_run_that_diverged_is_chance_and_stops_no_report(modules, tmp_path):
