@@ -147,7 +147,7 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads, tokens per second:")
     every = {"train.steps": str(options.steps), "train.log_every": "5", "train.eval_every": "0"}
-    ours = ef.Config.preset("mini", "modern").override({**every, "data.packing": "best-fit"})
+    ours = ef.Config.preset("mini").override(every)
     theirs = ours.override(
         {"model.embedding_size": "256", "model.vocab_size": str(ef.Corpus(options.corpus).vocab_size)}
     )
