@@ -148,7 +148,7 @@ class Study:
         else:
             counts = [round(job.budget / len(sized) / flops) for _, flops in sized]
         steps = sum(counts)
-        every = {"steps": max(1, steps), "log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 4)}
+        every = {"steps": max(1, steps), "log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 20)}
         configs = [config.replace({"train": every}) for config, _ in sized]
         rates = configs[-1].resolved().optimizer
         scaled = {
