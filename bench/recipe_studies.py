@@ -207,6 +207,7 @@ def _trials_mlm() -> tuple[Setting, ...]:
         base,
         base.changed("mlm, mask_prob 0.15", {"data.mask_prob": "0.15"}),
         base.changed("mlm, mask_prob 0.35", {"data.mask_prob": "0.35"}),
+        base.changed("mlm, mask_prob 0.5", {"data.mask_prob": "0.5"}),
         replace(base, name="mlm, twice Muon's rate", muon_factor=2),
         replace(base, name="mlm, half of Muon's rate", muon_factor=0.5),
         replace(base, name="mlm, half the batch", batch_factor=0.5),
@@ -311,7 +312,7 @@ def _named(name: str) -> Setting:
 CURVES = (
     MODERN,
     replace(_named("google, corrected, 2.5e-4, a quarter of the batch, rotary positions"), name="google-rotary"),
-    _named("mlm"),
+    replace(_named("mlm, mask_prob 0.35"), name="mlm"),
 )
 """`modern` beside the best setting of each baseline."""
 
