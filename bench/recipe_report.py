@@ -220,9 +220,11 @@ def _draw(
         found = [(point.budget * 1.04**place, each) for name, side, point, each in factors if (name, side) == key]
         budgets, times = [budget for budget, _ in found], [each.times for _, each in found]
         margins = [[t - min(t, f.low), max(t, f.high) - t] for t, (_, f) in zip(times, found, strict=True)]
-        axes[-1].errorbar(budgets, times, list(zip(*margins, strict=True)), marker="o", label=f"{key[1]}, {key[0]}")
+        marker = "^" if found[-1][1].bound else "o"  # an arrow: at least so many
+        axes[-1].errorbar(budgets, times, list(zip(*margins, strict=True)), marker=marker, label=f"{key[1]}, {key[0]}")
     if factors:
-        axes[-1].set(title=f"times the FLOPs of {next(iter(measured[factors[0][0]]))}", yscale="log")
+        axes[-1].set(title=f"times the FLOPs of {next(iter(measured[factors[0][0]]))}")
+        axes[-1].axhline(1, color="gray", linewidth=0.8)
         axes[-1].legend(fontsize="x-small")
     ticks = sorted({point.budget for sides in drawn.values() for curve in sides.values() for point in curve})
     for axis in axes:

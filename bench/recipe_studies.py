@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 Keys = Mapping[str, str]
 TFLOP = 1e12
-LEVELS = (10 * TFLOP, 30 * TFLOP, 90 * TFLOP, 270 * TFLOP, 800 * TFLOP)
-"""Budgets of the curves."""
+LEVELS = tuple(each * TFLOP for each in (10, 22, 30, 45, 90, 270, 800))
+"""Budgets of the points that curves are drawn through, where there are any."""
 
 
 @dataclass(frozen=True)

@@ -243,12 +243,13 @@ class Study:
         """What a result is found by: all that it depends on besides the version."""
         config = self.config(job)
         differences = ef.Config().differences(config)
+        parts = job.setting.parts
         skipped = ("train.log_every", "train.checkpoint_every", "train.keep_checkpoints")
         keys = {key: now for key, (_, now) in differences.items() if key not in skipped}
         identity = {
             "revision": REVISION,
             "scale": self.scale.name,
-            "corpus": ef.Corpus(self.part(job.setting.parts)).content_hash,
+            "corpus": (self.opened if parts == 1 else ef.Corpus(self.part(parts))).content_hash,
             "judged_on": self.judged_on,
             "budget": job.budget,
             "keys": dict(sorted(keys.items())),

@@ -3,9 +3,11 @@
 import importlib
 import json
 import math
+import statistics
 import subprocess
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -381,3 +383,34 @@ def test_rotary_positions_in_the_published_encoder_are_relative(modules, monkeyp
     some = torch.tensor([3, 11])
     queries = Queries(some, torch.ones(2, 16, dtype=torch.bool))
     torch.testing.assert_close(states(rotary, positions, queries), states(rotary, positions)[some])
+
+
+def test_the_readme_claims_what_the_committed_runs_say(modules, tmp_path):
+    recipes, studies, report = modules
+    study = recipes.Study(studies.SCALES["mini"], tmp_path, BENCH / "recipes.jsonl", math.inf, None)
+    (path,) = BENCH.glob("replacements-*.npy")
+    found = [line for line in study.found.values() if line["run"]["corpus"].startswith(path.stem.split("-")[1])]
+    study.opened = SimpleNamespace(vocab_size=8192, content_hash=found[0]["run"]["corpus"])
+    study.judged_on = next(line["run"]["judged_on"] for line in found if line["name"] == "mlm")
+    ours, rotary, mlm = ([study.point(each, budget, 3) for budget in studies.LEVELS] for each in studies.CURVES)
+    ours = [point for point in ours if point.results]
+    ours_90, rotary_90, mlm_90 = (next(p for p in curve if p.budget == 90e12) for curve in (ours, rotary, mlm))
+    assert [len(point.results) for point in (ours_90, rotary_90, mlm_90)] == [3, 3, 3]
+
+    def spread(point, measure, digits):
+        values = [measure(each) for each in point.results]
+        return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+    auc, rotary_auc = (spread(each, report.auc, 3) for each in (ours_90, rotary_90))
+    tasks, rotary_tasks, mlm_tasks = (spread(each, report.score, 1) for each in (ours_90, rotary_90, mlm_90))
+    network, unigram = (report.factor(ours, rotary_90, measure) for measure in list(report.MEASURES.values())[:2])
+    assert network.bound == unigram.bound == ""
+    readme = " ".join((BENCH.parent / "README.md").read_text().split())
+    for claim in (
+        f"finds a third model's replacements with an AUC of {auc}; the published recipe, given rotary positions and ",
+        f"tuned, has {rotary_auc}, for which the default takes {network.times:.1f} times less ",
+        f"({network.low:.1f} to {network.high:.1f}), and is level with it where replacements are drawn by frequency ",
+        f"({unigram.times:.1f} times). Fine-tuned on five GLUE tasks, the default has a mean of {tasks}, that one of ",
+        f"{rotary_tasks}, and a masked language model with the encoder and optimizer of the default of {mlm_tasks} ",
+    ):
+        assert claim in readme
