@@ -69,7 +69,8 @@ bench: env
 	for script in bench/*.py; do echo "== $$script"; $(ENV)/bin/python "$$script" || exit 1; done
 
 # Hours: run it in a clone of its own, since a change of bench/ changes what it does.
-experiments: wheel
+experiments: $(if $(and $(TEXTS),$(GLUE)),wheel)
+	$(if $(and $(TEXTS),$(GLUE)),,$(error make experiments needs TEXTS='FILE...' and GLUE=FOLDER))
 	$(call environment,$(EXPERIMENTS),[test])
 	$(EXPERIMENTS)/bin/python bench/experiments.py $(TEXTS) --glue $(GLUE) --out experiments
 
