@@ -55,8 +55,8 @@ class Replacements:
 
 def load_corruptor(source: str | Path, corpus: str | Path) -> Corruptor | Replacements:
     """Of a file of replacements, of a run, or `unigram`."""
-    if str(source).endswith(".npy"):
-        return Replacements(torch.from_numpy(np.load(source).astype(np.int64)))
+    if str(source).endswith(".npz"):
+        return Replacements(torch.from_numpy(np.load(source)["samples"].astype(np.int64)))
     return evaluation._corruptor(source, Mixture(str(corpus)), torch.device("cpu"))
 
 

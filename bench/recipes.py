@@ -7,10 +7,10 @@
 The texts become a corpus with the scale's own vocabulary. Every run is a process of its own with one thread, trains on
 a budget of true FLOPs (Muon's orthogonalization included) with a schedule of its own, and is judged on validation text
 that two fixed corruptors have filled: the unigram distribution, and a masked language model that belongs to no
-contender. What that one has filled the text of the log's runs with is in `replacements-*.npy`, since another processor
-would train it otherwise; for other texts it is trained first. Each finished run is a line of `--results` (default:
-recipes.jsonl beside this script), where later calls find those that were judged on the same text. A run that was
-stopped resumes from its checkpoint in FOLDER. With `--glue`, runs of the larger budgets are fine-tuned too.
+contender. The vocabulary of the log's runs and what that model has filled their text with are in `ruler-mini.npz`, for
+another processor would train it otherwise; for other texts it is trained first. Each finished run is a line of
+`--results` (default: recipes.jsonl beside this script), where later calls find those that were judged on the same text.
+A run that was stopped resumes from its checkpoint in FOLDER. With `--glue`, runs of the larger budgets are fine-tuned.
 
 A study runs its settings (`recipe_studies.py`) with three seeds and each budget: all of one budget before the next.
 `curves` has `modern` beside the best setting of each baseline, `sizes` other shapes of it, `epochs` less text, and
@@ -121,15 +121,24 @@ class Study:
         self.found: dict[str, dict[str, Any]] = {_name(each["run"]): each for each in map(json.loads, lines)}
 
     def prepare(self, texts: Sequence[str]) -> None:
-        """Makes vocabulary and corpus, and trains the corruptor."""
+        """Makes vocabulary and corpus; trains the corruptor where the text is not the log's."""
         vocab = self.out / "vocab.txt"
-        if not vocab.exists():
-            ef.train_vocab(texts, out=vocab, size=self.scale.vocab_size, lowercase=True)
+        if not vocab.exists() and self._ruler.exists():
+            replace_file(vocab, np.load(self._ruler)["vocab"].tobytes())
+        elif not vocab.exists():
+            ef.train_vocab(texts, out=vocab, size=self.scale.vocab_size, strip_accents=True)
         ef.prepare(texts, vocab=vocab, out=self.corpus, holdout=0.01)
-        if not self._committed.exists():
+        if not self._is_of_the_log():
             corruptor = Job(Setting("corruptor", self.scale.corruptor), self.scale.corruptor_budget, 1_000_000)
             torch.set_num_threads(CORRUPTOR_THREADS)
             ef.pretrain(self.config(corruptor), data=self.corpus, out=self.out / "corruptor")
+
+    @property
+    def _ruler(self) -> Path:
+        return HERE / f"ruler-{self.scale.name}.npz"
+
+    def _is_of_the_log(self) -> bool:
+        return self._ruler.exists() and str(np.load(self._ruler)["corpus"]) == self.opened.content_hash
 
     def config(self, job: Job) -> ef.Config:
         """A run's configuration, with the steps that its budget buys; that of its second part, if it has two."""
@@ -185,22 +194,16 @@ class Study:
         """The corpus."""
         return ef.Corpus(self.corpus)
 
-    @property
-    def _committed(self) -> Path:
-        return HERE / f"replacements-{self.opened.content_hash[:8]}.npy"
-
     @cached_property
     def corruptors(self) -> dict[str, str]:
         """What fills validation text, by name."""
-        path = self._committed
+        path = self._ruler if self._is_of_the_log() else self.out / "ruler.npz"
         if not path.exists():
-            path, network, content = (
-                self.out / path.name,
-                load_corruptor(self.out / "corruptor", self.corpus),
-                BytesIO(),
-            )
-            samples = [network.sample(batch, row) for row, batch in self._validation()]
-            np.save(content, torch.cat(samples).numpy().astype(np.uint16))
+            network, content = load_corruptor(self.out / "corruptor", self.corpus), BytesIO()
+            samples = torch.cat([network.sample(batch, row) for row, batch in self._validation()])
+            vocab = np.frombuffer(Path(self.opened.tokenizer_path).read_bytes(), np.uint8)
+            hashed = np.array(self.opened.content_hash)
+            np.savez_compressed(content, corpus=hashed, vocab=vocab, samples=samples.numpy().astype(np.uint16))
             replace_file(path, content.getvalue())
         return {"unigram": "unigram", CRITERION: str(path)}
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from test_bench import BENCH
@@ -278,6 +279,31 @@ def test_a_name_that_no_setting_has_is_refused(modules, study):
         modules[0].compare(study, "ingredients", ["half the bacth"], [2e9], 1, 1)
 
 
+def test_the_committed_ruler_gives_the_same_text_without_a_corruptor(modules, study, monkeypatch):
+    recipes, *_ = modules
+    texts = [str(study.out / "text.txt")]
+    words = [f"{first}{second}" for first in ("ab", "cd", "ef", "gh") for second in ("i", "k", "mn", "op")]
+    lines = (" ".join(words[(3 * i * i + j) % 16] for j in range(40)) for i in range(2_000))
+    (study.out / "text.txt").write_text("\n\n".join(lines))
+    monkeypatch.setattr(recipes, "HERE", study.out / "bench")
+    scale = replace(study.scale, vocab_size=64, corruptor_budget=1e9)
+    made, used, changed = (study.out / name for name in ("made", "used", "changed"))
+    for folder in (made, used, changed, study.out / "bench"):
+        folder.mkdir()
+    first = recipes.Study(scale, made, study.results, math.inf, None)
+    first.prepare(texts)
+    judged_on = first.judged_on
+    (made / "ruler.npz").rename(study.out / "bench" / "ruler-tiny.npz")
+    second = recipes.Study(scale, used, study.results, math.inf, None)
+    monkeypatch.setattr(ef, "train_vocab", None)
+    second.prepare(texts)
+    assert second.judged_on == judged_on and not (used / "corruptor").exists()
+    (study.out / "text.txt").write_text("another text\n\n" * 2_000)
+    other = recipes.Study(scale, changed, study.results, math.inf, None)
+    other.prepare(texts)
+    assert (changed / "corruptor").exists() and other.corruptors["network"] == str(changed / "ruler.npz")
+
+
 def test_a_run_is_never_done_twice(modules, study, monkeypatch):
     recipes, studies, report = modules
     corruptor = ef.Config.preset("tiny", "google").override({"train.steps": "2", "objective.name": "mlm"})
@@ -388,10 +414,10 @@ def test_rotary_positions_in_the_published_encoder_are_relative(modules, monkeyp
 def test_the_readme_claims_what_the_committed_runs_say(modules, tmp_path):
     recipes, studies, report = modules
     study = recipes.Study(studies.SCALES["mini"], tmp_path, BENCH / "recipes.jsonl", math.inf, None)
-    (path,) = BENCH.glob("replacements-*.npy")
-    found = [line for line in study.found.values() if line["run"]["corpus"].startswith(path.stem.split("-")[1])]
-    study.opened = SimpleNamespace(vocab_size=8192, content_hash=found[0]["run"]["corpus"])
-    study.judged_on = next(line["run"]["judged_on"] for line in found if line["name"] == "mlm")
+    ruler = np.load(BENCH / "ruler-mini.npz")
+    num_entries = len(ruler["vocab"].tobytes().split())
+    study.opened = SimpleNamespace(vocab_size=num_entries, content_hash=str(ruler["corpus"]))
+    study.judged_on = next(line["run"]["judged_on"] for line in study.found.values() if line["name"] == "mlm")
     ours, rotary, mlm = ([study.point(each, budget, 3) for budget in studies.LEVELS] for each in studies.CURVES)
     ours = [point for point in ours if point.results]
     ours_90, rotary_90, mlm_90 = (next(p for p in curve if p.budget == 90e12) for curve in (ours, rotary, mlm))
