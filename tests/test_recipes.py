@@ -286,6 +286,7 @@ def test_the_committed_ruler_gives_the_same_text_without_a_corruptor(modules, st
     lines = (" ".join(words[(3 * i * i + j) % 16] for j in range(40)) for i in range(2_000))
     (study.out / "text.txt").write_text("\n\n".join(lines))
     monkeypatch.setattr(recipes, "HERE", study.out / "bench")
+    monkeypatch.setattr(recipes, "CORRUPTOR_THREADS", torch.get_num_threads())  # other tests count on their number
     scale = replace(study.scale, vocab_size=64, corruptor_budget=1e9)
     made, used, changed = (study.out / name for name in ("made", "used", "changed"))
     for folder in (made, used, changed, study.out / "bench"):
