@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from results import processor
+from results import commit, processor
 
 from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.training.run import exclusive
@@ -108,9 +108,8 @@ def run(command: Sequence[str], pause: Path, max_load: float, stop: StopRequest,
 
 def finish(experiment: Experiment, seconds: float) -> None:
     """Records that an experiment has finished."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout
     line = {"name": experiment.name, "command": experiment.command, "minutes": round(seconds / 60, 1)}
-    line |= {"ended": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "commit": commit.strip(), "processor": processor()}
+    line |= {"ended": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "commit": commit(), "processor": processor()}
     with DONE.open("a") as file:
         file.write(json.dumps(line) + "\n")
 

@@ -88,8 +88,8 @@ def train(
     )
     model = make_model(name, config, tokenizer)
     collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=config.data.mask_prob)
-    rows = Chunks(corpus, config.data.sequence_length)
     if num_steps:
+        rows = Chunks(corpus, config.data.sequence_length)
         trainer = Trainer(model, arguments, collate, rows, callbacks=list(callbacks))
         trainer.train(resume_from_checkpoint=any((out / "checkpoints").glob("checkpoint-*")))
     save(model, tokenizer, out / "model")

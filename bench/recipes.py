@@ -47,7 +47,7 @@ from recipe_patches import NUM_ITERATIONS
 from recipe_report import CRITERION, HEADER, Point, columns, hour_table, markdown, merit, report
 from recipe_run import EVAL_ROWS, RESULT, RUN, load_corruptor
 from recipe_studies import BASELINES, COMMON, HOUR, LEVELS, SCALES, STUDIES, TFLOP, TRIAL_HOURS, Scale, Setting
-from results import processor
+from results import commit, processor
 
 import electra_fast as ef
 from electra_fast.atomic_files import replace_file
@@ -61,9 +61,6 @@ from electra_fast.training.optim import Optimizer
 from electra_fast.training.run import exclusive
 
 HERE = Path(__file__).parent
-COMMIT = subprocess.run(
-    ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
-).stdout.strip()
 NUM_SEEDS = 3
 FINETUNE_SEEDS = 3
 # Of what is computed: another number makes earlier results unusable.
@@ -313,7 +310,7 @@ class Study:
             assert judged["corruption"] == self.judged_on[name], f"{folder}: {name} filled the text otherwise"
         with self._lock, self.results.open("a") as file:
             line = {"run": identity, "name": job.setting.name, "result": result, "version": ef.__version__}
-            line |= {"torch": torch.__version__, "commit": COMMIT, "processor": processor()}
+            line |= {"torch": torch.__version__, "commit": commit(), "processor": processor()}
             file.write(json.dumps(line) + "\n")
             self.found[_name(identity)] = line
         print(f"{job.setting.name}, {job.budget:.0e}, seed {job.seed}: {'  '.join(columns([result]))}", flush=True)

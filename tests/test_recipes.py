@@ -4,7 +4,6 @@ import importlib
 import json
 import math
 import statistics
-import subprocess
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -332,7 +331,7 @@ def test_a_run_is_never_done_twice(modules, study, monkeypatch):
     study.results.write_text("")
     last = recipes.Study(study.scale, study.out, study.results, math.inf, None)
     last.corpus = study.corpus
-    monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr(recipes, "subprocess", None)  # no process is started
     last.run([job], 1)
     assert study.results.read_text().splitlines() == lines
 
