@@ -4,10 +4,10 @@
                             [--seeds N] [--glue FOLDER] [--minutes M] [--workers N] [--results FILE]
     python bench/recipes.py TEXTS... --out FOLDER --tune BASELINE ...
 
-The texts become a corpus with the scale's own vocabulary. Every run is a process of its own with one thread, trains on
-a budget of true FLOPs (Muon's orthogonalization included) with a schedule of its own, and is judged on validation text
-that two fixed corruptors have filled: the unigram distribution, and a masked language model that belongs to no
-contender. The vocabulary of the log's runs and what that model has filled their text with are in `ruler-mini.npz`, for
+The texts become a corpus with the scale's own vocabulary. Every run is a process of its own with one thread, or more
+with fewer `--workers` than cores, trains on a budget of true FLOPs (Muon's orthogonalization included) with a schedule
+of its own, and is judged on validation text that two fixed corruptors have filled: the unigram distribution, and a
+masked language model that belongs to no contender. The vocabulary of the log's runs and what that model has filled their text with are in `ruler-mini.npz`, for
 another processor would train it otherwise; for other texts it is trained first. Each finished run is a line of
 `--results` (default: recipes.jsonl beside this script), where later calls find those that were judged on the same text.
 A run that was stopped resumes from its checkpoint in FOLDER. With `--glue`, runs of the larger budgets are fine-tuned.
@@ -277,12 +277,13 @@ class Study:
         # Two names may be of one configuration.
         named = {_name(self.identity(job)): job for job in jobs}
         waiting = [job for job in named.values() if self.result(job) is None]
+        threads = max(1, (os.cpu_count() or 1) // num_workers)
         with ThreadPoolExecutor(num_workers) as pool:
-            outcomes = list(pool.map(self._run, waiting))
+            outcomes = [*pool.map(lambda job: self._run(job, threads), waiting)]
         if not all(outcomes):
             sys.exit(f"{sum(outcomes)} of {len(waiting)} runs are finished; call again to continue")
 
-    def _run(self, job: Job) -> bool:
+    def _run(self, job: Job, threads: int) -> bool:
         """Does one run in a process of its own; False where it is too late to start or it was stopped."""
         if time.monotonic() > self.deadline:
             return False
@@ -303,7 +304,7 @@ class Study:
         for (name, _), (config, _) in zip(work["parts"], parts, strict=True):
             replace_file(folder / name, config.to_toml())
         replace_file(folder / RUN, json.dumps(work))
-        if not self._work(job, folder):
+        if not self._work(job, folder, threads):
             return False
         result = json.loads((folder / RESULT).read_text())
         for name, judged in result.get("corrupted_by", {}).items():
@@ -316,14 +317,14 @@ class Study:
         print(f"{job.setting.name}, {job.budget:.0e}, seed {job.seed}: {'  '.join(columns([result]))}", flush=True)
         return True
 
-    def _work(self, job: Job, folder: Path) -> bool:
+    def _work(self, job: Job, folder: Path, threads: int) -> bool:
         """Lets a process leave a run's results in its folder, where an earlier one has not; False if it was stopped."""
         if (folder / RESULT).exists() and self._if_whole(json.loads((folder / RESULT).read_text()), job) is not None:
             return True
         limit = max(1.0, self.deadline - time.monotonic() + 60)
         with (folder / "log.txt").open("ab") as log:
             command = [sys.executable, str(HERE / "recipe_run.py"), str(folder)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
             # Its standard input closes when this process ends, and then it writes a checkpoint and ends too.
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment) as process:
                 try:
