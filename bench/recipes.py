@@ -7,10 +7,11 @@
 The texts become a corpus with the scale's own vocabulary. Every run is a process of its own with one thread, or more
 with fewer `--workers` than cores, trains on a budget of true FLOPs (Muon's orthogonalization included) with a schedule
 of its own, and is judged on validation text that two fixed corruptors have filled: the unigram distribution, and a
-masked language model that belongs to no contender. The vocabulary of the log's runs and what that model has filled their text with are in `ruler-mini.npz`, for
-another processor would train it otherwise; for other texts it is trained first. Each finished run is a line of
-`--results` (default: recipes.jsonl beside this script), where later calls find those that were judged on the same text.
-A run that was stopped resumes from its checkpoint in FOLDER. With `--glue`, runs of the larger budgets are fine-tuned.
+masked language model that belongs to no contender. The vocabulary of the log's runs and what that model has filled
+their text with are in `ruler-mini.npz`, for another processor would train it otherwise; for other texts it is trained
+first. Each finished run is a line of `--results` (default: recipes.jsonl beside this script), where later calls find
+those that were judged on the same text. A run that was stopped resumes from its checkpoint in FOLDER. With `--glue`,
+runs of the larger budgets are fine-tuned.
 
 A study runs its settings (`recipe_studies.py`) with three seeds and each budget: all of one budget before the next.
 `curves` has `modern` beside the best setting of each baseline, `sizes` other shapes of it, `epochs` less text, and
@@ -366,15 +367,18 @@ def tune(study: Study, baseline: str, num_workers: int) -> str:
     return markdown(["setting", "FLOPs", *HEADER], rows)
 
 
-def hour(study: Study, num_seeds: int, workers: int) -> str:
-    """What an hour of training gives, fine-tuned beside the untrained twin; rates are chosen by short trials."""
-    trials = [[Job(each, 0, 0, hours=TRIAL_HOURS) for each in settings] for settings in HOUR]
-    study.run([job for jobs in trials if len(jobs) > 1 for job in jobs], workers)
-    chosen = [jobs[0] if len(jobs) == 1 else max(jobs, key=lambda job: merit(study.result(job))) for jobs in trials]
-    settings = [job.setting for job in chosen]
+def hour(study: Study, num_seeds: int) -> str:
+    """What an hour of all cores gives, fine-tuned beside the untrained twin; rates are chosen by short trials."""
+    chosen = []
     for seed in range(num_seeds):
-        study.run([Job(each, 0, seed, FINETUNE_SEEDS, hours=1) for each in settings], workers)
-        study.run([Job(each, 0, 0, FINETUNE_SEEDS) for each in settings], workers)
+        for settings in HOUR:
+            trials = [Job(each, 0, 0, hours=TRIAL_HOURS) for each in settings]
+            if len(trials) > 1:
+                study.run(trials, 1)
+            best = trials[0] if len(trials) == 1 else max(trials, key=lambda job: merit(study.result(job)))
+            study.run([Job(best.setting, 0, seed, FINETUNE_SEEDS, hours=1)], 1)
+            chosen.append(best.setting)
+    study.run([Job(each, 0, 0, FINETUNE_SEEDS) for each in chosen], 1)
     return hour_table(study.found.values())
 
 
@@ -402,7 +406,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--study", choices=STUDIES)
     what.add_argument("--tune", choices=BASELINES)
-    what.add_argument("--hour", action="store_true", help="beside `transformers`; with --seeds 0: the trials alone")
+    what.add_argument("--hour", action="store_true", help="of all cores, beside `transformers`")
     parser.add_argument("--only", nargs="*", default=[], help="settings of the study")
     parser.add_argument("--tflop", type=float, nargs="*", default=[], help="true ones per run of the study")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
@@ -420,7 +424,7 @@ def main() -> None:
         if options.tune:
             print(tune(study, options.tune, options.workers))
         elif options.hour:
-            print(hour(study, options.seeds, options.workers))
+            print(hour(study, options.seeds))
         else:
             budgets = [each * TFLOP for each in options.tflop] or [study.scale.ingredient_budget]
             print(compare(study, options.study, options.only, budgets, options.seeds, options.workers))
