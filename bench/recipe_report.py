@@ -122,19 +122,19 @@ def crossing(curve: Sequence[tuple[float, float]], value: float) -> tuple[float,
 
 
 def hour_table(lines: Iterable[Mapping[str, Any]]) -> str:
-    """What models score after an hour and before it: means over seeds of pre-training, each the median of three."""
+    """What models score after an hour and before it, the best first: means over seeds, each the median of three."""
     found: dict[tuple[bool, str], list[Result]] = {}
     for line in lines:
         if line["result"].get("tasks_of", "").endswith("-3-seeds"):
             found.setdefault((line["run"]["keys"]["train.steps"] == 1, line["name"]), []).append(line["result"])
     rows = []
-    for (is_untrained, name), results in sorted(found.items()):
+    for (is_untrained, name), results in found.items():
         tokens = "untrained" if is_untrained else f"{results[0]['tokens'] / 1e6:.1f} M"
         scores = [statistics.mean(100 * each["tasks"][task] for each in results) for task in TASKS]
         means = [score(each) for each in results]
-        spread = f" ({min(means):.1f} to {max(means):.1f})" if len(means) > 1 else ""
-        rows.append([name, tokens, *(f"{each:.1f}" for each in scores), f"{statistics.mean(means):.1f}{spread}"])
-    return markdown(["", "tokens", *TASKS.values(), "mean"], rows)
+        mean, spread = statistics.mean(means), f" ({min(means):.1f} to {max(means):.1f})" if len(means) > 1 else ""
+        rows.append((is_untrained, -mean, [name, tokens, *(f"{each:.1f}" for each in scores), f"{mean:.1f}{spread}"]))
+    return markdown(["", "tokens", *TASKS.values(), "mean"], [row for *_, row in sorted(rows)])
 
 
 @dataclass(frozen=True)
