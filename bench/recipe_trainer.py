@@ -22,6 +22,7 @@ from results import processor
 
 import electra_fast as ef
 from electra_fast.huggingface.tokenizer import write_tokenizer
+from electra_fast.training.allocator import keep_freed_memory
 
 
 class Chunks(torch.utils.data.Dataset[dict[str, Any]]):
@@ -64,9 +65,13 @@ def make_model(name: str, config: ef.Config, tokenizer: Any) -> Any:
 def train(
     name: str, config: ef.Config, num_steps: int, corpus: str | Path, out: Path, callbacks: tuple[Any, ...] = ()
 ) -> None:
-    """Trains for all of a configuration's steps or none, or resumes; leaves `out/model`, which `finetune` reads."""
+    """Trains for all of a configuration's steps or none, or resumes; leaves `out/model`, which `finetune` reads.
+
+    Memory is allocated as in our own training, which makes theirs up to 1.5 times as fast (LOG.md).
+    """
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
+    keep_freed_memory()
     write_tokenizer(out / "tokenizer", ef.Tokenizer.of(ef.Corpus(corpus)), config.model.max_positions)
     tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
     config = config.resolved()
