@@ -42,7 +42,7 @@ help:
 	@echo "make test   build the wheel, install it in an empty environment, run every check and test"
 	@echo "make lint   only the checks: ruff, mypy, rustfmt, clippy"
 	@echo "make wheel  the release wheel: ./dist"
-	@echo "make bench  every script of bench/, from the installed wheel"
+	@echo "make bench  the scripts of bench/ that need no texts, from the installed wheel"
 	@echo "make experiments TEXTS='FILE...' GLUE=FOLDER   the queue of bench/experiments.toml, at the lowest priority"
 	@echo "make clean  remove what these commands made of this checkout (shared tools and registry crates stay)"
 
@@ -65,8 +65,10 @@ wheel: $(TOOLS)/bin/maturin
 	rm -f dist/electra_fast-*.whl
 	$(TOOLS)/bin/maturin build --release --locked --interpreter $(TOOLS)/bin/python --out dist
 
+# Not those that need texts and hours, nor what cpu_step.py starts.
+bench: BENCH := $(filter-out bench/experiments.py bench/recipe%.py bench/cpu_worker.py,$(wildcard bench/*.py))
 bench: env
-	for script in bench/*.py; do echo "== $$script"; $(ENV)/bin/python "$$script" || exit 1; done
+	for script in $(BENCH); do echo "== $$script"; $(ENV)/bin/python "$$script" || exit 1; done
 
 # Hours: run it in a clone of its own, since a change of bench/ changes what it does.
 experiments: $(if $(and $(TEXTS),$(GLUE)),wheel)

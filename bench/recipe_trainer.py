@@ -1,9 +1,9 @@
 """The masked language models of `transformers` that `recipes.py` compares with, trained by its Trainer.
 
-    python bench/recipe_trainer.py CORPUS [--steps N]
+    python bench/recipe_trainer.py CORPUS electra-fast|BertForMaskedLM|ModernBertForMaskedLM [--precision bf16|fp32]
 
-prints how many tokens per second the preset `mini` trains with here, in all threads: ours as it is shipped, and theirs
-in fp32 and bf16. Run it alone on the machine.
+prints how many tokens per second the preset `mini` trains with here, in all threads. One model per process, for each
+leaves settings behind that change the speed of the next. Run it alone on the machine.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ from results import processor
 import electra_fast as ef
 from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.training.allocator import keep_freed_memory
+
+OURS = "electra-fast"
+SHAPES = {
+    "BertForMaskedLM": {"model.embedding_size": "256", "model.intermediate_size": "1024"},
+    "ModernBertForMaskedLM": {"model.embedding_size": "256"},
+}
+"""Where theirs differs from `mini`."""
 
 
 class Chunks(torch.utils.data.Dataset[dict[str, Any]]):
@@ -148,23 +155,27 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("corpus")
+    parser.add_argument("model", choices=(OURS, *SHAPES))
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
-    print(f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads, tokens per second:")
-    every = {"train.steps": str(options.steps), "train.log_every": "5", "train.eval_every": "0"}
-    ours = ef.Config.preset("mini").override(every)
-    theirs = ours.override(
-        {"model.embedding_size": "256", "model.vocab_size": str(ef.Corpus(options.corpus).vocab_size)}
+    config = ef.Config.preset("mini").override(
+        {
+            "train.steps": str(options.steps),
+            "train.precision": options.precision,
+            "train.log_every": "5",
+            "train.eval_every": "0",
+        }
     )
-    bert = theirs.override({"model.intermediate_size": "1024"})
     with tempfile.TemporaryDirectory() as folder:
-        for turn in range(2):
-            print("electra-fast", round(our_speed(ours, options.corpus, Path(folder) / f"ours-{turn}")), flush=True)
-            for name, config in (("BertForMaskedLM", bert), ("ModernBertForMaskedLM", theirs)):
-                for precision in ("fp32", "bf16"):
-                    out = Path(folder) / f"{name}-{precision}-{turn}"
-                    found = their_speed(name, config.override({"train.precision": precision}), options.corpus, out)
-                    print(name, precision, round(found), flush=True)
+        if options.model == OURS:
+            speed = our_speed(config, options.corpus, Path(folder))
+        else:
+            vocab_size = str(ef.Corpus(options.corpus).vocab_size)
+            config = config.override({**SHAPES[options.model], "model.vocab_size": vocab_size})
+            speed = their_speed(options.model, config, options.corpus, Path(folder))
+    machine = f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    print(f"{machine}: {options.model} {options.precision} {speed:.0f} tokens/s")
 
 
 if __name__ == "__main__":
