@@ -352,7 +352,7 @@ def test_the_first_half_is_spent_otherwise(modules, study):
     folder = study.out / "runs" / recipes._digest(study.identity(job))
     recipe_run._train_until(middle - 1, first, str(study.corpus), folder / "run", is_changed=False)
     assert checkpoint_folder.steps(folder / "run") == [middle - 1]
-    assert study._run(job)
+    assert study._run(job, 1)
     (change,) = map(json.loads, (folder / "run" / "changes.jsonl").read_text().splitlines())
     assert change["step"] == middle and change["changes"]["data.sequence_length"] == [8, 32]
     assert checkpoint_folder.steps(folder / "run")[-1] == last
@@ -373,7 +373,7 @@ def test_scores_are_those_of_the_tasks_that_are_asked_for(modules, study):
         asked = recipes.Study(study.scale, study.out, study.results, math.inf, glue)
         asked.corpus = study.corpus
         assert asked.result(job) is None
-        assert asked._run(job)
+        assert asked._run(job, 1)
         again = recipes.Study(study.scale, study.out, study.results, math.inf, glue)
         again.corpus = study.corpus
         (score,) = again.result(job)["tasks"].values()
