@@ -78,7 +78,7 @@ def train(
     """
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
-    torch.ones(1 << 22).sin()  # starts torch's threads, whose memory then does not contend with the main thread's
+    torch.ones(1 << 22).sin()  # threads that begin after the next call would share one arena of memory
     keep_freed_memory()
     write_tokenizer(out / "tokenizer", ef.Tokenizer.of(ef.Corpus(corpus)), config.model.max_positions)
     tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
