@@ -170,6 +170,16 @@ def server() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def exact_run(server: Any, validation_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run by one rank, with dropout, which runs by several have to equal to the bit."""
+    from tiny_run import EXACT
+
+    out = tmp_path_factory.mktemp("exact") / "run"
+    server.run(1, validation_corpus, out, **EXACT)
+    return out
+
+
+@pytest.fixture(scope="session")
 def encoder_folder(tmp_path_factory: pytest.TempPathFactory, tiny_vocab: Path) -> Path:
     """A random encoder of a few thousand parameters, as `transformers` saves an ElectraModel."""
     from tiny_task import save_encoder

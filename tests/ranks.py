@@ -1,6 +1,6 @@
-"""Several ranks of one run, as processes of this machine that a launcher might have started.
+"""Several ranks of one run, as processes of this machine that a launcher might have started; commands to be killed.
 
-To import torch takes a process seconds, so one imports it, computes nothing, and forks the ranks.
+To import torch takes a process seconds, so one imports it, computes nothing, and forks them.
 """
 
 import contextlib
@@ -84,6 +84,15 @@ class Server:
         """A run by so many ranks to its end; returns what they have said."""
         return self.end(self.start(world_size, corpus, out, environment, **changes))
 
+    def kill_until_done(self, arguments, said):
+        """Starts a command, which resumes, and ends it with kill -9 at growing delays, at least once."""
+        delay, code, kills = 0.2, None, -1
+        while code is None:
+            rank = Rank(self, {}, list(map(str, arguments)), said, Path.cwd())
+            code = self.ask({"wait": rank.pid, "timeout": delay})
+            delay, kills = delay * 1.3, kills + 1
+        assert code == 0 and kills > 0, rank.said()
+
     def end(self, ranks, codes=0):
         """Waits for ranks that end with these exit codes; returns what they have said."""
         found = [rank.wait() for rank in ranks]
@@ -140,8 +149,9 @@ def wait_for_child(child, timeout):
         if found:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
+    for kill in (os.killpg, os.kill):  # its helpers too, if it has become the leader of a group
+        with contextlib.suppress(ProcessLookupError):
+            kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return None
 
@@ -152,6 +162,7 @@ def serve():
     import sklearn.metrics  # noqa: F401
     import torch._dynamo  # noqa: F401
 
+    import electra_fast.finetuning.finetune
     import electra_fast.training.sharding
     import electra_fast.training.trainer  # noqa: F401
 

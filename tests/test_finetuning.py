@@ -14,7 +14,6 @@ import in_process
 import numpy as np
 import pytest
 import torch
-from interrupted import kill_until_done
 from tiny_task import NO_DROPOUT, QUICK, sentences, write_mrpc, write_sst2
 
 import electra_fast as ef
@@ -149,10 +148,11 @@ def test_a_kill_while_scoring_again_leaves_no_stale_scores(
     assert (out / "sst2" / "seed-0" / "predictions.dev.tsv").read_text() == predictions
 
 
-def test_killed_at_any_moment_it_resumes_to_the_same_bits(finetuned, encoder_folder, glue_folder, tmp_path):
+def test_killed_at_any_moment_it_resumes_to_the_same_bits(server, finetuned, encoder_folder, glue_folder, tmp_path):
     out, results = finetuned
     resumed = tmp_path / "resumed"
-    kill_until_done(command(encoder_folder, glue_folder, resumed, **{"finetune.checkpoint_seconds": "0"}))
+    start = command(encoder_folder, glue_folder, resumed, **{"finetune.checkpoint_seconds": "0"})
+    server.kill_until_done(start[3:], tmp_path / "said.txt")
     assert model_bytes(resumed) == model_bytes(out)
     assert without_times(json.loads((resumed / "results.json").read_text())) == without_times(results)
     for path in out.glob("*/seed-*/metrics.jsonl"):

@@ -1,15 +1,12 @@
 """What question answering and tagging have in common: folders, batches, processes, interruptions and mistakes."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import in_process
 import numpy as np
 import pytest
 import torch
-from interrupted import kill_until_done
 from test_finetuning import model_bytes, trained, trained_by, without_times
 from tiny_reading import SETTINGS, flags, questions_of, tagged_sentences
 from tiny_task import NO_DROPOUT, save_encoder
@@ -127,13 +124,15 @@ def test_two_processes_compute_what_one_computes(encoder_folder, squad_folder, c
 
 
 @pytest.mark.parametrize("task", ["squad2", "tagging"])
-def test_killed_at_any_moment_it_ends_with_the_same_model(encoder_folder, squad_folder, conll_folder, tmp_path, task):
+def test_killed_at_any_moment_it_ends_with_the_same_model(
+    server, encoder_folder, squad_folder, conll_folder, tmp_path, task
+):
     own = [word for name, path in data_of(task, squad_folder, conll_folder).items() for word in (f"--{name}", path)]
-    start = [sys.executable, "-m", "electra_fast", "finetune", "--task", task, "--model", encoder_folder, *own]
     settings = flags(SETTINGS | {"finetune.epochs": "6", "finetune.checkpoint_seconds": "0"})
+    start = ["finetune", "--task", task, "--model", encoder_folder, *own, *settings, "--out"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    subprocess.run([*map(str, start), "--out", str(whole), *settings], check=True, stderr=subprocess.PIPE)
-    kill_until_done([*map(str, start), "--out", str(resumed), *settings])
+    assert in_process.run(*start, whole).returncode == 0
+    server.kill_until_done([*start, resumed], tmp_path / "said.txt")
     assert model_bytes(resumed) == model_bytes(whole)
     found = [without_times(json.loads((folder / "results.json").read_text())) for folder in (whole, resumed)]
     assert found[0] == found[1]

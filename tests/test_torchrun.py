@@ -7,12 +7,9 @@ import sys
 
 import pytest
 from ranks import TIMEOUT, wait_for
-from tiny_run import STEPS, command, lines
+from tiny_run import EXACT, STEPS, command, lines
 
 from electra_fast import checkpoint_folder
-
-# To the bit whatever happens, so that a restart can be compared.
-EXACT = {"train.reduce": "exact"}
 
 
 def torchrun(corpus, out, *options, fault="", **changes):
@@ -25,13 +22,6 @@ def torchrun(corpus, out, *options, fault="", **changes):
         text=True,
         start_new_session=True,
     )
-
-
-@pytest.fixture(scope="module")
-def exact_run(validation_corpus, tmp_path_factory):
-    out = tmp_path_factory.mktemp("exact") / "run"
-    subprocess.run(command(validation_corpus, out, **EXACT), check=True, stderr=subprocess.DEVNULL)
-    return out
 
 
 def test_ranks_that_torchrun_restarts_meet_again_and_resume(exact_run, validation_corpus, tmp_path):

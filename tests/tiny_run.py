@@ -28,6 +28,8 @@ TINY = {
     "train.eval_every": "8",
     "train.eval_batches": "2",
 }
+# To the bit whatever the number of ranks, so that runs can be compared.
+EXACT = {"train.reduce": "exact"}
 TIMES = {
     *("tokens_per_second", "mfu", "seconds", "step_seconds", "step_seconds_longest", "checkpoint_seconds"),
     *("slowest_rank", "slowest_rank_seconds"),
