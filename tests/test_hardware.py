@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from tiny_run import STEPS, assert_same_run, lines, tiny_config
+from tiny_run import STEPS, assert_same_run, lines, tiny_config, truncate
 
 from electra_fast import checkpoint_folder
 from electra_fast.cli import main
@@ -74,9 +74,7 @@ def run(whole_run, tmp_path):
 
 def recorded_as(run, step=21, **values):
     """Makes a checkpoint the newest, with other values of keys in its config.toml, as a run elsewhere would have."""
-    for later in checkpoint_folder.steps(run):
-        if later > step:
-            shutil.rmtree(checkpoint_folder.path_of(run, later))
+    truncate(run, step)
     newest = checkpoint_folder.path_of(run, step)
     state = checkpoint_folder.read_state(newest)
     (newest / "state.json").unlink()

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from test_electra import COMPUTE, KEY, VOCAB, make_batch, make_config, make_model
-from tiny_run import STEPS, assert_same_run, lines, tiny_config, weights
+from tiny_run import STEPS, assert_same_run, lines, tiny_config, truncate, weights
 from variants import VARIANTS
 
 import electra_fast as ef
@@ -102,9 +102,7 @@ def test_what_does_not_fit_is_refused(changes, message):
 def resumed(original, to, step, data, settings):
     """A copy of a run that goes on from its checkpoint of a step."""
     shutil.copytree(original, to)
-    for later in checkpoint_folder.steps(to):
-        if later > step:
-            shutil.rmtree(checkpoint_folder.path_of(to, later))
+    truncate(to, step)
     pretrain(settings, data=data, out=to)
     return to
 

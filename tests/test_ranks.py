@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from ranks import wait_for
-from tiny_run import EXACT, STEPS, assert_same_run, lines, weights
+from tiny_run import EXACT, STEPS, assert_same_run, lines, truncate, weights
 
 from electra_fast import checkpoint_folder
 from electra_fast.matmul import DEFAULT, ONEDNN, has_onednn
@@ -32,13 +32,6 @@ def assert_equal_bits(run, other):
         assert line == pytest.approx(expected, rel=1e-5)
     ours, theirs = weights(run), weights(other)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def truncate(run, step):
-    """Leaves the checkpoints up to a step."""
-    for each in checkpoint_folder.steps(run):
-        if each > step:
-            shutil.rmtree(checkpoint_folder.path_of(run, each))
 
 
 # Rows that the ranks and micro-batches divide unevenly; fewer rows than ranks.
@@ -138,11 +131,12 @@ def test_ranks_killed_at_any_moment_lose_nothing(server, exact_run, validation_c
 
 
 def test_a_run_by_two_resumes_with_another_number_of_ranks(server, exact_run, validation_corpus, tmp_path):
-    server.run(2, validation_corpus, tmp_path / "run", **EXACT)
+    changes = EXACT | {"train.keep_checkpoints": "9"}
+    server.run(2, validation_corpus, tmp_path / "run", **changes)
     assert_equal_bits(tmp_path / "run", exact_run)
     for world_size, step in ((1, 15), (4, 6)):
         truncate(tmp_path / "run", step)
-        server.run(world_size, validation_corpus, tmp_path / "run", **EXACT)
+        server.run(world_size, validation_corpus, tmp_path / "run", **changes)
         assert_equal_bits(tmp_path / "run", exact_run)
 
 

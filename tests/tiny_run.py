@@ -1,6 +1,7 @@
 """A pre-training run of a second: its configuration, its command, and what makes two runs the same."""
 
 import json
+import shutil
 import sys
 
 import torch
@@ -55,6 +56,14 @@ def lines(run, name="metrics.jsonl"):
 
 def weights(run):
     return load_file(checkpoint_folder.latest(run) / "model.safetensors")
+
+
+def truncate(run, step):
+    """Removes the checkpoints after that of a step, as if the run had been killed then."""
+    for later in checkpoint_folder.steps(run):
+        if later > step:
+            shutil.rmtree(checkpoint_folder.path_of(run, later))
+    assert checkpoint_folder.steps(run)[-1] == step  # or else it would begin again
 
 
 def assert_same_run(run, other):
