@@ -67,12 +67,17 @@ class Repeating(Executor):
     """Runs each task twice at the same time, as after a worker was taken for dead."""
 
     def __init__(self):
-        self.pool = ThreadPoolExecutor(4)
+        self.pool, self.again = ThreadPoolExecutor(4), []
 
     def submit(self, task, /, *arguments):
-        again = self.pool.submit(task, *arguments)
-        again.add_done_callback(lambda future: future.result())
+        self.again.append(self.pool.submit(task, *arguments))
         return self.pool.submit(task, *arguments)
+
+    def shutdown(self, *args, **kwargs):
+        """Waits for the repeated tasks too, and raises their errors."""
+        self.pool.shutdown()
+        for future in self.again:
+            future.result()
 
 
 class Immediate(Executor):
@@ -95,7 +100,8 @@ class Immediate(Executor):
 @pytest.mark.parametrize("make", [processes, lambda: ThreadPoolExecutor(3), Repeating, Immediate])
 def test_the_corpus_does_not_depend_on_the_executor(text, vocab, whole, tmp_path, make):
     out = tmp_path / "out"
-    report = prepare([text], vocab=vocab, out=out, holdout=0.1, executor=make(), progress=False)
+    with make() as executor:
+        report = prepare([text], vocab=vocab, out=out, holdout=0.1, executor=executor, progress=False)
     assert report.complete and report.num_units == UNITS and contents(out) == contents(whole)
     again = prepare([text], vocab=vocab, out=out, holdout=0.1, executor=Immediate(), progress=False)
     assert again.already_complete and again.content_hash == report.content_hash

@@ -21,7 +21,7 @@ pub(super) struct AtomicFile {
 impl AtomicFile {
     /// Creates the temporary file for `dir/name`; `tag` identifies the run.
     pub fn create(dir: &Path, name: &str, tag: &str) -> Result<Self> {
-        let temp = dir.join(format!("{TEMP}{tag}-{name}"));
+        let temp = temp_path(dir, name, tag);
         let file = File::create(&temp).map_err(|e| write_error(&temp, e))?;
         Ok(Self { file, temp, target: dir.join(name), committed: false })
     }
@@ -61,7 +61,12 @@ pub(crate) fn create_folder(dir: &Path) -> Result<()> {
     sync_folder_of(dir)
 }
 
-/// Whether this is the temporary name of an unfinished file, of any run.
+/// The temporary path for `dir/name`; `tag` identifies the run.
+pub(crate) fn temp_path(dir: &Path, name: &str, tag: &str) -> PathBuf {
+    dir.join(format!("{TEMP}{tag}-{name}"))
+}
+
+/// Whether this is a temporary name, of any run.
 pub(crate) fn is_temp(name: &str) -> bool {
     name.starts_with(TEMP)
 }

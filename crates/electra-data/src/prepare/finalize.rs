@@ -11,8 +11,8 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::output_dir::{InputGroupRecord, OutputDir, clean_up, remove_folder, remove_if_exists};
 use crate::error::{Error, Result};
 use crate::format::{
-    DocumentWriter, MANIFEST, Manifest, Shard, ShardEntry, ShardSpec, TokenizerEntry, create_folder, hex128,
-    saturating_sum, write_atomically,
+    DocumentWriter, MANIFEST, Manifest, Shard, ShardEntry, ShardSpec, TokenizerEntry, VALIDATION,
+    create_folder, hex128, saturating_sum, write_atomically,
 };
 use crate::input::{SKIPPED, SkippedRecord, skipped_to_jsonl};
 use crate::tokenizer::Tokenizer;
@@ -47,8 +47,8 @@ impl Finalizer<'_> {
         let has_validation = !validation.is_empty();
         if has_validation {
             self.write(&self.out.validation(), self.manifest(validation))?;
-        } else if self.out.validation().exists() {
-            remove_folder(&self.out.validation())?;
+        } else {
+            remove_folder(dir, VALIDATION)?;
         }
         let skipped: Vec<SkippedRecord> = records.into_iter().flat_map(|record| record.skipped).collect();
         self.write_skipped(&skipped)?;

@@ -8,7 +8,7 @@
 //! of their own, and each renames its complete file to the same final name.
 
 use std::collections::HashSet;
-use std::io::ErrorKind::{DirectoryNotEmpty, NotFound};
+use std::io::ErrorKind::NotFound;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -20,7 +20,7 @@ use super::process::Process;
 use crate::error::{Error, Result};
 use crate::format::{
     MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hex128, is_temp, saturating_sum,
-    write_atomically,
+    temp_path, write_atomically,
 };
 use crate::input::SkippedRecord;
 use crate::store::is_url;
@@ -233,7 +233,7 @@ fn names_in(dir: &Path) -> Result<Vec<String>> {
 /// Removes what a finished corpus no longer needs: records, leases, unfinished files, and shards of interrupted
 /// runs that its manifest does not name. Others may be doing the same.
 pub(super) fn clean_up(dir: &Path, manifest: &Manifest) -> Result<()> {
-    remove_folder(&dir.join(PARTS))?;
+    remove_folder(dir, PARTS)?;
     remove_strays(dir, manifest)?;
     if manifest.has_validation {
         remove_strays(&dir.join(VALIDATION), &Manifest::read(&dir.join(VALIDATION))?)?;
@@ -261,16 +261,28 @@ fn remove_temps(dir: &Path, of: impl Fn(Option<Process>) -> bool) -> Result<()> 
     }
     for name in names_in(dir)?.iter().filter(|name| is_temp(name)) {
         if of(name.strip_prefix(".tmp-").and_then(Process::of_attempt)) {
-            remove_if_exists(&dir.join(name))?;
+            let path = dir.join(name);
+            if path.is_dir() { remove_tree(&path) } else { remove_if_exists(&path) }?;
         }
     }
     Ok(())
 }
 
-/// Removes a folder if it exists. What another process writes into it meanwhile stays.
-pub(super) fn remove_folder(dir: &Path) -> Result<()> {
-    match std::fs::remove_dir_all(dir) {
-        Err(error) if !matches!(error.kind(), NotFound | DirectoryNotEmpty) => Err(Error::io(dir, error)),
+/// Removes the folder `dir/name` if it exists. It gets a temporary name first: a process that is late with its
+/// work finds no folder to write to, and leaves nothing behind.
+pub(super) fn remove_folder(dir: &Path, name: &str) -> Result<()> {
+    let (path, temp) = (dir.join(name), temp_path(dir, name, &Process::current().attempt()));
+    match std::fs::rename(&path, &temp) {
+        Err(error) if error.kind() == NotFound => Ok(()),
+        Err(error) => Err(Error::io(&path, error)),
+        Ok(()) => remove_tree(&temp),
+    }
+}
+
+/// Removes a folder and what it holds if it exists; another process may be removing it too.
+fn remove_tree(path: &Path) -> Result<()> {
+    match std::fs::remove_dir_all(path) {
+        Err(error) if error.kind() != NotFound => Err(Error::io(path, error)),
         _ => Ok(()),
     }
 }
@@ -363,6 +375,38 @@ mod tests {
             flipped[bit / 8] ^= 1 << (bit % 8);
             assert!(InputGroupRecord::parse(&flipped).is_none(), "bit {bit}");
         }
+    }
+
+    #[test]
+    fn who_is_late_leaves_nothing_in_a_removed_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        for round in 0..50 {
+            let parts = dir.path().join(PARTS);
+            create_folder(&parts).unwrap();
+            let (begun, wait) = std::sync::mpsc::channel();
+            let late = std::thread::spawn(move || {
+                (0..10_000).find_map(|group| {
+                    let written = write_atomically(&parts, &record_name(group), "late", b"{}");
+                    let _ = begun.send(());
+                    written.err()
+                })
+            });
+            wait.recv().unwrap();
+            remove_folder(dir.path(), PARTS).unwrap();
+            assert!(late.join().unwrap().is_some());
+            assert!(names_in(dir.path()).unwrap().is_empty(), "{round}");
+        }
+    }
+
+    #[test]
+    fn an_interrupted_removal_is_finished() {
+        let dir = tempfile::tempdir().unwrap();
+        write_corpus(dir.path(), 100, &[vec![vec![5, 6]]], 2);
+        let removed = temp_path(dir.path(), PARTS, &Process::current().attempt());
+        create_folder(&removed).unwrap();
+        std::fs::write(removed.join(record_name(0)), "{}").unwrap();
+        clean_up(dir.path(), &Manifest::read(dir.path()).unwrap()).unwrap();
+        assert!(!removed.exists() && dir.path().join(MANIFEST).exists());
     }
 
     proptest! {
