@@ -106,9 +106,9 @@ def run(command: Sequence[str], pause: Path, max_load: float, stop: StopRequest,
     raise AssertionError  # the loop has no end
 
 
-def finish(experiment: Experiment, seconds: float) -> None:
-    """Records that an experiment has finished."""
-    line = {"name": experiment.name, "command": experiment.command, "minutes": round(seconds / 60, 1)}
+def finish(experiment: Experiment) -> None:
+    """Records that an experiment has finished; how long each of its runs took stands with their results."""
+    line = {"name": experiment.name, "command": experiment.command}
     line |= {"ended": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "commit": commit(), "processor": processor()}
     with DONE.open("a") as file:
         file.write(json.dumps(line) + "\n")
@@ -131,7 +131,7 @@ def main() -> int:
             first, minutes = waiting[0], sum(each.minutes for each in waiting)
             counts = f"{len(read_list()[0])} done, 1 running, {len(waiting) - 1} left, together {minutes / 60:.1f} h"
             print(f"{first.name}, about {first.minutes:g} minutes; {counts}", flush=True)
-            start, command = time.monotonic(), shlex.split(first.command.format(**words))
+            command = shlex.split(first.command.format(**words))
             code = run(command, out / PAUSE, options.max_load, stop, out / "log.txt")
             if stop:
                 print(f"{first.name}: stopped; run again to resume")
@@ -140,7 +140,7 @@ def main() -> int:
                 failed.add(first.name)
                 print(f"{first.name}: exit code {code}; its output is in {out / 'log.txt'}; run again to resume")
             else:
-                finish(first, time.monotonic() - start)
+                finish(first)
     print(f"{len(read_list()[0])} done" + (f", {len(failed)} failed: {', '.join(sorted(failed))}" if failed else ""))
     return 2 if failed else 0
 

@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from groups import CACHE
 
 import electra_fast as ef
+
+if TYPE_CHECKING:
+    import torch
 
 DRY_RUN = "cpu: dry run, speeds are meaningless"
 
@@ -29,6 +31,8 @@ def parse_arguments(
     `with_overrides` takes `--section.key value` of the configuration too, as the dictionary `overrides`.
     With `for_cpu` the CPU is what is measured: there is no `--device`, and only `--quick` makes a dry run.
     """
+    import torch
+
     if for_cpu:
         parser.set_defaults(device="cpu")
     else:
@@ -56,6 +60,8 @@ class Results:
     """
 
     def __init__(self, path: Path | None, device: torch.device, card: str | None = None) -> None:
+        import torch
+
         self.path, self.num_wrong = path, 0
         is_cuda = device.type == "cuda"
         self.facts = {

@@ -42,28 +42,21 @@ def queue(tmp_path):
     started = []
 
     def start():
-        command = [
-            sys.executable,
-            "experiments.py",
-            "a text",
-            "--glue",
-            "g",
-            "--out",
-            tmp_path / "out",
-            "--max-load",
-            "1",
-        ]
-        started.append(subprocess.Popen(command, cwd=bench, stdout=subprocess.PIPE, text=True))
-        return started[-1]
+        """The process, and the file of its output."""
+        command = [sys.executable, "experiments.py", "a text", "--glue", "g", "--out", tmp_path / "out"]
+        output = tmp_path / f"output-{len(started)}.txt"
+        with output.open("w") as file:
+            started.append(subprocess.Popen([*command, "--max-load", "1"], cwd=bench, stdout=file))
+        return started[-1], output
 
     yield start, tmp_path
     for each in started:
         each.kill()
-        each.communicate()
+        each.wait()
 
 
 def until(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -82,34 +75,34 @@ def test_the_queue_pauses_stops_and_resumes(queue):
         time.sleep(0.1)
         return text(waits) != before
 
-    first = start()
+    first, said = start()
     until(is_at_work)
     pause.touch()
+    until(lambda: text(said).count("paused") == 1)
     until(lambda: not is_at_work())
     pause.unlink()
     until(is_at_work)
     pause.touch()
-    until(lambda: not is_at_work())
+    until(lambda: text(said).count("paused") == 2)
     first.terminate()  # while it is paused
-    output, _ = first.communicate(timeout=30)
-    assert first.returncode == 128 + signal.SIGTERM and not last.exists()
-    lines = output.splitlines()
+    assert first.wait(timeout=120) == 128 + signal.SIGTERM and not last.exists()
+    lines = text(said).splitlines()
     assert lines[0] == "fails, about 90 minutes; 0 done, 1 running, 2 left, together 4.5 h"
     assert lines[1].startswith("fails: exit code 1; its output is in ")
     assert lines[2] == "waits, about 90 minutes; 0 done, 1 running, 1 left, together 3.0 h"
     assert lines[3:] == [f"paused: {pause} exists", "goes on", lines[3], "waits: stopped; run again to resume"]
     pause.unlink()
-    second = start()
+    second, _ = start()
     until(lambda: text(waits).count("start") == 2)
     second.kill()
     until(lambda: not is_at_work())  # the experiment has ended with it
     (folder / "out" / "let-go").touch()
-    third = start()
-    output, _ = third.communicate(timeout=30)
-    assert third.returncode == 2 and output.splitlines()[-1] == "2 done, 1 failed: fails"
+    third, said = start()
+    assert third.wait(timeout=120) == 2 and text(said).splitlines()[-1] == "2 done, 1 failed: fails"
     done = [json.loads(line) for line in (folder / "bench" / "experiments.jsonl").read_text().splitlines()]
     assert [each["name"] for each in done] == ["waits", "last"] and all(each["processor"] for each in done)
-    assert start().communicate(timeout=30)[0].splitlines()[-1] == "2 done, 1 failed: fails"
+    fourth, said = start()
+    assert fourth.wait(timeout=120) == 2 and text(said).splitlines()[-1] == "2 done, 1 failed: fails"
     assert text(last).count("start") == 1
 
 
