@@ -16,6 +16,9 @@ from groups import Group, main
 STEP = ("pretrain_throughput.py", "--only", "electra-fast, graph", "--shapes")
 PROFILE = ("profile_step.py", "--shape")
 
+# What users get by default.
+MODERN = ("small:128:modern", "small:1024:modern", "base:128:modern")
+
 CHECKS = (
     Group("card", ("card.py",), 60),
     Group("kernel numerics", ("kernel_numerics.py",), 150),
@@ -33,6 +36,8 @@ GROUPS = (
     Group("kernel traffic, small:1024", (*PROFILE, "small:1024", "--of", "eager"), 60),
     Group("kernel times, small:128", (*PROFILE, "small:128", "--top", "12"), 60),
     Group("kernel times, base:128", (*PROFILE, "base:128", "--top", "20"), 60),
+    *(Group(shape, (*STEP, shape), 75) for shape in MODERN),
+    Group("kernel times, small:128:modern", (*PROFILE, "small:128:modern", "--top", "30"), 60),
     Group("losses, compiled", ("step_numerics.py", "--only", "compile"), 90),
 )
 

@@ -152,6 +152,7 @@ def _environment(group: str, cache: Path) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "ELECTRA_FAST_BENCH_GROUP": group,
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),  # the tests would hide the GPU
         "OMP_WAIT_POLICY": "PASSIVE",  # as the package does when imported before torch
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",

@@ -85,7 +85,8 @@ def outcome(
     if not leaves:
         return outputs, []
     first = outputs[0]
-    upstream = torch.linspace(-1, 1, first.numel(), device=first.device, dtype=torch.float64).view(first.shape)
+    # Its sum is not 0, or a bias' gradient would be nothing but rounding.
+    upstream = torch.linspace(-0.5, 1, first.numel(), device=first.device, dtype=torch.float64).view(first.shape)
     gradients = torch.autograd.grad(first, leaves, upstream.to(first.dtype))
     return [x.detach() for x in outputs], list(gradients)
 

@@ -8,8 +8,9 @@ and GB/s or TFLOP/s of the minimum traffic or products. An implementation that i
 run gets a line that says why; if one of our kernels fails, the exit code is 1.
 
 Each implementation is captured into a CUDA graph and replayed, as in the training step, so that the
-device's work is timed and not Python's. Liger's head synchronizes with the host, which cannot be captured:
-it is launched call by call, and its line says "launched". The L2 cache is flushed before each call.
+device's work is timed and not Python's. The heads of Liger and cut-cross-entropy synchronize with the
+host, which cannot be captured: they are launched call by call, and their lines say "launched". The L2
+cache is flushed before each call.
 
 Without a GPU only the references are rehearsed, on tiny shapes; `--interpret` also runs the kernels, in
 Triton's interpreter. Those times mean nothing.
@@ -34,8 +35,8 @@ from results import Results, parse_arguments, reason
 from torch import Tensor
 
 OURS = "electra-fast"
-# Synchronizes with the host in its forward pass; a failed capture would break the next ones.
-SYNCHRONIZES = {"Liger"}
+# Synchronize with the host in the forward pass; a failed capture breaks the next ones and the random generator.
+SYNCHRONIZES = ("Liger", "cut-cross-entropy")
 
 
 def contenders(case: Case, device: torch.device, with_kernel: bool) -> Iterator[tuple[str, Function]]:
@@ -112,7 +113,7 @@ def _warm_up(work: Callable[[], None]) -> float:
 def result(name: str, case: Case, work: Callable[[], None], device: torch.device, repeats: int) -> dict[str, Any]:
     """One result: times and rates, or why there are none."""
     try:
-        found = measure(work, device, repeats, captured=name not in SYNCHRONIZES)
+        found = measure(work, device, repeats, captured=not name.startswith(SYNCHRONIZES))
     except (Unavailable, ImportError) as error:
         return {"contender": name, "error": str(error)}
     except Exception as error:  # of any kind; only our own fails the run

@@ -294,7 +294,7 @@ def chosen(words: list[str]) -> list[str]:
 def main() -> int:
     """Measures every contender on every shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--shapes", nargs="+", help="preset:rows per step")
+    parser.add_argument("--shapes", nargs="+", help="preset:rows per step, or preset:rows:recipe")
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name has one of these words")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of timed steps per contender")
     options = parse_arguments(parser, with_overrides=True)

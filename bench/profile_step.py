@@ -174,7 +174,7 @@ def kind(name: str) -> str:
 def main() -> int:
     """Prints a step's totals by kind, then its kernels."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--shape", help="preset:rows per step")
+    parser.add_argument("--shape", help="preset:rows per step, or preset:rows:recipe")
     parser.add_argument("--of", choices=["graph", "eager"], default="graph")
     parser.add_argument("--top", type=int, default=40)
     options = parse_arguments(parser, with_overrides=True)

@@ -46,8 +46,8 @@ def loader(corpus: Path, config: ef.Config) -> ef.BatchLoader:
 
 
 def shape(text: str, overrides: dict[str, str] | None = None, recipe: str = "google") -> ef.Config:
-    """The configuration of `preset:rows` or `preset`, with its own rows: no dropout, which every backend supports."""
-    preset, _, rows = text.partition(":")
+    """The configuration of `preset[:rows[:recipe]]`, without dropout, which not every backend supports."""
+    preset, rows, recipe, *_ = *text.split(":"), *("", recipe)[text.count(":") :]
     changes = {"model.vocab_size": str(VOCAB_SIZE), "model.dropout": "0", "model.attention_dropout": "0"}
     changes |= {"data.packing": "best-fit", **({"train.batch_size": rows} if rows else {})}
     return ef.Config.preset(preset, recipe).override(changes | (overrides or {})).resolved()
@@ -68,6 +68,7 @@ def new_step(
 
 
 def label(config: ef.Config, text: str) -> str:
-    """A title such as `small@128, 131072 tokens per step`."""
+    """A title such as `small@128, 131072 tokens per step` or `modern small@128, 131072 tokens per step`."""
+    preset, *rest = text.split(":")
     length = config.data.sequence_length
-    return f"{text.split(':')[0]}@{length}, {config.train.batch_size * length} tokens per step"
+    return f"{' '.join([*rest[1:], preset])}@{length}, {config.train.batch_size * length} tokens per step"

@@ -1,7 +1,6 @@
 """Checkpoints written by a thread: the same bytes, in order, one at a time; failures are raised, kills harmless."""
 
 import copy
-import os
 import signal
 import subprocess
 import sys
@@ -201,6 +200,7 @@ def test_tensors_of_a_gpu_may_change_on_its_stream_right_afterwards(tmp_path, ga
             writer.save(CONFIG, {"x": x}, {"exp_avg.x": x, "num_updates": torch.tensor(step)}, TrainState(step=step))
             x += 1
             gate.go.set()
+            writer.wait()  # or the gate closes again before it is passed
     for step in (1, 2, 3):
         read = checkpoint.read_tensors(tmp_path / f"checkpoints/step-{step}/optimizer.safetensors")
         assert (read["exp_avg.x"] == step).all() and read["num_updates"] == step
@@ -325,7 +325,8 @@ def test_an_interrupted_wait_can_be_repeated(tmp_path, gate):
     with CheckpointWriter(tmp_path, 2) as writer:
         save(writer, 1)
         with pytest.raises(KeyboardInterrupt):
-            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+            main = threading.main_thread().ident  # a signal that another thread takes would not wake this one
+            threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
             save(writer, 2)
             time.sleep(60)  # never reached: the save waits until it is interrupted
         assert writer.num_written == 0

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from tiny_task import NO_DROPOUT, QUICK, sentences, write_mrpc, write_sst2
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import electra_fast as ef
 from electra_fast.finetuning import batches, glue
@@ -260,6 +262,27 @@ def test_batches_of_fixed_shape_train_the_same(encoder_folder, glue_folder, tmp_
     np.testing.assert_allclose(losses, static[0], rtol=1e-4)
     for name, parameter in parameters.items():
         torch.testing.assert_close(parameter, static[1][name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+class GeneratorsOfTheDevice(TorchDispatchMode):
+    """Fails where a tensor is filled by a generator of another device, which tensors that are not real don't notice."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        generator = (kwargs or {}).get("generator")
+        assert generator is None or generator.device.type == args[0].device.type
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("head", ["google", "hf"])
+def test_the_first_values_are_the_same_on_every_device(encoder_folder, glue_folder, tmp_path, head):
+    config = FinetuningConfig().override(QUICK | {"finetune.head": head})
+    model = make_job(glue.read("mrpc", glue_folder), config, load_encoder(encoder_folder), tmp_path, CPU).work.model()
+    with FakeTensorMode(allow_non_fake_inputs=True), GeneratorsOfTheDevice():
+        for module in model.head.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = torch.nn.Parameter(torch.empty(parameter.shape, device="cuda:0"))
+        model.initialize_head(0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -100,6 +100,13 @@ def test_a_step_can_be_captured(tiny_corpus, config, name):
     assert [tensor.data_ptr() for tensor in kept] == places
 
 
+def assert_captured_in_time(step, since):
+    """After three steps each; one more where the second batch has more segments than the first."""
+    captures = [capture.step for capture in step.captures]
+    assert len(captures) == len(since)
+    assert all(capture - begin in (3, 4) for capture, begin in zip(captures, since, strict=True)), captures
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA only")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_graphs_equal_eager_steps(tiny_corpus, config, name):
@@ -112,8 +119,8 @@ def test_graphs_equal_eager_steps(tiny_corpus, config, name):
         for number, rows in zip(range(16), open_loader(tiny_corpus, config), strict=False):
             step(rows, number)
         totals.append(step.read_totals())
-        expected = [3, 11] if name == "two-stage" else [3]
-        assert [capture.step for capture in step.captures] == (expected if execution == "graph" else [])
+        stages = [0, 8] if name == "two-stage" else [0]
+        assert_captured_in_time(step, stages if execution == "graph" else [])
     assert totals[0] == totals[1]
 
 
@@ -130,7 +137,7 @@ def test_a_graph_equals_eager_steps_and_is_captured_again_when_a_batch_outgrows_
             step(rows, number)
         step.synchronize()
         totals.append(step.read_totals())
-        assert [capture.step for capture in step.captures] == ([3, 9] if execution == "graph" else [])
+        assert_captured_in_time(step, [0, 6] if execution == "graph" else [])
     assert totals[0] == totals[1]
 
 

@@ -84,13 +84,15 @@ class TaskModel(EncoderWithHead):
         """
         random = torch.Generator().manual_seed(seed)
         for name, parameter in self.head.named_parameters():
+            values = torch.empty(parameter.shape)  # drawn on the CPU, so that every device starts with the same head
+            if parameter.dim() < 2:
+                values.fill_(0.0 if name.endswith("bias") else 1.0)
+            elif self.head_kind == "google":
+                glorot_uniform_(values, random)
+            else:
+                values.normal_(0.0, 0.02, generator=random)
             with torch.no_grad():
-                if parameter.dim() < 2:
-                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-                elif self.head_kind == "google":
-                    glorot_uniform_(parameter, random)
-                else:
-                    parameter.normal_(0.0, 0.02, generator=random)
+                parameter.copy_(values)
 
     def outputs(self, inputs: Inputs, compute: ComputeConfig, dropout_key: Tensor | None = None) -> Tensor:
         """The head's outputs, fp32 [n, C] or [T, C]."""

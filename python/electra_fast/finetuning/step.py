@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from electra_fast.compute import ComputeConfig, RngKey, seed_generator
+from electra_fast.compute import ComputeConfig, RngKey, capture, seed_generator
 from electra_fast.config import ModelConfig
 from electra_fast.data.loader import to_device
 from electra_fast.finetuning.config import FinetuneConfig
@@ -207,8 +207,7 @@ class StepGraphs:
             if self._num_eager[shape] < WARM_UP:
                 self._num_eager[shape] += 1
                 return self._run()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self._stream):
+            with capture(self._stream) as graph:
                 outputs = self._run()
             self._graphs[shape] = (graph, outputs)
         graph, outputs = self._graphs[shape]

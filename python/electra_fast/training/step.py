@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from electra_fast._data import RecordBatch
-from electra_fast.compute import ComputeConfig
+from electra_fast.compute import ComputeConfig, capture
 from electra_fast.config import Config
 from electra_fast.data.loader import HostBatch
 from electra_fast.errors import InputError
@@ -360,8 +360,7 @@ class TrainStep:
         """A graph of a phase, or the phase itself where it is not to be captured."""
         if not phase.is_captured:
             return phase.run
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
+        with capture(self.stream) as graph:
             phase.run()
         return graph.replay
 
