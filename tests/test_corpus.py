@@ -266,6 +266,13 @@ def test_a_corpus_is_a_sequence(vocab, tmp_path):
             corpus[outside]
 
 
+def test_another_vocabulary_beside_the_shards(vocab, tmp_path):
+    prepare(iter(["some text"]), vocab=vocab, out=tmp_path / "shards", progress=False)
+    (tmp_path / "shards/vocab.txt").write_text("\n".join(VOCAB[:-1]))
+    with pytest.raises(InputError, match=r"vocab\.txt: not the bytes written"):
+        Tokenizer.of(Corpus(tmp_path / "shards"))
+
+
 def test_wide_ids(tmp_path):
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("\n".join(SPECIAL + [f"w{n}" for n in range(70_000)]))

@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import random
+import struct
 import threading
 from pathlib import Path
 
@@ -195,6 +196,18 @@ def test_blank_lines_in_one_column_are_empty_texts(write):
 def test_damage_is_named_in_one_line(write, name, content, quoting, message):
     path = write(name, content)
     assert message_of(lambda: rows_of(path, quoting=quoting)).startswith(f"{path}: {message}")
+
+
+def test_arrow_offsets_that_point_beyond_the_text(write):
+    """Reading them unchecked ends in a segmentation fault."""
+    batch = pa.record_batch([["abc", "def"]], ["text"])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as file:
+        file.write_batch(batch)
+    offsets, far = (struct.pack("<3i", 0, 3, end) for end in (6, 1 << 30))
+    assert offsets in sink.getvalue().to_pybytes()
+    path = write("a.arrow", sink.getvalue().to_pybytes().replace(offsets, far))
+    assert message_of(lambda: rows_of(path)).startswith(f"{path}: cannot be read as Arrow (Column 0: ")
 
 
 def test_a_folder_and_a_missing_file(tmp_path):

@@ -417,6 +417,7 @@ def _arrow_rows(batches: Iterable[Any]) -> Iterator[Record]:
 def _to_microseconds(batch: Any) -> Any:
     """Python's times have no nanoseconds."""
     table = pyarrow.Table.from_batches([batch])
+    table.validate(full=True)  # offsets of a damaged file point anywhere, and are not checked when they are read
     for number, field in enumerate(table.schema):
         if getattr(field.type, "unit", None) == "ns":
             if pyarrow.types.is_timestamp(field.type):

@@ -235,15 +235,21 @@ impl Corpus {
             return Ok(path.clone());
         }
         let bytes = store.read(&entry.file)?;
-        if hex128(xxh3_128(&bytes)) != entry.file_hash {
-            return Err(damaged(&self.dir.join(&entry.file), "not the bytes written".into()));
-        }
+        self.verify_tokenizer(&bytes)?;
         // Of this reader alone: threads share a process, and containers its number.
         let tag = format!("{:016x}", RandomState::new().build_hasher().finish());
         write_atomically(cache.dir(), &entry.file, &tag, &bytes)?;
         // Its settings would otherwise be guessed from the vocabulary.
         write_atomically(cache.dir(), MANIFEST, &tag, self.manifest.canonical().as_bytes())?;
         Ok(self.tokenizer.get_or_init(|| cache.dir().join(&entry.file)).clone())
+    }
+
+    /// Refuses bytes that are not those of the tokenizer's file as it was written.
+    pub(crate) fn verify_tokenizer(&self, bytes: &[u8]) -> Result<()> {
+        if hex128(xxh3_128(bytes)) == self.manifest.tokenizer.file_hash {
+            return Ok(());
+        }
+        Err(damaged(&self.tokenizer_name(), "not the bytes written".into()))
     }
 
     /// Settings to open [`Corpus::tokenizer_path`] with: lowercase and strip_accents.

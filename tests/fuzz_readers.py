@@ -1,0 +1,456 @@
+"""Mutates real files of every kind that the package reads, and runs the commands that read them.
+
+    python tests/fuzz_readers.py --minutes 60 [--seed 0] [--only corpus tokenizer] [--out fuzz-failures]
+
+A command has to end within `SECONDS` and `EXTRA_BYTES` of memory, with exit code 0, or with 2 and one line that
+says what is wrong. Anything else, such as a traceback, a panic, a signal or a control character on the terminal, is a
+failure: its first example is kept in `--out`, with the mutated file and what was printed.
+
+Checksums are computed again where only they would be tested otherwise. Each case is a process forked from one
+that has imported the package, so that it takes a few milliseconds; `test_fuzz.py` runs some hundred.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gzip
+import json
+import lzma
+import os
+import random
+import re
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # a fork has one thread
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tiny_reading
+import tiny_task
+from tiny_run import TINY
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+import electra_fast as ef
+from electra_fast import checkpoint_folder
+from electra_fast.cli import main as command_line
+
+SECONDS, EXTRA_BYTES = 20.0, 1 << 30
+# What takes the place of a number or of a value.
+NUMBERS = ["0", "-1", "1", "255", "65536", "2147483648", "4294967295", "9223372036854775807", "18446744073709551616"]
+NUMBERS += ["1e308", "-0.0", "NaN", "1" * 400]
+VALUES = ["null", "true", '""', '"\\u0000"', '"\\u001b[31m"', "[]", "{}", "[[]]", '{"a": 1}', "[" * 100_000]
+VALUES += ['"' + "x" * 70_000 + '"']
+
+
+@dataclass(frozen=True)
+class Target:
+    """Files of one kind and the command that reads them; {folder}, {file} (the mutated one) and {out} are filled in."""
+
+    name: str
+    folder: Path
+    command: tuple[str, ...]
+    mutable: str = "**/*"
+    reseal: Callable[[Path], None] = lambda folder: None
+
+
+@dataclass
+class Tally:
+    """What came of a target's cases: how many, exit codes, the longest and the largest, failures by signature."""
+
+    num: int = 0
+    codes: collections.Counter[int] = field(default_factory=collections.Counter)
+    seconds: float = 0.0
+    extra_bytes: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+# --- the files ---
+
+
+def make_targets(folder: Path) -> list[Target]:
+    """Small real files of every kind."""
+    return list(_targets(folder))
+
+
+def _targets(root: Path) -> Iterator[Target]:
+    rng = random.Random(0)
+    texts = [text for text, _ in tiny_task.sentences(60)]
+    vocab = root / "vocab.txt"
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = sorted({word for text in texts for word in text.split()})
+    letters = [chr(97 + i) for i in range(26)]
+    vocab.write_text("\n".join([*special, *letters, *(f"##{x}" for x in letters), ".", ",", *words]) + "\n")
+
+    inputs = _inputs(root / "inputs", texts)
+    yield Target("inputs", inputs, ("prepare", "{file}", "--vocab", str(vocab), "--out", "{out}"))
+    text = inputs / "blank.txt"
+    tokenizers = _tokenizers(root / "tokenizers", vocab, texts)
+    yield Target("tokenizer", tokenizers, ("prepare", str(text), "--vocab", "{file}", "--out", "{out}"))
+
+    corpus = root / "corpus"
+    ef.prepare([str(text)] * 1, vocab=vocab, out=corpus, holdout=0.2, progress=False)
+    yield Target("corpus, inspect", corpus, ("inspect", "{folder}"))
+    yield Target("corpus, verify", corpus, ("verify", "{folder}"))
+    settings = TINY | {"train.steps": "3", "train.checkpoint_every": "1", "data.sequence_length": "16"}
+    train = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    pretrain = ("pretrain", "--preset", "tiny", *train)
+    yield Target("corpus, pretrain", corpus, (*pretrain, "--data", "{folder}", "--out", "{out}"))
+
+    run = root / "run"
+    _call([*pretrain, "--data", str(corpus), "--out", str(run)])
+    resume = ("pretrain", "--out", "{folder}", "--train.steps", "4")
+    yield Target("checkpoint, resume", run, resume, "checkpoints/step-3/*", _reseal_checkpoints)
+    export = ("export", "{folder}", "--out", "{out}")
+    yield Target("checkpoint, export", run, export, "checkpoints/step-3/*", _reseal_checkpoints)
+    yield Target("run, resume", run, resume, "*")
+    yield Target("run, evaluate", run, ("evaluate", "{folder}", "--data", str(corpus)), "config.toml")
+    configs = root / "configs"
+    configs.mkdir()
+    shutil.copy(run / "config.toml", configs)
+    yield Target("toml", configs, ("flops", "{file}"))
+
+    exported = root / "exported"
+    _call(["export", str(run), "--out", str(exported)])
+    yield Target("hugging face, import", exported, ("import", "{folder}", "--out", "{out}"))
+    encoder = tiny_task.save_encoder(root / "encoder", vocab)
+    modern = tiny_task.save_encoder(root / "modern", vocab, "modern")
+    data = root / "data"
+    tiny_task.write_sst2(data / "classification")
+    tiny_reading.write_conll(data / "tagging", train=8, dev=4)
+    tiny_reading.write_squad(data / "question-answering", train=3, dev=2)
+    quick = tiny_reading.flags(tiny_reading.SETTINGS | {"finetune.epochs": "1"})
+    questions, models_of = {"classification": ["--text", "sentence", "--label", "label"]}, {}
+    for task in ("classification", "tagging", "question-answering"):
+        train_file, dev_file = sorted(data.glob(f"{task}/train*"))[0], sorted(data.glob(f"{task}/dev*"))[0]
+        options = ("--task", task, *questions.get(task, []), *quick)
+        out = root / f"tuned-{task}"
+        start = ("finetune", "--model", str(encoder), *options)
+        _call([*start, "--train", str(train_file), "--dev", str(dev_file), "--out", str(out)])
+        models_of[task] = next(out.glob("*/seed-0/model"))
+        files = (*start, "--train", "{file}", "--dev", str(dev_file), "--out", "{out}")
+        yield Target(f"finetune, {task}", data / task, files, train_file.name)
+        if task != "classification":
+            yield Target(f"predict, {task}", data / task, ("predict", str(models_of[task]), "{file}"), dev_file.name)
+    tuned = root / "tuned-classification"
+    tune = ("finetune", "--model", "{folder}", "--task", "tagging", *quick, "--out", "{out}")
+    split = [f"--{name}={data}/tagging/{name}.conll" for name in ("train", "dev")]
+    for name, each in (("bert", encoder), ("modern", modern)):
+        yield Target(f"hugging face, {name}", each, (*tune, *split))
+    again = ("--task", "classification", *questions["classification"], *quick)
+    files = (f"--train={data}/classification/train.tsv", f"--dev={data}/classification/dev.tsv")
+    rerun = ("finetune", "--model", str(encoder), *again, *files, "--out", "{folder}", "--seeds", "2")
+    yield Target("finetune, resume", tuned, rerun)
+    rows = _rows(root / "rows", texts, rng)
+    predict = ("predict", str(models_of["classification"]), "{file}", "--text", "sentence")
+    yield Target("predict, rows", rows, predict)
+    of_rows = ("predict", "{folder}", str(rows / "rows.csv"), "--text", "sentence")
+    yield Target("fine-tuned folder", models_of["classification"], of_rows)
+
+
+def _inputs(folder: Path, texts: list[str]) -> Path:
+    """Documents in every format of `prepare`."""
+    folder.mkdir()
+    plain = "\n\n".join(texts).encode()
+    lines = "".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(texts)).encode()
+    (folder / "blank.txt").write_bytes(plain)
+    (folder / "utf16.txt").write_bytes("\n\n".join(texts).encode("utf-16"))
+    (folder / "text.txt.gz").write_bytes(gzip.compress(plain))
+    (folder / "text.txt.xz").write_bytes(lzma.compress(plain))
+    (folder / "rows.jsonl").write_bytes(lines)
+    (folder / "rows.jsonl.zst").write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
+    table = pa.table({"text": texts, "n": range(len(texts))})
+    for codec in ("none", "snappy", "zstd"):
+        pq.write_table(table, folder / f"{codec}.parquet", compression=codec, row_group_size=25)
+    with pa.OSFile(str(folder / "file.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pa.OSFile(str(folder / "stream.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return folder
+
+
+def _tokenizers(folder: Path, vocab: Path, texts: list[str]) -> Path:
+    """A vocab.txt, and tokenizer.json of three models."""
+    folder.mkdir()
+    shutil.copy(vocab, folder / "vocab.txt")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    kinds: dict[str, tuple[Any, Any]] = {
+        "wordpiece": (models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer),
+        "bpe": (models.BPE(unk_token="[UNK]"), trainers.BpeTrainer),
+        "unigram": (models.Unigram(), trainers.UnigramTrainer),
+    }
+    for name, (model, trainer) in kinds.items():
+        tokenizer = Tokenizer(model)
+        tokenizer.normalizer = normalizers.BertNormalizer()
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel() if name == "bpe" else pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.ByteLevel() if name == "bpe" else decoders.WordPiece()
+        unknown = {"unk_token": "[UNK]"} if name == "unigram" else {}
+        settings = trainer(vocab_size=200, special_tokens=special, show_progress=False, **unknown)
+        tokenizer.train_from_iterator(texts, settings)
+        tokenizer.save(str(folder / f"{name}.json"))
+    return folder
+
+
+def _rows(folder: Path, texts: list[str], rng: random.Random) -> Path:
+    """Rows to predict in every format."""
+    folder.mkdir()
+    table = pa.table({"sentence": texts[:12], "id": [rng.randrange(99) for _ in range(12)]})
+    rows = table.to_pylist()
+    (folder / "rows.csv").write_text("sentence,id\n" + "".join(f'"{r["sentence"]}",{r["id"]}\n' for r in rows))
+    (folder / "rows.tsv").write_text("sentence\tid\n" + "".join(f"{r['sentence']}\t{r['id']}\n" for r in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "rows.json").write_text(json.dumps(rows))
+    pq.write_table(table, folder / "rows.parquet")
+    with pa.OSFile(str(folder / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return folder
+
+
+def _reseal_checkpoints(folder: Path) -> None:
+    """New checksums for the mutated checkpoint, in the state as it is now."""
+    for directory in folder.glob("checkpoints/step-*"):
+        state = directory / checkpoint_folder.STATE
+        try:
+            content = json.loads(state.read_bytes())
+            content.pop("checksum")
+            content["files"] = {name: checkpoint_folder._sha256(directory / name) for name in content["files"]}
+            state.write_text(json.dumps(content | {"checksum": checkpoint_folder._checksum(content)}))
+        except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError):
+            continue  # no state any more: that is the case, then
+
+
+# --- the mutations ---
+
+
+def change(file: Path, rng: random.Random) -> None:
+    """One to three changes of its bytes, most of them small; seldom something else takes its place."""
+    data = file.read_bytes()
+    if rng.random() < 0.03:
+        file.unlink()
+        links = [lambda: file.symlink_to(file), lambda: file.symlink_to("/dev/zero")]
+        rng.choice([file.mkdir, lambda: os.mkfifo(file), *links])()
+        return
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        data = rng.choice(MUTATIONS)(data, rng)
+    file.write_bytes(data)
+
+
+def _flip(data: bytes, rng: random.Random) -> bytes:
+    if not data:
+        return b"\xff"
+    # Headers and footers decide more than what lies between.
+    place = rng.choice(
+        [rng.randrange(len(data)), rng.randrange(min(64, len(data))), -1 - rng.randrange(min(64, len(data)))]
+    )
+    changed = bytearray(data)
+    changed[place] ^= 1 << rng.randrange(8) if rng.random() < 0.7 else rng.randrange(1, 256)
+    return bytes(changed)
+
+
+def _slice(data: bytes, rng: random.Random) -> bytes:
+    first, last = sorted(rng.randrange(len(data) + 1) for _ in range(2))
+    last = min(last, first + rng.choice([1, 4, 64, 1 << 20]))
+    part = data[first:last]
+    if rng.random() < 0.5:
+        return data[:first] + data[last:]
+    return data[:last] + part * rng.choice([1, 2, 50]) + data[last:]
+
+
+def _cut(data: bytes, rng: random.Random) -> bytes:
+    return data[: rng.randrange(len(data) + 1)]
+
+
+def _insert(data: bytes, rng: random.Random) -> bytes:
+    place = rng.randrange(len(data) + 1)
+    piece = rng.choice(
+        [b"\0", b"\xff\xfe", b"\x1b[31m", b"\n", b"\t", b'"', b"\xf0\x9f\x98\x80", b"{", rng.randbytes(8)]
+    )
+    return data[:place] + piece + data[place:]
+
+
+def _number(data: bytes, rng: random.Random) -> bytes:
+    found = list(re.finditer(rb"-?\d+(\.\d+)?(e-?\d+)?", data[: 1 << 16]))
+    if not found:
+        return _flip(data, rng)
+    chosen = rng.choice(found)
+    return data[: chosen.start()] + rng.choice(NUMBERS).encode() + data[chosen.end() :]
+
+
+def _value(data: bytes, rng: random.Random) -> bytes:
+    """Another value for a key of JSON or TOML."""
+    found = list(re.finditer(rb"(?<=[:=,\[]) ?(\"[^\"\n]*\"|[\w.+-]+)", data[: 1 << 16]))
+    if not found:
+        return _insert(data, rng)
+    chosen = rng.choice(found)
+    return data[: chosen.start()] + rng.choice(VALUES).encode() + data[chosen.end() :]
+
+
+def _words(data: bytes, rng: random.Random) -> bytes:
+    """Numbers of four or eight bytes, as binary headers have them."""
+    if len(data) < 16:
+        return _insert(data, rng)
+    size = rng.choice([4, 8])
+    place = rng.randrange(0, min(len(data), 4096) - size)
+    value = rng.choice([0, 1, 255, 1 << 31, (1 << 32) - 1, (1 << 63) - 1, (1 << 64) - 1]) % (1 << 8 * size)
+    return data[:place] + value.to_bytes(size, "little") + data[place + size :]
+
+
+MUTATIONS = [_flip, _flip, _slice, _cut, _insert, _number, _number, _value, _value, _words]
+
+
+# --- the cases ---
+
+
+def run_case(target: Target, rng: random.Random, work: Path, tally: Tally, keep: Path | None) -> None:
+    """Copies the files, changes one, runs the command, and judges how it ended."""
+    shutil.rmtree(work, ignore_errors=True)
+    folder, out = work / "files", work / "out"
+    shutil.copytree(target.folder, folder)
+    file = rng.choice(sorted(path for path in folder.glob(target.mutable) if path.is_file()))
+    change(file, rng)
+    target.reseal(folder)
+    shutil.copytree(folder, work / "before", symlinks=True, ignore=lambda *_: [file.name] if file.is_fifo() else [])
+    places = {"folder": folder, "file": file, "out": out}
+    code, seconds, extra = run_command([part.format(**places) for part in target.command], work)
+    printed = (work / "stderr").read_text(errors="replace")
+    problem = _problem(code, seconds, extra, printed + (work / "stdout").read_text(errors="replace"))
+    tally.num += 1
+    tally.codes[code] += 1
+    tally.seconds, tally.extra_bytes = max(tally.seconds, seconds), max(tally.extra_bytes, extra)
+    if problem and problem not in tally.failures:
+        where = f"{file.relative_to(folder)}: {printed.strip()[-1000:]}"
+        if keep is not None:
+            example = keep / f"{target.name.replace(', ', '-').replace(' ', '-')}-{len(tally.failures)}"
+            shutil.rmtree(example, ignore_errors=True)
+            shutil.copytree(work / "before", example / "files")
+            (example / "printed").write_text(f"{problem}\n{' '.join(target.command)}\n{where}\n")
+        tally.failures[problem] = where
+
+
+def run_command(arguments: list[str], work: Path) -> tuple[int, float, int]:
+    """Exit code (minus the signal's number, -1000 after `SECONDS`), seconds, bytes beyond those of this process."""
+    before, start = _of_this_process("VmRSS"), time.monotonic()
+    child = os.fork()
+    if child == 0:
+        _be_the_command(arguments, work)
+    handle = os.pidfd_open(child)
+    try:
+        if not select.select([handle], [], [], SECONDS)[0]:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return -1000, SECONDS, 0
+    finally:
+        os.close(handle)
+    _, status, usage = os.wait4(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return code, time.monotonic() - start, max(0, (usage.ru_maxrss << 10) - before)
+
+
+def _of_this_process(name: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def _be_the_command(arguments: list[str], work: Path) -> None:
+    code = 1
+    try:
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            os.dup2(os.open(work / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        resource.setrlimit(resource.RLIMIT_DATA, (_of_this_process("VmData") + 4 * EXTRA_BYTES,) * 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        code = command_line(arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _problem(code: int, seconds: float, extra: int, printed: str) -> str:
+    """What is wrong with how a command ended, the same words for the same fault; empty: nothing."""
+    if code == -1000:
+        return f"did not end within {SECONDS:.0f} s"
+    if code < 0:
+        return f"died of {signal.Signals(-code).name}"
+    if code not in (0, 2):
+        lines = [line for line in printed.splitlines() if line and "this is a bug" not in line]
+        places = re.findall(r'File ".*/(electra_fast/[^"]+)", line (\d+)', printed)
+        return f"exit code {code}: {re.sub(r'[0-9]+', 'N', lines[-1][:100] if lines else '')} at {places[-1:]}"
+    if "panicked at" in printed:
+        return "printed a panic: " + re.sub(r"\d+", "N", printed.split("panicked at")[1].splitlines()[0])[:120]
+    if extra > EXTRA_BYTES:
+        return f"took over {EXTRA_BYTES >> 20} MiB"
+    if any(ord(c) < 32 and c not in "\n\t\r" for c in printed):
+        return "printed a control character"
+    errors = [line for line in printed.splitlines() if line.startswith("electra-fast: error:")]
+    if code == 2 and len(errors) != 1:
+        return f"exit code 2 with {len(errors)} lines of error"
+    if errors and len(errors[0]) > 2000:
+        return "an error line of over 2,000 characters"
+    return ""
+
+
+def _call(arguments: list[str]) -> None:
+    if code := command_line(arguments):
+        raise SystemExit(f"{' '.join(arguments)}: exit code {code}")
+
+
+def fuzz(
+    targets: list[Target], seed: int, num_cases: int, seconds: float, work: Path, keep: Path | None
+) -> dict[str, Tally]:
+    """So many cases of each target in turn, or as many as there is time for; seed and number determine a case."""
+    tallies, end = {target.name: Tally() for target in targets}, time.monotonic() + seconds
+    for number in range(num_cases):
+        for target in targets:
+            if time.monotonic() > end:
+                return tallies
+            rng = random.Random(f"{seed} {target.name} {number}")
+            run_case(target, rng, work / "case", tallies[target.name], keep)
+    return tallies
+
+
+def main() -> int:
+    """A line per target, then each kind of failure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60.0, help="at most")
+    parser.add_argument("--cases", type=int, default=1 << 40, help="of each kind, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", default=[""], help="targets whose name contains one of these words")
+    parser.add_argument("--out", type=Path, default=Path("fuzz-failures"), help="folder for an example of each failure")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        (work / "seeds").mkdir()
+        targets = [t for t in make_targets(work / "seeds") if any(word in t.name for word in options.only)]
+        tallies = fuzz(targets, options.seed, options.cases, 60 * options.minutes, work, options.out)
+    for name, tally in tallies.items():
+        codes = ", ".join(f"{count} of code {code}" for code, count in sorted(tally.codes.items()))
+        largest = f"at most {tally.seconds:.1f} s and {tally.extra_bytes >> 20} MiB"
+        print(f"{name}: {tally.num} cases, {codes}; {largest}; {len(tally.failures)} kinds of failures")
+    for name, tally in tallies.items():
+        for problem, where in tally.failures.items():
+            print(f"\n== {name}: {problem}\n{where}")
+    return int(any(tally.failures for tally in tallies.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
