@@ -341,7 +341,7 @@ def run_case(target: Target, rng: random.Random, work: Path, tally: Tally, keep:
 
 def run_command(arguments: list[str], work: Path) -> tuple[int, float, int]:
     """Exit code (minus the signal's number, -1000 after `SECONDS`), seconds, bytes beyond those of this process."""
-    before, start = _of_this_process("VmRSS"), time.monotonic()
+    before, start = _of_this_process("RssAnon"), time.monotonic()
     child = os.fork()
     if child == 0:
         _be_the_command(arguments, work)
