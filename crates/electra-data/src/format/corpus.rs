@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::atomic_file::write_atomically;
 use super::block_cache::{BlockCache, CacheOptions, Pins};
 use super::header::BLOCK_BYTES;
-use super::manifest::{MANIFEST, Manifest, SpecialTokens, hex128, saturating_sum};
+use super::manifest::{MANIFEST, MAX_TOKENIZER_BYTES, Manifest, SpecialTokens, hex128, saturating_sum};
 use super::mmap::{MappedFile, access_error, damaged};
 use super::shard::Shard;
 use crate::error::{Error, Result};
@@ -234,7 +234,7 @@ impl Corpus {
         if let Some(path) = self.tokenizer.get() {
             return Ok(path.clone());
         }
-        let bytes = store.read(&entry.file)?;
+        let bytes = store.read(&entry.file, MAX_TOKENIZER_BYTES)?;
         self.verify_tokenizer(&bytes)?;
         // Of this reader alone: threads share a process, and containers its number.
         let tag = format!("{:016x}", RandomState::new().build_hasher().finish());

@@ -14,6 +14,8 @@ use crate::store::Store;
 pub(crate) const MANIFEST: &str = "manifest.json";
 /// Upper bound on a manifest's length: it has a few hundred bytes per shard of 2^27 tokens.
 const MAX_BYTES: u64 = 1 << 30;
+/// Upper bound on the tokenizer's file in a store: those of the largest vocabularies in use have some 40 MB.
+pub(super) const MAX_TOKENIZER_BYTES: u64 = 1 << 28;
 /// The folder of records about finished input groups. Without a manifest, it means unfinished work.
 pub(crate) const PARTS: &str = "parts";
 
@@ -176,7 +178,7 @@ impl Manifest {
 
     /// Reads and checks the manifest of a corpus in an object store.
     pub fn fetch(store: &Store) -> Result<Self> {
-        let bytes = store.read(MANIFEST).map_err(|error| match error {
+        let bytes = store.read(MANIFEST, MAX_BYTES).map_err(|error| match error {
             Error::NotFound { path, hint } => Error::NotFound {
                 path,
                 hint: format!("{hint}; the URL must be that of a folder of `electra-fast prepare`"),

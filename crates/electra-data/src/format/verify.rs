@@ -8,7 +8,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::block_cache::BlockCache;
 use super::corpus::VALIDATION;
-use super::manifest::{FileEntry, Manifest, hex128, saturating_sum};
+use super::manifest::{FileEntry, MAX_TOKENIZER_BYTES, Manifest, hex128, saturating_sum};
 use super::mmap::{MappedFile, damaged};
 use super::shard::Shard;
 use crate::error::{Error, Result};
@@ -86,7 +86,9 @@ impl Place {
         let path = dir.join(&manifest.tokenizer.file);
         let tokenizer = match &self.store {
             None => std::fs::read(&path).map_err(|error| error.to_string()),
-            Some(store) => store.read(&manifest.tokenizer.file).map_err(|error| error.to_string()),
+            Some(store) => {
+                store.read(&manifest.tokenizer.file, MAX_TOKENIZER_BYTES).map_err(|error| error.to_string())
+            }
         };
         match tokenizer {
             Ok(bytes) if hex128(xxh3_128(&bytes)) == manifest.tokenizer.file_hash => {}

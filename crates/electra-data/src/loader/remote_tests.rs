@@ -190,6 +190,32 @@ fn lasting_faults_are_one_line() {
 }
 
 #[test]
+fn no_more_is_read_than_what_was_asked_for() {
+    let corpus = tempfile::tempdir().unwrap();
+    write_corpus(corpus.path(), 100, &[vec![vec![5, 6]]], 1);
+    for (name, fault, expected) in [
+        (".tokens", Fault::Endless, "longer than"),
+        ("manifest.json", Fault::Endless, "longer than 1073741824 bytes"),
+        ("vocab.txt", Fault::Endless, "longer than 268435456 bytes"),
+        (".tokens", Fault::EndlesslyForbidden, "check the credentials"),
+    ] {
+        let server = TestServer::start(corpus.path());
+        (server.log().faulty, server.log().always) = (Some(name), Some(fault));
+        let read = || {
+            let corpus = Corpus::open(Path::new(&server.url))?;
+            corpus.document(0)?;
+            corpus.tokenizer_path()
+        };
+        let error = read().unwrap_err().to_string();
+        assert!(
+            error.starts_with(&server.url) && error.contains(name) && error.contains(expected),
+            "{error}"
+        );
+        assert!(!error.contains('\n') && !server.log().was_flooded, "{error}");
+    }
+}
+
+#[test]
 fn what_a_crash_lost_is_fetched_again() {
     let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     write(corpus.path());

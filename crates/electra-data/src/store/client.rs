@@ -15,13 +15,14 @@ use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::http::HttpBuilder;
 use object_store::path::Path;
 use object_store::{
-    ClientOptions, Error as StoreError, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt,
+    ClientOptions, Error as StoreError, GetOptions, GetResult, ObjectMeta, ObjectStore, ObjectStoreExt,
     ObjectStoreScheme, RetryConfig,
 };
 use tokio::runtime::Runtime;
 use url::{Position, Url};
 
-use super::errors::{explain, is_transient, said};
+use super::connection::Connector;
+use super::errors::{Refused, explain, is_transient, said};
 use super::{Cancel, Object, Request};
 use crate::error::{Error, Result};
 
@@ -40,6 +41,8 @@ const INNER_RETRY: Duration = Duration::from_secs(5);
 /// How long a request may wait for more bytes before it counts as stalled. Not the time of the whole request: over a
 /// slow line those in flight take long, and would be repeated forever.
 const TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 6 } else { 30 });
+/// Memory that is reserved for an answer because of the length that it announces.
+const MAX_RESERVED: u64 = 8 << 20;
 const MAX_PAUSE: Duration = Duration::from_secs(10);
 /// How often a waiting caller looks for a cancellation.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -85,13 +88,10 @@ impl Store {
         &self.url
     }
 
-    /// A whole object, in memory.
-    pub fn read(&self, name: &str) -> Result<Vec<u8>> {
+    /// A whole object of at most `limit` bytes, in memory.
+    pub fn read(&self, name: &str, limit: u64) -> Result<Vec<u8>> {
         let path = self.path(name)?;
-        self.wait(name, &Cancel::default(), async || {
-            let answer = self.inner.get(&path).await?;
-            Ok(answer.bytes().await?.to_vec())
-        })
+        self.wait(name, &Cancel::default(), async || bytes_of(self.inner.get(&path).await?, limit).await)
     }
 
     /// What the store says of an object.
@@ -153,12 +153,12 @@ impl Store {
         // A thread of its own, because the future holds borrows that a task cannot.
         runtime.spawn_blocking(move || {
             let bytes = runtime.block_on(store.read_range(&request));
-            let _ = sender.send(bytes.map(|bytes| bytes.to_vec())); // nobody may wait for it any more
+            let _ = sender.send(bytes); // nobody may wait for it any more
         });
         Ok(answer)
     }
 
-    async fn read_range(&self, request: &Request) -> Result<bytes::Bytes> {
+    async fn read_range(&self, request: &Request) -> Result<Vec<u8>> {
         let path = self.path(&request.name)?;
         let wanted = request.range.end - request.range.start;
         self.repeat(&request.name, self.retry, async || {
@@ -167,7 +167,7 @@ impl Store {
                 if_match: request.version.clone(),
                 ..GetOptions::default()
             };
-            let bytes = self.inner.get_opts(&path, options).await?.bytes().await?;
+            let bytes = bytes_of(self.inner.get_opts(&path, options).await?, wanted).await?;
             if bytes.len() as u64 == wanted {
                 return Ok(bytes);
             }
@@ -237,6 +237,24 @@ impl Store {
     }
 }
 
+/// The bytes of an answer. Reading ends at the first piece after `limit` bytes.
+async fn bytes_of(answer: GetResult, limit: u64) -> std::result::Result<Vec<u8>, StoreError> {
+    let refused = || StoreError::Generic { store: "answer", source: Refused::TooLong(limit).into() };
+    let announced = answer.range.end - answer.range.start;
+    if announced > limit {
+        return Err(refused());
+    }
+    let mut bytes = Vec::with_capacity(announced.min(MAX_RESERVED) as usize);
+    let mut pieces = answer.into_stream();
+    while let Some(piece) = pieces.next().await {
+        bytes.extend_from_slice(&piece?);
+        if bytes.len() as u64 > limit {
+            return Err(refused());
+        }
+    }
+    Ok(bytes)
+}
+
 /// A weak tag does not say whether the bytes are the same, so servers refuse it as a condition.
 fn version_of(meta: ObjectMeta) -> Option<String> {
     meta.e_tag.filter(|tag| !tag.starts_with("W/"))
@@ -255,8 +273,11 @@ fn build(
         ClientOptions::new().with_allow_http(true).with_timeout_disabled().with_read_timeout(TIMEOUT);
     macro_rules! configured {
         ($builder:ty, $prefix:literal) => {{
-            let start =
-                <$builder>::new().with_client_options(client).with_retry(retry).with_url(url.as_str());
+            let start = <$builder>::new()
+                .with_http_connector(Connector)
+                .with_client_options(client)
+                .with_retry(retry)
+                .with_url(url.as_str());
             let known = environment($prefix).into_iter().fold(start, |builder, (key, value)| {
                 match key.parse() {
                     Ok(key) => builder.with_config(key, value),
@@ -272,9 +293,8 @@ fn build(
         ObjectStoreScheme::MicrosoftAzure => configured!(MicrosoftAzureBuilder, "azure_"),
         _ => {
             let host = &url[..Position::BeforePath];
-            Ok(Arc::new(
-                HttpBuilder::new().with_url(host).with_client_options(client).with_retry(retry).build()?,
-            ))
+            let web = HttpBuilder::new().with_http_connector(Connector).with_client_options(client);
+            Ok(Arc::new(web.with_url(host).with_retry(retry).build()?))
         }
     }
 }

@@ -10,21 +10,47 @@ use crate::error::Error;
 /// The longest part of a server's answer that is shown.
 const SHOWN: usize = 240;
 
+/// An answer that is not accepted, and would not be later either.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Refused {
+    #[error(
+        "the answer is longer than {0} bytes, the most that was asked for; the server or what it serves is wrong"
+    )]
+    TooLong(u64),
+}
+
 /// Whether the same request may succeed later.
 pub(super) fn is_transient(error: &StoreError) -> bool {
-    !matches!(
-        error,
-        StoreError::NotFound { .. }
-            | StoreError::PermissionDenied { .. }
-            | StoreError::Unauthenticated { .. }
-            | StoreError::Precondition { .. }
-            | StoreError::NotSupported { .. }
-            | StoreError::InvalidPath { .. }
-    ) && !lacks_credentials(error)
+    refused(error).is_none()
+        && !matches!(
+            error,
+            StoreError::NotFound { .. }
+                | StoreError::PermissionDenied { .. }
+                | StoreError::Unauthenticated { .. }
+                | StoreError::Precondition { .. }
+                | StoreError::NotSupported { .. }
+                | StoreError::InvalidPath { .. }
+        )
+        && !lacks_credentials(error)
+}
+
+/// Why this crate did not accept the answer.
+fn refused(error: &StoreError) -> Option<&Refused> {
+    let mut cause = error.source();
+    while let Some(inner) = cause {
+        if let Some(refused) = inner.downcast_ref() {
+            return Some(refused);
+        }
+        cause = inner.source();
+    }
+    None
 }
 
 /// The error of a request for `url`.
 pub(super) fn explain(url: &str, error: &StoreError) -> Error {
+    if let Some(refused) = refused(error) {
+        return Error::Input(format!("{url}: {refused}"));
+    }
     let refused =
         |remedy: &str| Error::Input(format!("{url}: the store refuses it ({}); {remedy}", said(error)));
     match error {

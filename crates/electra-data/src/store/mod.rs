@@ -7,6 +7,8 @@ mod cancel;
 #[cfg(feature = "object-store")]
 mod client;
 #[cfg(feature = "object-store")]
+mod connection;
+#[cfg(feature = "object-store")]
 mod errors;
 #[cfg(test)]
 #[cfg(feature = "object-store")]

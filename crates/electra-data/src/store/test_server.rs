@@ -14,6 +14,10 @@ pub(crate) enum Fault {
     Unavailable,
     /// "403 Forbidden".
     Forbidden,
+    /// "403 Forbidden" with a body that does not end.
+    EndlesslyForbidden,
+    /// The body goes on after the range or the file.
+    Endless,
     /// The connection ends in the middle of the body.
     Cut,
     /// The body stops in its middle, and the connection stays open.
@@ -31,10 +35,14 @@ pub(crate) enum Fault {
 pub(crate) struct Log {
     /// The ranges of files that were answered as asked.
     pub served: Vec<(String, Range<u64>)>,
-    /// What happens to the next requests for token files.
+    /// How the names of the files end that faults concern, if not those of tokens.
+    pub faulty: Option<&'static str>,
+    /// What happens to the next requests for these files.
     pub faults: VecDeque<Fault>,
-    /// What happens to all requests for token files after these.
+    /// What happens to all requests for them after these.
     pub always: Option<Fault>,
+    /// Whether a client has read a body that does not end for long.
+    pub was_flooded: bool,
 }
 
 /// A running server; it ends with the process.
@@ -122,13 +130,27 @@ fn answer(
     range: Option<Range<u64>>,
     log: &Mutex<Log>,
 ) -> Option<()> {
-    let fault = match name.ends_with(".tokens") {
-        true => {
-            let mut log = log.lock().unwrap();
-            log.faults.pop_front().or(log.always)
-        }
-        false => None,
+    let fault = {
+        let mut log = log.lock().unwrap();
+        let concerns = name.ends_with(log.faulty.unwrap_or(".tokens"));
+        if concerns { log.faults.pop_front().or(log.always) } else { None }
     };
+    if let Some(Fault::Endless | Fault::EndlesslyForbidden) = fault {
+        let status = match (fault, &range) {
+            (Some(Fault::EndlesslyForbidden), _) => "403 Forbidden".to_owned(),
+            (_, None) => "200 OK".to_owned(),
+            (_, Some(Range { start, end })) => {
+                format!("206 Partial Content\r\nContent-Range: bytes {start}-{}/{}", end - 1, 1_u64 << 40)
+            }
+        };
+        let head = format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n\r\n", 1_u64 << 40);
+        connection.write_all(head.as_bytes()).ok()?;
+        for _ in 0..64 {
+            connection.write_all(&[b' '; 1 << 20]).ok()?;
+        }
+        log.lock().unwrap().was_flooded = true;
+        return None;
+    }
     let slow = fault == Some(Fault::Slow);
     let mut send = |status: &str, headers: &str, length: usize, body: &[u8]| {
         let head = format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\n{headers}\r\n");

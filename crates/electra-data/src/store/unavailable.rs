@@ -30,7 +30,7 @@ impl Store {
         match self.0 {}
     }
 
-    pub fn read(&self, _: &str) -> Result<Vec<u8>> {
+    pub fn read(&self, _: &str, _: u64) -> Result<Vec<u8>> {
         match self.0 {}
     }
 
