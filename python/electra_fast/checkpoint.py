@@ -6,7 +6,6 @@ previous ones intact and no half-written one that looks whole. `checkpoint_folde
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from electra_fast import checkpoint_folder
-from electra_fast.atomic_files import replace_folder
+from electra_fast.atomic_files import remove, replace_folder
 from electra_fast.checkpoint_folder import TrainState
 from electra_fast.config import Config
 from electra_fast.errors import InputError
@@ -54,7 +53,7 @@ def write(
     except (OSError, SafetensorError) as error:
         raise OSError(f"{final}: checkpoint not written: {error}; the earlier ones are intact") from error
     for old in set(checkpoint_folder.steps(run)[:-keep]) - {state.best_step}:
-        shutil.rmtree(checkpoint_folder.path_of(run, old))
+        remove(checkpoint_folder.path_of(run, old))
     return final
 
 

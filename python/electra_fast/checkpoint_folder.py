@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,7 +181,9 @@ def _set_aside(directory: Path, reason: str) -> str:
 
 def _rename(directory: Path, prefix: str) -> Path:
     target = directory.with_name(prefix + directory.name)
-    shutil.rmtree(target, ignore_errors=True)
+    atomic_files.remove(target)
+    while os.path.lexists(target):  # it could not be removed
+        target = target.with_name(prefix + target.name)
     os.replace(directory, target)
     return target
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -38,6 +39,9 @@ CONFIGURED: dict[str, tuple[type[Configuration], ...]] = {
 
 # The exit code where `train.max_minutes` has stopped a run: EX_TEMPFAIL of sysexits.h, to be tried again.
 TIME_IS_UP = 75
+
+# What the system says of a disk that takes no more: it, a user's share or a file is full. Libraries pass it on as text.
+DISK_FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 
 # The commands that resume where they were interrupted; any other has written nothing (`pretrain` speaks for itself).
 RESUMABLE = ("demo", "prepare", "finetune", "reproduce")
@@ -73,17 +77,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ElectraFastError, OSError) as error:
         if os.environ.get("ELECTRA_FAST_TRACEBACK"):
             raise
-        print(f"electra-fast: error: {_one_line(error)}", file=sys.stderr)
+        print(f"electra-fast: error: {_one_line(error, getattr(options, 'out', None))}", file=sys.stderr)
         return 2
     except Exception as error:
         error.add_note("electra-fast: this is a bug, not a mistake of yours; please report it with the lines above")
         raise
 
 
-def _one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
+def _one_line(error: Exception, out: object) -> str:
+    text = " ".join(str(error).split())
+    is_full = any(name in text for name in DISK_FULL)
+    if isinstance(error, OSError) and error.errno is not None:
+        # Of two names the second is that of the file being written.
+        name = (is_full and error.filename2) or error.filename or (is_full and out)
+        text = f"{name}: {error.strerror}" if name else text
+    if is_full and "free some space" not in text:  # as the data engine says itself
+        text += "; free some space there, or choose another disk, and run the same command again"
+    return text
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

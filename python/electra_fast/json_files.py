@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from electra_fast.atomic_files import replace_file
+from electra_fast.atomic_files import errors_named, replace_file
 from electra_fast.errors import InputError
 
 
@@ -32,7 +32,8 @@ def json_text(content: Mapping[str, Any]) -> str:
 
 def write_object(path: Path, content: Mapping[str, Any]) -> None:
     """Writes an object, indented, with a trailing newline."""
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    with errors_named(path):
+        path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 class JsonLines:
@@ -45,12 +46,13 @@ class JsonLines:
         """
         kept = [line for line, record in _complete_lines(path) if record["step"] <= last_step]
         replace_file(path, b"".join(kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a record."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with errors_named(self._path):
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
 
     def __enter__(self) -> JsonLines:
         return self
@@ -58,7 +60,8 @@ class JsonLines:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with errors_named(self._path):
+            self._file.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from electra_fast.atomic_files import recover_all, replace_file
+from electra_fast.atomic_files import foreign_names, recover_all, replace_file
 from electra_fast.compute import choose_device
 from electra_fast.errors import InputError
 from electra_fast.finetuning import metrics
@@ -117,8 +117,8 @@ def _earlier_results(out: Path) -> Results:
 
 
 def _visible(folder: Path) -> list[str]:
-    """Names in a folder without hidden ones: locks, and what a kill left half-written."""
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    """Names in a folder without hidden ones, and without what a kill left half-written."""
+    return [name for name in foreign_names(folder) if not name.startswith(".")]
 
 
 def _check_folder(job: Job) -> None:

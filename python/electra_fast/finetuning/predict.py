@@ -18,6 +18,7 @@ from typing import Any, TextIO, cast
 import numpy as np
 import torch
 
+from electra_fast.atomic_files import remove
 from electra_fast.compute import Precision, choose_device
 from electra_fast.config import AUTO
 from electra_fast.data.corpus import Tokenizer
@@ -303,4 +304,4 @@ def _output(path: Path | None) -> Iterator[TextIO]:
             yield stream
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        remove(temporary)

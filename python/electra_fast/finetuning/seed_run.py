@@ -6,7 +6,6 @@ A seed's folder has checkpoint/ and metrics.jsonl while it trains; result.json c
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from electra_fast.atomic_files import recover_all, replace_file, replace_folder
+from electra_fast.atomic_files import recover_all, remove, replace_file, replace_folder
 from electra_fast.checkpoint import read_tensors, write_tensors
 from electra_fast.errors import Diverged, InputError, Interrupted
 from electra_fast.finetuning import batches
@@ -206,7 +205,7 @@ class SeedRun:
         result = result_of(self.seed, scored, warning, round(self.state.seconds + time.monotonic() - started, 3))
         self._replace(self.folder / "model", lambda folder: self._write_model(folder, result))
         replace_file(self.folder / RESULT, json_text(result))
-        shutil.rmtree(self.checkpoint, ignore_errors=True)
+        remove(self.checkpoint)
         return result
 
     def interruption(self, stop: StopRequest) -> Interrupted:

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from electra_fast import checkpoint
-from electra_fast.atomic_files import replace_folder
+from electra_fast.atomic_files import foreign_names, replace_folder
 from electra_fast.checkpoint_folder import TrainState
 from electra_fast.config import AUTO, HARDWARE_KEYS
 from electra_fast.errors import InputError
@@ -157,7 +157,7 @@ def _copy_token_type_0(model: Electra) -> None:
 def _is_empty(folder: Path) -> bool:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: a file is in the way; choose another folder")
-    return not folder.exists() or not any(folder.iterdir())
+    return not foreign_names(folder)
 
 
 def _is_export(folder: Path) -> bool:

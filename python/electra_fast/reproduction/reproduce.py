@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from electra_fast.atomic_files import replace_file
+from electra_fast.atomic_files import foreign_names, replace_file
 from electra_fast.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.errors import ElectraFastError, InputError, Interrupted
@@ -163,13 +163,12 @@ def _settle(out: Path, identity: Mapping[str, Any], made: Experiment, slot: Slot
     ValueError where the earlier call made another comparison, or the folder holds something else.
     """
     path, asked = out / IDENTITY, identity["asked"]
-    foreign = sorted(entry.name for entry in out.iterdir() if entry.name != ".lock")
     if path.exists():
         known = read_object(path)
         if found := first_difference({name: known.get(name) for name in identity}, identity):
             raise InputError(f"{out}: {found}; give the same to resume, or another --out")
         return known
-    if foreign:
+    if foreign := foreign_names(out):
         raise InputError(f"{out}: holds {foreign[0]}, but no {IDENTITY}; choose an empty folder for --out")
     speed = measure_speed(made.rows[0].config, slot)
     budget = asked["budget"] or float(f"{60 * speed * asked['minutes']:.2g}")

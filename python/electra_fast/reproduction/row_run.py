@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -17,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from electra_fast.atomic_files import replace_file
+from electra_fast.atomic_files import remove, replace_file
 from electra_fast.config import Config
 from electra_fast.errors import Diverged, ElectraFastError, TrainingFailed
 from electra_fast.interruption import interrupt_at_once
@@ -79,7 +78,7 @@ def do(folder: Path) -> None:
                 work.tasks, model=run, data=work.glue, out=tasks, seeds=work.finetune_seeds, overrides=work.finetune
             )
             replace_file(folder / TASKS, json_text(found))
-        shutil.rmtree(tasks, ignore_errors=True)  # a model per task and seed, which add up
+        remove(tasks)  # a model per task and seed, which add up
         if not (folder / EVALUATION).exists():
             length = config.data.sequence_length
             report = evaluate(

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from electra_fast import _data
+from electra_fast.atomic_files import errors_named
 from electra_fast.attention import is_deterministic
 from electra_fast.compute import ComputeConfig
 
@@ -38,7 +39,8 @@ def environment(device: torch.device, compute: ComputeConfig, execution: str, nu
 
 def record_environment(folder: Path, facts: dict[str, str]) -> None:
     """Appends the environment of this session to `environment.jsonl`, and prints it on standard error."""
-    with (folder / "environment.jsonl").open("a", encoding="utf-8") as file:
+    path = folder / "environment.jsonl"
+    with errors_named(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({**facts, "process": os.getpid()}) + "\n")
     print(", ".join(f"{name} {value}" for name, value in facts.items()), file=sys.stderr)
 

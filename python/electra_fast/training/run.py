@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from electra_fast import _data, checkpoint_folder
-from electra_fast.atomic_files import replace_file
+from electra_fast.atomic_files import errors_named, foreign_names, replace_file
 from electra_fast.checkpoint_folder import TrainState
 from electra_fast.config import AUTO, HARDWARE_KEYS, Config, by_section
 from electra_fast.config_file import Scalar, Value
@@ -112,8 +113,8 @@ def open_run(config: Config, mixture: Mixture, *, allow_changes: bool = False, f
         checkpoint_folder.verify(directory)
     if not (folder / "config.toml").exists():
         checkpoint_folder.require_config(folder)
-        foreign = sorted(entry.name for entry in folder.iterdir() if entry.name != ".lock")
-        if foreign:
+        foreign = foreign_names(folder)
+        if foreign and not (foreign == ["tokenizer"] and _is_own_tokenizer(folder / "tokenizer", config, mixture)):
             raise InputError(f"{folder}: holds {foreign[0]} but no run (config.toml); choose an empty folder for --out")
         return _new_run(folder, config, mixture)
     checkpoint_folder.remove_unfinished(folder)
@@ -136,9 +137,24 @@ def config_at(folder: Path, step: int) -> Config:
 
 def _new_run(folder: Path, config: Config, mixture: Mixture) -> Run:
     config = _resolved(config, mixture)
-    write_tokenizer(folder / "tokenizer", mixture.tokenizer, max_length=config.model.max_positions)
-    replace_file(folder / "config.toml", config.to_toml())
+    replace_file(folder / "config.toml", config.to_toml())  # first of all: from then on, the folder is a run's
+    with errors_named(folder / "tokenizer"):
+        write_tokenizer(folder / "tokenizer", mixture.tokenizer, max_length=config.model.max_positions)
     return Run(folder, config)
+
+
+def _is_own_tokenizer(directory: Path, config: Config, mixture: Mixture) -> bool:
+    """Whether a folder has nothing but what a new run has there, or beginnings of it.
+
+    Earlier versions left that without a config.toml if they were killed.
+    """
+    with TemporaryDirectory() as whole:
+        length = _resolved(config, mixture).model.max_positions
+        write_tokenizer(Path(whole), mixture.tokenizer, max_length=length)
+        own = {path.name: path.read_bytes() for path in Path(whole).iterdir()}
+    return directory.is_dir() and all(
+        path.is_file() and own.get(path.name, b"").startswith(path.read_bytes()) for path in directory.iterdir()
+    )
 
 
 def _resumed_run(

@@ -30,13 +30,15 @@ class RunLog:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        if not self._is_silent:
-            metrics, evaluations = (
-                self._open.enter_context(JsonLines(self._run / name, self._first_step))
-                for name in ("metrics.jsonl", "evaluations.jsonl")
-            )
-            self._files = (metrics, evaluations)
-        self._open.enter_context(self._progress)
+        with ExitStack() as opened:  # closes what is open where the rest cannot be opened
+            if not self._is_silent:
+                metrics, evaluations = (
+                    opened.enter_context(JsonLines(self._run / name, self._first_step))
+                    for name in ("metrics.jsonl", "evaluations.jsonl")
+                )
+                self._files = (metrics, evaluations)
+            opened.enter_context(self._progress)
+            self._open = opened.pop_all()
         return self
 
     def __exit__(

@@ -50,9 +50,19 @@ impl Drop for AtomicFile {
 
 /// Writes a small file atomically.
 pub(crate) fn write_atomically(dir: &Path, name: &str, tag: &str, bytes: &[u8]) -> Result<()> {
-    let mut output = AtomicFile::create(dir, name, tag)?;
-    output.file.write_all(bytes).map_err(|e| write_error(&output.target, e))?;
-    output.commit()
+    write_all_atomically(dir, tag, &[(name, bytes)])
+}
+
+/// Writes small files, each atomically, and none of them unless there is room for all.
+pub(crate) fn write_all_atomically(dir: &Path, tag: &str, files: &[(&str, &[u8])]) -> Result<()> {
+    let written = |(name, bytes): &(&str, &[u8])| {
+        let mut output = AtomicFile::create(dir, name, tag)?;
+        let synced = output.file.write_all(bytes).and_then(|()| output.file.sync_all());
+        synced.map_err(|e| write_error(&output.target, e))?;
+        Ok(output)
+    };
+    let outputs = files.iter().map(written).collect::<Result<Vec<_>>>()?;
+    outputs.into_iter().try_for_each(AtomicFile::commit)
 }
 
 /// Creates a folder with its parents and makes its entry durable.

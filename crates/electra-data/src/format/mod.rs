@@ -24,7 +24,9 @@ pub use shard::Shard;
 pub use synthetic::write_sparse;
 pub use verify::{Verified, verify};
 
-pub(crate) use atomic_file::{create_folder, is_temp, temp_path, write_atomically, write_error};
+pub(crate) use atomic_file::{
+    create_folder, is_temp, temp_path, write_all_atomically, write_atomically, write_error,
+};
 pub(crate) use corpus::VALIDATION;
 pub(crate) use header::FORMAT_VERSION;
 pub(crate) use manifest::{MANIFEST, Manifest, PARTS, ShardEntry, TokenizerEntry, hex128, saturating_sum};

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::output_dir::{InputGroupRecord, OutputDir, clean_up, remove_folder, remove_if_exists};
+use super::output_dir::{InputGroupRecord, OutputDir, clean_up, remove_folder, remove_if_exists, warn_of};
 use crate::error::{Error, Result};
 use crate::format::{
     DocumentWriter, MANIFEST, Manifest, Shard, ShardEntry, ShardSpec, TokenizerEntry, VALIDATION,
@@ -48,7 +48,7 @@ impl Finalizer<'_> {
         if has_validation {
             self.write(&self.out.validation(), self.manifest(validation))?;
         } else {
-            remove_folder(dir, VALIDATION)?;
+            warn_of(remove_folder(dir, VALIDATION));
         }
         let skipped: Vec<SkippedRecord> = records.into_iter().flat_map(|record| record.skipped).collect();
         self.write_skipped(&skipped)?;

@@ -9,6 +9,7 @@
 
 use std::collections::HashSet;
 use std::io::ErrorKind::NotFound;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -124,7 +125,7 @@ impl OutputDir {
         let out = Self::new(dir, fingerprint, Some(lease));
         out.store_fingerprint(tag)?;
         for folder in [out.dir.clone(), out.parts(), out.validation()] {
-            remove_temps(&folder, |process| process.is_some_and(|p| p.is_certainly_dead()))?;
+            remove_temps(&folder, |process| process.is_some_and(|p| p.is_certainly_dead()));
         }
         Ok(Claim::Ours(out))
     }
@@ -231,41 +232,46 @@ fn names_in(dir: &Path) -> Result<Vec<String>> {
 }
 
 /// Removes what a finished corpus no longer needs: records, leases, unfinished files, and shards of interrupted
-/// runs that its manifest does not name. Others may be doing the same.
+/// runs that its manifest does not name. Others may be doing the same. What cannot be removed is a warning.
 pub(super) fn clean_up(dir: &Path, manifest: &Manifest) -> Result<()> {
-    remove_folder(dir, PARTS)?;
+    warn_of(remove_folder(dir, PARTS));
     remove_strays(dir, manifest)?;
     if manifest.has_validation {
         remove_strays(&dir.join(VALIDATION), &Manifest::read(&dir.join(VALIDATION))?)?;
     }
     for name in names_in(dir)?.iter().filter(|name| name.starts_with(LEASE)) {
-        remove_if_exists(&dir.join(name))?;
+        warn_of(remove_if_exists(&dir.join(name)));
     }
     Ok(())
+}
+
+/// Says on standard error what could not be removed: tidying is no reason to fail.
+pub(super) fn warn_of(removed: Result<()>) {
+    if let Err(error) = removed {
+        // Not `eprintln`, which panics where standard error is closed.
+        let _ = writeln!(std::io::stderr(), "warning: {error}; it is no longer needed and was not removed");
+    }
 }
 
 fn remove_strays(dir: &Path, manifest: &Manifest) -> Result<()> {
     let files = manifest.shards.iter().flat_map(|shard| [&shard.tokens.file, &shard.lines.file]);
     let named: HashSet<&String> = files.collect();
     for name in names_in(dir)?.iter().filter(|name| name.starts_with("shard-") && !named.contains(name)) {
-        remove_if_exists(&dir.join(name))?;
+        warn_of(remove_if_exists(&dir.join(name)));
     }
-    remove_temps(dir, |_| true)
+    remove_temps(dir, |_| true);
+    Ok(())
 }
 
 /// Removes unfinished files, if the processes that were writing them are of this kind. `None` stands for an
 /// unknown process.
-fn remove_temps(dir: &Path, of: impl Fn(Option<Process>) -> bool) -> Result<()> {
-    if !dir.exists() {
-        return Ok(());
-    }
-    for name in names_in(dir)?.iter().filter(|name| is_temp(name)) {
+fn remove_temps(dir: &Path, of: impl Fn(Option<Process>) -> bool) {
+    for name in names_in(dir).unwrap_or_default().iter().filter(|name| is_temp(name)) {
         if of(name.strip_prefix(".tmp-").and_then(Process::of_attempt)) {
             let path = dir.join(name);
-            if path.is_dir() { remove_tree(&path) } else { remove_if_exists(&path) }?;
+            warn_of(if path.is_dir() { remove_tree(&path) } else { remove_if_exists(&path) });
         }
     }
-    Ok(())
 }
 
 /// Removes the folder `dir/name` if it exists. It gets a temporary name first: a process that is late with its
@@ -407,6 +413,22 @@ mod tests {
         std::fs::write(removed.join(record_name(0)), "{}").unwrap();
         clean_up(dir.path(), &Manifest::read(dir.path()).unwrap()).unwrap();
         assert!(!removed.exists() && dir.path().join(MANIFEST).exists());
+    }
+
+    #[test]
+    fn what_cannot_be_removed_is_no_failure() {
+        let dir = tempfile::tempdir().unwrap();
+        write_corpus(dir.path(), 100, &[vec![vec![5, 6]]], 2);
+        let names = ["shard-9.tokens", ".tmp-x", ".lock-all", "shard-8.tokens"];
+        let [folder, link, lease, file] = names.map(|name| dir.path().join(name));
+        create_folder(&folder).unwrap(); // stands for a file that the system refuses to remove
+        std::os::unix::fs::symlink(dir.path(), &link).unwrap();
+        for path in [&lease, &file] {
+            std::fs::write(path, "old").unwrap();
+        }
+        clean_up(dir.path(), &Manifest::read(dir.path()).unwrap()).unwrap();
+        assert!(folder.exists() && dir.path().join(MANIFEST).exists());
+        assert!([&link, &lease, &file].iter().all(|path| path.symlink_metadata().is_err()));
     }
 
     proptest! {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 
 use crate::error::{Error, Result};
-use crate::format::{create_folder, write_atomically};
+use crate::format::{create_folder, write_all_atomically};
 use crate::input::{InputFormat, Inputs, TextSource};
 use crate::tokenizer::Tokenizer;
 
@@ -61,17 +61,24 @@ impl VocabFiles {
         let path = self.folder.join(self.txt.as_ref().unwrap_or(&self.json));
         let tokenizer = Tokenizer::from_vocab(&path, text, Some(lowercase), Some(strip_accents))?;
         create_folder(&self.folder)?;
-        if let Some(name) = &self.txt {
-            write_atomically(&self.folder, name, "vocab", tokenizer.file().1)?;
-            let config = json!({
-                "tokenizer_class": "BertTokenizer", "do_lower_case": lowercase, "strip_accents": strip_accents,
-                "tokenize_chinese_chars": true, "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]",
-                "sep_token": "[SEP]", "mask_token": "[MASK]", "clean_up_tokenization_spaces": false,
-            });
-            write_atomically(&self.folder, CONFIG, "vocab", format!("{config:#}\n").as_bytes())?;
-        }
-        write_atomically(&self.folder, &self.json, "vocab", tokenizer.to_json()?.as_bytes())
+        let (json, config) = (tokenizer.to_json()?, config(lowercase, strip_accents));
+        let files = match &self.txt {
+            Some(name) => vec![(&**name, tokenizer.file().1), (CONFIG, config.as_bytes())],
+            None => Vec::new(),
+        };
+        let files = [files, vec![(&*self.json, json.as_bytes())]].concat();
+        write_all_atomically(&self.folder, "vocab", &files)
     }
+}
+
+/// The `tokenizer_config.json` of a `vocab.txt`.
+fn config(lowercase: bool, strip_accents: bool) -> String {
+    let config = json!({
+        "tokenizer_class": "BertTokenizer", "do_lower_case": lowercase, "strip_accents": strip_accents,
+        "tokenize_chinese_chars": true, "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]",
+        "sep_token": "[SEP]", "mask_token": "[MASK]", "clean_up_tokenization_spaces": false,
+    });
+    format!("{config:#}\n")
 }
 
 fn refuse_existing(path: &Path, source: &TextSource, format: Option<InputFormat>) -> Result<()> {
@@ -118,6 +125,19 @@ mod tests {
             hashes.dedup();
             assert_eq!(hashes.len(), 1);
         }
+    }
+
+    #[test]
+    fn all_files_are_written_or_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let obstacle = dir.path().join(".tmp-vocab-tokenizer.json"); // stands for a full disk
+        std::fs::create_dir(&obstacle).unwrap();
+        let out = dir.path().join("vocab.txt");
+        write(&out, true).unwrap_err();
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+        std::fs::remove_dir(&obstacle).unwrap();
+        write(&out, true).unwrap();
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 3);
     }
 
     #[test]
