@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import electra_fast as ef
+from electra_fast import checkpoint_folder
 from electra_fast.finetuning import batches, glue
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.finetuning.job import make_job
@@ -189,7 +190,7 @@ def test_a_signal_ends_in_a_checkpoint(encoder_folder, glue_folder, tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert "run again to resume" in errors.splitlines()[-1]
-    step = json.loads((out / "sst2" / "seed-0" / "checkpoint" / "state.json").read_text())["step"]
+    step = max(checkpoint_folder.steps(out / "sst2" / "seed-0"))
     assert f"checkpoint at step {step}" in errors and step > 0
 
 
@@ -320,7 +321,7 @@ def test_a_full_disk_keeps_the_finished_seeds(finetuned, encoder_folder, glue_fo
     full = subprocess.run(arguments, capture_output=True, text=True)
     assert full.returncode == 2
     assert len([line for line in full.stderr.splitlines() if "error" in line]) == 1
-    assert "seed-1/checkpoint: not written" in full.stderr and "run again to resume" in full.stderr
+    assert "seed-1/checkpoints/step-4: not written" in full.stderr and "run again to resume" in full.stderr
     kept = json.loads((out / "results.json").read_text())
     assert kept["sst2"] == finetuned[1]["sst2"] and kept["mrpc"]["runs"] == finetuned[1]["mrpc"]["runs"][:1]
     assert not (out / "mrpc" / "seed-1" / "model").exists()

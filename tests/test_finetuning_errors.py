@@ -1,6 +1,8 @@
 """What `finetune` refuses, and how it says so: one line, with what to do, and nothing is lost."""
 
 import json
+import os
+import re
 import shutil
 
 import in_process
@@ -135,16 +137,75 @@ def test_damage_is_named_with_what_to_remove(finetuned, encoder_folder, glue_fol
         ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=2, overrides=QUICK)
 
 
-def test_a_damaged_checkpoint_is_named_with_what_to_remove(finetuned, encoder_folder, glue_folder, tmp_path):
-    out = tmp_path / "copy"
-    shutil.copytree(finetuned[0], out)
-    (out / "sst2" / "seed-0" / "result.json").unlink()
-    checkpoint = out / "sst2" / "seed-0" / "checkpoint"
-    checkpoint.mkdir()
-    for content in ('{"step": 1}', '{"foreign": 1}'):
-        (checkpoint / "state.json").write_text(content)
-        with pytest.raises(InputError, match=r"checkpoint: damaged .* remove .*seed-0 to train this seed again"):
-            ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=2, overrides=QUICK)
+@pytest.fixture(scope="module")
+def stopped(encoder_folder, glue_folder, tmp_path_factory):
+    """A seed stopped after its third step, with the checkpoints of the last two."""
+    out, original = tmp_path_factory.mktemp("stopped") / "out", os.replace
+
+    def replace(source, target):
+        original(source, target)
+        if target.name == "step-3":
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", replace)
+        overrides = QUICK | {"finetune.checkpoint_seconds": "0"}
+        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, overrides=overrides)
+    return out
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+
+
+def resumed(out, encoder_folder, glue_folder):
+    settings = (word for name, value in QUICK.items() for word in (f"--{name}", value))
+    arguments = ("finetune", "--task", "sst2", "--model", encoder_folder, "--data", glue_folder, "--out", out)
+    return in_process.run(*arguments, *settings)
+
+
+@pytest.mark.parametrize("damaged", ["model.safetensors", "optimizer.safetensors", "state.json", None])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    stopped, finetuned, encoder_folder, glue_folder, tmp_path, damaged
+):
+    shutil.copytree(stopped, out := tmp_path / "out")
+    seed = out / "sst2" / "seed-0"
+    if damaged:
+        flip_a_bit(seed / "checkpoints" / "step-3" / damaged)
+    else:  # of an earlier version, without checksums
+        (seed / "checkpoints" / "step-3").rename(seed / "checkpoint")
+        shutil.rmtree(seed / "checkpoints")
+    found = resumed(out, encoder_folder, glue_folder)
+    assert found.returncode == 0
+    what = f"step-3/{damaged}: damaged " if damaged else "checkpoint: of an earlier version, without checksums; this"
+    (warning,) = [line for line in found.stderr.splitlines() if "warning" in line]
+    assert what in warning and ("resumes at step 2" in found.stderr) == bool(damaged)
+    names = ("model/model.safetensors", "predictions.dev.tsv")
+    assert [(seed / each).read_bytes() for each in names] == [
+        (finetuned[0] / "sst2" / "seed-0" / each).read_bytes() for each in names
+    ]
+    assert not {"checkpoint", "checkpoints"} & {path.name for path in seed.iterdir()}
+
+
+def test_without_an_intact_checkpoint_it_says_what_to_remove(stopped, encoder_folder, glue_folder, tmp_path):
+    shutil.copytree(stopped, out := tmp_path / "out")
+    for path in out.rglob("model.safetensors"):
+        flip_a_bit(path)
+    found = resumed(out, encoder_folder, glue_folder)
+    assert found.returncode == 2
+    assert re.search("no intact checkpoint: .* remove .*seed-0 to train this seed again", found.stderr.splitlines()[-1])
+    assert not list(out.rglob("damaged-*"))
+
+
+@pytest.mark.parametrize("name", ["result.json", "predictions.dev.tsv", "model/model.safetensors", "model/config.json"])
+def test_a_damaged_file_of_a_finished_seed_is_noticed(finetuned, encoder_folder, glue_folder, tmp_path, name):
+    shutil.copytree(finetuned[0], out := tmp_path / "out")
+    flip_a_bit(out / "sst2" / "seed-0" / name)
+    found = resumed(out, encoder_folder, glue_folder)
+    assert found.returncode == 2
+    assert re.search(f"{name}: (damaged|not a JSON).*; remove .*seed-0 to train this seed again", found.stderr)
 
 
 def test_the_model_and_the_keys_are_checked_before_the_data(encoder_folder, tmp_path):

@@ -2,6 +2,7 @@
 
 `RUN/checkpoints/step-N/` holds config.toml, model.safetensors, optimizer.safetensors and state.json; the
 last has the training state and the checksums of all. What is in the tensors is `checkpoint`'s business.
+The folder of a seed that is fine-tuned has checkpoints of the same form, without config.toml.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from electra_fast import atomic_files
 from electra_fast.errors import InputError
 from electra_fast.json_files import read_object, write_object
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 STATE = "state.json"
 STATE_VERSION = 2
@@ -111,16 +116,35 @@ def require_config(run: Path) -> None:
         )
 
 
-def seal(directory: Path, state: TrainState) -> None:
+def seal(directory: Path, state: DataclassInstance) -> None:
     """Writes state.json, with the checksums of all files that are there already."""
-    files = {file.name: _sha256(file) for file in sorted(directory.iterdir())}
-    content = {"version": STATE_VERSION, **asdict(state), "files": files}
-    write_object(directory / STATE, content | {"checksum": _checksum(content)})
+    content = {"version": STATE_VERSION, **asdict(state)}
+    write_object(directory / STATE, sealed(content, directory, sorted(directory.iterdir())))
+
+
+def sealed(content: Mapping[str, Any], directory: Path, files: Iterable[Path]) -> dict[str, Any]:
+    """A JSON object with the checksums of files in a folder, and its own, as `verify` expects it there."""
+    hashes = {file.relative_to(directory).as_posix(): _sha256(file) for file in files}
+    content = {**content, "files": hashes}
+    return content | {"checksum": _checksum(content)}
+
+
+def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
+    """What `sealed` made, without its own checksum; FileNotFoundError or ValueError where it is not as written."""
+    try:
+        content = read_object(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: missing; {remedy}") from None
+    except InputError as error:
+        raise InputError(f"{path}: damaged ({error}); {remedy}") from None
+    if content.pop("checksum", None) != _checksum(content):
+        raise InputError(f"{path}: damaged (its checksum does not match); {remedy}")
+    return content
 
 
 def read_state(directory: Path) -> TrainState:
     """A checkpoint's state; FileNotFoundError or ValueError where it is not as written, or not of this format."""
-    content = _read(directory)
+    content = read_sealed(directory / STATE, _remedy(directory))
     if content.get("version") != STATE_VERSION:
         raise InputError(
             f"{directory / STATE}: format {content.get('version', 1)}, and this version of electra-fast reads format "
@@ -136,19 +160,24 @@ def verify(directory: Path, *names: str) -> None:
 
     Raises FileNotFoundError or ValueError naming the first file that is missing or damaged.
     """
-    files = _read(directory)["files"]
-    for name in names or files:
+    files = read_sealed(directory / STATE, _remedy(directory))["files"]
+    verify_files(directory, {name: files.get(name) for name in names or files}, _remedy(directory))
+
+
+def verify_files(directory: Path, checksums: Mapping[str, str | None], remedy: str) -> None:
+    """Compares files with their checksums; FileNotFoundError or ValueError names the first missing or damaged one."""
+    for name, expected in checksums.items():
         path = directory / name
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: missing; {_remedy(directory)}")
-        if _sha256(path) != files.get(name):
-            raise InputError(f"{path}: damaged (its checksum does not match); {_remedy(directory)}")
+            raise FileNotFoundError(f"{path}: missing; {remedy}")
+        if _sha256(path) != expected:
+            raise InputError(f"{path}: damaged (its checksum does not match); {remedy}")
 
 
-def recover_run(run: Path) -> tuple[Path, list[str]]:
+def recover_run(run: Path, or_else: str = "start again with another --out") -> tuple[Path, list[str]]:
     """The newest intact checkpoint of a run, and what is wrong with newer ones, which are renamed.
 
-    Raises ValueError where no checkpoint is intact, and then renames none.
+    Raises ValueError where no checkpoint is intact, and then renames none; `or_else` is what to do if there is no copy.
     """
     damaged: list[tuple[Path, str]] = []
     for step in reversed(steps(run)):
@@ -160,7 +189,7 @@ def recover_run(run: Path) -> tuple[Path, list[str]]:
             continue
         return directory, [_set_aside(path, reason) for path, reason in damaged]
     reasons = "; ".join(reason for _, reason in damaged)
-    raise InputError(f"{run}: no intact checkpoint: {reasons}; copy one back, or start again with another --out")
+    raise InputError(f"{run}: no intact checkpoint: {reasons}; copy one back, or {or_else}")
 
 
 def remove_unfinished(run: Path) -> None:
@@ -186,19 +215,6 @@ def _rename(directory: Path, prefix: str) -> Path:
         target = target.with_name(prefix + target.name)
     os.replace(directory, target)
     return target
-
-
-def _read(directory: Path) -> dict[str, Any]:
-    path = directory / STATE
-    try:
-        content = read_object(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: missing; {_remedy(directory)}") from None
-    except InputError as error:
-        raise InputError(f"{path}: damaged ({error}); {_remedy(directory)}") from None
-    if content.pop("checksum", None) != _checksum(content):
-        raise InputError(f"{path}: damaged (its checksum does not match); {_remedy(directory)}")
-    return content
 
 
 def _remedy(directory: Path) -> str:

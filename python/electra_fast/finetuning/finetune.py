@@ -20,7 +20,7 @@ from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
 from electra_fast.finetuning.job import IDENTITY, Job, check_length, first_difference, make_job
 from electra_fast.finetuning.labels import listed
 from electra_fast.finetuning.rescoring import outdated_splits, read_finished, rescore
-from electra_fast.finetuning.seed_run import RESULT, SeedRun
+from electra_fast.finetuning.seed_run import OLD_CHECKPOINT, RESULT, SeedRun
 from electra_fast.finetuning.step import FinetuneStep
 from electra_fast.finetuning.submission import copy_submissions
 from electra_fast.finetuning.tasks import read_tasks
@@ -128,7 +128,8 @@ def _check_folder(job: Job) -> None:
         recover_all(folder)
     if not path.exists() and job.folder.exists() and _visible(job.folder):
         raise InputError(f"{path}: missing, though there are other files; choose another folder for --out")
-    made = [*job.folder.glob(f"seed-*/{RESULT}"), *job.folder.glob("seed-*/checkpoint")]
+    made = [*job.folder.glob(f"seed-*/{RESULT}"), *job.folder.glob("seed-*/checkpoints/step-*")]
+    made += job.folder.glob(f"seed-*/{OLD_CHECKPOINT}")
     if made and (found := first_difference(read_object(path) | {"hardware": None}, now | {"hardware": None})):
         raise InputError(f"{job.folder}: {found}; give the same to resume, or another --out")
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -187,6 +188,8 @@ def _earlier_run(job: Job, folder: Path, stop: StopRequest, progress: Finetuning
 def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress) -> dict[str, Any]:
     job, name = run.job, f"{run.job.task.name} seed {run.seed}"
     progress.enter(name)
+    for warning in run.warnings:
+        progress.warn(f"warning: {warning}")
     if run.state.step:
         progress.say(f"{name}: resumes at step {run.state.step}")
         progress.skip(job.num_tokens * run.state.step // job.num_steps)

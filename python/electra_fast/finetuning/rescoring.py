@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from electra_fast.atomic_files import replace_file, replace_folder
+from electra_fast import checkpoint_folder
+from electra_fast.atomic_files import replace_folder
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.finetuning.card import write_model_card
 from electra_fast.finetuning.job import Job
 from electra_fast.finetuning.model import TaskModel
-from electra_fast.finetuning.seed_run import RESULT, predict_splits, result_of
+from electra_fast.finetuning.seed_run import RESULT, predict_splits, result_of, write_result
 from electra_fast.finetuning.task import Split
 from electra_fast.huggingface.finetuned import SETTINGS_KEY, read_finetuned
 from electra_fast.interruption import StopRequest
-from electra_fast.json_files import json_text, read_object, write_object
+from electra_fast.json_files import read_object, write_object
 
 
 def read_finished(job: Job, folder: Path) -> dict[str, Any]:
@@ -31,8 +32,13 @@ def read_finished(job: Job, folder: Path) -> dict[str, Any]:
         result = read_object(folder / RESULT)
     except InputError as error:
         raise InputError(f"{error}; {remedy}") from None
+    checksums = {}  # a version that wrote none left models that are taken as they are
+    if {"files", "checksum"} & result.keys():
+        result = checkpoint_folder.read_sealed(folder / RESULT, remedy)
+        checksums = result.pop("files")
     if not {"seed", "seconds", job.task.metric} <= result.keys() or not (folder / "model" / "config.json").exists():
         raise InputError(f"{folder}: not whole (model/ or an entry of {RESULT} is missing); {remedy}")
+    checkpoint_folder.verify_files(folder, checksums, remedy)
     return result
 
 
@@ -55,7 +61,7 @@ def rescore(
     started, known = time.monotonic(), dict(result.get("splits", {}))
     names = {each.name for each in outdated}
     scored = {name: known[name] for name in job.predicted if name in known and name not in names}
-    replace_file(folder / RESULT, json_text(result | {"splits": scored}))
+    write_result(folder, result | {"splits": scored}, unfinished=names)
 
     def check_stop() -> None:
         if stop:
@@ -69,7 +75,7 @@ def rescore(
     seconds = round(result["seconds"] + time.monotonic() - started, 3)
     new = result_of(result["seed"], ordered, warning, seconds)
     replace_folder(folder / "model", lambda target: _copy_model(job, folder / "model", target, new))
-    replace_file(folder / RESULT, json_text(new))
+    write_result(folder, new)
     return new
 
 

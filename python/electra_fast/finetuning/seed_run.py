@@ -1,23 +1,25 @@
 """One seed of a task: trains, resumes where it was killed, and leaves model, predictions and scores.
 
-A seed's folder has checkpoint/ and metrics.jsonl while it trains; result.json comes last and makes it finished.
+A seed's folder has checkpoints/ and metrics.jsonl while it trains, as a run of pre-training; result.json comes last and
+makes it finished. It has the checksums of what a later session reads again.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
+from electra_fast import checkpoint_folder
 from electra_fast.atomic_files import recover_all, remove, replace_file, replace_folder
 from electra_fast.checkpoint import read_tensors, write_tensors
-from electra_fast.errors import Diverged, InputError, Interrupted
+from electra_fast.errors import Diverged, Interrupted
 from electra_fast.finetuning import batches
 from electra_fast.finetuning.card import write_model_card
 from electra_fast.finetuning.job import Job, named_scores
@@ -27,11 +29,13 @@ from electra_fast.finetuning.task import Split
 from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.interruption import StopRequest
-from electra_fast.json_files import JsonLines, json_text, read_object
+from electra_fast.json_files import JsonLines, json_text
 from electra_fast.progress import FinetuningProgress
 from electra_fast.training.optim import lr_scale
 
 RESULT = "result.json"
+# The only checkpoint of a seed, in versions that wrote no checksums.
+OLD_CHECKPOINT = "checkpoint"
 # Lines of metrics.jsonl.
 _NUM_LOGS = 100
 
@@ -81,6 +85,22 @@ def result_of(seed: int, scored: Mapping[str, Any], warning: str | None, seconds
     return result | ({"warning": warning} if warning else {}) | {"seconds": seconds, "splits": dict(scored)}
 
 
+def write_result(folder: Path, result: Mapping[str, Any], *, unfinished: Container[str] | None = None) -> None:
+    """Writes result.json, with the checksums of the seed's other files that a later session reads.
+
+    Args:
+        folder: Of the seed.
+        result: What `result_of` returns.
+        unfinished: While it is scored again, the names of the splits that are to be predicted again: what depends on
+            them is about to change.
+    """
+    predictions = [path for path in folder.glob("predictions.*") if path.name.split(".")[1] not in (unfinished or ())]
+    # Without the model card, which is for people, who may edit it. config.json has settings that follow the scores.
+    changing = {"README.md", "config.json"} if unfinished is not None else {"README.md"}
+    model = [path for path in (folder / "model").iterdir() if path.name not in changing and path.is_file()]
+    replace_file(folder / RESULT, json_text(checkpoint_folder.sealed(result, folder, sorted((*predictions, *model)))))
+
+
 class SeedRun:
     """Training of one seed.
 
@@ -100,13 +120,16 @@ class SeedRun:
         self.model.initialize_head(seed)
         step.optimizer.reset()
         self.state, self._totals = SeedState(), torch.zeros(2, dtype=torch.float64, device=job.device)
-        if (self.checkpoint / "state.json").exists():
+        self.warnings: list[str] = []
+        """What is wrong with checkpoints of an earlier session."""
+        checkpoint_folder.remove_unfinished(self.folder)
+        if checkpoint_folder.steps(self.folder):
             self._restore()
-
-    @property
-    def checkpoint(self) -> Path:
-        """The folder of its only checkpoint."""
-        return self.folder / "checkpoint"
+        elif (self.folder / OLD_CHECKPOINT).is_dir():
+            # Resuming would give another model, unnoticed, if a bit of it were damaged; a seed is soon trained again.
+            self.warnings.append(
+                f"{self.folder / OLD_CHECKPOINT}: of an earlier version, without checksums; this seed starts again"
+            )
 
     def train(self, stop: StopRequest, progress: FinetuningProgress) -> bool:
         """Takes the remaining steps, or those until a stop; tells whether none remains."""
@@ -172,22 +195,23 @@ class SeedRun:
         def write(folder: Path) -> None:
             write_tensors(dict(self.model.named_parameters()), folder / "model.safetensors")
             write_tensors(self.step.optimizer.state_dict(), folder / "optimizer.safetensors")
-            (folder / "state.json").write_text(json_text(asdict(self.state)), encoding="utf-8")
+            checkpoint_folder.seal(folder, self.state)
 
-        self._replace(self.checkpoint, write)
+        self._replace(checkpoint_folder.path_of(self.folder, self.state.step), write)
+        # Two are kept until the seed is finished, so that one is left if the other is damaged.
+        for step in checkpoint_folder.steps(self.folder)[:-2]:
+            shutil.rmtree(checkpoint_folder.path_of(self.folder, step))
 
     def _restore(self) -> None:
-        try:
-            self.state = SeedState(**read_object(self.checkpoint / "state.json"))
-            stored = read_tensors(self.checkpoint / "model.safetensors")
-            with torch.no_grad():
-                for name, parameter in self.model.named_parameters():
-                    parameter.copy_(stored[name])
-            self.step.optimizer.load_state_dict(read_tensors(self.checkpoint / "optimizer.safetensors"))
-        except (InputError, FileNotFoundError, KeyError, TypeError) as error:
-            raise InputError(
-                f"{self.checkpoint}: damaged ({error}); remove {self.folder} to train this seed again"
-            ) from None
+        remedy = f"remove {self.folder} to train this seed again"
+        directory, self.warnings = checkpoint_folder.recover_run(self.folder, remedy)
+        content = checkpoint_folder.read_sealed(directory / checkpoint_folder.STATE, remedy)
+        self.state = SeedState(**{name: content[name] for name in SeedState.__dataclass_fields__})
+        stored = read_tensors(directory / "model.safetensors")
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(stored[name])
+        self.step.optimizer.load_state_dict(read_tensors(directory / "optimizer.safetensors"))
 
     def finish(self, stop: StopRequest) -> dict[str, Any]:
         """Scores and predictions of the trained model; writes everything, and returns what result.json says.
@@ -204,8 +228,9 @@ class SeedRun:
         warning = predict_splits(self.job, self.model, self.folder, splits, scored, check_stop)
         result = result_of(self.seed, scored, warning, round(self.state.seconds + time.monotonic() - started, 3))
         self._replace(self.folder / "model", lambda folder: self._write_model(folder, result))
-        replace_file(self.folder / RESULT, json_text(result))
-        remove(self.checkpoint)
+        write_result(self.folder, result)
+        for name in ("checkpoints", OLD_CHECKPOINT):
+            remove(self.folder / name)
         return result
 
     def interruption(self, stop: StopRequest) -> Interrupted:
