@@ -46,7 +46,8 @@ PACKAGE_LAYERS = [
     {"kernels", "data"},
     # usable from everywhere
     {"config_section"},
-    {"config_file", "json_files", "progress", "interruption"},
+    {"config_file", "progress", "interruption"},
+    {"json_files"},
     {"atomic_files", "errors"},
 ]
 # Who may import the Rust extension, to use it or to report its version.
@@ -64,7 +65,7 @@ CRATE_USES = {
     "loader": {"format", "store"},
 }
 # Single files beside the folders, usable from all of them.
-CRATE_GROUND = {"error", "philox", "threads"}
+CRATE_GROUND = {"error", "panics", "philox", "threads"}
 
 
 def room(path: Path) -> str:

@@ -18,6 +18,7 @@ from tokenizers import models, pre_tokenizers, processors, trainers
 from electra_fast.config import Config
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.errors import InputError
 from electra_fast.huggingface.export import export, import_folder
 from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.training.evaluate import evaluate
@@ -337,3 +338,47 @@ class TestVocabulariesToldApart:
             evaluate(run, folder / "same")
         with pytest.raises(FileNotFoundError, match="tokenizer: missing; a run keeps its tokenizer there"):
             pretrain(tiny_config(), data=folder / "same", out=run)
+
+
+@pytest.mark.parametrize(
+    "part, value, message",
+    [
+        ("model.vocab.##b", 2**32 - 1, '"##b" has the id 4294967295, and ids must be below 16777216'),
+        ("model.vocab.##b", 2**31, '"##b" has the id 2147483648'),
+        (
+            "normalizer",
+            {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+            "not a usable tokenizer .the tokenizers",
+        ),
+        # What the library finds at the first text, or at the first ids.
+        ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "not a usable tokenizer"),
+        ("decoder", {"type": "Strip", "content": "a", "start": 9, "stop": 9}, "not a usable tokenizer"),
+        ("version", '1.0" "x": "', r"not a usable tokenizer \(expected .* at line 1 column"),
+        # No mistake: words may be as long as the text.
+        ("model.max_input_chars_per_word", 2**63, None),
+    ],
+)
+def test_a_file_at_which_the_library_panics_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], part: str, value: object, message: str | None
+) -> None:
+    rules = json.loads(Tokenizer(write_vocab(tmp_path / "vocab.txt", "a", "##b")).to_json())
+    *parents, name = part.split(".")
+    table = rules
+    for parent in parents:
+        table = table[parent]
+    table[name] = value
+    path = tmp_path / "hostile" / "tokenizer.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(rules).replace('\\"', '"'))
+
+    def use() -> None:
+        tokenizer = Tokenizer(path)
+        tokenizer.encode_batch(["ab " + 4000 * "é" + 4000 * "b"])
+        tokenizer.decode([5, 6])
+
+    if message is None:
+        use()
+    else:
+        with pytest.raises(InputError, match=f"hostile/tokenizer.json: {message}"):
+            use()
+    assert "panicked" not in capfd.readouterr().err

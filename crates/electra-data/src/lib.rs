@@ -7,6 +7,7 @@ mod error;
 mod format;
 mod input;
 mod loader;
+mod panics;
 pub mod philox;
 mod prepare;
 mod store;

@@ -4,6 +4,7 @@
 use rayon::prelude::*;
 
 use super::tokenize::{Tokenizer, failed_on};
+use super::vocab_txt::guarded;
 use crate::error::Result;
 use crate::threads::on_all_cores;
 
@@ -27,7 +28,8 @@ impl Tokenizer {
     }
 
     fn pieces(&self, text: &str) -> Result<Pieces> {
-        let encoding = self.for_text().encode_char_offsets(text, false).map_err(|e| failed_on(text, &e))?;
+        let encode = || self.for_text().encode_char_offsets(text, false).map_err(|e| failed_on(text, &e));
+        let encoding = guarded(&self.path, encode)?;
         let words = encoding.get_word_ids().iter();
         Ok(Pieces {
             ids: encoding.get_ids().to_vec(),

@@ -6,6 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
+use serde::de::IgnoredAny;
 use tokenizers::ModelWrapper;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -13,12 +14,14 @@ use super::folder::{Folder, ROLES, bert_case};
 use super::names::{five, for_text};
 use super::tokenize::Tokenizer;
 use super::tokenizer_json::complete;
-use super::vocab_txt::{self, BYTE_ORDER_MARK, Case, Vocabulary, read_if_there, unusable};
+use super::vocab_txt::{self, BYTE_ORDER_MARK, Case, Vocabulary, guarded, read_if_there, unusable};
 use super::wordpiece::FastWordPiece;
 use crate::error::{Error, Result};
 use crate::format::{Corpus, Manifest, SpecialTokens, TokenizerEntry};
 
 const JSON: &str = "tokenizer.json";
+/// Sixteen times the entries of the largest published vocabularies.
+const MAX_VOCAB_SIZE: u32 = 1 << 24;
 
 impl Tokenizer {
     /// Opens a `vocab.txt` or a `tokenizer.json` (by extension), or the one in a folder.
@@ -32,18 +35,22 @@ impl Tokenizer {
     /// A missing file is [`Error::NotFound`]; one that is no usable tokenizer is [`Error::Input`].
     pub fn from_file(path: &Path, lowercase: Option<bool>, strip_accents: Option<bool>) -> Result<Self> {
         let path = locate(path)?;
-        let file = std::fs::read(&path).map_err(|error| match error.kind() {
+        guarded(&path, || Self::from_located(&path, lowercase, strip_accents))
+    }
+
+    fn from_located(path: &Path, lowercase: Option<bool>, strip_accents: Option<bool>) -> Result<Self> {
+        let file = std::fs::read(path).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => Error::NotFound {
-                path: path.clone(),
+                path: path.to_owned(),
                 hint: "; `electra-fast vocab` trains a vocabulary".to_owned(),
             },
-            _ => Error::io(&path, error),
+            _ => Error::io(path, error),
         })?;
-        if is_json(&path) {
-            refuse_case(&path, lowercase, strip_accents)?;
-            return Self::from_json_folder(&path, file);
+        if is_json(path) {
+            refuse_case(path, lowercase, strip_accents)?;
+            return Self::from_json_folder(path, file);
         }
-        Self::from_vocab_folder(&path, file, lowercase, strip_accents)
+        Self::from_vocab_folder(path, file, lowercase, strip_accents)
     }
 
     /// As [`Tokenizer::from_file`], for a file in memory, beside which there are no others; `path` determines its
@@ -58,9 +65,11 @@ impl Tokenizer {
             return Self::from_vocab(path, file, lowercase, strip_accents);
         }
         refuse_case(path, lowercase, strip_accents)?;
-        let inner = parse(path, &file)?;
-        let special = find_special(path, &|name| inner.token_to_id(name))?;
-        Self::of_json(path, file, inner, special)
+        guarded(path, || {
+            let inner = parse(path, &file)?;
+            let special = find_special(path, &|name| inner.token_to_id(name))?;
+            Self::of_json(path, file, inner, special)
+        })
     }
 
     /// Makes a tokenizer again from its [`Tokenizer::file`], [`Tokenizer::settings`], special tokens and path.
@@ -73,8 +82,7 @@ impl Tokenizer {
         if name != JSON {
             return Self::from_vocab(path, file, lowercase, strip_accents);
         }
-        let inner = parse(path, &file)?;
-        Self::of_json(path, file, inner, special)
+        guarded(path, || Self::of_json(path, file.clone(), parse(path, &file)?, special))
     }
 
     /// The tokenizer that a corpus was prepared with, from the corpus's own copy.
@@ -120,6 +128,7 @@ impl Tokenizer {
         inner: tokenizers::Tokenizer,
         special: SpecialTokens,
     ) -> Result<Self> {
+        let vocab_size = vocab_size(path, &inner)?;
         let mut hash = Xxh3::new();
         hash.update(b"tokenizer.json\n");
         hash.update(&file);
@@ -131,7 +140,6 @@ impl Tokenizer {
             // Earlier releases split these.
             hash.update(b"whole");
         }
-        let vocab_size = inner.get_vocab(true).values().max().map_or(0, |id| id + 1);
         let tokenizer = Self::new(path, JSON, inner, special, vocab_size, hash.digest())?;
         Ok(Self { file, ..tokenizer })
     }
@@ -341,7 +349,21 @@ fn own_entry(path: &Path) -> Option<TokenizerEntry> {
     (path.file_name()? == entry.file.as_str()).then_some(entry)
 }
 
+/// One more than the highest id; an error where that is absurd, since tables have a row per id.
+fn vocab_size(path: &Path, tokenizer: &tokenizers::Tokenizer) -> Result<u32> {
+    match tokenizer.get_vocab(true).into_iter().max_by_key(|&(_, id)| id) {
+        Some((token, id)) if id >= MAX_VOCAB_SIZE => {
+            let reason =
+                format!("{token:?} has the id {id}, and ids must be below {MAX_VOCAB_SIZE}; correct it");
+            Err(Error::Input(format!("{}: {reason}", path.display())))
+        }
+        last => Ok(last.map_or(0, |(_, id)| id + 1)),
+    }
+}
+
 fn parse(path: &Path, file: &[u8]) -> Result<tokenizers::Tokenizer> {
+    // The crate panics at some mistakes, and names no place.
+    serde_json::from_slice::<IgnoredAny>(file).map_err(|e| unusable(path, &e))?;
     let mut inner = tokenizers::Tokenizer::from_bytes(file).map_err(|e| unusable(path, &e))?;
     // Truncation would silently drop tokens, padding would add some.
     inner.with_truncation(None).map_err(|e| unusable(path, &e))?;

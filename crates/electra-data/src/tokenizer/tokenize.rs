@@ -10,7 +10,7 @@ use tokenizers::{NormalizerWrapper, PreTokenizerWrapper};
 
 use super::names::five;
 use super::tokenizer_json::{complete, content_hash};
-use super::vocab_txt::Case;
+use super::vocab_txt::{Case, guarded};
 use super::wordpiece::{FastWordPiece, WordPieceEncoder};
 use crate::error::{Error, Result};
 use crate::format::{SpecialTokens, hex128};
@@ -53,13 +53,14 @@ impl Tokenizer {
 
     /// The ids that the `tokenizers` crate gives a text, as the reference for [`Encoder`].
     pub fn encode_by_crate(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self.for_text().encode_fast(text, false).map_err(|error| failed_on(text, &error))?;
-        Ok(encoding.get_ids().to_vec())
+        let encode = || self.for_text().encode_fast(text, false).map_err(|error| failed_on(text, &error));
+        Ok(guarded(&self.path, encode)?.get_ids().to_vec())
     }
 
     /// Text for ids, approximately the original.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.inner.decode(ids, false).map_err(|error| Error::Input(format!("cannot decode: {error}")))
+        let failed = |error| Error::Input(format!("cannot decode: {error}"));
+        guarded(&self.path, || self.inner.decode(ids, false).map_err(failed))
     }
 
     /// The vocabulary entry with this id.
@@ -85,12 +86,12 @@ impl Tokenizer {
     /// A hash of everything that decides the ids of a text, in whichever file: entries, their ids, and the
     /// rules, case included. 32 hexadecimal digits.
     pub fn content_hash(&self) -> Result<String> {
-        content_hash(&self.inner, self.special_tokens).map(hex128)
+        guarded(&self.path, || content_hash(&self.inner, self.special_tokens)).map(hex128)
     }
 
     /// A complete `tokenizer.json`: with marked special tokens and the template `[CLS] text [SEP]`.
     pub fn to_json(&self) -> Result<String> {
-        complete(&self.inner, self.special_tokens)
+        guarded(&self.path, || complete(&self.inner, self.special_tokens))
     }
 
     /// The file that was opened.
@@ -110,7 +111,8 @@ impl Tokenizer {
 
     /// The parts of a text that become unknown tokens, as they stand in it.
     pub(crate) fn unknown_words(&self, text: &str) -> Result<Vec<String>> {
-        let encoding = self.for_text().encode(text, false).map_err(|error| failed_on(text, &error))?;
+        let encode = || self.for_text().encode(text, false).map_err(|error| failed_on(text, &error));
+        let encoding = guarded(&self.path, encode)?;
         let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
         let unknown = tokens.filter(|&(&id, _)| id == self.special_tokens.unk);
         Ok(unknown.filter_map(|(_, &(start, end))| text.get(start..end)).map(str::to_owned).collect())

@@ -13,6 +13,7 @@ use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
 use tokenizers::{NormalizedString, Normalizer, Tokenizer};
 
 use crate::error::{Error, Result};
+use crate::panics::caught;
 
 pub(super) const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
@@ -118,6 +119,11 @@ pub(super) fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(Error::io(path, error)),
     }
+}
+
+/// Turns a panic into an error: the `tokenizers` crate panics on some files, when it opens them or at the first text.
+pub(super) fn guarded<T>(path: &Path, run: impl FnOnce() -> Result<T>) -> Result<T> {
+    caught(run).unwrap_or_else(|panic| Err(unusable(path, &format!("the tokenizers library fails: {panic}"))))
 }
 
 /// The error for a file that is not a usable tokenizer.
