@@ -200,7 +200,7 @@ class SeedRun:
         self._replace(checkpoint_folder.path_of(self.folder, self.state.step), write)
         # Two are kept until the seed is finished, so that one is left if the other is damaged.
         for step in checkpoint_folder.steps(self.folder)[:-2]:
-            shutil.rmtree(checkpoint_folder.path_of(self.folder, step))
+            remove(checkpoint_folder.path_of(self.folder, step))
 
     def _restore(self) -> None:
         remedy = f"remove {self.folder} to train this seed again"
