@@ -274,6 +274,15 @@ def test_a_replaced_input_is_noticed(s3: S3, vocab: Path, tmp_path: Path) -> Non
         ef.prepare("s3://bucket/changing", vocab=vocab, out=tmp_path / "x", executor=executor, progress=False)
 
 
+def test_an_object_that_changed_after_its_corpus_was_finished_is_refused(s3: S3, vocab: Path, tmp_path: Path) -> None:
+    s3.put("bucket/edited/a.txt", text(5).encode())
+    for _ in range(2):
+        ef.prepare("s3://bucket/edited", vocab=vocab, out=tmp_path / "x", progress=False)
+    s3.replace("edited/a.txt", text(5)[::-1])
+    with pytest.raises(InputError, match=r"edited/a\.txt: has changed since"):
+        ef.prepare("s3://bucket/edited", vocab=vocab, out=tmp_path / "x", progress=False)
+
+
 @pytest.mark.parametrize("name", ["d.parquet", "a.txt"])
 def test_a_store_that_fails_is_no_damaged_file(s3: S3, name: str, inputs: Path, vocab: Path, tmp_path: Path) -> None:
     class ReplacingExecutor(ThreadPoolExecutor):

@@ -69,7 +69,7 @@ def ids_of(folder):
 def test_a_corpus_has_these_files(whole):
     shards = [f"shard-{unit:06}-000.{kind}" for unit in range(UNITS) for kind in ("tokens", "lines")]
     names = [*shards, "manifest.json", "vocab.txt"]
-    assert sorted(contents(whole)) == sorted([*names, *(f"holdout/{name}" for name in names)])
+    assert sorted(contents(whole)) == sorted([*names, "inputs.json", *(f"holdout/{name}" for name in names)])
     assert verify(whole)
 
 

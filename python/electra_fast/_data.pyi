@@ -92,6 +92,7 @@ def prepare(
     skip_bad_records: int = 0,
     holdout: float = 0.0,
     partition: tuple[int, int] | None = None,
+    verify_inputs: bool = False,
     threads: int | None = None,
     progress: Callable[[int, int, int, int], None] | None = None,
     _part_bytes: int | None = None,
@@ -112,6 +113,7 @@ class PrepareJob:
         format: str = "auto",
         skip_bad_records: int = 0,
         holdout: float = 0.0,
+        verify_inputs: bool = False,
         _part_bytes: int | None = None,
     ) -> None: ...
     def units(self) -> list[tuple[int, int]]: ...

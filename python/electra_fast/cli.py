@@ -246,6 +246,7 @@ def _prepare(options: argparse.Namespace) -> None:
             out=options.out,
             lowercase=options.lowercase,
             partition=options.partition,
+            verify_inputs=options.verify_inputs,
             holdout=options.holdout,
             threads=options.threads,
             executor=executor,

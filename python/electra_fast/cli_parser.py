@@ -102,6 +102,11 @@ def build_parser() -> Parser:
     case.add_argument("--uncased", dest="lowercase", action="store_const", const=True, help="lower the text's case")
     sub.add_argument("--partition", metavar="I/N", help="only every N-th unit of the input, starting with the I-th")
     sub.add_argument(
+        "--verify-inputs",
+        action="store_true",
+        help="compare all of the inputs with what finished work in OUT was made of, not only size, time and samples",
+    )
+    sub.add_argument(
         "--holdout",
         type=float,
         default=0.0,

@@ -16,8 +16,8 @@ use crate::tokenizer::Tokenizer;
 /// Makes a corpus from either `files` or `documents`.
 #[pyfunction]
 #[pyo3(signature = (tokenizer, out, *, files=None, documents=None, separator="blank-line", text_fields,
-                    invalid_utf8="error", format="auto", skip_bad_records=0, holdout=0.0, partition=None, threads=None, progress=None,
-                    _part_bytes=None))]
+                    invalid_utf8="error", format="auto", skip_bad_records=0, holdout=0.0, partition=None, verify_inputs=false, threads=None,
+                    progress=None, _part_bytes=None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
 pub(crate) fn prepare<'py>(
     py: Python<'py>,
@@ -32,13 +32,21 @@ pub(crate) fn prepare<'py>(
     skip_bad_records: u64,
     holdout: f64,
     partition: Option<(usize, usize)>,
+    verify_inputs: bool,
     threads: Option<usize>,
     progress: Option<Py<PyAny>>,
     _part_bytes: Option<u64>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
     let part_bytes = _part_bytes;
-    let options = PrepareOptions { reading, validation_fraction: holdout, partition, threads, part_bytes };
+    let options = PrepareOptions {
+        reading,
+        validation_fraction: holdout,
+        partition,
+        verify_inputs,
+        threads,
+        part_bytes,
+    };
     let tokenizer = tokenizer.get(py)?;
     let report = PythonCallbacks::new(progress).run(py, files, documents, |source, report| {
         electra_data::prepare(source, &tokenizer, &out, &options, report)
@@ -62,6 +70,8 @@ pub(crate) fn report_dict(py: Python, report: PrepareReport) -> PyResult<Bound<P
     result.set_item("holdout_documents", report.validation_documents)?;
     result.set_item("skipped_records", report.skipped_records)?;
     result.set_item("first_skipped", tuples(py, report.first_skipped)?)?;
+    result.set_item("rebuilt_units", report.rebuilt_input_groups)?;
+    result.set_item("changed_input", report.changed_input.map(|path| path.to_string_lossy().into_owned()))?;
     result.set_item("content_hash", report.content_hash)?;
     Ok(result)
 }

@@ -23,7 +23,7 @@ pub(crate) struct PrepareJob {
 impl PrepareJob {
     #[new]
     #[pyo3(signature = (tokenizer, out, *, files, separator="blank-line", text_fields, invalid_utf8="error",
-                        format="auto", skip_bad_records=0, holdout=0.0, _part_bytes=None))]
+                        format="auto", skip_bad_records=0, holdout=0.0, verify_inputs=false, _part_bytes=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         py: Python,
@@ -36,19 +36,22 @@ impl PrepareJob {
         format: &str,
         skip_bad_records: u64,
         holdout: f64,
+        verify_inputs: bool,
         _part_bytes: Option<u64>,
     ) -> PyResult<Self> {
         let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
         let options = PrepareOptions {
             reading,
             validation_fraction: holdout,
+            verify_inputs,
             part_bytes: _part_bytes,
             ..PrepareOptions::default()
         };
         let tokenizer = tokenizer.get(py)?;
-        let open = || electra_data::PrepareJob::open(&files, &tokenizer, &out, options);
-        let opened = Some(py.detach(open).map_err(raise)?);
-        Ok(Self { tokenizer, opened })
+        let opened = PythonCallbacks::new(None).run(py, None, None, |_, progress| {
+            electra_data::PrepareJob::open(&files, &tokenizer, &out, options, progress)
+        })?;
+        Ok(Self { tokenizer, opened: Some(opened) })
     }
 
     /// (number, bytes of input) of each unit that is missing; none if the corpus was complete before.

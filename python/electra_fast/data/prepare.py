@@ -43,6 +43,7 @@ def prepare(
     skip_bad_records: int = 0,
     holdout: float = 0.0,
     partition: str | None = None,
+    verify_inputs: bool = False,
     threads: int = 0,
     executor: Executor | None = None,
     kind: Kind = "auto",
@@ -74,6 +75,10 @@ def prepare(
         partition: `"I/N"`, counted from 1: process only every N-th unit of the input. When the files of all N
             parts are in one folder, a run without `partition` completes it; parts run in the same folder do so
             by themselves.
+        verify_inputs: Inputs that have changed since work in `out` was finished are noticed by size, modification time
+            and a hash of their beginning, middle and end; all of an input is hashed only if its modification time is
+            another one. With this option, all of every input is, which also notices a change in the middle of a large
+            file that kept its size and time. Of objects in a store, the ETag is compared in any case.
         threads: Tokenizer threads; 0 means one per core, or one per task of an executor. The result does not depend on
             it.
         executor: Build the units in tasks of this executor, on other cores or machines: `ProcessPoolExecutor`, Dask's
@@ -89,8 +94,8 @@ def prepare(
     Raises:
         FileNotFoundError: An input or the vocabulary does not exist.
         TypeError: `inputs` is a dictionary of splits or a data frame, or an entry is not text (the message names it).
-        ValueError: Text, vocabulary, options or the output folder cannot be used; the message says which,
-            where (file, line or byte) and what to do.
+        ValueError: Text, vocabulary, options or the output folder cannot be used, or an input has changed since the
+            corpus in it was finished; the message says which, where (file, line or byte) and what to do.
         OSError: Reading or writing failed, for example on a full disk; completed work is kept.
         ExecutorFailed: The executor lost its workers, or they cannot run this package; completed work is kept.
     """
@@ -114,6 +119,7 @@ def prepare(
             **reading,
             "holdout": holdout,
             "partition": _parse_partition(partition),
+            "verify_inputs": verify_inputs,
             "threads": not_negative("threads", threads) or None,
         }
         if executor is None:
@@ -126,6 +132,11 @@ def prepare(
             if sample is not None:
                 coverage = replace(coverage, unknown_words=sample.unknown_words)
             bar.warn(unknown_warning(coverage, beginning, inner))
+        if report.rebuilt_units:
+            bar.warn(
+                f"warning: {report.rebuilt_units:,} finished units were prepared again, because their input has "
+                f"changed; {report.changed_input} is one of these files"
+            )
         if report.skipped_records:
             listed = os.path.join(out, "skipped.jsonl") if report.complete else None
             bar.warn(skipped_lines(report.skipped_records, report.first_skipped, listed))

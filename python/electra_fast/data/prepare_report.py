@@ -40,6 +40,10 @@ class PrepareReport:
     """Records that could not be read and were skipped; a complete corpus lists them in `skipped.jsonl`."""
     first_skipped: tuple[tuple[str, int, str], ...] = ()
     """File, line and reason of the first ten skipped records."""
+    rebuilt_units: int = 0
+    """Units that an interrupted run had finished and this one prepared again, because their input had changed."""
+    changed_input: str | None = None
+    """One of the files that had changed."""
     content_hash: str
     """32 hexadecimal digits; empty while incomplete."""
     unknown_share: float | None = None

@@ -42,7 +42,7 @@ fn read(path: &Path, reading: &ReadOptions, part_bytes: u64) -> Result<Found> {
                 Mark::Line => document.push('\n'),
                 Mark::Begin(_) => found.0.push(Vec::new()),
                 Mark::Document => found.0.last_mut().unwrap().push(std::mem::take(&mut document)),
-                Mark::InputGroup(skipped) => found.1.extend(skipped),
+                Mark::InputGroup(end) => found.1.extend(end.skipped),
             }
         }
         Ok(())

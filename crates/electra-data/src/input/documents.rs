@@ -7,6 +7,7 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use super::cut::Cut;
 use super::division::{Boundary, Part};
+use super::identity::InputIdentity;
 use super::input_file::InputFile;
 use super::pipeline::{Batcher, Mark};
 use super::read_options::{DocumentSeparator, InputFormat, ReadOptions, missing_field};
@@ -14,6 +15,7 @@ use super::skipped::SkippedRecord;
 use super::tables::{read_arrow, read_parquet};
 use super::text::{InvalidBytes, LineEndings, Lines};
 use crate::error::{Error, Result};
+use crate::store::Cancel;
 
 /// Sends every document of a file, or of a part of it, to the batcher; `bytes` counts the bytes read from disk.
 pub(crate) fn read_file(
@@ -32,6 +34,24 @@ pub(crate) fn read_file(
     // Checked first: a change explains whatever else went wrong.
     file.check_unchanged()?;
     result
+}
+
+/// Sends the documents of an input group, and notes what identifies its files.
+pub(crate) fn read_input_group(
+    files: &[InputFile],
+    part: Option<&Part>,
+    reading: &ReadOptions,
+    bytes: &AtomicU64,
+    cancel: &Cancel,
+    to: &mut Batcher,
+) -> Result<()> {
+    for file in files {
+        read_file(file, part, reading, bytes, to)?;
+        to.note_input(InputIdentity::of(file, part, cancel)?);
+        // Otherwise the bytes that were hashed might not be those that were read.
+        file.check_unchanged()?;
+    }
+    Ok(())
 }
 
 /// Turns a panic into an error: the libraries that read tables panic on some damaged files. Nothing that the

@@ -7,6 +7,7 @@ mod division_tests;
 mod documents;
 mod encoding;
 mod files;
+mod identity;
 mod input_file;
 mod pipeline;
 mod raw_file;
@@ -24,9 +25,12 @@ pub use text::InvalidUtf8;
 
 pub(crate) use cut::{Cut, character_boundary};
 pub(crate) use division::{InputGroup, PART_BYTES, Part};
-pub(crate) use documents::read_file;
+pub(crate) use documents::{read_file, read_input_group};
 pub(crate) use files::Inputs;
+pub(crate) use identity::{Comparison, InputIdentity};
 pub(crate) use input_file::{Compression, InputFile};
-pub(crate) use pipeline::{Batcher, Intake, Mark, TextBatch, default_threads, read_beginning, with_workers};
+pub(crate) use pipeline::{
+    Batcher, GroupEnd, Intake, Mark, TextBatch, default_threads, read_beginning, with_workers,
+};
 pub(crate) use sampler::{Sampled, Sampler};
 pub(crate) use skipped::{SKIPPED, SkipLog, read_first_skipped, skipped_to_jsonl};

@@ -8,6 +8,7 @@ use std::time::Duration;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
 
 use super::cut::{Cut, character_boundary};
+use super::identity::InputIdentity;
 use super::sampler::{Sampled, Sampler};
 use super::skipped::{SkipLog, SkippedRecord};
 use super::text::FRAGMENT_BYTES;
@@ -27,8 +28,16 @@ pub(crate) enum Mark {
     Document,
     /// Nothing: here begins the input group with this number.
     Begin(usize),
-    /// An input group, with its skipped records.
-    InputGroup(Vec<SkippedRecord>),
+    /// An input group.
+    InputGroup(GroupEnd),
+}
+
+/// What is known of an input group when all of it has been read.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct GroupEnd {
+    pub skipped: Vec<SkippedRecord>,
+    /// What it was read from.
+    pub inputs: Vec<InputIdentity>,
 }
 
 /// A text of a batch with the mark at its end. One that ends a document or bounds an input group is empty.
@@ -87,12 +96,14 @@ pub(crate) struct Batcher<'a> {
     /// A batch is sent once it has this many bytes of text.
     batch_bytes: usize,
     intake: Intake<'a>,
+    /// What the current input group was read from.
+    inputs: Vec<InputIdentity>,
     send: &'a mut dyn FnMut(TextBatch) -> Result<()>,
 }
 
 impl<'a> Batcher<'a> {
     fn new(batch_bytes: usize, intake: Intake<'a>, send: &'a mut dyn FnMut(TextBatch) -> Result<()>) -> Self {
-        Self { batch: TextBatch::default(), batch_bytes, intake, send }
+        Self { batch: TextBatch::default(), batch_bytes, intake, inputs: Vec::new(), send }
     }
 
     /// Whether only the beginning of the input is wanted.
@@ -126,6 +137,11 @@ impl<'a> Batcher<'a> {
         self.intake.skips.add(record, error)
     }
 
+    /// Notes what the current input group was read from.
+    pub fn note_input(&mut self, identity: Option<InputIdentity>) {
+        self.inputs.extend(identity);
+    }
+
     /// Begins an input group.
     pub fn begin_input_group(&mut self, number: usize) -> Result<()> {
         self.append("", Mark::Begin(number))
@@ -133,8 +149,8 @@ impl<'a> Batcher<'a> {
 
     /// Ends an input group.
     pub fn end_input_group(&mut self) -> Result<()> {
-        let skipped = self.intake.skips.take();
-        self.append("", Mark::InputGroup(skipped))
+        let (skipped, inputs) = (self.intake.skips.take(), std::mem::take(&mut self.inputs));
+        self.append("", Mark::InputGroup(GroupEnd { skipped, inputs }))
     }
 
     /// Appends a whole document.

@@ -15,6 +15,8 @@ pub(crate) struct StoredObject {
     url: String,
     size: u64,
     version: Option<String>,
+    #[serde(default)]
+    modified: Option<i64>,
     #[serde(skip)]
     store: Option<Store>,
     /// Ends waiting for the store when the run ends.
@@ -33,6 +35,16 @@ impl StoredObject {
     /// Its length in bytes.
     pub fn size(&self) -> u64 {
         self.size
+    }
+
+    /// What identifies its version, if the store says so.
+    pub fn version(&self) -> Option<String> {
+        self.version.clone()
+    }
+
+    /// When it was last modified, in nanoseconds since 1970.
+    pub fn modified(&self) -> Option<i64> {
+        self.modified
     }
 
     /// The last error of the store while its bytes were read.
@@ -54,8 +66,13 @@ impl StoredObject {
             Some(store) => store.at(&self.url)?,
             None => Store::open(&self.url)?,
         };
-        let (name, size, version) = (String::new(), self.size, self.version.clone());
-        Ok(StoredFile::new(store, Object { name, size, version }, self.cancel.clone(), self.failure.clone()))
+        let object = Object {
+            name: String::new(),
+            size: self.size,
+            version: self.version.clone(),
+            modified: self.modified,
+        };
+        Ok(StoredFile::new(store, object, self.cancel.clone(), self.failure.clone()))
     }
 }
 
@@ -124,11 +141,12 @@ fn url_in(folder: &str, name: &str) -> String {
 }
 
 fn object_of(store: &Store, url: &str, object: Object) -> StoredObject {
-    let Object { size, version, .. } = object;
+    let Object { size, version, modified, .. } = object;
     StoredObject {
         url: url.to_owned(),
         size,
         version,
+        modified,
         store: Some(store.clone()),
         cancel: Cancel::default(),
         failure: Failure::default(),

@@ -8,6 +8,7 @@ use std::path::Path;
 
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::changes;
 use super::output_dir::{InputGroupRecord, OutputDir, clean_up, remove_folder, remove_if_exists, warn_of};
 use crate::error::{Error, Result};
 use crate::format::{
@@ -50,6 +51,10 @@ impl Finalizer<'_> {
         } else {
             warn_of(remove_folder(dir, VALIDATION));
         }
+        changes::write(
+            self.out,
+            records.iter_mut().flat_map(|record| std::mem::take(&mut record.inputs)).collect(),
+        )?;
         let skipped: Vec<SkippedRecord> = records.into_iter().flat_map(|record| record.skipped).collect();
         self.write_skipped(&skipped)?;
         let skipped_records = skipped.len() as u64;

@@ -7,7 +7,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::output_dir::{InputGroupRecord, OutputDir};
 use crate::error::{Error, Result};
 use crate::format::{DocumentWriter, ShardSpec};
-use crate::input::{Cut, Mark, SkippedRecord, TextBatch};
+use crate::input::{Cut, GroupEnd, Mark, TextBatch};
 use crate::store::Cancel;
 use crate::tokenizer::{Encoder, Tokenizer};
 
@@ -55,8 +55,8 @@ impl<'a> LaneWriter<'a> {
                 (Mark::Begin(number), current @ None) => {
                     *current = Some(InputGroupWriter::new(self.builder, number)?);
                 }
-                (Mark::InputGroup(skipped), Some(_)) => {
-                    self.current.take().map_or(Ok(()), |group| group.finish(self.builder, skipped))?;
+                (Mark::InputGroup(end), Some(_)) => {
+                    self.current.take().map_or(Ok(()), |group| group.finish(self.builder, end))?;
                 }
                 (Mark::Begin(_), Some(_)) | (_, None) => return Err(text_outside_groups()),
                 (mark, Some(group)) => group.push(&ids[at..at + count], &mark, self.written)?,
@@ -143,7 +143,7 @@ impl InputGroupWriter {
         }
     }
 
-    fn finish(self, builder: &InputGroupBuilder, skipped: Vec<SkippedRecord>) -> Result<()> {
+    fn finish(self, builder: &InputGroupBuilder, end: GroupEnd) -> Result<()> {
         builder.out.check_fingerprint()?;
         builder.out.save_record(&InputGroupRecord {
             fingerprint: builder.out.fingerprint.clone(),
@@ -152,7 +152,8 @@ impl InputGroupWriter {
             empty_documents: self.empty_documents,
             shards: self.train.finish()?,
             validation: self.validation.finish()?,
-            skipped,
+            skipped: end.skipped,
+            inputs: end.inputs,
             checksum: String::new(),
         })
     }

@@ -1,6 +1,7 @@
 //! Preparing training data: making a corpus (`prepare`), training a vocabulary (`train_vocab`), and measuring
 //! how well a vocabulary covers a text.
 
+mod changes;
 mod coverage;
 mod finalize;
 mod input_group;

@@ -27,6 +27,9 @@ pub struct PrepareOptions {
     pub validation_fraction: f64,
     /// (I, N): build only every N-th input group, starting with the I-th, counted from 1.
     pub partition: Option<(usize, usize)>,
+    /// Compare the whole content of inputs with what finished work was made of, also of those whose size,
+    /// modification time and samples are the same.
+    pub verify_inputs: bool,
     /// Number of threads that tokenize; `None` for one per core.
     pub threads: Option<usize>,
     /// Larger files are read in parts of at most so many bytes; `None` for 512 MiB. For tests.

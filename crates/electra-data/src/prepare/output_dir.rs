@@ -23,7 +23,7 @@ use crate::format::{
     MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hex128, is_temp, saturating_sum,
     temp_path, write_atomically,
 };
-use crate::input::SkippedRecord;
+use crate::input::{InputIdentity, SkippedRecord};
 use crate::store::is_url;
 
 /// The tag of a run that does all input groups.
@@ -47,6 +47,9 @@ pub(super) struct InputGroupRecord {
     /// Records that were skipped because they could not be read.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub skipped: Vec<SkippedRecord>,
+    /// What it was read from; empty for documents, pipes, and in records of older releases.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub inputs: Vec<InputIdentity>,
     /// xxh3-128 of this file with the empty string here, hexadecimal; [`InputGroupRecord::sealed`] sets it.
     pub checksum: String,
 }
@@ -368,6 +371,7 @@ mod tests {
             documents,
             empty_documents: u64::MAX,
             skipped: Vec::new(),
+            inputs: Vec::new(),
             shards: manifest.shards.clone(),
             validation: Vec::new(),
             checksum: String::new(),

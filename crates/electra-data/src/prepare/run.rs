@@ -11,6 +11,7 @@ use std::sync::{Mutex, PoisonError};
 
 use serde_json::json;
 
+use super::changes::Comparer;
 use super::finalize::Finalizer;
 use super::input_group::InputGroupBuilder;
 use super::lanes::{self, Todo};
@@ -20,7 +21,7 @@ use super::progress::Progress;
 use crate::error::{Error, Result};
 use crate::format::{MANIFEST, Manifest, ShardEntry, VALIDATION, create_folder, saturating_sum};
 use crate::input::{
-    Batcher, InputGroup, Inputs, SkipLog, SkippedRecord, TextSource, read_file, read_first_skipped,
+    Batcher, InputGroup, Inputs, SkipLog, SkippedRecord, TextSource, read_first_skipped, read_input_group,
 };
 use crate::store::Cancel;
 use crate::tokenizer::Tokenizer;
@@ -57,6 +58,10 @@ pub struct PrepareReport {
     pub skipped_records: u64,
     /// The first ten of them.
     pub first_skipped: Vec<SkippedRecord>,
+    /// Input groups that were finished and had to be built again, because their input had changed …
+    pub rebuilt_input_groups: usize,
+    /// … with one of those files.
+    pub changed_input: Option<PathBuf>,
     /// The corpus's content hash; empty if it is not complete.
     pub content_hash: String,
 }
@@ -77,11 +82,11 @@ pub fn prepare(
     match source {
         TextSource::Files(inputs) => {
             let plan = run.plan(&inputs)?;
-            match run.claim(&plan)? {
+            match run.claim(&plan, progress)? {
                 Claimed::Complete(report) => Ok(*report),
                 Claimed::Unfinished(work) => {
                     let built = run.build_files(&work, &plan, progress);
-                    run.unless_finished(built.and_then(|()| run.finalize(&work.out, plan.report())), &plan)
+                    run.unless_finished(built.and_then(|()| run.finalize(&work, &plan, progress)), &plan)
                 }
             }
         }
@@ -116,6 +121,8 @@ pub(super) struct Work {
     pub todo: Vec<Todo>,
     /// Records that were skipped before.
     pub skipped: u64,
+    /// What was finished and is to do again, with a file that has changed.
+    pub stale: Vec<(usize, PathBuf)>,
 }
 
 impl Plan {
@@ -142,25 +149,37 @@ impl PrepareRun<'_> {
     }
 
     /// Claims the folder and finds the input groups of this run's partition that are missing.
-    pub fn claim(&self, plan: &Plan) -> Result<Claimed> {
+    pub fn claim(&self, plan: &Plan, progress: &mut dyn FnMut(Progress) -> bool) -> Result<Claimed> {
+        let comparer = Comparer { plan, verify: self.options.verify_inputs };
         let out = match OutputDir::claim(self.out, &plan.fingerprint, &self.tag())? {
             Claim::Finished(manifest) if manifest.fingerprint == plan.fingerprint => {
                 clean_up(self.out, &manifest)?;
+                comparer.check_finished(self.out, progress)?;
                 let report = PrepareReport { already_complete: true, ..plan.report() };
                 return self.complete(&manifest, report).map(|report| Claimed::Complete(Box::new(report)));
             }
-            Claim::Finished(_) => return Err(self.occupied("of other inputs or options")),
+            Claim::Finished(_) => {
+                comparer.check_sizes(self.out)?;
+                return Err(self.occupied("of other inputs or options"));
+            }
             Claim::Ours(out) => out,
         };
-        let records: Vec<_> = (0..plan.groups.len()).map(|group| out.record(group)).collect();
-        let skipped = self.check_skipped(records.iter().flatten())?;
         let (index, count) = self.options.partition.unwrap_or((1, 1));
+        let is_ours = |number: usize| number % count == index - 1;
+        let mut records: Vec<_> = (0..plan.groups.len()).map(|group| out.record(group)).collect();
+        let mut stale = comparer.stale(&records, progress)?;
+        stale.retain(|(number, _)| is_ours(*number));
+        for (number, _) in &stale {
+            out.remove_record(*number)?;
+            records[*number] = None;
+        }
+        let skipped = self.check_skipped(records.iter().flatten())?;
         let todo = (0..plan.groups.len())
-            .filter(|&number| number % count == index - 1 && records[number].is_none())
+            .filter(|&number| is_ours(number) && records[number].is_none())
             .map(|number| Todo { number, bytes: plan.groups[number].num_bytes(&plan.inputs) })
             .collect();
         self.create_validation(&out)?;
-        Ok(Claimed::Unfinished(Box::new(Work { out, todo, skipped })))
+        Ok(Claimed::Unfinished(Box::new(Work { out, todo, skipped, stale })))
     }
 
     pub(super) fn build_files(
@@ -173,9 +192,9 @@ impl PrepareRun<'_> {
         let threads = self.options.num_threads();
         let num_lanes = lanes::num_lanes(threads, work.todo.len());
         let read = |number: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
-            let group = &plan.groups[number];
-            let mut files = plan.inputs.files[group.files.clone()].iter();
-            files.try_for_each(|f| read_file(f, group.part.as_ref(), &self.options.reading, bytes, to))
+            let (group, cancel) = (&plan.groups[number], &plan.inputs.cancel);
+            let files = &plan.inputs.files[group.files.clone()];
+            read_input_group(files, group.part.as_ref(), &self.options.reading, bytes, cancel, to)
         };
         lanes::build(
             &self.builder(&work.out, &plan.inputs.cancel),
@@ -223,12 +242,40 @@ impl PrepareRun<'_> {
             &read,
             progress,
         )?;
-        self.finalize(&out, PrepareReport { num_input_groups: 1, ..PrepareReport::default() })
+        let records = vec![out.record(0)];
+        self.corpus_of(&out, records, PrepareReport { num_input_groups: 1, ..PrepareReport::default() })
     }
 
     /// Makes a corpus of the records of all input groups, or counts what is missing.
-    pub fn finalize(&self, out: &OutputDir, report: PrepareReport) -> Result<PrepareReport> {
-        let records: Vec<_> = (0..report.num_input_groups).map(|group| out.record(group)).collect();
+    pub fn finalize(
+        &self,
+        work: &Work,
+        plan: &Plan,
+        progress: &mut dyn FnMut(Progress) -> bool,
+    ) -> Result<PrepareReport> {
+        let mut records: Vec<_> = (0..plan.groups.len()).map(|group| work.out.record(group)).collect();
+        // Runs of other partitions may have read the inputs at another time. They know better when to build a group
+        // again: to this run, one that does not fit is missing.
+        if self.options.partition.is_some() && records.iter().all(Option::is_some) {
+            let comparer = Comparer { plan, verify: self.options.verify_inputs };
+            for (number, _) in comparer.stale(&records, progress)? {
+                records[number] = None;
+            }
+        }
+        let report = PrepareReport {
+            rebuilt_input_groups: work.stale.len(),
+            changed_input: work.stale.first().map(|(_, path)| path.clone()),
+            ..plan.report()
+        };
+        self.corpus_of(&work.out, records, report)
+    }
+
+    fn corpus_of(
+        &self,
+        out: &OutputDir,
+        records: Vec<Option<InputGroupRecord>>,
+        report: PrepareReport,
+    ) -> Result<PrepareReport> {
         let missing = records.iter().filter(|record| record.is_none()).count();
         let records: Vec<_> = records.into_iter().flatten().collect();
         if missing > 0 && self.out.join(MANIFEST).exists() {

@@ -16,7 +16,7 @@ use super::progress::Progress;
 use super::run::{Claimed, Plan, PrepareReport, PrepareRun, Work};
 use crate::error::{Error, Result};
 use crate::format::{Manifest, SpecialTokens, write_atomically};
-use crate::input::{Batcher, InputFile, Part, ReadOptions, SkipLog, read_file};
+use crate::input::{Batcher, InputFile, Part, ReadOptions, SkipLog, read_input_group};
 use crate::store::Cancel;
 use crate::tokenizer::Tokenizer;
 
@@ -74,17 +74,19 @@ pub struct TaskReport {
 }
 
 impl PrepareJob {
-    /// Lists the inputs, claims the folder, and stores in it what tasks need.
+    /// Lists the inputs, claims the folder, and stores in it what tasks need. `progress` works as for
+    /// [`crate::prepare()`].
     pub fn open(
         inputs: &[PathBuf],
         tokenizer: &Tokenizer,
         out: &Path,
         options: PrepareOptions,
+        progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<OpenedJob> {
         options.check()?;
         let run = PrepareRun { tokenizer, out, options: &options };
         let plan = run.plan(inputs)?;
-        let work = match run.claim(&plan)? {
+        let work = match run.claim(&plan, progress)? {
             Claimed::Complete(report) => return Ok(OpenedJob::Complete(report)),
             Claimed::Unfinished(work) => work,
         };
@@ -132,7 +134,7 @@ impl PrepareJob {
     /// Makes the corpus of what the tasks have built; incomplete if one of them has not run.
     pub fn finish(&self, tokenizer: &Tokenizer) -> Result<PrepareReport> {
         let run = PrepareRun { tokenizer, out: &self.out, options: &self.options };
-        run.unless_finished(run.finalize(&self.work.out, self.plan.report()), &self.plan)
+        run.unless_finished(run.finalize(&self.work, &self.plan, &mut |_| true), &self.plan)
     }
 
     fn to_text(&self, value: &impl Serialize) -> Result<String> {
@@ -206,7 +208,7 @@ impl TaskSettings {
         let read = |number: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
             let unit = units.iter().find(|unit| unit.number == number);
             let (files, part) = unit.map_or((&[][..], None), |unit| (&unit.files[..], unit.part.as_ref()));
-            files.iter().try_for_each(|file| read_file(file, part, &self.reading, bytes, to))
+            read_input_group(files, part, &self.reading, bytes, cancel, to)
         };
         let skips = SkipLog::new(self.reading.skip_bad_records, self.skipped);
         let num_lanes = lanes::num_lanes(threads, todo.len());

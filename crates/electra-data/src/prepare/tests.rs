@@ -10,7 +10,7 @@ use super::input_group::InputGroupBuilder;
 use super::lanes::{self, Todo};
 use super::options::shard_spec;
 use super::output_dir::{ALL, Claim, OutputDir};
-use super::run::{Claimed, PrepareRun};
+use super::run::{Claimed, PrepareRun, Work};
 use super::*;
 use crate::error::{Error, Result};
 use crate::format::verify;
@@ -143,7 +143,10 @@ fn tasks_make_the_same_corpus() {
     let (tokenizer, (text, options)) = (tokenizer(dir.path()), text(dir.path()));
     let local = prepared(&text, &dir.path().join("local"), &tokenizer, &options);
     let out = dir.path().join("out");
-    let open = || PrepareJob::open(std::slice::from_ref(&text), &tokenizer, &out, options.clone()).unwrap();
+    let open = || {
+        PrepareJob::open(std::slice::from_ref(&text), &tokenizer, &out, options.clone(), &mut |_| true)
+            .unwrap()
+    };
     let OpenedJob::Unfinished(job) = open() else { panic!("there is no corpus yet") };
     let settings = job.settings(&tokenizer).unwrap();
     let units: Vec<String> = job.units().iter().map(|&(number, _)| job.unit(number).unwrap()).collect();
@@ -182,7 +185,9 @@ fn a_task_of_another_run_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let (tokenizer, (text, options)) = (tokenizer(dir.path()), text(dir.path()));
     let out = dir.path().join("out");
-    let open = |options| PrepareJob::open(std::slice::from_ref(&text), &tokenizer, &out, options).unwrap();
+    let open = |options| {
+        PrepareJob::open(std::slice::from_ref(&text), &tokenizer, &out, options, &mut |_| true).unwrap()
+    };
     let OpenedJob::Unfinished(first) = open(options.clone()) else { panic!("there is no corpus yet") };
     let (settings, unit) = (first.settings(&tokenizer).unwrap(), first.unit(0).unwrap());
     drop(first);
@@ -201,16 +206,18 @@ fn several_can_finalize_at_once() {
         let out = dir.path().join("out");
         let run = PrepareRun { tokenizer: &tokenizer, out: &out, options: &options };
         let plan = run.plan(std::slice::from_ref(&text)).unwrap();
-        let Claimed::Unfinished(work) = run.claim(&plan).unwrap() else { panic!("there is no corpus yet") };
+        let claimed = run.claim(&plan, &mut |_| true).unwrap();
+        let Claimed::Unfinished(work) = claimed else { panic!("there is no corpus yet") };
         run.build_files(&work, &plan, &mut |_| true).unwrap();
-        let folders: Vec<_> = (0..4).map(|_| OutputDir::join(&out, &plan.fingerprint).unwrap()).collect();
-        let start = Barrier::new(folders.len());
+        let join = || OutputDir::join(&out, &plan.fingerprint).unwrap();
+        let works = [(); 4].map(|()| Work { out: join(), todo: Vec::new(), skipped: 0, stale: Vec::new() });
+        let start = Barrier::new(works.len());
         std::thread::scope(|scope| {
-            for folder in &folders {
+            for work in &works {
                 let (run, plan, start, expected) = (&run, &plan, &start, &expected);
                 scope.spawn(move || {
                     start.wait();
-                    let found = run.unless_finished(run.finalize(folder, plan.report()), plan).unwrap();
+                    let found = run.unless_finished(run.finalize(work, plan, &mut |_| true), plan).unwrap();
                     let hashes = (&found.content_hash, found.validation_documents);
                     assert_eq!(hashes, (&expected.content_hash, expected.validation_documents), "{round}");
                 });
@@ -235,7 +242,8 @@ fn moving_the_last_document_leaves_what_another_finalizer_reads() {
     let out = dir.path().join("out");
     let run = PrepareRun { tokenizer: &tokenizer, out: &out, options: &options };
     let plan = run.plan(std::slice::from_ref(&text)).unwrap();
-    let Claimed::Unfinished(work) = run.claim(&plan).unwrap() else { panic!("there is no corpus yet") };
+    let claimed = run.claim(&plan, &mut |_| true).unwrap();
+    let Claimed::Unfinished(work) = claimed else { panic!("there is no corpus yet") };
     run.build_files(&work, &plan, &mut |_| true).unwrap();
     let records = || (0..plan.groups.len()).map(|group| work.out.record(group).unwrap()).collect::<Vec<_>>();
     let (mut ours, mut theirs) = (records(), records());

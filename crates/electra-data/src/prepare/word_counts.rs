@@ -151,8 +151,8 @@ fn merge(into: &mut Counts, words: Counts) {
 fn words_of(batch: &TextBatch, characters: &Characters) -> Result<BatchCounts> {
     let mut found = BatchCounts { levels: Vec::new(), sampled: batch.sampled, skipped: Vec::new() };
     for marked in batch.texts() {
-        if let Mark::InputGroup(skipped) = marked.mark {
-            found.skipped.extend_from_slice(skipped);
+        if let Mark::InputGroup(end) = marked.mark {
+            found.skipped.extend_from_slice(&end.skipped);
         }
         if marked.text.is_empty() {
             continue;

@@ -98,7 +98,8 @@ impl Store {
     pub fn head(&self, name: &str) -> Result<Object> {
         let path = self.path(name)?;
         let found = self.wait(name, &Cancel::default(), async || self.inner.head(&path).await)?;
-        Ok(Object { name: name.to_owned(), size: found.size, version: version_of(found) })
+        let modified = found.last_modified.timestamp_nanos_opt();
+        Ok(Object { name: name.to_owned(), size: found.size, version: version_of(found), modified })
     }
 
     /// All objects whose name begins with the folder `below` (or all), sorted by name.
@@ -113,6 +114,7 @@ impl Store {
         let object = |meta: ObjectMeta| Object {
             name: name(&meta.location),
             size: meta.size,
+            modified: meta.last_modified.timestamp_nanos_opt(),
             version: version_of(meta),
         };
         let mut objects: Vec<_> = found.into_iter().map(object).collect();

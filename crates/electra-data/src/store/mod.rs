@@ -34,6 +34,8 @@ pub(crate) struct Object {
     pub size: u64,
     /// What identifies its version, if the store says so.
     pub version: Option<String>,
+    /// When it was last modified, in nanoseconds since 1970.
+    pub modified: Option<i64>,
 }
 
 /// A range of an object's bytes.

@@ -1,0 +1,165 @@
+//! What identifies the content of an input, so that one that has changed since it was read is noticed: size,
+//! modification time, a hash of its beginning, middle and end, and a hash of all of it. Objects in stores have an
+//! ETag instead of hashes; pipes have no identity.
+
+use std::io::{Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::time::SystemTime;
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::Xxh3;
+
+use super::division::Part;
+use super::input_file::InputFile;
+use super::raw_file::RawFile;
+use crate::error::{Error, Result};
+use crate::format::hex128;
+use crate::store::Cancel;
+
+/// The length of each of the three samples.
+const SAMPLE_BYTES: u64 = 64 << 10;
+const BUFFER_BYTES: usize = 1 << 18;
+
+/// The identity of a file, or of a part of one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct InputIdentity {
+    /// The file's path relative to the common parent of all inputs.
+    pub file: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    part: Option<Part>,
+    /// Size of the file.
+    pub bytes: u64,
+    /// Nanoseconds since 1970.
+    modified: Option<i64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    etag: Option<String>,
+    /// xxh3-128 of three samples of the file, hexadecimal, or of all of it if it is no longer than they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    samples: Option<String>,
+    /// xxh3-128 of the file or part, hexadecimal, unless the samples cover all of the file. That of a part begins one
+    /// byte earlier, because whether a line begins with the part depends on that byte.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    content: Option<String>,
+}
+
+/// How an input compares with the identity that was recorded of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Comparison {
+    Same,
+    /// The file was written to, but these bytes of it, which are only a part, are the same.
+    SamePart,
+    Changed,
+    /// The content was to be compared, but none was recorded.
+    Unknown,
+}
+
+impl InputIdentity {
+    /// The identity of a file, or of a part of it, that has just been read; `None` for a pipe. Reads it once more:
+    /// most formats are not read from beginning to end.
+    pub fn of(file: &InputFile, part: Option<&Part>, cancel: &Cancel) -> Result<Option<Self>> {
+        if !file.regular {
+            return Ok(None);
+        }
+        let mut identity = Self::without_content(file, part)?;
+        if file.object.is_none() && !are_all(file.size) {
+            identity.content = Some(content(file, part, cancel)?);
+        }
+        Ok(Some(identity))
+    }
+
+    fn without_content(file: &InputFile, part: Option<&Part>) -> Result<Self> {
+        let (part, bytes, file_name) = (part.cloned(), file.size, file.name.clone());
+        let (modified, etag, samples) = match &file.object {
+            Some(object) => (object.modified(), object.version(), None),
+            None => (file.modified.and_then(nanoseconds), None, Some(samples(file)?)),
+        };
+        Ok(Self { file: file_name, part, bytes, modified, etag, samples, content: None })
+    }
+
+    /// Compares the file, as it is now, with this record. The content is read if the modification time is another one,
+    /// or in any case, `verify`.
+    pub fn compare(&self, file: &InputFile, verify: bool, cancel: &Cancel) -> Result<Comparison> {
+        if file.size != self.bytes {
+            return Ok(Comparison::Changed);
+        }
+        let now = Self::without_content(file, self.part.as_ref())?;
+        file.check_unchanged()?;
+        let is_same_time = now.modified == self.modified;
+        let (Some(old_samples), Some(new_samples)) = (&self.samples, &now.samples) else {
+            // At least one of them is in a store.
+            return Ok(match (&self.etag, &now.etag) {
+                (Some(old), Some(new)) if old != new => Comparison::Changed,
+                (Some(_), Some(_)) => Comparison::Same,
+                _ if verify => Comparison::Unknown,
+                (None, None) if !is_same_time => Comparison::Changed,
+                _ => Comparison::Same,
+            });
+        };
+        if old_samples != new_samples {
+            return Ok(Comparison::Changed);
+        }
+        if are_all(self.bytes) || (is_same_time && !verify) {
+            return Ok(Comparison::Same);
+        }
+        let Some(old) = &self.content else { return Ok(Comparison::Unknown) };
+        let is_same = content(file, self.part.as_ref(), cancel)? == *old;
+        file.check_unchanged()?;
+        Ok(match is_same {
+            true if self.part.is_none() => Comparison::Same,
+            true => Comparison::SamePart,
+            false => Comparison::Changed,
+        })
+    }
+}
+
+/// Whether the samples of a file of this size cover all of it.
+fn are_all(bytes: u64) -> bool {
+    bytes <= 3 * SAMPLE_BYTES
+}
+
+fn samples(file: &InputFile) -> Result<String> {
+    let starts = [0, file.size / 2 - SAMPLE_BYTES.min(file.size) / 2, file.size.saturating_sub(SAMPLE_BYTES)];
+    let ranges = starts.map(|start| start..start + SAMPLE_BYTES);
+    if are_all(file.size) {
+        return content(file, None, &Cancel::default());
+    }
+    hash(file, &ranges, &Cancel::default())
+}
+
+fn content(file: &InputFile, part: Option<&Part>, cancel: &Cancel) -> Result<String> {
+    let range = part.map_or(0..file.size, |part| part.start.saturating_sub(1)..part.end);
+    hash(file, std::slice::from_ref(&range), cancel)
+}
+
+fn hash(file: &InputFile, ranges: &[Range<u64>], cancel: &Cancel) -> Result<String> {
+    let mut raw = file.raw()?;
+    let (mut hash, mut buffer) = (Xxh3::new(), vec![0; BUFFER_BYTES.min(file.size as usize)]);
+    let mut add = |raw: &mut RawFile, range: &Range<u64>| -> std::io::Result<bool> {
+        raw.seek(SeekFrom::Start(range.start))?;
+        let mut rest = raw.take(range.end - range.start);
+        loop {
+            match rest.read(&mut buffer) {
+                Ok(0) => return Ok(true),
+                Ok(count) => hash.update(&buffer[..count]),
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+            if cancel.is_raised() {
+                return Ok(false);
+            }
+        }
+    };
+    for range in ranges {
+        if !add(&mut raw, range).map_err(|e| file.unreadable(&e))? {
+            return Err(Error::Interrupted);
+        }
+    }
+    Ok(hex128(hash.digest128()))
+}
+
+fn nanoseconds(time: SystemTime) -> Option<i64> {
+    match time.duration_since(SystemTime::UNIX_EPOCH) {
+        Ok(after) => i64::try_from(after.as_nanos()).ok(),
+        Err(before) => i64::try_from(before.duration().as_nanos()).ok().map(|nanos| -nanos),
+    }
+}

@@ -1,0 +1,158 @@
+"""Inputs that change after `prepare` has read them: the corpus is that of the old text or of the new, never of both."""
+
+import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from electra_fast import _data
+from electra_fast.data.corpus import verify
+from electra_fast.errors import InputError
+
+# A unit is 4 MiB of input, mostly blank lines here to keep the tests fast.
+BLANK_LINE = b" " * 1023 + b"\n"
+PADDING = BLANK_LINE * 2048
+
+
+def replace_byte(path, at, *, keep_time=False):
+    """Changes one "a" to "b"; the size stays."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        assert file.read(1) == b"a"
+        file.seek(at)
+        file.write(b"b")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + (0 if keep_time else 1)))
+
+
+def at_the_beginning(path):
+    replace_byte(path, 0)
+
+
+def between_the_samples(path):
+    replace_byte(path, 1 << 20)
+
+
+def with_its_time_kept(path):
+    replace_byte(path, 1 << 20, keep_time=True)
+
+
+def only_in_time(path):
+    os.utime(path)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Three files of one unit each, with an "a" at the beginning and one at 1 MiB."""
+    (tmp_path / "text").mkdir()
+    for number in range(3):
+        middle = b"a c\n\na" if number == 1 else b"a"
+        text = (b"a b\n\nc a\n" + b" " * 1014 + b"\n" + BLANK_LINE * 1023) + middle + PADDING + b"c" + PADDING
+        (tmp_path / f"text/{number}.txt").write_bytes(text)
+    return tmp_path / "text"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """`prepare` of a folder into another one."""
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"]))
+
+    def prepare(text, out, **options):
+        arguments = {"files": [str(text)], "text_fields": ["text"], "threads": 1, **options}
+        return _data.prepare(_data.Tokenizer(str(vocab)), str(tmp_path / out), **arguments)
+
+    def by_tasks(text, out, **options):
+        arguments = {"files": [str(text)], "text_fields": ["text"], **options}
+        job = _data.PrepareJob(_data.Tokenizer(str(vocab)), str(tmp_path / out), **arguments)
+        with ThreadPoolExecutor(1) as pool:
+            settings = job.settings()
+            tasks = [
+                pool.submit(_data.prepare_units, settings, [job.unit(number)], _data.job_tokenizer(settings))
+                for number, _ in job.units()
+            ]
+        assert not any(task.exception() for task in tasks)
+        report = job.finish()
+        job.close()
+        return report
+
+    prepare.by_tasks = by_tasks
+    return prepare
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+@pytest.mark.parametrize("is_in_parts", [False, True])
+@pytest.mark.parametrize("edit", [at_the_beginning, between_the_samples, with_its_time_kept, only_in_time])
+def test_a_finished_corpus_of_a_changed_input_is_refused(text, run, tmp_path, edit, is_in_parts):
+    options = {"_part_bytes": 600_000} if is_in_parts else {}
+    first = run(text, "out", **options)
+    before = contents(tmp_path / "out")
+    edit(text / "1.txt")
+    for verify_inputs in (False, True):
+        if edit is only_in_time or (edit is with_its_time_kept and not verify_inputs):
+            report = run(text, "out", verify_inputs=verify_inputs, **options)
+            assert report["already_complete"] and report["content_hash"] == first["content_hash"]
+            continue
+        for prepare in (run, run.by_tasks):
+            with pytest.raises(InputError, match=r"1\.txt: has changed since .*out was prepared .*another --out"):
+                prepare(text, "out", verify_inputs=verify_inputs, **options)
+    assert contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize(
+    ("edit", "way"),
+    [
+        (at_the_beginning, "again"),
+        (with_its_time_kept, "again"),
+        (with_its_time_kept, "other partition"),
+        *itertools.product((between_the_samples, only_in_time), ("again", "by tasks", "other partition", "in parts")),
+    ],
+)
+def test_an_interrupted_run_never_mixes_old_and_new_text(text, run, tmp_path, edit, way):
+    """The first of two partitions leaves what an interruption does: some units are finished."""
+    options = {"_part_bytes": 600_000} if way == "in parts" else {}
+    changed = text / "0.txt"
+    run(text, "out", partition=(1, 2), **options)
+    edit(changed)
+    if edit is with_its_time_kept:
+        options["verify_inputs"] = True
+    resume = run.by_tasks if way == "by tasks" else run
+    if way == "other partition":
+        report = run(text, "out", partition=(2, 2), **options)
+        assert report["missing_units"] == (0 if edit is only_in_time else 1)
+        report = run(text, "out", partition=(1, 2), **options)
+    else:
+        report = resume(text, "out", **options)
+    undisturbed = run(text, "undisturbed", **options)
+    assert report["complete"] and report["content_hash"] == undisturbed["content_hash"]
+    assert verify(tmp_path / "out")
+    if edit is only_in_time and way != "in parts":
+        assert (report["rebuilt_units"], report["changed_input"]) == (0, None)
+    if edit is not only_in_time:
+        assert report["rebuilt_units"] > 0 and report["changed_input"] == str(changed)
+
+
+def test_what_older_releases_left_counts_by_names_and_sizes(text, run, tmp_path):
+    run(text, "out")
+    (tmp_path / "out/inputs.json").unlink()
+    at_the_beginning(text / "1.txt")
+    assert run(text, "out")["already_complete"]
+    with pytest.raises(InputError, match=r"\.txt: .*out holds no hash of it, so --verify-inputs cannot compare"):
+        run(text, "out", verify_inputs=True)
+
+
+def test_a_changed_size_names_the_file_and_a_damaged_list_itself(text, run, tmp_path):
+    run(text, "out")
+    with (text / "2.txt").open("a") as file:
+        file.write("a")
+    with pytest.raises(InputError, match=r"2\.txt: has changed since"):
+        run(text, "out")
+    listed = tmp_path / "out/inputs.json"
+    listed.write_bytes(listed.read_bytes().replace(b'"bytes"', b'"Bytes"', 1))
+    with pytest.raises(InputError, match=r"inputs\.json: damaged; .*remove it"):
+        run(text, "out")
