@@ -219,12 +219,15 @@ def conll_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def finetuned(tmp_path_factory: pytest.TempPathFactory, encoder_folder: Path, glue_folder: Path) -> tuple[Path, Any]:
     """Both tasks with two seeds, uninterrupted. Tests that write to the folder copy it first."""
-    from tiny_task import QUICK
+    from tiny_task import NUM_LOGS, QUICK
 
     import electra_fast
+    from electra_fast.finetuning import seed_run
 
     out = tmp_path_factory.mktemp("whole") / "out"
-    found = electra_fast.finetune("glue", model=encoder_folder, data=glue_folder, out=out, seeds=2, overrides=QUICK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seed_run, "_NUM_LOGS", NUM_LOGS)
+        found = electra_fast.finetune("glue", model=encoder_folder, data=glue_folder, out=out, seeds=2, overrides=QUICK)
     return out, found
 
 

@@ -4,6 +4,7 @@ To import torch takes a process seconds, so one imports it, computes nothing, an
 """
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 from tiny_run import command
+from tiny_task import NUM_LOGS
 
 TIMEOUT = 120.0
 
@@ -84,14 +86,18 @@ class Server:
         """A run by so many ranks to its end; returns what they have said."""
         return self.end(self.start(world_size, corpus, out, environment, **changes))
 
-    def kill_until_done(self, arguments, said):
-        """Starts a command, which resumes, and ends it with kill -9 at growing delays, at least once."""
-        delay, code, kills = 0.2, None, -1
-        while code is None:
-            rank = Rank(self, {}, list(map(str, arguments)), said, Path.cwd())
-            code = self.ask({"wait": rank.pid, "timeout": delay})
-            delay, kills = delay * 1.3, kills + 1
-        assert code == 0 and kills > 0, rank.said()
+    def kill_until_done(self, arguments, said, is_resumable):
+        """Starts a fine-tuning again and again until it ends, each time killed at its fourth checkpoint.
+
+        After every kill, `is_resumable` must be true: there is work that the next session has to continue.
+        """
+        environment = {"ELECTRA_FAST_TEST_KILL_AT_SAVE": "4"}
+        codes = []
+        while not codes or codes[-1] == -signal.SIGKILL:
+            rank = Rank(self, environment, list(map(str, arguments)), said, Path.cwd())
+            codes.append(rank.wait())
+            assert codes[-1] == 0 or is_resumable(), rank.said()
+        assert codes[-1] == 0 and len(codes) > 2, rank.said()
 
     def end(self, ranks, codes=0):
         """Waits for ranks that end with these exit codes; returns what they have said."""
@@ -124,6 +130,7 @@ def fork_rank(request):
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
         slow_down_writing()
+        kill_at_save()
         from electra_fast.cli import main
 
         code = main(request["arguments"])
@@ -140,6 +147,19 @@ def slow_down_writing():
 
         write = checkpoint.write
         checkpoint.write = lambda *arguments: (time.sleep(seconds), write(*arguments))[1]
+
+
+def kill_at_save():
+    """Kills a fine-tuning instead of its n-th checkpoint, when its last step is in the log and in no checkpoint."""
+    number = int(os.environ.get("ELECTRA_FAST_TEST_KILL_AT_SAVE", "0"))
+    if number:
+        from electra_fast.finetuning import seed_run
+
+        save, calls = seed_run.SeedRun._save, itertools.count(1)
+        seed_run._NUM_LOGS = NUM_LOGS
+        seed_run.SeedRun._save = lambda run: (
+            os.kill(os.getpid(), signal.SIGKILL) if next(calls) == number else save(run)
+        )
 
 
 def wait_for_child(child, timeout):

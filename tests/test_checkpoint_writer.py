@@ -6,10 +6,12 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from contextlib import nullcontext
 
 import pytest
 import torch
+from ranks import wait_for
 from test_checkpoint import full_disk, make_model
 
 from electra_fast import checkpoint, checkpoint_folder
@@ -321,14 +323,19 @@ def test_an_exception_lets_the_write_end_and_is_not_hidden(tmp_path, gate):
     assert "step-1: checkpoint not written" in note
 
 
+def interrupt_the_wait():
+    """Ctrl-C once the main thread waits for a write; a signal that another thread takes would not wake it."""
+    main = threading.main_thread().ident
+    wait_for(lambda: "_finish" in [frame.name for frame in traceback.extract_stack(sys._current_frames()[main])])
+    signal.pthread_kill(main, signal.SIGINT)
+
+
 def test_an_interrupted_wait_can_be_repeated(tmp_path, gate):
     with CheckpointWriter(tmp_path, 2) as writer:
         save(writer, 1)
         with pytest.raises(KeyboardInterrupt):
-            main = threading.main_thread().ident  # a signal that another thread takes would not wake this one
-            threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
-            save(writer, 2)
-            time.sleep(60)  # never reached: the save waits until it is interrupted
+            threading.Thread(target=interrupt_the_wait).start()
+            save(writer, 2)  # waits until it is interrupted
         assert writer.num_written == 0
         gate.go.set()
         save(writer, 3)

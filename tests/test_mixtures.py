@@ -5,14 +5,13 @@ import itertools
 import json
 import pickle
 import shutil
-import subprocess
-import time
+import signal
 
 import numpy as np
 import pytest
 import torch
 from test_loader import digest
-from tiny_run import STEPS, assert_same_run, command, lines, tiny_config
+from tiny_run import STEPS, assert_same_run, lines, tiny_config
 
 import electra_fast as ef
 from electra_fast import checkpoint_folder
@@ -222,15 +221,10 @@ class TestTraining:
     def test_a_run_of_one_corpus_has_no_such_key(self, whole_run):
         assert all("epochs" not in record for record in lines(whole_run))
 
-    def test_killed_and_resumed_by_its_folder_alone(self, whole, mixed, tmp_path):
-        killed = subprocess.Popen(command(mixed, tmp_path / "run"), stderr=subprocess.PIPE, text=True)
-        while not checkpoint_folder.steps(tmp_path / "run"):
-            assert killed.poll() is None, killed.stderr.read()
-            time.sleep(0.01)
-        killed.kill()
-        killed.wait()
-        killed.stderr.close()
+    def test_killed_and_resumed_by_its_folder_alone(self, server, whole, mixed, tmp_path, capfd):
+        server.end(server.start(1, mixed, tmp_path / "run", {"ELECTRA_FAST_FAULT": "kill@8/0"}), -signal.SIGKILL)
         assert main(["pretrain", "--out", str(tmp_path / "run")]) == 0
+        assert "resumes at step" in capfd.readouterr().err
         assert_same_run(tmp_path / "run", whole)
 
     def test_two_ranks_train_as_one(self, server, mixed, tmp_path):

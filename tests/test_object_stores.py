@@ -189,13 +189,10 @@ def test_training_reads_from_a_bucket_and_resumes(local: Path, remote: str, tmp_
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "bucket") == losses(tmp_path / "disk")
     command = [sys.executable, "-m", "electra_fast", *PRETRAIN, "--data", remote, "--out", str(tmp_path / "killed")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (tmp_path / "killed/checkpoints/step-2").exists() and process.poll() is None:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    killed = subprocess.run(command, capture_output=True, env=os.environ | {"ELECTRA_FAST_FAULT": "kill@5/0"})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     done = run(*PRETRAIN, "--data", remote, "--out", tmp_path / "killed")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "resumes at step" in done.stderr, done.stderr
     assert losses(tmp_path / "killed")[-1] == losses(tmp_path / "disk")[-1]
     evaluated = run("evaluate", tmp_path / "bucket", "--data", remote, "--json")
     expected = run("evaluate", tmp_path / "disk", "--data", local, "--json")

@@ -115,16 +115,32 @@ def test_missing_parts_are_counted(text, vocab, tmp_path, capfd):
         Corpus(tmp_path / "out")
 
 
-def test_killed_at_any_moment_it_goes_on(text, vocab, tmp_path):
-    rng, command = random.Random(7), [sys.executable, "-c", RUN, text, vocab, tmp_path / "out"]
-    for _ in range(8):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-            process.stdout.readline()
-            time.sleep(rng.random() * 0.4)
-            process.kill()
-    subprocess.run(command, check=True, capture_output=True)
+# The kernel ends this process, as kill -9 would, at the byte by which a file exceeds the limit; Python ignores that.
+KILLED = f"""{IMPORT}
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), resource.RLIM_INFINITY))
+prepare([sys.argv[1]], vocab=sys.argv[2], out=sys.argv[3], threads=1, progress=False)
+"""
+
+
+def test_killed_in_any_unit_it_goes_on(vocab, tmp_path):
+    """Each unit's tokens are more than those before, so that a limit on the size of files kills in a certain one."""
+    text, out = tmp_path / "text", tmp_path / "out"
+    text.mkdir()
+    for unit in range(UNITS):
+        (text / f"{unit}.txt").write_text("\n\n".join(["w1 w2 w3 " * 3000] * (unit + 1)) + PADDING)
     prepare([text], vocab=vocab, out=tmp_path / "undisturbed", progress=False)
-    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+    sizes = [(tmp_path / f"undisturbed/shard-{unit:06}-000.tokens").stat().st_size for unit in range(UNITS)]
+    for unit, limit in enumerate([size - 1 for size in sizes]):
+        killed = subprocess.run([sys.executable, "-c", KILLED, text, vocab, out, str(limit)], stderr=subprocess.PIPE)
+        assert killed.returncode == -signal.SIGXFSZ, killed.stderr
+        finished = [path.name for path in sorted((out / "parts").glob("unit-*"))]
+        assert finished == [f"unit-{each:06}.json" for each in range(unit)]
+        assert len(list(out.glob(".tmp-*.tokens"))) == 1
+    prepare([text], vocab=vocab, out=out, progress=False)
+    assert contents(out) == contents(tmp_path / "undisturbed")
 
 
 def test_an_interruption_keeps_finished_units(text, vocab, whole, tmp_path):

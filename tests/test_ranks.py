@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import time
 
 import pytest
 import torch
@@ -102,7 +101,7 @@ def test_a_rank_killed_in_a_sharded_step_ends_the_other(server, validation_corpu
     assert "Traceback" not in ranks[0].said() and ranks[1].wait() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("rank", "step"), [(0, 11), (1, 4)])
+@pytest.mark.parametrize(("rank", "step"), [(0, 11), (1, 7)])
 def test_a_killed_rank_ends_the_others_and_nothing_is_lost(server, exact_run, validation_corpus, tmp_path, rank, step):
     fault = {"ELECTRA_FAST_FAULT": f"kill@{step}/{rank}"}
     ranks = server.start(2, validation_corpus, tmp_path / "run", fault, **EXACT)
@@ -110,23 +109,8 @@ def test_a_killed_rank_ends_the_others_and_nothing_is_lost(server, exact_run, va
     codes[rank] = -signal.SIGKILL
     said = server.end(ranks, codes)
     assert f"rank {1 - rank}: another rank is gone" in said[1 - rank] and "Traceback" not in said[1 - rank]
-    server.run(2, validation_corpus, tmp_path / "run", **EXACT)
-    assert_equal_bits(tmp_path / "run", exact_run)
-
-
-def test_ranks_killed_at_any_moment_lose_nothing(server, exact_run, validation_corpus, tmp_path):
-    delay = 0.4
-    while True:
-        ranks = server.start(2, validation_corpus, tmp_path / "run", **EXACT)
-        time.sleep(delay)
-        delay *= 1.5
-        killed = round(10 * delay) % 2
-        ranks[killed].kill()
-        if not ranks[0].said():
-            ranks[1 - killed].kill()  # as a launcher would: before they have met, none knows of the other
-        if sorted(rank.wait() for rank in ranks) in ([0, 0], [-signal.SIGKILL, 0]):
-            break
-    server.run(2, validation_corpus, tmp_path / "run", **EXACT)
+    said = server.run(2, validation_corpus, tmp_path / "run", **EXACT)
+    assert "resumes at step" in said[0]
     assert_equal_bits(tmp_path / "run", exact_run)
 
 

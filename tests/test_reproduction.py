@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from contextlib import closing
 
 import pytest
 from in_process import run
+from ranks import wait_for
 
 import electra_fast as ef
 from electra_fast.config import Config
@@ -19,7 +19,7 @@ from electra_fast.interruption import StopRequest
 from electra_fast.json_files import read_object
 from electra_fast.reproduction.experiments import make_experiment
 from electra_fast.reproduction.plan import Plan, base_config, common_precision, row_configs
-from electra_fast.reproduction.row_run import FAILED, Work, read_result, write_run
+from electra_fast.reproduction.row_run import EVALUATION, FAILED, TASKS, Work, read_result, write_run
 from electra_fast.reproduction.workers import Slot, Workers, choose_slots, last_line
 
 QUICK = ("--finetune.epochs", "1", "--finetune.batch_size", "8", "--finetune.sequence_length", "24")
@@ -83,17 +83,17 @@ def test_run_again_it_has_nothing_to_do_and_says_the_same(whole, validation_corp
     assert "take about" not in again.stderr and time.monotonic() - start < 30
 
 
-def test_killed_at_random_moments_it_ends_with_the_same_table(whole, validation_corpus, glue_folder, tmp_path):
+def test_killed_between_steps_and_between_rows_it_ends_with_the_same_table(
+    whole, validation_corpus, glue_folder, tmp_path
+):
     words = [str(word) for word in arguments(validation_corpus, glue_folder, tmp_path / "out")]
-    moments = random.Random(0)
-    for number in (signal.SIGKILL, signal.SIGTERM):
+    runs = tmp_path / "out" / "runs"
+    for work, number in (("run/metrics.jsonl", signal.SIGKILL), (TASKS, signal.SIGTERM)):
         process = subprocess.Popen([sys.executable, "-m", "electra_fast", *words], stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while not list((tmp_path / "out").glob("runs/*/run/config.toml")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(moments.uniform(0, 6))
+        wait_for(lambda work=work, process=process: list(runs.glob(f"*/{work}")) or process.poll() is not None)
         process.send_signal(number)
-        assert process.wait(60) in (0, 128 + signal.SIGTERM, -signal.SIGKILL)
+        assert process.wait(60) == {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 128 + signal.SIGTERM}[number]
+        assert list(runs.glob(f"*/{work}")) and len(list(runs.glob(f"*/{EVALUATION}"))) < 3
     done = run(*words)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out/table.md").read_text() == (whole[0] / "table.md").read_text()

@@ -7,7 +7,7 @@ import in_process
 import numpy as np
 import pytest
 import torch
-from test_finetuning import model_bytes, trained, trained_by, without_times
+from test_finetuning import trained, trained_by
 from tiny_reading import SETTINGS, flags, questions_of, tagged_sentences
 from tiny_task import NO_DROPOUT, save_encoder
 
@@ -121,21 +121,6 @@ def test_two_processes_compute_what_one_computes(encoder_folder, squad_folder, c
     order = batches.training_order(job.config, len(job.examples), 0)
     one, two = (trained_by(job, num_processes, order)[0] for num_processes in (1, 2))
     assert one == pytest.approx(two, rel=1e-5)
-
-
-@pytest.mark.parametrize("task", ["squad2", "tagging"])
-def test_killed_at_any_moment_it_ends_with_the_same_model(
-    server, encoder_folder, squad_folder, conll_folder, tmp_path, task
-):
-    own = [word for name, path in data_of(task, squad_folder, conll_folder).items() for word in (f"--{name}", path)]
-    settings = flags(SETTINGS | {"finetune.epochs": "6", "finetune.checkpoint_seconds": "0"})
-    start = ["finetune", "--task", task, "--model", encoder_folder, *own, *settings, "--out"]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert in_process.run(*start, whole).returncode == 0
-    server.kill_until_done([*start, resumed], tmp_path / "said.txt")
-    assert model_bytes(resumed) == model_bytes(whole)
-    found = [without_times(json.loads((folder / "results.json").read_text())) for folder in (whole, resumed)]
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
