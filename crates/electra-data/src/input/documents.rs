@@ -1,6 +1,8 @@
 //! Files to documents: plain text and JSON lines here, Parquet and Arrow in `tables`.
 
+use std::cell::Cell;
 use std::path::Path;
+use std::sync::Once;
 use std::sync::atomic::AtomicU64;
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
@@ -8,7 +10,7 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use super::cut::Cut;
 use super::division::{Boundary, Part};
 use super::identity::InputIdentity;
-use super::input_file::InputFile;
+use super::input_file::{Compression, InputFile};
 use super::pipeline::{Batcher, Mark};
 use super::read_options::{DocumentSeparator, InputFormat, ReadOptions, missing_field};
 use super::skipped::SkippedRecord;
@@ -25,12 +27,14 @@ pub(crate) fn read_file(
     bytes: &AtomicU64,
     to: &mut Batcher,
 ) -> Result<()> {
-    let result = match file.format {
+    let mut read = || match file.format {
         InputFormat::Text => read_text(file, part, reading, bytes, to),
         InputFormat::JsonLines => read_json_lines(file, part, reading, bytes, to),
-        InputFormat::Parquet => guarded(file, || read_parquet(file, part, reading, bytes, to)),
-        InputFormat::Arrow => guarded(file, || read_arrow(file, part, reading, bytes, to)),
+        InputFormat::Parquet => read_parquet(file, part, reading, bytes, to),
+        InputFormat::Arrow => read_arrow(file, part, reading, bytes, to),
     };
+    let is_plain = matches!(file.format, InputFormat::Text | InputFormat::JsonLines);
+    let result = if is_plain && file.compression == Compression::None { read() } else { guarded(file, read) };
     // Checked first: a change explains whatever else went wrong.
     file.check_unchanged()?;
     result
@@ -54,10 +58,29 @@ pub(crate) fn read_input_group(
     Ok(())
 }
 
-/// Turns a panic into an error: the libraries that read tables panic on some damaged files. Nothing that the
-/// panic left half-changed is used afterwards, because the run ends with this error.
+thread_local! {
+    /// Whether this thread is in `guarded`, where a panic says no more than that a file is damaged.
+    static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Turns a panic into an error, and prints nothing of it: the libraries that read tables and compressed files panic on
+/// some damaged ones. Nothing that the panic left half-changed is used afterwards, because the run ends with this error.
 fn guarded(file: &InputFile, read: impl FnOnce() -> Result<()>) -> Result<()> {
-    std::panic::catch_unwind(std::panic::AssertUnwindSafe(read)).unwrap_or_else(|_| {
+    static HOOK: Once = Once::new();
+    // One hook for the process, which asks what the panicking thread is doing: to set and reset it around each call
+    // would silence other threads too.
+    HOOK.call_once(|| {
+        let otherwise = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            if !IS_GUARDED.get() {
+                otherwise(panic);
+            }
+        }));
+    });
+    IS_GUARDED.set(true);
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(read));
+    IS_GUARDED.set(false);
+    outcome.unwrap_or_else(|_| {
         let path = file.path.display();
         Err(Error::Input(format!("{path}: too damaged to be read; get the file again")))
     })
