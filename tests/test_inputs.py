@@ -1,8 +1,11 @@
 """Inputs of `prepare` other than plain text: saved datasets, Arrow string types, BERT's conventions."""
 
 import json
+import subprocess
+import sys
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.data.corpus import Corpus, Tokenizer
@@ -165,6 +168,26 @@ def test_a_damaged_arrow_file_is_an_error_or_text(vocab, tmp_path, capfd):
             assert "a.arrow: " in str(error) and "\n" not in str(error)
     assert refused > 30
     assert capfd.readouterr().err == ""
+
+
+PEAK = r"""
+import re, sys
+sys.path[:0] = sys.argv[4].split(":")
+from electra_fast import _data
+report = _data.prepare(_data.Tokenizer(sys.argv[2]), sys.argv[3], files=[sys.argv[1]], text_fields=["text"], threads=1)
+print(report["num_documents"], int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1]) >> 10)
+"""
+
+
+@pytest.mark.parametrize("use_dictionary", [True, False])
+def test_memory_does_not_grow_with_the_rows_of_a_parquet_file(vocab, tmp_path, use_dictionary):
+    """A dictionary makes 150 rows of 1 MB of a file of some 100 bytes."""
+    table = pa.table({"text": ["w1 w2" + " " * 1_000_000] * 150})
+    pq.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=use_dictionary, write_batch_size=1)
+    command = [sys.executable, "-c", PEAK, tmp_path / "a.parquet", vocab, tmp_path / "out", ":".join(sys.path)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    documents, peak = map(int, output.split())
+    assert documents == 150 and peak < 130
 
 
 def test_sentences_on_lines_and_blank_lines_between_documents(vocab, tmp_path):

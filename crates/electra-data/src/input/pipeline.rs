@@ -106,11 +106,6 @@ impl<'a> Batcher<'a> {
         Self { batch: TextBatch::default(), batch_bytes, intake, inputs: Vec::new(), send }
     }
 
-    /// Whether only the beginning of the input is wanted.
-    pub fn is_brief(&self) -> bool {
-        self.batch_bytes < BATCH_BYTES
-    }
-
     /// Where a line may be cut.
     pub fn cut(&self) -> Cut<'a> {
         self.intake.cut

@@ -10,23 +10,28 @@ use arrow_array::{
 use arrow_ipc::reader::{FileReader, StreamReader, read_footer_length};
 use arrow_ipc::root_as_footer;
 use arrow_schema::{ArrowError, DataType, Schema};
-use parquet::arrow::ProjectionMask;
-use parquet::arrow::arrow_reader::{ArrowReaderOptions, ParquetRecordBatchReaderBuilder};
+use parquet::arrow::parquet_to_arrow_schema;
+use parquet::column::reader::{ColumnReader, ColumnReaderImpl};
+use parquet::data_type::{ByteArray, ByteArrayType};
+use parquet::errors::{ParquetError, Result as ParquetResult};
 use parquet::file::metadata::ParquetMetaData;
+use parquet::file::reader::{FileReader as _, RowGroupReader, SerializedFileReader};
 
 use super::division::Part;
 use super::input_file::InputFile;
 use super::pipeline::Batcher;
 use super::raw_file::RawFile;
 use super::read_options::{ReadOptions, missing_field};
+use super::text::MAX_LINE_BYTES;
 use crate::error::{Error, Result};
 
-/// Rows decoded at a time; few, because documents can be long.
-const ROWS: usize = 256;
-/// The same when only the beginning of a file is wanted.
-const FEW_ROWS: usize = 4;
+/// Progress is counted after so many rows.
+const PROGRESS_ROWS: u64 = 256;
 
 /// Sends each row of a Parquet file, or of those row groups that begin in a part of it, as a document.
+///
+/// Rows are decoded one at a time, so that memory holds a page of each column and its dictionary, whatever the rows: a
+/// batch of rows can be as many times larger than the file as a dictionary's entry is longer than its index.
 pub(super) fn read_parquet(
     file: &InputFile,
     part: Option<&Part>,
@@ -35,36 +40,85 @@ pub(super) fn read_parquet(
     to: &mut Batcher,
 ) -> Result<()> {
     let damaged = |error: &dyn std::fmt::Display| unreadable(file, "Parquet", error);
-    // Ignore the Arrow schema: with the physical types, text is plain UTF-8 whatever wrote the file.
-    let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true);
-    let mut builder =
-        ParquetRecordBatchReaderBuilder::<RawFile>::try_new_with_options(file.open_seekable()?, options)
-            .map_err(|e| damaged(&e))?;
-    let columns = text_columns(file, builder.schema(), &reading.text_fields)?;
-    let mut rows = builder.metadata().file_metadata().num_rows();
-    if let Some(part) = part {
-        let groups = row_groups_of(part, file, builder.metadata());
-        rows = groups.iter().map(|&group| builder.metadata().row_group(group).num_rows()).sum();
-        builder = builder.with_row_groups(groups);
-    }
-    let mask = ProjectionMask::roots(builder.parquet_schema(), columns);
-    let reader = builder
-        .with_projection(mask)
-        .with_batch_size(if to.is_brief() { FEW_ROWS } else { ROWS })
-        .build()
-        .map_err(|e| damaged(&e))?;
-    let (size, rows) = (part.map_or(file.size, |part| part.end - part.start), rows.max(1) as u64);
-    let (mut done, mut counted) = (0, 0);
-    for batch in reader {
-        let batch = batch.map_err(|e| damaged(&e))?;
-        send_rows(file, &batch, &reading.text_fields, to)?;
-        done += batch.num_rows() as u64;
-        let share = (u128::from(size) * u128::from(done) / u128::from(rows)) as u64;
-        bytes.fetch_add(share.saturating_sub(counted), Ordering::Relaxed);
-        counted = share;
+    let table = SerializedFileReader::new(file.open_seekable()?).map_err(|e| damaged(&e))?;
+    let (metadata, descriptor) = (table.metadata(), table.metadata().file_metadata().schema_descr());
+    // Without the Arrow schema that the file may hold: with the physical types, text is UTF-8 whatever wrote the file.
+    let schema = parquet_to_arrow_schema(descriptor, None).map_err(|e| damaged(&e))?;
+    let roots = text_columns(file, &schema, &reading.text_fields)?;
+    let leaf = |root: &usize| {
+        (0..descriptor.num_columns()).find(|&leaf| descriptor.get_column_root_idx(leaf) == *root)
+    };
+    let leaves: Vec<usize> = roots.iter().filter_map(leaf).collect();
+    let groups = match part {
+        Some(part) => row_groups_of(part, file, metadata),
+        None => (0..metadata.num_row_groups()).collect(),
+    };
+    let num_rows = |group: &usize| metadata.row_group(*group).num_rows().max(0) as u64;
+    let (size, rows) =
+        (part.map_or(file.size, |part| part.end - part.start), groups.iter().map(num_rows).sum::<u64>());
+    let (mut done, mut counted, mut texts) = (0, 0, Vec::with_capacity(leaves.len()));
+    for group in groups {
+        let (row_group, expected) = (table.get_row_group(group).map_err(|e| damaged(&e))?, num_rows(&group));
+        let columns = leaves.iter().map(|&leaf| ParquetText::open(&*row_group, leaf));
+        let mut columns = columns.collect::<ParquetResult<Vec<_>>>().map_err(|e| damaged(&e))?;
+        for _ in 0..expected {
+            done += 1;
+            texts.clear();
+            for column in &mut columns {
+                let text = column
+                    .next()
+                    .map_err(|e| damaged(&e))?
+                    .ok_or_else(|| damaged(&"a column is too short"))?;
+                let length = text.as_ref().map_or(0, ByteArray::len);
+                if length > MAX_LINE_BYTES {
+                    let path = file.path.display();
+                    return Err(Error::Input(format!("{path}: a row has more than 1 GiB of text; split it")));
+                }
+                texts.extend(text);
+            }
+            let texts = texts.iter().map(|text| str::from_utf8(text.data()));
+            let texts = texts.collect::<std::result::Result<Vec<_>, _>>().map_err(|e| damaged(&e))?;
+            send_row(&texts, to)?;
+            if done % PROGRESS_ROWS == 0 || done == rows {
+                let share = (u128::from(size) * u128::from(done) / u128::from(rows)) as u64;
+                bytes.fetch_add(share.saturating_sub(counted), Ordering::Relaxed);
+                counted = share;
+            }
+        }
+        for column in &mut columns {
+            if column.next().map_err(|e| damaged(&e))?.is_some() {
+                return Err(damaged(&"a column is too long"));
+            }
+        }
     }
     bytes.fetch_add(size.saturating_sub(counted), Ordering::Relaxed);
     Ok(())
+}
+
+/// A column of text of a row group.
+struct ParquetText {
+    reader: ColumnReaderImpl<ByteArrayType>,
+    values: Vec<ByteArray>,
+    levels: Vec<i16>,
+}
+
+impl ParquetText {
+    fn open(group: &dyn RowGroupReader, column: usize) -> ParquetResult<Self> {
+        match group.get_column_reader(column)? {
+            ColumnReader::ByteArrayColumnReader(reader) => {
+                Ok(Self { reader, values: Vec::new(), levels: Vec::new() })
+            }
+            _ => Err(ParquetError::General("a column of text has another physical type".to_owned())),
+        }
+    }
+
+    /// The text of the next row, `Some(None)` for null; `None` at the end.
+    fn next(&mut self) -> ParquetResult<Option<Option<ByteArray>>> {
+        self.values.clear();
+        self.levels.clear();
+        let (rows, ..) = self.reader.read_records(1, Some(&mut self.levels), None, &mut self.values)?;
+        Ok((rows > 0).then(|| self.values.pop()))
+    }
 }
 
 /// The row groups that begin in a part, in order.
@@ -240,12 +294,16 @@ fn send_rows(file: &InputFile, batch: &RecordBatch, fields: &[String], to: &mut 
         for column in &columns {
             texts.extend(column.at(row).ok_or_else(|| damaged("a key is beyond its dictionary"))?);
         }
-        match texts[..] {
-            [one] => to.push_document(one)?,
-            _ => to.push_document(&texts.join("\n"))?,
-        }
+        send_row(&texts, to)?;
     }
     Ok(())
+}
+
+fn send_row(texts: &[&str], to: &mut Batcher) -> Result<()> {
+    match texts {
+        [one] => to.push_document(one),
+        _ => to.push_document(&texts.join("\n")),
+    }
 }
 
 /// A column of text, possibly dictionary-encoded.

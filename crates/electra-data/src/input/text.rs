@@ -15,8 +15,8 @@ use crate::error::{Error, Result};
 pub(super) const FRAGMENT_BYTES: usize = 64 << 10;
 /// How much is kept of a word longer than a fragment: enough to be too long for any vocabulary.
 const WORD_HEAD: usize = 4 << 10;
-/// The largest line that is kept in memory.
-const MAX_LINE_BYTES: usize = 1 << 30;
+/// The largest line, or row of a table, that is kept in memory.
+pub(super) const MAX_LINE_BYTES: usize = 1 << 30;
 
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
