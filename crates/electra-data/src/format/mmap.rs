@@ -1,4 +1,5 @@
-//! A memory-mapped file of a corpus. Each block is checked the first time it is read.
+//! A memory-mapped file of a corpus. Each block is checked the first time it is read, and now and then whether somebody
+//! has written to the file since. Where one is cut off under a reader, `bus_error` says so.
 //!
 //! The file is one on disk, or the sparse copy of one in an object store (see `block_cache`), whose blocks are
 //! fetched when they are read unless somebody has had them fetched before.
@@ -8,11 +9,13 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::SystemTime;
 
 use memmap2::Mmap;
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::block_cache::{BlockCache, FileGeometry};
+use super::bus_error;
 use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header, Layout, block_hash, read_u64};
 use super::manifest::hex128;
 use crate::error::{Error, Result};
@@ -38,7 +41,7 @@ pub(super) struct MappedFile {
 /// Where the bytes come from, and which blocks have been verified: one bit each.
 #[derive(Debug)]
 enum Backing {
-    Local { verified: Box<[AtomicU64]> },
+    Local { verified: Box<[AtomicU64]>, modified: Option<SystemTime> },
     Cached { cache: Arc<BlockCache>, first: u64 },
 }
 
@@ -46,12 +49,15 @@ impl MappedFile {
     /// Maps a file and checks its header, its length and its table of checksums.
     pub fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).map_err(|e| access_error(path, e))?;
-        let length = file.metadata().map_err(|e| Error::io(path, e))?.len();
+        let metadata = file.metadata().map_err(|e| Error::io(path, e))?;
+        let (length, modified) = (metadata.len(), metadata.modified().ok());
         if length < (HEADER_BYTES + 8) as u64 {
             return Err(damaged(path, format!("{length} bytes are too few for a shard: it was cut off")));
         }
-        // SAFETY: the map is read-only and private to this struct; finished shards are never modified in
-        // place (they are replaced by rename), so the mapped bytes do not change.
+        bus_error::explain();
+        // SAFETY: the map is read-only and private to this struct; this crate never modifies finished shards in place
+        // (they are replaced by rename). Somebody else may: every read copies what it then checks, `expect_unchanged`
+        // finds out soon, and a page that is gone ends the process with a message.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, e))?;
         let start: &[u8; HEADER_BYTES] =
             map.first_chunk().ok_or_else(|| damaged(path, "it was cut off while being opened".into()))?;
@@ -62,7 +68,7 @@ impl MappedFile {
             return Err(damaged(path, format!("{} bytes instead of {expected}: truncated", map.len())));
         }
         let verified = (0..layout.num_blocks.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
-        let backing = Backing::Local { verified };
+        let backing = Backing::Local { verified, modified };
         let mapped = Self::new(path.to_owned(), map, header, layout, backing);
         mapped.check_table()?;
         mapped.check_block(0)?;
@@ -112,22 +118,23 @@ impl MappedFile {
         Err(damaged(&self.path, "block 0: it belongs to another corpus than the manifest".into()))
     }
 
-    /// Rejects a file that was truncated after it was mapped: reading a page that is gone would kill the
-    /// process. A truncation between this check and the read cannot be caught.
-    pub fn expect_whole(&self) -> Result<()> {
-        if matches!(self.backing, Backing::Cached { .. }) {
+    /// Rejects a file that was written to after it was mapped, as its length and modification time tell: verified
+    /// blocks are not verified again. A file of the same time that took its place is not looked at, as little as
+    /// removal changes the mapped bytes.
+    pub fn expect_unchanged(&self) -> Result<()> {
+        let Backing::Local { modified, .. } = &self.backing else {
             return Ok(()); // nobody but this crate writes to the cache
+        };
+        let Ok(now) = std::fs::metadata(&self.path) else { return Ok(()) };
+        let (length, expected) = (now.len(), self.map.len());
+        if length != expected as u64 {
+            let reason = format!("{length} bytes instead of {expected}: changed while it was in use");
+            return Err(damaged(&self.path, reason));
         }
-        match std::fs::metadata(&self.path) {
-            Ok(now) if now.len() < self.map.len() as u64 => {
-                let (now, then) = (now.len(), self.map.len());
-                Err(damaged(
-                    &self.path,
-                    format!("{now} bytes instead of {then}: cut off while it was in use"),
-                ))
-            }
-            _ => Ok(()), // growth and removal do not change the mapped bytes
+        if now.modified().ok() != *modified {
+            return Err(damaged(&self.path, "written to while it was in use".into()));
         }
+        Ok(())
     }
 
     /// The bytes of a range, after verifying every block that it touches.
@@ -150,7 +157,7 @@ impl MappedFile {
     #[inline]
     fn verified(&self, block: usize) -> (&AtomicU64, u64) {
         match &self.backing {
-            Backing::Local { verified } => (&verified[block / 64], 1 << (block % 64)),
+            Backing::Local { verified, .. } => (&verified[block / 64], 1 << (block % 64)),
             Backing::Cached { cache, first, .. } => {
                 let block = first + block as u64;
                 (cache.verified.at(block as usize / 64), 1 << (block % 64))
@@ -210,7 +217,7 @@ impl MappedFile {
 
     #[cold]
     fn check_block(&self, block: usize) -> Result<()> {
-        self.expect_whole()?;
+        self.expect_unchanged()?;
         if !self.is_sound(block) {
             if let Backing::Cached { cache, first, .. } = &self.backing {
                 cache.restore(first + block as u64)?; // a crash of the machine lost what had been written

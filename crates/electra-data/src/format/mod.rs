@@ -4,6 +4,7 @@
 
 mod atomic_file;
 mod block_cache;
+mod bus_error;
 mod corpus;
 mod header;
 mod manifest;

@@ -21,6 +21,7 @@ pub struct Shard {
     num_tokens: u64,
     num_documents: u64,
     width: u16,
+    vocab_size: u32,
     tokenizer_hash: u64,
     /// The cache of a shard in a store, and the shard's number.
     cache: Option<(Arc<BlockCache>, usize)>,
@@ -38,6 +39,7 @@ impl Shard {
             num_tokens: entry.num_tokens,
             num_documents: entry.num_documents,
             width: manifest.token_bytes,
+            vocab_size: manifest.tokenizer.vocab_size,
             tokenizer_hash: manifest.tokenizer.hash_value(),
             cache: None,
             tokens: OnceLock::new(),
@@ -71,7 +73,7 @@ impl Shard {
     /// [`Shard::num_tokens`]. Checked on first use.
     pub fn document_ends(&self) -> Result<&[u32]> {
         let file = self.tokens()?;
-        file.expect_whole()?;
+        file.expect_unchanged()?;
         let start = file.layout.index;
         let bytes = file.bytes(start..start + self.num_documents as usize * 4)?;
         // SAFETY: any four bytes are a valid u32. The prefix is empty because maps are page-aligned and
@@ -87,8 +89,17 @@ impl Shard {
         Ok(ends)
     }
 
+    /// Rejects a shard that was written to after it was opened.
+    pub(crate) fn expect_unchanged(&self) -> Result<()> {
+        [&self.tokens, &self.lines]
+            .into_iter()
+            .filter_map(OnceLock::get)
+            .try_for_each(MappedFile::expect_unchanged)
+    }
+
     /// Copies `out.len()` token ids from `start` on, widened to i32. Blocks read for the first time are
-    /// verified. A range outside the shard is an error.
+    /// verified, and each id every time: it indexes an embedding, and the file may have changed since. A range outside
+    /// the shard is an error.
     #[inline]
     pub fn copy_tokens(&self, start: u64, out: &mut [i32]) -> Result<()> {
         let file = self.tokens()?;
@@ -96,16 +107,19 @@ impl Shard {
         let Some(end) = end else { return Err(self.out_of_range(start, out.len())) };
         let width = usize::from(self.width);
         let bytes = file.bytes(HEADER_BYTES + start as usize * width..HEADER_BYTES + end as usize * width)?;
+        let mut is_sound = true;
         if width == 2 {
             for (slot, id) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
                 *slot = i32::from(u16::from_le_bytes(*id));
+                is_sound &= (*slot as u32) < self.vocab_size;
             }
         } else {
             for (slot, id) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
                 *slot = i32::from_le_bytes(*id);
+                is_sound &= (*slot as u32) < self.vocab_size;
             }
         }
-        Ok(())
+        if is_sound { Ok(()) } else { Err(self.outside_vocabulary(start, out)) }
     }
 
     /// Prefetches tokens that will be copied soon: reading rows in random order is mostly waiting for
@@ -148,11 +162,13 @@ impl Shard {
         damaged(&self.lines_path, reason)
     }
 
-    /// The error for an id that is too large for the vocabulary.
+    /// The error for the first of these ids, from token `start` on, that is too large for the vocabulary.
     #[cold]
-    pub(super) fn outside_vocabulary(&self, token: u64, id: u32, vocab_size: usize) -> Error {
-        let reason = format!("token {token}: id {id} is not in the vocabulary of {vocab_size}");
-        damaged(&self.tokens_path, reason)
+    fn outside_vocabulary(&self, start: u64, ids: &[i32]) -> Error {
+        let size = self.vocab_size;
+        let found = (start..).zip(ids).find(|&(_, &id)| id as u32 >= size);
+        let (token, id) = found.map_or((start, 0), |(token, &id)| (token, id as u32));
+        damaged(&self.tokens_path, format!("token {token}: id {id} is not in the vocabulary of {size}"))
     }
 
     /// The token file, opened on first use.

@@ -128,10 +128,12 @@ impl Blocks {
         let mut ends = Vec::new();
         let mut total = 0;
         for block in self.blocks_of(epoch, window) {
+            let shard = self.corpus.shard(self.locate(block).0);
+            shard.expect_unchanged()?;
             let rows = self.rows(packer, RngCounter { epoch, block })?;
             total += rows.len() as u64;
             ends.push(total);
-            blocks.push(PackedBlock { block, shard: self.corpus.shard(self.locate(block).0), rows });
+            blocks.push(PackedBlock { block, shard, rows });
         }
         let order = Permutation::new(total, self.seed, Purpose::RowOrder, [epoch, window, 0]);
         Ok(ShuffleWindow { seed: self.seed, epoch, blocks, ends, order, _pins: pins })

@@ -109,7 +109,6 @@ fn last_word(shard: &Shard, word_starts: &[bool], after: u32, at: u32) -> Result
         let start = (after + 1).max(end.saturating_sub(STRIDE));
         let ids = &mut ids[..(end - start) as usize];
         shard.copy_tokens(start.into(), ids)?;
-        // An id outside the vocabulary is damage, which `verify` reports.
         let begins_word = |&id: &i32| word_starts.get(id as usize).copied().unwrap_or(true);
         if let Some(found) = ids.iter().rposition(begins_word) {
             return Ok(Some(start + found as u32));

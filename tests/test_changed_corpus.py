@@ -1,0 +1,82 @@
+"""Somebody writes to a corpus on disk while it is read: the reader ends with one line that names the file."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from electra_fast.data.corpus import Corpus
+from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.errors import InputError
+
+
+def overwrite(content):
+    """A change of a file in place from byte 64 on, up to the index, by what `content` makes for so many bytes."""
+
+    def change(path):
+        with path.open("r+b") as file:
+            file.seek(64)
+            file.write(content(path.stat().st_size // 2))
+
+    return change
+
+
+def append(path):
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def forge(path):
+    """Other bytes, and a time as if nothing had happened."""
+    times = path.stat()
+    overwrite(lambda size: b"\xff" * size)(path)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+CHANGES = {
+    "one id": ("tokens", overwrite(lambda size: b"\x05\x00" * (size // 2)), "written to while it was in use"),
+    "other ids": ("tokens", overwrite(lambda size: b"\xff" * size), "written to while|id 65535 is not in"),
+    "other ids in secret": ("tokens", forge, "id 65535 is not in the vocabulary of"),
+    "growth": ("tokens", append, r"\d+ bytes instead of \d+: changed while it was in use"),
+    "other lines": ("lines", overwrite(os.urandom), "written to while it was in use"),
+    "shorter lines": ("lines", lambda path: os.truncate(path, 80), "80 bytes instead of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_reader_finds_out(tiny_corpus, tmp_path, name):
+    kind, change, message = CHANGES[name]
+    corpus = shutil.copytree(tiny_corpus, tmp_path / "corpus")
+    size = Corpus(corpus).vocab_size
+    loader = BatchLoader(corpus, sequence_length=16, batch_size=8, seed=0, cut_at="line")
+    for _ in range(1000):
+        next(loader)  # of several epochs: every block has been verified
+    (path,) = corpus.glob(f"*.{kind}")
+    change(path)
+    with pytest.raises(InputError, match=rf"{path.name}: .*({message}).*; restore the file from a copy") as caught:
+        while True:
+            assert int(to_torch(next(loader))["input_ids"].max()) < size
+    assert "\n" not in str(caught.value)
+
+
+CUT_OFF = """
+import os, sys
+from electra_fast.data.loader import BatchLoader
+loader = BatchLoader(sys.argv[1], sequence_length=16, batch_size=1, seed=0)
+next(loader)
+os.truncate(sys.argv[2], 0)
+for _ in loader:
+    pass
+"""
+
+
+def test_a_file_cut_off_under_a_reader_is_named(tiny_corpus, tmp_path):
+    """Not found by looking: the page is gone, and the system sends SIGBUS."""
+    corpus = shutil.copytree(tiny_corpus, tmp_path / "corpus")
+    (path,) = corpus.glob("*.tokens")
+    done = subprocess.run([sys.executable, "-c", CUT_OFF, corpus, path], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"electra-fast: error: {path}: cannot be read where it is mapped") and "run again" in line
