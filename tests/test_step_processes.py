@@ -20,8 +20,9 @@ import electra_fast as ef
 from electra_fast import checkpoint_folder
 from electra_fast.compute import ComputeConfig
 from electra_fast.data.loader import BatchLoader, HostBatch
-from electra_fast.errors import TrainingFailed
+from electra_fast.errors import Interrupted, TrainingFailed
 from electra_fast.heads import DiscriminatorHead
+from electra_fast.interruption import stop_requests
 from electra_fast.matmul import DEFAULT, ONEDNN, has_onednn
 from electra_fast.objectives import objective_of
 from electra_fast.training import muon, step_processes
@@ -285,6 +286,30 @@ def test_a_signal_to_all_processes_ends_in_a_checkpoint(tiny_corpus, tmp_path):
     _, said = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGINT and "checkpoint written; run again to resume" in said
     assert "Traceback" not in said and has_ended(helper)
+
+
+def test_a_suspended_helper_is_named_and_a_signal_ends_the_run(tiny_corpus, tmp_path):
+    run, helper = started(tiny_corpus, tmp_path / "run")
+    os.kill(helper, signal.SIGSTOP)
+    warning = f"process {helper}, which helps with the step, is suspended, and the run waits for it"
+    assert any(warning in line for line in run.stderr)
+    run.terminate()
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM and has_ended(helper)
+    assert f"process {helper}, which helps with the step, is suspended: the step cannot be finished, so there" in said
+    assert "Traceback" not in said and "run again to resume from the last one" in said.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_suspended_helper_takes_no_batch_however_large(tiny_corpus, monkeypatch):
+    """It would block the run where it sends, until the helper goes on."""
+    step = make_step(configured(tiny_corpus), 2)
+    helper = helper_of(os.getpid())
+    os.kill(helper, signal.SIGSTOP)
+    with stop_requests() as stop, pytest.raises(Interrupted, match=f"process {helper}, .*is suspended"):
+        stop.signal = signal.SIGTERM
+        step.processes.start(bytes(10_000_000), 0, 1.0)
+    step.close()
 
 
 @pytest.mark.usefixtures("two_cores")

@@ -18,6 +18,8 @@ from electra_fast.errors import Interrupted
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Within so many seconds, a signal to a launched process is the first one again.
 ECHO_SECONDS = 5.0
+# Of the `stop_requests` that handle signals now, the innermost last.
+_active: list[StopRequest] = []
 # How often a process looks whether its parent is still there.
 PARENT_SECONDS = 1.0
 
@@ -59,10 +61,17 @@ def stop_requests(*, is_launched: bool = False) -> Iterator[StopRequest]:
     try:
         for number in caught:
             signal.signal(number, request)
+        _active.append(stop)
         yield stop
     finally:
+        _active.remove(stop)
         for number in caught:
             signal.signal(number, before[number])
+
+
+def requested_stop() -> int:
+    """The signal that asks to stop after the current step; 0 without one. For what may keep a step from ending."""
+    return _active[-1].signal if _active else 0
 
 
 def stop_with_parent() -> None:

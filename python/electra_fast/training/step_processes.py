@@ -12,23 +12,25 @@ import json
 import math
 import mmap
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from electra_fast.config import Config
-from electra_fast.errors import TrainingFailed
-from electra_fast.interruption import SIGNALS
+from electra_fast.errors import Interrupted, TrainingFailed
+from electra_fast.interruption import SIGNALS, requested_stop
 from electra_fast.matmul import use_matmul
 from electra_fast.training.allocator import keep_freed_memory
 from electra_fast.training.backward import GradientComputation, Work
@@ -36,6 +38,8 @@ from electra_fast.training.optim import Optimizer, global_norm
 
 # Each further process holds some 300 MB and a copy of the gradients.
 MAX_PROCESSES = 8
+# After so long without an answer, a helper is named; the limits of one that is suspended, and of any other.
+_SUSPENDED_SECONDS, _PATIENCE_SECONDS = 3, 60
 # Floats in a cache line, at which each shared tensor begins.
 _ALIGNMENT = 16
 _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from electra_fast.training import step_processes as s"
@@ -167,17 +171,19 @@ class StepProcesses:
         self._num_threads = max(1, self._num_cores // num_processes)
         memory = os.memfd_create("electra-fast")
         self._share = _Share(0, backward, optimizer, memory, num_processes)
-        self._helpers: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        self._helpers: list[tuple[subprocess.Popen[bytes], _Link]] = []
         self.close = weakref.finalize(self, _end, self._helpers)
-        for rank in range(1, num_processes):
-            task = _Task(work, rank, num_processes, self._num_threads, memory)
-            self._helpers.append(_start(task))
-        os.close(memory)
         try:
+            for rank in range(1, num_processes):
+                process, link = _start(memory)
+                self._helpers.append((process, link))
+                link.send(_Task(work, rank, num_processes, self._num_threads, memory))
             self._receive()  # all are ready
         except BaseException:
             self.close()
             raise
+        finally:
+            os.close(memory)
 
     def start(self, batch: Any, step: int, lr_scale: float) -> None:
         """Lets the helpers begin with a step, before the optimizer's scalars are set for it."""
@@ -187,7 +193,7 @@ class StepProcesses:
         """The calling process' share of the step, for which its batch and the optimizer's scalars are set by now.
 
         Returns the metric totals of all micro-batches and the gradients' norm. Raises TrainingFailed where a helper has
-        died.
+        died, and Interrupted at a stop that a helper keeps the step from reaching.
         """
         try:
             torch.set_num_threads(self._num_threads)
@@ -234,23 +240,68 @@ def _views(memory: int, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part[: tensor.numel()].view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _start(task: _Task) -> tuple[subprocess.Popen[bytes], Connection]:
+class _Link(Connection):
+    """The run's end of the connection to a helper, which may be suspended: neither end of a message waits for ever."""
+
+    process: subprocess.Popen[bytes]
+
+    def _send(self, buf: Any, write: object = None) -> None:
+        super()._send(buf, lambda handle, data: self._when(select.POLLOUT, os.write, data))  # type: ignore[misc]
+
+    def _recv(self, size: int, read: object = None) -> Any:
+        return super()._recv(size, lambda handle, count: self._when(select.POLLIN, os.read, count))  # type: ignore[misc]
+
+    def _when(self, event: int, call: Callable[[int, Any], Any], argument: Any) -> Any:
+        while True:
+            try:
+                return call(self.fileno(), argument)
+            except BlockingIOError:
+                self._wait(event)
+
+    def _wait(self, event: int) -> None:
+        """Waits until there is something to read, or room to write; Interrupted if that keeps the run from stopping."""
+        poll, seconds, is_named = select.poll(), 0, False
+        poll.register(self.fileno(), event)
+        while not poll.poll(1000):
+            seconds += 1
+            is_suspended = _is_suspended(self.process.pid)
+            limit = _SUSPENDED_SECONDS if is_suspended else _PATIENCE_SECONDS
+            who = f"process {self.process.pid}, which helps with the step,"
+            why = "is suspended" if is_suspended else f"has not answered for {seconds} s"
+            if (number := requested_stop()) and (is_suspended or seconds >= limit):
+                lost = "the step cannot be finished, so there is no checkpoint of this moment"
+                raise Interrupted(number, f"interrupted; {who} {why}: {lost}; run again to resume from the last one")
+            if seconds >= limit and not is_named:
+                is_named = True
+                remedy = f"; `kill -CONT {self.process.pid}` resumes it" if is_suspended else ""
+                print(f"warning: {who} {why}, and the run waits for it{remedy}", file=sys.stderr)
+
+
+def _is_suspended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"  # proc(5), field 3
+    except OSError:
+        return False
+
+
+def _start(memory: int) -> tuple[subprocess.Popen[bytes], _Link]:
     """A helper, not forked, since torch computes nothing in a fork of a process in which it has computed gradients."""
-    ours, theirs = Pipe()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    link = _Link(ours.detach())
     # A stop is between the user and the run, which ends its helpers: signals stay blocked in them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        process = subprocess.Popen(
+        process = link.process = subprocess.Popen(
             [sys.executable, "-c", f"{_MAIN}; s.help_with_steps({theirs.fileno()})", json.dumps(sys.path)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), task.memory),
+            pass_fds=(theirs.fileno(), memory),
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
-    ours.send(task)
-    return process, ours
+    return process, link
 
 
 def _death(process: subprocess.Popen[bytes]) -> TrainingFailed:
@@ -262,7 +313,7 @@ def _death(process: subprocess.Popen[bytes]) -> TrainingFailed:
     )
 
 
-def _end(helpers: list[tuple[subprocess.Popen[bytes], Connection]]) -> None:
+def _end(helpers: list[tuple[subprocess.Popen[bytes], _Link]]) -> None:
     for process, connection in helpers:
         connection.close()
         process.kill()  # it holds nothing that is worth keeping
