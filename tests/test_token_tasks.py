@@ -62,6 +62,7 @@ def test_every_head_survives_its_folder(
         assert found == [json.loads(line)["tags"] for line in lines]
     result = json.loads((folder / "result.json").read_text())
     result["splits"]["dev"]["content"] = "other"
+    del result["files"], result["checksum"]  # as of a version without them
     (folder / "result.json").write_text(json.dumps(result))
     ef.finetune(task, model=encoder, out=tmp_path / "out", overrides=settings, **own)
     rescored = json.loads((folder / "result.json").read_text())
