@@ -108,13 +108,22 @@ def stored(model: Electra) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """A safetensors file, on the CPU."""
+    """A safetensors file, on the CPU; ValueError where it is damaged or has values that are not numbers."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: missing; {path.parent} is not a whole checkpoint")
     try:
-        return load_file(path)
+        tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: damaged ({error}); {path.parent} is not a whole checkpoint") from None
+    require_finite(path, tensors)
+    return tensors
+
+
+def require_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ValueError naming the first tensor of a file that has values which are not numbers in fp32."""
+    for name, tensor in tensors.items():
+        if not tensor.float().isfinite().all():
+            raise InputError(f"{path}: {name} has values that are nan or infinite; the model is broken")
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:

@@ -24,6 +24,8 @@ from electra_fast.presets import DEFAULT_RECIPE, RECIPES, SIZE_RECIPES, SIZES
 Architecture = Literal["bert", "modern"]
 
 AUTO: Final = "auto"
+# Ten times the largest encoders that have been published: sizes beyond are mistakes, which would fill the memory.
+MAX_WEIGHTS = 10**11
 # Epsilon of the norms in the published encoders.
 NORM_EPS: dict[Architecture, float] = {"bert": 1e-12, "modern": 1e-5}
 # Keys whose `auto` depends on the hardware. Chosen when a run starts, recorded in its config.toml, and then kept.
@@ -37,13 +39,13 @@ class ModelConfig(Section):
     architecture: Architecture = config_key(
         "bert", "post-norm encoder with learned positions, or pre-norm with rotary positions and GeGLU"
     )
-    vocab_size: int = config_key(0, "entries of the vocabulary; 0: taken from the corpus", low=0)
+    vocab_size: int = config_key(0, "entries of the vocabulary; 0: taken from the corpus", low=0, high=1 << 24)
     max_positions: int = config_key(512, "longest sequence the model can read, in tokens", low=8, high=32768)
-    num_layers: int = config_key(12, "transformer layers", low=1)
-    hidden_size: int = config_key(256, "width of the residual stream", low=1)
-    intermediate_size: int = config_key(1024, "width of the feed-forward layer", low=1)
-    num_heads: int = config_key(4, "attention heads", low=1)
-    embedding_size: int = config_key(128, "width of the embedding table", low=1)
+    num_layers: int = config_key(12, "transformer layers", low=1, high=1000)
+    hidden_size: int = config_key(256, "width of the residual stream", low=1, high=1 << 16)
+    intermediate_size: int = config_key(1024, "width of the feed-forward layer", low=1, high=1 << 18)
+    num_heads: int = config_key(4, "attention heads", low=1, high=1 << 16)
+    embedding_size: int = config_key(128, "width of the embedding table", low=1, high=1 << 16)
     dropout: float = config_key(0.1, "dropout on embeddings and sublayer outputs", low=0, high=0.99)
     attention_dropout: float = config_key(0.1, "dropout on attention probabilities", low=0, high=0.99)
     heads: Literal["dense", "plain"] = config_key(
@@ -66,6 +68,14 @@ class ModelConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        layer = (4 * self.hidden_size + 2 * self.intermediate_size) * self.hidden_size
+        num_weights = self.num_layers * layer + self.vocab_size * self.embedding_size
+        if num_weights > MAX_WEIGHTS:
+            raise InputError(
+                f"model.num_layers = {self.num_layers}, model.hidden_size = {self.hidden_size}, "
+                f"model.intermediate_size = {self.intermediate_size} and model.vocab_size = {self.vocab_size} make "
+                f"about {num_weights / 1e9:,.0f} billion weights; correct the sizes"
+            )
         if self.hidden_size % self.num_heads:
             raise InputError(
                 f"model.num_heads = {self.num_heads} does not divide model.hidden_size = {self.hidden_size}"
@@ -98,7 +108,7 @@ class GeneratorConfig(Section):
     fraction: float = config_key(
         0.25, "width, feed-forward and heads relative to the model's", low=0, high=1, open_low=True
     )
-    num_layers: int = config_key(0, "transformer layers; 0: as many as the model", low=0)
+    num_layers: int = config_key(0, "transformer layers; 0: as many as the model", low=0, high=1000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +218,7 @@ class TrainConfig(Section):
 
     out: str = config_key("", "the run's folder (--out)")
     steps: int = config_key(1_000_000, "optimizer steps", low=1)
-    batch_size: int = config_key(128, "rows of sequence_length per step, over all ranks", low=1)
+    batch_size: int = config_key(128, "rows of sequence_length per step, over all ranks", low=1, high=1 << 20)
     accumulate: int = config_key(1, "micro-batches per step and rank", low=1)
     seed: int = config_key(0, "the one seed of everything random", low=0, high=2**63 - 1)
     precision: Literal["auto", "fp32", "bf16"] = config_key(
@@ -247,7 +257,7 @@ class TrainConfig(Section):
         "one more ends the run; 0: skip none",
         low=0,
     )
-    timeout_seconds: int = config_key(600, "longest wait for another rank; then the run ends", low=1)
+    timeout_seconds: int = config_key(600, "longest wait for another rank; then the run ends", low=1, high=10**7)
     capture_collectives: bool = config_key(False, "hold the collectives in the CUDA graph too, instead of between two")
 
 

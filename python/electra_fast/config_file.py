@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast.errors import InputError
+from electra_fast.json_files import check_depth, reason_of
 
 Scalar = bool | int | float | str
 Value = Scalar | list[str] | dict[str, float]
@@ -66,13 +67,26 @@ TYPE_NAMES: dict[type, str] = {bool: "true or false", int: "an integer", float: 
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a file; FileNotFoundError, or ValueError that names it."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such configuration file") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 at byte {error.start}") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a text; ValueError also for what is nested too deeply, and for numbers that cannot be written."""
+    try:
+        table = tomllib.loads(text)
+        repr(table)  # a hexadecimal number may have more digits than Python writes in decimal
+    except tomllib.TOMLDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ValueError(reason_of(error)) from None
+    check_depth(table)
+    return table
 
 
 def format_value(value: Value) -> str:
@@ -96,8 +110,8 @@ def parse_several(name: str, text: str) -> str | list[str] | dict[str, float]:
     if not text.startswith(("[", "{")):
         return text
     try:
-        value: list[str] | dict[str, float] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError as error:
+        value: list[str] | dict[str, float] = parse_toml(f"value = {text}")["value"]
+    except ValueError as error:
         raise InputError(f"{name} = {text!r}: neither a list nor a table of TOML: {error}") from None
     return value
 

@@ -140,6 +140,7 @@ class Configuration:
         return value
 
 
+_MAX_INT = 2**63 - 1
 _HINTS: dict[type, dict[str, Any]] = {}
 
 
@@ -182,17 +183,22 @@ def _check(name: str, field: dataclasses.Field[Any], value: object, choices: tup
         raise InputError(f"{name} = {value!r} must be one of {', '.join(choices)}")
     low, high = field.metadata["low"], field.metadata["high"]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if isinstance(value, int) and value > _MAX_INT:
+            high = min(high, _MAX_INT)
         below = value <= low if field.metadata["open_low"] else value < low
-        if below or value > high or math.isnan(value) or math.isinf(value):
+        # First the bounds: an integer may be too large to become a float.
+        if below or value > high or not math.isfinite(value):
             bound = f"above {low:g}" if field.metadata["open_low"] else f"at least {low:g}"
-            upper = f" and at most {high:g}" if high < math.inf else ""
+            upper = f" and at most {high if isinstance(high, int) else format(high, 'g')}" if high < math.inf else ""
             raise InputError(f"{name} = {value!r} must be {bound}{upper}")
 
 
 def _check_several(name: str, value: object) -> None:
     """Raises ValueError unless a value is a list of strings, or a table of numbers, and not empty."""
     is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
-    is_table = isinstance(value, dict) and all(type(each) in (int, float) for each in value.values())
+    is_table = isinstance(value, dict) and all(
+        type(each) in (int, float) and abs(each) <= _MAX_INT for each in value.values()
+    )
     if not (is_list or is_table):
         raise InputError(f"{name} = {value!r} must be a string, a list of strings, or a table of numbers")
     if not value:
@@ -213,6 +219,8 @@ def _type_name(value: object) -> str:
 def integers_as_floats(section: Section | type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
     """TOML writes 1 where a float may be meant; the reverse (1.5 for an integer) stays an error."""
     return {
-        key: float(value) if type(value) is int and type(getattr(section, key)) is float else value
+        key: float(value)
+        if type(value) is int and abs(value) <= _MAX_INT and type(getattr(section, key)) is float
+        else value
         for key, value in values.items()
     }

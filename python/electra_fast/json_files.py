@@ -11,11 +11,41 @@ from typing import Any
 from electra_fast.atomic_files import errors_named, replace_file
 from electra_fast.errors import InputError
 
+# Nothing here is nested half as deep, and Python's recursion ends at a thousand.
+_MAX_DEPTH = 100
+
+
+def check_depth(content: Any) -> None:
+    """Raises ValueError for objects and lists that are nested too deeply to be handled."""
+    level = [content]
+    for _ in range(_MAX_DEPTH):
+        nested = [each for each in level if isinstance(each, (dict, list))]
+        level = [child for each in nested for child in (each.values() if isinstance(each, dict) else each)]
+    if level:
+        raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+
+
+def reason_of(error: ValueError | RecursionError) -> str:
+    """Why Python does not parse what is valid JSON or TOML."""
+    return "nested too deeply" if isinstance(error, RecursionError) else "an integer of thousands of digits"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON says; ValueError also for what is nested too deeply."""
+    try:
+        content = json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ValueError(reason_of(error)) from None
+    check_depth(content)
+    return content
+
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises FileNotFoundError, or ValueError naming the file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
     except ValueError as error:  # includes UnicodeDecodeError
@@ -80,7 +110,7 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise InputError(f"{path}: line {number}: not JSON ({error}); repair or remove this line") from None
     if not isinstance(record, dict) or type(record.get("step")) is not int:

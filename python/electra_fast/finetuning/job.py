@@ -30,7 +30,7 @@ from electra_fast.finetuning.task import Split, Task, TaskData, class_sizes
 from electra_fast.finetuning.training_set import TrainingSet
 from electra_fast.huggingface.encoder import PretrainedEncoder
 from electra_fast.json_files import read_object
-from electra_fast.matmul import DEFAULT, choose_matmul, measure_matmul, use_matmul
+from electra_fast.matmul import DEFAULT, ONEDNN, choose_matmul, measure_matmul, use_matmul
 from electra_fast.training.precision import faster_precision, shortest_times, threads_of, times_text
 from electra_fast.training.step_processes import max_processes
 
@@ -184,8 +184,11 @@ def _recorded_hardware(folder: Path, device: torch.device) -> dict[str, str]:
     path = folder / IDENTITY
     if not path.exists():
         return {}
-    found: dict[str, str] = read_object(path).get("hardware", {"device": "cpu", "precision": "fp32", "matmul": DEFAULT})
-    return found if found.get("device") == device.type else {}
+    found = read_object(path).get("hardware", {"device": "cpu", "precision": "fp32", "matmul": DEFAULT})
+    is_known = (
+        isinstance(found, dict) and found.get("precision") in tuple(DTYPES) and found.get("matmul") in (DEFAULT, ONEDNN)
+    )
+    return found if is_known and found["device"] == device.type else {}
 
 
 def _measured(job: Job) -> Job:

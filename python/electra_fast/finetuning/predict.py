@@ -53,6 +53,7 @@ class FinetunedModel:
         self.kind, self.labels, self.num_texts = finetuned.kind, finetuned.labels, finetuned.num_texts
         self.text_columns = finetuned.text_columns
         self._tokenizer, self._method, self._settings = tokenizer, METHODS[finetuned.kind], dict(finetuned.settings)
+        self._settings.pop("n_best", None)  # is chosen at each prediction
         self._task = Task(
             name=finetuned.kind,
             kind=cast(Kind, finetuned.kind),
@@ -131,6 +132,9 @@ def _prediction_config(finetuned: Finetuned) -> FinetuneConfig:
     """The keys of a configuration that prediction reads; InputError where the folder's are not valid."""
     names = {each.name for each in dataclasses.fields(FinetuneConfig)}
     settings = {name: value for name, value in finetuned.settings.items() if name in names}
+    threshold = finetuned.settings.get("null_threshold")
+    if threshold is not None and type(threshold) not in (int, float):
+        raise InputError(f"config.json: {SETTINGS_KEY}: null_threshold = {threshold!r} must be a number")
     try:
         return FinetuneConfig(
             head=cast(Any, finetuned.head), head_dropout=0.0, sequence_length=finetuned.sequence_length, **settings

@@ -28,6 +28,7 @@ from electra_fast.finetuning.tables import (
     place,
     there_are,
 )
+from electra_fast.json_files import parse_json
 
 # Names of fields and columns, of which the first counts: SQuAD's, and those of CMRC 2018, MRQA and others.
 QUESTION_COLUMNS = ("question", "query_text")
@@ -138,7 +139,7 @@ def _decoded(path: Path) -> str:
 
 
 def _parsed(text: str) -> Any:
-    value = json.loads(text)
+    value = parse_json(text)
     if "\\ud" in text.lower():
         json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is not text
     return value

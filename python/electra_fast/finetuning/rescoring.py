@@ -36,7 +36,13 @@ def read_finished(job: Job, folder: Path) -> dict[str, Any]:
     if {"files", "checksum"} & result.keys():
         result = checkpoint_folder.read_sealed(folder / RESULT, remedy)
         checksums = result.pop("files")
-    if not {"seed", "seconds", job.task.metric} <= result.keys() or not (folder / "model" / "config.json").exists():
+    numbers = [result.get(name) for name in ("seed", "seconds", job.task.metric)]
+    splits = result.get("splits", {})
+    is_whole = all(type(number) in (int, float) for number in numbers) and isinstance(splits, dict)
+    is_whole = is_whole and all(
+        isinstance(each, dict) and {"content", "scores"} <= each.keys() for each in splits.values()
+    )
+    if not is_whole or not (folder / "model" / "config.json").exists():
         raise InputError(f"{folder}: not whole (model/ or an entry of {RESULT} is missing); {remedy}")
     checkpoint_folder.verify_files(folder, checksums, remedy)
     return result

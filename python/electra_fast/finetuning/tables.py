@@ -31,6 +31,7 @@ from electra_fast.finetuning.delimited import (
     without_blank_end,
 )
 from electra_fast.finetuning.text_files import STANDARD_INPUT, TextFile
+from electra_fast.json_files import parse_json
 
 Row = dict[str, Any]
 
@@ -224,7 +225,7 @@ def class_names(path: Path) -> dict[str, Sequence[str]]:
     """The names of the labels, by column, that the `datasets` of Hugging Face note in a Parquet file's metadata."""
     metadata = pyarrow.parquet.read_schema(path).metadata or {}
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        features = parse_json(metadata[b"huggingface"])["info"]["features"]
         return {name: each["names"] for name, each in features.items() if each.get("_type") == "ClassLabel"}
     return {}
 

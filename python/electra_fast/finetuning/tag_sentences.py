@@ -9,7 +9,6 @@ import ast
 import contextlib
 import dataclasses
 import itertools
-import json
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -42,6 +41,7 @@ from electra_fast.finetuning.tag_spans import (
     read_spans,
     tags_of_spans,
 )
+from electra_fast.json_files import parse_json
 
 WORD_COLUMNS, TAG_COLUMNS = ("tokens", "words"), ("tags", "ner_tags", "labels", "pos_tags")
 TEXT_COLUMNS, SPAN_COLUMNS = ("text", "sentence"), ("spans", "entities", "labels", "label", "ents", "annotations")
@@ -273,10 +273,12 @@ def _class_names(path: Path, column: str) -> tuple[str, ...]:
     if path.suffix.lower() != ".parquet":
         return ()
     stored = (pyarrow.parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}")
-    feature = json.loads(stored).get("info", {}).get("features", {}).get(column)
+    feature: Any = None
+    with contextlib.suppress(ValueError, AttributeError):  # other programs may write something else there
+        feature = parse_json(stored).get("info", {}).get("features", {}).get(column)
     while isinstance(feature, (dict, list)) and feature:
         if isinstance(feature, dict) and "names" in feature:
-            return tuple(feature["names"])
+            return tuple(map(str, feature["names"])) if isinstance(feature["names"], list) else ()
         feature = feature[0] if isinstance(feature, list) else feature.get("feature")
     return ()
 

@@ -148,10 +148,23 @@ def read_table(folder: Path) -> dict[str, Any]:
         table = read_object(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}; a Hugging Face model folder has one") from None
-    if table.get("model_type") not in MODEL_TYPES:
-        found = table.get("model_type")
+    found = table.get("model_type")
+    if not isinstance(found, str) or found not in MODEL_TYPES:
         raise InputError(f"{path}: model_type = {found!r} must be one of {', '.join(MODEL_TYPES)}")
+    named_classes(path, table)
     return table
+
+
+def named_classes(path: Path, table: Mapping[str, Any]) -> list[str]:
+    """The classes that a config.json names; ValueError where they are no names."""
+    classes = table.get("architectures") or []
+    if not _are_strings(classes):
+        raise InputError(f"{path}: architectures = {classes!r} must be a list of names")
+    return classes
+
+
+def _are_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def read_shape(folder: Path, role: str, table: Mapping[str, Any]) -> ModelConfig:
@@ -208,13 +221,16 @@ def _with_layers(shape: ModelConfig, table: Mapping[str, Any]) -> ModelConfig:
     """The shape with a ModernBERT's rotary bases, and with its local layers and their window if there are any."""
     if table.get("rope_scaling"):
         raise InputError(f"rope_scaling = {table['rope_scaling']!r} is not supported; it must be null")
+    types = table.get("layer_types")
+    if types is not None and not _are_strings(types):
+        raise InputError(f"layer_types = {types!r} must be a list of names")
     shape = dataclasses.replace(
         shape,
         rope_theta=_rope_theta(table, _GLOBAL, "global_rope_theta", 160_000.0),
         local_attention=table.get("local_attention", 128),
         global_attention_every=table.get("global_attn_every_n_layers", 3),
     )
-    types = table.get("layer_types") or _layer_types(shape)
+    types = types or _layer_types(shape)
     if types != _layer_types(shape):  # layer_types takes precedence
         every = [*types[1:], _GLOBAL].index(_GLOBAL) + 1
         shape = dataclasses.replace(shape, global_attention_every=every)
@@ -234,11 +250,14 @@ def _layer_types(shape: ModelConfig) -> list[str]:
 
 def _rope_theta(table: Mapping[str, Any], layer_type: str, older_key: str, default: float) -> Any:
     """The base of the rotary angles in layers of a type, as written by transformers 5 or 4.48+."""
-    rope = (table.get("rope_parameters") or {}).get(layer_type) or {}
+    parameters = table.get("rope_parameters") or {}
+    rope = parameters.get(layer_type) or {} if isinstance(parameters, dict) else None
+    if not isinstance(rope, dict):
+        raise InputError(f"rope_parameters = {parameters!r} must have an object for each type of layer")
     if rope.get("rope_type", "default") != "default":
         raise InputError(f"rope_type = {rope['rope_type']!r} of {layer_type} is not supported; it must be 'default'")
     theta = rope.get("rope_theta", table.get(older_key, default))
-    return float(theta) if type(theta) is int else theta
+    return integers_as_floats(ModelConfig, {"rope_theta": theta})["rope_theta"]
 
 
 def own_config(path: Path, table: Mapping[str, Any]) -> Config | None:

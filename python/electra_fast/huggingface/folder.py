@@ -18,7 +18,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
-from electra_fast.checkpoint import write_tensors
+from electra_fast.checkpoint import require_finite, write_tensors
 from electra_fast.config import Config, ModelConfig
 from electra_fast.config_file import Scalar
 from electra_fast.errors import InputError
@@ -109,19 +109,24 @@ def read_models(paths: Mapping[str, Path], *, with_new_heads: bool = False) -> E
         print(f"note: {role}_head: not in the folder and begins untrained", file=sys.stderr)
     tying, state = _tying(folders)
     config = _joint_config(folders, tying)
-    model = Electra(config, roles=folders)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    expected = {name: parameter.shape for name, parameter in parameters.items()}
+    with torch.device("meta"):  # no memory for sizes that the tensors may not have
+        expected = {name: each.shape for name, each in _parameters(Electra(config, roles=folders)).items()}
     for role, folder in folders.items():
         try:
             # A table factored out of both folders takes precedence over a single folder's.
             state = weights.from_hf(folder.tensors, folder.pairs(role_shape(config, role)), expected) | state
         except InputError as error:
             raise InputError(f"{folder.weights_file}: {error}") from None
+    model = Electra(config, roles=folders)
+    parameters = _parameters(model)
     with torch.no_grad():
         for name, tensor in state.items():
             parameters[name].copy_(tensor)
     return model
+
+
+def _parameters(model: Electra) -> dict[str, torch.nn.Parameter]:
+    return dict(model.named_parameters(remove_duplicate=False))
 
 
 def _read_folder(path: Path, role: str) -> _Folder:
@@ -142,9 +147,11 @@ def read_weights(folder: Path) -> State:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file; a Hugging Face model folder keeps its weights there")
         try:
-            tensors |= load_file(path)
+            found = load_file(path)
         except safetensors.SafetensorError as error:
             raise InputError(f"{path}: not a whole safetensors file: {error}") from None
+        require_finite(path, found)
+        tensors |= found
     return tensors
 
 

@@ -7,7 +7,6 @@ A Hugging Face source is a single model, or a folder with one per network: `disc
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 
 from electra_fast import checkpoint_folder
@@ -15,9 +14,9 @@ from electra_fast.config import Config
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.huggingface.card import Origin
-from electra_fast.huggingface.config import CLASSES, HEADLESS, token_type_1_trained
+from electra_fast.huggingface.config import CLASSES, HEADLESS, named_classes, token_type_1_trained
 from electra_fast.huggingface.tokenizer import run_tokenizer
-from electra_fast.json_files import read_object
+from electra_fast.json_files import parse_json, read_object
 from electra_fast.objectives.objective import PARTS
 
 
@@ -52,7 +51,7 @@ def is_folder(source: Path) -> bool:
 
 def _role(path: Path) -> str:
     """The role of a single model, from the class in its config.json; an encoder alone can become a generator."""
-    classes = read_object(path).get("architectures") or []
+    classes = named_classes(path, read_object(path))
     roles = {name: role for (_, role), name in reversed(CLASSES.items())} | dict.fromkeys(
         HEADLESS.values(), "generator"
     )
@@ -119,7 +118,7 @@ def _comparable_auc(path: Path, step: int) -> tuple[int, float] | None:
     found = None
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a kill may have left half a line
-            record = json.loads(line)
+            record = parse_json(line)
             if record["step"] <= step and record["unigram_auc"] is not None:
                 found = record["step"], float(record["unigram_auc"])
     return found

@@ -76,7 +76,11 @@ def copy_tokenizer(
                 shutil.copyfile(source / name, directory / name)
     else:
         config = _read_config(source / "tokenizer_config.json")
-        length = int(min(config.get("model_max_length", 512), 1 << 30))
+        length = config.get("model_max_length", 512)
+        if type(length) not in (int, float) or not length >= 1:
+            path = source / "tokenizer_config.json"
+            raise InputError(f"{path}: model_max_length = {length!r} must be a number of tokens")
+        length = int(min(length, 1 << 30))
         write_tokenizer(directory, tokenizer, length)
     if rewritten:
         for token in others:

@@ -18,7 +18,7 @@ from typing import Any
 
 from electra_fast.atomic_files import remove, replace_file
 from electra_fast.config import Config
-from electra_fast.errors import Diverged, ElectraFastError, TrainingFailed
+from electra_fast.errors import Diverged, ElectraFastError, InputError, TrainingFailed
 from electra_fast.interruption import interrupt_at_once
 from electra_fast.json_files import json_text, read_object
 
@@ -68,7 +68,13 @@ def do(folder: Path) -> None:
     from electra_fast.training.evaluate import evaluate
     from electra_fast.training.pretrain import pretrain
 
-    work, config = Work(**read_object(folder / WORK)), Config.load(folder / "config.toml")
+    try:
+        work = Work(**read_object(folder / WORK))
+    except TypeError as error:
+        raise InputError(
+            f"{folder / WORK}: not what a row needs ({error}); remove {folder} to begin it again"
+        ) from None
+    config = Config.load(folder / "config.toml")
     run, tasks = folder / "run", folder / "tasks"
     try:
         if not (folder / TASKS).exists():

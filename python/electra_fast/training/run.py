@@ -23,6 +23,7 @@ from electra_fast.config_file import Scalar, Value
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import InputError
 from electra_fast.huggingface.tokenizer import check_vocabulary, run_tokenizer, write_tokenizer
+from electra_fast.json_files import parse_json
 from electra_fast.objectives import objective_of
 from electra_fast.presets import RECIPES
 
@@ -273,7 +274,7 @@ def _recorded(folder: Path, step: int) -> Changes:
     path = folder / CHANGES_FILE
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), start=1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             for name, (was, now) in record["changes"].items() if record["step"] >= step else ():
                 found[name] = (found.get(name, (was, now))[0], now)
         except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -1,0 +1,90 @@
+"""Files with absurd numbers, wrong types or broken values: refused in one line before anything is built from them."""
+
+import json
+import shutil
+
+import in_process
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from electra_fast.checkpoint import read_tensors
+from electra_fast.config import Config
+from electra_fast.errors import InputError
+from electra_fast.huggingface.encoder import load_encoder
+from electra_fast.huggingface.export import import_folder
+from electra_fast.json_files import read_object
+
+NAN, HUGE = float("nan"), 2**64
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        *((key, value) for key in ("hidden_size", "num_hidden_layers", "vocab_size") for value in (HUGE, 10**9, -1)),
+        *(("intermediate_size", value) for value in (1.5, "64", True, NAN, [], None)),
+        *(("layer_norm_eps", value) for value in (NAN, HUGE, "x")),
+        *(("model_type", value) for value in ([], {}, 1)),
+        *(("architectures", value) for value in (NAN, "ElectraModel", [[]], {"ElectraModel": 1})),
+        *(("electra_fast", value) for value in ([], {"model": []}, {"train": {"steps": 10**400}})),
+    ],
+)
+def test_absurd_settings_of_a_model_are_one_line(encoder_folder, tmp_path, key, value):
+    folder = shutil.copytree(encoder_folder, tmp_path / "model")
+    table = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(table | {key: value}))
+    found = in_process.run("import", folder, "--out", tmp_path / "run")
+    assert found.returncode == 2 and len(found.stderr.splitlines()) == 1
+    assert f"{folder}/config.json: " in found.stderr and key.split("_")[-1] in found.stderr
+
+
+def test_sizes_that_the_tensors_do_not_have_take_no_memory(encoder_folder, tmp_path):
+    """The error comes from the header of the file, not from the size of what would have been built."""
+    folder = shutil.copytree(encoder_folder, tmp_path / "model")
+    table = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(table | {"hidden_size": 2**16, "intermediate_size": 2**17}))
+    with pytest.raises(InputError, match=r"model.safetensors: tensor .* has shape"):
+        import_folder(folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[train]\nsteps = " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("[train]\nsteps = " + "[" * 200 + "]" * 200, "nested more than 100 levels deep"),
+        ("[" + ".".join("a" * 5000) + "]", "nested too deeply"),
+        ("[train]\nsteps = " + "9" * 5000, "an integer of thousands of digits"),
+        ("[train]\nsteps = 0x" + "f" * 5000, "an integer of thousands of digits"),
+        ("[train]\nsteps = " + "9" * 50, r"at least 1 and at most 9223372036854775807"),
+        ("[optimizer]\nlearning_rate = " + "9" * 400, "must be a number"),
+        ("[model]\nnum_layers = 1000\nhidden_size = 65536", "billion weights; correct the sizes"),
+        ("[data]\ncorpus = {a = " + "9" * 400 + "}", "a table of numbers"),
+    ],
+)
+def test_an_absurd_configuration_is_one_line(tmp_path, text, message):
+    (tmp_path / "run.toml").write_text(text + "\n")
+    with pytest.raises(InputError, match=f"run.toml: .*{message}"):
+        Config.load(tmp_path / "run.toml")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 150 + "1" + "}" * 150, '{"a": ' + "9" * 5000 + "}"])
+def test_an_absurd_json_file_is_one_line(tmp_path, text):
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(InputError, match=r"state.json: not a JSON object: (nested|an integer of thousands)"):
+        read_object(tmp_path / "state.json")
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf"), 1e300])
+def test_values_that_are_no_numbers_are_refused(encoder_folder, tmp_path, value):
+    folder = shutil.copytree(encoder_folder, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = "encoder.layer.0.output.dense.weight"
+    tensors[name] = tensors[name].double()
+    tensors[name][0, 0] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for read in (load_encoder, lambda source: import_folder(source, tmp_path / "run")):
+        with pytest.raises(InputError, match=f"model.safetensors: {name} has values that are nan or infinite"):
+            read(folder)
+    save_file({"exp_avg": torch.tensor([1.0, value])}, tmp_path / "optimizer.safetensors")
+    with pytest.raises(InputError, match="optimizer.safetensors: exp_avg has values that are nan or infinite"):
+        read_tensors(tmp_path / "optimizer.safetensors")
