@@ -48,7 +48,7 @@ PACKAGE_LAYERS = [
     {"config_section"},
     {"config_file", "progress", "interruption"},
     {"json_files"},
-    {"atomic_files", "errors"},
+    {"atomic_files", "errors", "messages"},
 ]
 # Who may import the Rust extension, to use it or to report its version.
 EXTENSION_USERS = {"__init__", "data", "training"}

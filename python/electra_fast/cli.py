@@ -26,6 +26,7 @@ from electra_fast.config_section import Configuration
 from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.interruption import interrupt_at_once
+from electra_fast.messages import error_line, printable, say
 from electra_fast.objectives import OBJECTIVES
 from electra_fast.presets import DEFAULT_RECIPE
 
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = str(interruption).strip() or f"interrupted; {kept}"
         if not is_reported:
             with contextlib.suppress(OSError):  # the terminal may be what has gone
-                print(f"electra-fast: {message}", file=sys.stderr)
+                say(f"electra-fast: {message}")
         return 128 + number
     except BrokenPipeError:
         # Whoever read our output (`head`, say) has closed it: not an error.
@@ -77,15 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ElectraFastError, OSError) as error:
         if os.environ.get("ELECTRA_FAST_TRACEBACK"):
             raise
-        print(f"electra-fast: error: {_one_line(error, getattr(options, 'out', None))}", file=sys.stderr)
+        say(f"electra-fast: error: {error_line(_message(error, getattr(options, 'out', None)))}")
         return 2
     except Exception as error:
         error.add_note("electra-fast: this is a bug, not a mistake of yours; please report it with the lines above")
         raise
 
 
-def _one_line(error: Exception, out: object) -> str:
-    text = " ".join(str(error).split())
+def _message(error: Exception, out: object) -> str:
+    text = str(error)
     is_full = any(name in text for name in DISK_FULL)
     if isinstance(error, OSError) and error.errno is not None:
         # Of two names the second is that of the file being written.
@@ -116,13 +117,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _say(message: str) -> None:
-    print(message, file=sys.stderr)
-
-
 def _print_report(report: Mapping[str, Any], as_json: bool) -> None:
     """One JSON object, or a line per value; tables are indented."""
-    print(json.dumps(dict(report)) if as_json else "\n".join(_report_lines(report)))
+    print(json.dumps(dict(report)) if as_json else "\n".join(map(printable, _report_lines(report))))
 
 
 def _evaluation_lines(report: Mapping[str, Any]) -> Iterator[str]:
@@ -231,7 +228,7 @@ def _vocab(options: argparse.Namespace) -> None:
         seed=options.seed,
         **_reading(options),
     )
-    _say(f"{options.out}: {size} entries")
+    say(f"{options.out}: {size} entries")
 
 
 def _prepare(options: argparse.Namespace) -> None:
@@ -307,7 +304,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         corrupted_by=options.corrupted_by,
         mlm_examples=options.mlm_examples,
     )
-    print(json.dumps(report) if options.json else "\n".join(_evaluation_lines(report)))
+    print(json.dumps(report) if options.json else "\n".join(map(printable, _evaluation_lines(report))))
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -320,14 +317,14 @@ def _export(options: argparse.Namespace) -> None:
         languages=options.language,
         license=options.license,
     )
-    _say(f"{options.out}: loads with transformers' from_pretrained")
+    say(f"{options.out}: loads with transformers' from_pretrained")
 
 
 def _import(options: argparse.Namespace) -> None:
     from electra_fast.huggingface.export import import_folder
 
     import_folder(options.directory, options.out)
-    _say(
+    say(
         f"{options.out}: a run at step 0, with a new schedule of the learning rate and no optimizer state; "
         f"train it with `electra-fast pretrain --out {options.out} --data DIR`"
     )
@@ -351,7 +348,7 @@ def _flops(options: argparse.Namespace) -> None:
         before = _config(options) if name else config
     changed = {key: now for key, (_, now) in before.differences(config).items() if key not in given}
     if changed:
-        _say(f"{name} is counted with {', '.join(f'{key} = {format_value(now)}' for key, now in changed.items())}")
+        say(f"{name} is counted with {', '.join(f'{key} = {format_value(now)}' for key, now in changed.items())}")
     _print_report(report(config), options.json)
 
 

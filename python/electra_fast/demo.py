@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 from electra_fast.atomic_files import replace_file
@@ -24,6 +25,7 @@ from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.prepare import prepare, train_vocab
 from electra_fast.huggingface.export import export, load
+from electra_fast.messages import printable
 from electra_fast.objectives import objective_of
 from electra_fast.training.evaluate import SEED, evaluate
 from electra_fast.training.plots import plot_metrics
@@ -62,7 +64,8 @@ def demo(out: Path) -> None:
         f"AUC [bold]{metrics['discriminator_auc']:.3f}[/bold] (0.5 is chance), "
         f'accuracy {metrics["discriminator_accuracy"]:.1%} (always "original": {1 - replaced:.1%}).\n'
         f"{auc_text(float(metrics['unigram_auc'] or 0))}: the same text for every model, so this one compares.\n"
-        f"The model: {out / 'export'} (AutoModel.from_pretrained). The curves: {out / 'curves.png'}.",
+        f"The model: {escape(printable(str(out / 'export')))} (AutoModel.from_pretrained). "
+        f"The curves: {escape(printable(str(out / 'curves.png')))}.",
         highlight=False,
     )
 

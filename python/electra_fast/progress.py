@@ -30,6 +30,8 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from electra_fast.messages import printable
+
 LINE_SECONDS = 10.0
 
 
@@ -62,7 +64,7 @@ class _StatusColumn(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         """The status text, never wrapped."""
-        return Text(task.fields["status"], no_wrap=True, overflow="ellipsis")
+        return Text(printable(task.fields["status"]), no_wrap=True, overflow="ellipsis")
 
 
 class _WorkProgress:
@@ -99,7 +101,7 @@ class _WorkProgress:
 
     def say(self, message: str, style: str | None = None) -> None:
         """Prints a permanent line."""
-        self.console.print(message, highlight=False, soft_wrap=True, markup=False, style=style)
+        self.console.print(printable(message), highlight=False, soft_wrap=True, markup=False, style=style)
 
     def warn(self, message: str | None) -> None:
         """Prints a permanent line in yellow; does nothing for `None`."""

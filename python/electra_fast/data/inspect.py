@@ -11,6 +11,7 @@ from rich.text import Text
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.prepare_report import PACKINGS, contents
+from electra_fast.messages import printable
 
 
 def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, Any]:
@@ -79,10 +80,10 @@ def show_row(
     for position, token_id in enumerate(row["input_ids"]):
         if not row["segment_ids"][position]:
             break
-        token = tokenizer.id_to_token(token_id)
+        token = printable(tokenizer.id_to_token(token_id))
         if position in originals:
             text.append(token, style="bold red")
-            text.append(f"({tokenizer.id_to_token(originals[position])})", style="red")
+            text.append(f"({printable(tokenizer.id_to_token(originals[position]))})", style="red")
         else:
             text.append(token, style="dim" if token in ("[CLS]", "[SEP]") else "")
         text.append(" " if token != "[SEP]" else "\n")

@@ -141,7 +141,8 @@ def prepare(
             listed = os.path.join(out, "skipped.jsonl") if report.complete else None
             bar.warn(skipped_lines(report.skipped_records, report.first_skipped, listed))
         if progress:  # counting what each packing keeps takes seconds for a large corpus
-            bar.say(summary(report, out, tokenizer.why_not_fast))
+            for line in summary(report, out, tokenizer.why_not_fast).splitlines():
+                bar.say(line)
     return report
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from electra_fast.finetuning import metrics
 from electra_fast.huggingface.finetuned import RAW_CLASSES
 from electra_fast.huggingface.weights import num_parameters
+from electra_fast.messages import printable
 
 if TYPE_CHECKING:
     from electra_fast.finetuning.job import Job
@@ -39,7 +40,7 @@ def write_model_card(folder: Path, job: Job, class_name: str, result: dict[str, 
 
 def _what(job: Job) -> str:
     task = job.task
-    labels = ", ".join(task.labels)
+    labels = printable(", ".join(task.labels))
     if task.kind == "question-answering":
         what = "Given a question and a text, finds the part of the text that answers the question"
         return f"{what}, or that there is none." if task.has_unanswerable else f"{what}."
@@ -52,7 +53,7 @@ def _what(job: Job) -> str:
 
 
 def _scores(job: Job, result: dict[str, Any]) -> Iterator[str]:
-    yield from (f"- {text}" for text in metrics.score_texts(result, job.majority))
+    yield from (f"- {printable(text)}" for text in metrics.score_texts(result, job.majority))
     unit = f"; F1 compares {result['f1_unit']}" if result.get("f1_unit", "words") != "words" else ""
     yield f"\nOn the validation examples, after the last step{unit}."
 

@@ -248,4 +248,4 @@ def print_table(results: Results) -> None:
     mean = statistics.mean(found["median"] for found in results.values())
     if len(results) > 1:
         table.add_row("mean", "", f"{100 * mean:.2f}", "", "", "", "", "")
-    Console().print(table)
+    Console(markup=False).print(table)

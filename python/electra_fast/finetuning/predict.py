@@ -34,6 +34,7 @@ from electra_fast.finetuning.tables import Quoting, Row
 from electra_fast.finetuning.task import Kind, Split, Task
 from electra_fast.huggingface.finetuned import SETTINGS_KEY, Finetuned, read_finetuned
 from electra_fast.json_files import json_text
+from electra_fast.messages import say
 
 # Examples that are read, sorted by length and predicted together.
 _CHUNK = 4096
@@ -231,7 +232,7 @@ def _predict(
 ) -> int:
     count, num_notes, started = 0, len(examples.notes), time.monotonic()
     for note in (*([predictor.note] if predictor.note else []), *examples.notes):
-        print(note, file=sys.stderr)
+        say(note)
     try:
         with _output(Path(out) if out is not None else None) as stream:
             for chunk in _chunks(examples):
@@ -246,8 +247,8 @@ def _predict(
         raise Interrupted(number, f"interrupted; {file}: {count:,} predictions {kept}") from None
     seconds = time.monotonic() - started
     for note in examples.notes[num_notes:]:
-        print(note, file=sys.stderr)
-    print(f"{file}: {count:,} predictions in {seconds:.1f} s ({count / seconds:,.0f} per second)", file=sys.stderr)
+        say(note)
+    say(f"{file}: {count:,} predictions in {seconds:.1f} s ({count / seconds:,.0f} per second)")
     return count
 
 

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from electra_fast.config import Config
 from electra_fast.errors import InputError
 from electra_fast.huggingface.config import CLASSES, role_shape
+from electra_fast.messages import printable
 from electra_fast.objectives import objective_of
 
 
@@ -109,7 +110,7 @@ def _training(config: Config, role: str, origin: Origin) -> Iterator[str]:
             "which compares between models on the same text)"
         )
     if origin.corpus is not None:
-        yield f"- corpus with content hash `{origin.corpus}`"
+        yield f"- corpus with content hash `{printable(origin.corpus)}`"
     yield f"- masking `{data.masking}` of {data.mask_prob:.0%} of the tokens, packing `{data.packing}`"
     yield (
         f"- optimizer `{optimizer.name}`, peak learning rate {optimizer.learning_rate:g}, "

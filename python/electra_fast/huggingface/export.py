@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from electra_fast.huggingface.folder import read_models, write_model
 from electra_fast.huggingface.source import checkpoint_of, folders_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.huggingface.weights import num_parameters
+from electra_fast.messages import say
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import PARTS
@@ -144,7 +144,7 @@ def _say_own_heads(model: Electra, what: str) -> None:
     """Names the heads that Hugging Face folders do not have."""
     for role, network in model.networks.items():
         for name in network.heads.keys() - {f"{role}_head"}:
-            print(f"note: {name}: {what}", file=sys.stderr)
+            say(f"note: {name}: {what}")
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ translates config.json, `weights` the tensors.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from electra_fast.huggingface.config import (
 )
 from electra_fast.huggingface.weights import INPUT_TABLE, OUTPUT_TABLE, State
 from electra_fast.json_files import read_object, write_object
+from electra_fast.messages import say
 from electra_fast.model import Electra
 from electra_fast.objectives import OBJECTIVES
 from electra_fast.objectives.objective import PARTS
@@ -106,7 +106,7 @@ def read_models(paths: Mapping[str, Path], *, with_new_heads: bool = False) -> E
                 f"{folder.path}: an encoder without a head; fine-tune it, or train it on with a new head after "
                 "`electra-fast import`"
             )
-        print(f"note: {role}_head: not in the folder and begins untrained", file=sys.stderr)
+        say(f"note: {role}_head: not in the folder and begins untrained")
     tying, state = _tying(folders)
     config = _joint_config(folders, tying)
     with torch.device("meta"):  # no memory for sizes that the tensors may not have

@@ -21,6 +21,7 @@ from electra_fast.config import Config
 from electra_fast.errors import Diverged, ElectraFastError, InputError, TrainingFailed
 from electra_fast.interruption import interrupt_at_once
 from electra_fast.json_files import json_text, read_object
+from electra_fast.messages import error_line, say
 
 WORK, TASKS, EVALUATION, FAILED = "work.json", "tasks.json", "evaluation.json", "failed.json"
 
@@ -116,7 +117,7 @@ def main(folder: Path, work: Callable[[Path], None] = do) -> int:
     except KeyboardInterrupt as interruption:
         return 128 + getattr(interruption, "signal", signal.SIGINT)
     except (ElectraFastError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        say(f"error: {error_line(str(error))}")
         return 2
     return 0
 

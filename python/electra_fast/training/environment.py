@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from electra_fast import _data
 from electra_fast.atomic_files import errors_named
 from electra_fast.attention import is_deterministic
 from electra_fast.compute import ComputeConfig
+from electra_fast.messages import say
 
 
 def environment(device: torch.device, compute: ComputeConfig, execution: str, num_ranks: int = 1) -> dict[str, str]:
@@ -42,7 +42,7 @@ def record_environment(folder: Path, facts: dict[str, str]) -> None:
     path = folder / "environment.jsonl"
     with errors_named(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({**facts, "process": os.getpid()}) + "\n")
-    print(", ".join(f"{name} {value}" for name, value in facts.items()), file=sys.stderr)
+    say(", ".join(f"{name} {value}" for name, value in facts.items()))
 
 
 def _version_or_none(package: str) -> str:

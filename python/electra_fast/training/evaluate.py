@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from electra_fast.huggingface.export import load
 from electra_fast.huggingface.source import checkpoint_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import check_vocabulary
 from electra_fast.matmul import fastest_matmul, use_matmul
+from electra_fast.messages import say
 from electra_fast.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import METRICS, Number, Objective
@@ -143,14 +143,11 @@ def _evaluate_own(
 ) -> dict[str, Number]:
     """`evaluate_model` with the model's own source of replacements; None for all metrics where it has none."""
     if "discriminator" in model.networks and "generator" not in model.networks and model.proposal is None:
-        print(f"note: {source}: the discriminator alone; all but unigram_auc needs its generator too", file=sys.stderr)
+        say(f"note: {source}: the discriminator alone; all but unigram_auc needs its generator too")
         return dict.fromkeys(METRICS)
     if model.proposal is not None and not model.proposal.has_counts:
         model.proposal.set_counts(torch.from_numpy(mixture.token_counts()))
-        print(
-            f"note: {source}: a unigram generator's token counts are not exported; those of the corpus are used",
-            file=sys.stderr,
-        )
+        say(f"note: {source}: a unigram generator's token counts are not exported; those of the corpus are used")
     return evaluate_model(model, corpora, config, compute, max_batches)
 
 
@@ -311,7 +308,7 @@ def _validation_part(source: str | Path, mixture: Mixture) -> Corpora:
     for folder, corpus in zip(mixture.folders, mixture.corpora, strict=True):
         if corpus.content_hash in trained_on:
             remedy = "prepare the text with --holdout to have metrics of unseen text"
-            print(f"warning: {folder}: the model was trained on all of this corpus; {remedy}", file=sys.stderr)
+            say(f"warning: {folder}: the model was trained on all of this corpus; {remedy}")
     return mixture.folders[0] if mixture.is_single else mixture.folders
 
 
@@ -351,4 +348,4 @@ def _check_length(
     if trained < length:
         what = f"was trained on rows of {trained} tokens and is judged by rows of {length}"
         remedy = f"pass --sequence-length {trained} for all the models that are compared"
-        print(f"warning: {source}: {what}; {remedy}", file=sys.stderr)
+        say(f"warning: {source}: {what}; {remedy}")

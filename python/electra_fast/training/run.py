@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from electra_fast.data.mixture import Mixture
 from electra_fast.errors import InputError
 from electra_fast.huggingface.tokenizer import check_vocabulary, run_tokenizer, write_tokenizer
 from electra_fast.json_files import parse_json
+from electra_fast.messages import say
 from electra_fast.objectives import objective_of
 from electra_fast.presets import RECIPES
 
@@ -126,7 +126,7 @@ def open_run(config: Config, mixture: Mixture, *, allow_changes: bool = False, f
     if from_step is None:
         directory, warnings = checkpoint_folder.recover_run(folder)
         for warning in warnings:  # at once: whatever is refused below, the checkpoints have been renamed
-            print(f"warning: {warning}", file=sys.stderr)
+            say(f"warning: {warning}")
     return _resumed_run(folder, directory, config, mixture, allow_changes, goes_back=from_step is not None)
 
 
@@ -188,7 +188,7 @@ def _resumed_run(
     if goes_back:
         _forget_changes(folder, state.step)
         for said in checkpoint_folder.set_aside_after(folder, state.step):
-            print(said, file=sys.stderr)
+            say(said)
     if news:
         _record(folder, state.step, news)
     replace_file(folder / "config.toml", config.to_toml())

@@ -1,0 +1,59 @@
+"""Text from files and arguments does nothing to a terminal, wherever it is printed."""
+
+import json
+import re
+
+import in_process
+import pytest
+from tiny_task import QUICK, sentences
+
+from electra_fast.messages import MAX_ERROR_LENGTH, error_line, printable
+
+HOSTILE = "\x1b[2Jx\x07\x9b1m\u202e"
+
+
+def test_what_moves_the_cursor_is_spelled():
+    assert printable("a\x1b[31m\r\n\t\x9b\u2028\u202e\ud800") == r"a\x1b[31m\r\n\t\x9b\u2028\u202e\ud800"
+    ordinary = "[red]é 日本\u3000\u200d👩\u200d🔬\\n"
+    assert printable(ordinary) == ordinary
+
+
+@pytest.mark.parametrize("length", [MAX_ERROR_LENGTH, MAX_ERROR_LENGTH + 1, 100_000])
+def test_a_long_error_keeps_both_its_ends(length):
+    text = "run.toml: " + "x" * (length - 20) + "correct it"
+    line = error_line(text)
+    assert len(line) == MAX_ERROR_LENGTH and line.startswith("run.toml: x") and line.endswith("xcorrect it")
+    assert ("…" in line) == (length > MAX_ERROR_LENGTH)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["pretrain", HOSTILE + "\nelectra-fast: done.toml"],
+        ["finetune", "--task", HOSTILE, "--model", "m", "--out", "o"],
+        ["pretrain", "--" + HOSTILE],
+        ["verify", "\n" + HOSTILE],
+        [HOSTILE],
+    ],
+)
+def test_an_error_is_one_printable_line(arguments):
+    found = in_process.run(*arguments)
+    assert found.returncode == 2 and len(found.stderr.splitlines()) == 1
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", found.stderr)
+
+
+def test_labels_reach_terminal_and_card_as_text(encoder_folder, tmp_path):
+    labels = ["[red]good[/red]", f"bad\n# Heading {HOSTILE}"]
+    rows = [json.dumps({"text": text, "label": labels[label]}) for text, label in sentences(40)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
+    settings = (word for name, value in QUICK.items() for word in (f"--{name}", value))
+    out = tmp_path / "out"
+    found = in_process.run(
+        *("finetune", "--task", "classification", "--model", encoder_folder, "--train", tmp_path / "train.jsonl"),
+        *("--text", "text", "--label", "label", "--out", out, *settings),
+    )
+    assert found.returncode == 0
+    card = next(out.rglob("README.md")).read_text()
+    for said in (found.stderr, found.stdout, card):
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", said) and "\n# Heading" not in said
+    assert labels[0] in found.stderr and labels[0] in card and r"bad\n# Heading \x1b[2Jx" in card
