@@ -115,4 +115,37 @@ mod tests {
         drop(AtomicFile::create(dir.path(), "a", "t").unwrap());
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
     }
+
+    #[test]
+    fn a_file_that_cannot_be_synced_is_not_put_in_place() {
+        let dir = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink("/dev/null", temp_path(dir.path(), "a", "t")).unwrap();
+        write_atomically(dir.path(), "a", "t", b"content").unwrap_err();
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    /// Takes from this thread what lets root open any folder.
+    fn drop_capabilities() {
+        let (header, none) = ([0x2008_0522_u32, 0], [0_u32; 6]);
+        // SAFETY: version 3 of the call reads a header of two words and sets of six.
+        assert_eq!(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) }, 0);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_synced_is_an_error() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        // It can be written to, and not be opened.
+        std::fs::set_permissions(dir, PermissionsExt::from_mode(0o300)).unwrap();
+        let outcomes = std::thread::scope(|scope| {
+            let attempt = || {
+                drop_capabilities();
+                [write_atomically(dir, "a", "t", b""), create_folder(&dir.join("b"))]
+            };
+            scope.spawn(attempt).join().unwrap()
+        });
+        std::fs::set_permissions(dir, PermissionsExt::from_mode(0o700)).unwrap();
+        assert!(outcomes.iter().all(Result::is_err) && dir.join("a").exists() && dir.join("b").exists());
+    }
 }

@@ -9,8 +9,8 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::tests::{VOCAB, documents, hash, hashes, options, rows};
 use super::{Loader, LoaderOptions, LoaderState};
 use crate::error::Result;
-use crate::format::Corpus;
 use crate::format::testing::{rewrite_manifest, write_corpus};
+use crate::format::{Corpus, TokenizerEntry};
 use crate::loader::mixture::Mixture;
 
 type Weighted = Vec<(Arc<Corpus>, Option<f64>)>;
@@ -231,8 +231,15 @@ fn what_is_no_mixture_is_refused_in_one_line() {
     write_corpus(&empty, VOCAB, &[], 500);
     let empty = [corpora[0].clone(), Arc::new(Corpus::open(&empty).unwrap())];
     assert!(refused(weighted(&empty, &[1.0; 2])).starts_with("DIR/empty: the corpus has no tokens"));
-    rewrite_manifest(&dir.path().join("2"), |manifest| manifest.tokenizer.hash = format!("{:016x}", 8));
-    let other = [corpora[0].clone(), Arc::new(Corpus::open(&dir.path().join("2")).unwrap())];
-    let message = refused(weighted(&other, &[1.0; 2]));
-    assert!(message.starts_with("DIR/0 and DIR/2 have different vocabularies (hashes 0000000000000007 and"));
+    // Equal entries can have other roles.
+    let changes: [fn(&mut TokenizerEntry); 2] =
+        [|tokenizer| tokenizer.special_tokens.mask = 9, |tokenizer| tokenizer.hash = format!("{:016x}", 8)];
+    for change in changes {
+        rewrite_manifest(&dir.path().join("2"), |manifest| change(&mut manifest.tokenizer));
+        let other = [corpora[0].clone(), Arc::new(Corpus::open(&dir.path().join("2")).unwrap())];
+        let message = refused(weighted(&other, &[1.0; 2]));
+        assert!(
+            message.starts_with("DIR/0 and DIR/2 have different vocabularies (hashes 0000000000000007 and")
+        );
+    }
 }

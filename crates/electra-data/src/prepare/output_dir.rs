@@ -388,6 +388,23 @@ mod tests {
     }
 
     #[test]
+    fn partitions_share_a_folder_with_each_other_alone() {
+        for (first, second, is_refused) in
+            [(ALL, "1-of-2", true), ("1-of-2", ALL, true), ("1-of-2", "2-of-2", false)]
+        {
+            let dir = tempfile::tempdir().unwrap();
+            let _first = OutputDir::claim(dir.path(), "job", first).unwrap();
+            let unfinished = temp_path(dir.path(), "shard", &Process::current().attempt());
+            std::fs::write(&unfinished, "").unwrap();
+            let refusal = OutputDir::claim(dir.path(), "job", second).err().map(|error| error.to_string());
+            assert!(refusal.is_some() == is_refused && unfinished.exists(), "{first}, {second}");
+            assert!(
+                refusal.is_none_or(|reason| reason.contains("another prepare is running in this folder"))
+            );
+        }
+    }
+
+    #[test]
     fn who_is_late_leaves_nothing_in_a_removed_folder() {
         let dir = tempfile::tempdir().unwrap();
         for round in 0..50 {

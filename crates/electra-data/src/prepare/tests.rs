@@ -9,11 +9,11 @@ use super::finalize::Finalizer;
 use super::input_group::InputGroupBuilder;
 use super::lanes::{self, Todo};
 use super::options::shard_spec;
-use super::output_dir::{ALL, Claim, OutputDir};
-use super::run::{Claimed, PrepareRun, Work};
+use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir};
+use super::run::{Claimed, Plan, PrepareRun, Work};
 use super::*;
 use crate::error::{Error, Result};
-use crate::format::verify;
+use crate::format::{MANIFEST, verify};
 use crate::input::{Batcher, ReadOptions, SkipLog, TextSource};
 use crate::store::Cancel;
 use crate::tokenizer::Tokenizer;
@@ -235,27 +235,73 @@ fn several_can_finalize_at_once() {
     }
 }
 
-#[test]
-fn moving_the_last_document_leaves_what_another_finalizer_reads() {
+/// Has a test look at the work of a run whose input groups are built and not yet a corpus.
+fn with_built(validation_fraction: f64, check: impl FnOnce(&PrepareRun<'_>, &Plan, &Work)) {
     let dir = tempfile::tempdir().unwrap();
     let (tokenizer, (text, options)) = (tokenizer(dir.path()), text(dir.path()));
-    let out = dir.path().join("out");
+    let (out, options) = (dir.path().join("out"), PrepareOptions { validation_fraction, ..options });
     let run = PrepareRun { tokenizer: &tokenizer, out: &out, options: &options };
     let plan = run.plan(std::slice::from_ref(&text)).unwrap();
     let claimed = run.claim(&plan, &mut |_| true).unwrap();
     let Claimed::Unfinished(work) = claimed else { panic!("there is no corpus yet") };
     run.build_files(&work, &plan, &mut |_| true).unwrap();
-    let records = || (0..plan.groups.len()).map(|group| work.out.record(group).unwrap()).collect::<Vec<_>>();
-    let (mut ours, mut theirs) = (records(), records());
-    let finalizer = Finalizer {
-        out: &work.out,
-        tokenizer: &tokenizer,
-        spec: shard_spec(&tokenizer, &work.out.attempt),
-        options: options.to_json(),
-        wants_validation: true,
-    };
-    finalizer.move_last_to_validation(&mut ours).unwrap();
-    finalizer.move_last_to_validation(&mut theirs).unwrap();
-    assert_eq!(ours, theirs);
-    assert_ne!(ours, records()); // what is recorded is still there, whole
+    check(&run, &plan, &work);
+}
+
+#[test]
+fn moving_the_last_document_leaves_what_another_finalizer_reads() {
+    with_built(0.0, |run, plan, work| {
+        let records =
+            || (0..plan.groups.len()).map(|group| work.out.record(group).unwrap()).collect::<Vec<_>>();
+        let (mut ours, mut theirs) = (records(), records());
+        let finalizer = Finalizer {
+            out: &work.out,
+            tokenizer: run.tokenizer,
+            spec: shard_spec(run.tokenizer, &work.out.attempt),
+            options: run.options.to_json(),
+            wants_validation: true,
+        };
+        finalizer.move_last_to_validation(&mut ours).unwrap();
+        finalizer.move_last_to_validation(&mut theirs).unwrap();
+        assert_eq!(ours, theirs);
+        assert_ne!(ours, records()); // what is recorded is still there, whole
+    });
+}
+
+#[test]
+fn the_manifest_is_written_last_and_nothing_is_removed_before() {
+    with_built(0.1, |run, plan, work| {
+        // A folder in the way stops the run at each of its last files.
+        for name in ["holdout/vocab.txt", "holdout/manifest.json", "vocab.txt", "manifest.json"] {
+            let obstacle = run.out.join(name);
+            std::fs::create_dir(&obstacle).unwrap();
+            run.finalize(&work.out, plan.report()).unwrap_err();
+            assert!(!run.out.join(MANIFEST).is_file(), "{name}");
+            assert!((0..plan.groups.len()).all(|group| work.out.record(group).is_some()), "{name}");
+            std::fs::remove_dir(&obstacle).unwrap();
+        }
+        assert!(run.finalize(&work.out, plan.report()).unwrap().complete);
+    });
+}
+
+#[test]
+fn a_group_is_finished_only_with_all_bytes_of_its_shards() {
+    with_built(0.1, |run, _, work| {
+        let shard = |record: &InputGroupRecord| run.out.join(&record.shards[0].lines.file);
+        let validation = |record: &InputGroupRecord| {
+            record.validation.first().map(|shard| work.out.validation().join(&shard.tokens.file))
+        };
+        let cut = |path: &Path| {
+            let file = std::fs::File::options().write(true).open(path).unwrap();
+            file.set_len(file.metadata().unwrap().len() - 1).unwrap();
+        };
+        cut(&shard(&work.out.record(0).unwrap()));
+        std::fs::remove_file(shard(&work.out.record(1).unwrap())).unwrap();
+        let records = (2..).map_while(|group| work.out.record(group));
+        let held_out = records.into_iter().find(|record| !record.validation.is_empty()).unwrap();
+        cut(&validation(&held_out).unwrap());
+        for group in [0, 1, held_out.input_group] {
+            assert!(work.out.record(group).is_none(), "{group}");
+        }
+    });
 }

@@ -1,10 +1,11 @@
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::{BlockCache, CacheOptions};
 use crate::format::Manifest;
 use crate::format::testing::write_corpus;
-use crate::store::test_server::TestServer;
+use crate::store::test_server::{Fault, TestServer};
 use crate::store::{Cancel, Store};
 
 /// A shard of 20 blocks of tokens, and their line lengths.
@@ -35,6 +36,18 @@ fn a_block_is_fetched_with_the_table_that_verifies_it() {
 }
 
 #[test]
+fn a_block_that_is_damaged_in_the_store_is_not_shared() {
+    let (_corpus, server) = corpus();
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(&server, dir.path(), 1 << 40);
+    let block = cache.geometry(0).first;
+    cache.fetch(&[cache.geometry(0).tail()], &Cancel::default()).unwrap();
+    server.log().always = Some(Fault::Corrupt);
+    let error = cache.fetch(std::slice::from_ref(&(block..block + 1)), &Cancel::default()).unwrap_err();
+    assert!(error.to_string().contains("block 0 of") && !cache.state.is_present(block), "{error}");
+}
+
+#[test]
 fn a_table_that_a_crash_lost_is_fetched_again() {
     let (_corpus, server) = corpus();
     let dir = tempfile::tempdir().unwrap();
@@ -59,6 +72,50 @@ fn what_is_read_unannounced_keeps_its_table() {
     other.make_room(1).unwrap();
     assert!(reader.state.is_present(geometry.first + 3));
     assert!(reader.state.is_present(geometry.table_block()));
+    drop(reader); // as a killed one, which says nothing
+    other.make_room(1).unwrap();
+    assert_eq!(other.state.used(), 0);
+}
+
+#[test]
+fn what_is_no_longer_pinned_is_verified_again() {
+    let (_corpus, server) = corpus();
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(&server, dir.path(), 1 << 40);
+    let (tail, table) = (cache.geometry(0).tail(), cache.geometry(0).table_block());
+    let pins = cache.pin(vec![tail]).unwrap();
+    cache.verified.at(0).store(1 << table, Ordering::Relaxed);
+    drop(pins);
+    assert_eq!(cache.verified.at(0).load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn the_first_reader_counts_anew_what_is_present() {
+    let (_corpus, server) = corpus();
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(&server, dir.path(), 1 << 40);
+    let tail = cache.geometry(0).tail();
+    cache.require(tail.clone()).unwrap();
+    cache.state.set_present(tail.start, 1 << 16); // another reader has fetched it as well
+    let (used, path) = (cache.state.used(), cache.dir().join("state"));
+    drop(cache);
+    // What a kill between a block's bit and the sum of bytes leaves in the header.
+    let file = std::fs::File::options().write(true).open(path).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &0_u64.to_le_bytes(), 16).unwrap();
+    assert!(used > 0 && open(&server, dir.path(), 1 << 40).state.used() == used);
+}
+
+#[test]
+fn a_cache_that_is_removed_while_in_use_is_one_line() {
+    let (_corpus, server) = corpus();
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(&server, dir.path(), 1 << 40);
+    let blocks = cache.geometry(0).tail();
+    cache.require(blocks.clone()).unwrap();
+    std::fs::remove_dir_all(cache.dir()).unwrap();
+    let _other = open(&server, dir.path(), 1 << 40); // a new one in its place, whose blocks are not ours
+    let error = cache.require(blocks.start - 1..blocks.start).unwrap_err().to_string();
+    assert!(error.contains("state: the cache was removed while it was in use; start again"), "{error}");
 }
 
 #[test]
