@@ -122,6 +122,8 @@ def test_a_stopped_run_on_this_host_keeps_its_folder(vocab, tmp_path):
         process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
         os.utime(out / ".lock-all", (time.time() - 1000,) * 2)
-        with pytest.raises(ValueError, match=f"process {process.pid} on"):
-            prepare(iter(["w2"]), vocab=vocab, out=out, progress=False)
-        process.kill()
+        try:
+            with pytest.raises(ValueError, match=f"process {process.pid} on"):
+                prepare(iter(["w2"]), vocab=vocab, out=out, progress=False)
+        finally:
+            process.kill()
