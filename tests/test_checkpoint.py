@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from electra_fast import checkpoint, checkpoint_folder
+from electra_fast import atomic_files, checkpoint, checkpoint_folder
 from electra_fast.checkpoint_folder import LogWindow, LossHistory, TrainState
 from electra_fast.config import Config
 from electra_fast.huggingface.export import load
@@ -234,3 +234,6 @@ def test_files_folder_and_parent_are_synced_before_and_after_the_rename(tmp_path
     files = {"config.toml", "model.safetensors", "optimizer.safetensors", "state.json"}
     assert files | {".step-1.writing"} <= set(events[:at]) and events[at - 1] == ".step-1.writing"
     assert events[at + 1 :] == ["checkpoints"]
+    events.clear()
+    atomic_files.replace_file(tmp_path / "file", "content")
+    assert events == [".file.writing", "rename", tmp_path.name]

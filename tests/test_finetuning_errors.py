@@ -11,6 +11,7 @@ from tiny_task import QUICK, save_encoder, sentences, write_sst2
 
 import electra_fast as ef
 from electra_fast.errors import InputError, TrainingFailed
+from electra_fast.training.run import exclusive
 
 
 def test_other_settings_data_or_encoder_are_refused(finetuned, encoder_folder, glue_folder, tmp_path, tiny_vocab):
@@ -26,10 +27,15 @@ def test_other_settings_data_or_encoder_are_refused(finetuned, encoder_folder, g
     (renamed / "vocab.txt").write_text("\n".join([*words[:5], *reversed(words[5:])]) + "\n")
     with pytest.raises(InputError, match="was made with another tokenizer"):
         ef.finetune("sst2", model=renamed, data=glue_folder, out=out, overrides=QUICK)
+    train = write_sst2(tmp_path / "data") / "train.tsv"
+    train.write_text(train.read_text().replace("\t1\n", "\t0\n", 1))  # one label, and no text
     with pytest.raises(InputError, match="was made with other examples of train"):
-        ef.finetune(
-            "sst2", model=encoder_folder, data=write_sst2(tmp_path / "data", train=41), out=out, overrides=QUICK
-        )
+        ef.finetune("sst2", model=encoder_folder, data=tmp_path / "data", out=out, overrides=QUICK)
+
+
+def test_a_folder_in_use_is_refused(encoder_folder, glue_folder, tmp_path):
+    with exclusive(tmp_path), pytest.raises(InputError, match="another process is training in this folder"):
+        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path, overrides=QUICK)
 
 
 def test_a_collapse_is_named(encoder_folder, tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import tiny_run
@@ -21,7 +22,7 @@ from electra_fast.data.loader import BatchLoader
 from electra_fast.errors import Interrupted
 from electra_fast.json_files import JsonLines
 from electra_fast.progress import TrainingProgress
-from electra_fast.training import trainer
+from electra_fast.training import time_limit, trainer
 from electra_fast.training.checkpoint_writer import CheckpointWriter
 from electra_fast.training.step import TrainStep
 from electra_fast.training.step_timer import StepTimer
@@ -143,6 +144,25 @@ def test_the_command_line_exits_with_the_signal(validation_corpus, tmp_path, num
     (step,) = checkpoint_folder.steps(tmp_path / "run")
     assert f"interrupted at step {step} of 100000, checkpoint written; run again to resume" in said.splitlines()[-1]
     assert "Traceback" not in said
+
+
+def test_a_time_limit_leaves_time_for_steps_and_a_checkpoint(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def stops_at(saving_seconds):
+        """When a session of a minute stops whose steps take three seconds, and one, for another reason, 23."""
+        nonlocal now
+        now, limit = 0.0, time_limit.TimeLimit(1, start=0.0, checkpoint_bytes=2e9)
+        while not limit.is_up(saving_seconds):
+            now += 3
+            if now == 9:
+                limit.pause()
+                now += 20
+        return now
+
+    assert stops_at(saving_seconds=0) == 29  # 4 * 3 for steps, 2 * 10 for a checkpoint at 200 MB/s
+    assert stops_at(saving_seconds=1) == 47
 
 
 # Takes the terminal on its standard streams for its own, as a login shell does, and becomes the command.
