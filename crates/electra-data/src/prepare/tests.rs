@@ -275,12 +275,12 @@ fn the_manifest_is_written_last_and_nothing_is_removed_before() {
         for name in ["holdout/vocab.txt", "holdout/manifest.json", "vocab.txt", "manifest.json"] {
             let obstacle = run.out.join(name);
             std::fs::create_dir(&obstacle).unwrap();
-            run.finalize(&work.out, plan.report()).unwrap_err();
+            run.finalize(work, plan, &mut |_| true).unwrap_err();
             assert!(!run.out.join(MANIFEST).is_file(), "{name}");
             assert!((0..plan.groups.len()).all(|group| work.out.record(group).is_some()), "{name}");
             std::fs::remove_dir(&obstacle).unwrap();
         }
-        assert!(run.finalize(&work.out, plan.report()).unwrap().complete);
+        assert!(run.finalize(work, plan, &mut |_| true).unwrap().complete);
     });
 }
 
