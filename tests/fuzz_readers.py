@@ -334,7 +334,7 @@ def run_case(target: Target, rng: random.Random, work: Path, tally: Tally, keep:
         if keep is not None:
             example = keep / f"{target.name.replace(', ', '-').replace(' ', '-')}-{len(tally.failures)}"
             shutil.rmtree(example, ignore_errors=True)
-            shutil.copytree(work / "before", example / "files")
+            shutil.copytree(work / "before", example / "files", symlinks=True)
             (example / "printed").write_text(f"{problem}\n{' '.join(target.command)}\n{where}\n")
         tally.failures[problem] = where
 

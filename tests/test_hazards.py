@@ -11,7 +11,9 @@ import pytest
 
 from electra_fast import BatchLoader, _data
 from electra_fast.data.corpus import Corpus, verify
+from electra_fast.data.inspect import inspect
 from electra_fast.data.prepare import prepare
+from electra_fast.errors import InputError
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(100))]
 # As in test_prepare: starts without the package's __init__, and so without torch.
@@ -241,3 +243,37 @@ def test_a_loader_needs_manifest_and_tokens_and_looks_at_every_bit_of_them(vocab
             with pytest.raises((ValueError, FileNotFoundError), match=path.name):
                 load(out)
         shutil.move(tmp_path / "away", path)
+
+
+@pytest.mark.parametrize("special", ["pipe", "device"])
+@pytest.mark.parametrize("name", ["manifest.json", "shard-000000-000.tokens", "vocab.txt", "inputs.json"])
+def test_a_corpus_with_a_pipe_or_device_in_it_is_an_error_at_once(vocab, tmp_path, special, name):
+    (tmp_path / "a.txt").write_text("w1 w2\n")
+    out = tmp_path / "out"
+    prepare([tmp_path / "a.txt"], vocab=vocab, out=out, progress=False)
+    (out / name).unlink()
+    if special == "pipe":
+        os.mkfifo(out / name)  # nobody writes: to open it would wait forever
+    else:
+        (out / name).symlink_to("/dev/zero")
+    message = rf"{name}: .*a {special}, where a regular file is needed"
+    readers = {"inputs.json": (), "manifest.json": (verify, inspect, Corpus)}.get(name, (verify,))
+    for read in readers:
+        with pytest.raises((OSError, ValueError), match=message):
+            read(out)
+    if name.endswith(".json"):
+        with pytest.raises(OSError, match=message):
+            prepare([tmp_path / "a.txt"], vocab=vocab, out=out, progress=False)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.txt", "a.jsonl.gz"])
+def test_an_input_that_cannot_be_a_pipe_or_device_is_one_line(vocab, tmp_path, name):
+    (tmp_path / "in").mkdir()
+    (tmp_path / f"in/{name}").symlink_to("/dev/zero")
+    inputs = [tmp_path / "in"]
+    if name == "a.parquet":
+        os.mkfifo(tmp_path / "b.parquet")
+        inputs.append(tmp_path / "b.parquet")
+    for path in inputs:
+        with pytest.raises(InputError, match=r"\w+: a (pipe|device), where a regular file is needed; copy"):
+            prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)

@@ -10,6 +10,7 @@ mod loader;
 mod panics;
 pub mod philox;
 mod prepare;
+mod regular_file;
 mod store;
 mod threads;
 mod tokenizer;

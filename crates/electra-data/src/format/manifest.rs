@@ -8,6 +8,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 use super::header::{FORMAT_VERSION, FileKind, HEADER_BYTES, Header};
 use super::mmap::damaged;
 use crate::error::{Error, Result};
+use crate::regular_file;
 use crate::store::Store;
 
 /// The manifest's name inside a corpus.
@@ -172,7 +173,7 @@ impl Manifest {
         if length > MAX_BYTES {
             return Err(damaged(&path, format!("not a manifest ({length} bytes long)")));
         }
-        let bytes = std::fs::read(&path).map_err(|error| no_manifest(dir, error))?;
+        let bytes = regular_file::read(&path).map_err(|error| no_manifest(dir, error))?;
         Self::parse(&path, &bytes)
     }
 

@@ -4,7 +4,6 @@
 //! The file is one on disk, or the sparse copy of one in an object store (see `block_cache`), whose blocks are
 //! fetched when they are read unless somebody has had them fetched before.
 
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,6 +18,7 @@ use super::bus_error;
 use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header, Layout, block_hash, read_u64};
 use super::manifest::hex128;
 use crate::error::{Error, Result};
+use crate::regular_file;
 
 /// Files that this process has mapped.
 static NUM_MAPPED: AtomicUsize = AtomicUsize::new(0);
@@ -48,7 +48,7 @@ enum Backing {
 impl MappedFile {
     /// Maps a file and checks its header, its length and its table of checksums.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|e| access_error(path, e))?;
+        let file = regular_file::open(path).map_err(|e| access_error(path, e))?;
         let metadata = file.metadata().map_err(|e| Error::io(path, e))?;
         let (length, modified) = (metadata.len(), metadata.modified().ok());
         if length < (HEADER_BYTES + 8) as u64 {

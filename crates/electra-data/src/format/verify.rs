@@ -85,7 +85,7 @@ impl Place {
         }
         let path = dir.join(&manifest.tokenizer.file);
         let tokenizer = match &self.store {
-            None => std::fs::read(&path).map_err(|error| error.to_string()),
+            None => crate::regular_file::read(&path).map_err(|error| error.to_string()),
             Some(store) => {
                 store.read(&manifest.tokenizer.file, MAX_TOKENIZER_BYTES).map_err(|error| error.to_string())
             }

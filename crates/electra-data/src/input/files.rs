@@ -10,6 +10,7 @@ use super::read_options::InputFormat;
 use super::saved_dataset::{INFO, STATE, SavedDataset};
 use super::stored;
 use crate::error::{Error, Result};
+use crate::regular_file::special_kind;
 use crate::store::{Cancel, url_of};
 
 const KNOWN: &str = ".txt, .jsonl, .parquet and .arrow, each also with .gz, .zst or .xz";
@@ -192,7 +193,7 @@ impl Search {
         Ok(())
     }
 
-    /// Adds a file; `false` if its extension is unknown.
+    /// Adds a file; `false` if its extension is unknown. A device may never end, and a Parquet file is read from its end.
     fn add_file(&mut self, path: &Path) -> Result<bool> {
         let full = path.canonicalize().map_err(|e| Error::io(path, e))?;
         if self.except.as_ref().is_some_and(|folder| full.starts_with(folder)) {
@@ -203,6 +204,14 @@ impl Search {
             return Ok(false);
         };
         let found = full.metadata().map_err(|e| Error::io(path, e))?;
+        if let Some(kind) = special_kind(&found)
+            && (kind != "a pipe" || format == InputFormat::Parquet)
+        {
+            let path = path.display();
+            return Err(Error::Input(format!(
+                "{path}: {kind}, where a regular file is needed; copy what it holds to a file"
+            )));
+        }
         let (size, modified, regular) = (found.len(), found.modified().ok(), found.is_file());
         let (name, path) = (full.to_string_lossy().into_owned(), path.to_owned());
         let file = InputFile { path, name, size, regular, modified, format, compression, object: None };

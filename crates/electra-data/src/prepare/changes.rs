@@ -17,6 +17,7 @@ use super::run::Plan;
 use crate::error::{Error, Result};
 use crate::format::{hex128, write_atomically};
 use crate::input::{Comparison, InputFile, InputFormat, InputIdentity};
+use crate::regular_file;
 use crate::threads::on_all_cores;
 
 const INPUTS: &str = "inputs.json";
@@ -194,7 +195,7 @@ pub(super) fn write(out: &OutputDir, inputs: Vec<InputIdentity>) -> Result<()> {
 
 fn read(dir: &Path) -> Result<Option<Vec<InputIdentity>>> {
     let path = dir.join(INPUTS);
-    let bytes = match std::fs::read(&path) {
+    let bytes = match regular_file::read(&path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         bytes => bytes.map_err(|e| Error::io(&path, e))?,
     };
