@@ -40,8 +40,9 @@ CHANGES = {
     "other ids": ("tokens", overwrite(lambda size: b"\xff" * size), "written to while|id 65535 is not in"),
     "other ids in secret": ("tokens", forge, "id 65535 is not in the vocabulary of"),
     "growth": ("tokens", append, r"\d+ bytes instead of \d+: changed while it was in use"),
-    "other lines": ("lines", overwrite(os.urandom), "written to while it was in use"),
-    "shorter lines": ("lines", lambda path: os.truncate(path, 80), "80 bytes instead of"),
+    # Or they contradict the documents, where the reader is looking at them just then.
+    "other lines": ("lines", overwrite(os.urandom), r"written to while it was in use|document \d+: "),
+    "more lines": ("lines", append, r"\d+ bytes instead of \d+: changed while it was in use"),
 }  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def test_a_reader_finds_out(tiny_corpus, tmp_path, name):
     (path,) = corpus.glob(f"*.{kind}")
     change(path)
     with pytest.raises(InputError, match=rf"{path.name}: .*({message}).*; restore the file from a copy") as caught:
-        while True:
+        for _ in range(20_000):
             assert int(to_torch(next(loader))["input_ids"].max()) < size
     assert "\n" not in str(caught.value)
 
