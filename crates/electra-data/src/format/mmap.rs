@@ -128,7 +128,8 @@ impl MappedFile {
         let Ok(now) = std::fs::metadata(&self.path) else { return Ok(()) };
         let (length, expected) = (now.len(), self.map.len());
         if length != expected as u64 {
-            let reason = format!("{length} bytes instead of {expected}: changed while it was in use");
+            let what = if length < expected as u64 { "cut off" } else { "changed" };
+            let reason = format!("{length} bytes instead of {expected}: {what} while it was in use");
             return Err(damaged(&self.path, reason));
         }
         if now.modified().ok() != *modified {
