@@ -21,8 +21,9 @@ def check_depth(content: Any) -> None:
     for _ in range(_MAX_DEPTH):
         nested = [each for each in level if isinstance(each, (dict, list))]
         level = [child for each in nested for child in (each.values() if isinstance(each, dict) else each)]
-    if level:
-        raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+        if not level:
+            return
+    raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
 
 
 def reason_of(error: ValueError | RecursionError) -> str:

@@ -185,10 +185,9 @@ def _recorded_hardware(folder: Path, device: torch.device) -> dict[str, str]:
     if not path.exists():
         return {}
     found = read_object(path).get("hardware", {"device": "cpu", "precision": "fp32", "matmul": DEFAULT})
-    is_known = (
-        isinstance(found, dict) and found.get("precision") in tuple(DTYPES) and found.get("matmul") in (DEFAULT, ONEDNN)
-    )
-    return found if is_known and found["device"] == device.type else {}
+    if not isinstance(found, dict) or found.get("device") != device.type:
+        return {}
+    return found if found.get("precision") in tuple(DTYPES) and found.get("matmul") in (DEFAULT, ONEDNN) else {}
 
 
 def _measured(job: Job) -> Job:
