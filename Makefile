@@ -28,6 +28,10 @@ WORKERS := -n auto --maxprocesses 8
 # goes into the environment, which every run recreates, and never into the source tree.
 BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(ENV)/bytecode
 
+# Of each Rust test program, without the time to compile it. A test that hangs has been named by then: libtest says what
+# "has been running for over 60 seconds".
+TIMEOUT := --config 'target."cfg(all())".runner = ["timeout", "--foreground", "--verbose", "--kill-after=10", "600"]'
+
 # $(call environment,FOLDER,EXTRAS): an empty environment with the wheel and its dependencies.
 define environment
 	$(TOOLS)/bin/uv venv --quiet --clear --python $(TOOLS)/bin/python $(1)
@@ -51,7 +55,7 @@ demo: wheel
 	$(DEMO)/bin/electra-fast demo --out demo
 
 test: lint
-	cargo test --release --locked --workspace --tests
+	cargo test $(TIMEOUT) --release --locked --workspace --tests
 	cd $(ENV) && $(BYTECODE) bin/pytest -c $(CURDIR)/pyproject.toml $(WORKERS) $(CURDIR)/tests $(PYTEST)
 
 lint: env
