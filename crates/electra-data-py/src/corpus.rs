@@ -142,10 +142,12 @@ fn open(path: &Path, content_hash: Option<&str>) -> PyResult<electra_data::Corpu
     }
 }
 
-/// The URL that a path is, or None for a local path.
+/// The URL that a path is, or None for a local path. One that holds a secret is an error.
 #[pyfunction]
-pub(crate) fn url_of(path: PathBuf) -> Option<String> {
-    electra_data::url_of(&path)
+pub(crate) fn url_of(path: PathBuf) -> PyResult<Option<String>> {
+    let url = electra_data::url_of(&path);
+    url.iter().try_for_each(|url| electra_data::check_url(url)).map_err(raise)?;
+    Ok(url)
 }
 
 /// (files, bytes, one line per damaged part)

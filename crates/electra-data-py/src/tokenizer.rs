@@ -6,7 +6,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, url_of};
 use crate::errors::raise;
 use crate::process::PerProcess;
 
@@ -29,6 +29,7 @@ impl Tokenizer {
         lowercase: Option<bool>,
         strip_accents: Option<bool>,
     ) -> PyResult<Self> {
+        url_of(path.clone())?; // a secret in it must not be in the error that there is no such file
         let inner = py
             .detach(|| electra_data::Tokenizer::from_file(&path, lowercase, strip_accents))
             .map_err(raise)?;

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::raw_file::{Failure, StoredFile};
 use crate::error::{Error, Result};
-use crate::store::{Cancel, Object, Store};
+use crate::store::{Cancel, Object, Store, check_url};
 
 /// A file in a store. Serialized without its connection, which another process opens anew.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -79,6 +79,7 @@ impl StoredObject {
 /// The objects that a URL names: one, all below a folder, or those that match a glob. `visible`: leave hidden ones out
 /// of a glob too.
 pub(super) fn find(url: &str, visible: bool) -> Result<Vec<StoredObject>> {
+    check_url(url)?;
     let is_glob = |part: &str| part.contains(['*', '?', '[']);
     // The part of the URL before the first glob is a folder.
     let folder = match url.split('/').position(is_glob) {

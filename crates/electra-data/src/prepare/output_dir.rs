@@ -24,7 +24,7 @@ use crate::format::{
     temp_path, write_atomically,
 };
 use crate::input::{InputIdentity, SkippedRecord};
-use crate::store::is_url;
+use crate::store::{check_url, url_of};
 
 /// The tag of a run that does all input groups.
 pub(super) const ALL: &str = "all";
@@ -106,8 +106,8 @@ pub(super) enum Claim {
 impl OutputDir {
     /// Claims the folder for a run, or explains why it cannot. Never touches the files of others.
     pub fn claim(dir: &Path, fingerprint: &str, tag: &str) -> Result<Claim> {
-        if is_url(dir) {
-            let dir = dir.display();
+        if let Some(dir) = url_of(dir) {
+            check_url(&dir)?;
             return Err(Error::Input(format!(
                 "{dir}: a corpus is written to a folder; choose a local --out and copy it to the store when it is complete"
             )));

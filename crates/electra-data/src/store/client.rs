@@ -23,7 +23,7 @@ use url::{Position, Url};
 
 use super::connection::Connector;
 use super::errors::{Refused, explain, is_transient, said};
-use super::{Cancel, Object, Request};
+use super::{Cancel, Object, Request, check_url};
 use crate::error::{Error, Result};
 
 /// Requests in flight: a whole shuffle window, since what limits a reader is a store's latency.
@@ -40,7 +40,7 @@ const OPENING_RETRY: Duration = Duration::from_secs(15);
 const INNER_RETRY: Duration = Duration::from_secs(5);
 /// How long a request may wait for more bytes before it counts as stalled. Not the time of the whole request: over a
 /// slow line those in flight take long, and would be repeated forever.
-const TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 6 } else { 30 });
+pub(super) const TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 6 } else { 30 });
 /// Memory that is reserved for an answer because of the length that it announces.
 const MAX_RESERVED: u64 = 8 << 20;
 const MAX_PAUSE: Duration = Duration::from_secs(10);
@@ -60,6 +60,7 @@ impl Store {
     /// The store of a URL, configured by the environment: the variables `AWS_…`, `GOOGLE_…` and `AZURE_…` that the
     /// clouds' own tools read. Sends no request.
     pub fn open(url: &str) -> Result<Self> {
+        check_url(url)?;
         let bad = |reason: &dyn std::fmt::Display| Error::Input(format!("{url}: {reason}"));
         let parsed = Url::parse(url).map_err(|error| bad(&format!("not a URL ({error})")))?;
         if parsed.host_str().is_none_or(str::is_empty) {
@@ -67,6 +68,9 @@ impl Store {
         }
         if parsed.fragment().is_some() {
             return Err(bad(&"write the # in its name as %23"));
+        }
+        if parsed.query().is_some() {
+            return Err(bad(&"write the ? in its name as %3F"));
         }
         let Ok((scheme, prefix)) = ObjectStoreScheme::parse(&parsed) else {
             return Err(bad(&"unknown kind of URL; s3://, gs://, az:// and http(s):// can be read"));
@@ -276,7 +280,7 @@ fn build(
     macro_rules! configured {
         ($builder:ty, $prefix:literal) => {{
             let start = <$builder>::new()
-                .with_http_connector(Connector)
+                .with_http_connector(Connector::Cloud)
                 .with_client_options(client)
                 .with_retry(retry)
                 .with_url(url.as_str());
@@ -295,8 +299,8 @@ fn build(
         ObjectStoreScheme::MicrosoftAzure => configured!(MicrosoftAzureBuilder, "azure_"),
         _ => {
             let host = &url[..Position::BeforePath];
-            let web = HttpBuilder::new().with_http_connector(Connector).with_client_options(client);
-            Ok(Arc::new(web.with_url(host).with_retry(retry).build()?))
+            let web = HttpBuilder::new().with_http_connector(Connector::Web(url.clone()));
+            Ok(Arc::new(web.with_client_options(client).with_url(host).with_retry(retry).build()?))
         }
     }
 }

@@ -1,7 +1,10 @@
-//! How requests are sent: by the crate's HTTP client, but no answer is longer than anything that is asked for.
+//! How requests are sent: no answer is longer than anything that is asked for, and a web server cannot have another
+//! one asked.
 
 use std::future::Future;
+use std::path::PathBuf;
 use std::pin::Pin;
+use std::time::Duration;
 
 use futures_util::StreamExt;
 use http_body_util::{BodyExt, Limited};
@@ -10,20 +13,98 @@ use object_store::client::{
     HttpService, ReqwestConnector,
 };
 use object_store::{ClientOptions, Result};
+use reqwest::redirect::{Action, Attempt, Policy};
+use url::Url;
+
+use super::client::TIMEOUT;
+use super::errors::Refused;
 
 /// The longest answer: a list, or a whole object. Ranges and objects have tighter limits where they are read.
 const MAX_ANSWER: usize = 1 << 30;
 /// The longest part of a refusal that is read. Only its code and message are shown.
 const MAX_REFUSAL: usize = 64 << 10;
 
+/// For how long a web server may be connected to, as the crate has it for other stores.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+const MAX_REDIRECTS: usize = 10;
+
 /// Makes the clients of a store.
 #[derive(Debug)]
-pub(super) struct Connector;
+pub(super) enum Connector {
+    /// Those of a cloud's store, or of what its endpoint is set to.
+    Cloud,
+    /// Those of the web server of this URL.
+    Web(Url),
+}
 
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> Result<HttpClient> {
-        ReqwestConnector::default().connect(options).map(|client| HttpClient::new(Bounded(client)))
+        let client = match self {
+            Self::Cloud => ReqwestConnector::default().connect(options)?,
+            Self::Web(url) => HttpClient::new(
+                web_client(url)
+                    .map_err(|error| object_store::Error::Generic { store: "HTTP", source: error.into() })?,
+            ),
+        };
+        Ok(HttpClient::new(Bounded(client)))
     }
+}
+
+/// A client that follows redirects within the server only, and sends what `.netrc` says of it.
+fn web_client(url: &Url) -> reqwest::Result<reqwest::Client> {
+    let builder = || {
+        reqwest::Client::builder()
+            .user_agent(concat!("electra-fast/", env!("CARGO_PKG_VERSION")))
+            .connect_timeout(CONNECT_TIMEOUT)
+            .read_timeout(TIMEOUT)
+            .redirect(Policy::custom(redirect))
+            .http1_only()
+            // A length is that of the object.
+            .no_gzip()
+            .no_brotli()
+            .no_zstd()
+            .no_deflate()
+    };
+    let Some((user, password)) = url.host_str().and_then(password_for) else { return builder().build() };
+    let example = builder().build()?.get(url.clone()).basic_auth(user, Some(password)).build()?;
+    builder().default_headers(example.headers().clone()).build()
+}
+
+fn redirect(attempt: Attempt) -> Action {
+    let first = attempt.previous().first().map(Url::origin);
+    let origin = attempt.url().origin();
+    if first.is_some_and(|first| first != origin) {
+        return attempt.error(Refused::Redirect(origin.ascii_serialization()));
+    }
+    if attempt.previous().len() > MAX_REDIRECTS {
+        return attempt.error(Refused::Redirects);
+    }
+    attempt.follow()
+}
+
+/// The user and the password of a host in the file `$NETRC` or `~/.netrc`, as for curl.
+fn password_for(host: &str) -> Option<(String, String)> {
+    let in_home = || Some(PathBuf::from(std::env::var_os("HOME")?).join(".netrc"));
+    let path = std::env::var_os("NETRC").map(PathBuf::from).or_else(in_home)?;
+    login_in(&std::fs::read_to_string(path).ok()?, host)
+}
+
+/// The first entry for a host.
+fn login_in(netrc: &str, host: &str) -> Option<(String, String)> {
+    let lines = netrc.lines().filter(|line| !line.trim_start().starts_with('#'));
+    let mut words = lines.flat_map(str::split_whitespace);
+    let (mut is_entry, mut login, mut password) = (false, None, None);
+    while let Some(word) = words.next() {
+        match word {
+            "machine" | "default" if is_entry => break,
+            "machine" => is_entry = words.next() == Some(host),
+            "default" => is_entry = true,
+            "login" if is_entry => login = words.next(),
+            "password" if is_entry => password = words.next(),
+            _ => {}
+        }
+    }
+    Some((login?.to_owned(), password?.to_owned()))
 }
 
 /// A client whose answers have a limit, because the crate reads lists and refusals whole.
@@ -56,5 +137,22 @@ impl HttpService for Bounded {
             let text = String::from_utf8_lossy(&text).into_owned();
             Ok(HttpResponse::from_parts(head, text.into()))
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_password_is_that_of_the_host() {
+        let netrc = "# mine\nmachine a login x password y\nmachine b\n  login bob\n  password p#w\ndefault login d password e\n";
+        let login = |host| login_in(netrc, host);
+        let pair = |user: &str, password: &str| Some((user.to_owned(), password.to_owned()));
+        assert_eq!(
+            [login("a"), login("b"), login("c")],
+            [pair("x", "y"), pair("bob", "p#w"), pair("d", "e")]
+        );
+        assert_eq!(login_in("machine a login x", "a"), None);
     }
 }

@@ -17,6 +17,10 @@ pub(super) enum Refused {
         "the answer is longer than {0} bytes, the most that was asked for; the server or what it serves is wrong"
     )]
     TooLong(u64),
+    #[error("the server redirects to {0}, which is another one; give the URL there if you trust it")]
+    Redirect(String),
+    #[error("the server redirects again and again; check the URL")]
+    Redirects,
 }
 
 /// Whether the same request may succeed later.
@@ -56,7 +60,10 @@ pub(super) fn explain(url: &str, error: &StoreError) -> Error {
     match error {
         StoreError::NotFound { .. } => Error::NotFound { path: PathBuf::from(url), hint: not_found(url) },
         StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. } => {
-            refused("check the credentials and what they may read")
+            refused(match url.starts_with("http") {
+                true => "check the credentials and what they may read; a web server's are in ~/.netrc",
+                false => "check the credentials and what they may read",
+            })
         }
         StoreError::Precondition { .. } => Error::Input(format!(
             "{url}: it was replaced while it was in use; run again when nothing changes it"

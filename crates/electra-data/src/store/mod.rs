@@ -10,6 +10,7 @@ mod client;
 mod connection;
 #[cfg(feature = "object-store")]
 mod errors;
+mod secrets;
 #[cfg(test)]
 #[cfg(feature = "object-store")]
 pub(crate) mod test_server;
@@ -22,6 +23,7 @@ use std::path::Path;
 pub(crate) use cancel::Cancel;
 #[cfg(feature = "object-store")]
 pub(crate) use client::Store;
+pub use secrets::check_url;
 #[cfg(not(feature = "object-store"))]
 pub(crate) use unavailable::Store;
 
@@ -62,11 +64,6 @@ pub fn url_of(path: &Path) -> Option<String> {
     let known = SCHEMES.contains(&scheme);
     (known || rest.starts_with('/') && scheme.chars().all(|c| c.is_ascii_alphanumeric()) && scheme.len() > 1)
         .then(|| format!("{scheme}://{}", rest.trim_start_matches('/').trim_end_matches('/')))
-}
-
-/// Whether a path lies in an object store.
-pub fn is_url(path: &Path) -> bool {
-    url_of(path).is_some()
 }
 
 #[cfg(test)]

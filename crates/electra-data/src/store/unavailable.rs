@@ -4,7 +4,7 @@ use std::convert::Infallible;
 
 use crossbeam_channel::Receiver;
 
-use super::{Cancel, Object, Request};
+use super::{Cancel, Object, Request, check_url};
 use crate::error::{Error, Result};
 
 /// No store can be opened.
@@ -13,6 +13,7 @@ pub(crate) struct Store(Infallible);
 
 impl Store {
     pub fn open(url: &str) -> Result<Self> {
+        check_url(url)?;
         Err(Error::Input(format!(
             "{url}: this build reads no object stores; build it with the feature object-store"
         )))
