@@ -153,7 +153,7 @@ class Corpus(Sequence[Ids]):
 
     Opening reads only the manifest; a block of a file is checked against its checksum when it is first read. The
     folder may be in an object store (`s3://`, `gs://`, `az://`, `http(s)://`); what is read of it is then kept in a
-    temporary folder until the object is gone.
+    temporary file until the object is gone.
 
     Raises:
         FileNotFoundError: The folder, or a manifest in it, does not exist.

@@ -5,9 +5,10 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use tempfile::TempDir;
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::atomic_file::write_atomically;
+use super::atomic_file::{write_atomically, write_error};
 use super::block_cache::{BlockCache, CacheOptions, Pins};
 use super::header::BLOCK_BYTES;
 use super::manifest::{MANIFEST, MAX_TOKENIZER_BYTES, Manifest, SpecialTokens, hex128, saturating_sum};
@@ -34,7 +35,8 @@ pub struct Corpus {
     manifest: Manifest,
     cache: Option<Arc<BlockCache>>,
     store: Option<Store>,
-    tokenizer: OnceLock<PathBuf>,
+    /// The copy of the tokenizer's file, in a folder of its own if the cache has none.
+    tokenizer: OnceLock<(PathBuf, Option<TempDir>)>,
     shards: Vec<Mutex<Option<Arc<Shard>>>>,
     /// The number of documents before each shard, and the total at the end.
     starts: Vec<u64>,
@@ -147,7 +149,7 @@ impl Corpus {
 
     /// The cache's limit in bytes, if the corpus is in an object store and its cache has one.
     pub(crate) fn cache_limit(&self) -> Option<u64> {
-        self.cache.as_ref().map(|cache| cache.limit()).filter(|&limit| limit < u64::MAX)
+        self.cache.as_ref().and_then(|cache| cache.limit())
     }
 
     /// Has the tables of a shard fetched, with those of its lines if `lines`. They stay until the result is dropped.
@@ -231,17 +233,21 @@ impl Corpus {
     pub fn tokenizer_path(&self) -> Result<PathBuf> {
         let entry = &self.manifest.tokenizer;
         let (Some(store), Some(cache)) = (&self.store, &self.cache) else { return Ok(self.tokenizer_name()) };
-        if let Some(path) = self.tokenizer.get() {
+        if let Some((path, _)) = self.tokenizer.get() {
             return Ok(path.clone());
         }
         let bytes = store.read(&entry.file, MAX_TOKENIZER_BYTES)?;
         self.verify_tokenizer(&bytes)?;
         // Of this reader alone: threads share a process, and containers its number.
         let tag = format!("{:016x}", RandomState::new().build_hasher().finish());
-        write_atomically(cache.dir(), &entry.file, &tag, &bytes)?;
+        let private = || TempDir::with_prefix("electra-fast-");
+        let private = if cache.dir().is_none() { Some(private()) } else { None };
+        let private = private.transpose().map_err(|error| write_error(&std::env::temp_dir(), error))?;
+        let dir = cache.dir().or(private.as_ref().map(TempDir::path)).unwrap_or(Path::new("")).to_owned();
+        write_atomically(&dir, &entry.file, &tag, &bytes)?;
         // Its settings would otherwise be guessed from the vocabulary.
-        write_atomically(cache.dir(), MANIFEST, &tag, self.manifest.canonical().as_bytes())?;
-        Ok(self.tokenizer.get_or_init(|| cache.dir().join(&entry.file)).clone())
+        write_atomically(&dir, MANIFEST, &tag, self.manifest.canonical().as_bytes())?;
+        Ok(self.tokenizer.get_or_init(|| (dir.join(&entry.file), private)).0.clone())
     }
 
     /// Refuses bytes that are not those of the tokenizer's file as it was written.

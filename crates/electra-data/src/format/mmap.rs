@@ -85,9 +85,7 @@ impl MappedFile {
     pub fn cached(cache: &Arc<BlockCache>, file: usize, expected: Header) -> Result<Self> {
         let (geometry, path) = (cache.geometry(file), cache.url(file));
         cache.require(geometry.tail())?;
-        // SAFETY: the map is read-only and private to this struct. Its bytes change only when blocks are fetched or
-        // evicted, and blocks are read only while they are pinned and after they were verified.
-        let map = unsafe { Mmap::map(&cache.local_file(file)?) }.map_err(|e| Error::io(cache.dir(), e))?;
+        let map = cache.map(file)?;
         let layout = geometry.layout();
         let backing = Backing::Cached { cache: cache.clone(), first: geometry.first };
         let mut mapped = Self::new(path, map, expected, layout, backing);

@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
+use std::time::Instant;
 
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::{ATTEMPTS, BlockCache, POLL_INTERVAL, REQUEST_BLOCKS};
+use super::{ATTEMPTS, BlockCache, PATIENCE, POLL_INTERVAL, REQUEST_BLOCKS};
 use crate::error::{Error, Result};
 use crate::format::header::{BLOCK_BYTES, block_hash, read_u64};
 use crate::format::manifest::hex128;
@@ -15,15 +16,22 @@ impl BlockCache {
     /// Makes all blocks of these ranges present. Other readers of the node fetch some of them, if they need them too.
     pub fn fetch(&self, ranges: &[Range<u64>], cancel: &Cancel) -> Result<()> {
         let ranges = self.with_tables(ranges);
+        let (mut num_absent, mut since) = (u64::MAX, Instant::now());
         loop {
             let mut absent = self.absent_runs(&ranges);
             if absent.is_empty() {
                 return Ok(());
             }
+            let now_absent = absent.iter().map(|run| run.end - run.start).sum();
+            if now_absent != num_absent {
+                (num_absent, since) = (now_absent, Instant::now());
+            }
+            // A suspended process never gets further: after a while without any progress another one has its turn.
+            let turn = since.elapsed().as_secs() / PATIENCE.as_secs();
             absent.retain(|run| self.can_be_verified(run));
             let (mut ours, mut bytes) = (Vec::new(), 0);
             for run in absent {
-                if self.state.try_lock_fetch(run.start)? {
+                if self.state.try_lock_fetch(run.start, turn)? {
                     bytes += (run.end - run.start) * BLOCK_BYTES as u64;
                     ours.push(run);
                 }
@@ -31,7 +39,7 @@ impl BlockCache {
             // Another reader may have fetched some before they were locked.
             let todo = self.absent_runs(&ours);
             let outcome = self.make_room(bytes).and_then(|()| self.fetch_runs(&todo, cancel));
-            ours.iter().try_for_each(|run| self.state.unlock_fetch(run.start))?;
+            ours.iter().try_for_each(|run| self.state.unlock_fetch(run.start, turn))?;
             outcome?;
             if cancel.is_raised() {
                 return Err(Error::Interrupted);
@@ -109,11 +117,11 @@ impl BlockCache {
 
     /// Verifies a run of blocks, writes them and says that they are present. They stay absent if the table that
     /// verifies them is gone, which is fetched first then.
-    fn accept(&self, run: &Range<u64>, bytes: &[u8]) -> Result<()> {
+    pub(super) fn accept(&self, run: &Range<u64>, bytes: &[u8]) -> Result<()> {
         let number = self.file_of(run.start);
         let geometry = &self.files[number];
         let file = self.local_file(number)?;
-        let path = self.dir.join(&geometry.name);
+        let path = self.path(number);
         let start = geometry.bytes_of(run).start;
         let mut table = vec![0; 8 * geometry.num_blocks as usize + 8];
         if run.contains(&geometry.table_block()) {
@@ -125,7 +133,8 @@ impl BlockCache {
             if !self.can_be_verified(run) {
                 return Ok(()); // another run of this reader has it
             }
-            file.read_exact_at(&mut table, geometry.table).map_err(|error| Error::io(&path, error))?;
+            file.read_exact_at(&mut table, geometry.base + geometry.table)
+                .map_err(|error| Error::io(&path, error))?;
             if hex128(xxh3_128(&table[..table.len() - 8])) != geometry.hash {
                 self.clear(&self.state.hold()?, geometry.table_block()); // a crash of the machine lost it
                 return Ok(());
@@ -143,7 +152,7 @@ impl BlockCache {
                 );
             }
         }
-        file.write_all_at(bytes, start).map_err(|error| self.cannot_write(&path, error))?;
+        file.write_all_at(bytes, geometry.base + start).map_err(|error| self.cannot_write(&path, error))?;
         for block in run.clone() {
             let range = geometry.bytes_of(&(block..block + 1));
             self.state.set_present(block, range.end - range.start);

@@ -1,11 +1,14 @@
 //! The files of a corpus as ranges of blocks, from the manifest alone: nothing has to be asked of the store.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::path::Path;
 
+use super::state::{LOCK, STATE};
 use crate::error::Result;
+use crate::format::atomic_file::is_temp;
 use crate::format::header::{BLOCK_BYTES, Layout};
-use crate::format::manifest::{FileEntry, Manifest};
+use crate::format::manifest::{FileEntry, MANIFEST, Manifest};
 use crate::format::mmap::damaged;
 
 /// A file of the corpus. Its blocks have consecutive numbers over all files; the last one is the table of checksums.
@@ -24,16 +27,32 @@ pub(in crate::format) struct FileGeometry {
     pub index: u64,
     /// Offset of the table of checksums.
     pub table: u64,
+    /// Where the file begins in that of a private cache.
+    pub base: u64,
 }
 
-/// All files, two per shard.
+/// More blocks than any corpus has: 70 PB.
+const MAX_BLOCKS: u64 = 1 << 40;
+
+/// All files, two per shard. In the cache's folder each must have a name of its own, which also the cache's files do not
+/// have.
 pub(super) fn files_of(manifest: &Manifest, url: &str) -> Result<Vec<FileGeometry>> {
     let mut files = Vec::with_capacity(2 * manifest.shards.len());
-    let mut first = 0;
+    let mut names = HashSet::from([STATE, LOCK, MANIFEST]);
+    let mut claim = |name| match names.insert(name) && !is_temp(name) {
+        true => Ok(()),
+        false => Err(damaged(
+            &Path::new(url).join(name),
+            "no release gives a file of a corpus this name, or gives it twice".into(),
+        )),
+    };
+    claim(&manifest.tokenizer.file)?;
+    let (mut first, mut base) = (0, 0);
     for shard in &manifest.shards {
         for (entry, index_width) in [(&shard.tokens, 4), (&shard.lines, 8)] {
-            let file = FileGeometry::of(entry, first, index_width * shard.num_documents, url)?;
-            first = file.blocks().end;
+            claim(&entry.file)?;
+            let file = FileGeometry::of(entry, (first, base), index_width * shard.num_documents, url)?;
+            (first, base) = (file.blocks().end, base + file.bytes.next_multiple_of(BLOCK_BYTES as u64));
             files.push(file);
         }
     }
@@ -41,8 +60,10 @@ pub(super) fn files_of(manifest: &Manifest, url: &str) -> Result<Vec<FileGeometr
 }
 
 impl FileGeometry {
-    fn of(entry: &FileEntry, first: u64, index_bytes: u64, url: &str) -> Result<Self> {
-        let layout = Layout::from_length(entry.bytes, index_bytes).ok_or_else(|| {
+    fn of(entry: &FileEntry, (first, base): (u64, u64), index_bytes: u64, url: &str) -> Result<Self> {
+        let layout = Layout::from_length(entry.bytes, index_bytes);
+        let is_possible = |layout: &Layout| first + (layout.num_blocks as u64) < MAX_BLOCKS;
+        let layout = layout.filter(is_possible).ok_or_else(|| {
             damaged(
                 &Path::new(url).join(&entry.file),
                 "its length contradicts its number of documents".into(),
@@ -56,6 +77,7 @@ impl FileGeometry {
             num_blocks: layout.num_blocks as u64,
             index: layout.index as u64,
             table: layout.table as u64,
+            base,
         })
     }
 

@@ -4,6 +4,9 @@ use std::fs::File;
 use std::io::{Error, ErrorKind, Result};
 use std::ops::Range;
 use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
+
+use super::PATIENCE;
 
 /// Locks a byte of a file for this open file; `false` if another one has it.
 pub(super) fn try_lock(file: &File, byte: u64) -> Result<bool> {
@@ -16,14 +19,20 @@ pub(super) fn try_lock(file: &File, byte: u64) -> Result<bool> {
     }
 }
 
-/// Waits for the lock of a byte.
+/// Waits for the lock of a byte, which others hold for moments only: the error that it takes longer is `TimedOut`.
 pub(super) fn lock(file: &File, byte: u64) -> Result<()> {
-    loop {
-        match control(file, libc::F_OFD_SETLKW, libc::F_WRLCK, byte) {
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            outcome => return outcome.map(drop),
+    let start = Instant::now();
+    while !try_lock(file, byte)? {
+        if start.elapsed() > PATIENCE {
+            let seconds = PATIENCE.as_secs();
+            let reason = format!(
+                "another process has held it for {seconds} s; if it is suspended, resume it (kill -CONT) or end it"
+            );
+            return Err(Error::new(ErrorKind::TimedOut, reason));
         }
+        std::thread::sleep(Duration::from_micros(200));
     }
+    Ok(())
 }
 
 /// Releases the lock of a byte.

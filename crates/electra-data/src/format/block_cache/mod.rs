@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tempfile::TempDir;
+use memmap2::{Mmap, MmapOptions};
 
 use self::locks::punch_hole;
 use self::state::SharedState;
@@ -37,6 +37,9 @@ const REQUEST_BLOCKS: u64 = 128;
 const MAX_UNANNOUNCED: usize = 4_096;
 /// How often a block is fetched before its damage is believed.
 const ATTEMPTS: usize = 3;
+/// How long a reader waits in vain for what another one does, before it counts as suspended: as long as a request may
+/// take without a byte.
+const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
 /// How often a reader looks whether another one has fetched a block.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
@@ -52,7 +55,9 @@ pub struct CacheOptions {
 /// The cache of one corpus, opened by one reader.
 #[derive(Debug)]
 pub(super) struct BlockCache {
-    dir: PathBuf,
+    /// The folder of the files, or a file without a name that has all of them: a private cache ends with its reader,
+    /// however that ends.
+    place: Place,
     store: Store,
     files: Vec<FileGeometry>,
     state: SharedState,
@@ -63,8 +68,12 @@ pub(super) struct BlockCache {
     unannounced: Mutex<VecDeque<(u64, u64)>>,
     /// One bit per block: set once this process has verified it, and cleared when it is no longer pinned.
     pub verified: Words,
-    /// A private cache ends with its reader.
-    _private: Option<TempDir>,
+}
+
+#[derive(Debug)]
+enum Place {
+    Folder(PathBuf),
+    Private(File),
 }
 
 /// Blocks that stay present until this is dropped.
@@ -77,25 +86,30 @@ pub(crate) struct Pins {
 impl BlockCache {
     /// The cache of a corpus in a store: shared by all readers on this node, or private without options.
     pub fn open(store: Store, manifest: &Manifest, options: Option<&CacheOptions>) -> Result<Self> {
-        let files = geometry::files_of(manifest, store.url())?;
+        let mut files = geometry::files_of(manifest, store.url())?;
         let num_blocks = files.last().map_or(0, |file| file.blocks().end);
-        let (dir, limit, private) = match options {
-            Some(options) => (options.dir.join(&manifest.content_hash), options.bytes, None),
+        let (place, limit) = match options {
+            Some(options) => {
+                // Of the whole manifest: the content's hash says nothing of lengths.
+                let dir = options.dir.join(&manifest.checksum);
+                std::fs::create_dir_all(&dir).map_err(|error| write_error(&dir, error))?;
+                files.iter_mut().for_each(|file| file.base = 0);
+                (Place::Folder(dir), options.bytes)
+            }
             None => {
-                let temporary = TempDir::with_prefix("electra-fast-")
-                    .map_err(|error| write_error(&std::env::temp_dir(), error))?;
-                (temporary.path().to_owned(), u64::MAX, Some(temporary))
+                let length = files.last().map_or(0, |file| file.base + file.bytes);
+                let file = tempfile::tempfile().and_then(|file| file.set_len(length).map(|()| file));
+                (Place::Private(file.map_err(|error| write_error(&std::env::temp_dir(), error))?), u64::MAX)
             }
         };
-        std::fs::create_dir_all(&dir).map_err(|error| write_error(&dir, error))?;
-        let state = SharedState::open(&dir, num_blocks, |block| {
+        let state = SharedState::open(place.dir(), num_blocks, |block| {
             let file = &files[file_of(&files, block)];
             let bytes = file.bytes_of(&(block..block + 1));
             bytes.end - bytes.start
         })?;
         let verified = Words::private(num_blocks.div_ceil(64) as usize)?;
         let (pins, unannounced) = (Mutex::default(), Mutex::default());
-        Ok(Self { dir, store, files, state, limit, pins, unannounced, verified, _private: private })
+        Ok(Self { place, store, files, state, limit, pins, unannounced, verified })
     }
 
     /// The geometry of a file: number 2 s is the `.tokens` of shard s, 2 s + 1 its `.lines`.
@@ -103,14 +117,19 @@ impl BlockCache {
         &self.files[file]
     }
 
-    /// The folder of the cached files.
-    pub fn dir(&self) -> &Path {
-        &self.dir
+    /// The folder of the cached files; a private cache has none.
+    pub fn dir(&self) -> Option<&Path> {
+        self.place.dir()
     }
 
-    /// The most bytes that are kept.
-    pub fn limit(&self) -> u64 {
-        self.limit
+    /// The most bytes that are kept; a private cache has no limit.
+    pub fn limit(&self) -> Option<u64> {
+        self.dir().map(|_| self.limit)
+    }
+
+    /// Where the bytes of a file are kept.
+    fn path(&self, file: usize) -> PathBuf {
+        self.dir().map_or_else(std::env::temp_dir, |dir| dir.join(&self.files[file].name))
     }
 
     /// The URL of a file.
@@ -118,10 +137,22 @@ impl BlockCache {
         PathBuf::from(format!("{}/{}", self.store.url(), self.files[file].name))
     }
 
-    /// The sparse file that holds what is present of a file.
-    pub fn local_file(&self, number: usize) -> Result<File> {
-        let geometry = &self.files[number];
-        let path = self.dir.join(&geometry.name);
+    /// A read-only map of what is present of a file.
+    pub fn map(&self, number: usize) -> Result<Mmap> {
+        let (geometry, file) = (&self.files[number], self.local_file(number)?);
+        let length = usize::try_from(geometry.bytes).unwrap_or(usize::MAX);
+        // SAFETY: the file has this length. Its bytes change only when blocks are fetched or evicted, and blocks are
+        // read only while they are pinned and after they were verified.
+        let map = unsafe { MmapOptions::new().offset(geometry.base).len(length).map(&file) };
+        map.map_err(|error| Error::io(self.path(number), error))
+    }
+
+    /// The sparse file that holds what is present of a file, from its `base` on.
+    fn local_file(&self, number: usize) -> Result<File> {
+        let (geometry, path) = (&self.files[number], self.path(number));
+        if let Place::Private(file) = &self.place {
+            return file.try_clone().map_err(|error| Error::io(path, error));
+        }
         let file = File::options().create(true).truncate(false).read(true).write(true).open(&path);
         let file = file.map_err(|error| write_error(&path, error))?;
         let length = || file.metadata().map(|found| found.len()).map_err(|error| Error::io(&path, error));
@@ -151,7 +182,7 @@ impl BlockCache {
     pub fn require(&self, blocks: Range<u64>) -> Result<()> {
         let table = self.files[self.file_of(blocks.start)].table_block();
         for range in [table..table + 1, blocks.clone()] {
-            if self.limit < u64::MAX && !self.is_pinned(&range) {
+            if self.dir().is_some() && !self.is_pinned(&range) {
                 self.pin_unannounced((range.start, range.end))?;
             }
         }
@@ -193,8 +224,8 @@ impl BlockCache {
     fn change_pins(&self, change: impl FnOnce(&mut BTreeMap<(u64, u64), usize>)) -> Result<()> {
         let mut pins = self.pins.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut pins);
-        if self.limit == u64::MAX {
-            return Ok(()); // nothing is ever evicted
+        if self.dir().is_none() {
+            return Ok(()); // nobody evicts anything
         }
         let ranges: Vec<Range<u64>> = pins.keys().map(|&(start, end)| start..end).collect();
         self.state.hold()?.set_in_use(ranges.iter())
@@ -230,7 +261,7 @@ impl BlockCache {
                     let file = &self.files[self.file_of(block)];
                     let is_spared = spare_tables && file.tail().contains(&block);
                     if !is_spared && !near.any(|range| range.contains(&block)) {
-                        self.evict(&held, block, file)?;
+                        self.evict(&held, block)?;
                     }
                 }
             }
@@ -238,9 +269,10 @@ impl BlockCache {
         Ok(())
     }
 
-    fn evict(&self, held: &state::Held, block: u64, geometry: &FileGeometry) -> Result<()> {
+    fn evict(&self, held: &state::Held, block: u64) -> Result<()> {
         self.clear(held, block);
-        let path = self.dir.join(&geometry.name);
+        let number = self.file_of(block);
+        let (geometry, path) = (&self.files[number], self.path(number));
         let file = File::options().write(true).open(&path).map_err(|error| Error::io(&path, error))?;
         punch_hole(&file, geometry.bytes_of(&(block..block + 1))).map_err(|error| {
             let advice =
@@ -284,6 +316,15 @@ impl BlockCache {
 
 fn file_of(files: &[FileGeometry], block: u64) -> usize {
     files.partition_point(|file| file.first <= block) - 1
+}
+
+impl Place {
+    fn dir(&self) -> Option<&Path> {
+        match self {
+            Self::Folder(dir) => Some(dir),
+            Self::Private(_) => None,
+        }
+    }
 }
 
 impl Drop for Pins {

@@ -4,7 +4,8 @@
 //! state   header 4 KiB | slots | one bit per block: present
 //! header  magic | number of blocks | bytes present | where the last eviction ended
 //! slot    number of ranges | first block, end | first block, end | …     the blocks that one reader has in use
-//! lock    byte 0: the state · byte 16 + slot: its reader lives · byte 2^40 + block: it is being fetched
+//! lock    byte 0: the state · byte 16 + slot: its reader lives · byte 2^40 + block: it is being fetched, and 2^44 times
+//!         n further on: by the nth who waited in vain for the one before
 //! ```
 //! The file is mapped. Bits are set by whoever has fetched and verified a block. Slots are written, and bits are
 //! cleared, only with the state's lock held, so a reader whose slot names a block keeps it.
@@ -22,6 +23,9 @@ use super::locks::{allocate, is_locked, lock, try_lock, unlock};
 use crate::error::{Error, Result};
 use crate::format::atomic_file::write_error;
 
+/// Names of the two files.
+pub(super) const STATE: &str = "state";
+pub(super) const LOCK: &str = "lock";
 const MAGIC: u64 = u64::from_le_bytes(*b"ELECACH1");
 /// Words of the header.
 const HEADER: usize = 512;
@@ -36,6 +40,7 @@ const SLOT_WORDS: usize = 512 + 2 * MAX_RANGES;
 const STATE_BYTE: u64 = 0;
 const SLOT_BYTE: u64 = 16;
 const FETCH_BYTE: u64 = 1 << 40;
+const TURN_BYTES: u64 = 1 << 44;
 
 /// Words of memory that threads or processes share, 0 at first. Pages that were never touched take no memory.
 #[derive(Debug)]
@@ -68,9 +73,9 @@ impl Words {
 pub(super) struct SharedState {
     words: Words,
     lock: File,
-    /// The state's file. A reader must not touch the files of another cache that has taken its place.
-    path: PathBuf,
-    inode: u64,
+    /// The state's file and its inode, unless it is private. A reader must not touch the files of another cache that
+    /// has taken its place.
+    named: Option<(PathBuf, u64)>,
     slot: usize,
     num_blocks: u64,
     /// Locks of open files do not exclude the threads that share one.
@@ -84,32 +89,33 @@ pub(super) struct Held<'a> {
 }
 
 impl SharedState {
-    /// Opens the state in `dir`. The first reader of all counts what is present: `bytes_of` gives a block's length.
-    pub fn open(dir: &Path, num_blocks: u64, bytes_of: impl Fn(u64) -> u64) -> Result<Self> {
-        let path = dir.join("state");
-        let open = |path: &Path| {
+    /// Opens the state in `dir`, or a private one, which has no name. The first reader of all counts what is present:
+    /// `bytes_of` gives a block's length.
+    pub fn open(dir: Option<&Path>, num_blocks: u64, bytes_of: impl Fn(u64) -> u64) -> Result<Self> {
+        let path = dir.map_or_else(std::env::temp_dir, |dir| dir.join(STATE));
+        let open = |name: &str| {
             let mut options = File::options();
             options.create(true).read(true).write(true).truncate(false);
-            options.open(path).map_err(|error| write_error(path, error))
+            let file = dir.map_or_else(tempfile::tempfile, |dir| options.open(dir.join(name)));
+            file.map_err(|error| write_error(&path, error))
         };
-        let (file, locks) = (open(&path)?, open(&dir.join("lock"))?);
-        let failed = |error| Error::io(dir.join("lock"), error);
-        lock(&locks, STATE_BYTE).map_err(failed)?;
+        let (file, locks) = (open(STATE)?, open(LOCK)?);
+        lock(&locks, STATE_BYTE).map_err(lock_failed)?;
         let count = HEADER + SLOTS * SLOT_WORDS + num_blocks.div_ceil(64) as usize;
         file.set_len(8 * count as u64).map_err(|error| write_error(&path, error))?;
         let words = Words::shared(&file, &path, count)?;
         let (mut slot, mut alone) = (None, true);
         for candidate in 0..SLOTS {
-            if slot.is_none() && try_lock(&locks, SLOT_BYTE + candidate as u64).map_err(failed)? {
+            if slot.is_none() && try_lock(&locks, SLOT_BYTE + candidate as u64).map_err(lock_failed)? {
                 slot = Some(candidate);
             } else {
-                alone &= !is_locked(&locks, SLOT_BYTE + candidate as u64).map_err(failed)?;
+                alone &= !is_locked(&locks, SLOT_BYTE + candidate as u64).map_err(lock_failed)?;
             }
         }
         let Some(slot) = slot else {
-            let dir = dir.display();
+            let path = path.display();
             return Err(Error::Input(format!(
-                "{dir}: more than {SLOTS} readers share this cache; use several"
+                "{path}: more than {SLOTS} readers share this cache; use several"
             )));
         };
         let ours = HEADER + slot * SLOT_WORDS;
@@ -120,12 +126,13 @@ impl SharedState {
             }
         }
         let inode = file.metadata().map_err(|error| Error::io(&path, error))?.ino();
-        let state = Self { words, lock: locks, path, inode, slot, num_blocks, threads: Mutex::new(()) };
+        let named = dir.is_some().then_some((path, inode));
+        let state = Self { words, lock: locks, named, slot, num_blocks, threads: Mutex::new(()) };
         state.slot_word(slot, 0).store(0, Ordering::Release);
         if alone {
             state.initialize(&bytes_of);
         }
-        unlock(&state.lock, STATE_BYTE).map_err(failed)?;
+        unlock(&state.lock, STATE_BYTE).map_err(lock_failed)?;
         Ok(state)
     }
 
@@ -173,14 +180,14 @@ impl SharedState {
         self.words.at(USED).load(Ordering::Relaxed)
     }
 
-    /// Takes the fetching lock of a block; `false` if another reader fetches it.
-    pub fn try_lock_fetch(&self, block: u64) -> Result<bool> {
-        try_lock(&self.lock, FETCH_BYTE + block).map_err(lock_failed)
+    /// Takes the fetching lock of a block for a turn; `false` if another reader fetches it in this turn.
+    pub fn try_lock_fetch(&self, block: u64, turn: u64) -> Result<bool> {
+        try_lock(&self.lock, FETCH_BYTE + turn * TURN_BYTES + block).map_err(lock_failed)
     }
 
     /// Releases the fetching lock of a block.
-    pub fn unlock_fetch(&self, block: u64) -> Result<()> {
-        unlock(&self.lock, FETCH_BYTE + block).map_err(lock_failed)
+    pub fn unlock_fetch(&self, block: u64, turn: u64) -> Result<()> {
+        unlock(&self.lock, FETCH_BYTE + turn * TURN_BYTES + block).map_err(lock_failed)
     }
 
     /// Takes the lock of the state.
@@ -188,9 +195,10 @@ impl SharedState {
         let threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         lock(&self.lock, STATE_BYTE).map_err(lock_failed)?;
         let held = Held { state: self, _threads: threads };
-        let now = std::fs::metadata(&self.path).ok().map(|found| found.ino());
-        if now != Some(self.inode) {
-            let path = self.path.display();
+        if let Some((path, inode)) = &self.named
+            && std::fs::metadata(path).ok().map(|found| found.ino()) != Some(*inode)
+        {
+            let path = path.display();
             return Err(Error::Input(format!(
                 "{path}: the cache was removed while it was in use; start again"
             )));
@@ -270,6 +278,9 @@ impl Drop for Held<'_> {
 }
 
 fn lock_failed(error: std::io::Error) -> Error {
+    if error.kind() == std::io::ErrorKind::TimedOut {
+        return Error::io("the cache's lock", error);
+    }
     let advice = format!("{error}: the cache must lie on a local disk; choose another data.cache_dir");
     Error::io("the cache's lock", std::io::Error::new(error.kind(), advice))
 }

@@ -1,9 +1,11 @@
+use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::{BlockCache, CacheOptions};
 use crate::format::Manifest;
+use crate::format::header::BLOCK_BYTES;
 use crate::format::testing::write_corpus;
 use crate::store::test_server::{Fault, TestServer};
 use crate::store::{Cancel, Store};
@@ -125,5 +127,80 @@ fn the_space_of_a_readers_state_is_taken_when_it_opens() {
     let dir = tempfile::tempdir().unwrap();
     let cache = open(&server, dir.path(), 1 << 30);
     // A hole in a mapped file would kill the process on a full disk.
-    assert!(512 * cache.dir().join("state").metadata().unwrap().blocks() > 256 << 10);
+    assert!(512 * cache.dir().unwrap().join("state").metadata().unwrap().blocks() > 256 << 10);
+}
+
+#[test]
+fn a_suspended_reader_holds_up_nobody_for_ever() {
+    let (corpus, server) = corpus();
+    let dir = tempfile::tempdir().unwrap();
+    let (reader, suspended) = (open(&server, dir.path(), 1 << 40), open(&server, dir.path(), 1 << 40));
+    let geometry = reader.geometry(0);
+    for turn in 0..2 {
+        assert!(suspended.state.try_lock_fetch(geometry.first, turn).unwrap());
+    }
+    reader.require(geometry.first..geometry.first + 2).unwrap();
+    assert!(reader.state.is_present(geometry.first));
+    // It is resumed after the block was evicted, and again where it had written it.
+    let run = geometry.first..geometry.first + 1;
+    let range = geometry.bytes_of(&run);
+    let bytes = std::fs::read(corpus.path().join(&geometry.name)).unwrap();
+    let bytes = &bytes[range.start as usize..range.end as usize];
+    reader.unpin(std::slice::from_ref(&(run.start..run.end + 1))).unwrap();
+    reader.evict(&reader.state.hold().unwrap(), run.start).unwrap();
+    let used = reader.state.used();
+    for _ in 0..2 {
+        suspended.accept(&run, bytes).unwrap();
+        assert!(reader.state.is_present(run.start) && reader.state.used() == used + range.end - range.start);
+        assert_eq!(&reader.map(0).unwrap()[range.start as usize..range.end as usize], bytes);
+    }
+    let held = suspended.state.hold().unwrap();
+    let error = reader.pin(vec![run.clone()]).unwrap_err().to_string();
+    assert!(error.contains("another process has held it for 1 s; if it is suspended, resume it"), "{error}");
+    drop(held);
+    reader.pin(vec![run]).unwrap();
+}
+
+#[test]
+fn a_forged_manifest_cannot_have_the_cache_cut_its_own_files_or_those_of_another() {
+    let (corpus, server) = corpus();
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(&server.url).unwrap();
+    let options = CacheOptions { dir: dir.path().to_owned(), bytes: 1 << 40 };
+    let open = |manifest: Manifest| BlockCache::open(store.clone(), &manifest.seal(), Some(&options));
+    let sound = Manifest::read(corpus.path()).unwrap();
+    let other = sound.shards[0].lines.file.clone();
+    for name in ["state", "lock", "manifest.json", "vocab.txt", ".tmp-1-state", &other] {
+        let mut forged = sound.clone();
+        forged.shards[0].tokens.file = name.to_owned();
+        let error = open(forged).unwrap_err().to_string();
+        assert!(error.contains(&format!("/{name}: no release gives")), "{error}");
+    }
+    let mut forged = sound.clone();
+    forged.tokenizer.file = "state".to_owned();
+    assert!(open(forged).is_err());
+    let mut forged = sound.clone();
+    forged.shards[0].lines.bytes = 1 << 60;
+    assert!(open(forged).is_err());
+    // Equal hashes, other lengths.
+    let (first, mut longer) = (open(sound.clone()).unwrap(), sound.clone());
+    longer.shards[0].lines.bytes += BLOCK_BYTES as u64 + 8;
+    let second = open(longer.clone()).unwrap();
+    assert_eq!(longer.seal().content_hash, sound.content_hash);
+    let file = |cache: &BlockCache| cache.local_file(1).unwrap().metadata().unwrap().len();
+    assert!(file(&second) > file(&first) && file(&first) == sound.shards[0].lines.bytes);
+}
+
+#[test]
+fn a_private_cache_leaves_no_names() {
+    let (_corpus, server) = corpus();
+    let store = Store::open(&server.url).unwrap();
+    let manifest = Manifest::fetch(&store).unwrap();
+    let cache = BlockCache::open(store, &manifest, None).unwrap();
+    assert!(cache.dir().is_none() && cache.limit().is_none());
+    for file in 0..2 {
+        let file = cache.local_file(file).unwrap();
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        assert!(std::fs::read_link(path).unwrap().to_string_lossy().ends_with(" (deleted)"));
+    }
 }
