@@ -1,12 +1,15 @@
-"""Corpora at a web server that redirects or wants a password, and URLs that hold a secret."""
+"""Corpora at a web server that redirects, wants a password or never answers, and URLs that hold a secret."""
 
 from __future__ import annotations
 
 import base64
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from in_process import run
@@ -132,3 +135,35 @@ def test_redirects_stay_on_the_server(web: Server) -> None:
     for mode, complaint in (("elsewhere", "redirects to http://localhost:"), ("circle", "redirects again and again")):
         with pytest.raises(InputError, match=f"{web.url}/{mode}/manifest.json: the server {complaint}"):
             ef.Corpus(f"{web.url}/{mode}")
+
+
+CALLS: dict[str, Callable[[str, Path], object]] = {
+    "inspect": lambda url, _: run("inspect", f"{url}/stalled"),
+    "verify": lambda url, _: run("verify", f"{url}/stalls"),
+    "prepare": lambda url, vocab: run("prepare", f"{url}/stalled/a.txt", "--vocab", vocab, "--out", vocab.parent / "x"),
+    "vocab": lambda url, vocab: run("vocab", f"{url}/stalled/a.txt", "--out", vocab.parent / "other.txt"),
+    "a document": lambda url, _: ef.Corpus(f"{url}/stalls")[0],
+    "counts": lambda url, _: ef.Corpus(f"{url}/stalls").token_counts(),
+    "coverage": lambda url, _: ef.Corpus(f"{url}/stalls").coverage(),
+    "a loader": lambda url, _: ef.BatchLoader(f"{url}/stalled", sequence_length=64, batch_size=8),
+    "rows": lambda url, _: ef.BatchLoader(f"{url}/stalls", sequence_length=64, batch_size=8).num_rows,
+    "a batch": lambda url, _: next(ef.BatchLoader(f"{url}/stalls", sequence_length=64, batch_size=8)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_ctrl_c_ends_waiting_for_a_store(call: str, web: Server, tiny_vocab: Path) -> None:
+    interrupts = iter([lambda: os.kill(os.getpid(), signal.SIGINT)])
+    web.when_stalled = lambda: next(interrupts, lambda: None)()
+    # A stalled request is given up and sent again after 30 s: whatever takes that long has not been interrupted.
+    deadline = threading.Timer(20, web.released.set)
+    deadline.start()
+    try:
+        done = CALLS[call](web.url, tiny_vocab)
+    except KeyboardInterrupt:
+        pass
+    else:
+        assert isinstance(done, CompletedProcess) and done.returncode == 130, done
+        assert done.stderr.splitlines()[-1].startswith("electra-fast: interrupted; ")
+    deadline.cancel()
+    assert not web.released.is_set()

@@ -3,11 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::errors::InputError;
+use electra_data::Error;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::errors::{absolute, raise};
+use crate::interruption::interruptible;
 use crate::prepare::{CoverageTuple, coverage_tuple};
 use crate::process::PerProcess;
 use crate::tokenizer::{Tokenizer, ids_to_bytes, special_tuple};
@@ -25,28 +26,30 @@ impl Corpus {
     #[new]
     #[pyo3(signature = (path, content_hash=None))]
     fn new(py: Python, path: PathBuf, content_hash: Option<&str>) -> PyResult<Self> {
-        let inner = py.detach(|| open(&path, content_hash))?;
+        let inner = interruptible(py, || open(&path, content_hash))?;
         Ok(Self { path: absolute(&path)?, inner: PerProcess::new(inner) })
     }
 
     /// The ids of a document, as the bytes of little-endian u32.
     fn document<'py>(&self, py: Python<'py>, index: u64) -> PyResult<Bound<'py, PyBytes>> {
         let inner = self.get(py)?;
-        let ids = py.detach(|| inner.document(index)).map_err(raise)?;
+        let ids = match electra_data::url_of(&self.path) {
+            None => py.detach(|| inner.document(index)).map_err(raise)?,
+            Some(_) => interruptible(py, || inner.document(index))?,
+        };
         ids_to_bytes(py, &ids)
     }
 
     /// (tokens, unknown tokens, words or None, []) of the corpus, or of an evenly spread sample of it.
     fn coverage(&self, py: Python, tokenizer: &Tokenizer) -> PyResult<CoverageTuple> {
         let (corpus, tokenizer) = (self.get(py)?, tokenizer.get(py)?);
-        let found = py.detach(|| electra_data::Coverage::of_corpus(&corpus, &tokenizer));
-        found.map(coverage_tuple).map_err(raise)
+        interruptible(py, || electra_data::Coverage::of_corpus(&corpus, &tokenizer)).map(coverage_tuple)
     }
 
     /// How often each id occurs, as the bytes of little-endian u64.
     fn token_counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let inner = self.get(py)?;
-        let counts = py.detach(|| inner.token_counts()).map_err(raise)?;
+        let counts = interruptible(py, || inner.token_counts())?;
         let bytes: Vec<u8> = counts.into_iter().flat_map(u64::to_le_bytes).collect();
         Ok(PyBytes::new(py, &bytes))
     }
@@ -103,7 +106,7 @@ impl Corpus {
     #[getter]
     fn tokenizer_path(&self, py: Python) -> PyResult<PathBuf> {
         let inner = self.get(py)?;
-        py.detach(|| inner.tokenizer_path()).map_err(raise)
+        interruptible(py, || inner.tokenizer_path())
     }
 
     /// (lowercase, strip_accents)
@@ -127,14 +130,14 @@ impl Corpus {
 impl Corpus {
     /// The corpus of this process. A forked child opens it again.
     pub fn get(&self, py: Python) -> PyResult<Arc<electra_data::Corpus>> {
-        self.inner.get(py, |parent| open(&self.path, Some(parent.content_hash())))
+        self.inner.get(py, |parent| open(&self.path, Some(parent.content_hash())).map_err(raise))
     }
 }
 
-fn open(path: &Path, content_hash: Option<&str>) -> PyResult<electra_data::Corpus> {
-    let corpus = electra_data::Corpus::open(path).map_err(raise)?;
+fn open(path: &Path, content_hash: Option<&str>) -> Result<electra_data::Corpus, Error> {
+    let corpus = electra_data::Corpus::open(path)?;
     match (content_hash, corpus.content_hash()) {
-        (Some(expected), found) if expected != found => Err(InputError::new_err(format!(
+        (Some(expected), found) if expected != found => Err(Error::Input(format!(
             "{}: its content hash is {found}, not {expected} as when it was opened; open the changed corpus again",
             path.display()
         ))),
@@ -153,6 +156,6 @@ pub(crate) fn url_of(path: PathBuf) -> PyResult<Option<String>> {
 /// (files, bytes, one line per damaged part)
 #[pyfunction]
 pub(crate) fn verify(py: Python, path: PathBuf) -> PyResult<(u64, u64, Vec<String>)> {
-    let verified = py.detach(|| electra_data::verify(&path)).map_err(raise)?;
+    let verified = interruptible(py, || electra_data::verify(&path))?;
     Ok((verified.num_files, verified.num_bytes, verified.damaged))
 }

@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 
 mod corpus;
 mod errors;
+mod interruption;
 mod loader;
 mod prepare;
 mod prepare_job;

@@ -10,6 +10,7 @@ use electra_data::{CacheOptions, Corpus, Error, Loader, LoaderOptions, LoaderSta
 use pyo3::prelude::*;
 
 use crate::errors::{absolute, raise};
+use crate::interruption::interruptible;
 use crate::process::PerProcess;
 use crate::record_batch::RecordBatch;
 
@@ -75,7 +76,7 @@ impl BatchLoader {
         let bytes = cache_bytes.map(u64::try_from).transpose();
         let bytes = bytes.map_err(|_| InputError::new_err("cache_bytes must not be negative"))?;
         let cache = cache_dir.zip(bytes).map(|(dir, bytes)| CacheOptions { dir, bytes });
-        let loader = py.detach(|| open(&corpora, &options, cache.as_ref())).map_err(raise)?;
+        let loader = interruptible(py, || open(&corpora, &options, cache.as_ref()))?;
         let corpora = corpora.into_iter().map(|(path, weight)| Ok((absolute(&path)?, weight)));
         Ok(Self {
             corpora: corpora.collect::<PyResult<_>>()?,
@@ -122,20 +123,20 @@ impl BatchLoader {
     /// Resumes from a state in JSON.
     fn restore(&self, py: Python<'_>, state: &str) -> PyResult<()> {
         let loader = self.get(py)?;
-        py.detach(|| lock(&loader).restore(&LoaderState::from_json(state)?)).map_err(raise)
+        interruptible(py, || lock(&loader).restore(&LoaderState::from_json(state)?))
     }
 
     /// Rows per epoch, over all corpora.
     #[getter]
     fn num_rows(&self, py: Python<'_>) -> PyResult<u64> {
         let loader = self.get(py)?;
-        py.detach(|| lock(&loader).num_rows()).map_err(raise)
+        interruptible(py, || lock(&loader).num_rows())
     }
 
     /// (rows, tokens of the corpora, positions that are not padding) of the first epoch.
     fn contents(&self, py: Python<'_>) -> PyResult<(u64, u64, u64)> {
         let loader = self.get(py)?;
-        let contents = py.detach(|| lock(&loader).contents()).map_err(raise)?;
+        let contents = interruptible(py, || lock(&loader).contents())?;
         Ok((contents.rows, contents.tokens, contents.positions))
     }
 }
@@ -160,7 +161,7 @@ impl BatchLoader {
 #[pyfunction]
 pub(crate) fn mixture_weights(py: Python<'_>, corpora: Vec<Weighted>) -> PyResult<Vec<u64>> {
     let weights = || open(&corpora, &LoaderOptions::default(), None).map(|loader| loader.weights().to_vec());
-    py.detach(weights).map_err(raise)
+    interruptible(py, weights)
 }
 
 /// The cache's bytes are divided among the corpora, which all have the same vocabulary.

@@ -1,6 +1,7 @@
 //! `prepare` and `train_vocab`: text to corpus, text to vocabulary.
 
 use std::path::PathBuf;
+use std::sync::mpsc::{Sender, channel};
 
 use crate::errors::InputError;
 use electra_data::{
@@ -11,6 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::errors::raise;
+use crate::interruption::interruptible;
 use crate::tokenizer::Tokenizer;
 
 /// Makes a corpus from either `files` or `documents`.
@@ -92,9 +94,9 @@ pub(crate) fn text_sample(
 ) -> PyResult<Vec<String>> {
     let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
     let run = run.map(|(tokenizer, out)| Ok::<_, PyErr>((tokenizer.get(py)?, out))).transpose()?;
-    py.detach(|| {
+    interruptible(py, || {
         let run = run.as_ref().map(|(tokenizer, out)| (&**tokenizer, &**out));
-        electra_data::text_sample(&files, run, &reading).map_err(raise)
+        electra_data::text_sample(&files, run, &reading)
     })
 }
 
@@ -213,20 +215,20 @@ pub(crate) fn reading(
     Ok(ReadOptions { format, separator, text_fields, invalid_utf8, skip_bad_records })
 }
 
-/// The Python side of a long run: the progress callback, and the exception that it raised.
+/// The Python side of a long run: the progress callback.
 pub(crate) struct PythonCallbacks {
     progress: Option<Py<PyAny>>,
-    raised: Option<PyErr>,
 }
 
 impl PythonCallbacks {
     pub fn new(progress: Option<Py<PyAny>>) -> Self {
-        Self { progress, raised: None }
+        Self { progress }
     }
 
-    /// Runs `work` without the GIL. An exception raised in Python meanwhile takes precedence over its error.
+    /// Runs `work` without the GIL, and reports its progress on this thread. An exception raised in Python meanwhile
+    /// stops it.
     pub fn run<T: Send>(
-        &mut self,
+        &self,
         py: Python,
         files: Option<Vec<PathBuf>>,
         documents: Option<Py<PyAny>>,
@@ -237,26 +239,36 @@ impl PythonCallbacks {
             Some(iterator) => TextSource::Documents(Box::new(PyDocuments { iterator, failure: &failure })),
             None => TextSource::Files(files.unwrap_or_default()),
         };
-        let result = py.detach(|| work(source, &mut |progress| self.report(progress)));
-        let from_iterator = failure.into_inner().unwrap_or(None);
-        match (result, self.raised.take().or(from_iterator)) {
+        let ask = |progress, asks: &Sender<(Progress, Sender<()>)>| {
+            let (reply, answer) = channel();
+            asks.send((progress, reply)).is_ok() && answer.recv().is_ok()
+        };
+        let attend = |event: Option<(Progress, Sender<()>)>| -> PyResult<()> {
+            let (progress, reply) = event.unzip();
+            self.report(progress)?;
+            let _ = reply.map(|reply| reply.send(())); // the run may have ended meanwhile
+            Ok(())
+        };
+        let run =
+            || electra_data::attended(|asks| work(source, &mut |progress| ask(progress, &asks)), attend);
+        let result = py.detach(run)?;
+        match (result, failure.into_inner().unwrap_or(None)) {
             (Err(_), Some(raised)) => Err(raised),
             (result, _) => result.map_err(raise),
         }
     }
 
-    /// Checks for signals and reports progress to Python; `false` stops the run.
-    fn report(&mut self, progress: Progress) -> bool {
-        let (done, total) = (progress.bytes_done, progress.bytes_total);
-        let result = Python::attach(|py| {
+    /// Handles signals and reports progress to Python.
+    fn report(&self, progress: Option<Progress>) -> PyResult<()> {
+        Python::attach(|py| {
             py.check_signals()?;
-            match &self.progress {
-                Some(call) => call.call1(py, (done, total, progress.documents, progress.tokens)).map(drop),
-                None => Ok(()),
+            match (&self.progress, progress) {
+                (Some(call), Some(Progress { bytes_done, bytes_total, documents, tokens, .. })) => {
+                    call.call1(py, (bytes_done, bytes_total, documents, tokens)).map(drop)
+                }
+                _ => Ok(()),
             }
-        });
-        self.raised = result.err();
-        self.raised.is_none()
+        })
     }
 }
 

@@ -8,6 +8,7 @@ use pyo3::types::PyBytes;
 
 use crate::corpus::{Corpus, url_of};
 use crate::errors::raise;
+use crate::interruption::interruptible;
 use crate::process::PerProcess;
 
 /// Ids of pad, unk, cls, sep and mask.
@@ -55,7 +56,7 @@ impl Tokenizer {
     #[staticmethod]
     fn of_corpus(py: Python, corpus: &Corpus) -> PyResult<Self> {
         let corpus = corpus.get(py)?;
-        py.detach(|| electra_data::Tokenizer::of_corpus(&corpus)).map(Self::of).map_err(raise)
+        interruptible(py, || electra_data::Tokenizer::of_corpus(&corpus)).map(Self::of)
     }
 
     /// (vocab.txt or tokenizer.json, the file's bytes), as stored in a corpus

@@ -23,5 +23,5 @@ pub use prepare::{
     Alphabet, Coverage, OpenedJob, PrepareJob, PrepareOptions, PrepareReport, Progress, TaskReport,
     VocabOptions, VocabReport, job_tokenizer, prepare, prepare_units, text_sample, train_vocab,
 };
-pub use store::{check_url, url_of};
+pub use store::{attended, check_url, url_of};
 pub use tokenizer::{Encoder, Pieces, Tokenizer};

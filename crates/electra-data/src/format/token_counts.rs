@@ -4,7 +4,8 @@ use rayon::prelude::*;
 
 use super::corpus::Corpus;
 use super::shard::Shard;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::store::Cancel;
 use crate::threads::on_all_cores;
 
 /// Tokens read at a time: their ids stay in the processor's cache.
@@ -27,11 +28,14 @@ impl Corpus {
             sum.iter_mut().zip(counts).for_each(|(total, count)| *total += count);
             Ok(sum)
         };
+        let cancel = Cancel::default();
+        let count = |counts, &(shard, start): &(usize, u64)| match cancel.is_raised() {
+            true => Err(Error::Interrupted),
+            false => cancel.carry(|| count_chunk(&self.shard(shard), start, counts)),
+        };
         on_all_cores(|| {
             let chunks = chunks.par_iter().with_min_len(MIN_CHUNKS);
-            chunks
-                .try_fold(zeros, |counts, &(shard, start)| count_chunk(&self.shard(shard), start, counts))
-                .try_reduce(zeros, add)
+            chunks.try_fold(zeros, count).try_reduce(zeros, add)
         })?
     }
 }
@@ -47,7 +51,6 @@ fn count_chunk(shard: &Shard, start: u64, mut counts: Vec<u64>) -> Result<Vec<u6
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Error;
     use crate::format::testing::{HEADER_BYTES, forge, write_corpus};
 
     /// Ids of which some are frequent and some are absent, in documents of several chunks and several shards.

@@ -12,7 +12,7 @@ use super::manifest::{FileEntry, MAX_TOKENIZER_BYTES, Manifest, hex128, saturati
 use super::mmap::{MappedFile, damaged};
 use super::shard::Shard;
 use crate::error::{Error, Result};
-use crate::store::{Store, url_of};
+use crate::store::{Cancel, Store, url_of};
 use crate::threads::on_all_cores;
 
 /// Tokens checked at a time.
@@ -74,9 +74,14 @@ impl Place {
     fn verify(&self) -> Result<Verified> {
         let Self { dir, manifest, .. } = self;
         let mut verified = Verified { num_files: 2, ..Verified::default() };
-        let check = |number| self.check_shard(number);
+        let cancel = Cancel::default();
+        let check = |number| match cancel.is_raised() {
+            true => Err(Error::Interrupted),
+            false => Ok(cancel.carry(|| self.check_shard(number))),
+        };
         let shards = 0..manifest.shards.len();
-        let errors: Vec<Vec<Error>> = on_all_cores(|| shards.into_par_iter().map(check).collect())?;
+        let errors: Vec<Vec<Error>> =
+            on_all_cores(|| shards.into_par_iter().map(check).collect::<Result<_>>())??;
         verified.damaged = errors.into_iter().flatten().map(|error| error.to_string()).collect();
         for shard in &manifest.shards {
             verified.num_files += 2;

@@ -15,6 +15,7 @@ use super::state::{LoaderState, Place, Position};
 use super::workers::{Pipeline, Poll, Shared, stopped};
 use crate::error::{Error, Result};
 use crate::format::Corpus;
+use crate::store::Cancel;
 
 /// Shuffle windows that the cache of a corpus in an object store must hold.
 const MIN_CACHED_WINDOWS: u64 = 3;
@@ -141,7 +142,9 @@ impl Loader {
             };
             ours.map(of_block).sum()
         };
-        let sum = |first: u32| mixture.streams().iter().map(|blocks| sum_of(blocks, first)).sum();
+        let cancel = Cancel::default();
+        let sum =
+            |first: u32| cancel.carry(|| mixture.streams().iter().map(|blocks| sum_of(blocks, first)).sum());
         std::thread::scope(|scope| {
             let sum = &sum;
             let threads: Vec<_> = (0..threads).map(|first| scope.spawn(move || sum(first))).collect();

@@ -10,11 +10,12 @@ use rayon::prelude::*;
 
 use super::input_group::line_cut;
 use super::run::refuse_vocabulary;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::format::Corpus;
 use crate::input::{
     Compression, Cut, InputFormat, Inputs, ReadOptions, character_boundary, read_beginning, read_file,
 };
+use crate::store::Cancel;
 use crate::threads::on_all_cores;
 use crate::tokenizer::Tokenizer;
 
@@ -87,12 +88,15 @@ impl Coverage {
             })
             .collect();
         let count = stretches.len().min((COUNTED_TOKENS / STRETCH) as usize);
-        let counter = Counter::new(tokenizer);
+        let (counter, cancel) = (Counter::new(tokenizer), Cancel::default());
         let count_stretch = |number: usize| {
+            if cancel.is_raised() {
+                return Err(Error::Interrupted);
+            }
             let (shard, start) = stretches[number * stretches.len() / count];
             let shard = corpus.shard(shard);
             let mut ids = vec![0; STRETCH.min(shard.num_tokens() - start) as usize];
-            shard.copy_tokens(start, &mut ids)?;
+            cancel.carry(|| shard.copy_tokens(start, &mut ids))?;
             Ok(counter.count(ids.iter().map(|&id| id as usize)))
         };
         let add = |mut sum: Self, found| {

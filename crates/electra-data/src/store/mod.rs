@@ -21,6 +21,7 @@ use std::ops::Range;
 use std::path::Path;
 
 pub(crate) use cancel::Cancel;
+pub use cancel::attended;
 #[cfg(feature = "object-store")]
 pub(crate) use client::Store;
 pub use secrets::check_url;
