@@ -167,3 +167,8 @@ def test_ctrl_c_ends_waiting_for_a_store(call: str, web: Server, tiny_vocab: Pat
         assert done.stderr.splitlines()[-1].startswith("electra-fast: interrupted; ")
     deadline.cancel()
     assert not web.released.is_set()
+
+
+def test_a_cache_of_any_size(web: Server) -> None:
+    loader = ef.BatchLoader(f"{web.url}/plain", sequence_length=64, batch_size=8, cache_bytes=2**64 - 1)
+    assert next(loader).num_rows == 8

@@ -127,7 +127,7 @@ class BatchLoader(Iterator[RecordBatch]):
             "prefetch": prefetch,
             "epochs": epochs,
             "cache_dir": os.path.abspath(cache_dir or default_cache_dir()),
-            "cache_bytes": cache_bytes,
+            "cache_bytes": min(cache_bytes, 2**63 - 1),  # more than any disk
         }
         self._loader = _data.BatchLoader(weighted_folders(corpus), **self._options)
 

@@ -182,11 +182,11 @@ fn windows_waiting(blocks: &Blocks, lines: bool, num_corpora: usize) -> Result<u
     let window = blocks.window_bytes(lines);
     let fit = limit / window.max(1);
     if fit < MIN_CACHED_WINDOWS {
-        let needed = MIN_CACHED_WINDOWS * window;
-        let (corpus, given) = (blocks.corpus().dir().display(), limit * num_corpora as u64);
+        let needed = window.saturating_mul(MIN_CACHED_WINDOWS);
+        let (corpus, given) = (blocks.corpus().dir().display(), limit.saturating_mul(num_corpora as u64));
         return Err(Error::Input(format!(
             "cache_bytes = {given}: {MIN_CACHED_WINDOWS} shuffle windows of {corpus} need {needed}; give at least {}",
-            needed * num_corpora as u64
+            needed.saturating_mul(num_corpora as u64)
         )));
     }
     Ok((fit - MIN_CACHED_WINDOWS).min(MAX_WAITING) as usize)

@@ -148,7 +148,8 @@ impl Blocks {
         });
         let largest = sizes.reduce(|a, b| (a.0.max(b.0), a.1.max(b.1))).unwrap_or((0, 0));
         let num_blocks = u64::from(self.len()).min(BLOCKS_PER_WINDOW);
-        largest.0 * num_blocks + largest.1 * num_blocks.min(self.corpus.num_shards() as u64)
+        let tables = num_blocks.min(self.corpus.num_shards() as u64);
+        largest.0.saturating_mul(num_blocks).saturating_add(largest.1.saturating_mul(tables))
     }
 }
 
