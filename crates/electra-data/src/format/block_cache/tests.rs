@@ -99,7 +99,7 @@ fn the_first_reader_counts_anew_what_is_present() {
     let tail = cache.geometry(0).tail();
     cache.require(tail.clone()).unwrap();
     cache.state.set_present(tail.start, 1 << 16); // another reader has fetched it as well
-    let (used, path) = (cache.state.used(), cache.dir().join("state"));
+    let (used, path) = (cache.state.used(), cache.dir().unwrap().join("state"));
     drop(cache);
     // What a kill between a block's bit and the sum of bytes leaves in the header.
     let file = std::fs::File::options().write(true).open(path).unwrap();
@@ -114,7 +114,7 @@ fn a_cache_that_is_removed_while_in_use_is_one_line() {
     let cache = open(&server, dir.path(), 1 << 40);
     let blocks = cache.geometry(0).tail();
     cache.require(blocks.clone()).unwrap();
-    std::fs::remove_dir_all(cache.dir()).unwrap();
+    std::fs::remove_dir_all(cache.dir().unwrap()).unwrap();
     let _other = open(&server, dir.path(), 1 << 40); // a new one in its place, whose blocks are not ours
     let error = cache.require(blocks.start - 1..blocks.start).unwrap_err().to_string();
     assert!(error.contains("state: the cache was removed while it was in use; start again"), "{error}");
