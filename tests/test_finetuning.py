@@ -157,8 +157,9 @@ def test_killed_between_steps_it_resumes_to_the_same_bits(server, finetuned, enc
 
     def is_resumable():
         """One seed is unfinished, and has taken some steps."""
-        states = [json.loads(path.read_text()) for path in resumed.glob("*/seed-*/checkpoint/state.json")]
-        return [state["step"] > 0 for state in states] == [True]
+        states = [json.loads(path.read_text()) for path in resumed.glob("*/seed-*/checkpoints/step-*/state.json")]
+        unfinished = {path.parents[2] for path in resumed.glob("*/seed-*/checkpoints/step-*/state.json")}
+        return len(unfinished) == 1 and max(state["step"] for state in states) > 0
 
     start = command(encoder_folder, glue_folder, resumed, **{"finetune.checkpoint_seconds": "0"})
     server.kill_until_done(start[3:], tmp_path / "said.txt", is_resumable)

@@ -65,7 +65,7 @@ CRATE_USES = {
     "loader": {"format", "store"},
 }
 # Single files beside the folders, usable from all of them.
-CRATE_GROUND = {"error", "panics", "philox", "threads"}
+CRATE_GROUND = {"error", "panics", "philox", "regular_file", "threads"}
 
 
 def room(path: Path) -> str:

@@ -159,7 +159,8 @@ def test_an_interruption_keeps_finished_units(text, vocab, whole, tmp_path):
             _data.prepare(tokenizer, str(tmp_path / "out"), files=[str(text)], progress=stop_late, **arguments)
             break
         except Stop:
-            assert not (tmp_path / "out/manifest.json").exists()
+            if (tmp_path / "out/manifest.json").exists():
+                break  # it was the last report
     else:
         prepare([text], vocab=vocab, out=tmp_path / "out", holdout=0.2, progress=False)
     assert contents(tmp_path / "out") == contents(whole)

@@ -137,6 +137,11 @@ def test_redirects_stay_on_the_server(web: Server) -> None:
             ef.Corpus(f"{web.url}/{mode}")
 
 
+def test_redirects_to_hosts_that_are_trusted(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELECTRA_FAST_REDIRECT_HOSTS", "example.org, localhost")
+    assert ef.verify(f"{web.url}/elsewhere")["files"] > 0
+
+
 CALLS: dict[str, Callable[[str, Path], object]] = {
     "inspect": lambda url, _: run("inspect", f"{url}/stalled"),
     "verify": lambda url, _: run("verify", f"{url}/stalls"),

@@ -27,7 +27,9 @@ class Proposal(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         is_uniform, vocab_size = config.generator.kind == "uniform", config.model.vocab_size
-        table = alias_table(torch.ones(vocab_size)) if is_uniform else torch.zeros(vocab_size, 2, dtype=torch.int64)
+        # Computed from numbers, also in a model on the meta device.
+        uniform_V = torch.ones(vocab_size, device="cpu")
+        table = alias_table(uniform_V) if is_uniform else torch.zeros(vocab_size, 2, dtype=torch.int64)
         self.register_buffer("table_V2", table, persistent=not is_uniform)
 
     @property

@@ -153,7 +153,7 @@ def alias_table(weights_V: Tensor) -> Tensor:
             heavy.pop()
         if units[giver] < _UNITS:
             light.append(giver)
-    return torch.tensor([units, alias]).T.contiguous().to(device)
+    return torch.tensor([units, alias], device="cpu").T.contiguous().to(device)
 
 
 def _in_units(weights_V: Tensor) -> list[int]:

@@ -5,6 +5,7 @@
 //! fetched when they are read unless somebody has had them fetched before.
 
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -41,7 +42,7 @@ pub(super) struct MappedFile {
 /// Where the bytes come from, and which blocks have been verified: one bit each.
 #[derive(Debug)]
 enum Backing {
-    Local { verified: Box<[AtomicU64]>, modified: Option<SystemTime> },
+    Local { verified: Box<[AtomicU64]>, modified: Option<SystemTime>, inode: u64 },
     Cached { cache: Arc<BlockCache>, first: u64 },
 }
 
@@ -50,7 +51,7 @@ impl MappedFile {
     pub fn open(path: &Path) -> Result<Self> {
         let file = regular_file::open(path).map_err(|e| access_error(path, e))?;
         let metadata = file.metadata().map_err(|e| Error::io(path, e))?;
-        let (length, modified) = (metadata.len(), metadata.modified().ok());
+        let (length, modified, inode) = (metadata.len(), metadata.modified().ok(), metadata.ino());
         if length < (HEADER_BYTES + 8) as u64 {
             return Err(damaged(path, format!("{length} bytes are too few for a shard: it was cut off")));
         }
@@ -68,7 +69,7 @@ impl MappedFile {
             return Err(damaged(path, format!("{} bytes instead of {expected}: truncated", map.len())));
         }
         let verified = (0..layout.num_blocks.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
-        let backing = Backing::Local { verified, modified };
+        let backing = Backing::Local { verified, modified, inode };
         let mapped = Self::new(path.to_owned(), map, header, layout, backing);
         mapped.check_table()?;
         mapped.check_block(0)?;
@@ -117,13 +118,14 @@ impl MappedFile {
     }
 
     /// Rejects a file that was written to after it was mapped, as its length and modification time tell: verified
-    /// blocks are not verified again. A file of the same time that took its place is not looked at, as little as
-    /// removal changes the mapped bytes.
+    /// blocks are not verified again. To remove it, or to put another file in its place, leaves the mapped bytes alone.
     pub fn expect_unchanged(&self) -> Result<()> {
-        let Backing::Local { modified, .. } = &self.backing else {
+        let Backing::Local { modified, inode, .. } = &self.backing else {
             return Ok(()); // nobody but this crate writes to the cache
         };
-        let Ok(now) = std::fs::metadata(&self.path) else { return Ok(()) };
+        let Some(now) = std::fs::metadata(&self.path).ok().filter(|now| now.ino() == *inode) else {
+            return Ok(());
+        };
         let (length, expected) = (now.len(), self.map.len());
         if length != expected as u64 {
             let what = if length < expected as u64 { "cut off" } else { "changed" };

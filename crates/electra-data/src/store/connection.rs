@@ -50,14 +50,15 @@ impl HttpConnector for Connector {
     }
 }
 
-/// A client that follows redirects within the server only, and sends what `.netrc` says of it.
+/// A client that follows redirects within the server and to hosts that the user trusts, and sends what `.netrc` says of
+/// the server; then to that alone.
 fn web_client(url: &Url) -> reqwest::Result<reqwest::Client> {
-    let builder = || {
+    let builder = |trusted: Vec<String>| {
         reqwest::Client::builder()
             .user_agent(concat!("electra-fast/", env!("CARGO_PKG_VERSION")))
             .connect_timeout(CONNECT_TIMEOUT)
             .read_timeout(TIMEOUT)
-            .redirect(Policy::custom(redirect))
+            .redirect(Policy::custom(move |attempt| redirect(attempt, &trusted)))
             .http1_only()
             // A length is that of the object.
             .no_gzip()
@@ -65,15 +66,19 @@ fn web_client(url: &Url) -> reqwest::Result<reqwest::Client> {
             .no_zstd()
             .no_deflate()
     };
-    let Some((user, password)) = url.host_str().and_then(password_for) else { return builder().build() };
-    let example = builder().build()?.get(url.clone()).basic_auth(user, Some(password)).build()?;
-    builder().default_headers(example.headers().clone()).build()
+    let Some((user, password)) = url.host_str().and_then(password_for) else {
+        let hosts = std::env::var("ELECTRA_FAST_REDIRECT_HOSTS").unwrap_or_default();
+        return builder(hosts.split(',').map(|host| host.trim().to_owned()).collect()).build();
+    };
+    let example = builder(Vec::new()).build()?.get(url.clone()).basic_auth(user, Some(password)).build()?;
+    builder(Vec::new()).default_headers(example.headers().clone()).build()
 }
 
-fn redirect(attempt: Attempt) -> Action {
+fn redirect(attempt: Attempt, trusted: &[String]) -> Action {
     let first = attempt.previous().first().map(Url::origin);
     let origin = attempt.url().origin();
-    if first.is_some_and(|first| first != origin) {
+    let is_trusted = attempt.url().host_str().is_some_and(|host| trusted.iter().any(|each| each == host));
+    if !is_trusted && first.is_some_and(|first| first != origin) {
         return attempt.error(Refused::Redirect(origin.ascii_serialization()));
     }
     if attempt.previous().len() > MAX_REDIRECTS {

@@ -17,7 +17,10 @@ pub(super) enum Refused {
         "the answer is longer than {0} bytes, the most that was asked for; the server or what it serves is wrong"
     )]
     TooLong(u64),
-    #[error("the server redirects to {0}, which is another one; give the URL there if you trust it")]
+    #[error(
+        "the server redirects to {0}, which is another one; if you trust it, set ELECTRA_FAST_REDIRECT_HOSTS to its \
+         host (of no use where .netrc has a password of the first)"
+    )]
     Redirect(String),
     #[error("the server redirects again and again; check the URL")]
     Redirects,
