@@ -8,12 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from electra_fast import checkpoint_folder
 from electra_fast.checkpoint import read_tensors
+from electra_fast.checkpoint_folder import TrainState
 from electra_fast.config import Config
 from electra_fast.errors import InputError
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.export import import_folder
-from electra_fast.json_files import read_object
+from electra_fast.json_files import read_object, write_object
 
 NAN, HUGE = float("nan"), 2**64
 
@@ -88,3 +90,24 @@ def test_values_that_are_no_numbers_are_refused(encoder_folder, tmp_path, value)
     save_file({"exp_avg": torch.tensor([1.0, value])}, tmp_path / "optimizer.safetensors")
     with pytest.raises(InputError, match="optimizer.safetensors: exp_avg has values that are nan or infinite"):
         read_tensors(tmp_path / "optimizer.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"step": "3"}, "step is '3', which is not of its type"),
+        ({"step": True}, "step is 'True'"),
+        ({"log_window": []}, "log_window: not an object"),
+        ({"history": {"totals": {"loss": []}}}, "history: totals is"),
+        ({"loader": 1}, "loader is '1'"),
+    ],
+)
+def test_a_state_of_other_types(tmp_path, change, message):
+    """Its checksum may be right all the same."""
+    checkpoint_folder.seal(tmp_path, TrainState())
+    assert checkpoint_folder.read_state(tmp_path) == TrainState()
+    content = read_object(tmp_path / "state.json") | change
+    del content["checksum"]
+    write_object(tmp_path / "state.json", checkpoint_folder.sealed(content, tmp_path, []))
+    with pytest.raises(InputError, match=message):
+        checkpoint_folder.read_state(tmp_path)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from electra_fast import atomic_files
 from electra_fast.errors import InputError
-from electra_fast.json_files import read_object, write_object
+from electra_fast.json_files import read_object, record_of, write_object
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -150,9 +150,7 @@ def read_state(directory: Path) -> TrainState:
             f"{directory / STATE}: format {content.get('version', 1)}, and this version of electra-fast reads format "
             f"{STATE_VERSION}; continue the run with the version that wrote it, or export it there and import it here"
         )
-    known = {name: content[name] for name in TrainState.__dataclass_fields__ if name in content}
-    known |= {"log_window": LogWindow(**known["log_window"]), "history": LossHistory(**known.get("history", {}))}
-    return TrainState(**known)
+    return record_of(TrainState, content, str(directory / STATE))
 
 
 def verify(directory: Path, *names: str) -> None:

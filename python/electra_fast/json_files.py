@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from electra_fast.atomic_files import errors_named, replace_file
 from electra_fast.errors import InputError
 
 # Nothing here is nested half as deep, and Python's recursion ends at a thousand.
 _MAX_DEPTH = 100
+
+T = TypeVar("T")
 
 
 def check_depth(content: Any) -> None:
@@ -54,6 +57,36 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"{path}: not a JSON object")
     return content
+
+
+def record_of(kind: type[T], table: Any, place: str) -> T:
+    """The dataclass of which `asdict` made an object; absent fields have their defaults.
+
+    Raises ValueError, which begins with `place` and the field's name, where a value is not of the field's type.
+    """
+    if not isinstance(table, dict):
+        raise InputError(f"{place}: not an object")
+    values = {}
+    for name, hint in get_type_hints(kind).items():
+        if name not in table:
+            continue
+        value, where = table[name], f"{place}: {name}"
+        values[name] = record_of(hint, value, where) if dataclasses.is_dataclass(hint) else value
+        if not dataclasses.is_dataclass(hint) and not _is_of(value, hint):
+            raise InputError(f"{where} is {str(value)[:50]!r}, which is not of its type ({hint})")
+    return kind(**values)
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    if getattr(hint, "__origin__", None) is dict:
+        return isinstance(value, dict) and all(_is_of(each, get_args(hint)[1]) for each in value.values())
+    if options := get_args(hint):
+        return any(_is_of(value, option) for option in options)
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return isinstance(value, hint)
 
 
 def json_text(content: Mapping[str, Any]) -> str:

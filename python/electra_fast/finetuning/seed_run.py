@@ -29,7 +29,7 @@ from electra_fast.finetuning.task import Split
 from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.interruption import StopRequest
-from electra_fast.json_files import JsonLines, json_text
+from electra_fast.json_files import JsonLines, json_text, record_of
 from electra_fast.progress import FinetuningProgress
 from electra_fast.training.optim import lr_scale
 
@@ -206,7 +206,7 @@ class SeedRun:
         remedy = f"remove {self.folder} to train this seed again"
         directory, self.warnings = checkpoint_folder.recover_run(self.folder, remedy)
         content = checkpoint_folder.read_sealed(directory / checkpoint_folder.STATE, remedy)
-        self.state = SeedState(**{name: content[name] for name in SeedState.__dataclass_fields__})
+        self.state = record_of(SeedState, content, str(directory / checkpoint_folder.STATE))
         stored = read_tensors(directory / "model.safetensors")
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():

@@ -88,7 +88,7 @@ impl Tokenizer {
     /// The tokenizer that a corpus was prepared with, from the corpus's own copy.
     pub fn of_corpus(corpus: &Corpus) -> Result<Self> {
         let path = corpus.tokenizer_path()?;
-        let file = std::fs::read(&path).map_err(|error| Error::io(&path, error))?;
+        let file = crate::regular_file::read(&path).map_err(|error| Error::io(&path, error))?;
         corpus.verify_tokenizer(&file)?;
         let name = if is_json(&path) { JSON } else { "vocab.txt" };
         Self::restored(&path, (name, file), corpus.tokenizer_settings(), corpus.special_tokens())
