@@ -119,7 +119,6 @@ def _targets(root: Path) -> Iterator[Target]:
     export = ("export", "{folder}", "--out", "{out}")
     yield Target("checkpoint, export", run, export, "checkpoints/step-3/*", _reseal_checkpoints)
     yield Target("run, resume", run, resume, "*")
-    yield Target("run, evaluate", run, ("evaluate", "{folder}", "--data", str(corpus)), "config.toml")
     configs = root / "configs"
     configs.mkdir()
     shutil.copy(run / "config.toml", configs)

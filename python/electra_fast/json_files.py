@@ -71,8 +71,11 @@ def record_of(kind: type[T], table: Any, place: str) -> T:
         if name not in table:
             continue
         value, where = table[name], f"{place}: {name}"
-        values[name] = record_of(hint, value, where) if dataclasses.is_dataclass(hint) else value
-        if not dataclasses.is_dataclass(hint) and not _is_of(value, hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            values[name] = record_of(hint, value, where)
+        elif _is_of(value, hint):
+            values[name] = value
+        else:
             raise InputError(f"{where} is {str(value)[:50]!r}, which is not of its type ({hint})")
     return kind(**values)
 

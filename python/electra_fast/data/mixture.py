@@ -175,8 +175,14 @@ def stream_of(state: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _members(state: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    members: Iterable[Mapping[str, Any]] = state.get("corpora", [state])
-    return members
+    members: Any = state.get("corpora", [state])
+    if not isinstance(members, list) or not all(isinstance(each, dict) for each in members):
+        raise InputError("a checkpoint's state: loader.corpora is not a list of objects")
+    for member in members:
+        if not isinstance(member.get("corpus"), str) or not isinstance(member.get("epoch"), int):
+            raise InputError("a checkpoint's state: a corpus of the loader has no hash or no epoch")
+    found: Iterable[Mapping[str, Any]] = members
+    return found
 
 
 def _divided(entry: str) -> tuple[str, str]:
