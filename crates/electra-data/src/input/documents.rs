@@ -1,8 +1,6 @@
 //! Files to documents: plain text and JSON lines here, Parquet and Arrow in `tables`.
 
-use std::cell::Cell;
 use std::path::Path;
-use std::sync::Once;
 use std::sync::atomic::AtomicU64;
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
@@ -17,6 +15,7 @@ use super::skipped::SkippedRecord;
 use super::tables::{read_arrow, read_parquet};
 use super::text::{InvalidBytes, LineEndings, Lines};
 use crate::error::{Error, Result};
+use crate::panics::caught;
 use crate::store::Cancel;
 
 /// Sends every document of a file, or of a part of it, to the batcher; `bytes` counts the bytes read from disk.
@@ -58,29 +57,9 @@ pub(crate) fn read_input_group(
     Ok(())
 }
 
-thread_local! {
-    /// Whether this thread is in `guarded`, where a panic says no more than that a file is damaged.
-    static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Turns a panic into an error, and prints nothing of it: the libraries that read tables and compressed files panic on
-/// some damaged ones. Nothing that the panic left half-changed is used afterwards, because the run ends with this error.
+/// Turns a panic into an error: the libraries that read tables and compressed files panic on some damaged ones.
 fn guarded(file: &InputFile, read: impl FnOnce() -> Result<()>) -> Result<()> {
-    static HOOK: Once = Once::new();
-    // One hook for the process, which asks what the panicking thread is doing: to set and reset it around each call
-    // would silence other threads too.
-    HOOK.call_once(|| {
-        let otherwise = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |panic| {
-            if !IS_GUARDED.get() {
-                otherwise(panic);
-            }
-        }));
-    });
-    IS_GUARDED.set(true);
-    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(read));
-    IS_GUARDED.set(false);
-    outcome.unwrap_or_else(|_| {
+    caught(read).unwrap_or_else(|_| {
         let path = file.path.display();
         Err(Error::Input(format!("{path}: too damaged to be read; get the file again")))
     })
