@@ -2,8 +2,11 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import in_process
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from electra_fast import checkpoint_folder
 from electra_fast.checkpoint import read_tensors
 from electra_fast.checkpoint_folder import TrainState
+from electra_fast.cli import HANDLERS
 from electra_fast.config import Config
 from electra_fast.errors import InputError
 from electra_fast.huggingface.encoder import load_encoder
@@ -111,3 +115,34 @@ def test_a_state_of_other_types(tmp_path, change, message):
     write_object(tmp_path / "state.json", checkpoint_folder.sealed(content, tmp_path, []))
     with pytest.raises(InputError, match=message):
         checkpoint_folder.read_state(tmp_path)
+
+
+# Memory of a whole machine, in a process that may have little of it.
+TOO_LARGE = """
+import resource, sys, torch
+from electra_fast.cli import main
+used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (used + (1 << 29),) * 2)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_sizes_beyond_memory_are_one_line(tiny_corpus, tmp_path):
+    command = [sys.executable, "-c", TOO_LARGE, "pretrain", "--preset", "tiny", "--data", tiny_corpus]
+    command += ["--out", tmp_path / "run", "--model.hidden_size", "8192"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    *_, last = found.stderr.splitlines()
+    assert found.returncode == 2 and "Traceback" not in found.stderr
+    assert last.startswith("electra-fast: error: out of memory: ") and "raise train.accumulate" in last
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), pa.ArrowMemoryError("malloc of size 9"), torch.OutOfMemoryError("CUDA out of memory.")]
+)
+def test_every_library_that_has_no_memory_is_one_line(monkeypatch, error):
+    def fail(options):
+        raise error
+
+    monkeypatch.setitem(HANDLERS, "verify", fail)
+    found = in_process.run("verify", "corpus")
+    assert found.returncode == 2 and found.stderr.startswith("electra-fast: error: out of memory")

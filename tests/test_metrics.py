@@ -98,7 +98,10 @@ def test_json_lines_are_cut_back_to_the_checkpoint(tmp_path):
     assert json.loads(path.read_text().splitlines()[-1])["loss"] == 0.1
 
 
-@pytest.mark.parametrize("garbage", [b"garbage", b'{"step": 20', b'{"loss": 1}', b"[1]", b"\xff\x00", b'{"step": "2"}'])
+@pytest.mark.parametrize(
+    "garbage",
+    [b"garbage", b'{"step": 20', b'{"loss": 1}', b"[1]", b"\xff\x00", b'{"step": "2"}', b'{"step": 2, "loss": "x"}'],
+)
 def test_a_garbage_line_is_named_and_nothing_dropped(tmp_path, garbage):
     path = tmp_path / "metrics.jsonl"
     content = b'{"step": 10}\n\n' + garbage + b'\n{"step": 30}\n{"st'

@@ -47,6 +47,12 @@ DISK_FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 # The commands that resume where they were interrupted; any other has written nothing (`pretrain` speaks for itself).
 RESUMABLE = ("demo", "prepare", "finetune", "reproduce")
 
+# What takes less memory.
+LESS_MEMORY = {
+    "pretrain": "raise train.accumulate (the same batch in smaller parts), or choose a smaller model",
+    "finetune": "lower finetune.batch_size or finetune.sequence_length",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code, which is 128 + the signal's number after an interruption."""
@@ -75,14 +81,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except ReportedElsewhere:
         return 2
-    except (ElectraFastError, OSError) as error:
+    except Exception as error:
+        if _is_out_of_memory(error):
+            message = f"out of memory: {error}; {LESS_MEMORY.get(options.command, 'free some, and run it again')}"
+        elif isinstance(error, (ElectraFastError, OSError)):
+            message = _message(error, getattr(options, "out", None))
+        else:
+            error.add_note("electra-fast: this is a bug, not a mistake of yours; please report it with the lines above")
+            raise
         if os.environ.get("ELECTRA_FAST_TRACEBACK"):
             raise
-        say(f"electra-fast: error: {error_line(_message(error, getattr(options, 'out', None)))}")
+        say(f"electra-fast: error: {error_line(message)}")
         return 2
-    except Exception as error:
-        error.add_note("electra-fast: this is a bug, not a mistake of yours; please report it with the lines above")
-        raise
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether torch, pyarrow or Python could not allocate memory; torch says so in the text of a RuntimeError."""
+    said = any(text in str(error) for text in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and said)
 
 
 def _message(error: Exception, out: object) -> str:

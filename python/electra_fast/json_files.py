@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from electra_fast.atomic_files import errors_named, replace_file
 from electra_fast.errors import InputError
+from electra_fast.messages import UNSAFE
 
 # Nothing here is nested half as deep, and Python's recursion ends at a thousand.
 _MAX_DEPTH = 100
@@ -93,8 +94,9 @@ def _is_of(value: Any, hint: Any) -> bool:
 
 
 def json_text(content: Mapping[str, Any]) -> str:
-    """An object on one line, with its newline."""
-    return json.dumps(content, ensure_ascii=False) + "\n"
+    """An object on one line, with its newline; only what would do something to a terminal is escaped."""
+    text = json.dumps(content, ensure_ascii=False)
+    return UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], text) + "\n"
 
 
 def write_object(path: Path, content: Mapping[str, Any]) -> None:
@@ -152,4 +154,7 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise InputError(f"{path}: line {number}: not JSON ({error}); repair or remove this line") from None
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         raise InputError(f"{path}: line {number}: not an object with an integer step; repair or remove this line")
+    for name, value in record.items():
+        if isinstance(value, (str, bool, list)):
+            raise InputError(f"{path}: line {number}: not a number: {name}; repair or remove this line")
     return record

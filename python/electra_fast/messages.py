@@ -7,12 +7,12 @@ import sys
 
 MAX_ERROR_LENGTH = 1000
 # Control characters, line and paragraph separators, directional overrides and isolates, and halves of surrogate pairs.
-_UNSAFE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+UNSAFE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
     r"""The text with what would do something to a terminal or begin a line, written as in Python: \n, \x1b, \u202e."""
-    return _UNSAFE.sub(lambda match: repr(match[0])[1:-1], text)
+    return UNSAFE.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def error_line(text: str) -> str:

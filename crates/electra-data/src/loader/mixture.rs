@@ -141,10 +141,16 @@ fn check_corpora(corpora: &[Weighted]) -> Result<()> {
 /// Two corpora of a mixture have the same ids, and are not the same.
 fn check_pair(first: &Corpus, second: &Corpus) -> Result<()> {
     let (hashes, names) = (first.tokenizer_hash(), format!("{} and {}", named(first), named(second)));
-    if hashes != second.tokenizer_hash() || first.special_tokens() != second.special_tokens() {
+    let difference = if hashes != second.tokenizer_hash() {
+        Some(format!("vocabularies (hashes {hashes} and {})", second.tokenizer_hash()))
+    } else if first.special_tokens() != second.special_tokens() {
+        Some("special tokens".to_owned())
+    } else {
+        None
+    };
+    if let Some(difference) = difference {
         return Err(Error::Input(format!(
-            "{names} have different vocabularies (hashes {hashes} and {}); prepare one again with the other's",
-            second.tokenizer_hash()
+            "{names} have different {difference}; prepare one again with the other's vocabulary"
         )));
     }
     if first.content_hash() == second.content_hash() {

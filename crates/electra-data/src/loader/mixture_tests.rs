@@ -232,14 +232,14 @@ fn what_is_no_mixture_is_refused_in_one_line() {
     let empty = [corpora[0].clone(), Arc::new(Corpus::open(&empty).unwrap())];
     assert!(refused(weighted(&empty, &[1.0; 2])).starts_with("DIR/empty: the corpus has no tokens"));
     // Equal entries can have other roles.
-    let changes: [fn(&mut TokenizerEntry); 2] =
-        [|tokenizer| tokenizer.special_tokens.mask = 9, |tokenizer| tokenizer.hash = format!("{:016x}", 8)];
-    for change in changes {
+    let changes: [(fn(&mut TokenizerEntry), &str); 2] = [
+        (|tokenizer| tokenizer.special_tokens.mask = 9, "special tokens;"),
+        (|tokenizer| tokenizer.hash = format!("{:016x}", 8), "vocabularies (hashes 0000000000000007 and"),
+    ];
+    for (change, difference) in changes {
         rewrite_manifest(&dir.path().join("2"), |manifest| change(&mut manifest.tokenizer));
         let other = [corpora[0].clone(), Arc::new(Corpus::open(&dir.path().join("2")).unwrap())];
         let message = refused(weighted(&other, &[1.0; 2]));
-        assert!(
-            message.starts_with("DIR/0 and DIR/2 have different vocabularies (hashes 0000000000000007 and")
-        );
+        assert!(message.starts_with(&format!("DIR/0 and DIR/2 have different {difference}")), "{message}");
     }
 }
