@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicU64;
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
+use super::arrow::read_arrow;
 use super::cut::Cut;
 use super::division::{Boundary, Part};
 use super::identity::InputIdentity;
@@ -12,7 +13,7 @@ use super::input_file::{Compression, InputFile};
 use super::pipeline::{Batcher, Mark};
 use super::read_options::{DocumentSeparator, InputFormat, ReadOptions, missing_field};
 use super::skipped::SkippedRecord;
-use super::tables::{read_arrow, read_parquet};
+use super::tables::read_parquet;
 use super::text::{InvalidBytes, LineEndings, Lines};
 use crate::error::{Error, Result};
 use crate::panics::caught;

@@ -1,5 +1,6 @@
 //! Reading text: from files, folders and globs of any supported format to a stream of documents.
 
+mod arrow;
 mod cut;
 mod division;
 #[cfg(test)]

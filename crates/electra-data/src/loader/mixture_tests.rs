@@ -232,11 +232,10 @@ fn what_is_no_mixture_is_refused_in_one_line() {
     let empty = [corpora[0].clone(), Arc::new(Corpus::open(&empty).unwrap())];
     assert!(refused(weighted(&empty, &[1.0; 2])).starts_with("DIR/empty: the corpus has no tokens"));
     // Equal entries can have other roles.
-    let changes: [(fn(&mut TokenizerEntry), &str); 2] = [
-        (|tokenizer| tokenizer.special_tokens.mask = 9, "special tokens;"),
-        (|tokenizer| tokenizer.hash = format!("{:016x}", 8), "vocabularies (hashes 0000000000000007 and"),
-    ];
-    for (change, difference) in changes {
+    let changes: [fn(&mut TokenizerEntry); 2] =
+        [|tokenizer| tokenizer.special_tokens.mask = 9, |tokenizer| tokenizer.hash = format!("{:016x}", 8)];
+    let differences = ["special tokens;", "vocabularies (hashes 0000000000000007 and"];
+    for (change, difference) in changes.into_iter().zip(differences) {
         rewrite_manifest(&dir.path().join("2"), |manifest| change(&mut manifest.tokenizer));
         let other = [corpora[0].clone(), Arc::new(Corpus::open(&dir.path().join("2")).unwrap())];
         let message = refused(weighted(&other, &[1.0; 2]));

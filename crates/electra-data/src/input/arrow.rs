@@ -1,0 +1,302 @@
+//! Documents from Arrow IPC streams and files.
+
+use std::io::{BufReader, Cursor, Read, Seek, SeekFrom};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use arrow_array::cast::AsArray;
+use arrow_array::{
+    Array, ArrayAccessor, ArrayRef, LargeStringArray, RecordBatch, StringArray, StringViewArray,
+};
+use arrow_buffer::Buffer;
+use arrow_ipc::convert::try_fb_to_schema;
+use arrow_ipc::reader::{FileDecoder, read_footer_length};
+use arrow_ipc::{Block, MessageHeader, root_as_footer, root_as_message};
+use arrow_schema::ArrowError;
+
+use super::division::Part;
+use super::input_file::InputFile;
+use super::pipeline::Batcher;
+use super::read_options::ReadOptions;
+use super::tables::{send_row, text_columns, unreadable};
+use crate::error::Result;
+
+/// What a compressed batch may unfold to: this, or so many times its own size if that is more.
+const MAX_UNFOLDED: (u64, u64) = (1 << 30, 100);
+
+/// The first eight bytes of an Arrow IPC file.
+const FILE_MAGIC: &[u8] = b"ARROW1\0\0";
+
+type ArrowResult<T> = std::result::Result<T, ArrowError>;
+
+/// Sends each row of an Arrow IPC stream or file (a stream between two magic numbers) as a document. Of a
+/// file, the batches that begin in a part are read by themselves; a stream can be read only from its start.
+pub(super) fn read_arrow(
+    file: &InputFile,
+    part: Option<&Part>,
+    reading: &ReadOptions,
+    bytes: &AtomicU64,
+    to: &mut Batcher,
+) -> Result<()> {
+    if let Some(part) = part {
+        let mut magic = Vec::new();
+        file.raw()?.take(8).read_to_end(&mut magic).map_err(|e| file.unreadable(&e))?;
+        if magic == FILE_MAGIC {
+            return read_arrow_batches(file, part, reading, bytes, to);
+        }
+        if !part.is_first() {
+            return Ok(());
+        }
+    }
+    let damaged = |error| unreadable(file, "Arrow", &error);
+    let mut input = file.open(bytes)?;
+    let mut start = Vec::with_capacity(8);
+    (&mut input).take(8).read_to_end(&mut start).map_err(|e| file.unreadable(&e))?;
+    if start == FILE_MAGIC {
+        start.clear();
+    }
+    let mut input = Cursor::new(start).chain(input);
+    let mut decoder = open_batches(file, &mut input, reading)?;
+    while let Some(message) = Message::read(&mut input).map_err(damaged)? {
+        if let Some(batch) = message.decode(&mut decoder).map_err(damaged)? {
+            send_rows(file, &batch, to)?;
+        }
+    }
+    Ok(())
+}
+
+/// Sends the rows of the record batches that begin in a part of an Arrow IPC file.
+fn read_arrow_batches(
+    file: &InputFile,
+    part: &Part,
+    reading: &ReadOptions,
+    bytes: &AtomicU64,
+    to: &mut Batcher,
+) -> Result<()> {
+    let damaged = |error| unreadable(file, "Arrow", &error);
+    let mut input = BufReader::new(file.raw()?);
+    let (dictionaries, mut batches) = blocks(&mut input).map_err(damaged)?;
+    batches.sort_unstable();
+    input.seek(SeekFrom::Start(FILE_MAGIC.len() as u64)).map_err(|e| file.unreadable(&e))?;
+    let mut decoder = open_batches(file, &mut input, reading)?;
+    let mut read = |(offset, _): (u64, u64)| {
+        input.seek(SeekFrom::Start(offset))?;
+        let ended = || ArrowError::IpcError("a batch is missing".to_owned());
+        Message::read(&mut input)?.ok_or_else(ended)?.decode(&mut decoder)
+    };
+    for block in dictionaries {
+        read(block).map_err(damaged)?;
+    }
+    for block in batches {
+        // A damaged offset still belongs to one part, whose reader fails.
+        if part.contains(block.0.min(file.size.saturating_sub(1))) {
+            if let Some(batch) = read(block).map_err(damaged)? {
+                send_rows(file, &batch, to)?;
+            }
+            bytes.fetch_add(block.1, Ordering::Relaxed);
+        }
+    }
+    Ok(())
+}
+
+/// A decoder of the columns of text, from the schema that a stream begins with.
+fn open_batches(file: &InputFile, input: &mut impl Read, reading: &ReadOptions) -> Result<FileDecoder> {
+    let damaged = |error| unreadable(file, "Arrow", &error);
+    let mut open = || {
+        let message = Message::read(input)?;
+        let metadata = message.as_ref().map(Message::metadata).transpose()?;
+        let schema = metadata.and_then(|metadata| Some((metadata.header_as_schema()?, metadata.version())));
+        let (schema, version) =
+            schema.ok_or_else(|| ArrowError::IpcError("the schema is missing".to_owned()))?;
+        if !schema.endianness().equals_to_target_endianness() {
+            return Err(ArrowError::IpcError("its byte order is not this machine's".to_owned()));
+        }
+        Ok((Arc::new(try_fb_to_schema(schema)?), version))
+    };
+    let (schema, version) = open().map_err(damaged)?;
+    let columns = text_columns(file, &schema, &reading.text_fields)?;
+    Ok(FileDecoder::new(schema, version).with_projection(columns))
+}
+
+/// An offset and a length in a file.
+type Span = (u64, u64);
+
+/// Where the dictionaries and the record batches lie that the footer of an Arrow IPC file lists.
+fn blocks(input: &mut (impl Read + Seek)) -> ArrowResult<(Vec<Span>, Vec<Span>)> {
+    let mut end = [0; 10];
+    input.seek(SeekFrom::End(-10))?;
+    input.read_exact(&mut end)?;
+    let length = read_footer_length(end)?;
+    input.seek(SeekFrom::End(-10 - length as i64))?;
+    let mut bytes = Vec::new();
+    input.take(length as u64).read_to_end(&mut bytes)?;
+    let footer = root_as_footer(&bytes).map_err(|error| ArrowError::IpcError(error.to_string()))?;
+    let span = |block: &Block| {
+        let length = i64::from(block.metaDataLength()).saturating_add(block.bodyLength());
+        (block.offset().max(0) as u64, length.max(0) as u64)
+    };
+    let dictionaries = footer.dictionaries().into_iter().flatten().map(span).collect();
+    Ok((dictionaries, footer.recordBatches().into_iter().flatten().map(span).collect()))
+}
+
+/// A message of Arrow IPC: the length of its metadata, the metadata, and the body.
+struct Message {
+    bytes: Vec<u8>,
+    metadata: std::ops::Range<usize>,
+}
+
+impl Message {
+    /// Reads the next one; `None` at the mark of a stream's end. Memory holds only what there is, whatever the lengths say.
+    fn read(input: &mut impl Read) -> ArrowResult<Option<Self>> {
+        let mut bytes = Vec::new();
+        take(input, 4, &mut bytes)?;
+        if bytes == [0xff; 4] {
+            take(input, 4, &mut bytes)?;
+        }
+        let length = bytes.last_chunk().map_or(0, |length| i32::from_le_bytes(*length));
+        if length == 0 {
+            return Ok(None);
+        }
+        let begin = bytes.len();
+        take(input, i64::from(length), &mut bytes)?;
+        let mut message = Self { metadata: begin..bytes.len(), bytes };
+        let body = message.metadata()?.bodyLength();
+        take(input, body, &mut message.bytes)?;
+        Ok(Some(message))
+    }
+
+    fn metadata(&self) -> ArrowResult<arrow_ipc::Message<'_>> {
+        let bytes = &self.bytes[self.metadata.clone()];
+        root_as_message(bytes).map_err(|error| ArrowError::IpcError(error.to_string()))
+    }
+
+    /// The rows of a record batch; `None` for a dictionary, which the decoder keeps.
+    fn decode(self, decoder: &mut FileDecoder) -> ArrowResult<Option<RecordBatch>> {
+        let metadata = self.metadata()?;
+        let (kind, dictionary) = (metadata.header_type(), metadata.header_as_dictionary_batch());
+        let batch = metadata.header_as_record_batch().or_else(|| dictionary?.data());
+        let body = &self.bytes[self.metadata.end..];
+        if let Some(batch) = batch.filter(|batch| batch.compression().is_some()) {
+            check_unfolded(&batch, body)?;
+        }
+        let block = Block::new(0, self.metadata.end as i32, body.len() as i64);
+        let bytes = Buffer::from_vec(self.bytes);
+        if kind == MessageHeader::DictionaryBatch {
+            return decoder.read_dictionary(&block, &bytes).map(|()| None);
+        }
+        decoder.read_record_batch(&block, &bytes)
+    }
+}
+
+/// Appends so many bytes of a stream.
+fn take(input: &mut impl Read, length: i64, to: &mut Vec<u8>) -> ArrowResult<()> {
+    let length = u64::try_from(length).map_err(|_| ArrowError::IpcError(format!("a length is {length}")))?;
+    if input.take(length).read_to_end(to)? as u64 == length {
+        return Ok(());
+    }
+    Err(ArrowError::IpcError("it is cut off: the mark of its end is missing".to_owned()))
+}
+
+/// Refuses a batch that is small and says that it unfolds to far more: each compressed buffer begins with its length.
+fn check_unfolded(batch: &arrow_ipc::RecordBatch<'_>, body: &[u8]) -> ArrowResult<()> {
+    let unfolded = |buffer: &arrow_ipc::Buffer| {
+        let length = body.get(usize::try_from(buffer.offset()).ok()?..)?.first_chunk()?;
+        (buffer.length() > 0).then(|| i64::from_le_bytes(*length).max(0) as u64)
+    };
+    let total = batch.buffers().into_iter().flatten().filter_map(unfolded).fold(0, u64::saturating_add);
+    if total <= MAX_UNFOLDED.0.max(MAX_UNFOLDED.1 * body.len() as u64) {
+        return Ok(());
+    }
+    Err(ArrowError::IpcError(format!(
+        "a compressed batch of {} bytes unfolds to {total}; if that is right, write it in smaller batches",
+        body.len()
+    )))
+}
+
+fn send_rows(file: &InputFile, batch: &RecordBatch, to: &mut Batcher) -> Result<()> {
+    let damaged = |what: &str| unreadable(file, "table", &what);
+    let columns = batch.columns().iter().map(TextColumn::of).collect::<Option<Vec<_>>>();
+    let columns = columns.ok_or_else(|| damaged("a batch has another type of column"))?;
+    let mut texts = Vec::with_capacity(columns.len());
+    for row in 0..batch.num_rows() {
+        texts.clear();
+        for column in &columns {
+            texts.extend(column.at(row).ok_or_else(|| damaged("a key is beyond its dictionary"))?);
+        }
+        send_row(&texts, to)?;
+    }
+    Ok(())
+}
+
+/// A column of text, possibly dictionary-encoded.
+struct TextColumn<'a> {
+    column: &'a ArrayRef,
+    values: Strings<'a>,
+    keys: Option<Vec<usize>>,
+}
+
+/// An array of strings.
+enum Strings<'a> {
+    Utf8(&'a StringArray),
+    LargeUtf8(&'a LargeStringArray),
+    Utf8View(&'a StringViewArray),
+}
+
+impl<'a> TextColumn<'a> {
+    /// `None` if the column does not hold text.
+    fn of(column: &'a ArrayRef) -> Option<Self> {
+        let Some(dictionary) = column.as_any_dictionary_opt() else {
+            return Some(Self { column, values: Strings::of(column)?, keys: None });
+        };
+        // Without values every row is null, and `normalized_keys` would panic.
+        let has_values = !dictionary.values().is_empty();
+        let keys = if has_values { dictionary.normalized_keys() } else { Vec::new() };
+        Some(Self { column, values: Strings::of(dictionary.values())?, keys: Some(keys) })
+    }
+
+    /// The text in a row (`Some(None)` for null); `None` if its key is outside the dictionary.
+    fn at(&self, row: usize) -> Option<Option<&'a str>> {
+        if self.column.is_null(row) {
+            return Some(None);
+        }
+        match &self.keys {
+            Some(keys) => self.values.get(*keys.get(row)?),
+            None => self.values.get(row),
+        }
+    }
+}
+
+impl<'a> Strings<'a> {
+    fn of(array: &'a ArrayRef) -> Option<Self> {
+        let large = || array.as_string_opt::<i64>().map(Self::LargeUtf8);
+        let view = || array.as_string_view_opt().map(Self::Utf8View);
+        array.as_string_opt::<i32>().map(Self::Utf8).or_else(large).or_else(view)
+    }
+
+    /// The string at an index (`Some(None)` for null); `None` if the index is out of range.
+    fn get(&self, at: usize) -> Option<Option<&'a str>> {
+        fn one<'a>(array: impl ArrayAccessor<Item = &'a str>, at: usize) -> Option<Option<&'a str>> {
+            (at < array.len()).then(|| array.is_valid(at).then(|| array.value(at)))
+        }
+        match self {
+            Self::Utf8(array) => one(*array, at),
+            Self::LargeUtf8(array) => one(*array, at),
+            Self::Utf8View(array) => one(*array, at),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_text_counts_as_text() {
+        let numbers: ArrayRef = Arc::new(arrow_array::Int32Array::from(vec![1]));
+        assert!(TextColumn::of(&numbers).is_none());
+        let strings: ArrayRef = Arc::new(StringArray::from(vec![Some("a"), None]));
+        let texts = TextColumn::of(&strings).unwrap();
+        assert_eq!((texts.at(0), texts.at(1)), (Some(Some("a")), Some(None)));
+        assert_eq!(Strings::Utf8(&StringArray::from(vec!["a"])).get(1), None);
+    }
+}
