@@ -15,6 +15,7 @@ from electra_fast import atomic_files, checkpoint, checkpoint_folder
 from electra_fast.checkpoint_folder import LogWindow, LossHistory, TrainState
 from electra_fast.config import Config
 from electra_fast.huggingface.export import load
+from electra_fast.json_files import read_object, write_object
 from electra_fast.model import Electra
 from electra_fast.training.optim import Optimizer
 
@@ -203,6 +204,36 @@ def test_a_truncated_newest_checkpoint_gives_way_to_the_one_before(tmp_path, nam
     checkpoint_folder.verify(found)
 
 
+def test_what_has_no_checksum_is_not_trusted(tmp_path):
+    directory = save(tmp_path, 1)
+    (directory / "notes.txt").write_text("added later")
+    with pytest.raises(ValueError, match=r"notes\.txt: damaged"):
+        checkpoint_folder.verify(directory, "notes.txt")
+    state = read_object(directory / "state.json")
+    del state["checksum"]
+    write_object(directory / "state.json", state)
+    with pytest.raises(ValueError, match=r"state\.json: damaged"):
+        checkpoint_folder.verify(directory)
+
+
+def test_checkpoints_after_a_step_are_set_aside_from_the_newest(tmp_path, monkeypatch):
+    """A kill in between leaves a sequence without a gap."""
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=3)
+    replace, targets = os.replace, []
+
+    def killed(source, target):
+        if targets:
+            raise KeyboardInterrupt
+        targets.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint_folder.set_aside_after(tmp_path, 1)
+    assert checkpoint_folder.steps(tmp_path) == [1, 2] and targets[0].name == "left-step-3"
+
+
 def test_a_kill_between_two_renames_loses_nothing(tmp_path):
     """A checkpoint that is written again is away for a moment; what was there comes back."""
     directory = save(tmp_path, 5)
@@ -211,7 +242,17 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path):
     assert checkpoint_folder.steps(tmp_path) == []
     checkpoint_folder.remove_unfinished(tmp_path)
     checkpoint_folder.verify(directory)
+    (tmp_path / "checkpoints/.step-5.writing").mkdir()
+    save(tmp_path, 5)
+    checkpoint_folder.verify(directory)
     assert [entry.name for entry in directory.parent.iterdir()] == ["step-5"]
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    atomic_files.replace_folder(tmp_path / "link", lambda folder: (folder / "new").touch())
+    assert (tmp_path / "link").is_symlink() and [entry.name for entry in (tmp_path / "disk").iterdir()] == ["new"]
 
 
 def test_files_folder_and_parent_are_synced_before_and_after_the_rename(tmp_path, monkeypatch):

@@ -234,19 +234,21 @@ def test_writes_are_in_order_and_keep_the_newest(tmp_path, monkeypatch):
     assert [saved_value(tmp_path / f"checkpoints/step-{step}") for step in (10, 100)] == [10, 100]
 
 
-def test_buffers_are_used_again_unless_shapes_change(tmp_path, monkeypatch):
+def test_buffers_are_used_again_unless_shape_or_dtype_changes(tmp_path, monkeypatch):
     seen, sizes = [], []
 
     def record(run, config, model, optimizer, state, keep):
         seen.append([{name: tensor.data_ptr() for name, tensor in each.items()} for each in (model, optimizer)])
-        sizes.append(len(model["x"]))
+        sizes.append((len(model["x"]), model["x"].dtype))
 
     monkeypatch.setattr(checkpoint, "write", record)
     with CheckpointWriter(tmp_path, 1) as writer:
         for size in (5000, 5000, 5000, 7000):
             writer.save(CONFIG, *tensors(1.0, size), TrainState())
         writer.save(CONFIG, tensors(1.0, 7000)[0], {}, TrainState())  # the optimizer trains nothing any more
-    assert seen[0] == seen[1] == seen[2] and sizes == [5000, 5000, 5000, 7000, 7000]
+        writer.save(CONFIG, {"x": torch.ones(7000, dtype=torch.bfloat16)}, {}, TrainState())
+    assert seen[0] == seen[1] == seen[2]
+    assert sizes == [(size, torch.float32) for size in (5000, 5000, 5000, 7000, 7000)] + [(7000, torch.bfloat16)]
     assert seen[4] == [seen[3][0], {}]
 
 
@@ -270,11 +272,14 @@ def surface(writer, where):
         for _ in range(10_000):
             writer.check()
             time.sleep(0.001)
+    elif where == "with":
+        with writer:
+            pass
     else:
         getattr(writer, where)()
 
 
-@pytest.mark.parametrize("where", ["check", "wait", "close", "save"])
+@pytest.mark.parametrize("where", ["check", "wait", "close", "with", "save"])
 @pytest.mark.parametrize("fault", ["full disk", "no folder"])
 def test_a_failed_write_is_raised_once_and_spoils_nothing(tmp_path, fault, where):
     folder, away = tmp_path / "checkpoints", tmp_path / "away"
@@ -300,7 +305,7 @@ def test_a_failed_write_is_raised_once_and_spoils_nothing(tmp_path, fault, where
     assert [entry.name for entry in folder.iterdir()] == ["step-1"] and files(folder / "step-1") == before
     assert writer.num_written == 0 and writer.write_seconds > 0
     writer.check()
-    if where != "close":
+    if where not in ("close", "with"):
         save(writer, 4)
         writer.close()
         assert checkpoint_folder.steps(tmp_path) == [1, 4] and saved_value(folder / "step-4") == 4
@@ -336,7 +341,7 @@ def test_an_interrupted_wait_can_be_repeated(tmp_path, gate):
         with pytest.raises(KeyboardInterrupt):
             threading.Thread(target=interrupt_the_wait).start()
             save(writer, 2)  # waits until it is interrupted
-        assert writer.num_written == 0
+        assert writer.num_written == 0 and not writer.wait_up_to(0)
         gate.go.set()
         save(writer, 3)
     assert checkpoint_folder.steps(tmp_path) == [1, 3]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import in_process
 import numpy as np
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import electra_fast as ef
 from electra_fast import checkpoint_folder
-from electra_fast.finetuning import batches, glue
+from electra_fast.finetuning import batches, glue, seed_run
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.finetuning.job import make_job
 from electra_fast.finetuning.step import FinetuneStep
@@ -183,6 +184,19 @@ def test_a_kill_before_the_first_step_leaves_a_folder_to_resume(
         ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=1, overrides=QUICK)
     results = ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=1, overrides=QUICK)
     assert len(results["sst2"]["runs"]) == 1
+
+
+def test_a_kill_after_the_last_step_costs_no_step(encoder_folder, glue_folder, tmp_path, monkeypatch):
+    def finetune():
+        return ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path, seeds=1, overrides=QUICK)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(seed_run, "write_result", Mock(side_effect=KeyboardInterrupt))
+        finetune()
+    half_written = tmp_path / "sst2/seed-0/.predictions.dev.tsv.writing"
+    half_written.touch()
+    monkeypatch.setattr(FinetuneStep, "__call__", Mock(side_effect=AssertionError))
+    assert len(finetune()["sst2"]["runs"]) == 1 and not half_written.exists()
 
 
 def test_a_signal_ends_in_a_checkpoint(encoder_folder, glue_folder, tmp_path):

@@ -7,10 +7,12 @@ import shutil
 
 import in_process
 import pytest
+import torch
 from tiny_task import QUICK, save_encoder, sentences, write_sst2
 
 import electra_fast as ef
 from electra_fast.errors import InputError, TrainingFailed
+from electra_fast.finetuning.step import FinetuneStep
 from electra_fast.training.run import exclusive
 
 
@@ -54,8 +56,17 @@ def test_a_collapse_is_named(encoder_folder, tmp_path):
 
 def test_a_loss_that_is_no_number_stops_the_run(encoder_folder, glue_folder, tmp_path):
     overrides = QUICK | {"finetune.learning_rate": "1e30"}
-    with pytest.raises(TrainingFailed, match=r"seed-0: the loss became nan .* lower finetune.learning_rate"):
+    with pytest.raises(TrainingFailed, match=r"seed-0: the loss .* became nan .* lower finetune.learning_rate"):
         ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path / "out", overrides=overrides)
+
+
+def test_a_gradient_that_is_no_number_stops_the_run(encoder_folder, glue_folder, tmp_path, monkeypatch):
+    """After the last step no loss would show what it has made of the weights."""
+    take = FinetuneStep.__call__
+    monkeypatch.setattr(FinetuneStep, "__call__", lambda *given: (take(*given)[0], torch.tensor(torch.inf)))
+    with pytest.raises(TrainingFailed, match=r"seed-0: .* gradient became nan or infinite"):
+        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path / "out", overrides=QUICK)
+    assert not list(tmp_path.rglob("model"))
 
 
 @pytest.mark.parametrize(

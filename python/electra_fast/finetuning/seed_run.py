@@ -172,8 +172,9 @@ class SeedRun:
         state.window_loss, state.window_norm = state.window_loss + loss, state.window_norm + norm
         if not math.isfinite(loss + norm):
             raise Diverged(
-                f"{self.folder}: the loss became nan or infinite in steps {state.step - state.window_steps + 1}-"
-                f"{state.step}; start again in another --out with a lower finetune.learning_rate"
+                f"{self.folder}: the loss or its gradient became nan or infinite in steps "
+                f"{state.step - state.window_steps + 1}-{state.step}; start again in another --out with a lower "
+                "finetune.learning_rate"
             )
 
     def _record(self) -> dict[str, Any]:
