@@ -193,10 +193,19 @@ def test_a_kill_after_the_last_step_costs_no_step(encoder_folder, glue_folder, t
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(seed_run, "write_result", Mock(side_effect=KeyboardInterrupt))
         finetune()
-    half_written = tmp_path / "sst2/seed-0/.predictions.dev.tsv.writing"
+    half_written = tmp_path / "sst2/seed-0/.of-an-earlier-version.writing"
     half_written.touch()
     monkeypatch.setattr(FinetuneStep, "__call__", Mock(side_effect=AssertionError))
     assert len(finetune()["sst2"]["runs"]) == 1 and not half_written.exists()
+
+
+def test_the_log_has_losses_and_norms_of_its_steps(encoder_folder, glue_folder, tmp_path, monkeypatch):
+    take, taken = FinetuneStep.__call__, []
+    monkeypatch.setattr(FinetuneStep, "__call__", lambda *given: taken.append(take(*given)) or taken[-1])
+    ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path, seeds=1, overrides=QUICK)
+    log = [json.loads(line) for line in (tmp_path / "sst2/seed-0/metrics.jsonl").read_text().splitlines()]
+    assert len(log) == len(taken) > 3
+    assert [(line["loss"], line["grad_norm"]) for line in log] == [(float(loss), float(norm)) for loss, norm in taken]
 
 
 def test_a_signal_ends_in_a_checkpoint(encoder_folder, glue_folder, tmp_path):

@@ -18,7 +18,8 @@ from electra_fast import checkpoint_folder
 from electra_fast.cli import main
 from electra_fast.config import Config
 from electra_fast.data.loader import BatchLoader
-from electra_fast.data.mixture import Mixture, absolute, missing_folder, weighted_folders
+from electra_fast.data.mixture import Mixture, absolute, missing_folder, stream_of, weighted_folders
+from electra_fast.errors import InputError
 from electra_fast.sampling import alias_table
 from electra_fast.training.evaluate import evaluate
 from electra_fast.training.pretrain import pretrain
@@ -311,3 +312,11 @@ def test_a_folder_that_moved_is_named_with_its_file(folders, tmp_path, capsys):
     path.write_text(f'preset = "tiny"\n[data]\ncorpus = ["{folders}/wiki:1", "{tmp_path}/gone:2"]\n')
     assert main(["pretrain", str(path), "--out", str(tmp_path / "run")]) == 2
     assert f'{path}: data.corpus = "{tmp_path}/gone": no such folder; say where' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["seed", "options", "corpus", "epoch", "group", "row"])
+def test_a_state_that_lacks_something_is_refused_where_settings_change(folders, name):
+    state = BatchLoader(folders / "wiki", sequence_length=16, batch_size=4).state()
+    for damaged in ({key: state[key] for key in state if key != name}, state | {name: None}):
+        with pytest.raises(InputError, match=f"a checkpoint's state: {name} of its loader is missing"):
+            stream_of(damaged)

@@ -210,6 +210,13 @@ def test_arrow_offsets_that_point_beyond_the_text(write):
     assert message_of(lambda: rows_of(path)).startswith(f"{path}: cannot be read as Arrow (Column 0: ")
 
 
+@pytest.mark.parametrize("name", ["a.feather", "a.parquet"])
+def test_a_column_whose_name_is_no_text(tmp_path, name):
+    path = write_table(tmp_path / name)
+    path.write_bytes(path.read_bytes().replace(b"label", b"l\xeebel"))
+    assert message_of(lambda: rows_of(path)).startswith(f"{path}: cannot be read as ")
+
+
 def test_a_folder_and_a_missing_file(tmp_path):
     assert message_of(lambda: rows_of(tmp_path)) == (
         f"{tmp_path}: a folder; give a file that ends in .tsv, .csv, .jsonl, .json, .parquet, .arrow, .txt"

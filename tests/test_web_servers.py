@@ -123,11 +123,16 @@ def test_a_secret_in_a_url_is_neither_shown_nor_stored(
     assert not any(b"SEC" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_a_password_is_read_from_netrc(web: Server, tiny_corpus: Path, tmp_path: Path) -> None:
+def test_a_password_is_read_from_netrc_and_sent_to_no_other_host(
+    web: Server, tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(InputError, match=r"check the credentials and what they may read; .*\.netrc"):
         ef.Corpus(f"{web.url}/locked")
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login bob password SECRET\n")
     assert ef.Corpus(f"{web.url}/locked").content_hash == ef.Corpus(tiny_corpus).content_hash
+    monkeypatch.setenv("ELECTRA_FAST_REDIRECT_HOSTS", "localhost")
+    with pytest.raises(InputError, match="the server redirects to http://localhost:"):
+        ef.Corpus(f"{web.url}/elsewhere")
 
 
 def test_redirects_stay_on_the_server(web: Server) -> None:

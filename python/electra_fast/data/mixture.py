@@ -141,6 +141,11 @@ class Mixture:
         return last if max(Counter(last).values()) == 1 else self.folders
 
 
+# Of a loader's state: what all its rows depend on, and how far it has come in a corpus.
+_STREAM = {"seed": int, "options": str}
+_PLACE = {"corpus": str, "epoch": int, "group": int, "row": int}
+
+
 def resumed_state(fresh: dict[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Where a loader starts whose stream of rows is another one than that of a saved state, and what to say of it.
 
@@ -178,9 +183,10 @@ def _members(state: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     members: Any = state.get("corpora", [state])
     if not isinstance(members, list) or not all(isinstance(each, dict) for each in members):
         raise InputError("a checkpoint's state: loader.corpora is not a list of objects")
-    for member in members:
-        if not isinstance(member.get("corpus"), str) or not isinstance(member.get("epoch"), int):
-            raise InputError("a checkpoint's state: a corpus of the loader has no hash or no epoch")
+    for table, kinds in ((state, _STREAM), *((member, _PLACE) for member in members)):
+        for name, kind in kinds.items():
+            if not isinstance(table.get(name), kind):
+                raise InputError(f"a checkpoint's state: {name} of its loader is missing or not of its type")
     found: Iterable[Mapping[str, Any]] = members
     return found
 

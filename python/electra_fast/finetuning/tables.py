@@ -383,7 +383,8 @@ def _open_parquet(file: TextFile) -> Any:
 def _parquet(file: TextFile) -> Loaded:
     with _damage(file.path, "Parquet"):
         source = _open_parquet(file)
-    names = reject_duplicates(file.path, source.schema_arrow.names)
+        columns = source.schema_arrow.names
+    names = reject_duplicates(file.path, columns)
 
     def read(columns: Sequence[str]) -> Iterator[Record]:
         with _damage(file.path, "Parquet"):
@@ -402,7 +403,8 @@ def _arrow(file: TextFile) -> Loaded:
         else:
             reader = pyarrow.ipc.open_stream(source)
             batches = iter(reader)
-    names = reject_duplicates(file.path, reader.schema.names)
+        columns = reader.schema.names
+    names = reject_duplicates(file.path, columns)
 
     def read(columns: Sequence[str]) -> Iterator[Record]:
         with _damage(file.path, "Arrow"):
@@ -433,7 +435,7 @@ def _to_microseconds(batch: Any) -> Any:
 def _damage(path: Path, format: str) -> Iterator[None]:
     try:
         yield
-    except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: a string that is not UTF-8
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: text or a name that is not UTF-8
         reason = " ".join(str(error).split())
         raise InputError(f"{path}: cannot be read as {format} ({reason}); get the file again") from None
 
