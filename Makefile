@@ -22,6 +22,9 @@ EXPERIMENTS := $(CACHE)/$(TREE)/experiments
 # Crates from the registry are compiled once per machine, not once per checkout.
 export CARGO_TARGET_DIR ?= $(CACHE)/target
 
+# Python's checks run beside Rust's, neither of which keeps two cores busy.
+MAKEFLAGS += --jobs=2
+
 # One worker per core, but at most 8: each needs one or two gigabytes of memory.
 WORKERS := -n auto --maxprocesses 8
 # The tests start many Python processes that import torch, which takes twice as long without bytecode. The bytecode
@@ -39,7 +42,7 @@ define environment
 	    "electra-fast$(2) @ file://$$(ls $(CURDIR)/dist/electra_fast-*.whl)" $(foreach r,$(TORCH),'$(r)')
 endef
 
-.PHONY: help demo test lint wheel bench experiments clean env
+.PHONY: help demo test lint lint-python lint-rust test-rust wheel bench experiments clean env
 
 help:
 	@echo "make demo   text to a trained, exported ELECTRA in one to three minutes on two CPU cores: ./demo"
@@ -54,16 +57,23 @@ demo: wheel
 	$(call environment,$(DEMO),)
 	$(DEMO)/bin/electra-fast demo --out demo
 
-test: lint
-	cargo test $(TIMEOUT) --release --locked --workspace --tests
+test: lint test-rust
 	cd $(ENV) && $(BYTECODE) bin/pytest -c $(CURDIR)/pyproject.toml $(WORKERS) $(CURDIR)/tests $(PYTEST)
 
-lint: env
+lint: lint-python lint-rust
+
+lint-python: env
 	$(ENV)/bin/ruff check .
 	$(ENV)/bin/ruff format --check .
-	$(ENV)/bin/mypy --strict
+	$(ENV)/bin/mypy --strict --cache-dir $(CACHE)/$(TREE)/mypy
+
+# After the wheel, since cargo builds one thing at a time.
+lint-rust: wheel
 	cargo fmt --all --check
 	cargo clippy --release --locked --workspace --all-targets -- -D warnings
+
+test-rust: lint-rust
+	cargo test $(TIMEOUT) --release --locked --workspace --tests
 
 wheel: $(TOOLS)/bin/maturin
 	rm -f dist/electra_fast-*.whl
@@ -82,7 +92,7 @@ experiments: $(if $(and $(TEXTS),$(GLUE)),wheel)
 
 clean:
 	cargo clean --release --package electra-data --package electra-data-py
-	rm -rf dist demo .mypy_cache .ruff_cache .pytest_cache $(CACHE)/$(TREE)
+	rm -rf dist demo .ruff_cache .pytest_cache $(CACHE)/$(TREE)
 
 env: wheel
 	$(call environment,$(ENV),[test])
