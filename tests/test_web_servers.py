@@ -28,6 +28,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, corpus: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.corpus, self.url = corpus, f"http://127.0.0.1:{self.server_port}"
+        self.modified = "Tue, 01 Jan 2030 00:00:00 GMT"
         self.when_stalled: Callable[[], None] = lambda: None
         self.released = threading.Event()
 
@@ -64,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
         if status == 206:
             self.send_header("Content-Range", f"bytes {first}-{last}/{total}")
         self.send_header("Content-Length", str(len(data)))
-        self.send_header("Last-Modified", "Tue, 01 Jan 2030 00:00:00 GMT")
+        self.send_header("Last-Modified", self.server.modified)
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(data)
@@ -182,3 +183,16 @@ def test_ctrl_c_ends_waiting_for_a_store(call: str, web: Server, tiny_vocab: Pat
 def test_a_cache_of_any_size(web: Server) -> None:
     loader = ef.BatchLoader(f"{web.url}/plain", sequence_length=64, batch_size=8, cache_bytes=2**64 - 1)
     assert next(loader).num_rows == 8
+
+
+def test_an_input_without_an_etag_is_known_by_its_time(web: Server, tiny_vocab: Path, tmp_path: Path) -> None:
+    web.corpus = tmp_path
+    (tmp_path / "a.txt").write_text("the class function\n" * 100)
+    words = ["prepare", f"{web.url}/plain/a.txt", "--vocab", tiny_vocab, "--out", tmp_path / "out"]
+    for _ in range(2):
+        assert run(*words).returncode == 0
+    done = run(*words, "--verify-inputs")
+    assert done.returncode == 2 and "holds no hash of it, so --verify-inputs cannot compare it" in done.stderr
+    web.modified = "Wed, 02 Jan 2030 00:00:00 GMT"
+    done = run(*words)
+    assert done.returncode == 2 and "a.txt: has changed since" in done.stderr

@@ -163,3 +163,67 @@ fn nanoseconds(time: SystemTime) -> Option<i64> {
         Err(before) => i64::try_from(before.duration().as_nanos()).ok().map(|nanos| -nanos),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+    use std::path::Path;
+    use std::time::Duration;
+
+    use super::super::{Compression, InputFormat};
+    use super::*;
+
+    const SIZE: u64 = 1 << 20;
+
+    /// The file as it is listed now.
+    fn listed(path: &Path) -> InputFile {
+        let metadata = path.metadata().unwrap();
+        let (size, modified) = (metadata.len(), metadata.modified().ok());
+        let (path, name) = (path.to_owned(), "text".to_owned());
+        let (format, compression) = (InputFormat::Text, Compression::None);
+        InputFile { path, name, size, regular: true, modified, format, compression, object: None }
+    }
+
+    /// How a file compares with its identity, or with that of a part, after one byte was changed and the modification
+    /// time moved by so many seconds.
+    fn after_a_change(at: u64, part: Option<&Part>, seconds: u64, verify: bool) -> Comparison {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("text");
+        std::fs::write(&path, vec![b' '; SIZE as usize]).unwrap();
+        let (before, cancel) = (listed(&path), Cancel::default());
+        let identity = InputIdentity::of(&before, part, &cancel).unwrap().unwrap();
+        let file = File::options().write(true).open(&path).unwrap();
+        file.write_all_at(b"a", at).unwrap();
+        file.set_modified(before.modified.unwrap() + Duration::from_secs(seconds)).unwrap();
+        identity.compare(&listed(&path), verify, &cancel).unwrap()
+    }
+
+    #[test]
+    fn a_change_in_a_sample_is_noticed_at_any_time_and_elsewhere_by_time_or_on_request() {
+        let (middle, end) = ((SIZE - SAMPLE_BYTES) / 2, SIZE - SAMPLE_BYTES);
+        for start in [0, middle, end] {
+            for at in [start, start + SAMPLE_BYTES - 1] {
+                assert_eq!(after_a_change(at, None, 0, false), Comparison::Changed, "{at}");
+            }
+        }
+        for at in [SAMPLE_BYTES, middle - 1, middle + SAMPLE_BYTES, end - 1] {
+            assert_eq!(after_a_change(at, None, 0, false), Comparison::Same, "{at}");
+            assert_eq!(after_a_change(at, None, 0, true), Comparison::Changed, "{at}");
+            assert_eq!(after_a_change(at, None, 1, false), Comparison::Changed, "{at}");
+        }
+    }
+
+    #[test]
+    fn a_part_has_the_byte_before_it_too() {
+        let part = Part { start: 100_000, end: 200_000 };
+        for (at, expected) in [
+            (99_998, Comparison::SamePart),
+            (99_999, Comparison::Changed),
+            (199_999, Comparison::Changed),
+            (200_000, Comparison::SamePart),
+        ] {
+            assert_eq!(after_a_change(at, Some(&part), 1, false), expected, "{at}");
+        }
+    }
+}
