@@ -5,6 +5,8 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from electra_fast import _data
@@ -135,6 +137,17 @@ def test_an_interrupted_run_never_mixes_old_and_new_text(text, run, tmp_path, ed
         assert (report["rebuilt_units"], report["changed_input"]) == (0, None)
     if edit is not only_in_time:
         assert report["rebuilt_units"] > 0 and report["changed_input"] == str(changed)
+
+
+def test_a_change_anywhere_in_a_table_counts_for_all_its_parts(run, tmp_path):
+    """Its directory says which rows a part has."""
+    path = tmp_path / "table.parquet"
+    table = pa.table({"text": [f"{letter} b c " * 2000 for letter in "bbbbbbba"]})
+    pq.write_table(table, path, row_group_size=1, compression="none", use_dictionary=False, write_statistics=False)
+    run(path, "out", partition=(1, 2), _part_bytes=30_000)
+    replace_byte(path, path.read_bytes().rindex(b"a b c"))
+    report = run(path, "out", _part_bytes=30_000)
+    assert report["rebuilt_units"] == 2 and report["changed_input"] == str(path)
 
 
 def test_what_older_releases_left_counts_by_names_and_sizes(text, run, tmp_path):
