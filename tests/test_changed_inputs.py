@@ -162,10 +162,11 @@ def test_what_older_releases_left_counts_by_names_and_sizes(text, run, tmp_path)
 
 def test_a_changed_size_names_the_file_and_a_damaged_list_itself(text, run, tmp_path):
     run(text, "out")
-    with (text / "2.txt").open("a") as file:
-        file.write("a")
-    with pytest.raises(InputError, match=r"2\.txt: has changed since"):
-        run(text, "out")
+    changed, size = text / "2.txt", (text / "2.txt").stat().st_size
+    for other in (size - 1, size + 1):
+        os.truncate(changed, other)
+        with pytest.raises(InputError, match=r"2\.txt: has changed since"):
+            run(text, "out")
     listed = tmp_path / "out/inputs.json"
     found = json.loads(listed.read_text())
     found["inputs"][0]["modified"] += 1

@@ -5,6 +5,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use super::changes::Comparer;
 use super::finalize::Finalizer;
 use super::input_group::InputGroupBuilder;
 use super::lanes::{self, Todo};
@@ -281,6 +282,18 @@ fn the_manifest_is_written_last_and_nothing_is_removed_before() {
             std::fs::remove_dir(&obstacle).unwrap();
         }
         assert!(run.finalize(work, plan, &mut |_| true).unwrap().complete);
+    });
+}
+
+#[test]
+fn what_an_older_release_recorded_holds_unless_all_content_is_to_be_compared() {
+    with_built(0.0, |_, plan, work| {
+        let mut record = work.out.record(0).unwrap();
+        record.inputs.clear();
+        let records = [Some(record)];
+        let stale = |verify| Comparer { plan, verify }.stale(&records, &mut |_| true).unwrap();
+        assert!(stale(false).is_empty());
+        assert_eq!(stale(true), [(0, plan.inputs.files[0].path.clone())]);
     });
 }
 
