@@ -171,8 +171,8 @@ mod tests {
     use std::path::Path;
     use std::time::Duration;
 
-    use super::super::{Compression, InputFormat};
     use super::*;
+    use crate::input::{Compression, InputFormat};
 
     const SIZE: u64 = 1 << 20;
 
