@@ -22,8 +22,10 @@ EXPERIMENTS := $(CACHE)/$(TREE)/experiments
 # Crates from the registry are compiled once per machine, not once per checkout.
 export CARGO_TARGET_DIR ?= $(CACHE)/target
 
-# Python's checks run beside Rust's, neither of which keeps two cores busy.
+# Python's checks run beside Rust's, neither of which keeps two cores busy. Other goals (`make clean test`) keep their order.
+ifeq ($(filter-out test lint,$(MAKECMDGOALS)),)
 MAKEFLAGS += --jobs=2
+endif
 
 # One worker per core, but at most 8: each needs one or two gigabytes of memory.
 WORKERS := -n auto --maxprocesses 8

@@ -24,6 +24,6 @@ VARIANTS = {name: needs(name) for name in OBJECTIVES} | {
     "adversarial, plain heads": needs("adversarial") | {"model.heads": "plain"},
 }
 
-# Which have each operation that any of them computes with: for tests that take seconds each.
+# Together these use every operation that any of the variants uses: for tests that take seconds each.
 DIFFERENT = ("electra", "electra15, random positions", "corrective", "contrastive", "replace-mlm, unigram")
 DIFFERENT += ("all-tokens-mlm", "two-stage", "adversarial, plain heads")
