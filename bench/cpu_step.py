@@ -43,8 +43,8 @@ from results import Results, parse_arguments, processor, reason
 from workload import label, make_corpus, shape
 
 import electra_fast as ef
-from electra_fast.matmul import has_onednn, use_matmul
-from electra_fast.presets import RECIPES
+from electra_fast.config.presets import RECIPES
+from electra_fast.model.matmul import has_onednn, use_matmul
 from electra_fast.training.flops import flops_per_token
 
 SHAPES = ["tiny", "mini", "small"]

@@ -28,10 +28,10 @@ from results import reason
 from workload import loader
 
 import electra_fast as ef
-from electra_fast.compute import ComputeConfig
+from electra_fast.model.compute import ComputeConfig
 
 try:
-    from electra_fast.matmul import fastest_matmul, use_matmul
+    from electra_fast.model.matmul import fastest_matmul, use_matmul
 except ImportError:  # an earlier version, with torch's default library alone
     fastest_matmul = use_matmul = None
 
@@ -156,7 +156,7 @@ def _key_names() -> list[str]:
     """Every configuration key; a commit to compare with may have the function in its older place."""
     if hasattr(ef.Config, "key_names"):
         return ef.Config.key_names()
-    from electra_fast import config
+    from electra_fast.config import config
 
     return config.key_names()
 

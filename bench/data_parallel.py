@@ -37,9 +37,10 @@ from torch.nn.parallel import DistributedDataParallel
 from workload import label, make_corpus, shape
 
 import electra_fast as ef
-from electra_fast.compute import RngKey, choose_compute, choose_device
-from electra_fast.model import BertLayer, ModernLayer
+from electra_fast.model.compute import RngKey, choose_compute, choose_device
+from electra_fast.model.model import BertLayer, ModernLayer
 from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import MicroBatch
 from electra_fast.training.division import NUM_EXACT_GROUPS
 from electra_fast.training.launch import Launch
 from electra_fast.training.optim import Optimizer, lr_scale
@@ -91,7 +92,7 @@ class Loss(nn.Module):
 
     def forward(self, batch: Mapping[str, Tensor], key: RngKey, denominators: Mapping[str, Tensor]) -> Tensor:
         """The loss of a rank's rows, divided by the denominators of all."""
-        return self.objective.forward(self.model, batch, self.compute, key, denominators).loss
+        return self.objective.forward(self.model, MicroBatch(batch, self.compute, key, denominators)).loss
 
 
 class Peer:

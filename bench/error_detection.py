@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 import electra_fast as ef
-from electra_fast.compute import choose_device
 from electra_fast.demo import documentation
 from electra_fast.finetuning.error_detection import ErrorDetector, load_error_detector
+from electra_fast.model.compute import choose_device
 
 SHARE = 0.05  # of the words that are corrupted
 LENGTHS = range(5, 61)  # of a sentence, in words

@@ -28,8 +28,7 @@ from results import Results, measured_by_child, parse_arguments, processor
 
 import electra_fast as ef
 from electra_fast import checkpoint
-from electra_fast.checkpoint_folder import TrainState
-from electra_fast.compute import choose_device
+from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.finetuning import batches, glue
 from electra_fast.finetuning.config import recipe_config
 from electra_fast.finetuning.job import Job, make_job
@@ -37,7 +36,8 @@ from electra_fast.finetuning.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids, write_tokenizer
-from electra_fast.matmul import use_matmul
+from electra_fast.model.compute import choose_device
+from electra_fast.model.matmul import use_matmul
 from electra_fast.training.optim import lr_scale
 
 WARM_UP = 8

@@ -13,11 +13,11 @@ import sys
 from groups import BENCH, Group, main
 
 TESTS = (
-    "test_attention.py",
-    "test_step.py",
-    "test_checkpoint_writer.py",
-    "test_finetuning.py",
-    "test_resume.py",
+    "model/test_attention.py",
+    "training/test_step.py",
+    "training/test_checkpoint_writer.py",
+    "finetuning/test_finetuning.py",
+    "training/test_resume.py",
     "kernels",
 )
 # Ahead-of-time compilation is tested without a GPU; warnings of other Python versions are not failures here.

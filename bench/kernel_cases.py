@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from electra_fast import attention, dispatch, ops, sublayers
-from electra_fast.attention_choice import choose_attention
-from electra_fast.linear import linear
+from electra_fast.model import attention, sublayers
+from electra_fast.model.attention_choice import choose_attention
+from electra_fast.ops import dispatch
+from electra_fast.ops import operations as ops
+from electra_fast.ops.linear import linear
 
 VOCAB_SIZE = 30_522
 Function = Callable[..., Any]  # inputs → a tensor, or a tuple whose first tensor is differentiated

@@ -24,8 +24,9 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from workload import loader, make_corpus, new_step, shape
 
-from electra_fast import dispatch, linear, sublayers
-from electra_fast.compute import ComputeConfig
+from electra_fast.model import sublayers
+from electra_fast.model.compute import ComputeConfig
+from electra_fast.ops import dispatch, linear
 
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 NO_KERNEL = {"_unsafe_view", "detach", "alias", "lift_fresh", "_local_scalar_dense", "is_pinned", "_pin_memory"}

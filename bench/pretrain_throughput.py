@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from workload import label, loader, make_corpus, new_step, shape
 
 import electra_fast as ef
-from electra_fast.compute import ComputeConfig
+from electra_fast.model.compute import ComputeConfig
 from electra_fast.training.flops import device_peak, flops_per_token
 
 # Preset:rows per step. small@128 at 16k and 131k tokens, base@512 at 65k, large@512 at 32k.

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from electra_fast import initialization, model, ops
-from electra_fast.attention import AttentionMask, Queries, attention, query_attention
-from electra_fast.config import Config, ModelConfig
-from electra_fast.layers import Linear
-from electra_fast.linear import linear
-from electra_fast.ops import Dropout
+from electra_fast.config.config import Config, ModelConfig
+from electra_fast.model import initialization, model
+from electra_fast.model.attention import AttentionMask, Queries, attention, query_attention
+from electra_fast.model.layers import Linear
+from electra_fast.ops import operations as ops
+from electra_fast.ops.linear import linear
+from electra_fast.ops.operations import Dropout
 from electra_fast.training import muon
 
 

@@ -24,10 +24,11 @@ import recipe_trainer
 import torch
 
 import electra_fast as ef
-from electra_fast import checkpoint, checkpoint_folder
-from electra_fast.atomic_files import replace_file
+from electra_fast import checkpoint
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import Diverged
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.atomic_files import replace_file
 from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.reproduction.row_run import main
 from electra_fast.training import evaluate as evaluation

@@ -51,9 +51,9 @@ from recipe_studies import BASELINES, COMMON, HOUR, LEVELS, SCALES, STUDIES, TFL
 from results import commit, processor
 
 import electra_fast as ef
-from electra_fast.atomic_files import replace_file
 from electra_fast.data.mixture import Mixture
-from electra_fast.model import Electra
+from electra_fast.files.atomic_files import replace_file
+from electra_fast.model.model import Electra
 from electra_fast.training.corruptor import corrupted_rows
 from electra_fast.training.evaluate import SEED, _common_config
 from electra_fast.training.flops import flops_per_token

@@ -25,7 +25,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import electra_fast as ef
-from electra_fast.model import BertLayer, ModernLayer
+from electra_fast.model.model import BertLayer, ModernLayer
 from electra_fast.training.division import share
 from electra_fast.training.flops import PUBLISHED_VOCABULARY, device_peak, flops_per_token
 from electra_fast.training.muon import Stack, stacks

@@ -19,9 +19,11 @@ from results import Results, listed, parse_arguments, reason
 from torch import Tensor
 from workload import loader, make_corpus, new_step, shape
 
-from electra_fast import attention, dispatch, ops
-from electra_fast.compute import ComputeConfig, choose_compute
+from electra_fast.model import attention
+from electra_fast.model.compute import ComputeConfig, choose_compute
 from electra_fast.objectives import OBJECTIVES
+from electra_fast.ops import dispatch
+from electra_fast.ops import operations as ops
 
 PARTS = ("samples", "attention", "eager", "graph", "compile", "objectives")
 Check = Callable[[], dict[str, Any]]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import electra_fast as ef
-from electra_fast.compute import ComputeConfig, choose_compute
+from electra_fast.model.compute import ComputeConfig, choose_compute
 from electra_fast.training.optim import Optimizer
 from electra_fast.training.step import TrainStep
 

@@ -45,8 +45,8 @@ from tiny_run import TINY
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import electra_fast as ef
-from electra_fast import checkpoint_folder
 from electra_fast.cli import main as command_line
+from electra_fast.files import checkpoint_folder
 
 SECONDS, EXTRA_BYTES = 20.0, 1 << 30
 # What takes the place of a number or of a value.

@@ -13,9 +13,9 @@ import pytest
 from in_process import run
 
 from electra_fast.cli_parser import build_parser
-from electra_fast.config import Config
+from electra_fast.config.config import Config
+from electra_fast.config.presets import DEFAULT_RECIPE, RECIPES, SIZES
 from electra_fast.objectives import OBJECTIVES
-from electra_fast.presets import DEFAULT_RECIPE, RECIPES, SIZES
 from electra_fast.training.flops import flops_per_token
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from electra_fast.cli_parser import build_parser
-from electra_fast.config import Config
-from electra_fast.config_file import take_overrides
+from electra_fast.config.config import Config
+from electra_fast.config.file import take_overrides
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # In place of a command: writes its name, arguments and environment to a file of that name, and exits as told.

@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from electra_fast import checkpoint_folder
 from electra_fast.checkpoint import read_tensors
-from electra_fast.checkpoint_folder import TrainState
 from electra_fast.cli import HANDLERS
-from electra_fast.config import Config
+from electra_fast.config.config import Config
 from electra_fast.errors import InputError
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.files.json_files import read_object, write_object
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.export import import_folder
-from electra_fast.json_files import read_object, write_object
 
 NAN, HUGE = float("nan"), 2**64
 

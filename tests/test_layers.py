@@ -33,22 +33,14 @@ PACKAGE_LAYERS = [
     {"training"},
     {"huggingface"},
     {"checkpoint"},
-    {"checkpoint_folder", "model", "compute"},
-    {"heads", "proposal"},
-    {"layers", "matmul"},
-    {"config"},
-    {"objectives", "presets"},
-    {"attention_choice", "sublayers"},
-    {"attention"},
-    {"ops", "vocabulary_nll"},
-    {"cpu_ops", "linear"},
-    {"sampling", "dispatch", "initialization"},
-    {"kernels", "data"},
-    # usable from everywhere
-    {"config_section"},
-    {"config_file", "progress", "interruption"},
-    {"json_files"},
-    {"atomic_files", "errors", "messages"},
+    {"data"},
+    {"objectives"},
+    {"model", "optimizers"},
+    {"ops"},
+    {"kernels", "config"},
+    {"progress", "interruption"},
+    {"files"},
+    {"errors", "messages"},
 ]
 # Who may import the Rust extension, to use it or to report its version.
 EXTENSION_USERS = {"__init__", "data", "training"}
@@ -80,13 +72,9 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-
-
 @functools.cache
 def imports_of(path: Path) -> frozenset[str]:
-    """Absolute dotted names that a file imports at runtime, anywhere in the file."""
+    """Absolute dotted names that a file imports, anywhere in the file, also for types only."""
     names, nodes = set(), [ast.parse(path.read_text(encoding="utf-8"), str(path))]
     while nodes:
         node = nodes.pop()
@@ -95,8 +83,7 @@ def imports_of(path: Path) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(filter(None, ["electra_fast" if node.level else "", node.module]))
             names |= {f"{base}.{alias.name}" for alias in node.names}
-        if not is_type_checking(node):
-            nodes += ast.iter_child_nodes(node)
+        nodes += ast.iter_child_nodes(node)
     return frozenset(names)
 
 

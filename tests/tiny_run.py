@@ -7,8 +7,8 @@ import sys
 import torch
 from safetensors.torch import load_file
 
-from electra_fast import checkpoint_folder
-from electra_fast.config import Config
+from electra_fast.config.config import Config
+from electra_fast.files import checkpoint_folder
 
 STEPS = 24
 # Checkpoints fall between log lines, so that a resume has to carry a half-filled interval.

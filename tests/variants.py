@@ -1,19 +1,19 @@
 """Every objective, and every option that changes what one computes, as configuration keys by name."""
 
-from electra_fast.config import Config
-from electra_fast.objectives import OBJECTIVES
+from electra_fast.config.config import Config
+from electra_fast.config.objectives import OBJECTIVE_SPECS
 
 
 def needs(name):
     """The keys that an objective needs, as they stand on a command line."""
     changes = {"objective.name": name}
-    for key, allowed in OBJECTIVES[name].needs.items():
+    for key, allowed in OBJECTIVE_SPECS[name].needs.items():
         if Config.preset("tiny", "google").value(key) not in allowed:
             changes[key] = str(allowed[0])
     return changes
 
 
-VARIANTS = {name: needs(name) for name in OBJECTIVES} | {
+VARIANTS = {name: needs(name) for name in OBJECTIVE_SPECS} | {
     "electra15, random positions": needs("electra15") | {"objective.disc_positions": "random"},
     "contrastive": {"objective.contrastive_weight": "2", "data.masking": "paper"},
     "corrective": {"objective.corrective_weight": "3"},

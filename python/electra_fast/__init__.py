@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from electra_fast._data import VERSION as __version__
 
 if TYPE_CHECKING:
-    from electra_fast.config import Config
+    from electra_fast.config.config import Config
     from electra_fast.data.corpus import Corpus, Tokenizer, verify
     from electra_fast.data.loader import BatchLoader, to_torch
     from electra_fast.data.prepare import prepare, train_vocab
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from electra_fast.finetuning.finetune import finetune
     from electra_fast.finetuning.predict import load_finetuned
     from electra_fast.huggingface.export import export, import_folder, load
-    from electra_fast.model import Electra
+    from electra_fast.model.model import Electra
     from electra_fast.reproduction.reproduce import reproduce
     from electra_fast.training.evaluate import evaluate
     from electra_fast.training.pretrain import pretrain
@@ -31,9 +31,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _MODULES = {
     "BatchLoader": "data.loader",
-    "Config": "config",
+    "Config": "config.config",
     "Corpus": "data.corpus",
-    "Electra": "model",
+    "Electra": "model.model",
     "ElectraFastError": "errors",
     "InputError": "errors",
     "Interrupted": "errors",

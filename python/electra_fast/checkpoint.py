@@ -14,12 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from electra_fast import checkpoint_folder
-from electra_fast.atomic_files import remove, replace_folder
-from electra_fast.checkpoint_folder import TrainState
-from electra_fast.config import Config
+from electra_fast.config.config import Config
 from electra_fast.errors import InputError
-from electra_fast.model import Electra
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.atomic_files import remove, replace_folder
+from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.model.model import Electra
 
 
 def save(run: Path, model: Electra, optimizer: Mapping[str, Tensor] | None, state: TrainState, keep: int) -> Path:

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast.cli_parser import build_parser
-from electra_fast.config import AUTO, HARDWARE_KEYS, Config
-from electra_fast.config_file import did_you_mean, format_value, nearest, take_overrides
-from electra_fast.config_section import Configuration
+from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
+from electra_fast.config.file import did_you_mean, format_value, nearest, take_overrides
+from electra_fast.config.objectives import OBJECTIVE_SPECS
+from electra_fast.config.presets import DEFAULT_RECIPE
+from electra_fast.config.section import Configuration
 from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.interruption import interrupt_at_once
 from electra_fast.messages import error_line, printable, say
-from electra_fast.objectives import OBJECTIVES
-from electra_fast.presets import DEFAULT_RECIPE
 
 # The commands that take `--section.key value`.
 CONFIGURED: dict[str, tuple[type[Configuration], ...]] = {
@@ -187,7 +187,7 @@ def _config(options: argparse.Namespace) -> Config:
 
 def _own_config(run: Path) -> Path | None:
     """The configuration that a run was started with; None where there is no run yet."""
-    from electra_fast.checkpoint_folder import require_config
+    from electra_fast.files.checkpoint_folder import require_config
 
     path = run / "config.toml"
     if path.exists():
@@ -354,7 +354,7 @@ def _flops(options: argparse.Namespace) -> None:
     try:
         config = _config(options)
     except InputError:
-        if name not in OBJECTIVES:
+        if name not in OBJECTIVE_SPECS:
             raise
         options.overrides = {key: value for key, value in given.items() if key != "objective.name"}
         before, given = _config(options), {"objective.name": name}

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from electra_fast import __version__
-from electra_fast.config import Config
-from electra_fast.config_file import comma_separated, parse_number
-from electra_fast.config_section import Configuration
+from electra_fast.config.config import Config
+from electra_fast.config.file import comma_separated, parse_number
+from electra_fast.config.presets import DEFAULT_RECIPE, RECIPES, SIZES
+from electra_fast.config.section import Configuration
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import DEFAULT_RECIPE as FINETUNING_RECIPE
 from electra_fast.finetuning.config import RECIPES as FINETUNING_RECIPES
 from electra_fast.finetuning.config import FinetuningConfig
-from electra_fast.objectives.objective import PARTS
-from electra_fast.presets import DEFAULT_RECIPE, RECIPES, SIZES
+from electra_fast.model.networks import PARTS
 
 
 class Parser(argparse.ArgumentParser):

@@ -18,15 +18,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from electra_fast.atomic_files import replace_file
-from electra_fast.compute import ComputeConfig, RngKey
-from electra_fast.config import Config
+from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.files.atomic_files import replace_file
 from electra_fast.huggingface.export import export, load
 from electra_fast.messages import printable
+from electra_fast.model.compute import ComputeConfig, RngKey
 from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import MicroBatch
 from electra_fast.training.evaluate import SEED, evaluate
 from electra_fast.training.plots import plot_metrics
 from electra_fast.training.pretrain import pretrain
@@ -115,7 +116,7 @@ def show_verdicts(console: Console, run: Path, shards: Path, tokenizer: Tokenize
     loader = BatchLoader.from_config(config, corpus=validation, batch_size=NUM_SENTENCES, seed=SEED, epochs=1)
     batch, objective = to_torch(next(loader)), objective_of(config)
     key, denominators = RngKey(torch.tensor([SEED, 0])), objective.loss_denominators(batch)
-    output = objective.forward(model, batch, ComputeConfig("sdpa", torch.float32), key, denominators)
+    output = objective.forward(model, MicroBatch(batch, ComputeConfig("sdpa", torch.float32), key, denominators))
     predictions = output.predictions
     assert predictions is not None
     shape = batch["input_ids"].shape

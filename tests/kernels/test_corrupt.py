@@ -4,8 +4,8 @@ import pytest
 import torch
 from ahead_of_time import MAX_SHARED_BYTES, compile_kernel
 
-from electra_fast import ops
 from electra_fast.kernels import corrupt
+from electra_fast.ops import operations as ops
 
 # Triton 3.6's interpreter converts arrays in a way that NumPy deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from ahead_of_time import MAX_SHARED_BYTES, compile_kernel
 
-from electra_fast import dispatch, ops
-from electra_fast.config import Config
-from electra_fast.heads import DiscriminatorHead
+from electra_fast.config.config import Config
 from electra_fast.kernels import discriminator_head as head
+from electra_fast.model.heads import DiscriminatorHead
+from electra_fast.ops import dispatch
+from electra_fast.ops import operations as ops
 
 # Triton 3.6's interpreter converts arrays in a way that NumPy deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")

@@ -6,9 +6,10 @@ import pytest
 import torch
 from ahead_of_time import MAX_SHARED_BYTES, compile_kernels
 
-from electra_fast import dispatch, ops
 from electra_fast.kernels import dropout as kernels
-from electra_fast.ops import Dropout
+from electra_fast.ops import dispatch
+from electra_fast.ops import operations as ops
+from electra_fast.ops.operations import Dropout
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
@@ -56,7 +57,7 @@ def test_micro_batches_share_one_mask():
 def test_without_a_key_torch_draws():
     x = torch.ones(50, 8, device=DEVICE)
     torch.manual_seed(3)
-    with dispatch.use_impl("reference"):  # a CPU draws in a form of its own: tests/test_cpu_ops.py
+    with dispatch.use_impl("reference"):  # a CPU draws in a form of its own: tests/ops/test_cpu_ops.py
         found = ops.dropout(x, Dropout(0.3, None, 9))
     torch.manual_seed(3)
     assert torch.equal(found, torch.nn.functional.dropout(x, 0.3))

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from ahead_of_time import MAX_SHARED_BYTES, compile_kernels
 
-from electra_fast import ops
 from electra_fast.kernels import embedding_norm as kernels
 from electra_fast.kernels.dropout import threshold
-from electra_fast.ops import Dropout
+from electra_fast.ops import operations as ops
+from electra_fast.ops.operations import Dropout
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 

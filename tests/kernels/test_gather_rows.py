@@ -7,9 +7,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
 import electra_fast as ef
-from electra_fast.compute import ComputeConfig, RngKey
 from electra_fast.kernels.gather_rows import add_rows, gather_rows
+from electra_fast.model.compute import ComputeConfig, RngKey
 from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import MicroBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -58,7 +59,7 @@ def test_a_compiled_step_has_no_atomic_float_adds(tiny_corpus, recipe):
     objective = objective_of(config)
     step = torch.compile(objective.forward, backend=backend, fullgraph=True)
     denominators = objective.loss_denominators(batch)
-    output = step(model, batch, ComputeConfig("sdpa", torch.float32), rng_key, denominators)
+    output = step(model, MicroBatch(batch, ComputeConfig("sdpa", torch.float32), rng_key, denominators))
     output.loss.backward()
     assert len(graphs) == 2
     for node in (node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from electra_fast import ops
 from electra_fast.kernels import generator_head, generator_head_chunked, generator_head_narrow
 from electra_fast.kernels.generator_head_narrow import Blocks, choose_splits
-from electra_fast.linear import linear
+from electra_fast.ops import operations as ops
+from electra_fast.ops.linear import linear
 
 # Triton 3.6's interpreter converts arrays in a way that NumPy deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")

@@ -4,9 +4,10 @@ import pytest
 import torch
 from test_sublayers import LAUNCHERS_OF_SUBLAYERS
 
-from electra_fast import cpu_ops, dispatch, ops
 from electra_fast.kernels import launchers
-from electra_fast.ops import Dropout
+from electra_fast.ops import cpu_ops, dispatch
+from electra_fast.ops import operations as ops
+from electra_fast.ops.operations import Dropout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEY = torch.tensor([5, 11, 0], device=DEVICE)

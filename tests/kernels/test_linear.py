@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from electra_fast import dispatch
-from electra_fast.linear import WeightCasts, cast, linear
+from electra_fast.ops import dispatch
+from electra_fast.ops.linear import WeightCasts, cast, linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -5,12 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from electra_fast import dispatch, ops
-from electra_fast.attention import AttentionMask
-from electra_fast.compute import ComputeConfig, RngKey
-from electra_fast.config import Config
-from electra_fast.model import Electra
+from electra_fast.config.config import Config
+from electra_fast.model.attention import AttentionMask
+from electra_fast.model.compute import ComputeConfig, RngKey
+from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import MicroBatch
+from electra_fast.ops import dispatch
+from electra_fast.ops import operations as ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
@@ -128,9 +130,9 @@ def test_objective_passes_the_key_down(monkeypatch, first_row):
     seen = spy_on_dropout(monkeypatch, "embedding_norm", "residual_norm")
     with dispatch.use_impl("kernel"):
         assert rng_key.dropout_key(LENGTH).tolist() == [5, 11, LENGTH * int(first_row)]
-        objective.forward(model, batch, compute, rng_key, denominators)
+        objective.forward(model, MicroBatch(batch, compute, rng_key, denominators))
         assert {tuple(dropout.key.tolist()) for dropout in seen} == {(5, 11, LENGTH * int(first_row))}
         assert all(dropout.probability == 0.2 for dropout in seen)
         del seen[:]
-        objective.forward(model.eval(), batch, compute, rng_key, denominators)
+        objective.forward(model.eval(), MicroBatch(batch, compute, rng_key, denominators))
     assert seen and all(dropout.probability == 0 for dropout in seen)

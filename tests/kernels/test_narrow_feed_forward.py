@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from ahead_of_time import MAX_SHARED_BYTES, compile_kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from electra_fast import ops
 from electra_fast.kernels import narrow_feed_forward as kernels
 from electra_fast.kernels import residual_norm
 from electra_fast.kernels.dropout import threshold
-from electra_fast.linear import linear
-from electra_fast.ops import Dropout
+from electra_fast.ops import operations as ops
+from electra_fast.ops.linear import linear
+from electra_fast.ops.operations import Dropout
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from ahead_of_time import MAX_SHARED_BYTES, compile_kernels
 
-from electra_fast import ops
 from electra_fast.kernels import residual_norm as kernels
 from electra_fast.kernels.dropout import threshold
-from electra_fast.ops import Dropout
+from electra_fast.ops import operations as ops
+from electra_fast.ops.operations import Dropout
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 

@@ -5,7 +5,7 @@ import torch
 from ahead_of_time import MAX_SHARED_BYTES, compile_kernel
 
 from electra_fast.kernels import sample_alias as kernels
-from electra_fast.sampling import alias_table, sample_alias_reference
+from electra_fast.ops.sampling import alias_table, sample_alias_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 

@@ -7,11 +7,11 @@ import torch
 from ahead_of_time import MAX_SHARED_BYTES, compile_kernels
 from test_bias_gelu import assert_no_worse, output_and_gradients
 
-from electra_fast import ops
-from electra_fast.attention import MAX_SHORT_HEAD, MAX_SHORT_ROW, short_attention_reference
 from electra_fast.kernels import short_attention as kernels
 from electra_fast.kernels.dropout import threshold
-from electra_fast.ops import Dropout
+from electra_fast.model.attention import MAX_SHORT_HEAD, MAX_SHORT_ROW, short_attention_reference
+from electra_fast.ops import operations as ops
+from electra_fast.ops.operations import Dropout
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 

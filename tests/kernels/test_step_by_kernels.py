@@ -5,8 +5,8 @@ import torch
 from variants import DIFFERENT, VARIANTS
 
 import electra_fast as ef
-from electra_fast import dispatch
-from electra_fast.compute import ComputeConfig
+from electra_fast.model.compute import ComputeConfig
+from electra_fast.ops import dispatch
 from electra_fast.training.optim import Optimizer
 from electra_fast.training.step import TrainStep
 

@@ -10,8 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from variants import VARIANTS
 
 import electra_fast as ef
-from electra_fast.compute import ComputeConfig, RngKey
+from electra_fast.model.compute import ComputeConfig, RngKey
 from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import MicroBatch
 from electra_fast.training.optim import Optimizer
 
 
@@ -67,7 +68,7 @@ def check_step(tiny_corpus, config, attention, monkeypatch):
         seed_and_step, first_row = (torch.zeros(shape, dtype=torch.int64, device="cuda:0") for shape in (2, ()))
         objective, compute = objective_of(config), ComputeConfig(attention, torch.bfloat16)
         denominators = objective.loss_denominators(batch)
-        output = objective.forward(network, batch, compute, RngKey(seed_and_step, first_row), denominators)
+        output = objective.forward(network, MicroBatch(batch, compute, RngKey(seed_and_step, first_row), denominators))
         found = output.predictions
         assert output.loss.dtype == torch.float32 and denominators["tokens"].dtype == torch.float64
         assert found is None or found.logits_T.shape == found.replaced_T.shape == (4 * 32,)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from test_bias_gelu import assert_no_worse
 
-from electra_fast import dispatch, sublayers
-from electra_fast.attention import AttentionMask
 from electra_fast.kernels import launchers
-from electra_fast.ops import Dropout
-from electra_fast.sublayers import SublayerWeights
+from electra_fast.model import sublayers
+from electra_fast.model.attention import AttentionMask
+from electra_fast.model.sublayers import SublayerWeights
+from electra_fast.ops import dispatch
+from electra_fast.ops.operations import Dropout
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 

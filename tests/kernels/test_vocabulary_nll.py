@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from electra_fast import dispatch, vocabulary_nll
 from electra_fast.kernels import generator_head, generator_head_chunked
+from electra_fast.ops import dispatch, vocabulary_nll
 
 # Triton 3.6's interpreter converts arrays in a way that NumPy deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")

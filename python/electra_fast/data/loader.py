@@ -23,7 +23,7 @@ from electra_fast.data.mixture import Corpora, weighted_folders
 from electra_fast.errors import InputError
 
 if TYPE_CHECKING:
-    from electra_fast.config import Config
+    from electra_fast.config.config import Config
 
 _TOKEN_COLUMNS = ("input_ids", "token_type_ids", "position_ids", "segment_ids")
 _MASK_COLUMNS = ("masked_positions", "masked_ids", "masked_weights")

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_fast.compute import ComputeConfig
-from electra_fast.config import ModelConfig
+from electra_fast.config.config import ModelConfig
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning import batches, glue, metrics
@@ -25,6 +24,7 @@ from electra_fast.finetuning.submission import write_submission
 from electra_fast.finetuning.tables import Row, text_of
 from electra_fast.finetuning.task import NO_CLASS, Kind, Split, Task
 from electra_fast.finetuning.training_set import TrainingSet
+from electra_fast.model.compute import ComputeConfig
 
 # What an example is, by how many texts the model was trained on.
 _READS = {None: "one text or two", 1: "one text", 2: "a pair of texts"}

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from electra_fast.config import ModelConfig, OptimizerConfig
-from electra_fast.config_file import Scalar, did_you_mean
-from electra_fast.config_section import Configuration, Section, config_key
+from electra_fast.config.config import ModelConfig, OptimizerConfig
+from electra_fast.config.file import Scalar, did_you_mean
+from electra_fast.config.section import Configuration, Section, config_key
 from electra_fast.errors import InputError
 
 DEFAULT_RECIPE = "fast"

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra_fast import checkpoint
-from electra_fast.compute import ComputeConfig, Precision, choose_device
-from electra_fast.config import AUTO
+from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Pieces, Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning.answers import Answer, rounded
@@ -31,7 +30,8 @@ from electra_fast.finetuning.tables import Row, text_of
 from electra_fast.huggingface.config import own_config, read_table, role_shape
 from electra_fast.huggingface.folder import read_models
 from electra_fast.huggingface.source import checkpoint_of, folders_of, tokenizer_folder
-from electra_fast.model import Electra
+from electra_fast.model.compute import ComputeConfig, Precision, choose_device
+from electra_fast.model.model import Electra
 
 Ints = NDArray[Any]
 ROLE = "discriminator"

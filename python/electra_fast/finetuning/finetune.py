@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from electra_fast.atomic_files import foreign_names, recover_all, replace_file
-from electra_fast.compute import choose_device
 from electra_fast.errors import InputError
+from electra_fast.files.atomic_files import foreign_names, recover_all, replace_file
+from electra_fast.files.json_files import read_object
 from electra_fast.finetuning import metrics
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
 from electra_fast.finetuning.job import IDENTITY, Job, check_length, first_difference, make_job
@@ -26,8 +26,8 @@ from electra_fast.finetuning.submission import copy_submissions
 from electra_fast.finetuning.tasks import read_tasks
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.interruption import StopRequest, stop_requests
-from electra_fast.json_files import read_object
-from electra_fast.matmul import use_matmul
+from electra_fast.model.compute import choose_device
+from electra_fast.model.matmul import use_matmul
 from electra_fast.progress import FinetuningProgress
 from electra_fast.training.run import exclusive
 

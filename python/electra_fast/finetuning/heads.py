@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from electra_fast import ops
-from electra_fast.config import ModelConfig
-from electra_fast.layers import Linear, Norm
-from electra_fast.ops import Dropout
+from electra_fast.config.config import ModelConfig
+from electra_fast.model.layers import Linear, Norm
+from electra_fast.ops import operations as ops
+from electra_fast.ops.operations import Dropout
 
 
 class LinearHead(nn.Module):

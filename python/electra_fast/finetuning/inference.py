@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from electra_fast.attention_choice import choose_attention
-from electra_fast.compute import DTYPES, ComputeConfig, choose_precision
-from electra_fast.config import AUTO, ModelConfig
+from electra_fast.config.config import AUTO, ModelConfig
 from electra_fast.finetuning.batches import EncodedExamples, PackedBatch, pack
 from electra_fast.finetuning.inputs import Inputs
 from electra_fast.finetuning.model import EncoderWithHead
-from electra_fast.matmul import fastest_matmul, use_matmul
+from electra_fast.model.attention_choice import choose_attention
+from electra_fast.model.compute import DTYPES, ComputeConfig, choose_precision
+from electra_fast.model.matmul import fastest_matmul, use_matmul
 from electra_fast.training.precision import faster_precision, shortest_times, times_text
 
 # Tokens of a batch; on a CPU those that the caches hold.

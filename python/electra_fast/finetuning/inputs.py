@@ -11,10 +11,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from electra_fast.attention import AttentionMask, Queries
-from electra_fast.config import ModelConfig
+from electra_fast.config.config import ModelConfig
 from electra_fast.data.loader import to_device
 from electra_fast.finetuning.batches import PackedBatch
+from electra_fast.model.attention import AttentionMask, Queries
 
 
 @dataclass(frozen=True)

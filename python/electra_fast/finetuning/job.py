@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from electra_fast.attention_choice import choose_attention
-from electra_fast.compute import DTYPES, ComputeConfig, choose_precision
-from electra_fast.config import AUTO
+from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
+from electra_fast.files.json_files import read_object
 from electra_fast.finetuning import batches
 from electra_fast.finetuning.batches import EncodedExamples, PackedBatch
 from electra_fast.finetuning.config import FinetuneConfig, FinetuningConfig
@@ -29,8 +28,9 @@ from electra_fast.finetuning.step import FinetuningWork, TaskBackward
 from electra_fast.finetuning.task import Split, Task, TaskData, class_sizes
 from electra_fast.finetuning.training_set import TrainingSet
 from electra_fast.huggingface.encoder import PretrainedEncoder
-from electra_fast.json_files import read_object
-from electra_fast.matmul import DEFAULT, ONEDNN, choose_matmul, measure_matmul, use_matmul
+from electra_fast.model.attention_choice import choose_attention
+from electra_fast.model.compute import DTYPES, ComputeConfig, choose_precision
+from electra_fast.model.matmul import DEFAULT, ONEDNN, choose_matmul, measure_matmul, use_matmul
 from electra_fast.training.precision import faster_precision, shortest_times, threads_of, times_text
 from electra_fast.training.step_processes import max_processes
 

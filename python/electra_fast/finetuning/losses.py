@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from electra_fast.config_file import comma_separated
+from electra_fast.config.file import comma_separated
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuneConfig
 from electra_fast.finetuning.task import Task

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from electra_fast.atomic_files import replace_file
-from electra_fast.compute import ComputeConfig
-from electra_fast.config import ModelConfig
+from electra_fast.config.config import ModelConfig
 from electra_fast.data.corpus import Tokenizer
+from electra_fast.files.atomic_files import replace_file
+from electra_fast.files.json_files import json_text
 from electra_fast.finetuning.answers import Answer
 from electra_fast.finetuning.batches import EncodedExamples
 from electra_fast.finetuning.config import FinetuneConfig
@@ -22,7 +22,7 @@ from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.prediction_input import ExampleReader
 from electra_fast.finetuning.task import Split, Task
 from electra_fast.finetuning.training_set import TrainingSet
-from electra_fast.json_files import json_text
+from electra_fast.model.compute import ComputeConfig
 
 
 @dataclass(frozen=True)

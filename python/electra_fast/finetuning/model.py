@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from electra_fast.compute import ComputeConfig
-from electra_fast.config import ModelConfig
+from electra_fast.config.config import ModelConfig
 from electra_fast.finetuning.heads import head_class
 from electra_fast.finetuning.inputs import Inputs
 from electra_fast.finetuning.losses import NO_TARGET, losses
-from electra_fast.initialization import glorot_uniform_
-from electra_fast.model import Embeddings, Encoder
-from electra_fast.ops import Dropout
+from electra_fast.model.compute import ComputeConfig
+from electra_fast.model.initialization import glorot_uniform_
+from electra_fast.model.model import Embeddings, Encoder
+from electra_fast.ops.operations import Dropout
 
 # Call indices of the head's dropout, past those of any encoder.
 _HEAD_CALL = 1 << 14

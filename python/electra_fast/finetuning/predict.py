@@ -18,11 +18,11 @@ from typing import Any, TextIO, cast
 import numpy as np
 import torch
 
-from electra_fast.atomic_files import remove
-from electra_fast.compute import Precision, choose_device
-from electra_fast.config import AUTO
+from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError, Interrupted
+from electra_fast.files.atomic_files import remove
+from electra_fast.files.json_files import json_text
 from electra_fast.finetuning.answers import Answer
 from electra_fast.finetuning.config import FinetuneConfig
 from electra_fast.finetuning.delimited import Dialect
@@ -33,8 +33,8 @@ from electra_fast.finetuning.prediction_input import ExampleReader, Examples, So
 from electra_fast.finetuning.tables import Quoting, Row
 from electra_fast.finetuning.task import Kind, Split, Task
 from electra_fast.huggingface.finetuned import SETTINGS_KEY, Finetuned, read_finetuned
-from electra_fast.json_files import json_text
 from electra_fast.messages import say
+from electra_fast.model.compute import Precision, choose_device
 
 # Examples that are read, sorted by length and predicted together.
 _CHUNK = 4096

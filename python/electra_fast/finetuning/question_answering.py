@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from electra_fast.atomic_files import replace_file
-from electra_fast.compute import ComputeConfig
-from electra_fast.config import ModelConfig
+from electra_fast.config.config import ModelConfig
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import Diverged, InputError
+from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.answer_scores import score_unit, squad_scores
 from electra_fast.finetuning.answer_search import FoundAnswer, SpanScores, search
 from electra_fast.finetuning.answers import Answer, rounded
@@ -29,6 +28,7 @@ from electra_fast.finetuning.span_model import JointReader, TwoLogitReader
 from electra_fast.finetuning.tables import Quoting, Row, abbreviated, place, text_of
 from electra_fast.finetuning.task import Split, Task
 from electra_fast.finetuning.training_set import TrainingSet
+from electra_fast.model.compute import ComputeConfig
 
 SETTINGS = ("doc_stride", "max_query_length", "max_answer_length", "n_best_size", "beam_size")
 

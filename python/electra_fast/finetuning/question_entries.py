@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast.errors import InputError
+from electra_fast.files.json_files import parse_json
 from electra_fast.finetuning.answer_places import Annotation
 from electra_fast.finetuning.bad_rows import BadRows
 from electra_fast.finetuning.tables import (
@@ -28,7 +29,6 @@ from electra_fast.finetuning.tables import (
     place,
     there_are,
 )
-from electra_fast.json_files import parse_json
 
 # Names of fields and columns, of which the first counts: SQuAD's, and those of CMRC 2018, MRQA and others.
 QUESTION_COLUMNS = ("question", "query_text")

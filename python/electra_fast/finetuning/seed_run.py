@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from electra_fast import checkpoint_folder
-from electra_fast.atomic_files import recover_all, remove, replace_file, replace_folder
 from electra_fast.checkpoint import read_tensors, write_tensors
 from electra_fast.errors import Diverged, Interrupted
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.atomic_files import recover_all, remove, replace_file, replace_folder
+from electra_fast.files.json_files import JsonLines, json_text, record_of
 from electra_fast.finetuning import batches
 from electra_fast.finetuning.card import write_model_card
 from electra_fast.finetuning.job import Job, named_scores
@@ -29,7 +30,6 @@ from electra_fast.finetuning.task import Split
 from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.interruption import StopRequest
-from electra_fast.json_files import JsonLines, json_text, record_of
 from electra_fast.progress import FinetuningProgress
 from electra_fast.training.optim import lr_scale
 

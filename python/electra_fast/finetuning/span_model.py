@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from electra_fast import ops
-from electra_fast.compute import ComputeConfig
-from electra_fast.config import ModelConfig
+from electra_fast.config.config import ModelConfig
 from electra_fast.finetuning.heads import head_class
 from electra_fast.finetuning.inputs import Inputs
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.huggingface.finetuned import JOINT_WIDTH
-from electra_fast.layers import Linear
-from electra_fast.linear import linear
+from electra_fast.model.compute import ComputeConfig
+from electra_fast.model.layers import Linear
+from electra_fast.ops import operations as ops
+from electra_fast.ops.linear import linear
 
 # Added to the logits of tokens that cannot be an answer, as in the published code, and the logit of no token at all.
 _DISALLOWED, _NOTHING = -1000.0, -10_000.0

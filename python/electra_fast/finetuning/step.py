@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from electra_fast.compute import ComputeConfig, RngKey, capture, seed_generator
-from electra_fast.config import ModelConfig
+from electra_fast.config.config import ModelConfig
 from electra_fast.data.loader import to_device
 from electra_fast.finetuning.config import FinetuneConfig
 from electra_fast.finetuning.inputs import Inputs
@@ -20,7 +19,8 @@ from electra_fast.finetuning.methods import METHODS
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.optimization import lr_factors
 from electra_fast.finetuning.training_set import StepBatch, TrainingBatch
-from electra_fast.linear import WeightCasts
+from electra_fast.model.compute import ComputeConfig, RngKey, capture, seed_generator
+from electra_fast.ops.linear import WeightCasts
 from electra_fast.training.allocator import keep_freed_memory
 from electra_fast.training.backward import GradientComputation, Work
 from electra_fast.training.optim import Optimizer

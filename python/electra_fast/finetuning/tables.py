@@ -19,6 +19,7 @@ import pyarrow
 import pyarrow.parquet
 
 from electra_fast.errors import InputError
+from electra_fast.files.json_files import parse_json
 from electra_fast.finetuning.bad_rows import BadRows
 from electra_fast.finetuning.delimited import (
     DELIMITERS,
@@ -31,7 +32,6 @@ from electra_fast.finetuning.delimited import (
     without_blank_end,
 )
 from electra_fast.finetuning.text_files import STANDARD_INPUT, TextFile
-from electra_fast.json_files import parse_json
 
 Row = dict[str, Any]
 

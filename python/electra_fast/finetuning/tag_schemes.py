@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from electra_fast.config_file import did_you_mean
+from electra_fast.config.file import did_you_mean
 from electra_fast.errors import InputError
 
 Entity = tuple[int, int, str]

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow.parquet
 
 from electra_fast.errors import InputError
+from electra_fast.files.json_files import parse_json
 from electra_fast.finetuning.annotations import flat_row, rejected_note, rejected_rows
 from electra_fast.finetuning.bad_rows import BadRows
 from electra_fast.finetuning.tables import (
@@ -41,7 +42,6 @@ from electra_fast.finetuning.tag_spans import (
     read_spans,
     tags_of_spans,
 )
-from electra_fast.json_files import parse_json
 
 WORD_COLUMNS, TAG_COLUMNS = ("tokens", "words"), ("tags", "ner_tags", "labels", "pos_tags")
 TEXT_COLUMNS, SPAN_COLUMNS = ("text", "sentence"), ("spans", "entities", "labels", "label", "ents", "annotations")

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_fast.compute import ComputeConfig
-from electra_fast.config import ModelConfig
+from electra_fast.config.config import ModelConfig
 from electra_fast.data.corpus import Pieces, Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning.answers import Answer, tag_answer
@@ -34,6 +33,7 @@ from electra_fast.finetuning.tag_scores import tag_scores
 from electra_fast.finetuning.tag_sentences import TEXT_COLUMNS, WORD_COLUMNS, places_of, words_of_text
 from electra_fast.finetuning.task import Split, Task
 from electra_fast.finetuning.training_set import TrainingSet
+from electra_fast.model.compute import ComputeConfig
 
 Ints = NDArray[Any]
 # What a line of text hardly has, and one with a word and its tag, or a comment before those, does.

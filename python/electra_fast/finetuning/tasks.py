@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from electra_fast.config_file import did_you_mean
+from electra_fast.config.file import did_you_mean
 from electra_fast.errors import InputError
 from electra_fast.finetuning import glue, own_data, question_files, tag_files
 from electra_fast.finetuning.delimited import Dialect

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from electra_fast.config import Config
+from electra_fast.config.config import Config
 from electra_fast.errors import InputError
 from electra_fast.huggingface.config import CLASSES, role_shape
 from electra_fast.messages import printable

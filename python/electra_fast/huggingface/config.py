@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from electra_fast.config import NORM_EPS, Architecture, Config, ModelConfig
-from electra_fast.config_file import Scalar
-from electra_fast.config_section import integers_as_floats
+from electra_fast.config.config import NORM_EPS, Architecture, Config, ModelConfig
+from electra_fast.config.file import Scalar
+from electra_fast.config.presets import SIZES
+from electra_fast.config.section import integers_as_floats
 from electra_fast.errors import InputError
+from electra_fast.files.json_files import read_object
 from electra_fast.huggingface import weights
-from electra_fast.json_files import read_object
-from electra_fast.objectives import objective_of
-from electra_fast.presets import SIZES
+from electra_fast.model.networks import networks_of
 
 OWN_KEY = "electra_fast"
 """Our key in config.json: the run's whole configuration, for `import`."""
@@ -138,7 +138,7 @@ def _modern_extras(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[s
 
 def role_shape(config: Config, role: str) -> ModelConfig:
     """The shape of a role's encoder."""
-    return objective_of(config).networks()[role].shape
+    return networks_of(config)[role].shape
 
 
 def read_table(folder: Path) -> dict[str, Any]:

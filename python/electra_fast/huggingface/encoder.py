@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from electra_fast import checkpoint
-from electra_fast.config import AUTO, ModelConfig
+from electra_fast.config.config import AUTO, ModelConfig
 from electra_fast.errors import InputError
 from electra_fast.huggingface import weights
 from electra_fast.huggingface.config import (
@@ -27,8 +27,8 @@ from electra_fast.huggingface.config import (
 )
 from electra_fast.huggingface.folder import read_weights
 from electra_fast.huggingface.source import checkpoint_of, folders_of, is_folder, origin, tokenizer_folder
-from electra_fast.model import Embeddings, Encoder
-from electra_fast.objectives.objective import PARTS
+from electra_fast.model.model import Embeddings, Encoder
+from electra_fast.model.networks import PARTS
 
 Sizes = Mapping[str, torch.Size]
 

@@ -9,10 +9,10 @@ import torch
 from safetensors import SafetensorError
 
 from electra_fast import checkpoint
-from electra_fast.atomic_files import foreign_names, replace_folder
-from electra_fast.checkpoint_folder import TrainState
-from electra_fast.config import AUTO, HARDWARE_KEYS
+from electra_fast.config.config import AUTO, HARDWARE_KEYS
 from electra_fast.errors import InputError
+from electra_fast.files.atomic_files import foreign_names, replace_folder
+from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.huggingface.card import Origin, metadata, model_card
 from electra_fast.huggingface.config import OWN_KEY
 from electra_fast.huggingface.folder import read_models, write_model
@@ -20,9 +20,8 @@ from electra_fast.huggingface.source import checkpoint_of, folders_of, origin, t
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.huggingface.weights import num_parameters
 from electra_fast.messages import say
-from electra_fast.model import Electra
-from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import PARTS
+from electra_fast.model.model import Electra
+from electra_fast.model.networks import PARTS, networks_of
 
 
 def load(path: str | Path) -> Electra:
@@ -134,7 +133,7 @@ def _check_finished(source: Path, source_origin: Origin) -> None:
 
 
 def _check_whole(source: Path, model: Electra, needs: str) -> None:
-    missing = objective_of(model.config).networks().keys() - model.networks.keys()
+    missing = networks_of(model.config).keys() - model.networks.keys()
     if missing:
         present = " and ".join(model.networks)
         raise InputError(f"{source}: the {present} alone; {needs} the {' and '.join(sorted(missing))} beside it")

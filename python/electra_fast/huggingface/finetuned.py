@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from electra_fast.checkpoint import write_tensors
-from electra_fast.config import ModelConfig
+from electra_fast.config.config import ModelConfig
 from electra_fast.errors import InputError
+from electra_fast.files.json_files import write_object
 from electra_fast.huggingface import weights
 from electra_fast.huggingface.config import MODEL_TYPES, describe_encoder, read_encoder_shape, read_table
 from electra_fast.huggingface.encoder import read_state
 from electra_fast.huggingface.weights import State
-from electra_fast.json_files import write_object
 
 HEAD_KEY = "electra_fast_head"
 """Our key in config.json, for a head without a class in `transformers`: "google"."""

@@ -18,9 +18,11 @@ import torch
 from safetensors.torch import load_file
 
 from electra_fast.checkpoint import require_finite, write_tensors
-from electra_fast.config import Config, ModelConfig
-from electra_fast.config_file import Scalar
+from electra_fast.config.config import Config, ModelConfig
+from electra_fast.config.file import Scalar
+from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.errors import InputError
+from electra_fast.files.json_files import read_object, write_object
 from electra_fast.huggingface import weights
 from electra_fast.huggingface.config import (
     OWN_KEY,
@@ -35,11 +37,9 @@ from electra_fast.huggingface.config import (
     role_shape,
 )
 from electra_fast.huggingface.weights import INPUT_TABLE, OUTPUT_TABLE, State
-from electra_fast.json_files import read_object, write_object
 from electra_fast.messages import say
-from electra_fast.model import Electra
-from electra_fast.objectives import OBJECTIVES
-from electra_fast.objectives.objective import PARTS
+from electra_fast.model.model import Electra
+from electra_fast.model.networks import PARTS
 
 # What the result and its generator have in common.
 _AGREEING = (
@@ -281,7 +281,8 @@ def _joint_config(folders: Mapping[str, _Folder], tying: str | None) -> Config:
     own = own_config(main.config_file, main.table)
     base = own or preset_of_size(shape)
     # The configuration's objective, unless it trains other networks than the folders have.
-    objective = next(name for name in (base.objective.name, *OBJECTIVES) if OBJECTIVES[name].roles[-1] == main.role)
+    names = (base.objective.name, *OBJECTIVE_SPECS)
+    objective = next(name for name in names if OBJECTIVE_SPECS[name].roles[-1] == main.role)
     base = base if objective == base.objective.name else base.with_objective(objective)
     generator: dict[str, Scalar] = {}
     if "generator" in folders or own is None:

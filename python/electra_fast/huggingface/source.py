@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from electra_fast import checkpoint_folder
-from electra_fast.config import Config
+from electra_fast.config.config import Config
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.json_files import parse_json, read_object
 from electra_fast.huggingface.card import Origin
 from electra_fast.huggingface.config import CLASSES, HEADLESS, named_classes, token_type_1_trained
 from electra_fast.huggingface.tokenizer import run_tokenizer
-from electra_fast.json_files import parse_json, read_object
-from electra_fast.objectives.objective import PARTS
+from electra_fast.model.networks import PARTS
 
 
 def checkpoint_of(source: Path) -> Path | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.errors import InputError
-from electra_fast.json_files import read_object, write_object
+from electra_fast.files.json_files import read_object, write_object
 
 INPUT_NAMES = {
     "bert": ["input_ids", "token_type_ids", "attention_mask"],

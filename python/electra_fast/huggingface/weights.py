@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from electra_fast.config import ModelConfig
+from electra_fast.config.config import ModelConfig
 from electra_fast.errors import InputError
-from electra_fast.objectives.objective import PARTS
+from electra_fast.model.networks import PARTS
 
 State = dict[str, Tensor]
 Pair = tuple[str, tuple[str, ...]]

@@ -1,13 +1,11 @@
-"""What a model is trained to do: one frozen class per objective, and the table that names them.
+"""The objectives: one frozen class per objective, and the table that names them.
 
-`objective` has the contract; `generator`, `losses` and `contrastive` have the pieces that objectives share. A
-configuration asks its objective without torch being loaded, so objectives import torch only where they compute.
+`objective` has the contract; `generator`, `losses` and `contrastive` have the pieces that objectives share.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from electra_fast.config.config import Config
 from electra_fast.objectives.adversarial import AdversarialObjective
 from electra_fast.objectives.all_tokens_mlm import AllTokensMLMObjective
 from electra_fast.objectives.electra import ElectraObjective
@@ -16,9 +14,6 @@ from electra_fast.objectives.mlm import MaskedLMObjective
 from electra_fast.objectives.objective import Objective
 from electra_fast.objectives.replace_mlm import ReplaceMLMObjective
 from electra_fast.objectives.two_stage import TwoStageObjective
-
-if TYPE_CHECKING:
-    from electra_fast.config import Config
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "electra": ElectraObjective,
@@ -32,5 +27,5 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def objective_of(config: Config) -> Objective:
-    """The objective that `objective.name` names."""
+    """Returns the objective that `objective.name` names."""
     return OBJECTIVES[config.objective.name](config)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+import torch
+import torch.nn.functional as F
+
+from electra_fast.model.model import Electra
+from electra_fast.objectives import losses
 from electra_fast.objectives.electra import ElectraObjective
-from electra_fast.objectives.objective import DISTINCT, Head, Network, Number, Output, Predictions, ratio
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from electra_fast.compute import ComputeConfig, RngKey
-    from electra_fast.model import Electra
+from electra_fast.objectives.objective import MicroBatch, Number, Output, Predictions, ratio
+from electra_fast.ops import operations as ops
 
 
 @dataclass(frozen=True)
@@ -26,48 +26,21 @@ class AdversarialObjective(ElectraObjective):
     cross-entropy, and passes nothing on to h, so that the generator has the policy's gradient only.
     """
 
+    name = "adversarial"
     metric_totals: ClassVar[tuple[str, ...]] = (
         *ElectraObjective.metric_totals,
         "policy_loss",
         "baseline_loss",
         "reward",
     )
-    needs = {
-        "data.masking": DISTINCT,
-        "generator.kind": ("model",),
-        "objective.temperature": (1.0,),
-        "objective.disallow_correct": (False,),
-    }
 
-    def generator(self) -> dict[str, Network]:
-        """A generator as `electra` has it, with a baseline; its head runs for the samples and for their likelihood."""
-        mask_prob = self.config.data.mask_prob
-        heads = {
-            "generator_head": Head("masked_lm", mask_prob, num_forward=2),
-            "baseline_head": Head("logit", mask_prob),
-        }
-        return {role: replace(network, heads=heads) for role, network in super().generator().items()}
-
-    def forward(
-        self,
-        model: Electra,
-        batch: Mapping[str, Tensor],
-        compute: ComputeConfig,
-        rng_key: RngKey,
-        denominators: Mapping[str, Tensor],
-    ) -> Output:
+    def forward(self, model: Electra, batch: MicroBatch) -> Output:
         """Generator → sample → discriminator → reward → likelihood of the sample → loss."""
-        import torch
-        import torch.nn.functional as F
-
-        from electra_fast import ops
-        from electra_fast.objectives import losses
-
-        inputs, weights = losses.read_inputs(model, batch, compute, rng_key), self.config.objective
+        inputs, weights = losses.read_inputs(model, batch), self.config.objective
         slots, head, table_VE = inputs.slots, model.generator_head, model.generator_embeddings.token
         hidden_MD = slots.of_states(model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context))
         with torch.no_grad():
-            generated = losses.predict(model.config, head, table_VE, hidden_MD, slots, rng_key)
+            generated = losses.predict(model.config, head, table_VE, hidden_MD, slots, batch.rng_key)
         corrupted_T, replaced_T = losses.corrupt(inputs, generated.drawn_M)
         logits_T = model.discriminator_head(model.hidden("discriminator", corrupted_T, *inputs.context))
         discriminator_loss, discriminator_totals = losses.rtd_loss(logits_T, replaced_T, inputs.valid_T)
@@ -81,8 +54,8 @@ class AdversarialObjective(ElectraObjective):
         cross_entropy_M = F.binary_cross_entropy_with_logits(baseline_M, torch.exp(-reward_M), reduction="none")
         baseline_loss = (cross_entropy_M * slots.weight_M).sum()
 
-        loss = losses.divide(weights.gen_weight * policy_loss + baseline_loss, denominators, "masked_weight")
-        loss = loss + losses.divide(weights.disc_weight * discriminator_loss, denominators, "tokens")
+        loss = batch.mean(weights.gen_weight * policy_loss + baseline_loss, "masked_weight")
+        loss = loss + batch.mean(weights.disc_weight * discriminator_loss, "tokens")
         totals = generated.totals(slots, "generator") | discriminator_totals
         totals |= {
             "policy_loss": policy_loss.detach(),

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+import torch
+import torch.nn.functional as F
+
+from electra_fast.model.model import Electra
+from electra_fast.objectives import losses
 from electra_fast.objectives.generator import detection_metrics
-from electra_fast.objectives.objective import Head, Network, Number, Output, Predictions
+from electra_fast.objectives.objective import MicroBatch, Number, Output, Predictions
 from electra_fast.objectives.replace_mlm import ReplaceMLMObjective
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from electra_fast.compute import ComputeConfig, RngKey
-    from electra_fast.model import Electra
+from electra_fast.ops.vocabulary_nll import vocabulary_nll
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,12 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
     precision, recall and AUC are reported as a discriminator's.
     """
 
+    name = "all-tokens-mlm"
     metric_totals: ClassVar[tuple[str, ...]] = (
         *ReplaceMLMObjective.metric_totals,
         *("discriminator_correct", "true_positives", "predicted_positives"),
     )
     encoder_denominator = "tokens"
-
-    def networks(self) -> dict[str, Network]:
-        """A generator as `electra` has it, and the model as encoder, with a head that copies."""
-        heads = {"encoder_head": Head("masked_lm"), "copy_head": Head("logit")}
-        return self.generator() | {"encoder": Network(self.config.model, heads)}
 
     def describe(self, role: str) -> tuple[str, str]:
         """By role."""
@@ -42,23 +38,10 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
         copies = " Its logits are those of the softmax; the head that decides whether to copy a token is left out."
         return title, summary + (copies if role == "encoder" else "")
 
-    def forward(
-        self,
-        model: Electra,
-        batch: Mapping[str, Tensor],
-        compute: ComputeConfig,
-        rng_key: RngKey,
-        denominators: Mapping[str, Tensor],
-    ) -> Output:
+    def forward(self, model: Electra, batch: MicroBatch) -> Output:
         """Generator → sample → encoder → loss."""
-        import torch
-        import torch.nn.functional as F
-
-        from electra_fast.objectives import losses
-        from electra_fast.vocabulary_nll import vocabulary_nll
-
-        inputs, weights = losses.read_inputs(model, batch, compute, rng_key), self.config.objective
-        generated = losses.generate(model, inputs, rng_key)
+        inputs, weights = losses.read_inputs(model, batch), self.config.objective
+        generated = losses.generate(model, inputs, batch.rng_key)
         corrupted_T, replaced_T = losses.corrupt(inputs, generated.drawn_M)
         original_T, _ = losses.corrupt(inputs, inputs.slots.target_M)
         hidden_TD = model.hidden("encoder", corrupted_T, *inputs.context)
@@ -69,8 +52,8 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
         either_T = torch.logaddexp(F.logsigmoid(copy_T), by_softmax_T)
         encoder_loss = -(torch.where(replaced_T, by_softmax_T, either_T) * inputs.valid_T).sum()
 
-        loss = losses.divide(self.gen_weight * generated.loss, denominators, "masked_weight")
-        loss = loss + losses.divide(weights.encoder_weight * encoder_loss, denominators, "tokens")
+        loss = batch.mean(self.gen_weight * generated.loss, "masked_weight")
+        loss = loss + batch.mean(weights.encoder_weight * encoder_loss, "tokens")
         _, copy_totals = losses.rtd_loss(-copy_T.detach(), replaced_T, inputs.valid_T)
         del copy_totals["discriminator_loss"]  # of a probability that the softmax completes
         totals = generated.totals(inputs.slots, "generator") | copy_totals

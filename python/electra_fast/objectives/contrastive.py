@@ -5,24 +5,20 @@ Shapes: B rows, L row length, T = B*L flat tokens, M masked slots, D hidden.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from electra_fast import ops
-from electra_fast.objectives.losses import Inputs, Totals, random_words
-
-if TYPE_CHECKING:
-    from electra_fast.compute import RngKey
-    from electra_fast.model import Electra
+from electra_fast.model.compute import RngKey
+from electra_fast.model.model import Electra
+from electra_fast.objectives.losses import NetworkInputs, Totals, random_words
+from electra_fast.ops import operations as ops
 
 WHOLE = 0.2
 """The probability that a segment is left as it was."""
 _STREAM = 4
 
 
-def keep_some_whole(inputs: Inputs, sample_M: Tensor, rng_key: RngKey) -> Tensor:
+def keep_some_whole(inputs: NetworkInputs, sample_M: Tensor, rng_key: RngKey) -> Tensor:
     """The samples, with the original tokens in their place in a fifth of the attention segments; int64 [M].
 
     Which segments depends on seed, step, row within the step and the column of their first token.
@@ -31,7 +27,9 @@ def keep_some_whole(inputs: Inputs, sample_M: Tensor, rng_key: RngKey) -> Tensor
     return torch.where(inputs.slots.of_tokens(is_whole_T), inputs.slots.target_M, sample_M)
 
 
-def sentence_loss(model: Electra, inputs: Inputs, hidden_TD: Tensor, replaced_T: Tensor) -> tuple[Tensor, Totals]:
+def sentence_loss(
+    model: Electra, inputs: NetworkInputs, hidden_TD: Tensor, replaced_T: Tensor
+) -> tuple[Tensor, Totals]:
     """Binary cross-entropy of `sentence_head` summed over all [CLS]; positive = a token of the segment is replaced."""
     first_BL = _first_column(inputs)
     num_rows, length = first_BL.shape
@@ -47,7 +45,7 @@ def sentence_loss(model: Electra, inputs: Inputs, hidden_TD: Tensor, replaced_T:
     }
 
 
-def _first_column(inputs: Inputs) -> Tensor:
+def _first_column(inputs: NetworkInputs) -> Tensor:
     """The column of the [CLS] of each token's segment, since positions count from there; int64 [B, L]."""
     positions_BL = inputs.context[0].view(inputs.masked_ids_BL.shape).long()
     return torch.arange(positions_BL.shape[1], device=positions_BL.device) - positions_BL

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from torch import Tensor
+
+from electra_fast.model.compute import RngKey
+from electra_fast.model.model import Electra
+from electra_fast.model.networks import corrective_weight
+from electra_fast.objectives import contrastive, losses
 from electra_fast.objectives.generator import GeneratorObjective, detection_metrics
-from electra_fast.objectives.objective import Head, Network, Number, Output, Predictions, ratio, report
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from electra_fast.compute import ComputeConfig, RngKey
-    from electra_fast.model import Electra
-    from electra_fast.objectives.losses import Inputs
+from electra_fast.objectives.losses import NetworkInputs
+from electra_fast.objectives.objective import MicroBatch, Number, Output, Predictions, ratio, report
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ElectraObjective(GeneratorObjective):
     [CLS] tells them (`contrastive`).
     """
 
-    roles = ("generator", "discriminator")
+    name = "electra"
     metric_totals: ClassVar[tuple[str, ...]] = (
         "generator_loss",
         "masked_weight",
@@ -48,22 +48,6 @@ class ElectraObjective(GeneratorObjective):
     denominator: ClassVar[str] = "tokens"
     """The total that counts the tokens of the discriminator's loss."""
 
-    @property
-    def corrective_weight(self) -> float:
-        """Weight of the corrective loss, which the variants of `electra` do not have."""
-        objective = self.config.objective
-        return objective.corrective_weight if objective.name == "electra" else 0.0
-
-    def networks(self) -> dict[str, Network]:
-        """A generator that is a fraction of the model, or none for a fixed distribution; the model as discriminator."""
-        config = self.config
-        heads = {"discriminator_head": Head("replaced_token")}
-        if self.corrective_weight:
-            heads["corrective_head"] = Head("masked_lm", config.data.mask_prob)
-        if config.objective.contrastive_weight:
-            heads["sentence_head"] = Head("logit")
-        return self.generator() | {"discriminator": Network(config.model, heads)}
-
     def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weight of the masked slots and the number of tokens; of segments where they have a loss."""
         found = super().loss_denominators(batch)
@@ -71,45 +55,36 @@ class ElectraObjective(GeneratorObjective):
             found["segments"] = ((batch["position_ids"] == 0) & (batch["segment_ids"] > 0)).sum().double()
         return found
 
-    def counted(self, inputs: Inputs, rng_key: RngKey) -> Tensor:
+    def counted(self, inputs: NetworkInputs, rng_key: RngKey) -> Tensor:
         """The tokens of the discriminator's loss, bool [T]: all that are not padding."""
         return inputs.valid_T
 
-    def forward(
-        self,
-        model: Electra,
-        batch: Mapping[str, Tensor],
-        compute: ComputeConfig,
-        rng_key: RngKey,
-        denominators: Mapping[str, Tensor],
-    ) -> Output:
+    def forward(self, model: Electra, batch: MicroBatch) -> Output:
         """Generator → sample → discriminator → loss."""
-        from electra_fast.objectives import contrastive, losses
-
         weights = self.config.objective
-        inputs = losses.read_inputs(model, batch, compute, rng_key)
-        generated = losses.generate(model, inputs, rng_key)
+        inputs = losses.read_inputs(model, batch)
+        generated = losses.generate(model, inputs, batch.rng_key)
         sample_M = generated.drawn_M
         if weights.contrastive_weight:
-            sample_M = contrastive.keep_some_whole(inputs, sample_M, rng_key)
+            sample_M = contrastive.keep_some_whole(inputs, sample_M, batch.rng_key)
         corrupted_T, replaced_T = losses.corrupt(inputs, sample_M)
         hidden_TD = model.hidden("discriminator", corrupted_T, *inputs.context)
         logits_T = model.discriminator_head(hidden_TD)
-        counted_T = self.counted(inputs, rng_key)
+        counted_T = self.counted(inputs, batch.rng_key)
         discriminator_loss, discriminator_totals = losses.rtd_loss(logits_T, replaced_T, counted_T)
 
-        loss = losses.divide(self.gen_weight * generated.loss, denominators, "masked_weight")
-        loss = loss + losses.divide(weights.disc_weight * discriminator_loss, denominators, self.denominator)
+        loss = batch.mean(self.gen_weight * generated.loss, "masked_weight")
+        loss = loss + batch.mean(weights.disc_weight * discriminator_loss, self.denominator)
         totals = generated.totals(inputs.slots, "generator") | discriminator_totals
-        if self.corrective_weight:
+        if corrective_weight(self.config):
             head, table_VE = model.corrective_head, model.embeddings.token
             hidden_MD = inputs.slots.of_states(hidden_TD)
             corrected = losses.predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
-            loss = loss + losses.divide(self.corrective_weight * corrected.loss, denominators, "masked_weight")
+            loss = loss + batch.mean(corrective_weight(self.config) * corrected.loss, "masked_weight")
             totals |= corrected.totals(inputs.slots, "corrective")
         if weights.contrastive_weight:
             sentence_loss, sentence_totals = contrastive.sentence_loss(model, inputs, hidden_TD, replaced_T)
-            loss = loss + losses.divide(weights.contrastive_weight * sentence_loss, denominators, "segments")
+            loss = loss + batch.mean(weights.contrastive_weight * sentence_loss, "segments")
             totals |= sentence_totals
         if self.denominator != "tokens":
             totals["tokens"] = inputs.valid_T.sum()
@@ -128,9 +103,9 @@ class ElectraObjective(GeneratorObjective):
             "discriminator_loss": discriminator_loss,
             **detection_metrics(totals, self.denominator),
         }
-        if self.corrective_weight:
+        if corrective_weight(self.config):
             corrective_loss = ratio(totals, "corrective_loss", "masked_weight")
-            loss += self.corrective_weight * corrective_loss
+            loss += corrective_weight(self.config) * corrective_loss
             found["corrective_loss"] = corrective_loss
             found["corrective_accuracy"] = ratio(totals, "corrective_correct", "masked_weight")
         if weights.contrastive_weight:

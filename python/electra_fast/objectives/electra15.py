@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from electra_fast.model.compute import RngKey
 from electra_fast.objectives.electra import ElectraObjective
-from electra_fast.objectives.objective import DISTINCT
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from electra_fast.compute import RngKey
-    from electra_fast.objectives.losses import Inputs
+from electra_fast.objectives.losses import NetworkInputs, random_words
 
 _STREAM = 3
 
@@ -25,15 +22,11 @@ class Electra15Objective(ElectraObjective):
     others they would all be originals.)
     """
 
-    needs = {"data.masking": DISTINCT}
+    name = "electra15"
     denominator = "masked_weight"
 
-    def counted(self, inputs: Inputs, rng_key: RngKey) -> Tensor:
+    def counted(self, inputs: NetworkInputs, rng_key: RngKey) -> Tensor:
         """The tokens of the discriminator's loss, bool [T]."""
-        import torch
-
-        from electra_fast.objectives.losses import random_words
-
         ids_BL, slots = inputs.masked_ids_BL, inputs.slots
         masked_T = torch.zeros(ids_BL.numel() + 1, dtype=torch.bool, device=ids_BL.device)
         masked_T = masked_T.scatter(0, slots.position_M, slots.weight_M > 0)[:-1]

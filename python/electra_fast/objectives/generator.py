@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from electra_fast.errors import InputError
-from electra_fast.objectives.objective import Head, Network, Number, Objective, ratio
+from electra_fast.objectives.objective import Number, Objective, ratio
 
 
 @dataclass(frozen=True)
@@ -17,20 +16,6 @@ class GeneratorObjective(Objective):
     def gen_weight(self) -> float:
         """Weight of the generator's loss."""
         return self.config.objective.gen_weight
-
-    def generator(self) -> dict[str, Network]:
-        """The generator's part of `networks`: a fraction of the model, or nothing for a fixed distribution."""
-        config = self.config
-        if config.generator.kind != "model":
-            return {}
-        shape, model = config.generator_shape(), config.model
-        same = (shape.hidden_size, shape.num_layers) == (model.hidden_size, model.num_layers)
-        if model.tying == "all" and not same:
-            raise InputError(
-                'model.tying = "all" needs a generator of the same size: set generator.fraction = 1.0 '
-                "and generator.num_layers = 0"
-            )
-        return {"generator": Network(shape, {"generator_head": Head("masked_lm", config.data.mask_prob)})}
 
     def generator_metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
         """Loss in nats per masked token, and accuracy; None for a fixed distribution."""

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from electra_fast import ops
-from electra_fast.attention import AttentionMask, reads_offsets
-from electra_fast.sampling import philox
-
-if TYPE_CHECKING:
-    from electra_fast.compute import ComputeConfig, RngKey
-    from electra_fast.config import Config
-    from electra_fast.heads import MaskedLMHead
-    from electra_fast.model import Electra
+from electra_fast.config.config import Config
+from electra_fast.model.attention import AttentionMask, reads_offsets
+from electra_fast.model.compute import RngKey
+from electra_fast.model.heads import MaskedLMHead
+from electra_fast.model.model import Electra
+from electra_fast.objectives.objective import MicroBatch
+from electra_fast.ops import operations as ops
+from electra_fast.ops.sampling import philox
 
 Totals = dict[str, Tensor]
 
@@ -53,7 +51,7 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class NetworkInputs:
     """A micro-batch as the networks read it: the masked ids, what stands beside them, and the masked slots.
 
     `context` is what `Electra.hidden` takes after the ids. `sampled_M` are samples that come with the batch, int64.
@@ -66,24 +64,25 @@ class Inputs:
     sampled_M: Tensor | None = None
 
 
-def read_inputs(model: Electra, batch: Mapping[str, Tensor], compute: ComputeConfig, rng_key: RngKey) -> Inputs:
+def read_inputs(model: Electra, batch: MicroBatch) -> NetworkInputs:
     """The inputs of a packed micro-batch.
 
     An entry `sampled_ids` (int64, as `masked_ids`) has samples that take the place of the generator's own.
     """
+    tensors = batch.tensors
     # Compiled code must not depend on the number of offsets, which grows with the batches, where nothing reads them.
-    cu_seqlens = batch["cu_seqlens"] if reads_offsets(compute.attention) else None
+    cu_seqlens = tensors["cu_seqlens"] if reads_offsets(batch.compute.attention) else None
     shape = model.config.model
-    mask = AttentionMask.packed(batch["segment_ids"], cu_seqlens, compute.attention, shape.local_attention)
+    mask = AttentionMask.packed(tensors["segment_ids"], cu_seqlens, batch.compute.attention, shape.local_attention)
     has_dropout = model.training and (shape.dropout or shape.attention_dropout)
-    dropout_key = rng_key.dropout_key(mask.length) if has_dropout else None
-    positions_T, types_T = batch["position_ids"].flatten(), batch["token_type_ids"].flatten()
-    return Inputs(
-        masked_ids_BL=batch["input_ids"],
-        valid_T=batch["segment_ids"].flatten() > 0,
-        slots=_slots(batch, rng_key.first_row),
-        context=(positions_T, types_T, mask, compute.dtype, dropout_key),
-        sampled_M=batch["sampled_ids"].flatten() if "sampled_ids" in batch else None,
+    dropout_key = batch.rng_key.dropout_key(mask.length) if has_dropout else None
+    positions_T, types_T = tensors["position_ids"].flatten(), tensors["token_type_ids"].flatten()
+    return NetworkInputs(
+        masked_ids_BL=tensors["input_ids"],
+        valid_T=tensors["segment_ids"].flatten() > 0,
+        slots=_slots(tensors, batch.rng_key.first_row),
+        context=(positions_T, types_T, mask, batch.compute.dtype, dropout_key),
+        sampled_M=tensors["sampled_ids"].flatten() if "sampled_ids" in tensors else None,
     )
 
 
@@ -99,19 +98,6 @@ def _slots(batch: Mapping[str, Tensor], first_row: int | Tensor) -> Slots:
         target_M=batch["masked_ids"].flatten().long(),
         weight_M=weight_M,
     )
-
-
-def loss_denominators(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weight of the masked slots and number of the tokens of a batch, fp64."""
-    return {
-        "masked_weight": batch["masked_weights"].sum(dtype=torch.float64),
-        "tokens": (batch["segment_ids"] > 0).sum().double(),
-    }
-
-
-def divide(loss: Tensor, denominators: Mapping[str, Tensor], name: str) -> Tensor:
-    """A sum of losses by one of the step's denominators, in fp32; a step without such tokens divides by 1."""
-    return loss / denominators[name].clamp(min=1).float()
 
 
 @dataclass(frozen=True)
@@ -137,7 +123,7 @@ class Generated:
         }
 
 
-def generate(model: Electra, inputs: Inputs, rng_key: RngKey | None) -> Generated:
+def generate(model: Electra, inputs: NetworkInputs, rng_key: RngKey | None) -> Generated:
     """Runs the generator over the masked text; without a key nothing is sampled.
 
     A generator that is a fixed distribution has samples only, and a loss of 0; so has a model without a generator
@@ -180,7 +166,7 @@ def predict(
     )
 
 
-def corrupt(inputs: Inputs, sample_M: Tensor) -> tuple[Tensor, Tensor]:
+def corrupt(inputs: NetworkInputs, sample_M: Tensor) -> tuple[Tensor, Tensor]:
     """The text with the samples in place of the masks, and which of its tokens differ from the original; [T] each."""
     slots = inputs.slots
     return ops.corrupt(inputs.masked_ids_BL, slots.position_M, slots.target_M, sample_M)

@@ -1,33 +1,25 @@
-"""The contract of an objective: all that the model, the training step, reports and exports ask it.
+"""The contract of an objective: all that the training step, reports and exports ask it.
 
-A new objective is a subclass in a file of its own and an entry in `OBJECTIVES`.
+A new objective is a subclass in a file of its own, an entry in `OBJECTIVES` and `config.objectives`, and its networks
+in `model.networks`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from electra_fast.config_file import Scalar, format_value
-from electra_fast.errors import InputError
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from electra_fast.compute import ComputeConfig, RngKey
-    from electra_fast.config import Config, ModelConfig
-    from electra_fast.model import Electra
+from electra_fast.config.config import Config
+from electra_fast.model.compute import ComputeConfig, RngKey
+from electra_fast.model.model import Electra
+from electra_fast.model.networks import Network, networks_of
 
 Number = float | int | None
-
-PARTS = {
-    "discriminator": ("embeddings", "discriminator", "discriminator_head"),
-    "encoder": ("embeddings", "encoder", "encoder_head"),
-    "generator": ("generator_embeddings", "generator", "generator_head"),
-}
-"""Submodules of `Electra` by role: embeddings, encoder, head. The result of an objective comes before its generator."""
 
 METRICS = (
     "loss",
@@ -41,49 +33,27 @@ METRICS = (
 )
 """What every objective reports, None where it has no such thing; an objective may report more."""
 
-Needs = Mapping[str, tuple[Scalar, ...]]
-"""Values that are allowed, by configuration key; the first is the usual one."""
-
-DISTINCT = ("paper", "bert", "whole-word", "span")
-"""The values of `data.masking` that draw no position twice."""
-_WHY_DISTINCT = "google draws some positions twice and averages their samples, which then have no probability"
-
-OPTION_NEEDS: dict[str, tuple[Scalar, Needs]] = {
-    "objective.contrastive_weight": (0.0, {"data.masking": DISTINCT, "objective.name": ("electra",)}),
-    "objective.disc_positions": ("masked", {"objective.name": ("electra15",)}),
-    "generator.kind": ("model", {"objective.temperature": (1.0,), "objective.disallow_correct": (False,)}),
-}
-"""What an option needs wherever it has another value than this."""
-
 
 @dataclass(frozen=True)
-class Head:
-    """A head on an encoder.
+class MicroBatch:
+    """A micro-batch, and what its loss depends on besides the model.
 
     Args:
-        kind: A name in `heads.HEADS`.
-        token_fraction: Fraction of the tokens that it computes for, which is what it costs.
-        num_forward: How many forward passes it makes in a step.
+        tensors: Tensors of `data.loader.to_torch`.
+        compute: Attention backend and activation dtype.
+        rng_key: Key of the generator's samples and, on CUDA, of dropout.
+        denominators: `Objective.loss_denominators` summed over all micro-batches of the step, so that their losses add
+            up to the loss of the undivided batch. Only losses read them.
     """
 
-    kind: str
-    token_fraction: float = 1.0
-    num_forward: int = 1
+    tensors: Mapping[str, Tensor]
+    compute: ComputeConfig
+    rng_key: RngKey
+    denominators: Mapping[str, Tensor] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class Network:
-    """An encoder of an objective, and its heads.
-
-    Args:
-        shape: Sizes of the encoder, and of its embeddings unless they are shared.
-        heads: By the attribute of `Electra` that holds each. One that is called by its role is exported with it.
-        is_trained: Whether it computes gradients, or runs forward only.
-    """
-
-    shape: ModelConfig
-    heads: dict[str, Head]
-    is_trained: bool = True
+    def mean(self, loss_sum: Tensor, denominator: str) -> Tensor:
+        """A sum of losses over one of the denominators, in fp32; a step without such tokens divides by 1."""
+        return loss_sum / self.denominators[denominator].clamp(min=1).float()
 
 
 @dataclass(frozen=True)
@@ -103,6 +73,10 @@ class Output:
     loss: Tensor
     totals: dict[str, Tensor]
     predictions: Predictions | None = None
+
+
+Forward = Callable[[Electra, MicroBatch], Output]
+"""The type of `Objective.forward`."""
 
 
 @dataclass(frozen=True)
@@ -130,46 +104,34 @@ class Objective(ABC):
 
     config: Config
 
-    roles: ClassVar[tuple[str, ...]]
-    """The networks that it trains, in the order in which they are built, the result last; each can be exported."""
+    name: ClassVar[str]
+    """Its key in `config.objectives.OBJECTIVE_SPECS`."""
     metric_totals: ClassVar[tuple[str, ...]]
     """Names of the totals that `forward` may return."""
-    needs: ClassVar[Needs] = {}
-    """What it can be trained with, where that is not everything."""
     lowered_losses: ClassVar[tuple[str, ...]] = ("generator_loss", "encoder_loss", "discriminator_loss")
     """Metrics, where an objective has them, that do not all rise for long while training goes well."""
 
-    @abstractmethod
     def networks(self) -> dict[str, Network]:
-        """The networks by role; ValueError where the configuration does not describe them."""
+        """The networks by role."""
+        return networks_of(self.config, self.name)
 
     def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the losses of a batch are divided by: fp64 scalars, to be added up over the micro-batches of a step.
 
         Unless an objective says otherwise, the weight of the masked slots and the number of tokens.
         """
-        from electra_fast.objectives import losses
-
-        return losses.loss_denominators(batch)
+        return {
+            "masked_weight": batch["masked_weights"].sum(dtype=torch.float64),
+            "tokens": (batch["segment_ids"] > 0).sum().double(),
+        }
 
     @abstractmethod
-    def forward(
-        self,
-        model: Electra,
-        batch: Mapping[str, Tensor],
-        compute: ComputeConfig,
-        rng_key: RngKey,
-        denominators: Mapping[str, Tensor],
-    ) -> Output:
-        """The loss and the metric totals of one micro-batch, without synchronizing with the host.
+    def forward(self, model: Electra, batch: MicroBatch) -> Output:
+        """Computes the loss and the metric totals of one micro-batch, without synchronizing with the host.
 
         Args:
-            model: The networks; its training mode decides about dropout.
-            batch: Tensors of `data.loader.to_torch`.
-            compute: Attention backend and activation dtype.
-            rng_key: Key of the generator's samples and, on CUDA, of dropout.
-            denominators: `loss_denominators` summed over all micro-batches of the step, so that their losses add
-                up to the loss of the undivided batch.
+            model: The networks. Dropout is applied in training mode.
+            batch: On the model's device.
         """
 
     @abstractmethod
@@ -183,25 +145,6 @@ class Objective(ABC):
     @abstractmethod
     def describe(self, role: str) -> tuple[str, str]:
         """Title and first sentence of the model card of an exported network."""
-
-    def check(self) -> None:
-        """Raises ValueError where the configuration does not suit the objective."""
-        self._require(f"objective.name = {format_value(self.config.objective.name)}", self.needs)
-        for key, (off, needs) in OPTION_NEEDS.items():
-            if self.config.value(key) != off:
-                self._require(f"{key} = {format_value(self.config.value(key))}", needs)
-        self.networks()
-
-    def _require(self, what: str, needs: Needs) -> None:
-        found = {key: (allowed, self.config.value(key)) for key, allowed in needs.items()}
-        missing = [
-            f"{key} = {' or '.join(map(format_value, allowed))} (it is {format_value(value)})"
-            for key, (allowed, value) in found.items()
-            if value not in allowed
-        ]
-        if missing:
-            why = f"; {_WHY_DISTINCT}" if missing[0].startswith("data.masking") else ""
-            raise InputError(f"{what} needs {', '.join(missing)}{why}")
 
     def stages(self) -> tuple[Stage, ...]:
         """Its stages, in order; where one ends, the next begins. The last one ends with the run."""

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from electra_fast.model.model import Electra
+from electra_fast.objectives import losses
 from electra_fast.objectives.generator import GeneratorObjective
-from electra_fast.objectives.objective import DISTINCT, Head, Network, Number, Output, ratio, report
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from electra_fast.compute import ComputeConfig, RngKey
-    from electra_fast.model import Electra
+from electra_fast.objectives.objective import MicroBatch, Number, Output, ratio, report
 
 
 @dataclass(frozen=True)
@@ -24,40 +20,25 @@ class ReplaceMLMObjective(GeneratorObjective):
     where the sample is right. No gradient flows to the generator through the samples.
     """
 
-    roles = ("generator", "encoder")
+    name = "replace-mlm"
     metric_totals: ClassVar[tuple[str, ...]] = (
         *("generator_loss", "masked_weight", "generator_correct"),
         *("encoder_loss", "encoder_correct", "replaced", "tokens"),
     )
-    needs = {"data.masking": DISTINCT}
     encoder_denominator: ClassVar[str] = "masked_weight"
     """The total that counts the tokens of the encoder's loss."""
 
-    def networks(self) -> dict[str, Network]:
-        """A generator as `electra` has it, and the model as encoder."""
-        heads = {"encoder_head": Head("masked_lm", self.config.data.mask_prob)}
-        return self.generator() | {"encoder": Network(self.config.model, heads)}
-
-    def forward(
-        self,
-        model: Electra,
-        batch: Mapping[str, Tensor],
-        compute: ComputeConfig,
-        rng_key: RngKey,
-        denominators: Mapping[str, Tensor],
-    ) -> Output:
+    def forward(self, model: Electra, batch: MicroBatch) -> Output:
         """Generator → sample → encoder → loss."""
-        from electra_fast.objectives import losses
-
-        inputs, weights = losses.read_inputs(model, batch, compute, rng_key), self.config.objective
-        generated = losses.generate(model, inputs, rng_key)
+        inputs, weights = losses.read_inputs(model, batch), self.config.objective
+        generated = losses.generate(model, inputs, batch.rng_key)
         corrupted_T, replaced_T = losses.corrupt(inputs, generated.drawn_M)
         hidden_MD = inputs.slots.of_states(model.hidden("encoder", corrupted_T, *inputs.context))
         head, table_VE = model.encoder_head, model.embeddings.token
         predicted = losses.predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
 
-        loss = losses.divide(self.gen_weight * generated.loss, denominators, "masked_weight")
-        loss = loss + losses.divide(weights.encoder_weight * predicted.loss, denominators, "masked_weight")
+        loss = batch.mean(self.gen_weight * generated.loss, "masked_weight")
+        loss = loss + batch.mean(weights.encoder_weight * predicted.loss, "masked_weight")
         totals = generated.totals(inputs.slots, "generator") | predicted.totals(inputs.slots, "encoder")
         return Output(loss, totals | {"replaced": replaced_T.sum(), "tokens": inputs.valid_T.sum()})
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from electra_fast.errors import InputError
+from electra_fast.model.model import Electra
+from electra_fast.model.networks import PARTS
 from electra_fast.objectives.electra import ElectraObjective
 from electra_fast.objectives.mlm import MaskedLMObjective
-from electra_fast.objectives.objective import DISTINCT, PARTS, Network, Stage
-
-if TYPE_CHECKING:
-    from electra_fast.model import Electra
+from electra_fast.objectives.objective import Stage
 
 
 @dataclass(frozen=True)
@@ -21,29 +18,13 @@ class TwoStageObjective(ElectraObjective):
     As an objective of its own it is the second stage, whose loss is the discriminator's.
     """
 
-    needs = {
-        "data.masking": DISTINCT,
-        "generator.kind": ("model",),
-        "generator.fraction": (1.0,),
-        "generator.num_layers": (0,),
-        "model.tying": ("none",),
-    }
+    name = "two-stage"
     lowered_losses = ("discriminator_loss",)  # the generator's stays as it is
-
-    def check(self) -> None:
-        """Each stage needs a step."""
-        super().check()
-        if self.config.train.steps < 2:
-            raise InputError('objective.name = "two-stage" needs train.steps = 2 or more, one for each stage')
 
     @property
     def gen_weight(self) -> float:
         """The generator does not train beside the discriminator."""
         return 0.0
-
-    def generator(self) -> dict[str, Network]:
-        """A generator of the model's size."""
-        return {role: replace(network, is_trained=False) for role, network in super().generator().items()}
 
     def stages(self) -> tuple[Stage, ...]:
         """The generator's and the discriminator's; of an odd number of steps the second has one more."""

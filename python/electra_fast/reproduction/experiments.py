@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from electra_fast.config import Config
-from electra_fast.config_file import did_you_mean
+from electra_fast.config.config import Config
+from electra_fast.config.file import did_you_mean
 from electra_fast.errors import InputError
 from electra_fast.training.flops import flops_per_token
 

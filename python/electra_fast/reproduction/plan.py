@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from electra_fast.compute import choose_device, choose_precision
-from electra_fast.config import AUTO, Config
+from electra_fast.config.config import AUTO, Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.errors import TrainingFailed
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
 from electra_fast.finetuning.task import TaskData
+from electra_fast.model.compute import choose_device, choose_precision
 from electra_fast.reproduction.experiments import Experiment, Row, with_steps
 from electra_fast.reproduction.row_run import Work, read_result, write_run
 from electra_fast.reproduction.workers import Slot

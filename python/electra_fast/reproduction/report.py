@@ -11,7 +11,7 @@ from typing import Any
 
 from scipy import stats
 
-from electra_fast.atomic_files import replace_file
+from electra_fast.files.atomic_files import replace_file
 from electra_fast.reproduction.experiments import Claim, Experiment
 from electra_fast.reproduction.picture import draw
 

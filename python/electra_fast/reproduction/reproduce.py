@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from electra_fast.atomic_files import foreign_names, replace_file
-from electra_fast.config import Config
+from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.errors import ElectraFastError, InputError, Interrupted
+from electra_fast.files.atomic_files import foreign_names, replace_file
+from electra_fast.files.json_files import read_object
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
 from electra_fast.finetuning.job import first_difference
 from electra_fast.finetuning.tasks import read_tasks
 from electra_fast.interruption import stop_requests
-from electra_fast.json_files import read_object
 from electra_fast.progress import RunsProgress
 from electra_fast.reproduction.experiments import Experiment, make_experiment
 from electra_fast.reproduction.plan import (

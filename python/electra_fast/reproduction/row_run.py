@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from electra_fast.atomic_files import remove, replace_file
-from electra_fast.config import Config
+from electra_fast.config.config import Config
 from electra_fast.errors import Diverged, ElectraFastError, InputError, TrainingFailed
+from electra_fast.files.atomic_files import remove, replace_file
+from electra_fast.files.json_files import json_text, read_object
 from electra_fast.interruption import interrupt_at_once
-from electra_fast.json_files import json_text, read_object
 from electra_fast.messages import error_line, say
 
 WORK, TASKS, EVALUATION, FAILED = "work.json", "tasks.json", "evaluation.json", "failed.json"

@@ -10,11 +10,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from electra_fast.compute import choose_compute, choose_device
-from electra_fast.config import AUTO, Config
+from electra_fast.config.config import AUTO, Config
 from electra_fast.data.loader import BatchLoader
-from electra_fast.matmul import fastest_matmul, use_matmul
-from electra_fast.model import Electra
+from electra_fast.model.compute import choose_compute, choose_device
+from electra_fast.model.matmul import fastest_matmul, use_matmul
+from electra_fast.model.model import Electra
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.optim import Optimizer
 from electra_fast.training.step import TrainStep, choose_execution

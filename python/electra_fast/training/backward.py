@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,21 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from electra_fast.compute import ComputeConfig, RngKey, seed_generator
-from electra_fast.config import Config
+from electra_fast.config.config import Config
 from electra_fast.data.loader import HostBatch, MicroBatches
-from electra_fast.linear import WeightCasts
-from electra_fast.model import Electra
+from electra_fast.model.compute import ComputeConfig, RngKey, seed_generator
+from electra_fast.model.model import Electra
 from electra_fast.objectives import OBJECTIVES, objective_of
-from electra_fast.objectives.objective import Objective, Output, Stage
+from electra_fast.objectives.objective import Forward, MicroBatch, Objective, Stage
+from electra_fast.ops.linear import WeightCasts
 from electra_fast.training.division import Division
 from electra_fast.training.optim import Optimizer
 
 if TYPE_CHECKING:
     from electra_fast.training.sharding import Shards
-
-Forward = Callable[[Electra, Mapping[str, Tensor], ComputeConfig, RngKey, Mapping[str, Tensor]], Output]
-"""`Objective.forward` of some objective."""
 
 
 class GradientComputation(ABC):
@@ -201,7 +198,7 @@ class Backward(GradientComputation):
         with self._casts.current():
             for part in self._own_parts[group]:
                 key = RngKey(self._seed_and_step, self._first_rows_on_device[part])
-                output = self._forward(self.model, batches[part], self.compute, key, denominators)
+                output = self._forward(self.model, MicroBatch(batches[part], self.compute, key, denominators))
                 output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
                 self.loss += output.loss.detach()
                 totals.append(output.totals)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from electra_fast import checkpoint
-from electra_fast.checkpoint_folder import TrainState
-from electra_fast.config import Config
+from electra_fast.config.config import Config
+from electra_fast.files.checkpoint_folder import TrainState
 
 
 class CheckpointWriter:

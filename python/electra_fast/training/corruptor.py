@@ -15,18 +15,19 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from electra_fast import ops
-from electra_fast.compute import ComputeConfig, RngKey
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.mixture import Mixture
-from electra_fast.dispatch import use_impl
 from electra_fast.errors import InputError
 from electra_fast.huggingface.export import load
 from electra_fast.huggingface.source import tokenizer_folder
 from electra_fast.huggingface.tokenizer import check_vocabulary
-from electra_fast.model import Electra
+from electra_fast.model.compute import ComputeConfig, RngKey
+from electra_fast.model.model import Electra
 from electra_fast.objectives import losses
-from electra_fast.sampling import alias_table, philox
+from electra_fast.objectives.objective import MicroBatch
+from electra_fast.ops import operations as ops
+from electra_fast.ops.dispatch import use_impl
+from electra_fast.ops.sampling import alias_table, philox
 
 UNIGRAM = "unigram"
 """The name of the corruptor that samples from the token counts of the corpus."""
@@ -121,7 +122,7 @@ class Corruptor:
 def masked_states(model: Electra, batch: Mapping[str, Tensor]) -> Tensor:
     """The generator's last hidden states at the mask slots, fp64 [M, D]; within `use_impl("reference")`."""
     rng_key = RngKey(torch.zeros(2, dtype=torch.int64, device=batch["masked_ids"].device))  # nothing is drawn
-    inputs = losses.read_inputs(model, batch, _COMPUTE, rng_key)
+    inputs = losses.read_inputs(model, MicroBatch(batch, _COMPUTE, rng_key))
     hidden_TD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context)
     return inputs.slots.of_states(hidden_TD)
 

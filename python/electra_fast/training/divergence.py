@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from electra_fast import checkpoint_folder
-from electra_fast.checkpoint_folder import LossHistory, TrainState
-from electra_fast.config import Config, OptimizerConfig
+from electra_fast.config.config import Config, OptimizerConfig
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.checkpoint_folder import LossHistory, TrainState
 from electra_fast.objectives.objective import Number, Objective
 
 # Times the loss of uniform answers: above this, a run has exploded.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from electra_fast.config import TrainConfig
+from electra_fast.config.config import TrainConfig
 from electra_fast.errors import InputError
 
 NUM_EXACT_GROUPS = 4

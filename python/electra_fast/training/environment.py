@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from electra_fast import _data
-from electra_fast.atomic_files import errors_named
-from electra_fast.attention import is_deterministic
-from electra_fast.compute import ComputeConfig
+from electra_fast.files.atomic_files import errors_named
 from electra_fast.messages import say
+from electra_fast.model.attention import is_deterministic
+from electra_fast.model.compute import ComputeConfig
 
 
 def environment(device: torch.device, compute: ComputeConfig, execution: str, num_ranks: int = 1) -> dict[str, str]:

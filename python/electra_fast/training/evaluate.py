@@ -16,22 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from electra_fast.compute import ComputeConfig, RngKey, choose_device
-from electra_fast.config import Config
+from electra_fast.config.config import Config
 from electra_fast.data.loader import BatchLoader, padding_row, to_torch
 from electra_fast.data.mixture import Corpora, Mixture
 from electra_fast.errors import InputError
 from electra_fast.huggingface.export import load
 from electra_fast.huggingface.source import checkpoint_of, origin, tokenizer_folder
 from electra_fast.huggingface.tokenizer import check_vocabulary
-from electra_fast.matmul import fastest_matmul, use_matmul
 from electra_fast.messages import say
-from electra_fast.model import Electra
+from electra_fast.model.compute import ComputeConfig, RngKey, choose_device
+from electra_fast.model.matmul import fastest_matmul, use_matmul
+from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.objective import METRICS, Number, Objective
-from electra_fast.sampling import alias_table
+from electra_fast.objectives.objective import METRICS, Forward, MicroBatch, Number, Objective
+from electra_fast.ops.sampling import alias_table
 from electra_fast.training import metrics
-from electra_fast.training.backward import Forward
 from electra_fast.training.corruptor import UNIGRAM, UNIGRAM_LENGTH, Corruptor, corrupted_rows, max_positions
 from electra_fast.training.division import share
 from electra_fast.training.mlm_accuracy import mlm_accuracy
@@ -282,7 +281,7 @@ def _judge(
             batch = padding_row(batch)  # other ranks have rows, and may need this one's part of the model
         key = RngKey(torch.tensor([SEED, number], device=device), first_row)
         with use_matmul(compute.matmul):
-            output = forward(model, batch, compute, key, objective.loss_denominators(batch))
+            output = forward(model, MicroBatch(batch, compute, key, objective.loss_denominators(batch)))
         for name, total in output.totals.items():
             totals[name] += total
         found = output.predictions

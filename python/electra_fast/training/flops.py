@@ -12,10 +12,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from electra_fast.config import Config, ModelConfig
+from electra_fast.config.config import Config, ModelConfig
+from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.errors import InputError
-from electra_fast.objectives import OBJECTIVES, objective_of
-from electra_fast.objectives.objective import Network, Stage
+from electra_fast.model.networks import Network
+from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import Stage
 
 PUBLISHED_VOCABULARY = 30522
 # The published count has 20 of 128 positions predicted, whatever the masking probability.
@@ -226,7 +228,7 @@ def objectives_report(config: Config) -> dict[str, dict[str, float | None]]:
 
     None for an objective that the configuration cannot have.
     """
-    counts = {name: _counts(config, name) for name in OBJECTIVES}
+    counts = {name: _counts(config, name) for name in OBJECTIVE_SPECS}
     electra = counts["electra"]
     return {
         name: {

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from electra_fast.compute import choose_compute, choose_precision
-from electra_fast.config import AUTO, HARDWARE_KEYS, Config
+from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
 from electra_fast.errors import InputError
-from electra_fast.matmul import choose_matmul
+from electra_fast.model.compute import choose_compute, choose_precision
+from electra_fast.model.matmul import choose_matmul
 from electra_fast.training.precision import measure, measure_products
 from electra_fast.training.run import FREE_KEYS, Run
 from electra_fast.training.step import choose_execution

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from electra_fast.attention import AttentionMask
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.mixture import Corpora
-from electra_fast.model import Electra
+from electra_fast.model.attention import AttentionMask
+from electra_fast.model.model import Electra
 from electra_fast.objectives.objective import Number
 from electra_fast.progress import LINE_SECONDS
 

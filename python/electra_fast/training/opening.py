@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from electra_fast.checkpoint_folder import TrainState
-from electra_fast.config import Config
+from electra_fast.config.config import Config
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.mixture import Mixture
 from electra_fast.data.prepare_report import google_drops
+from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.optim import lr_scale
 from electra_fast.training.run import Run

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from electra_fast.config import OptimizerConfig
+from electra_fast.config.config import OptimizerConfig
 from electra_fast.errors import InputError
 from electra_fast.training.muon import MatrixDivision, Orthogonalization, Stack, num_blocks, orthogonalize, stacks
 

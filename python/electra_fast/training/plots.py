@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from electra_fast.errors import InputError
-from electra_fast.json_files import read_records
+from electra_fast.files.json_files import read_records
 
 # Colors that stay apart for color-blind readers (Okabe and Ito, 2008).
 BLUE, ORANGE, GREEN, PURPLE, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#999999", "#000000"

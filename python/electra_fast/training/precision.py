@@ -14,12 +14,13 @@ from functools import partial
 
 import torch
 
-from electra_fast.compute import DTYPES, RngKey, choose_compute
-from electra_fast.config import Config
+from electra_fast.config.config import Config
 from electra_fast.data.loader import BatchLoader, to_torch
-from electra_fast.matmul import MatmulMeasurement, measure_matmul, seconds_of, use_matmul
-from electra_fast.model import Electra
+from electra_fast.model.compute import DTYPES, RngKey, choose_compute
+from electra_fast.model.matmul import MatmulMeasurement, measure_matmul, seconds_of, use_matmul
+from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import MicroBatch
 from electra_fast.training.flops import flops_per_token
 from electra_fast.training.step_processes import choose_num_processes
 
@@ -123,7 +124,7 @@ def _training_pass(config: Config, num_rows: int) -> Callable[[str], None]:
 
     def run_pass(precision: str) -> None:
         compute = choose_compute(config.override({"train.precision": precision}), CPU)
-        output = stage.objective.forward(model, batch, compute, key, denominators)
+        output = stage.objective.forward(model, MicroBatch(batch, compute, key, denominators))
         output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         model.zero_grad()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from electra_fast.config import Config
+from electra_fast.config.config import Config
 from electra_fast.data.corpus import Corpus
 from electra_fast.data.mixture import Corpora, Mixture, absolute
 from electra_fast.errors import InputError, Interrupted, ReportedElsewhere

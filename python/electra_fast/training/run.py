@@ -14,18 +14,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from electra_fast import _data, checkpoint_folder
-from electra_fast.atomic_files import errors_named, foreign_names, replace_file
-from electra_fast.checkpoint_folder import TrainState
-from electra_fast.config import AUTO, HARDWARE_KEYS, Config, by_section
-from electra_fast.config_file import Scalar, Value
+from electra_fast import _data
+from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config, by_section
+from electra_fast.config.file import Scalar, Value
+from electra_fast.config.presets import RECIPES
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import InputError
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.atomic_files import errors_named, foreign_names, replace_file
+from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.files.json_files import parse_json
 from electra_fast.huggingface.tokenizer import check_vocabulary, run_tokenizer, write_tokenizer
-from electra_fast.json_files import parse_json
 from electra_fast.messages import say
 from electra_fast.objectives import objective_of
-from electra_fast.presets import RECIPES
 
 Changes = dict[str, tuple[Value, Value]]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from electra_fast.json_files import JsonLines, read_records
+from electra_fast.files.json_files import JsonLines, read_records
 from electra_fast.objectives.objective import Number
 from electra_fast.progress import TrainingProgress
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from electra_fast import checkpoint
-from electra_fast.model import Electra
+from electra_fast.model.model import Electra
 from electra_fast.training.optim import Optimizer
 from electra_fast.training.spikes import SpikeGuard, split_state
 from electra_fast.training.world import World

@@ -25,10 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from electra_fast.compute import ComputeConfig, RngKey
-from electra_fast.model import BertLayer, Electra, ModernLayer
-from electra_fast.objectives.objective import Output, Predictions
-from electra_fast.training.backward import Forward
+from electra_fast.model.model import BertLayer, Electra, ModernLayer
+from electra_fast.objectives.objective import Forward, MicroBatch, Output, Predictions
 
 _FIRST = 0  # The process that reads and writes files.
 
@@ -43,16 +41,9 @@ class ObjectiveModule(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self,
-        forward: Forward,
-        batch: Mapping[str, Tensor],
-        compute: ComputeConfig,
-        rng_key: RngKey,
-        denominators: Mapping[str, Tensor],
-    ) -> tuple[Tensor, dict[str, Tensor], Predictions | None]:
+    def forward(self, forward: Forward, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Predictions | None]:
         """The fields of `Output`, in a tuple, where torch 2.11 too finds the loss, whose gradient FSDP hooks."""
-        output = forward(self.model, batch, compute, rng_key, denominators)
+        output = forward(self.model, batch)
         return output.loss, output.totals, output.predictions
 
     def run(self, forward: Forward) -> Forward:
@@ -63,14 +54,8 @@ class ObjectiveModule(nn.Module):
         to the shards, nor `requires_grad_` what it is called on.
         """
 
-        def run_as_module(
-            model: Electra,
-            batch: Mapping[str, Tensor],
-            compute: ComputeConfig,
-            rng_key: RngKey,
-            denominators: Mapping[str, Tensor],
-        ) -> Output:
-            output = Output(*self(forward, batch, compute, rng_key, denominators))
+        def run_as_module(model: Electra, batch: MicroBatch) -> Output:
+            output = Output(*self(forward, batch))
             if not torch.is_grad_enabled():
                 cast(FSDPModule, self).reshard()
             return output

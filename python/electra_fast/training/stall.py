@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from electra_fast.config import Config
+from electra_fast.config.config import Config
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Number
 

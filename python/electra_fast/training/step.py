@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from electra_fast._data import RecordBatch
-from electra_fast.compute import ComputeConfig, capture
-from electra_fast.config import Config
+from electra_fast.config.config import Config
 from electra_fast.data.loader import HostBatch
 from electra_fast.errors import InputError
-from electra_fast.model import Electra
+from electra_fast.model.compute import ComputeConfig, capture
+from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Stage
 from electra_fast.training.allocator import keep_freed_memory

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from electra_fast.config import Config
+from electra_fast.config.config import Config
 from electra_fast.errors import Interrupted, TrainingFailed
 from electra_fast.interruption import SIGNALS, requested_stop
-from electra_fast.matmul import use_matmul
+from electra_fast.model.matmul import use_matmul
 from electra_fast.training.allocator import keep_freed_memory
 from electra_fast.training.backward import GradientComputation, Work
 from electra_fast.training.optim import Optimizer, global_norm

@@ -16,16 +16,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from electra_fast import checkpoint_folder
-from electra_fast.attention import is_deterministic
-from electra_fast.checkpoint_folder import LogWindow, LossHistory, TrainState
-from electra_fast.compute import choose_compute, choose_device
 from electra_fast.data.loader import BatchLoader
 from electra_fast.data.mixture import Corpora, Mixture, resumed_state, stream_of
 from electra_fast.errors import Diverged, InputError, ReportedElsewhere, TrainingFailed
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.checkpoint_folder import LogWindow, LossHistory, TrainState
 from electra_fast.interruption import StopRequest
-from electra_fast.matmul import use_matmul
-from electra_fast.model import Electra
+from electra_fast.model.attention import is_deterministic
+from electra_fast.model.compute import choose_compute, choose_device
+from electra_fast.model.matmul import use_matmul
+from electra_fast.model.model import Electra
 from electra_fast.objectives.objective import Number
 from electra_fast.training import metrics
 from electra_fast.training.checkpoint_writer import CheckpointWriter

@@ -1,0 +1,1 @@
+"""The configuration of a run: its sections, presets, and TOML files."""

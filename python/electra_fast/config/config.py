@@ -1,0 +1,389 @@
+"""A run's whole configuration: frozen dataclasses, read from presets, TOML and the command line.
+
+Defaults < preset and recipe < what the objective needs < TOML file < `--section.key value`. Validation raises and never
+rewrites a value, and the resolved configuration is saved with every run, so that `config.toml`
+alone tells what was trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, Self
+
+from electra_fast.config.file import Scalar, Value, did_you_mean, read_toml
+from electra_fast.config.objectives import OBJECTIVE_SPECS, OPTION_NEEDS, check_needs
+from electra_fast.config.presets import DEFAULT_RECIPE, RECIPES, SIZE_RECIPES, SIZES
+from electra_fast.config.section import Configuration, Section, config_key
+from electra_fast.errors import InputError
+
+Architecture = Literal["bert", "modern"]
+
+AUTO: Final = "auto"
+# Ten times the largest encoders that have been published: sizes beyond are mistakes, which would fill the memory.
+MAX_WEIGHTS = 10**11
+# Epsilon of the norms in the published encoders.
+NORM_EPS: dict[Architecture, float] = {"bert": 1e-12, "modern": 1e-5}
+# Keys whose `auto` depends on the hardware. Chosen when a run starts, recorded in its config.toml, and then kept.
+HARDWARE_KEYS = ("train.matmul", "train.precision", "model.attention", "train.execution")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """`[model]`: the encoder that is the result; for replaced-token detection the discriminator."""
+
+    architecture: Architecture = config_key(
+        "bert", "post-norm encoder with learned positions, or pre-norm with rotary positions and GeGLU"
+    )
+    vocab_size: int = config_key(0, "entries of the vocabulary; 0: taken from the corpus", low=0, high=1 << 24)
+    max_positions: int = config_key(512, "longest sequence the model can read, in tokens", low=8, high=32768)
+    num_layers: int = config_key(12, "transformer layers", low=1, high=1000)
+    hidden_size: int = config_key(256, "width of the residual stream", low=1, high=1 << 16)
+    intermediate_size: int = config_key(1024, "width of the feed-forward layer", low=1, high=1 << 18)
+    num_heads: int = config_key(4, "attention heads", low=1, high=1 << 16)
+    embedding_size: int = config_key(128, "width of the embedding table", low=1, high=1 << 16)
+    dropout: float = config_key(0.1, "dropout on embeddings and sublayer outputs", low=0, high=0.99)
+    attention_dropout: float = config_key(0.1, "dropout on attention probabilities", low=0, high=0.99)
+    heads: Literal["dense", "plain"] = config_key(
+        "dense",
+        "pre-training heads: a dense layer before the output, or plainly e(x)'h and w'h as in the paper's draft",
+    )
+    tying: Literal["none", "embeddings", "all"] = config_key("embeddings", "what generator and discriminator share")
+    attention: Literal["auto", "sdpa", "short", "varlen", "flex", "xformers"] = config_key(
+        "auto", "attention backend; auto: in 16 bits short (rows up to 128, Hopper) or varlen on CUDA, else sdpa"
+    )
+    norm_eps: float = config_key(0.0, "epsilon of the norms; 0: 1e-12 in bert, 1e-5 in modern", low=0, high=1)
+    rope_theta: float = config_key(10_000.0, "base of the rotary angles (modern)", low=1)
+    local_rope_theta: float = config_key(10_000.0, "base of the rotary angles in layers with local attention", low=1)
+    local_attention: int = config_key(
+        0, "window of local attention (modern): this many tokens, half to each side; 0: all layers are global", low=0
+    )
+    global_attention_every: int = config_key(
+        3, "with local attention, one in so many layers is global, beginning with the first", low=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layer = (4 * self.hidden_size + 2 * self.intermediate_size) * self.hidden_size
+        num_weights = self.num_layers * layer + self.vocab_size * self.embedding_size
+        if num_weights > MAX_WEIGHTS:
+            raise InputError(
+                f"model.num_layers = {self.num_layers}, model.hidden_size = {self.hidden_size}, "
+                f"model.intermediate_size = {self.intermediate_size} and model.vocab_size = {self.vocab_size} make "
+                f"about {num_weights / 1e9:,.0f} billion weights; correct the sizes"
+            )
+        if self.hidden_size % self.num_heads:
+            raise InputError(
+                f"model.num_heads = {self.num_heads} does not divide model.hidden_size = {self.hidden_size}"
+            )
+        if self.architecture == "modern" and self.hidden_size // self.num_heads % 2:
+            raise InputError(
+                f"model.hidden_size / model.num_heads = {self.hidden_size // self.num_heads} is odd; "
+                "rotary positions need an even head width"
+            )
+        if self.architecture == "bert" and self.local_attention:
+            raise InputError(f'model.local_attention = {self.local_attention} needs model.architecture = "modern"')
+
+    @property
+    def eps(self) -> float:
+        """The epsilon of the norms."""
+        return self.norm_eps or NORM_EPS[self.architecture]
+
+    def is_local(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has local attention."""
+        return self.local_attention > 0 and layer % self.global_attention_every > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorConfig(Section):
+    """`[generator]`: the network whose samples replace masked tokens."""
+
+    kind: Literal["model", "uniform", "unigram"] = config_key(
+        "model", "what proposes replacements: a network, any entry of the vocabulary, or the corpus' token counts"
+    )
+    fraction: float = config_key(
+        0.25, "width, feed-forward and heads relative to the model's", low=0, high=1, open_low=True
+    )
+    num_layers: int = config_key(0, "transformer layers; 0: as many as the model", low=0, high=1000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig(Section):
+    """`[objective]`: the loss."""
+
+    name: str = config_key(
+        "electra", "what is trained: replaced-token detection or one of its variants", choices=tuple(OBJECTIVE_SPECS)
+    )
+    gen_weight: float = config_key(1.0, "weight of the generator's loss", low=0)
+    disc_weight: float = config_key(50.0, "weight of the discriminator's loss", low=0)
+    encoder_weight: float = config_key(1.0, "weight of the encoder's loss in replace-mlm and all-tokens-mlm", low=0)
+    corrective_weight: float = config_key(
+        0.0,
+        "weight of the loss by which the discriminator predicts the original tokens at the masked positions (electra)",
+        low=0,
+    )
+    contrastive_weight: float = config_key(
+        0.0, "weight of the loss that tells segments without replacements (electra); 0: none are kept whole", low=0
+    )
+    disc_positions: Literal["masked", "random"] = config_key(
+        "masked", "tokens of electra15's discriminator loss: the masked ones, or as many drawn independently"
+    )
+    temperature: float = config_key(1.0, "temperature of the generator's samples", low=0, open_low=True)
+    disallow_correct: bool = config_key(False, "never sample the original token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """`[data]`: the corpus and how its rows are cut, packed and masked."""
+
+    corpus: str | list[str] | dict[str, float] = config_key(
+        "",
+        'folder written by `electra-fast prepare` (--data), or several: ["FOLDER:WEIGHT", ...], {FOLDER = WEIGHT, ...}',
+        takes_several=True,
+    )
+    sequence_length: int = config_key(128, "tokens per row, [CLS] and [SEP] included", low=8, high=32768)
+    masking: Literal["paper", "google", "bert", "whole-word", "span"] = config_key(
+        "google", "how positions are drawn and masked: single tokens, whole words, or one to three words together"
+    )
+    mask_prob: float = config_key(0.15, "share of a row's tokens to mask", low=0, high=0.9, open_low=True)
+    packing: Literal["best-fit", "google"] = config_key(
+        "best-fit", "how documents become rows: every token kept, or as the published code builds examples"
+    )
+    cut_at: Literal["token", "word", "line"] = config_key(
+        "token", "where packing best-fit may cut a document: anywhere, or only before a word or line of it"
+    )
+    num_threads: int = config_key(1, "threads that fill batches, beside one that plans", low=1, high=1024)
+    prefetch: int = config_key(4, "batches prepared ahead", low=1, high=1024)
+    cache_dir: str = config_key("", "local disk for corpora in object stores; default: ~/.cache/electra-fast/corpora")
+    cache_bytes: int = config_key(
+        1 << 34, "most bytes of a corpus in an object store that a node keeps", low=1, high=1 << 60
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Section):
+    """`[optimizer]`: the update rule and its schedule."""
+
+    name: Literal["adamw", "lamb", "muon"] = config_key("adamw", "update rule")
+    learning_rate: float = config_key(
+        5e-4, "peak learning rate; 0 (recipe modern): 0.2 / sqrt(steps), at most 0.004", low=0
+    )
+    warmup_steps: int = config_key(-1, "steps of linear warmup; -1: a twentieth of the steps, at most 10,000", low=-1)
+    schedule: Literal["linear", "product"] = config_key(
+        "product", "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0"
+    )
+    weight_decay: float = config_key(0.01, "decoupled decay of all but norms and biases", low=0)
+    clip_norm: float = config_key(1.0, "largest global gradient norm; 0: no clipping", low=0)
+    bias_correction: bool = config_key(False, "Adam's bias correction")
+    beta1: float = config_key(0.9, "decay of the first moment", low=0, high=0.999999)
+    beta2: float = config_key(0.999, "decay of the second moment", low=0, high=0.999999)
+    epsilon: float = config_key(1e-6, "Adam's epsilon", low=0, open_low=True)
+    muon_learning_rate: float = config_key(
+        0.02, "peak learning rate of the matrices under muon; 0: 0.5 / sqrt(steps), at most 0.02", low=0
+    )
+    muon_momentum: float = config_key(0.95, "momentum of the matrices under muon", low=0, high=0.999999)
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Steps of warmup in a run of `num_steps`."""
+        return self.warmup_steps if self.warmup_steps >= 0 else min(10_000, num_steps // 20)
+
+    def for_steps(self, num_steps: int) -> Self:
+        """A copy for a run of `num_steps`, in which the keys of `following` have numbers."""
+        rate, muon_rate = (float(f"{peak / math.sqrt(num_steps):.3g}") for peak in (0.2, 0.5))
+        return dataclasses.replace(
+            self,
+            warmup_steps=self.num_warmup_steps(num_steps),
+            learning_rate=self.learning_rate or min(0.004, rate),
+            muon_learning_rate=self.muon_learning_rate or min(0.02, muon_rate),
+        )
+
+    @property
+    def following(self) -> list[str]:
+        """The keys that are left to follow from the number of steps."""
+        left = {
+            "warmup_steps": self.warmup_steps < 0,
+            "learning_rate": self.learning_rate == 0,
+            "muon_learning_rate": self.muon_learning_rate == 0,
+        }
+        return [key for key, is_left in left.items() if is_left]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Section):
+    """`[train]`: the run's folder, length, batch, precision and cadence."""
+
+    out: str = config_key("", "the run's folder (--out)")
+    steps: int = config_key(1_000_000, "optimizer steps", low=1)
+    batch_size: int = config_key(128, "rows of sequence_length per step, over all ranks", low=1, high=1 << 20)
+    accumulate: int = config_key(1, "micro-batches per step and rank", low=1)
+    seed: int = config_key(0, "the one seed of everything random", low=0, high=2**63 - 1)
+    precision: Literal["auto", "fp32", "bf16"] = config_key(
+        "auto", "dtype of activations; auto: bf16 on CUDA, on a CPU the one that a short measurement finds faster"
+    )
+    matmul: Literal["auto", "default", "onednn"] = config_key(
+        "auto", "library of fp32 products on a CPU: torch's default or oneDNN; auto: the faster in a short measurement"
+    )
+    execution: Literal["auto", "eager", "compile", "graph"] = config_key(
+        "auto", "how a step runs: eager, compile, or graph (captured once and replayed, CUDA only); auto: graph on CUDA"
+    )
+    log_every: int = config_key(100, "steps between lines of metrics.jsonl", low=1)
+    eval_every: int = config_key(5_000, "steps between evaluations of the validation data; 0: none", low=0)
+    eval_batches: int = config_key(50, "batches of an evaluation while training; 0: all", low=0)
+    checkpoint_every: int = config_key(5_000, "steps between checkpoints", low=1)
+    keep_checkpoints: int = config_key(
+        2, "newest checkpoints to keep, beside the best by validation (by training loss in a run without it)", low=1
+    )
+    stop_on_divergence: bool = config_key(
+        True,
+        "end the run, without another checkpoint, when its loss is twice that of uniform guesses or all that it had "
+        "learned is lost",
+    )
+    max_minutes: float = config_key(
+        0.0, "stop, with a checkpoint and exit code 75, before a session has taken so long; 0: no limit", low=0
+    )
+    reduce: Literal["fast", "exact"] = config_key(
+        "fast", "sum of gradients over ranks: fast, or exact, which gives equal bits on 1, 2 and 4 ranks"
+    )
+    sharding: Literal["none", "full"] = config_key(
+        "none", "weights and moments on every rank, or divided among the ranks (FSDP2)"
+    )
+    skip_spikes: int = config_key(
+        0,
+        "skip steps whose loss or gradient norm is not finite or 6 sigma above the last 128, at most so many in a row: "
+        "one more ends the run; 0: skip none",
+        low=0,
+    )
+    timeout_seconds: int = config_key(600, "longest wait for another rank; then the run ends", low=1, high=10**7)
+    capture_collectives: bool = config_key(False, "hold the collectives in the CUDA graph too, instead of between two")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Configuration):
+    """Everything that a run depends on besides its corpus. Sections as in `config.toml`."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    generator: GeneratorConfig = dataclasses.field(default_factory=GeneratorConfig)
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        model, train = self.model, self.train
+        if self.data.sequence_length > model.max_positions:
+            raise InputError(
+                f"data.sequence_length = {self.data.sequence_length} is longer than "
+                f"model.max_positions = {model.max_positions}; raise the latter"
+            )
+        if train.batch_size % train.accumulate:
+            raise InputError(
+                f"train.accumulate = {train.accumulate} does not divide train.batch_size = {train.batch_size}"
+            )
+        if train.sharding == "full" and train.reduce == "exact":
+            raise InputError('train.sharding = "full" needs train.reduce = "fast": its sums have another order')
+        if self.optimizer.learning_rate == 0 and model.architecture != "modern":
+            raise InputError(
+                'optimizer.learning_rate = 0 follows from train.steps only with model.architecture = "modern"; '
+                "give a rate above 0"
+            )
+        self._check_objective()
+
+    def _check_objective(self) -> None:
+        name, model = self.objective.name, self.model
+        check_needs(name, self.value)
+        num_stages = OBJECTIVE_SPECS[name].num_stages
+        if self.train.steps < num_stages:
+            raise InputError(f'objective.name = "{name}" needs train.steps = {num_stages} or more, one for each stage')
+        if self.generator.kind == "model" and len(OBJECTIVE_SPECS[name].roles) > 1:
+            shape = self.generator_shape()
+            same = (shape.hidden_size, shape.num_layers) == (model.hidden_size, model.num_layers)
+            if model.tying == "all" and not same:
+                raise InputError(
+                    'model.tying = "all" needs a generator of the same size: set generator.fraction = 1.0 '
+                    "and generator.num_layers = 0"
+                )
+
+    def generator_shape(self) -> ModelConfig:
+        """The generator's sizes: `generator.fraction` of width, feed-forward and heads; head_dim is kept."""
+        model, hidden_fraction = self.model, self.generator.fraction
+        num_heads = round(model.num_heads * hidden_fraction)
+        if num_heads < 1 or abs(model.num_heads * hidden_fraction - num_heads) > 1e-3:
+            raise InputError(
+                f"generator.fraction = {hidden_fraction:g} of model.num_heads = {model.num_heads} is not a whole "
+                f"number of heads; use a multiple of 1/{model.num_heads}"
+            )
+        return dataclasses.replace(
+            model,
+            num_layers=self.generator.num_layers or model.num_layers,
+            num_heads=num_heads,
+            hidden_size=num_heads * (model.hidden_size // model.num_heads),
+            intermediate_size=round(model.intermediate_size * hidden_fraction),
+        )
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps of the learning rate's schedule: `train.steps`, or those of the longest stage, for each has its own."""
+        return -(-self.train.steps // OBJECTIVE_SPECS[self.objective.name].num_stages)
+
+    def resolved(self) -> Config:
+        """With the warmup and the learning rates that follow from the steps of the schedule filled in."""
+        return dataclasses.replace(self, optimizer=self.optimizer.for_steps(self.schedule_steps))
+
+    def with_objective(self, name: str) -> Config:
+        """The same with another objective, and with what that needs wherever this has something else."""
+        ObjectiveConfig(name=name)  # raises where there is none of this name
+        changes: dict[str, Scalar] = {"objective.name": name}
+        for key, (off, needs) in OPTION_NEEDS.items():
+            if name not in needs.get("objective.name", (name,)):
+                changes[key] = off
+        for key, allowed in OBJECTIVE_SPECS[name].needs.items():
+            if self.value(key) not in allowed:
+                changes[key] = allowed[0]
+        return self.replace(by_section(changes))
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
+        """Reads a TOML file. A top-level `preset` and `recipe` name what its keys are laid over.
+
+        Raises FileNotFoundError, or ValueError naming the file, key, value and what is allowed.
+        """
+        table = read_toml(Path(path))
+        preset, recipe = table.pop("preset", None), table.pop("recipe", None)
+        if recipe is not None and preset is None:
+            raise InputError(f"{path}: recipe = {recipe!r} needs a preset beside it")
+        try:
+            tables = (table, cls.tables_of(overrides or {}))
+            if preset is None:
+                return cls().replace(*tables)
+            objective = "electra"
+            for section in (each.get("objective") for each in tables):
+                if isinstance(section, Mapping):
+                    objective = str(section.get("name", objective))
+            return cls.preset(str(preset), str(recipe or DEFAULT_RECIPE), objective).replace(*tables)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+
+    @classmethod
+    def preset(cls, name: str, recipe: str = DEFAULT_RECIPE, objective: str = "electra") -> Config:
+        """A preset size (`tiny`, `mini`, `small`, `base`, `large`, `xlarge`) in a recipe, with what an objective needs.
+
+        Recipes are `modern`, `google` and `paper`.
+        """
+        if name not in SIZES:
+            raise InputError(f"unknown preset {name!r}{did_you_mean(name, SIZES)}")
+        if recipe not in RECIPES:
+            raise InputError(f"unknown recipe {recipe!r}{did_you_mean(recipe, RECIPES)}")
+        config = cls().replace(by_section(SIZES[name] | RECIPES[recipe] | SIZE_RECIPES.get((name, recipe), {})))
+        return config.with_objective(objective)
+
+
+def by_section(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
+    """Values by `section.key` as a table of sections."""
+    tables: dict[str, dict[str, Value]] = {}
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        tables.setdefault(section, {})[key] = value
+    return tables

@@ -1,0 +1,226 @@
+"""What configurations are made of: sections of checked keys, read from TOML and the command line.
+
+A `Configuration` is a frozen dataclass of `Section`s, these are frozen dataclasses of `config_key`s. `config` has the
+sections of pre-training, `finetuning.config` that of fine-tuning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+
+from electra_fast.config.file import (
+    TYPE_NAMES,
+    Scalar,
+    Value,
+    did_you_mean,
+    format_value,
+    nearest,
+    parse_several,
+    parse_value,
+)
+from electra_fast.errors import InputError
+
+
+def config_key(
+    default: Scalar,
+    doc: str,
+    *,
+    choices: tuple[str, ...] = (),
+    low: float = -math.inf,
+    high: float = math.inf,
+    open_low: bool = False,
+    takes_several: bool = False,
+) -> Any:
+    """One configuration key: its default, meaning and allowed range (`open_low`: low itself excluded).
+
+    `choices` is for names that a table holds; others are the key's Literal type. A string that `takes_several` may
+    also be a list of strings or a table of weights by string.
+    """
+    bounds = {"low": low, "high": high, "open_low": open_low}
+    metadata = {"doc": doc, "choices": choices, "takes_several": takes_several, **bounds}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Checks every field of a section against its declared type, choices and range."""
+
+    def __post_init__(self) -> None:
+        choices = _choices(type(self))
+        for field in dataclasses.fields(self):
+            name = f"{type(self).__name__.removesuffix('Config').lower()}.{field.name}"
+            _check(name, field, getattr(self, field.name), choices.get(field.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """Sections by name. Validation raises and never rewrites a value."""
+
+    @classmethod
+    def key_names(cls) -> list[str]:
+        """Every key as `section.key`, in order."""
+        return [
+            f"{name}.{field.name}" for name, section in _sections(cls).items() for field in dataclasses.fields(section)
+        ]
+
+    @classmethod
+    def describe_key(cls, name: str) -> str:
+        """A key's meaning and, where there are any, its choices: for help texts."""
+        section_name, _, key = name.partition(".")
+        choices = _choices(_sections(cls)[section_name]).get(key)
+        return str(cls._field(name).metadata["doc"]) + (f" ({', '.join(choices)})" if choices else "")
+
+    @classmethod
+    def _field(cls, name: str) -> dataclasses.Field[Any]:
+        section, _, key = name.partition(".")
+        (field,) = (f for f in dataclasses.fields(_sections(cls)[section]) if f.name == key)
+        return field
+
+    def replace(self, *tables: Mapping[str, Any]) -> Self:
+        """A copy with each `table[section][key]` laid over it, in order; unknown names raise with the nearest match."""
+        sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name, values in itertools.chain.from_iterable(table.items() for table in tables):
+            if name not in sections:
+                raise InputError(f"unknown section [{name}]{did_you_mean(name, sections)}")
+            if not isinstance(values, Mapping):
+                raise InputError(f"[{name}] is not a table")
+            keys = [field.name for field in dataclasses.fields(sections[name])]
+            for key in values:
+                if key not in keys:
+                    raise InputError(f"unknown key {name}.{key}{did_you_mean(key, keys)}")
+            read = {key: _read(f"{name}.{key}", self._field(f"{name}.{key}"), value) for key, value in values.items()}
+            sections[name] = dataclasses.replace(sections[name], **integers_as_floats(sections[name], read))
+        return type(self)(**sections)
+
+    def override(self, overrides: Mapping[str, object]) -> Self:
+        """A copy with values by `section.key`, e.g. `{"train.steps": 100}`, or strings as on the command line."""
+        return self.replace(self.tables_of(overrides))
+
+    @classmethod
+    def tables_of(cls, overrides: Mapping[str, object]) -> dict[str, dict[str, object]]:
+        """Such values as `table[section][key]`; unknown keys raise with the nearest match."""
+        table: dict[str, dict[str, object]] = {}
+        known = cls.key_names()
+        for name, value in overrides.items():
+            section, dot, key = name.partition(".")
+            if not dot or name not in known:
+                meant = nearest(name, known)
+                hint = f"; did you mean {' or '.join(meant)}?" if meant else did_you_mean(name, known)
+                raise InputError(f"unknown key {name}{hint}")
+            several = cls._field(name).metadata["takes_several"] and isinstance(value, str)
+            table.setdefault(section, {})[key] = parse_several(name, str(value)) if several else value
+        return table
+
+    def to_toml(self) -> str:
+        """The whole configuration as TOML, each key with its meaning; `replace` takes the table back exactly."""
+        lines = []
+        for section in dataclasses.fields(self):
+            lines.append(f"[{section.name}]")
+            values = getattr(self, section.name)
+            for field in dataclasses.fields(values):
+                value = f"{field.name} = {format_value(getattr(values, field.name))}"
+                lines.append(f"{value:<32} # {field.metadata['doc']}")
+            lines.append("")
+        return "\n".join(lines)
+
+    def differences(self, other: Self) -> dict[str, tuple[Value, Value]]:
+        """Keys whose values differ: `{"train.steps": (own value, other value)}`."""
+        pairs = {name: (self.value(name), other.value(name)) for name in self.key_names()}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    def value(self, name: str) -> Value:
+        """The value of `section.key`."""
+        section, _, key = name.partition(".")
+        value: Value = getattr(getattr(self, section), key)
+        return value
+
+
+_MAX_INT = 2**63 - 1
+_HINTS: dict[type, dict[str, Any]] = {}
+
+
+def _type_hints(owner: type) -> dict[str, Any]:
+    """`get_type_hints` of a class, once: it evaluates source text, and every configuration that is made asks."""
+    if owner not in _HINTS:
+        _HINTS[owner] = get_type_hints(owner)
+    return _HINTS[owner]
+
+
+def _sections(configuration: type[Configuration]) -> dict[str, type[Section]]:
+    hints = _type_hints(configuration)
+    return {field.name: hints[field.name] for field in dataclasses.fields(configuration)}
+
+
+def _choices(section: type[Section]) -> dict[str, tuple[str, ...]]:
+    """The values that a key may have, of those that are names: its Literal type, or what its table holds."""
+    hints = _type_hints(section)
+    literal = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    found = {field.name: field.metadata["choices"] or literal.get(field.name) for field in dataclasses.fields(section)}
+    return {name: choices for name, choices in found.items() if choices}
+
+
+def _read(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
+    """A value for a key; of its type where a string says it (100k, 4h, true), and whole numbers as int (1e5)."""
+    kind = type(field.default)
+    if isinstance(value, str):
+        return parse_value(name, value, kind)
+    return int(value) if kind is int and isinstance(value, float) and value.is_integer() else value
+
+
+def _check(name: str, field: dataclasses.Field[Any], value: object, choices: tuple[str, ...] | None) -> None:
+    expected = type(field.default)
+    if field.metadata["takes_several"] and not isinstance(value, str):
+        _check_several(name, value)
+    elif type(value) is not expected:
+        raise InputError(f"{name} = {value!r} must be {TYPE_NAMES[expected]}, not {_type_name(value)}")
+    _check_text(name, value)
+    if choices and value not in choices:
+        raise InputError(f"{name} = {value!r} must be one of {', '.join(choices)}")
+    low, high = field.metadata["low"], field.metadata["high"]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if isinstance(value, int) and value > _MAX_INT:
+            high = min(high, _MAX_INT)
+        below = value <= low if field.metadata["open_low"] else value < low
+        # First the bounds: an integer may be too large to become a float.
+        if below or value > high or not math.isfinite(value):
+            bound = f"above {low:g}" if field.metadata["open_low"] else f"at least {low:g}"
+            upper = f" and at most {high if isinstance(high, int) else format(high, 'g')}" if high < math.inf else ""
+            raise InputError(f"{name} = {value!r} must be {bound}{upper}")
+
+
+def _check_several(name: str, value: object) -> None:
+    """Raises ValueError unless a value is a list of strings, or a table of numbers, and not empty."""
+    is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    is_table = isinstance(value, dict) and all(
+        type(each) in (int, float) and abs(each) <= _MAX_INT for each in value.values()
+    )
+    if not (is_list or is_table):
+        raise InputError(f"{name} = {value!r} must be a string, a list of strings, or a table of numbers")
+    if not value:
+        raise InputError(f"{name} = {value!r} is empty; name at least one")
+
+
+def _check_text(name: str, value: object) -> None:
+    """Raises ValueError for strings that a TOML file or a file name cannot hold."""
+    for text in [value] if isinstance(value, str) else value if isinstance(value, (list, dict)) else ():
+        if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text):
+            raise InputError(f"{name} = {value!r} has bytes that are no UTF-8, or NUL; rename the file or folder")
+
+
+def _type_name(value: object) -> str:
+    return TYPE_NAMES.get(type(value), type(value).__name__)
+
+
+def integers_as_floats(section: Section | type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
+    """TOML writes 1 where a float may be meant; the reverse (1.5 for an integer) stays an error."""
+    return {
+        key: float(value)
+        if type(value) is int and abs(value) <= _MAX_INT and type(getattr(section, key)) is float
+        else value
+        for key, value in values.items()
+    }

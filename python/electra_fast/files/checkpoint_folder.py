@@ -1,0 +1,229 @@
+"""A run's checkpoints as folders: which there are, their state, and whether every byte is as it was written.
+
+`RUN/checkpoints/step-N/` holds config.toml, model.safetensors, optimizer.safetensors and state.json; the
+last has the training state and the checksums of all. What is in the tensors is `checkpoint`'s business.
+The folder of a seed that is fine-tuned has checkpoints of the same form, without config.toml.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from electra_fast.errors import InputError
+from electra_fast.files import atomic_files
+from electra_fast.files.json_files import read_object, record_of, write_object
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+STATE = "state.json"
+STATE_VERSION = 2
+_NAME = re.compile(r"step-(\d+)")
+_DAMAGED, _LEFT = "damaged-", "left-"
+
+
+@dataclass
+class LogWindow:
+    """What has added up since the last line of metrics.jsonl: metric totals by name, steps, seconds of training."""
+
+    totals: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class LossHistory:
+    """The losses of a stage in averages over many steps, by the metric's name: what tells a run that has diverged."""
+
+    lowest: dict[str, float] = field(default_factory=dict)
+    """The lowest averages so far."""
+    totals: dict[str, float] = field(default_factory=dict)
+    """Sums over the steps since the last average."""
+    steps: int = 0
+    num_lost: int = 0
+    """How many averages in a row were far above the lowest."""
+
+
+@dataclass
+class TrainState:
+    """Where a run stands, besides its tensors: what state.json of a checkpoint stores."""
+
+    step: int = 0
+    tokens: int = 0
+    """Tokens trained on, up to the last line of metrics.jsonl."""
+    seconds: float = 0.0
+    """Time spent on steps."""
+    log_window: LogWindow = field(default_factory=LogWindow)
+    corpus: str | None = None
+    """Content hash of the corpus; of several, HASH:WEIGHT of each."""
+    loader: dict[str, Any] | None = None
+    """`BatchLoader.state`; None for an imported model whose training has not started."""
+    imported: bool = False
+    """Whether the run continued from Hugging Face folders."""
+    token_type_1_trained: bool = False
+    """Whether token type 1 has occurred in training, here or before an import."""
+    best_step: int | None = None
+    """Of the checkpoint with the lowest loss of the current stage, which is not removed; the newest that has not
+    diverged until a loss has been measured."""
+    best_loss: float | None = None
+    """That loss; None until then."""
+    best_by: str = ""
+    """Where it was measured: "validation", or "training" in a run without evaluations."""
+    history: LossHistory = field(default_factory=LossHistory)
+
+
+def steps(run: Path) -> list[int]:
+    """Steps of a run's checkpoints, ascending."""
+    folder = run / "checkpoints"
+    names = (_NAME.fullmatch(entry.name) for entry in folder.iterdir()) if folder.is_dir() else ()
+    return sorted(int(match[1]) for match in names if match)
+
+
+def path_of(run: Path, step: int) -> Path:
+    """The folder of a run's checkpoint."""
+    return run / "checkpoints" / f"step-{step}"
+
+
+def latest(run: Path) -> Path:
+    """A run's newest checkpoint; FileNotFoundError when it has none."""
+    known = steps(run)
+    if not known:
+        raise FileNotFoundError(f"{run}: no checkpoint here (looked for {run / 'checkpoints' / 'step-N'})")
+    return path_of(run, known[-1])
+
+
+def at_step(run: Path, step: int) -> Path:
+    """A run's checkpoint of a step; FileNotFoundError names those that it has."""
+    known = steps(run)
+    if step not in known:
+        kept = f"it has {', '.join(f'step-{each}' for each in known)}" if known else "it has none"
+        raise FileNotFoundError(f"{run}: no checkpoint step-{step} here; {kept}")
+    return path_of(run, step)
+
+
+def require_config(run: Path) -> None:
+    """FileNotFoundError where a folder has checkpoints but lacks the config.toml that makes it a run."""
+    if steps(run) and not (run / "config.toml").exists():
+        raise FileNotFoundError(
+            f"{run / 'config.toml'}: missing, though there are checkpoints; copy {latest(run) / 'config.toml'} there"
+        )
+
+
+def seal(directory: Path, state: DataclassInstance) -> None:
+    """Writes state.json, with the checksums of all files that are there already."""
+    content = {"version": STATE_VERSION, **asdict(state)}
+    write_object(directory / STATE, sealed(content, directory, sorted(directory.iterdir())))
+
+
+def sealed(content: Mapping[str, Any], directory: Path, files: Iterable[Path]) -> dict[str, Any]:
+    """A JSON object with the checksums of files in a folder, and its own, as `verify` expects it there."""
+    hashes = {file.relative_to(directory).as_posix(): _sha256(file) for file in files}
+    content = {**content, "files": hashes}
+    return content | {"checksum": _checksum(content)}
+
+
+def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
+    """What `sealed` made, without its own checksum; FileNotFoundError or ValueError where it is not as written."""
+    try:
+        content = read_object(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: missing; {remedy}") from None
+    except InputError as error:
+        raise InputError(f"{path}: damaged ({error}); {remedy}") from None
+    if content.pop("checksum", None) != _checksum(content):
+        raise InputError(f"{path}: damaged (its checksum does not match); {remedy}")
+    return content
+
+
+def read_state(directory: Path) -> TrainState:
+    """A checkpoint's state; FileNotFoundError or ValueError where it is not as written, or not of this format."""
+    content = read_sealed(directory / STATE, _remedy(directory))
+    if content.get("version") != STATE_VERSION:
+        raise InputError(
+            f"{directory / STATE}: format {content.get('version', 1)}, and this version of electra-fast reads format "
+            f"{STATE_VERSION}; continue the run with the version that wrote it, or export it there and import it here"
+        )
+    return record_of(TrainState, content, str(directory / STATE))
+
+
+def verify(directory: Path, *names: str) -> None:
+    """Compares files of a checkpoint (all of them by default) with their checksums.
+
+    Raises FileNotFoundError or ValueError naming the first file that is missing or damaged.
+    """
+    files = read_sealed(directory / STATE, _remedy(directory))["files"]
+    verify_files(directory, {name: files.get(name) for name in names or files}, _remedy(directory))
+
+
+def verify_files(directory: Path, checksums: Mapping[str, str | None], remedy: str) -> None:
+    """Compares files with their checksums; FileNotFoundError or ValueError names the first missing or damaged one."""
+    for name, expected in checksums.items():
+        path = directory / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: missing; {remedy}")
+        if _sha256(path) != expected:
+            raise InputError(f"{path}: damaged (its checksum does not match); {remedy}")
+
+
+def recover_run(run: Path, or_else: str = "start again with another --out") -> tuple[Path, list[str]]:
+    """The newest intact checkpoint of a run, and what is wrong with newer ones, which are renamed.
+
+    Raises ValueError where no checkpoint is intact, and then renames none; `or_else` is what to do if there is no copy.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for step in reversed(steps(run)):
+        directory = path_of(run, step)
+        try:
+            verify(directory)
+        except (InputError, FileNotFoundError) as error:
+            damaged.append((directory, str(error).split(";")[0]))
+            continue
+        return directory, [_set_aside(path, reason) for path, reason in damaged]
+    reasons = "; ".join(reason for _, reason in damaged)
+    raise InputError(f"{run}: no intact checkpoint: {reasons}; copy one back, or {or_else}")
+
+
+def remove_unfinished(run: Path) -> None:
+    """Removes what a kill left half-written."""
+    if (run / "checkpoints").is_dir():
+        atomic_files.recover_all(run / "checkpoints")
+
+
+def set_aside_after(run: Path, step: int) -> list[str]:
+    """Renames a run's checkpoints after a step, the newest first, and tells which."""
+    later = reversed([path_of(run, each) for each in steps(run) if each > step])
+    return [f"{path}: left; now called {_rename(path, _LEFT).name}, which you may remove" for path in later]
+
+
+def _set_aside(directory: Path, reason: str) -> str:
+    return f"{reason}; that checkpoint is not used and now called {_rename(directory, _DAMAGED).name}"
+
+
+def _rename(directory: Path, prefix: str) -> Path:
+    target = directory.with_name(prefix + directory.name)
+    atomic_files.remove(target)
+    while os.path.lexists(target):  # it could not be removed
+        target = target.with_name(prefix + target.name)
+    os.replace(directory, target)
+    return target
+
+
+def _remedy(directory: Path) -> str:
+    run = directory.parent.parent
+    return f"name an older checkpoint, or let `electra-fast pretrain --out {run}` resume from one"
+
+
+def _checksum(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,160 @@
+"""JSON files: single objects, and logs of one record per line that a resumed run truncates to its step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from electra_fast.errors import InputError
+from electra_fast.files.atomic_files import errors_named, replace_file
+from electra_fast.messages import UNSAFE
+
+# Nothing here is nested half as deep, and Python's recursion ends at a thousand.
+_MAX_DEPTH = 100
+
+T = TypeVar("T")
+
+
+def check_depth(content: Any) -> None:
+    """Raises ValueError for objects and lists that are nested too deeply to be handled."""
+    level = [content]
+    for _ in range(_MAX_DEPTH):
+        nested = [each for each in level if isinstance(each, (dict, list))]
+        level = [child for each in nested for child in (each.values() if isinstance(each, dict) else each)]
+        if not level:
+            return
+    raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+
+
+def reason_of(error: ValueError | RecursionError) -> str:
+    """Why Python does not parse what is valid JSON or TOML."""
+    return "nested too deeply" if isinstance(error, RecursionError) else "an integer of thousands of digits"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON says; ValueError also for what is nested too deeply."""
+    try:
+        content = json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ValueError(reason_of(error)) from None
+    check_depth(content)
+    return content
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises FileNotFoundError, or ValueError naming the file."""
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file") from None
+    except ValueError as error:  # includes UnicodeDecodeError
+        raise InputError(f"{path}: not a JSON object: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return content
+
+
+def record_of(kind: type[T], table: Any, place: str) -> T:
+    """The dataclass of which `asdict` made an object; absent fields have their defaults.
+
+    Raises ValueError, which begins with `place` and the field's name, where a value is not of the field's type.
+    """
+    if not isinstance(table, dict):
+        raise InputError(f"{place}: not an object")
+    values = {}
+    for name, hint in get_type_hints(kind).items():
+        if name not in table:
+            continue
+        value, where = table[name], f"{place}: {name}"
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            values[name] = record_of(hint, value, where)
+        elif _is_of(value, hint):
+            values[name] = value
+        else:
+            raise InputError(f"{where} is {str(value)[:50]!r}, which is not of its type ({hint})")
+    return kind(**values)
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    if getattr(hint, "__origin__", None) is dict:
+        return isinstance(value, dict) and all(_is_of(each, get_args(hint)[1]) for each in value.values())
+    if options := get_args(hint):
+        return any(_is_of(value, option) for option in options)
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def json_text(content: Mapping[str, Any]) -> str:
+    """An object on one line, with its newline; only what would do something to a terminal is escaped."""
+    text = json.dumps(content, ensure_ascii=False)
+    return UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], text) + "\n"
+
+
+def write_object(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes an object, indented, with a trailing newline."""
+    with errors_named(path):
+        path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+class JsonLines:
+    """A log of one JSON object per line, each with a `step`; flushed after every line, truncated on resume."""
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        """Opens for appending, after dropping records past `last_step` and an incomplete last line.
+
+        Raises ValueError, naming the line, if another line is not a record; nothing is dropped then.
+        """
+        kept = [line for line, record in _complete_lines(path) if record["step"] <= last_step]
+        replace_file(path, b"".join(kept))
+        self._path, self._file = path, path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends a record."""
+        with errors_named(self._path):
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with errors_named(self._path):
+            self._file.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a `JsonLines` file; none if it is missing. Raises ValueError naming a damaged line."""
+    return [record for _, record in _complete_lines(path)]
+
+
+def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The complete lines of a log with their records; a kill may leave an incomplete one."""
+    if not path.exists():
+        return
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if line.endswith(b"\n") and line.strip():
+            yield line, _record(path, number, line)
+
+
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = parse_json(line)
+    except ValueError as error:
+        raise InputError(f"{path}: line {number}: not JSON ({error}); repair or remove this line") from None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        raise InputError(f"{path}: line {number}: not an object with an integer step; repair or remove this line")
+    for name, value in record.items():
+        if isinstance(value, (str, bool, list)):
+            raise InputError(f"{path}: line {number}: not a number: {name}; repair or remove this line")
+    return record

@@ -1,0 +1,1 @@
+"""The networks: layers, attention, encoders, heads, and the `Electra` model made of them."""

@@ -1,0 +1,396 @@
+"""Attention within the segments of a flat buffer: one contract, a readable reference, five backends.
+
+An `AttentionMask` says once per micro-batch which tokens attend to each other, in the form that the
+chosen backend reads; every layer of both networks then calls `self_attention`. A backend may change speed,
+never meaning. Nothing here synchronizes with the device. The backward passes of flash attention
+(`varlen`, `xformers`) accumulate the queries' gradients in no fixed order where a segment spans several
+blocks of keys, so they are bitwise reproducible only under `torch.use_deterministic_algorithms(True)`.
+
+Shapes: B rows, L row length, T = B*L tokens of the flat buffer, D hidden, N heads, H head dimension, X = 3*N*H,
+S segments, K blocks of keys per row.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from electra_fast.errors import InputError
+from electra_fast.ops import cpu_ops
+from electra_fast.ops import operations as ops
+from electra_fast.ops.dispatch import kernels, uses_cpu_ops, uses_kernels
+from electra_fast.ops.linear import linear
+from electra_fast.ops.operations import Dropout
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+# Block size of flex attention's mask, along queries and keys: what its kernels expect.
+FLEX_BLOCK = 128
+WITH_DROPOUT = {"sdpa", "varlen", "xformers", "short"}
+FLASH = {"varlen", "xformers"}
+# Of `short`, whose programs hold all keys of a row.
+MAX_SHORT_ROW, MAX_SHORT_HEAD = 128, 64
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """How a flat buffer of T = B*L tokens is divided into segments, which attend to themselves only.
+
+    One field is set, that of the backend: `dense_B1LL` (bool, True = attend; None: whole rows) for
+    `sdpa`, `cu_seqlens` (int32 [S+1]) for `varlen`, `block_mask` for `flex`, `block_diagonal` for
+    `xformers`, `segment_ids_BL` for `short`. `local` is the mask of layers with local attention, where a model has
+    them; its `window` is how many tokens to each side a token attends to.
+    """
+
+    num_rows: int
+    length: int
+    backend: str = "sdpa"
+    dense_B1LL: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    block_mask: BlockMask | None = None
+    block_diagonal: Any = None
+    segment_ids_BL: Tensor | None = None
+    window: int | None = None
+    local: AttentionMask | None = None
+
+    @classmethod
+    def packed(
+        cls, segment_ids_BL: Tensor, cu_seqlens: Tensor | None, backend: str, local_attention: int = 0
+    ) -> AttentionMask:
+        """The mask of packed rows: equal ids within a row attend to each other, padding (0) to padding.
+
+        `cu_seqlens` (int32 [S+1]) are the offsets of the same segments in the flat buffer, each padding
+        tail being one segment. T may be repeated at its end to keep its shape constant. They may be None for a backend
+        that does not read them (`reads_offsets`). `local_attention` is that of the model.
+        """
+        mask = cls._packed(segment_ids_BL, cu_seqlens, backend, None)
+        if not local_attention:
+            return mask
+        return replace(mask, local=cls._packed(segment_ids_BL, cu_seqlens, backend, local_attention // 2))
+
+    @classmethod
+    def _packed(
+        cls, segment_ids_BL: Tensor, cu_seqlens: Tensor | None, backend: str, window: int | None
+    ) -> AttentionMask:
+        num_rows, length = segment_ids_BL.shape
+        if backend == "short":
+            assert length <= MAX_SHORT_ROW
+            return cls(num_rows, length, backend, segment_ids_BL=segment_ids_BL, window=window)
+        if backend == "varlen":
+            return cls(num_rows, length, backend, cu_seqlens=cu_seqlens, window=window)
+        if backend == "xformers":
+            assert cu_seqlens is not None and window is None
+            return cls(num_rows, length, backend, block_diagonal=_block_diagonal(cu_seqlens, num_rows, length))
+        if backend == "flex":
+            return cls(num_rows, length, backend, block_mask=_block_mask(segment_ids_BL, window), window=window)
+        mask_BLL = segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :]
+        if window is not None:
+            mask_BLL = mask_BLL & _within(window, length, mask_BLL.device)
+        return cls(num_rows, length, dense_B1LL=mask_BLL[:, None], window=window)
+
+    @classmethod
+    def padded(
+        cls, num_rows: int, length: int, attention_mask_BL: Tensor | None, local_attention: int = 0
+    ) -> AttentionMask:
+        """One segment per row; nothing attends to padding (0), as in `transformers`. For `sdpa`.
+
+        `local_attention` is that of the model; a model that has it needs an `attention_mask_BL`.
+        """
+        if attention_mask_BL is None:
+            assert not local_attention
+            return cls(num_rows, length)
+        dense_B1LL = attention_mask_BL.bool()[:, None, None, :].expand(-1, 1, length, -1)
+        mask = cls(num_rows, length, dense_B1LL=dense_B1LL)
+        if not local_attention:
+            return mask
+        window, device = local_attention // 2, dense_B1LL.device
+        # Padding attends to itself: it may be far from all other tokens, and softmax over nothing is NaN.
+        local_B1LL = dense_B1LL & _within(window, length, device) | _within(0, length, device)
+        return replace(mask, local=replace(mask, dense_B1LL=local_B1LL, window=window))
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """What `dense_B1LL` adds to scores of this dtype; made once for all layers."""
+        if self.dense_B1LL is None:
+            return None
+        found = self.__dict__.get("_bias")
+        if found is None or found.dtype != dtype:
+            # Finite, since a row of scores that are all -inf would become NaN.
+            zeros = torch.zeros(self.dense_B1LL.shape, dtype=dtype, device=self.dense_B1LL.device)
+            found = zeros.masked_fill_(~self.dense_B1LL, torch.finfo(dtype).min)
+            self.__dict__["_bias"] = found
+        return found
+
+
+def self_attention(
+    x_TD: Tensor,
+    qkv_weight_XD: Tensor,
+    qkv_bias_X: Tensor | None,
+    mask: AttentionMask,
+    num_heads: int,
+    dropout: Dropout,
+    rotary: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Queries, keys and values of x, rotated by the angles of `ops.rotary_angles` where given, and `attention`.
+
+    [T, D] → [T, N*H]. `dropout` is that of the attention weights; of its key only `short` makes use.
+    """
+    if mask.backend == "short":
+        cos_TH, sin_TH = (None, None) if rotary is None else (angle.squeeze(1) for angle in rotary)
+        qkv_TX, ids_BL = linear(x_TD, qkv_weight_XD), mask.segment_ids_BL
+        assert ids_BL is not None
+        arguments = (qkv_TX, qkv_bias_X, ids_BL, cos_TH, sin_TH, num_heads, mask.window)
+        if uses_kernels(x_TD) and dropout.has_kernel:
+            out_TD: Tensor = kernels().short_attention(*arguments, *dropout.arguments)[0]
+            return out_TD
+        return short_attention_reference(*arguments, dropout)
+    is_short = mask.length <= cpu_ops.MAX_ROW or dropout.probability > 0
+    if mask.backend == "sdpa" and is_short and uses_cpu_ops(x_TD):
+        if rotary is None:
+            qkv_TX = linear(x_TD, qkv_weight_XD, qkv_bias_X)
+        else:
+            qkv_TX = cpu_ops.rotary_qkv(x_TD, qkv_weight_XD, *rotary, num_heads)
+        return cpu_ops.self_attention(qkv_TX, mask.bias(x_TD.dtype), mask.num_rows, num_heads, dropout.probability)
+    if rotary is None:
+        q, k, v = linear(x_TD, qkv_weight_XD, qkv_bias_X).view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
+    else:
+        assert qkv_bias_X is None
+        q, k, v = ops.rotary_qkv(x_TD, qkv_weight_XD, *rotary, num_heads)
+    return attention(q, k, v, mask, dropout.probability).flatten(1)
+
+
+def attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float = 0.0) -> Tensor:
+    """Softmax attention within segments, scale 1/sqrt(H); [T, N, H] each → [T, N, H].
+
+    `dropout` is the dropout probability of attention weights; ValueError if the backend has none. For all backends but
+    `short`, which takes what `self_attention` has.
+    """
+    if dropout > 0 and mask.backend not in WITH_DROPOUT:
+        raise InputError(
+            f'attention backend "{mask.backend}" has no dropout; set model.attention_dropout = 0.0, '
+            'or model.attention = "sdpa"'
+        )
+    return _BACKENDS[mask.backend](q_TNH, k_TNH, v_TNH, mask, dropout)
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The tokens whose hidden states alone are wanted, so that the last layer computes no others.
+
+    Args:
+        index_n: Their places in the flat buffer, int64 [n].
+        allowed_nT: What each of them attends to, bool [n, T].
+    """
+
+    index_n: Tensor
+    allowed_nT: Tensor
+
+
+def query_attention(q_nNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, queries: Queries, dropout: float = 0.0) -> Tensor:
+    """`attention` for a few queries, softmax in fp32; [n, N, H], [T, N, H] twice → [n, N*H]."""
+    scores_NnT = torch.einsum("nah,tah->ant", q_nNH, k_TNH).float() * q_nNH.shape[-1] ** -0.5
+    weights_NnT = scores_NnT.masked_fill(~queries.allowed_nT, float("-inf")).softmax(-1)
+    weights_NnT = F.dropout(weights_NnT, dropout).to(v_TNH.dtype)
+    return torch.einsum("ant,tah->nah", weights_NnT, v_TNH).flatten(1)
+
+
+def short_attention_reference(
+    qkv_TX: Tensor,
+    bias_X: Tensor | None,
+    segment_ids_BL: Tensor,
+    cos_TH: Tensor | None,
+    sin_TH: Tensor | None,
+    num_heads: int,
+    window: int | None,
+    dropout: Dropout,
+) -> Tensor:
+    """`short` in plain PyTorch, given a qkv product without its bias; → [T, N*H].
+
+    A key draws the mask of the weights as that of a matrix [T, N*L]: query tokens, and the keys of their rows by head.
+    """
+    (num_rows, length), num_tokens = segment_ids_BL.shape, qkv_TX.shape[0]
+    if bias_X is not None:
+        qkv_TX = qkv_TX + bias_X.to(qkv_TX.dtype)
+    q, k, v = qkv_TX.view(num_tokens, 3, num_heads, -1).unbind(1)
+    if cos_TH is not None and sin_TH is not None:
+        q, k = (ops.rotate(x, cos_TH[:, None], sin_TH[:, None]) for x in (q, k))
+    q, k, v = (x.view(num_rows, length, num_heads, -1).transpose(1, 2) for x in (q, k, v))
+    allowed_B1LL = (segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :])[:, None]
+    if window is not None:
+        allowed_B1LL = allowed_B1LL & _within(window, length, qkv_TX.device)
+    precision = torch.promote_types(qkv_TX.dtype, torch.float32)
+    scores_BNLL = (q @ k.transpose(2, 3)).to(precision) * q.shape[-1] ** -0.5
+    weights_BNLL = scores_BNLL.masked_fill(~allowed_B1LL, float("-inf")).softmax(-1)
+    weights_BLNL = weights_BNLL.transpose(1, 2)
+    dropped = ops.dropout_reference(weights_BLNL.reshape(num_tokens, -1), dropout).view(weights_BLNL.shape)
+    return (dropped.transpose(1, 2).to(v.dtype) @ v).transpose(1, 2).reshape(num_tokens, -1)
+
+
+def attention_reference(
+    q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Tensor, window: int | None = None
+) -> Tensor:
+    """`attention` written out, one segment after another: the specification of every backend.
+
+    With a `window`, token i attends to token j if |i - j| <= window.
+    """
+    out_TNH = torch.zeros_like(q_TNH)
+    scale = q_TNH.shape[-1] ** -0.5
+    offsets = cu_seqlens.tolist()
+    for start, end in zip(offsets, offsets[1:], strict=False):
+        q, k, v = (x[start:end].transpose(0, 1) for x in (q_TNH, k_TNH, v_TNH))
+        scores = q @ k.transpose(1, 2) * scale
+        if window is not None:
+            scores = scores.masked_fill(~_within(window, end - start, scores.device), -torch.inf)
+        out_TNH[start:end] = (scores.softmax(-1) @ v).transpose(0, 1)
+    return out_TNH
+
+
+def _within(window: int, length: int, device: torch.device) -> Tensor:
+    """Whether |i - j| <= window; bool [L, L]."""
+    position_L = torch.arange(length, device=device)
+    return (position_L[:, None] - position_L[None, :]).abs() <= window
+
+
+def is_deterministic(backend: str) -> bool:
+    """Whether a backend gives bitwise equal gradients in two runs of the same seed."""
+    return backend not in FLASH
+
+
+def reads_offsets(backend: str) -> bool:
+    """Whether a backend reads the segments' offsets, not their ids."""
+    return backend in FLASH
+
+
+def _rows(x_TNH: Tensor, mask: AttentionMask) -> Tensor:
+    """[T, N, H] → [B, N, L, H], a view."""
+    return x_TNH.view(mask.num_rows, mask.length, *x_TNH.shape[1:]).transpose(1, 2)
+
+
+def _sdpa(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+    q, k, v = (_rows(x, mask) for x in (q_TNH, k_TNH, v_TNH))
+    out_BNLH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense_B1LL, dropout_p=dropout)
+    return out_BNLH.transpose(1, 2).reshape(q_TNH.shape)
+
+
+def _varlen(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # imported here: it loads flash attention
+
+    # The row length bounds every segment; the batch's longest segment would have to be read from the device.
+    cu_seqlens, max_seqlen = mask.cu_seqlens, mask.length
+    assert cu_seqlens is not None
+    if dropout or mask.window is not None:
+        # `varlen_attn` has no dropout argument, and one for the window not in every torch; the operator has both.
+        out = torch.ops.aten._flash_attention_forward(
+            *(q_TNH, k_TNH, v_TNH, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout, False, False),
+            window_size_left=mask.window,
+            window_size_right=mask.window,
+        )[0]
+    else:
+        out = varlen_attn(q_TNH, k_TNH, v_TNH, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _flex(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention  # imported here: it loads the compiler
+
+    assert mask.block_mask is not None and not dropout
+    # Uncompiled it materializes all scores. On the CPU it has no backward pass and is used by tests only.
+    compiled = q_TNH.is_cuda and not torch.compiler.is_compiling()
+    attend: Any = _compiled_flex_attention() if compiled else flex_attention
+    q, k, v = (_rows(x, mask) for x in (q_TNH, k_TNH, v_TNH))
+    out_BNLH = attend(q, k, v, block_mask=mask.block_mask)
+    assert isinstance(out_BNLH, Tensor)
+    return out_BNLH.transpose(1, 2).reshape(q_TNH.shape)
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    """One compiled function for all layers; it is compiled once for each network's shapes."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return compiled
+
+
+def _block_mask(segment_ids_BL: Tensor, window: int | None) -> BlockMask:
+    """Flex attention's mask of packed rows, from the range of segment ids in each block of tokens.
+
+    Two blocks whose ranges do not overlap share no segment; two that contain the same single id are
+    full. torch's `create_block_mask` gives the same result for the loader's rows, but materializes
+    [B, L, L] first.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    num_rows, length = segment_ids_BL.shape
+    # Ids ascend along a row except for the padding (0) at its end: give that the highest id, and what is
+    # past the row's end one more, so that a block across the row's end is never full.
+    padding = length + 1
+    ids_BL = torch.where(segment_ids_BL == 0, padding, segment_ids_BL)
+    ids_BL = F.pad(ids_BL, (0, -length % FLEX_BLOCK), value=padding + 1)
+    low_BK, high_BK = ids_BL.view(num_rows, -1, FLEX_BLOCK).aminmax(dim=-1)
+    overlap_BKK = (low_BK[:, :, None] <= high_BK[:, None, :]) & (low_BK[:, None, :] <= high_BK[:, :, None])
+    single_BK = low_BK == high_BK
+    full_BKK = overlap_BKK & single_BK[:, :, None] & single_BK[:, None, :]
+    if window is not None:
+        block_K = torch.arange(low_BK.shape[1], device=low_BK.device)
+        distance_KK = (block_K[:, None] - block_K[None, :]).abs() * FLEX_BLOCK
+        overlap_BKK = overlap_BKK & (distance_KK - FLEX_BLOCK < window)
+        full_BKK = full_BKK & (distance_KK + FLEX_BLOCK - 1 <= window)
+
+    def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_segment = segment_ids_BL[row, query] == segment_ids_BL[row, key]
+        return same_segment if window is None else same_segment & ((query - key).abs() <= window)
+
+    mask: BlockMask = BlockMask.from_kv_blocks(
+        *_dense_to_ordered(overlap_BKK & ~full_BKK),
+        *_dense_to_ordered(full_BKK),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=attends,
+        seq_lengths=(length, length),
+    )
+    return mask
+
+
+def _dense_to_ordered(blocks_BKK: Tensor) -> tuple[Tensor, Tensor]:
+    """Per query block: how many key blocks, and key block indices, those first; int32 [B, 1, K] and [B, 1, K, K]."""
+    blocks_B1KK = blocks_BKK[:, None].int()
+    indices = blocks_B1KK.argsort(dim=-1, descending=True, stable=True)
+    return blocks_B1KK.sum(dim=-1, dtype=torch.int32), indices.int()
+
+
+def _xformers(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
+    from xformers.ops.fmha import memory_efficient_attention  # imported here: an optional extra
+
+    q, k, v = (x[None] for x in (q_TNH, k_TNH, v_TNH))  # one "batch" of T tokens, [1, T, N, H]
+    out: Tensor = memory_efficient_attention(q, k, v, attn_bias=mask.block_diagonal, p=dropout)
+    return out[0]
+
+
+def _block_diagonal(cu_seqlens: Tensor, num_rows: int, length: int) -> Any:
+    """xformers' BlockDiagonalMask from offsets on the device.
+
+    Its constructor `from_seqlens` takes the lengths as Python integers, which would synchronize with the
+    device at every batch. The kernels read only `seqstart` and `max_seqlen` (0.0.35: fmha/flash.py,
+    flash3.py, cutlass.py); `seqstart_py` is for `materialize` and `split`, and only its ends are known.
+    """
+    from xformers.ops.fmha.attn_bias import BlockDiagonalMask, _SeqLenInfo
+
+    # The row length bounds every segment; a repeated T at the end of cu_seqlens is a segment of length 0.
+    seqlens = _SeqLenInfo(seqstart=cu_seqlens, max_seqlen=length, min_seqlen=0, seqstart_py=[0, num_rows * length])
+    return BlockDiagonalMask(q_seqinfo=seqlens, k_seqinfo=seqlens)
+
+
+_BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, AttentionMask, float], Tensor]] = {
+    "sdpa": _sdpa,
+    "varlen": _varlen,
+    "flex": _flex,
+    "xformers": _xformers,
+}
+ATTENTION_BACKENDS = (*_BACKENDS, "short")

@@ -1,0 +1,130 @@
+"""The heads of pre-training: from hidden states to logits over the vocabulary, or to one logit per token.
+
+Those of `model.heads = "dense"` are the published code's, those of "plain" the formulas of the paper's draft: e(x)'h
+for the vocabulary, w'h for a token.
+
+Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from electra_fast.config.config import ModelConfig
+from electra_fast.model.layers import Linear, Norm
+from electra_fast.ops import operations as ops
+from electra_fast.ops.linear import linear
+
+
+class MaskedLMHead(nn.Module):
+    """Hidden states → logits over the vocabulary through the embedding table; [M, D] → [M, V].
+
+    `bert`: dense D → E, gelu, norm, table. `modern`: dense D → D, gelu, norm, projection D → E, table.
+    """
+
+    bias: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        modern = config.architecture == "modern"
+        hidden, embedding = config.hidden_size, config.embedding_size
+        inner = hidden if modern else embedding
+        self.dense = Linear(hidden, inner, bias=not modern)
+        self.norm = Norm(inner, config)
+        self.projection = Linear(hidden, embedding, bias=False) if modern and hidden != embedding else None
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.num_entries = config.vocab_size
+
+    @property
+    def output_bias(self) -> Tensor:
+        """The bias of the logits, which keeps rows after the tokenizer's last entry from being predicted."""
+        return _without_padding(self.bias, self.num_entries)
+
+    def transform(self, x_MD: Tensor) -> Tensor:
+        """All that comes before the table; [M, D] → [M, E]."""
+        x: Tensor = self.norm(ops.bias_gelu(x_MD, self.dense.weight, self.dense.bias))
+        if self.projection is not None:
+            x = self.projection(x)
+        return x
+
+    def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
+        return linear(self.transform(x_MD), table_VE, self.output_bias)
+
+
+class PlainMaskedLMHead(nn.Module):
+    """Logits e(x)'h without a bias, and with a projection of h where D and E differ; [M, D] → [M, V]."""
+
+    bias: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, embedding = config.hidden_size, config.embedding_size
+        self.projection = Linear(hidden, embedding, bias=False) if hidden != embedding else None
+        # What the operations of the other head add.
+        self.register_buffer("bias", torch.zeros(config.vocab_size), persistent=False)
+        self.num_entries = config.vocab_size
+
+    @property
+    def output_bias(self) -> Tensor:
+        """As in `MaskedLMHead`."""
+        return _without_padding(self.bias, self.num_entries)
+
+    def transform(self, x_MD: Tensor) -> Tensor:
+        """All that comes before the table; [M, D] → [M, E]."""
+        return x_MD if self.projection is None else self.projection(x_MD)
+
+    def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
+        return linear(self.transform(x_MD), table_VE, self.output_bias)
+
+
+def _without_padding(bias_V: Tensor, num_entries: int) -> Tensor:
+    """A bias that makes the entries from `num_entries` on impossible, and in 16 bits is finite."""
+    if num_entries == len(bias_V):
+        return bias_V
+    return torch.cat([bias_V[:num_entries], bias_V.new_full((len(bias_V) - num_entries,), -3e4)])
+
+
+class DiscriminatorHead(nn.Module):
+    """Hidden states → one logit per token, positive = "replaced"; [T, D] → fp32 [T].
+
+    `bert`: dense, gelu, dense(1). `modern`: dense, gelu, norm, dense(1).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        modern = config.architecture == "modern"
+        self.dense = Linear(config.hidden_size, config.hidden_size, bias=not modern)
+        self.norm = Norm(config.hidden_size, config) if modern else None
+        self.classifier = Linear(config.hidden_size, 1)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        dense, classifier = self.dense, self.classifier
+        if self.norm is None:
+            return ops.replaced_logits(x_TD, dense.weight, dense.bias, classifier.weight, classifier.bias)
+        x_TD = self.norm(ops.bias_gelu(x_TD, dense.weight, dense.bias))
+        return ops.token_logits(x_TD, classifier.weight, classifier.bias)
+
+
+class LogitHead(nn.Module):
+    """One logit per hidden state, w'h; [T, D] → fp32 [T].
+
+    Without a bias in `bert`, whose hidden states come from a norm that has one.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.classifier = Linear(config.hidden_size, 1, bias=config.architecture == "modern")
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return ops.token_logits(x_TD, self.classifier.weight, self.classifier.bias)
+
+
+# By `networks.Head.kind`, with dense and with plain heads.
+_DENSE: dict[str, type[nn.Module]] = {
+    "masked_lm": MaskedLMHead,
+    "replaced_token": DiscriminatorHead,
+    "logit": LogitHead,
+}
+_PLAIN: dict[str, type[nn.Module]] = {"masked_lm": PlainMaskedLMHead, "replaced_token": LogitHead, "logit": LogitHead}
+HEADS = {"dense": _DENSE, "plain": _PLAIN}

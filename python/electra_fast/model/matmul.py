@@ -1,0 +1,162 @@
+"""Which library computes fp32 matrix products on a CPU: torch's default, or oneDNN, which every torch contains.
+
+By default torch gives fp32 products to MKL, which uses AVX-512 on Intel's processors only: on an AMD EPYC oneDNN is
+more than twice as fast (bench/LOG.md). torch has no switch for that alone. But it gives all fp32 products to oneDNN
+once `torch.backends.mkldnn.matmul.fp32_precision` permits oneDNN to round their factors to bf16, which oneDNN does only
+where that is faster: with AMX. Without AMX its products are of full precision. So "onednn" is refused where there is
+AMX, and a measurement that finds rounded factors never chooses it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from electra_fast.config.config import AUTO, ModelConfig
+from electra_fast.errors import InputError
+
+DEFAULT, ONEDNN = "default", "onednn"
+KINDS = ("forward", "input gradient", "weight gradient")
+# oneDNN must be this much faster: measurements of equally fast libraries would choose now one, now the other.
+MIN_SPEEDUP = 1.2
+# Of two fp32 products, relative to the largest element; factors rounded to bf16 give more than 2^-13.
+MAX_DIFFERENCE = 2.0**-16
+# Of a measured product: some milliseconds on one core.
+MAX_FLOPS = 2e8
+REPETITIONS = 3
+
+_MKLDNN: Any = torch.backends.mkldnn
+_lock = threading.Lock()
+_num_users = 0
+_precision_before = "none"
+
+
+@contextmanager
+def use_matmul(name: str) -> Iterator[None]:
+    """Within the context, all fp32 products of this process on the CPU are computed by "default" or "onednn".
+
+    Contexts of several threads may overlap. InputError where the processor has no "onednn".
+    """
+    require_matmul(name)
+    if name != ONEDNN:
+        yield
+        return
+    _count_users(1)
+    try:
+        yield
+    finally:
+        _count_users(-1)
+
+
+def require_matmul(name: str) -> None:
+    """Raises InputError where this processor cannot compute fp32 products by `name`."""
+    if name == ONEDNN and not has_onednn():
+        raise InputError(
+            'matmul = "onednn" needs a processor with AVX-512 and without AMX, with which oneDNN rounds to bf16; set '
+            '"default"'
+        )
+
+
+def has_onednn() -> bool:
+    """Whether torch can give fp32 products to oneDNN, and oneDNN computes them in fp32."""
+    found = torch.cpu.get_capabilities()
+    return bool(_MKLDNN.is_available() and found.get("avx512_bw") and not found.get("amx_tile"))
+
+
+def _count_users(change: int) -> None:
+    global _num_users, _precision_before
+    with _lock:
+        if not _num_users:
+            _precision_before = _MKLDNN.matmul.fp32_precision
+        _num_users += change
+        _MKLDNN.matmul.fp32_precision = "bf16" if _num_users else _precision_before
+
+
+def choose_matmul(requested: str, device: torch.device) -> str:
+    """Resolves `auto` where that takes no measurement: to "default" where there is no choice, else to `auto`.
+
+    Raises InputError where the device has no "onednn".
+    """
+    if requested == AUTO:
+        return AUTO if device.type == "cpu" and has_onednn() else DEFAULT
+    if requested == ONEDNN and device.type != "cpu":
+        raise InputError(f'matmul = "onednn" is of products on a CPU, and this is {device.type}; set "auto"')
+    require_matmul(requested)
+    return requested
+
+
+@dataclass(frozen=True)
+class MatmulMeasurement:
+    """Seconds of an encoder's products by library and kind, and how much those of oneDNN differ from the default's."""
+
+    seconds: Mapping[str, Mapping[str, float]]
+    difference: float
+
+    @property
+    def fastest(self) -> str:
+        """oneDNN if all products together are so much faster, and equal but for the rounding of fp32."""
+        if self.difference > MAX_DIFFERENCE:
+            return DEFAULT
+        default, onednn = (sum(self.seconds[name].values()) for name in (DEFAULT, ONEDNN))
+        return ONEDNN if default > MIN_SPEEDUP * onednn else DEFAULT
+
+    def __str__(self) -> str:
+        if self.difference > MAX_DIFFERENCE:
+            return f"oneDNN's fp32 products differ by {self.difference:.1e} from torch's default"
+        default, onednn = self.seconds[DEFAULT], self.seconds[ONEDNN]
+        ratios = ", ".join(f"{kind} {default[kind] / onednn[kind]:.2f}" for kind in KINDS)
+        return f"time of fp32 products by torch's default, relative to oneDNN: {ratios}"
+
+
+def measure_matmul(shape: ModelConfig, num_tokens: int) -> MatmulMeasurement:
+    """Times the three products of an encoder's linear layers by both libraries, with torch's current threads.
+
+    Takes a fraction of a second: of large layers fewer than `num_tokens` tokens are multiplied.
+    """
+    seconds = {name: dict.fromkeys(KINDS, 0.0) for name in (DEFAULT, ONEDNN)}
+    difference, generator = 0.0, torch.Generator().manual_seed(0)
+    for inputs, outputs in _layers(shape):
+        tokens = max(1, min(num_tokens, int(MAX_FLOPS / (2 * inputs * outputs))))
+        sizes = ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+        x, weight, dy = (torch.randn(size, generator=generator) for size in sizes)
+        for kind, product in zip(KINDS, _products(x, weight, dy), strict=True):
+            results = []
+            for name in (DEFAULT, ONEDNN):
+                with use_matmul(name):
+                    results.append(product())
+                    seconds[name][kind] += min(seconds_of(product) for _ in range(REPETITIONS))
+            default, onednn = results
+            difference = max(difference, float((default - onednn).abs().max() / default.abs().max()))
+    return MatmulMeasurement(seconds, difference)
+
+
+@cache
+def fastest_matmul(shape: ModelConfig, device: torch.device) -> str:
+    """The faster library for an encoder on this device, measured once per process; for what is not recorded."""
+    return DEFAULT if choose_matmul(AUTO, device) == DEFAULT else measure_matmul(shape, 512).fastest
+
+
+def _layers(shape: ModelConfig) -> list[tuple[int, int]]:
+    """(inputs, outputs) of a layer's four linear layers."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    into = 2 * inner if shape.architecture == "modern" else inner
+    return [(hidden, 3 * hidden), (hidden, hidden), (hidden, into), (inner, hidden)]
+
+
+def _products(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Callable[[], Tensor], ...]:
+    return lambda: x @ weight.T, lambda: dy @ weight, lambda: dy.T @ x
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    """How long a call takes."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start

@@ -1,0 +1,331 @@
+"""The networks: embeddings, encoders and what an objective makes of them, over one flat buffer of tokens.
+
+Two architectures share one shape of code: `bert`, the paper's post-norm encoder (exports to
+`transformers`' Electra), and `modern`, pre-norm with rotary positions, GeGLU and no biases (exports
+to ModernBERT). Which of them a model has is the objective's choice.
+
+Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden, N heads, H head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from electra_fast.config.config import Config, ModelConfig
+from electra_fast.errors import InputError
+from electra_fast.model import sublayers
+from electra_fast.model.attention import AttentionMask, Queries, query_attention, self_attention
+from electra_fast.model.heads import HEADS, DiscriminatorHead, LogitHead, MaskedLMHead, PlainMaskedLMHead
+from electra_fast.model.initialization import initialize
+from electra_fast.model.layers import Linear, Norm
+from electra_fast.model.networks import networks_of
+from electra_fast.model.proposal import Proposal
+from electra_fast.model.sublayers import SublayerWeights
+from electra_fast.ops import operations as ops
+from electra_fast.ops.linear import linear
+from electra_fast.ops.operations import Dropout
+
+# Two networks may share modules, so the dropout call indices of the second start past the generator's.
+FIRST_CALL = {"generator": 0, "discriminator": 1 << 15, "encoder": 1 << 15}
+# Added for the dropout of attention weights.
+ATTENTION_CALL = 1 << 14
+
+
+class Embeddings(nn.Module):
+    """Token (and, in `bert`, position and type) embeddings, [T] → [T, E].
+
+    With `has_sparse_gradient`, that of the token table may be a sparse tensor, on a CPU and for few tokens: a step of
+    fine-tuning reads a few hundred rows of a table of tens of megabytes, and nothing else has a gradient there.
+    """
+
+    def __init__(self, config: ModelConfig, *, has_sparse_gradient: bool = False) -> None:
+        super().__init__()
+        self.has_sparse_gradient = has_sparse_gradient
+        width = config.embedding_size
+        self.architecture = config.architecture
+        self.token = nn.Parameter(torch.empty(config.vocab_size, width))
+        if self.architecture == "bert":
+            self.position = nn.Parameter(torch.empty(config.max_positions, width))
+            self.token_type = nn.Parameter(torch.empty(2, width))
+            self.norm = Norm(width, config)
+
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        position_ids_T: Tensor,
+        token_type_ids_T: Tensor,
+        dtype: torch.dtype,
+        dropout: Dropout,
+    ) -> Tensor:
+        sparse = self.has_sparse_gradient and 4 * len(input_ids_T) < len(self.token)
+        if self.architecture == "modern":
+            return ops.gather_rows(self.token, input_ids_T, sparse=sparse).to(dtype)
+        ids, tables = (input_ids_T, position_ids_T, token_type_ids_T), (self.token, self.position, self.token_type)
+        norm = self.norm
+        assert norm.bias is not None
+        return ops.embedding_norm(ids, tables, norm.weight, norm.bias, norm.eps, dtype, dropout, sparse=sparse)
+
+
+class BertLayer(nn.Module):
+    """Post-norm layer: norm(x + attention(x)), norm(x + feed-forward(x)); [T, D] → [T, D]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.num_heads = config.num_heads
+        self.attention_dropout = config.attention_dropout
+        self.qkv = Linear(hidden, 3 * hidden)
+        self.attention_out = Linear(hidden, hidden)
+        self.attention_norm = Norm(hidden, config)
+        self.feed_forward_in = Linear(hidden, config.intermediate_size)
+        self.feed_forward_out = Linear(config.intermediate_size, hidden)
+        self.feed_forward_norm = Norm(hidden, config)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        mask: AttentionMask,
+        rotary: tuple[Tensor, Tensor] | None,
+        dropout: Dropout,
+        queries: Queries | None = None,
+    ) -> Tensor:
+        attention_dropout, norm = _attention_dropout(self, dropout), self.attention_norm
+        if queries is None:
+            weights = _sublayer_weights(self.qkv, self.attention_out, norm)
+            x_TD = sublayers.attention(x_TD, weights, norm.eps, mask, self.num_heads, attention_dropout, dropout)
+        else:
+            q, k, v = _queries_keys_values(self.qkv, x_TD, queries.index_n, self.num_heads)
+            mixed_TD = query_attention(q, k, v, queries, attention_dropout.probability)
+            x_TD = ops.gather_rows(x_TD, queries.index_n)
+            x_TD = norm.after_residual(self.attention_out, mixed_TD, x_TD, dropout)
+        weights = _sublayer_weights(self.feed_forward_in, self.feed_forward_out, self.feed_forward_norm)
+        return sublayers.feed_forward(x_TD, weights, self.feed_forward_norm.eps, dropout.call(1))
+
+
+def _attention_dropout(layer: BertLayer | ModernLayer, dropout: Dropout) -> Dropout:
+    """The dropout of a layer's attention weights, of which `dropout` is the first."""
+    probability = layer.attention_dropout if layer.training else 0.0
+    return replace(dropout.call(ATTENTION_CALL), probability=probability)
+
+
+def _sublayer_weights(into: Linear, out: Linear, norm: Norm) -> SublayerWeights:
+    assert norm.bias is not None
+    return SublayerWeights(into.weight, into.bias, out.weight, out.bias, norm.weight, norm.bias)
+
+
+class ModernLayer(nn.Module):
+    """Pre-norm layer with rotary positions and GeGLU, no biases; [T, D] → [T, D].
+
+    As in ModernBERT the first layer has no attention norm: the embeddings are normed already.
+    """
+
+    def __init__(self, config: ModelConfig, is_first: bool) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.num_heads = config.num_heads
+        self.attention_dropout = config.attention_dropout
+        self.attention_norm = None if is_first else Norm(hidden, config)
+        self.qkv = Linear(hidden, 3 * hidden, bias=False)
+        self.attention_out = Linear(hidden, hidden, bias=False)
+        self.feed_forward_norm = Norm(hidden, config)
+        self.geglu_in = Linear(hidden, 2 * config.intermediate_size, bias=False)
+        self.feed_forward_out = Linear(config.intermediate_size, hidden, bias=False)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        mask: AttentionMask,
+        rotary: tuple[Tensor, Tensor] | None,
+        dropout: Dropout,
+        queries: Queries | None = None,
+    ) -> Tensor:
+        assert rotary is not None
+        attention_dropout = _attention_dropout(self, dropout)
+        normed = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
+        if queries is None:
+            mixed_TD = self_attention(normed, self.qkv.weight, None, mask, self.num_heads, attention_dropout, rotary)
+        else:
+            q, k, v = _queries_keys_values(self.qkv, normed, queries.index_n, self.num_heads)
+            q = ops.rotate(q, *(angles[queries.index_n] for angles in rotary))
+            mixed_TD = query_attention(q, ops.rotate(k, *rotary), v, queries, attention_dropout.probability)
+            x_TD = ops.gather_rows(x_TD, queries.index_n)
+        x_TD = x_TD + ops.dropout(self.attention_out(mixed_TD), dropout)
+        normed = self.feed_forward_norm(x_TD)
+        out_TD = sublayers.gated_feed_forward(normed, self.geglu_in.weight, self.feed_forward_out.weight)
+        return x_TD + ops.dropout(out_TD, dropout.call(1))
+
+
+def _queries_keys_values(qkv: Linear, x_TD: Tensor, index_n: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of some tokens, keys and values of all; [T, D], [n] → [n, N, H], [T, N, H] twice."""
+    width = x_TD.shape[1]
+    bias_q, bias_kv = (None, None) if qkv.bias is None else (qkv.bias[:width], qkv.bias[width:])
+    q_nD = linear(ops.gather_rows(x_TD, index_n), qkv.weight[:width], bias_q)
+    k, v = linear(x_TD, qkv.weight[width:], bias_kv).view(x_TD.shape[0], 2, num_heads, -1).unbind(1)
+    return q_nD.view(len(index_n), num_heads, -1), k, v
+
+
+class Encoder(nn.Module):
+    """Projection E → D where the widths differ, then the layers; [T, E] → [T, D].
+
+    With `queries`, the hidden states of some tokens only; → [n, D].
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        modern = config.architecture == "modern"
+        differs = config.embedding_size != config.hidden_size
+        self.head_dim = config.hidden_size // config.num_heads
+        self.rope_theta, self.local_rope_theta = config.rope_theta, config.local_rope_theta
+        self.is_local = [config.is_local(i) for i in range(config.num_layers)]
+        self.projection = Linear(config.embedding_size, config.hidden_size, bias=not modern) if differs else None
+        self.input_norm = Norm(config.hidden_size, config) if modern else None
+        self.layers = nn.ModuleList(
+            ModernLayer(config, is_first=i == 0) if modern else BertLayer(config) for i in range(config.num_layers)
+        )
+        self.output_norm = Norm(config.hidden_size, config) if modern else None
+
+    def forward(
+        self,
+        x_TE: Tensor,
+        position_ids_T: Tensor,
+        mask: AttentionMask,
+        dropout: Dropout,
+        queries: Queries | None = None,
+    ) -> Tensor:
+        x_TD = x_TE if self.projection is None else self.projection(x_TE)
+        rotary = local_rotary = None
+        precision = torch.promote_types(x_TD.dtype, torch.float32)  # of the angles
+        if self.input_norm is not None:
+            x_TD = self.input_norm(x_TD)
+            rotary = ops.rotary_angles(position_ids_T, self.head_dim, self.rope_theta, precision)
+        if any(self.is_local):
+            assert mask.local is not None, "the mask was made without model.local_attention"
+            local_rotary = ops.rotary_angles(position_ids_T, self.head_dim, self.local_rope_theta, precision)
+        for i, layer in enumerate(self.layers):
+            context = (mask.local, local_rotary) if self.is_local[i] else (mask, rotary)
+            only = queries if i == len(self.layers) - 1 else None
+            x_TD = layer(x_TD, *context, dropout.call(1 + 2 * i), only)  # call 0 is the embeddings'
+        return x_TD if self.output_norm is None else self.output_norm(x_TD)
+
+
+class Electra(nn.Module):
+    """The networks of an objective by role, their heads, and what they share by `model.tying`.
+
+    The generator's parts are `generator_embeddings`, `generator` and `generator_head`. The other network has
+    `embeddings`, and `discriminator` and `discriminator_head`, or `encoder` and `encoder_head` where it predicts
+    tokens. `networks` says which there are. Some objectives have more heads. `proposal` takes the generator's place
+    where `generator.kind` is not `model`.
+
+    Args:
+        config: Sizes, objective and tying; `model.vocab_size` must be set.
+        roles: Which of the objective's networks to build; all by default.
+    """
+
+    generator_head: MaskedLMHead
+    discriminator_head: DiscriminatorHead
+    encoder_head: MaskedLMHead
+    baseline_head: LogitHead
+    corrective_head: MaskedLMHead
+    sentence_head: LogitHead
+    copy_head: LogitHead
+
+    def __init__(self, config: Config, roles: Collection[str] | None = None) -> None:
+        super().__init__()
+        if config.model.vocab_size < 1:
+            raise InputError("model.vocab_size is 0: set it, or take it from a corpus")
+        self.config, self.num_entries = config, config.model.vocab_size
+        networks = networks_of(config)
+        self.networks = {role: network for role, network in networks.items() if roles is None or role in roles}
+        tying = config.model.tying if len(self.networks) > 1 else "none"
+        for role, network in self.networks.items():
+            if role == "generator":
+                self.generator_embeddings = Embeddings(network.shape)
+            else:
+                self.embeddings = self.generator_embeddings if tying != "none" else Embeddings(network.shape)
+            shares_encoder = tying == "all" and role != "generator"
+            self.add_module(role, self.get_submodule("generator") if shares_encoder else Encoder(network.shape))
+            for name, head in network.heads.items():
+                self.add_module(name, HEADS[config.model.heads][head.kind](network.shape))
+        self.proposal = None if config.generator.kind == "model" else Proposal(config)
+        initialize(self, config.model.architecture, config.train.seed)
+
+    def limit_vocabulary(self, num_entries: int) -> None:
+        """Keeps rows of the tables after the tokenizer's last entry, which are padding, from being predicted."""
+        self.num_entries = num_entries
+        for head in self.children():
+            if isinstance(head, (MaskedLMHead, PlainMaskedLMHead)):
+                head.num_entries = num_entries
+        is_uniform = self.config.generator.kind == "uniform"
+        if self.proposal is not None and is_uniform and num_entries < self.config.model.vocab_size:
+            self.proposal.set_counts(torch.ones(num_entries))
+
+    def _require(self, role: str) -> None:
+        if role not in self.networks:
+            present = " and ".join(self.networks)
+            if role in networks_of(self.config):
+                raise InputError(f"this model was read from the {present} alone and has no {role}")
+            name = self.config.objective.name
+            raise InputError(f'this model has the {present} only (objective.name = "{name}") and no {role}')
+
+    def hidden(
+        self,
+        role: str,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        types_T: Tensor,
+        mask: AttentionMask,
+        dtype: torch.dtype,
+        dropout_key: Tensor | None = None,
+    ) -> Tensor:
+        """The last hidden states of a network; [T] → [T, D]. ValueError if there is no such network.
+
+        Whether there is dropout depends on the mode of the network's encoder.
+        """
+        self._require(role)
+        encoder = self.get_submodule(role)
+        embeddings = self.generator_embeddings if role == "generator" else self.embeddings
+        dropout = Dropout(self.config.model.dropout if encoder.training else 0.0, dropout_key, FIRST_CALL[role])
+        x_TE = embeddings(ids_T, positions_T, types_T, dtype, dropout)
+        hidden_TD: Tensor = encoder(x_TE, positions_T, mask, dropout)
+        return hidden_TD
+
+    def discriminator_logits(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Replaced-token logits as `transformers` computes them; integer [B, L] → fp32 [B, L]."""
+        hidden_TD = self.hidden("discriminator", *self._flat_inputs(input_ids, attention_mask, token_type_ids))
+        logits_T: Tensor = self.discriminator_head(hidden_TD)
+        return logits_T.view(input_ids.shape)
+
+    def generator_logits(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Vocabulary logits as `transformers` computes them; integer [B, L] → fp32 [B, L, V]."""
+        hidden_TD = self.hidden("generator", *self._flat_inputs(input_ids, attention_mask, token_type_ids))
+        logits_TV: Tensor = self.generator_head(hidden_TD, self.generator_embeddings.token)
+        return logits_TV.view(*input_ids.shape, -1)
+
+    def encoder_logits(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """`generator_logits` of the encoder that `replace-mlm` and `all-tokens-mlm` train, without a copy head."""
+        hidden_TD = self.hidden("encoder", *self._flat_inputs(input_ids, attention_mask, token_type_ids))
+        logits_TV: Tensor = self.encoder_head(hidden_TD, self.embeddings.token)
+        return logits_TV.view(*input_ids.shape, -1)
+
+    def _flat_inputs(
+        self, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionMask, torch.dtype]:
+        num_rows, length = input_ids.shape
+        if length > self.config.model.max_positions and self.config.model.architecture == "bert":
+            raise InputError(f"rows of {length} tokens; this model reads {self.config.model.max_positions}")
+        types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+        positions_T = torch.arange(length, device=input_ids.device).repeat(num_rows)
+        if attention_mask is None and self.config.model.local_attention:
+            attention_mask = torch.ones_like(input_ids)
+        mask = AttentionMask.padded(num_rows, length, attention_mask, self.config.model.local_attention)
+        return input_ids.reshape(-1), positions_T, types.reshape(-1), mask, torch.float32

@@ -1,0 +1,246 @@
+"""Sublayers: norm(x + dropout(attention(x))) and norm(x + dropout(feed_forward(x))) of post-norm layers; GeGLU.
+
+By kernels, each is one node of autograd with its backward pass written out, because what is to be saved crosses the
+borders of operations: the last product adds the gradients of x as input and as residual, the derivative of the GELU is
+applied where its gradient is computed, and no weight gradient is cast. Elsewhere they are compositions of operations,
+which are also their references.
+
+Shapes: T packed tokens, D hidden, F feed-forward, X = 3D.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from electra_fast.model.attention import AttentionMask, self_attention
+from electra_fast.ops import operations as ops
+from electra_fast.ops.dispatch import kernels, uses_kernels
+from electra_fast.ops.linear import cast, linear, weight_gradient
+from electra_fast.ops.operations import Dropout
+
+
+class SublayerWeights(NamedTuple):
+    """The parameters of a sublayer, fp32: into it, out of it, and of the norm that ends it.
+
+    X (of the attention) or F (of the feed-forward) is what `in_weight` makes of D: [X or F, D], [X or F], [D, D or F],
+    and [D] three times.
+    """
+
+    in_weight: Tensor
+    in_bias: Tensor
+    out_weight: Tensor
+    out_bias: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor
+
+
+def attention(
+    x_TD: Tensor,
+    weights: SublayerWeights,
+    eps: float,
+    mask: AttentionMask,
+    num_heads: int,
+    attention_dropout: Dropout,
+    dropout: Dropout,
+) -> Tensor:
+    """norm(x + dropout(self_attention(x) @ out_weight.T + out_bias)); [T, D] → [T, D]."""
+    has_kernel = mask.backend == "short" and attention_dropout.has_kernel and dropout.has_kernel
+    if uses_kernels(x_TD) and has_kernel:
+        call = (mask.segment_ids_BL, num_heads, mask.window, *attention_dropout.arguments)
+        y_TD: Tensor = _Attention.apply(x_TD, *weights, *call, eps, *dropout.arguments)
+        return y_TD
+    mixed_TD = self_attention(x_TD, weights.in_weight, weights.in_bias, mask, num_heads, attention_dropout)
+    return ops.residual_norm(mixed_TD, *weights[2:4], x_TD, *weights[4:], eps, dropout)
+
+
+def feed_forward(x_TD: Tensor, weights: SublayerWeights, eps: float, dropout: Dropout) -> Tensor:
+    """norm(x + dropout(gelu(x @ in_weight.T + in_bias) @ out_weight.T + out_bias)); [T, D] → [T, D]."""
+    if uses_kernels(x_TD) and dropout.has_kernel:
+        is_narrow = kernels().narrow_feed_forward_fits(x_TD, weights.in_weight.shape[0])
+        function = _NarrowFeedForward if is_narrow else _FeedForward
+        y_TD: Tensor = function.apply(x_TD, *weights, eps, *dropout.arguments)
+        return y_TD
+    inner_TF = ops.bias_gelu(x_TD, weights.in_weight, weights.in_bias)
+    return ops.residual_norm(inner_TF, *weights[2:4], x_TD, *weights[4:], eps, dropout)
+
+
+def gated_feed_forward(x_TD: Tensor, in_weight: Tensor, out_weight_DF: Tensor) -> Tensor:
+    """(gelu(a) * b) @ out_weight.T, where [a, b] = x @ in_weight.T; [T, D], [2F, D], [D, F] → [T, D]."""
+    if uses_kernels(x_TD) and kernels().matmul_gelu_pays(x_TD.shape[1]):
+        z_TD: Tensor = _GatedFeedForward.apply(x_TD, in_weight, out_weight_DF)
+        return z_TD
+    return linear(ops.geglu(x_TD, in_weight), out_weight_DF)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        in_weight_XD: Tensor,
+        in_bias_X: Tensor,
+        out_weight_DD: Tensor,
+        out_bias_D: Tensor,
+        norm_weight_D: Tensor,
+        norm_bias_D: Tensor,
+        ids_BL: Tensor,
+        num_heads: int,
+        window: int | None,
+        attention_probability: float,
+        attention_key: Tensor | None,
+        attention_call_index: int,
+        eps: float,
+        *dropout: Any,
+    ) -> Tensor:
+        in_weight_XD, out_weight_DD = cast(in_weight_XD, x_TD.dtype), cast(out_weight_DD, x_TD.dtype)
+        qkv_TX, ctx.heads = x_TD @ in_weight_XD.T, (num_heads, window, attention_probability)
+        mixed_TD, lse_NT = kernels().short_attention(
+            qkv_TX, in_bias_X, ids_BL, None, None, *ctx.heads, attention_key, attention_call_index
+        )
+        z_TD = mixed_TD @ out_weight_DD.T
+        norm = (out_bias_D, x_TD, norm_weight_D, norm_bias_D, eps, *dropout)
+        y_TD, mean_T, rstd_T = kernels().residual_norm(z_TD, *norm)
+        ctx.attention_call_index, (ctx.probability, key, ctx.call_index) = attention_call_index, dropout
+        attended = (qkv_TX, in_bias_X, ids_BL, lse_NT, attention_key, mixed_TD)
+        normed = (z_TD, out_bias_D, norm_weight_D, mean_T, rstd_T)
+        ctx.save_for_backward(x_TD, in_weight_XD, *attended, out_weight_DD, *normed, key)
+        assert isinstance(y_TD, Tensor)
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, in_weight_XD, *attended = ctx.saved_tensors[:8]
+        qkv_TX, in_bias_X, ids_BL, lse_NT, attention_key, mixed_TD = attended
+        out_weight_DD, *normed, key = ctx.saved_tensors[8:]
+        dropout = (ctx.probability, key, ctx.call_index)
+        dz_TD, dresidual_TD, dnorm = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
+        dmixed_TD, dout_weight_DD = dz_TD @ out_weight_DD, weight_gradient(dz_TD, mixed_TD)
+        arguments = (qkv_TX, in_bias_X, ids_BL, None, None, lse_NT)
+        attention_dropout = (attention_key, ctx.attention_call_index)
+        dqkv_TX, din_bias_X = kernels().short_attention_backward(dmixed_TD, *arguments, *ctx.heads, *attention_dropout)
+        din_weight_XD = weight_gradient(dqkv_TX, x_TD)
+        dx_TD = dresidual_TD.addmm_(dqkv_TX, in_weight_XD)
+        return dx_TD, din_weight_XD, din_bias_X, dout_weight_DD, *dnorm, *[None] * 10
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        in_weight_FD: Tensor,
+        in_bias_F: Tensor,
+        out_weight_DF: Tensor,
+        out_bias_D: Tensor,
+        norm_weight_D: Tensor,
+        norm_bias_D: Tensor,
+        eps: float,
+        *dropout: Any,
+    ) -> Tensor:
+        in_weight_FD, out_weight_DF = cast(in_weight_FD, x_TD.dtype), cast(out_weight_DF, x_TD.dtype)
+        h_TF, inner_TF = _linear_gelu(x_TD, in_weight_FD, in_bias_F)
+        z_TD = inner_TF @ out_weight_DF.T
+        norm = (out_bias_D, x_TD, norm_weight_D, norm_bias_D, eps, *dropout)
+        y_TD, mean_T, rstd_T = kernels().residual_norm(z_TD, *norm)
+        ctx.probability, key, ctx.call_index = dropout
+        normed = (z_TD, out_bias_D, norm_weight_D, mean_T, rstd_T)
+        ctx.save_for_backward(x_TD, in_weight_FD, h_TF, in_bias_F, inner_TF, out_weight_DF, *normed, key)
+        assert isinstance(y_TD, Tensor)
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, in_weight_FD, h_TF, in_bias_F, inner_TF, out_weight_DF, *normed, key = ctx.saved_tensors
+        dropout = (ctx.probability, key, ctx.call_index)
+        dz_TD, dresidual_TD, dnorm = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
+        dout_weight_DF = weight_gradient(dz_TD, inner_TF)
+        dh_TF, din_bias_F = _linear_gelu_backward(dz_TD, out_weight_DF, h_TF, in_bias_F)
+        din_weight_FD = weight_gradient(dh_TF, x_TD)
+        dx_TD = dresidual_TD.addmm_(dh_TF, in_weight_FD)
+        return dx_TD, din_weight_FD, din_bias_F, dout_weight_DF, *dnorm, *[None] * 4
+
+
+class _NarrowFeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        in_weight_FD: Tensor,
+        in_bias_F: Tensor,
+        out_weight_DF: Tensor,
+        out_bias_D: Tensor,
+        norm_weight_D: Tensor,
+        norm_bias_D: Tensor,
+        eps: float,
+        *dropout: Any,
+    ) -> Tensor:
+        in_weight_FD, out_weight_DF = cast(in_weight_FD, x_TD.dtype), cast(out_weight_DF, x_TD.dtype)
+        inputs = (x_TD, in_weight_FD, in_bias_F, out_weight_DF, out_bias_D, norm_weight_D)
+        y_TD, *saved = kernels().narrow_feed_forward(*inputs, norm_bias_D, eps, *dropout)
+        ctx.probability, key, ctx.call_index = dropout
+        ctx.save_for_backward(*inputs, *saved, key)
+        assert isinstance(y_TD, Tensor)
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, key = ctx.saved_tensors
+        dropout = (ctx.probability, key, ctx.call_index)
+        return *kernels().narrow_feed_forward_gradients(dy_TD, *saved, *dropout), *[None] * 4
+
+
+class _GatedFeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, in_weight: Tensor, out_weight_DF: Tensor) -> Tensor:
+        in_weight, out_weight_DF = cast(in_weight, x_TD.dtype), cast(out_weight_DF, x_TD.dtype)
+        h, inner_TF = kernels().matmul_geglu(x_TD, in_weight)
+        ctx.save_for_backward(x_TD, in_weight, out_weight_DF, h, inner_TF)
+        z_TD: Tensor = inner_TF @ out_weight_DF.T
+        return z_TD
+
+    @staticmethod
+    def backward(ctx: Any, dz_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x_TD, in_weight, out_weight_DF, h, inner_TF = ctx.saved_tensors
+        dh = kernels().matmul_geglu_backward(dz_TD, out_weight_DF, h)
+        return dh @ in_weight, weight_gradient(dh, x_TD), weight_gradient(dz_TD, inner_TF)
+
+
+def _residual_norm_backward(
+    dropout: tuple[float, Tensor | None, int],
+    dy_TD: Tensor,
+    x_TD: Tensor,
+    z_TD: Tensor,
+    out_bias_D: Tensor,
+    norm_weight_D: Tensor,
+    mean_T: Tensor,
+    rstd_T: Tensor,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Gradients of z and of the residual, and of output bias, norm weight and norm bias.
+
+    Without dropout the first two are one tensor: what is added to the second comes after all uses of the first.
+    """
+    norm = (z_TD, out_bias_D, x_TD, norm_weight_D, mean_T, rstd_T, True, *dropout)
+    dz_TD, dresidual_TD, (dnorm_weight_D, dnorm_bias_D, dout_bias_D) = kernels().residual_norm_backward(dy_TD, *norm)
+    gradients = (dout_bias_D, dnorm_weight_D, dnorm_bias_D)
+    return dz_TD, dresidual_TD if dresidual_TD.numel() else dz_TD, gradients
+
+
+def _linear_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> tuple[Tensor, Tensor]:
+    """What the backward pass needs (with or without the bias), and gelu(x @ weight.T + bias); [T, F] each."""
+    if kernels().matmul_gelu_pays(x_TD.shape[1]):
+        h_TF, y_TF = kernels().matmul_gelu(x_TD, weight_FD, bias_F)
+        return h_TF, y_TF
+    h_TF = x_TD @ weight_FD.T
+    return h_TF, kernels().bias_gelu(h_TF, bias_F)
+
+
+def _linear_gelu_backward(dz_TD: Tensor, out_weight_DF: Tensor, h_TF: Tensor, bias_F: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `_linear_gelu`'s product and bias by that of its output times `out_weight`."""
+    if kernels().matmul_gelu_pays(dz_TD.shape[1]):
+        dh_TF, dbias_F = kernels().matmul_gelu_backward(dz_TD, out_weight_DF, h_TF)
+    else:
+        dh_TF, dbias_F = kernels().bias_gelu_backward(dz_TD @ out_weight_DF, h_TF, bias_F)
+    return dh_TF, dbias_F

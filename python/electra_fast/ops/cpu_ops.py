@@ -1,0 +1,351 @@
+"""Operations in the form that is fast on a CPU: few passes over memory, few temporaries, no copies of gradients.
+
+Contracts and references are in `ops`. torch.compile traces the references instead, since it fuses them itself;
+only the generator's head stays a single operator.
+
+Shapes: T tokens, M masked slots, V vocabulary, E embedding, D hidden, N heads, H head dimension, F feed-forward;
+K tiles of the sampler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from electra_fast.ops.sampling import TILE, draw_noise, modify_logits, sample_categorical
+
+# Logits that the generator's head holds at once: large enough for efficient products, small enough for the caches.
+CHUNK_BYTES = 8 * 2**20
+# Their gradients that are multiplied at once.
+GROUP_BYTES = 64 * 2**20
+# Longest row whose attention weights are kept for the backward pass, as with dropout those of any row are: their number
+# grows with its square. `scaled_dot_product_attention` computes them again.
+MAX_ROW = 512
+# Scores that attention holds at once: what passes over them leave in the caches.
+SCORES_BYTES = 2**20
+
+
+def rotary_qkv(x_TD: Tensor, weight_3DD: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
+    """`ops.rotary_qkv` side by side, [T, 3D]; the dimensions of a query's head are permuted, and a key's likewise."""
+    qkv_TX: Tensor = _RotaryQKV.apply(x_TD, weight_3DD, torch.complex(cos, sin), num_heads)
+    return qkv_TX
+
+
+class _RotaryQKV(torch.autograd.Function):
+    """The product with weights whose rows are ordered such that a rotation multiplies adjacent pairs: complex numbers.
+
+    Scores are sums over the head's dimensions, so an order that queries and keys share doesn't change them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_3DD: Tensor, cis: Tensor, num_heads: int) -> Tensor:
+        weight_3DD = _pair_rows(weight_3DD, num_heads, inverse=False).to(x_TD.dtype)
+        ctx.save_for_backward(x_TD, weight_3DD, cis)
+        ctx.num_heads = num_heads
+        qkv_TD = F.linear(x_TD, weight_3DD)
+        _rotate_(qkv_TD, cis, num_heads)
+        return qkv_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight_3DD, cis = ctx.saved_tensors
+        grad_TD = grad_TD.clone()
+        _rotate_(grad_TD, cis.conj(), ctx.num_heads)
+        return grad_TD @ weight_3DD, _pair_rows((grad_TD.t() @ x_TD).float(), ctx.num_heads, inverse=True), None, None
+
+
+def _pair_rows(weight_3DD: Tensor, num_heads: int, *, inverse: bool) -> Tensor:
+    """Rows of queries and keys reordered within each head: dimensions i and i + H/2 become adjacent, or the inverse."""
+    width = weight_3DD.shape[1]
+    rows = (2 * num_heads, -1, 2, width) if inverse else (2 * num_heads, 2, -1, width)
+    return torch.cat((weight_3DD[: 2 * width].view(rows).transpose(1, 2).reshape(-1, width), weight_3DD[2 * width :]))
+
+
+def _rotate_(qkv_TD: Tensor, cis: Tensor, num_heads: int) -> None:
+    """Multiplies the pairs of queries and keys by cis, [T, 1, H/2], in place and in fp32."""
+    qk_TD = qkv_TD[:, : qkv_TD.shape[1] // 3 * 2]
+    pairs = qk_TD.float().view(qkv_TD.shape[0], 2 * num_heads, -1, 2)
+    torch.view_as_complex(pairs).mul_(cis)
+    if qkv_TD.dtype != torch.float32:
+        qk_TD.copy_(pairs.view(qk_TD.shape))
+
+
+def unkeyed_dropout(x: Tensor, probability: float) -> Tensor:
+    """`ops.dropout` without a key, with masks of `_dropout_mask`."""
+    return x * _dropout_mask(x, probability)
+
+
+def _dropout_mask(like: Tensor, probability: float) -> Tensor:
+    """0 with a probability rounded to 2^-16, otherwise what keeps the mean; of the shape and dtype of `like`.
+
+    16 bits of torch's generator decide about an element, where `F.dropout` draws a double for each; and arithmetic on
+    integers is vectorized, where comparisons are not.
+    """
+    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    num_dropped = round(probability * 2**16)
+    first_kept = num_dropped - 2**15
+    bits = words.view(torch.int16)[: like.numel()].view(like.shape).clamp_(first_kept - 1, first_kept)
+    return bits.float().sub_(first_kept - 1).mul_(2**16 / (2**16 - num_dropped)).to(like.dtype)
+
+
+def self_attention(
+    qkv_TX: Tensor, bias_B1LL: Tensor | None, num_rows: int, num_heads: int, dropout: float = 0.0
+) -> Tensor:
+    """Softmax attention within rows, with dropout of its weights; [T, 3D] → [T, D].
+
+    Args:
+        qkv_TX: Queries, keys and values of all heads side by side, the rows one after another.
+        bias_B1LL: Added to the scores, such as a large negative number where a token doesn't attend; in qkv's dtype.
+        num_rows: Rows, of equal length.
+        num_heads: Heads.
+        dropout: Probability of the dropout.
+    """
+    out_TD: Tensor = _SelfAttention.apply(qkv_TX, bias_B1LL, num_rows, num_heads, dropout)
+    return out_TD
+
+
+class _SelfAttention(torch.autograd.Function):
+    """Batched products of whole rows, of as many at once as the caches hold.
+
+    `scaled_dot_product_attention` multiplies in small blocks. For rows of up to 512 tokens it is no faster in fp32 by
+    MKL, and where oneDNN multiplies 1.4 to 15 times slower (bench/LOG.md). It has no fast form with dropout.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_TX: Tensor, bias_B1LL: Tensor | None, num_rows: int, num_heads: int, dropout: float
+    ) -> Tensor:
+        length, width = qkv_TX.shape[0] // num_rows, qkv_TX.shape[1] // 3
+        out_TD = qkv_TX.new_empty(len(qkv_TX), width)
+        weights_BNLL = qkv_TX.new_empty(num_rows, num_heads, length, length)
+        drop_BNLL = _dropout_mask(weights_BNLL, dropout) if dropout else None
+        out_BLNH, scale = out_TD.view(num_rows, length, num_heads, -1), (width // num_heads) ** -0.5
+        for rows, (q, k, v) in _row_chunks(qkv_TX, num_rows, num_heads):
+            weights = weights_BNLL[rows].flatten(0, 1)
+            scores = torch.empty_like(weights)
+            if bias_B1LL is not None:
+                scores.view(-1, num_heads, length, length).copy_(bias_B1LL[rows])
+            scores.baddbmm_(q, k.mT, beta=0 if bias_B1LL is None else 1, alpha=scale)
+            torch.softmax(scores, -1, out=weights)
+            if drop_BNLL is not None:
+                weights = weights * drop_BNLL[rows].flatten(0, 1)
+            out_BLNH[rows].copy_(_by_token(weights @ v, num_heads))
+        ctx.save_for_backward(qkv_TX, weights_BNLL, drop_BNLL)
+        ctx.num_rows, ctx.num_heads, ctx.scale = num_rows, num_heads, scale
+        return out_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        qkv_TX, weights_BNLL, drop_BNLL = ctx.saved_tensors
+        num_rows, num_heads, scale = ctx.num_rows, ctx.num_heads, ctx.scale
+        grad_TX = torch.empty_like(qkv_TX)
+        grad_BL3NH = grad_TX.view(num_rows, -1, 3, num_heads, grad_TD.shape[1] // num_heads)
+        grad_BNLH = grad_TD.view(num_rows, -1, num_heads, grad_BL3NH.shape[-1]).transpose(1, 2)
+        for rows, (q, k, v) in _row_chunks(qkv_TX, num_rows, num_heads):
+            weights, grad = weights_BNLL[rows].flatten(0, 1), grad_BNLH[rows].flatten(0, 1)
+            dropped, grad_weights = weights, grad @ v.mT
+            if drop_BNLL is not None:
+                drop = drop_BNLL[rows].flatten(0, 1)
+                dropped = weights * drop
+                grad_weights.mul_(drop)
+            grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype).mul_(scale)
+            grads = (grad_scores @ k, grad_scores.mT @ q, dropped.mT @ grad)
+            for place, each in zip(grad_BL3NH[rows].unbind(2), grads, strict=True):
+                place.copy_(_by_token(each, num_heads))
+        return grad_TX, None, None, None, None
+
+
+def _row_chunks(qkv_TX: Tensor, num_rows: int, num_heads: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+    """Some rows at a time, and their queries, keys and values, [c*N, L, H] each."""
+    length = qkv_TX.shape[0] // num_rows
+    qkv_3BNLH = qkv_TX.view(num_rows, length, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
+    chunk = max(1, SCORES_BYTES // (num_heads * length * length * qkv_TX.element_size()))
+    for start in range(0, num_rows, chunk):
+        rows = slice(start, start + chunk)
+        yield rows, tuple(each[rows].flatten(0, 1) for each in qkv_3BNLH)
+
+
+def _by_token(x: Tensor, num_heads: int) -> Tensor:
+    """[c*N, L, H] → [c, L, N, H], a view."""
+    return x.view(-1, num_heads, *x.shape[1:]).transpose(1, 2)
+
+
+def geglu(x_TD: Tensor, weight: Tensor) -> Tensor:
+    """`ops.geglu`."""
+    out_TF: Tensor = _GeGLU.apply(F.linear(x_TD, weight.to(x_TD.dtype)))
+    return out_TF
+
+
+class _GeGLU(torch.autograd.Function):
+    """gelu(a) * b of [a, b]; both gradients are written to one buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        activated, gate = h.chunk(2, dim=-1)
+        gelu_TF = F.gelu(activated)
+        ctx.save_for_backward(h, gelu_TF)
+        return gelu_TF * gate
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TF: Tensor) -> Tensor:
+        h, gelu_TF = ctx.saved_tensors
+        activated, gate = h.chunk(2, dim=-1)
+        grad = torch.empty_like(h)
+        grad_activated, grad_gate = grad.chunk(2, dim=-1)
+        torch.mul(grad_TF, gelu_TF, out=grad_gate)
+        torch.mul(grad_TF, gate, out=grad_activated)
+        torch.ops.aten.gelu_backward.grad_input(grad_activated, activated, grad_input=grad_activated)
+        return grad
+
+
+def _generator_head_impl(
+    x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, weight_M: Tensor, slot_M: Tensor,
+    seed_and_step: Tensor | None, temperature: float, disallow_correct: bool, with_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, sample, correct, the loss' gradients with respect to x, the table and the bias), in one visit of the rows.
+
+    The logits of a chunk of rows become exponentials, then probabilities, then gradients. Those of several chunks, a
+    group, are multiplied at once, since each product reads and writes the whole gradient of the table.
+    """
+    outputs = _empty_outputs(x_ME, table_VE, seed_and_step, with_gradient)
+    loss, sample_M, correct_M = outputs[0].zero_(), outputs[1], outputs[2]
+    (num_rows, _), vocab_size, num_tiles = x_ME.shape, table_VE.shape[0], -(-table_VE.shape[0] // TILE)
+    # Entries past the vocabulary fill the last tile, and have probability 0.
+    padding = num_tiles * TILE - vocab_size
+    table_PE, bias_P = F.pad(table_VE.to(x_ME.dtype), (0, 0, 0, padding)), F.pad(bias_V, (0, padding), value=-math.inf)
+    bytes_per_row = x_ME.element_size() * num_tiles * TILE
+    chunk_rows = max(1, min(num_rows, CHUNK_BYTES // (4 * num_tiles * TILE)))
+    group_rows = max(chunk_rows, min(num_rows, GROUP_BYTES // bytes_per_row)) if with_gradient else chunk_rows
+    grad_gP = x_ME.new_empty(group_rows, num_tiles * TILE)
+    buffer_cP = x_ME.new_empty((chunk_rows, num_tiles * TILE), dtype=torch.float32)
+    for group, chunks in _groups(num_rows, group_rows, chunk_rows):
+        for rows in chunks:
+            own_cP = grad_gP[rows.start - group.start : rows.stop - group.start]
+            logits_cP = own_cP if x_ME.dtype == torch.float32 else buffer_cP[: len(own_cP)]
+            tiles, logits = logits_cP.view(-1, num_tiles, TILE), logits_cP[:, :vocab_size]
+            _linear(x_ME[rows], table_PE, bias_P, out=logits_cP)
+            target_M1, weight_M1 = target_M[rows, None], weight_M[rows, None]
+            target_logit_M1 = logits.gather(1, target_M1)
+            max_MK = tiles.amax(-1)
+            best_tile_M = max_MK.argmax(-1)
+            correct_M[rows] = best_tile_M * TILE + _chosen(tiles, best_tile_M).argmax(-1) == target_M[rows]
+            as_is = temperature == 1.0 and not disallow_correct
+            if seed_and_step is not None and not as_is:
+                modified_MV = modify_logits(logits, target_M[rows], temperature, disallow_correct)
+                sample_M[rows] = sample_categorical(modified_MV, slot_M[rows], seed_and_step)
+            tiles.sub_(max_MK[:, :, None]).exp_()
+            lse_MK = max_MK + tiles.sum(-1).log()
+            if seed_and_step is not None and as_is:
+                noise = draw_noise(num_tiles, slot_M[rows], seed_and_step)
+                tile_M = noise.choose_tile(lse_MK)
+                sample_M[rows] = tile_M * TILE + noise.choose_within_tile(_chosen(tiles, tile_M))
+            lse_M1 = lse_MK.logsumexp(-1, keepdim=True)
+            loss += ((lse_M1 - target_logit_M1) * weight_M1).sum()
+            if with_gradient:
+                tiles.mul_((weight_M1 * (max_MK - lse_M1).exp())[:, :, None])
+                logits.scatter_add_(1, target_M1, -weight_M1)
+                _add(outputs[5], logits.sum(0), is_first=rows.start == 0)
+                if own_cP.dtype != torch.float32:
+                    own_cP.copy_(logits_cP)
+        if with_gradient:
+            _add_gradients(outputs[3][group], outputs[4], grad_gP[: group.stop - group.start], x_ME, table_PE, group)
+    return outputs
+
+
+def _groups(num_rows: int, group_rows: int, chunk_rows: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Groups of rows, and the chunks of each."""
+    for start in range(0, num_rows, group_rows):
+        stop = min(start + group_rows, num_rows)
+        chunks = [slice(each, min(each + chunk_rows, stop)) for each in range(start, stop, chunk_rows)]
+        yield slice(start, stop), chunks
+
+
+def _empty_outputs(
+    x_ME: Tensor, table_VE: Tensor, seed_and_step: Tensor | None, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_rows, (vocab_size, width) = x_ME.shape[0], table_VE.shape
+    return (
+        x_ME.new_empty((), dtype=torch.float32),
+        x_ME.new_empty(0 if seed_and_step is None else num_rows, dtype=torch.int64),
+        x_ME.new_empty(num_rows, dtype=torch.bool),
+        x_ME.new_empty(x_ME.shape if with_gradient else (0,)),
+        x_ME.new_empty((vocab_size, width) if with_gradient else (0,), dtype=torch.float32),
+        x_ME.new_empty(vocab_size if with_gradient else 0, dtype=torch.float32),
+    )
+
+
+def _linear(x_ME: Tensor, table_PE: Tensor, bias_P: Tensor, out: Tensor) -> None:
+    """Logits in fp32; a product and an addition in place are faster than `addmm`, which copies the bias first."""
+    if x_ME.dtype == torch.float32:
+        torch.mm(x_ME, table_PE.t(), out=out)
+    else:
+        out.copy_(x_ME @ table_PE.t())
+    out.add_(bias_P)
+
+
+def _chosen(tiles: Tensor, tile_M: Tensor) -> Tensor:
+    """One tile of each row; [M, K, t], [M] → [M, t]."""
+    return tiles[torch.arange(tiles.shape[0]), tile_M]
+
+
+def _add_gradients(
+    x_grad_gE: Tensor, table_grad_VE: Tensor, logits_grad_gP: Tensor, x_ME: Tensor, table_PE: Tensor, group: slice
+) -> None:
+    """The gradient of x at the rows of a group, and that of the table added to what earlier groups gave."""
+    torch.mm(logits_grad_gP, table_PE, out=x_grad_gE)
+    grad_VE, is_first = logits_grad_gP.t()[: len(table_grad_VE)], group.start == 0
+    if x_ME.dtype == torch.float32:
+        table_grad_VE.addmm_(grad_VE, x_ME[group], beta=0.0 if is_first else 1.0)
+    else:
+        _add(table_grad_VE, grad_VE @ x_ME[group], is_first=is_first)
+
+
+def _add(total: Tensor, term: Tensor, *, is_first: bool) -> None:
+    total.copy_(term) if is_first else total.add_(term)
+
+
+def _generator_head_fake(
+    x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, weight_M: Tensor, slot_M: Tensor,
+    seed_and_step: Tensor | None, temperature: float, disallow_correct: bool, with_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _empty_outputs(x_ME, table_VE, seed_and_step, with_gradient)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[3:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    return (*(grad.to(gradient.dtype) * gradient for gradient in ctx.saved_tensors), *(None,) * 7)
+
+
+# An operator, so that torch.compile leaves it whole. Not by `torch.library.custom_op`, whose calls import the compiler:
+# seconds before the first step of every run.
+_NAME = "electra_fast::generator_head_cpu"
+torch.library.define(_NAME, torch.library.infer_schema(_generator_head_impl, mutates_args=()))
+torch.library.impl(_NAME, "cpu", _generator_head_impl)
+torch.library.register_fake(_NAME, _generator_head_fake)
+torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)
+
+
+def generator_head(
+    x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, weight_M: Tensor, slot_M: Tensor,
+    seed_and_step: Tensor | None, temperature: float, disallow_correct: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """`ops.generator_head`; the forward pass computes the gradients too, if any is wanted."""
+    with_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_ME, table_VE, bias_V))
+    loss, sample_M, correct_M, *_ = torch.ops.electra_fast.generator_head_cpu(
+        x_ME, table_VE, bias_V, target_M, weight_M, slot_M, seed_and_step, temperature, disallow_correct, with_gradient
+    )
+    return loss, None if seed_and_step is None else sample_M, correct_M

@@ -1,0 +1,405 @@
+# mypy: no-warn-return-any
+# (The kernels' launchers have no types.)
+"""Every operation of the networks except attention: contract, dispatch, and reference in plain PyTorch.
+
+The reference is the specification; another implementation may change speed, never meaning. Operations run as
+Triton kernels on CUDA, some of them in a form of their own on a CPU (`cpu_ops`), and else by their references,
+unless `dispatch.use_impl` says otherwise. Weights are fp32 and cast here, where they are used, to the dtype of the
+activations.
+
+Shapes: B rows, L row length, T = B*L tokens of the flat buffer, M masked slots, V vocabulary,
+E embedding, D hidden, N heads, H head dimension, F feed-forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from electra_fast.kernels import gather_rows as row_kernels
+from electra_fast.ops import cpu_ops
+from electra_fast.ops.dispatch import kernels, uses_cpu_ops, uses_kernels
+from electra_fast.ops.linear import linear
+from electra_fast.ops.sampling import modify_logits, philox, sample_alias_reference, sample_categorical
+
+# What `discriminator_loss` counts over valid tokens, in this order.
+DISCRIMINATOR_TOTALS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
+
+
+def gather_rows(x_RD: Tensor, index_M: Tensor, *, sparse: bool = False) -> Tensor:
+    """x[index], whose gradient is summed in a fixed order; [R, D], int [M] → [M, D].
+
+    On a CPU that gradient may be a sparse tensor of the gathered rows.
+    """
+    if uses_cpu_ops(x_RD):
+        return F.embedding(index_M, x_RD, sparse=sparse)  # the same operators, without the cost of a custom one
+    return row_kernels.gather_rows(x_RD, index_M)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """One dropout call: zeroes each element with `probability` and divides the others by 1 - probability.
+
+    `key` is int64 [3] on the device: seed, step, and the index within the step of the micro-batch's
+    first token. With a key, the mask is a pure function of key, call index, token and column. It
+    therefore does not depend on how a step is divided into micro-batches, is new at every replay of a
+    captured graph, and is drawn again in the backward pass instead of being stored. Every dropout of
+    the networks needs its own `call_index`. Without a key torch's generator draws the mask.
+    """
+
+    probability: float = 0.0
+    key: Tensor | None = None
+    call_index: int = 0
+
+    def call(self, index: int) -> Dropout:
+        """The dropout `index` calls after this one."""
+        return replace(self, call_index=self.call_index + index)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether kernels can apply it: it has a key, or drops nothing."""
+        return self.key is not None or not self.probability
+
+    @property
+    def arguments(self) -> tuple[float, Tensor | None, int]:
+        """Probability, key and call index, as the kernels take them."""
+        return self.probability, self.key if self.probability else None, self.call_index
+
+
+def dropout(x_TD: Tensor, dropout: Dropout) -> Tensor:
+    """x with dropout applied; [T, D] → [T, D]."""
+    if dropout.probability and dropout.has_kernel and uses_kernels(x_TD):
+        return kernels().dropout(x_TD, *dropout.arguments)
+    return dropout_reference(x_TD, dropout)
+
+
+def dropout_reference(x_TD: Tensor, dropout: Dropout) -> Tensor:
+    """`dropout` in plain PyTorch.
+
+    With a key, one Philox call serves four adjacent columns. Its counter is (column // 4, token within the
+    step, step, 2^16 + call index); `sampling` uses smaller last words. An element is dropped if the
+    upper 24 bits of its word are below probability * 2^24.
+    """
+    if not dropout.probability or dropout.key is None:
+        if dropout.probability and uses_cpu_ops(x_TD):
+            return cpu_ops.unkeyed_dropout(x_TD, dropout.probability)
+        return F.dropout(x_TD, dropout.probability)
+    (num_tokens, width), (seed, step, first_token) = x_TD.shape, dropout.key.unbind()
+    token_T1 = (torch.arange(num_tokens, device=x_TD.device)[:, None] + first_token) & 0xFFFFFFFF
+    quad = torch.arange(-(-width // 4), device=x_TD.device)
+    call_index = torch.full_like(step, dropout.call_index + 2**16)
+    words = philox((quad, token_T1, step, call_index), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    word_TD = torch.stack(words, dim=-1).flatten(1)[:, :width]
+    threshold = round(dropout.probability * 2**24)
+    return torch.where(word_TD >> 8 >= threshold, x_TD * (2**24 / (2**24 - threshold)), 0)
+
+
+def layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm over the last dimension, with fp32 statistics whatever x's dtype; [..., D] → [..., D]."""
+    if uses_kernels(x):
+        return kernels().layer_norm(x, weight_D, bias_D, eps)
+    return layer_norm_reference(x, weight_D, bias_D, eps)
+
+
+def layer_norm_reference(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
+    """`layer_norm` in plain PyTorch."""
+    return F.layer_norm(x, x.shape[-1:], weight_D.to(x.dtype), None if bias_D is None else bias_D.to(x.dtype), eps)
+
+
+def residual_norm(
+    x_TF: Tensor,
+    weight_DF: Tensor,
+    bias_D: Tensor,
+    residual_TD: Tensor,
+    norm_weight_D: Tensor,
+    norm_bias_D: Tensor | None,
+    eps: float,
+    dropout: Dropout,
+) -> Tensor:
+    """LayerNorm(residual + dropout(x @ weight.T + bias)), the end of every post-norm sublayer; → [T, D].
+
+    The kernel adds the bias, so its backward pass yields the bias gradient at no extra cost.
+    """
+    if uses_kernels(x_TF) and dropout.has_kernel:
+        norm = (residual_TD, norm_weight_D, norm_bias_D, eps, *dropout.arguments)
+        return kernels().residual_norm(linear(x_TF, weight_DF), bias_D, *norm)[0]
+    return residual_norm_reference(x_TF, weight_DF, bias_D, residual_TD, norm_weight_D, norm_bias_D, eps, dropout)
+
+
+def residual_norm_reference(
+    x_TF: Tensor,
+    weight_DF: Tensor,
+    bias_D: Tensor,
+    residual_TD: Tensor,
+    norm_weight_D: Tensor,
+    norm_bias_D: Tensor | None,
+    eps: float,
+    dropout: Dropout,
+) -> Tensor:
+    """`residual_norm` in plain PyTorch."""
+    h_TD = linear(x_TF, weight_DF, bias_D)
+    z_TD = residual_TD + (dropout_reference(h_TD, dropout) if dropout.probability else h_TD)
+    return layer_norm_reference(z_TD, norm_weight_D, norm_bias_D, eps)
+
+
+def embedding_norm(
+    ids: tuple[Tensor, Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor],
+    norm_weight_E: Tensor,
+    norm_bias_E: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    dropout: Dropout,
+    *,
+    sparse: bool = False,
+) -> Tensor:
+    """dropout(LayerNorm(token + position + type embedding)) in `dtype`; → [T, E].
+
+    `ids` are int [T]: tokens, positions and types (0 or 1). `tables` are fp32 [V, E], [L, E] and [2, E]. `sparse` is
+    the tokens' in `gather_rows`.
+    """
+    if uses_kernels(ids[0]) and dropout.has_kernel:
+        return kernels().embedding_norm(*ids, *tables, norm_weight_E, norm_bias_E, eps, dtype, *dropout.arguments)[0]
+    return embedding_norm_reference(ids, tables, norm_weight_E, norm_bias_E, eps, dtype, dropout, sparse=sparse)
+
+
+def embedding_norm_reference(
+    ids: tuple[Tensor, Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor],
+    norm_weight_E: Tensor,
+    norm_bias_E: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    dropout: Dropout,
+    *,
+    sparse: bool = False,
+) -> Tensor:
+    """`embedding_norm` in plain PyTorch."""
+    token_TE = gather_rows(tables[0], ids[0], sparse=sparse)
+    position_TE, type_TE = (gather_rows(table, each) for each, table in zip(ids[1:], tables[1:], strict=True))
+    x_TE = (token_TE + position_TE + type_TE).to(dtype)
+    return dropout_reference(layer_norm_reference(x_TE, norm_weight_E, norm_bias_E, eps), dropout)
+
+
+def bias_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    """gelu(x @ weight.T + bias) with the exact (erf) GELU; [T, D] → [T, F]."""
+    if uses_kernels(x_TD):
+        return kernels().bias_gelu(linear(x_TD, weight_FD), bias_F)
+    return bias_gelu_reference(x_TD, weight_FD, bias_F)
+
+
+def bias_gelu_reference(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    """`bias_gelu` in plain PyTorch."""
+    return F.gelu(linear(x_TD, weight_FD, bias_F))
+
+
+def geglu(x_TD: Tensor, weight: Tensor) -> Tensor:
+    """gelu(a) * b, where [a, b] = x @ weight.T, as in ModernBERT; [T, D], [2F, D] → [T, F]."""
+    if uses_kernels(x_TD):
+        return kernels().geglu(linear(x_TD, weight))
+    if uses_cpu_ops(x_TD):
+        return cpu_ops.geglu(x_TD, weight)
+    return geglu_reference(x_TD, weight)
+
+
+def geglu_reference(x_TD: Tensor, weight: Tensor) -> Tensor:
+    """`geglu` in plain PyTorch."""
+    activated, gate = linear(x_TD, weight).chunk(2, dim=-1)
+    return F.gelu(activated) * gate
+
+
+def rotary_angles(
+    position_ids_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, [T, 1, H/2] in `dtype`, of the rotary angles (Su et al., 2021)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=dtype, device=position_ids_T.device) / head_dim
+    angles_T1H = (position_ids_T[:, None].to(dtype) * (theta**-exponents))[:, None, :]
+    return angles_T1H.cos(), angles_T1H.sin()
+
+
+def rotary_qkv(
+    x_TD: Tensor, weight: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values; the first two have rotary position embeddings; [T, D], [3D, D] → [T, N, H] each.
+
+    The order of the dimensions within a head is up to the implementation; it is the same for queries and keys.
+    """
+    if uses_cpu_ops(x_TD):
+        qkv_TX = cpu_ops.rotary_qkv(x_TD, weight, cos_T1H, sin_T1H, num_heads)
+        q, k, v = qkv_TX.view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
+        return q, k, v
+    return rotary_qkv_reference(x_TD, weight, cos_T1H, sin_T1H, num_heads)
+
+
+def rotary_qkv_reference(
+    x_TD: Tensor, weight: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rotary_qkv` in plain PyTorch."""
+    q, k, v = linear(x_TD, weight).view(x_TD.shape[0], 3, num_heads, -1).unbind(1)
+    return rotate(q, cos_T1H, sin_T1H), rotate(k, cos_T1H, sin_T1H), v
+
+
+def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
+    """Rotates the pairs of dimensions i and i + H/2 in the angles' dtype; [T, N, H] → [T, N, H] in x's dtype."""
+    x1, x2 = x_TNH.to(cos_T1H.dtype).chunk(2, dim=-1)
+    return torch.cat((x1 * cos_T1H - x2 * sin_T1H, x2 * cos_T1H + x1 * sin_T1H), dim=-1).to(x_TNH.dtype)
+
+
+def masked_cross_entropy(logits_MV: Tensor, target_M: Tensor) -> Tensor:
+    """-log softmax(logits)[target] in fp32; [M, V], int [M] → [M]."""
+    return F.cross_entropy(logits_MV.float(), target_M.long(), reduction="none")
+
+
+def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sample_M: Tensor) -> tuple[Tensor, Tensor]:
+    """The discriminator's input and labels: the original tokens with the samples scattered in, and where they differ.
+
+    A position that was masked more than once gets floor(mean) of its samples, an arbitrary token, as in
+    the published code (`scatter_update`). A sample that equals the original token counts as original.
+
+    Args:
+        masked_ids_BL: the generator's input, int.
+        position_M: position of each slot in the flat buffer, int64; T for unused slots. Slots are in row order,
+            equally many per row, and within their row.
+        original_M: the token that each slot masks, int64.
+        sample_M: the generator's sample for each slot, int64.
+
+    Returns:
+        Corrupted ids, [T] in the masked ids' dtype, and whether each token was replaced, bool [T].
+    """
+    if uses_kernels(masked_ids_BL):
+        return kernels().corrupt(masked_ids_BL, position_M, original_M, sample_M)
+    return corrupt_reference(masked_ids_BL, position_M, original_M, sample_M)
+
+
+def corrupt_reference(
+    masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sample_M: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`corrupt` in plain PyTorch; unused slots write to a spare element past the end of the buffer."""
+    num_tokens = masked_ids_BL.numel()
+    spare = torch.zeros(num_tokens + 1, dtype=torch.int64, device=masked_ids_BL.device)
+    original_T = spare.clone()
+    original_T[:num_tokens] = masked_ids_BL.flatten()
+    original_T = original_T.scatter(0, position_M, original_M)[:num_tokens]
+    total_T = spare.index_add(0, position_M, sample_M)[:num_tokens]
+    draws_T = spare.index_add(0, position_M, torch.ones_like(sample_M))[:num_tokens]
+    corrupted_T = torch.where(draws_T > 0, total_T // draws_T.clamp(min=1), original_T)
+    return corrupted_T.to(masked_ids_BL.dtype), corrupted_T != original_T
+
+
+def replaced_logits(
+    x_TD: Tensor, dense_weight_DD: Tensor, dense_bias_D: Tensor, weight_1D: Tensor, bias_1: Tensor
+) -> Tensor:
+    """The discriminator's head without norm: dense layer, GELU, one logit per token; [T, D] → fp32 [T].
+
+    The kernel fuses the dense layer's bias, the GELU and the classifier, in fp32.
+    """
+    if uses_kernels(x_TD):
+        return kernels().gelu_logit(linear(x_TD, dense_weight_DD), dense_bias_D, weight_1D, bias_1)
+    return replaced_logits_reference(x_TD, dense_weight_DD, dense_bias_D, weight_1D, bias_1)
+
+
+def replaced_logits_reference(
+    x_TD: Tensor, dense_weight_DD: Tensor, dense_bias_D: Tensor, weight_1D: Tensor, bias_1: Tensor
+) -> Tensor:
+    """`replaced_logits` in plain PyTorch."""
+    return token_logits(bias_gelu_reference(x_TD, dense_weight_DD, dense_bias_D), weight_1D, bias_1)
+
+
+def token_logits(x_TD: Tensor, weight_1D: Tensor, bias_1: Tensor | None) -> Tensor:
+    """The discriminator's classifier, in fp32 whatever x's dtype; [T, D] → fp32 [T].
+
+    Early in training logits differ by less than bf16 resolves: rounded to bf16, most would tie.
+    """
+    return F.linear(x_TD.float(), weight_1D, bias_1).squeeze(-1)
+
+
+def discriminator_loss(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Binary cross-entropy summed over valid tokens (positive = "replaced"), and totals for metrics.
+
+    Float [T] and two bool [T] → fp32 scalar, and int64 [5] in the order of `DISCRIMINATOR_TOTALS`.
+    """
+    if uses_kernels(logits_T):
+        return kernels().discriminator_loss(logits_T, replaced_T, valid_T)
+    return discriminator_loss_reference(logits_T, replaced_T, valid_T)
+
+
+def discriminator_loss_reference(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
+    """`discriminator_loss` in plain PyTorch."""
+    loss = (binary_cross_entropy(logits_T, replaced_T) * valid_T).sum()
+    predicted_T, replaced_T = (logits_T.detach() > 0) & valid_T, replaced_T & valid_T
+    correct_T = (predicted_T == replaced_T) & valid_T
+    return loss, torch.stack([x.sum() for x in (correct_T, predicted_T & replaced_T, predicted_T, replaced_T, valid_T)])
+
+
+def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """max(z, 0) - z*y + log1p(exp(-|z|)) in fp32, elementwise."""
+    z = logits.float()
+    return z.clamp(min=0) - z * labels.float() + torch.log1p(torch.exp(-z.abs()))
+
+
+def generator_head(
+    x_ME: Tensor,
+    table_VE: Tensor,
+    bias_V: Tensor,
+    target_M: Tensor,
+    weight_M: Tensor,
+    slot_M: Tensor,
+    seed_and_step: Tensor | None,
+    temperature: float = 1.0,
+    disallow_correct: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Cross-entropy, samples and argmax of the generator's logits, x @ table.T + bias.
+
+    Args:
+        x_ME: activations, after whatever the head does before the table.
+        table_VE: the embedding table, fp32; cast to x's dtype, as is the bias.
+        bias_V: the output bias, fp32.
+        target_M: the masked tokens, int64.
+        weight_M: the slots' weights in the loss, fp32.
+        slot_M: indices of the masked slots within the step, int64; they key the samples' random numbers.
+        seed_and_step: int64 [2] on x's device; None for no samples.
+        temperature: of the samples; the cross-entropy always uses 1.
+        disallow_correct: whether to keep samples from being the target.
+
+    Returns:
+        The cross-entropy summed by weight (fp32 scalar; differentiable in x, table and bias), sample_M (int64, see
+        `sampling`; None without a seed), and correct_M (bool), whether the target has the largest logit.
+    """
+    if uses_cpu_ops(x_ME, compiled=True):
+        arguments = (target_M, weight_M, slot_M, seed_and_step, temperature, disallow_correct)
+        return cpu_ops.generator_head(x_ME, table_VE, bias_V, *arguments)
+    head = kernels().generator_head if uses_kernels(x_ME) else generator_head_reference
+    nll_M, sample_M, correct_M = head(
+        x_ME, table_VE, bias_V, target_M, slot_M, seed_and_step, temperature, disallow_correct
+    )
+    return (nll_M * weight_M).sum(), sample_M, correct_M
+
+
+def generator_head_reference(
+    x_ME: Tensor,
+    table_VE: Tensor,
+    bias_V: Tensor,
+    target_M: Tensor,
+    slot_M: Tensor,
+    seed_and_step: Tensor | None,
+    temperature: float = 1.0,
+    disallow_correct: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`generator_head` in plain PyTorch, with the cross-entropy of each slot, fp32 [M], instead of their sum."""
+    logits_MV = linear(x_ME, table_VE, bias_V)
+    nll_M = masked_cross_entropy(logits_MV, target_M)
+    logits_MV = logits_MV.detach()
+    correct_M = logits_MV.argmax(-1) == target_M
+    if seed_and_step is None:
+        return nll_M, None, correct_M
+    logits_MV = modify_logits(logits_MV, target_M, temperature, disallow_correct)
+    return nll_M, sample_categorical(logits_MV, slot_M, seed_and_step), correct_M
+
+
+def sample_alias(table_V2: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
+    """One sample per slot of a fixed distribution, given its `sampling.alias_table`; [V, 2], int64 [M] → int64 [M]."""
+    sample = kernels().sample_alias if uses_kernels(slot_M) else sample_alias_reference
+    return sample(table_V2, slot_M, seed_and_step)

@@ -1,0 +1,227 @@
+"""Cross-entropy of every token over the vocabulary, without logits [T, V] in memory.
+
+For objectives that learn from all tokens. The form of `ops.generator_head` for the CPU computes its gradients in the
+forward pass, from weights that are known there. Here the upstream gradient of each token is known only in the backward
+pass, which therefore recomputes the logits, block by block, and their softmax from each token's maximum and sum of
+exponentials. (Their logsumexp would do, but it is rounded at the magnitude of the logits, which makes the errors of the
+gradients half as large again.)
+
+Shapes: T tokens, V vocabulary, E embedding; m tokens and v vocabulary entries of one block of logits, p = v padded to
+K whole tiles; S blocks that cover the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from electra_fast.ops.dispatch import kernels, uses_kernels
+
+# Tokens and vocabulary entries (whole tiles) of one block of logits. On a CPU, 8 MB in fp32, which stay in the caches
+# through all passes over a block; on a GPU (without the kernels), 128 MB, so that few launches are needed. Blocks also
+# split the vocabulary because few tokens would fit otherwise, and the gradient of the table is read and written once
+# per block of tokens.
+BLOCK_SHAPE = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
+# The argmax is searched only in the tile of the maximum: `amax` is vectorized on a CPU, `argmax` is not.
+TILE = 128
+
+
+def vocabulary_nll(x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
+    """-log softmax(x @ table.T + bias)[target] of each token.
+
+    Args:
+        x_TE: activations, after whatever the head does before the table.
+        table_VE: the embedding table, fp32; cast to x's dtype, as is the bias.
+        bias_V: the output bias, fp32.
+        target_T: the tokens, int64, 0 <= target < V, including rows that the loss does not use.
+
+    Returns:
+        nll_T (fp32, or fp64 where x is fp64; differentiable once in x, table and bias) and is_argmax_T (bool), whether
+        the target has the largest logit (the first one among equal logits).
+    """
+    if uses_kernels(x_TE):
+        # Without a seed nothing is sampled, and the slots, here the targets, are not read.
+        nll_T, _, is_argmax_T = kernels().generator_head(x_TE, table_VE, bias_V, target_T, target_T, None, 1.0, False)
+    else:
+        nll_T, is_argmax_T, *_ = torch.ops.electra_fast.vocabulary_nll(x_TE, table_VE, bias_V, target_T)
+    return nll_T, is_argmax_T
+
+
+def _vocabulary_nll_impl(
+    x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(nll, is_argmax, largest logit, sum of the exponentials of the logits' distances to it)."""
+    nll_T, is_argmax_T, max_T, sum_T = outputs = _empty_outputs(x_TE)
+    table_VE, bias_V = table_VE.to(x_TE.dtype), bias_V.to(x_TE.dtype)
+    token_blocks, entry_blocks, buffer = _blocks(x_TE, table_VE)
+    for rows in token_blocks:
+        statistics = []
+        for entries in entry_blocks:
+            logits_mp = _padded_view(buffer, rows, entries)
+            logits_mv = logits_mp[:, : entries.stop - entries.start]
+            logits_mp[:, logits_mv.shape[1] :] = -math.inf  # padding has probability 0
+            _linear(x_TE[rows], table_VE[entries], bias_V[entries], out=logits_mv)
+            target_logit_m = _target_logit(logits_mv, target_T[rows], entries)
+            max_m, sum_m, argmax_m = _reduce_(logits_mp)
+            statistics.append((max_m, sum_m, argmax_m + entries.start, target_logit_m))
+        max_mS, sum_mS, argmax_mS, target_logit_mS = (torch.stack(each, 1) for each in zip(*statistics, strict=True))
+        best_m = max_mS.argmax(1)
+        max_T[rows] = max_m = _chosen(max_mS, best_m)
+        sum_T[rows] = sum_m = (sum_mS * (max_mS - max_m[:, None]).exp()).sum(1)
+        nll_T[rows] = sum_m.log() + (max_m - target_logit_mS.amax(1))
+        is_argmax_T[rows] = _chosen(argmax_mS, best_m) == target_T[rows]
+    return outputs
+
+
+def _vocabulary_nll_backward_impl(
+    grad_T: Tensor, x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Tensor, max_T: Tensor, sum_T: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x (in its dtype), the table and the bias (in the logits' dtype), given nll's gradient.
+
+    The logits of a block become exponentials, then gradients, in one buffer.
+    """
+    x_grad_TE, table_grad_VE, bias_grad_V = gradients = _empty_gradients(x_TE, table_VE)
+    table_grad_VE.zero_()
+    bias_grad_V.zero_()
+    table_VE, bias_V = table_VE.to(x_TE.dtype), bias_V.to(x_TE.dtype)
+    token_blocks, entry_blocks, buffer = _blocks(x_TE, table_VE)
+    for rows in token_blocks:
+        x_mE, grad_m1 = x_TE[rows], grad_T[rows, None]
+        x_grad_mE = torch.zeros_like(x_mE, dtype=max_T.dtype)
+        for entries in entry_blocks:
+            logits_mv = _padded_view(buffer, rows, entries)[:, : entries.stop - entries.start]
+            _linear(x_mE, table_VE[entries], bias_V[entries], out=logits_mv)
+            logits_mv.sub_(max_T[rows, None]).exp_().mul_(grad_m1 / sum_T[rows, None])
+            index_m1, is_inside_m1 = _index_in(entries, target_T[rows, None])
+            logits_mv.scatter_add_(1, index_m1, torch.where(is_inside_m1, -grad_m1, 0.0))
+            logits_grad_mv = logits_mv.to(x_mE.dtype)
+            _add_product_(x_grad_mE, logits_grad_mv, table_VE[entries])
+            _add_product_(table_grad_VE[entries], logits_grad_mv.t(), x_mE)
+            bias_grad_V[entries] += logits_mv.sum(0)
+        x_grad_TE[rows] = x_grad_mE
+    return gradients
+
+
+def _logits_dtype(x_TE: Tensor) -> torch.dtype:
+    return torch.promote_types(x_TE.dtype, torch.float32)
+
+
+def _empty_outputs(x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    nll_T, max_T, sum_T = (x_TE.new_empty(x_TE.shape[0], dtype=_logits_dtype(x_TE)) for _ in range(3))
+    return nll_T, x_TE.new_empty(x_TE.shape[0], dtype=torch.bool), max_T, sum_T
+
+
+def _empty_gradients(x_TE: Tensor, table_VE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = _logits_dtype(x_TE)
+    table_grad_VE = x_TE.new_empty(table_VE.shape, dtype=dtype)
+    return x_TE.new_empty(x_TE.shape), table_grad_VE, x_TE.new_empty(table_VE.shape[0], dtype=dtype)
+
+
+def _blocks(x_TE: Tensor, table_VE: Tensor) -> tuple[list[slice], list[slice], Tensor]:
+    """Blocks of tokens, blocks of the vocabulary, and a buffer for the logits of one of each."""
+    max_tokens, max_entries = BLOCK_SHAPE["cuda" if x_TE.is_cuda else "cpu"]
+    tokens, entries = _slices(x_TE.shape[0], max_tokens), _slices(table_VE.shape[0], max_entries)
+    size = min(x_TE.shape[0], max_tokens) * min(_padded(table_VE.shape[0]), max_entries)
+    return tokens, entries, x_TE.new_empty(size, dtype=_logits_dtype(x_TE))
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def _padded(num_entries: int) -> int:
+    return -(-num_entries // TILE) * TILE
+
+
+def _padded_view(buffer: Tensor, rows: slice, entries: slice) -> Tensor:
+    """The start of the buffer as [m, p]."""
+    num_rows, num_columns = rows.stop - rows.start, _padded(entries.stop - entries.start)
+    return buffer[: num_rows * num_columns].view(num_rows, num_columns)
+
+
+def _linear(x_mE: Tensor, table_vE: Tensor, bias_v: Tensor, out: Tensor) -> None:
+    """Logits in the dtype of `out`; a product and an addition in place are faster than `addmm` on a CPU."""
+    if x_mE.dtype == out.dtype:
+        torch.mm(x_mE, table_vE.t(), out=out).add_(bias_v)
+    else:
+        out.copy_(F.linear(x_mE, table_vE, bias_v))
+
+
+def _index_in(entries: slice, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Each target's index within these entries, and whether it is one of them; if not, the index is of some entry."""
+    index = target - entries.start
+    index_in_range = index.clamp(0, entries.stop - entries.start - 1)
+    return index_in_range, index == index_in_range
+
+
+def _target_logit(logits_mv: Tensor, target_m: Tensor, entries: slice) -> Tensor:
+    """The targets' logits; -inf for targets that are not among these entries."""
+    index_m, is_inside_m = _index_in(entries, target_m)
+    return torch.where(is_inside_m, _chosen(logits_mv, index_m), -math.inf)
+
+
+def _reduce_(logits_mp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(maximum, sum of exponentials relative to it, index of the first maximum) of each row.
+
+    The logits become exponentials.
+    """
+    tiles_mKt = logits_mp.view(logits_mp.shape[0], -1, TILE)
+    max_mK = tiles_mKt.amax(2)
+    tile_m = max_mK.argmax(1)
+    argmax_m = tile_m * TILE + _chosen(tiles_mKt, tile_m).argmax(1)
+    # If every entry of a block has a bias of -inf: their distance to an infinite maximum would be NaN.
+    max_m = _chosen(max_mK, tile_m).clamp_min(torch.finfo(logits_mp.dtype).min)
+    return max_m, logits_mp.sub_(max_m[:, None]).exp_().sum(1), argmax_m
+
+
+def _chosen(values: Tensor, index_m: Tensor) -> Tensor:
+    """One entry of each row along dimension 1; [m, n, ...], [m] → [m, ...]."""
+    return values[torch.arange(values.shape[0], device=values.device), index_m]
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Total += a @ b, summed in total's dtype over the blocks."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)
+
+
+def _vocabulary_nll_fake(
+    x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_outputs(x_TE)
+
+
+def _vocabulary_nll_backward_fake(
+    grad_T: Tensor, x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Tensor, max_T: Tensor, sum_T: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_gradients(x_TE, table_VE)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output[2:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_T: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad_T is None:
+        return (None,) * 4
+    return (*torch.ops.electra_fast.vocabulary_nll_backward(grad_T, *ctx.saved_tensors), None)
+
+
+# Operators, so that torch.compile leaves them whole; defined as in `cpu_ops`, and for the reason given there.
+_NAME = "electra_fast::vocabulary_nll"
+torch.library.define(_NAME, torch.library.infer_schema(_vocabulary_nll_impl, mutates_args=()))
+torch.library.impl(_NAME, "CompositeExplicitAutograd", _vocabulary_nll_impl)
+torch.library.register_fake(_NAME, _vocabulary_nll_fake)
+torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)
+_BACKWARD = "electra_fast::vocabulary_nll_backward"
+torch.library.define(_BACKWARD, torch.library.infer_schema(_vocabulary_nll_backward_impl, mutates_args=()))
+torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _vocabulary_nll_backward_impl)
+torch.library.register_fake(_BACKWARD, _vocabulary_nll_backward_fake)

@@ -1,0 +1,213 @@
+"""The scripts lose nothing but what broke, and what they count is right."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import electra_fast
+from electra_fast.training.flops import flops_per_token
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+GOOD = """
+import argparse, json, os
+parser = argparse.ArgumentParser()
+parser.add_argument("--results")
+options, _ = parser.parse_known_args()
+for i in range(NUMBER):
+    line = f"result {i} " + "x" * 200
+    print(line)
+    with open(options.results, "a") as file:
+        record = {"card": "NVIDIA H200", "group": os.environ["ELECTRA_FAST_BENCH_GROUP"], "ok": i != 3, "line": line}
+        file.write(json.dumps(record) + "\\n")
+"""
+FAULTS = {
+    "raises": "raise RuntimeError('an illegal memory access was encountered')",
+    "hangs": "import time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)",
+    "killed": "import os, signal; print('at work'); os.kill(os.getpid(), signal.SIGKILL)",
+    "half a line": 'import sys; open(sys.argv[2], "a").write(\'{"group": "half a li\\n\'); sys.exit(3)',
+    "child": "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])",
+}
+
+
+@pytest.fixture
+def groups():
+    return importlib.import_module("groups")
+
+
+def write_groups(groups, folder, bodies):
+    for name, body in bodies.items():
+        (folder / f"{name}.py").write_text(body)
+    return [groups.Group(name, (str(folder / f"{name}.py"),), 20 if name != "hangs" else 3) for name in bodies]
+
+
+def test_what_breaks_costs_its_own_results_only(groups, tmp_path, capsys):
+    bodies = {"before": GOOD.replace("NUMBER", "2"), **FAULTS, "after": GOOD.replace("NUMBER", "2")}
+    out = tmp_path / "out"
+    code = groups.run("gpu_check", write_groups(groups, tmp_path, bodies), out, tmp_path / "cache", 100, ["--quick"])
+    assert code == 1
+    assert sorted(path.name for path in out.iterdir()) == ["log.txt", "results.jsonl", "summary.txt"]
+    text = (out / "summary.txt").read_text()
+    assert capsys.readouterr().out.endswith(text + "\n")
+    assert "gpu_check on NVIDIA H200: 3 of 7 groups ok" in text
+    outcomes = dict(re.findall(r"^ +\d+ s  (.+?): (.+)$", text, re.MULTILINE))
+    assert outcomes == {
+        "before": "ok",
+        "raises": "exit code 1",
+        "hangs": "killed after 3 s",
+        "killed": "died of SIGKILL",
+        "half a line": "exit code 3",
+        "child": "ok",
+        "after": "ok",
+    }
+    assert "| RuntimeError: an illegal memory access" in text and "| at work" in text
+    assert re.search(r'killed after 3 s\n +\|   File ".*hangs.py", line 2', text)  # where it hung
+    assert text.count("result 0") == text.count("result 1") == 2
+
+
+def test_a_script_that_is_stopped_stops_its_group_and_says_what_it_has(groups, tmp_path):
+    """SIGTERM, as `timeout` sends it, to a script in the background of a shell, where SIGINT is ignored."""
+    (tmp_path / "hangs.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    code = (
+        "import signal, sys, pathlib; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"sys.path.insert(0, {str(BENCH)!r}); import groups; here = pathlib.Path({str(tmp_path)!r})\n"
+        "hangs = groups.Group('hangs', (str(here / 'hangs.py'),), 50)\n"
+        "sys.argv += ['--device', 'cpu', '--out', str(here / 'out'), '--cache', str(here / 'cache')]\n"
+        "other = groups.Group('other', ('card.py',), 50)\n"
+        "sys.exit(groups.main('gpu_check', [], [hangs, other]))\n"
+    )
+    script = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    first = script.stdout.readline()
+    script.terminate()
+    rest, _ = script.communicate(timeout=30)
+    assert script.returncode == 1
+    assert "hangs: interrupted" in rest and "other: not started" in rest
+    assert (tmp_path / "out/summary.txt").read_text() in rest
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(first.split()[-1]), 0)
+
+
+def test_the_summary_fits_and_names_what_is_wrong_first(groups, tmp_path):
+    bodies = {"long": GOOD.replace("NUMBER", "300"), "short": GOOD.replace("NUMBER", "2")}
+    groups.run("gpu_models", write_groups(groups, tmp_path, bodies), tmp_path / "out", tmp_path, 100, [])
+    text = (tmp_path / "out/summary.txt").read_text()
+    assert 10_000 < len(text) < 12_000
+    lines = text.splitlines()
+    first = lines.index("-- long")
+    assert lines[first + 1].startswith("result 3 ")  # the wrong one
+    assert re.search(r"… \d+ more lines in results.jsonl", text) and text.count("result 1 ") == 2
+    assert len((tmp_path / "out/results.jsonl").read_text().splitlines()) == 304
+
+
+def test_the_last_line_of_a_module(groups, tmp_path):
+    group = groups.Group("tests", ("-m", "pytest", "--version"), 60)
+    assert groups.run("gpu_peers", [group], tmp_path / "out", tmp_path, 100, ["--quick"]) == 0
+    assert f"tests: ok (pytest {pytest.__version__})" in (tmp_path / "out/summary.txt").read_text()
+
+
+def test_no_group_starts_without_time(groups, tmp_path):
+    bodies = {"late": GOOD.replace("NUMBER", "1")}
+    assert groups.run("gpu_peers", write_groups(groups, tmp_path, bodies), tmp_path / "out", tmp_path, 5, []) == 1
+    assert "late: skipped: no time left" in (tmp_path / "out/summary.txt").read_text()
+
+
+def test_a_script_alone(tmp_path):
+    """`card.py` as a person runs it; every saved result names the card."""
+    command = [sys.executable, str(BENCH / "card.py"), "--device", "cpu", "--results", str(tmp_path / "results.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [record["line"] for record in records] == done.stdout.splitlines()
+    assert all(record["card"].startswith("cpu") and record["torch"] == torch.__version__ for record in records)
+
+
+def test_a_step_on_a_cpu_against_the_same_version(tmp_path):
+    """Whole processes of two contenders; the shape is run to its table, and every line is saved."""
+    results, package = tmp_path / "results.jsonl", Path(electra_fast.__file__).parent.parent
+    command = [sys.executable, str(BENCH / "cpu_step.py"), "--shapes", "tiny:8", "--recipes", "google", "--quick"]
+    command += ["--only", "electra-fast, eager", "--against", str(package), "--results", str(results)]
+    done = subprocess.run([*command, "--cache", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"torch {torch.__version__}" in done.stdout.splitlines()[0]
+    before, now, bf16 = (json.loads(line) for line in results.read_text().splitlines())
+    names = ("electra-fast before, eager", "electra-fast, eager", "electra-fast, eager, bf16")
+    assert (before["step"], now["step"], bf16["step"]) == names
+    assert all(0 < found["share"] < 2 for found in (before, now, bf16))
+    assert before["ratio"] == 1 and now["ratio"] > 0 and min(now["rounds"]) > 0
+    assert now["steps"] == len(now["rounds"]) >= 3
+    assert before["mean_loss"] == pytest.approx(now["mean_loss"], rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["gpu_check", "gpu_models", "gpu_peers"])
+def test_groups_have_names_and_scripts_of_their_own(name):
+    script = importlib.import_module(name)
+    for groups in (script.GROUPS, script.QUICK_GROUPS):
+        assert len({group.name for group in groups}) == len(groups)
+        assert all(group.command[0] == "-m" or (BENCH / group.command[0]).is_file() for group in groups)
+
+
+def test_every_kernel_case_is_in_a_group():
+    cases, models = importlib.import_module("kernel_cases").CASES, importlib.import_module("gpu_models")
+    for name in cases:
+        assert any(word in name for word in models.KERNELS), name
+    for word in models.KERNELS:
+        assert any(word in name for name in cases), word
+
+
+@pytest.mark.parametrize("text", ["small:8", "base:2"])
+def test_the_products_of_gemm_are_those_of_a_step(text):
+    """With attention and the generator's table they make up the FLOPs that MFU is computed from."""
+    workload, gemm = importlib.import_module("workload"), importlib.import_module("gemm")
+    config = workload.shape(text)
+    tokens, length = config.train.batch_size * config.data.sequence_length, config.data.sequence_length
+    products = sum(
+        2 * rows * inputs * outputs * count for (rows, inputs, outputs), count in gemm.layers(config).items()
+    )
+    networks = (config.model, config.generator_shape())
+    attention = sum(4 * length * shape.hidden_size * shape.num_layers * tokens for shape in networks)
+    table = 2 * tokens * config.data.mask_prob * config.model.embedding_size * config.model.vocab_size
+    assert 3 * (products + attention + table) == pytest.approx(flops_per_token(config).total * tokens, rel=1e-3)
+
+
+def test_traffic_of_operators():
+    """Arguments once, results once, what is changed in place both; an expanded tensor as it lies in memory."""
+    module = importlib.import_module("profile_step")
+
+    def num_bytes(function, *inputs):
+        with module.Traffic() as traffic:
+            function(*inputs)
+        (found,) = traffic.num_bytes
+        return found
+
+    a, b = torch.zeros(10, 4), torch.zeros(4)
+    assert num_bytes(torch.add, a, b) == 160 + 16 + 160
+    assert num_bytes(torch.Tensor.add_, a, b) == 160 + 16 + 160
+    assert num_bytes(torch.add, a, b[:1].expand(10, 4)) == 160 + 4 + 160
+    assert num_bytes(torch._foreach_add_, [a, a.clone()], [b, b]) == 2 * (160 + 16 + 160)
+
+
+def test_a_kernel_gets_its_operators_traffic():
+    """Through the profiler, the backward pass too; GB/s are of the launches whose bytes are known."""
+    module = importlib.import_module("profile_step")
+    x = torch.zeros(64, 32, requires_grad=True)
+
+    class Step:
+        def __call__(self, rows, number):
+            torch.nn.functional.gelu(x).sum().backward()
+
+        def synchronize(self):
+            pass
+
+    kernels = module.kernels_with_traffic(Step(), iter([None]), torch.device("cpu"))
+    found = {kernel.name: kernel.num_bytes for kernel in kernels}
+    assert found["aten::gelu"] == 2 * 8192
+    assert found["aten::gelu_backward"] == 8192 + 4 + 8192  # the sum's gradient is one number, expanded
+    launches = [module.Kernel("a", 2e3, 10**6), module.Kernel("a", 2e3, 10**6), module.Kernel("b", 1e3)]
+    lines = list(module.table(launches, 2, 5))
+    assert [line.split() for line in lines] == [["2.000", "ms", "1x", "0.5", "GB/s", "a"], ["0.500", "ms", "0x", "b"]]

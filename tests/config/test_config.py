@@ -1,0 +1,357 @@
+"""Presets against the paper's table, TOML there and back, and what every mistake says."""
+
+from __future__ import annotations
+
+import random
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from electra_fast.config.config import Config, ModelConfig, by_section
+from electra_fast.config.objectives import OBJECTIVE_SPECS
+from electra_fast.config.presets import RECIPES, SIZES
+from electra_fast.config.section import Configuration
+from electra_fast.finetuning.config import FinetuningConfig
+from electra_fast.training.flops import flops_per_token
+
+# layers, hidden, FFN, heads, embedding; generator's hidden, FFN, heads; length, batch, rate, steps
+TABLE = {
+    "small": ((12, 256, 1024, 4, 128), (64, 256, 1), (128, 128, 5e-4, 1_000_000)),
+    "base": ((12, 768, 3072, 12, 768), (256, 1024, 4), (512, 256, 2e-4, 766_000)),
+    "large": ((24, 1024, 4096, 16, 1024), (256, 1024, 4), (512, 2048, 2e-4, 400_000)),
+}
+
+
+@pytest.mark.parametrize("recipe", ["paper", "google"])
+@pytest.mark.parametrize("name", TABLE)
+def test_presets_have_the_published_sizes(name: str, recipe: str) -> None:
+    config = Config.preset(name, recipe)
+    model, small = config.model, config.generator_shape()
+    sizes, generator, training = TABLE[name]
+    assert (
+        model.num_layers,
+        model.hidden_size,
+        model.intermediate_size,
+        model.num_heads,
+        model.embedding_size,
+    ) == sizes
+    assert (small.hidden_size, small.intermediate_size, small.num_heads) == generator
+    assert (small.num_layers, small.embedding_size) == (model.num_layers, model.embedding_size)
+    train = config.train
+    assert (
+        config.data.sequence_length,
+        train.batch_size,
+        config.optimizer.learning_rate,
+        train.steps,
+    ) == training
+    assert config.optimizer.num_warmup_steps(config.train.steps) == 10_000
+    assert (config.objective.gen_weight, config.objective.disc_weight) == (1.0, 50.0)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_modern_encoders_cost_what_the_published_ones_do(name: str) -> None:
+    """GeGLU's width makes up for its third matrix, and every matrix of discriminator and generator has whole tiles."""
+    google, modern = Config.preset(name, "google"), Config.preset(name, "modern")
+    costs = [flops_per_token(config.with_objective("mlm")).generator for config in (google, modern)]
+    assert costs[1] == pytest.approx(costs[0], rel=0.03)
+    tile = 8 if name == "tiny" else 16
+    for shape in (modern.model, modern.generator_shape()):
+        assert shape.intermediate_size % tile == 0 and shape.hidden_size % tile == 0
+    same = ("num_layers", "hidden_size", "num_heads", "embedding_size")
+    assert [getattr(modern.model, key) for key in same] == [getattr(google.model, key) for key in same]
+
+
+@pytest.mark.parametrize("recipe", ["paper", "google", "modern"])
+def test_mini_is_a_third_of_small(recipe: str) -> None:
+    mini, small = Config.preset("mini", recipe), Config.preset("small", recipe)
+    train = ("batch_size", "steps", "log_every", "eval_every", "checkpoint_every")
+    assert mini.differences(small).keys() == {"model.num_layers", *(f"train.{name}" for name in train)}
+    assert mini.train.batch_size * mini.data.sequence_length == 4096
+    assert 20e6 < mini.train.steps * 4096 < 21e6  # an hour or two on two cores
+
+
+def test_recipes_differ_where_the_sources_do() -> None:
+    paper, google = Config.preset("large", "paper"), Config.preset("large", "google")
+    assert (paper.data.mask_prob, google.data.mask_prob) == (0.15, 0.25)
+    assert (paper.optimizer.name, google.optimizer.name) == ("lamb", "adamw")
+    assert (paper.optimizer.bias_correction, google.optimizer.bias_correction) == (True, False)
+    assert (paper.optimizer.schedule, google.optimizer.schedule) == ("linear", "product")
+    assert (paper.data.masking, google.data.masking) == ("paper", "google")
+    assert (paper.data.packing, google.data.packing) == ("best-fit", "google")
+    for config in (paper, google):
+        optimizer = config.optimizer
+        assert (optimizer.epsilon, optimizer.weight_decay, optimizer.beta1, optimizer.beta2) == (1e-6, 0.01, 0.9, 0.999)
+        assert (config.model.architecture, config.model.dropout, config.model.attention_dropout) == ("bert", 0.1, 0.1)
+    modern = Config.preset("tiny", "modern")
+    assert (modern.model.architecture, modern.model.dropout, modern.optimizer.name) == ("modern", 0.0, "muon")
+
+
+@pytest.mark.parametrize("recipe", ["paper", "google", "modern"])
+@pytest.mark.parametrize("name", SIZES)
+def test_toml_there_and_back(tmp_path: Path, name: str, recipe: str) -> None:
+    config = Config.preset(name, recipe).replace({"train": {"seed": 2**62}, "optimizer": {"learning_rate": 1 / 3}})
+    path = tmp_path / "config.toml"
+    path.write_text(config.to_toml(), encoding="utf-8")
+    assert Config.load(path) == config
+
+
+NASTY = [
+    '"',
+    "'",
+    "\\",
+    "\n",
+    "\r",
+    "\t",
+    "\b",
+    "\x1f",
+    "\x7f",
+    "\x85",
+    "\u2028",
+    "\ufeff",
+    "#",
+    "=",
+    "[",
+    "]",
+    "{",
+    "}",
+    ",",
+    ":",
+]
+NASTY += ["${x}", "é", "\U0001f642", "\\u0041", '"""', " ", "a.b", "true", "1"]
+
+
+def random_text(rng: random.Random) -> str:
+    return "".join(rng.choices(NASTY, k=rng.randrange(6)))
+
+
+def random_value(rng: random.Random, configuration: type[Configuration], name: str) -> object:
+    """A value that a key's declaration allows."""
+    default, bounds = configuration().value(name), configuration._field(name).metadata
+    low, high = max(-1e9, bounds["low"]), min(1e9, bounds["high"])
+    if bounds["takes_several"]:
+        names = [random_text(rng) for _ in range(rng.randint(1, 3))]
+        return rng.choice([names[0], names, {each: rng.choice([3, 1e-7, 1e22, 0.1]) for each in names}])
+    if isinstance(default, bool):
+        return rng.random() < 0.5
+    if isinstance(default, int):
+        return rng.randint(int(low), int(high))
+    if isinstance(default, float):
+        return float(rng.choice([rng.uniform(low, high), high, min(high, low + 1e-7)]))
+    return random_text(rng)
+
+
+@pytest.mark.parametrize("configuration", [Config, FinetuningConfig])
+def test_any_value_of_any_key_comes_back_from_the_toml(configuration: type[Configuration]) -> None:
+    rng, changed = random.Random(13), set()
+    for name in configuration.key_names() * 12:
+        value = random_value(rng, configuration, name)
+        try:
+            config = configuration().replace(by_section({name: value}))
+        except ValueError:  # no such choice, or other keys have to change with it
+            continue
+        found = configuration().replace(tomllib.loads(config.to_toml()))
+        assert found == config and found.value(name) == value and type(found.value(name)) is type(value)
+        changed |= found.differences(configuration()).keys()
+    assert len(changed) > 0.6 * len(configuration.key_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        *(("train.steps", given, 100_000) for given in ("1e5", "100k", "100K", "1_00_000", "0.1M", 100_000, 1e5)),
+        *(("data.cache_bytes", given, 2 * 10**11) for given in ("200GB", "200gb", "200 GB", "200G", "2e11", "0.2TB")),
+        *(("data.cache_bytes", given, 2**34) for given in ("16GiB", "16384MiB", f"{2**34}B")),
+        *(("train.max_minutes", given, 240.0) for given in ("4h", "240m", "240 min", "240", 240, "3h60m", "14400s")),
+        *(("train.timeout_seconds", given, 600) for given in ("10m", "600s", "600", "1e1m")),
+        *(("optimizer.learning_rate", given, 1 / 2**11) for given in ("1/2048", 1 / 2**11, f"{1 / 2**11}")),
+        *(("objective.disallow_correct", given, True) for given in (True, "true", "True")),
+        ("optimizer.warmup_steps", "-1", -1),
+        ("data.corpus", {"a": 1, "b": 0.5}, {"a": 1, "b": 0.5}),
+    ],
+)
+def test_units_and_typed_values(name: str, given: object, value: object) -> None:
+    for config in (Config().override({name: given}), Config().replace(by_section({name: given}))):
+        assert config.value(name) == value and type(config.value(name)) is type(value)
+
+
+def test_every_key_is_in_the_toml_with_its_meaning() -> None:
+    text = Config().to_toml()
+    for name in Config.key_names():
+        key = name.partition(".")[2]
+        assert re.search(rf"^{key} = ", text, re.MULTILINE), name
+        assert Config.describe_key(name)
+    assert Config.describe_key("model.tying").endswith("(none, embeddings, all)")
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "config.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_lies_over_its_preset_and_overrides_over_the_file(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, 'preset = "base"\nrecipe = "paper"\n[train]\nsteps = 5\nseed = 3\n[optimizer]\nclip_norm = 2\n'
+    )
+    config = Config.load(
+        path, {"train.steps": "1_000", "generator.fraction": "1/4", "optimizer.bias_correction": "False"}
+    )
+    assert (config.train.steps, config.train.seed) == (1000, 3)
+    assert config.optimizer.clip_norm == 2.0 and type(config.optimizer.clip_norm) is float
+    assert (config.optimizer.name, config.optimizer.bias_correction) == ("lamb", False)
+    assert (config.model.hidden_size, config.generator.fraction) == (768, 0.25)
+    assert config.override({"model.attention": "sdpa"}).model.attention == "sdpa"
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_default_recipe_is_modern_with_rows_that_keep_every_token(name: str, tmp_path: Path) -> None:
+    config = Config.preset(name)
+    assert config == Config.preset(name, "modern") == Config.load(write(tmp_path, f'preset = "{name}"'))
+    assert (config.model.architecture, config.data.packing) == ("modern", "best-fit")
+
+
+@pytest.mark.parametrize("name", OBJECTIVE_SPECS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_objective_brings_what_it_needs_and_takes_nothing_that_is_set(
+    recipe: str, name: str, tmp_path: Path
+) -> None:
+    config, plain = Config.preset("mini", recipe, name), Config.preset("mini", recipe)
+    needs = OBJECTIVE_SPECS[name].needs
+    assert plain.differences(config).keys() <= {"objective.name", *needs} and config.objective.name == name
+    text = f'preset = "mini"\nrecipe = "{recipe}"\n'
+    assert Config.load(write(tmp_path, text), {"objective.name": name}) == config
+    path = write(tmp_path, f'{text}[objective]\nname = "{name}"\n')
+    assert Config.load(path) == config and Config.load(path, {"objective.name": "electra"}) == plain
+    for key, value in (("data.masking", "google"), ("generator.fraction", 0.75), ("generator.kind", "unigram")):
+        if value in needs.get(key, (value,)):
+            assert Config.load(path, {key: value}).value(key) == value
+        else:
+            with pytest.raises(ValueError, match=f'objective.name = "{name}" needs .*{key} = '):
+                Config.load(path, {key: value})
+
+
+def test_differences_name_the_keys() -> None:
+    config = Config()
+    assert config.differences(config) == {}
+    other = config.override({"train.steps": "7", "model.dropout": "0"})
+    assert config.differences(other) == {"model.dropout": (0.1, 0.0), "train.steps": (1_000_000, 7)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[modle]\nnum_layers = 1", "unknown section [modle]; did you mean model?"),
+        ("[zzz]", "unknown section [zzz]; there are model, generator, objective, data, optimizer, train"),
+        ("[train]\nstep = 1", "unknown key train.step; did you mean steps?"),
+        ("[generator]\nqqq = 1", "unknown key generator.qqq; there are kind, fraction, num_layers"),
+        ("train = 1", "[train] is not a table"),
+        ("[train]\nsteps = 1.5", "train.steps = 1.5 must be an integer, not a number"),
+        ('[train]\nsteps = "10 rows"', "train.steps = '10 rows' must be an integer, such as 10000 or 10k"),
+        ("[train]\nsteps = true", "train.steps = True must be an integer, not true or false"),
+        ("[model]\ntying = 1", "model.tying = 1 must be a string, not an integer"),
+        ("[optimizer]\nbias_correction = 1", "optimizer.bias_correction = 1 must be true or false, not an integer"),
+        ("[optimizer]\nlearning_rate = [1]", "optimizer.learning_rate = [1] must be a number, not list"),
+        ('[model]\ntying = "some"', "model.tying = 'some' must be one of none, embeddings, all"),
+        ("[train]\nsteps = 0", "train.steps = 0 must be at least 1"),
+        ("[data]\nmask_prob = 0.95", "data.mask_prob = 0.95 must be above 0 and at most 0.9"),
+        ("[data]\nmask_prob = 0", "data.mask_prob = 0.0 must be above 0 and at most 0.9"),
+        ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate = nan must be at least 0"),
+        ("[optimizer]\nlearning_rate = inf", "optimizer.learning_rate = inf must be at least 0"),
+        ("[model]\ndropout = 1.0", "model.dropout = 1.0 must be at least 0 and at most 0.99"),
+        ("[model]\nnum_heads = 5", "model.num_heads = 5 does not divide model.hidden_size = 256"),
+        (
+            '[model]\narchitecture = "modern"\nhidden_size = 12\nnum_heads = 4',
+            "model.hidden_size / model.num_heads = 3 is odd; rotary positions need an even head width",
+        ),
+        ("[model]\nlocal_attention = 8", 'model.local_attention = 8 needs model.architecture = "modern"'),
+        (
+            "[data]\nsequence_length = 1024",
+            "data.sequence_length = 1024 is longer than model.max_positions = 512; raise the latter",
+        ),
+        ("[train]\naccumulate = 3", "train.accumulate = 3 does not divide train.batch_size = 128"),
+        (
+            "[generator]\nfraction = 0.3",
+            "generator.fraction = 0.3 of model.num_heads = 4 is not a whole number of heads; use a multiple of 1/4",
+        ),
+        (
+            "[generator]\nfraction = 0.1",
+            "generator.fraction = 0.1 of model.num_heads = 4 is not a whole number of heads; use a multiple of 1/4",
+        ),
+        (
+            '[model]\ntying = "all"',
+            'model.tying = "all" needs a generator of the same size: set generator.fraction = 1.0 '
+            "and generator.num_layers = 0",
+        ),
+        ('preset = "smal"', "unknown preset 'smal'; did you mean small?"),
+        ('preset = "small"\nrecipe = "gogle"', "unknown recipe 'gogle'; did you mean google?"),
+        ('preset = "small"\n[objective]\nname = "mml"', "objective.name = 'mml' must be one of electra, mlm"),
+        ('preset = "small"\nobjective = "mlm"', "[objective] is not a table"),
+        ('recipe = "google"', "recipe = 'google' needs a preset beside it"),
+        ("[train\nsteps = 1", "Expected ']' at the end of a table declaration"),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        Config.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).count(str(path)) == 1
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"train.stepz": "1"}, "unknown key train.stepz; did you mean train.steps?"),
+        ({"steps": "1"}, "unknown key steps; did you mean train.steps?"),
+        ({"qqqqqqqq": "1"}, "unknown key qqqqqqqq; --help lists them"),
+        ({"train.lr": "1"}, "unknown key train.lr; did you mean optimizer.learning_rate?"),
+        ({"model.num_layer": "1"}, "unknown key model.num_layer; did you mean model.num_layers?"),
+        *(
+            ({"train.steps": text}, f"train.steps = {text!r} must be an integer, such as 10000 or 10k")
+            for text in ("many", "1.5", "4h", "2GB", "5m", "1e999", "1/2", "")
+        ),
+        *(
+            ({"generator.fraction": text}, f"generator.fraction = {text!r} must be a number")
+            for text in ("1/0", "a/b", "1k", "nan", "inf", "1e999")
+        ),
+        ({"data.cache_bytes": "4h"}, "data.cache_bytes = '4h' must be a number of bytes, such as 200GB or 16GiB"),
+        ({"train.max_minutes": "1h30"}, "train.max_minutes = '1h30' must be a number of minutes, such as 90 or 1h30m"),
+        ({"train.steps": 1.5}, "train.steps = 1.5 must be an integer, not a number"),
+        ({"train.steps": None}, "train.steps = None must be an integer, not NoneType"),
+        ({"train.out": 3}, "train.out = 3 must be a string, not an integer"),
+        *(
+            ({key: value}, f"{key} = {value!r} has bytes that are no UTF-8, or NUL; rename the file or folder")
+            for text in ("caf\udce9", "a\0b")
+            for key, value in (("train.out", text), ("data.corpus", [text]), ("data.corpus", {text: 1.0}))
+        ),
+        ({"optimizer.bias_correction": "1"}, "optimizer.bias_correction = '1' must be true or false"),
+        ({"model.tying": "some"}, "model.tying = 'some' must be one of none, embeddings, all"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line_that_names_it(overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Config().override(overrides)
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="none.toml: no such configuration file"):
+        Config.load(tmp_path / "none.toml")
+    path = tmp_path / "latin.toml"
+    path.write_bytes(b"# caf\xe9\n")
+    with pytest.raises(ValueError, match="latin.toml: not UTF-8 at byte 5"):
+        Config.load(path)
+
+
+def test_mlm_needs_no_generator_of_whole_heads() -> None:
+    config = Config().replace({"objective": {"name": "mlm"}, "generator": {"fraction": 0.3}})
+    assert config.objective.name == "mlm"
+
+
+def test_sections_are_frozen_and_checked() -> None:
+    with pytest.raises(AttributeError):
+        Config().model.num_layers = 3  # type: ignore[misc]
+    with pytest.raises(ValueError, match=re.escape("model.num_layers = 0 must be at least 1")):
+        ModelConfig(num_layers=0)

@@ -1,0 +1,322 @@
+"""Several corpora in one run: how they are named, what is trained on, resuming, ranks, and what is refused."""
+
+import copy
+import itertools
+import json
+import pickle
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from test_loader import digest
+from tiny_run import STEPS, assert_same_run, lines, tiny_config
+
+import electra_fast as ef
+from electra_fast.cli import main
+from electra_fast.config.config import Config
+from electra_fast.data.loader import BatchLoader
+from electra_fast.data.mixture import Mixture, absolute, missing_folder, stream_of, weighted_folders
+from electra_fast.errors import InputError
+from electra_fast.files import checkpoint_folder
+from electra_fast.ops.sampling import alias_table
+from electra_fast.training.evaluate import evaluate
+from electra_fast.training.pretrain import pretrain
+
+OPTIONS = {"sequence_length": 16, "batch_size": 8, "seed": 4}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, tiny_text, tiny_vocab):
+    """Two corpora with validation parts, `wiki` and `books`, and `news` without; the first is the largest."""
+    out = tmp_path_factory.mktemp("corpora")
+    for name, documents, holdout in (
+        ("wiki", tiny_text[:20], 0.2),
+        ("books", tiny_text[20:30], 0.2),
+        ("news", tiny_text[30:], 0.0),
+    ):
+        ef.prepare(iter(documents), vocab=str(tiny_vocab), out=out / name, holdout=holdout, progress=False)
+    return out
+
+
+@pytest.fixture(scope="module")
+def mixed(folders):
+    return [f"{folders / 'wiki'}:0.7", f"{folders / 'books'}:0.3"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, mixed):
+    """An uninterrupted run."""
+    out = tmp_path_factory.mktemp("mixed") / "run"
+    pretrain(tiny_config(), data=mixed, out=out)
+    return out
+
+
+class TestNames:
+    def test_forms(self, folders):
+        wiki, books = (str(folders / name) for name in ("wiki", "books"))
+        expected = [(wiki, 0.7), (books, 3.0)]
+        assert weighted_folders([f"{wiki}:0.7", f"{books}:3"]) == expected
+        assert weighted_folders({wiki: 0.7, folders / "books": 3}) == expected
+        assert weighted_folders([wiki, folders / "books"]) == [(wiki, None), (books, None)]
+        assert weighted_folders(folders / "wiki") == [(wiki, None)]
+        assert weighted_folders("wiki:0.7") == [("wiki:0.7", None)]
+
+    def test_urls_are_divided_at_a_number_only_and_never_made_absolute(self):
+        entries = ["s3://bucket/wiki:0.7", "gs://bucket:8080/books"]
+        assert weighted_folders(entries) == [("s3://bucket/wiki", 0.7), ("gs://bucket:8080/books", None)]
+        assert absolute(entries) == entries
+        assert absolute("s3://bucket/wiki") == "s3://bucket/wiki"
+        assert missing_folder(entries) is None
+
+    def test_an_existing_folder_of_the_whole_name_wins(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "run:2").mkdir()
+        assert weighted_folders(["run:2", "run:3"]) == [("run:2", None), ("run", 3.0)]
+        assert absolute(["run:2", "run:2:0.5"]) == [f"{tmp_path}/run:2", f"{tmp_path}/run:2:0.5"]
+        assert absolute({"wiki": 1, "books": 0.25}) == {f"{tmp_path}/wiki": 1, f"{tmp_path}/books": 0.25}
+        assert missing_folder(["run:2", "run:3"]) == "run"
+
+    @pytest.mark.parametrize(
+        ("toml", "value"),
+        [
+            ('corpus = ["wiki:0.7", "books:0.3"]', ["wiki:0.7", "books:0.3"]),
+            ("corpus = {wiki = 0.7, books = 3}", {"wiki": 0.7, "books": 3}),
+            ('[data.corpus]\nwiki = 0.7\n"a/b \\"c\\"" = 1e-5', {"wiki": 0.7, 'a/b "c"': 1e-5}),
+            ('corpus = "wiki"', "wiki"),
+        ],
+    )
+    def test_toml_there_and_back(self, tmp_path, toml, value):
+        path = tmp_path / "config.toml"
+        path.write_text(f"[data]\n{toml}\n")
+        config = Config.load(path)
+        assert config.data.corpus == value
+        path.write_text(config.to_toml())
+        assert Config.load(path) == config and Config.load(path).data.corpus == value
+
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            ("wiki:0.7", "wiki:0.7"),
+            ('["wiki:0.7", "books"]', ["wiki:0.7", "books"]),
+            ("{wiki = 2, books = 1}", {"wiki": 2, "books": 1}),
+        ],
+    )
+    def test_on_the_command_line_as_a_key(self, text, value):
+        assert Config().override({"data.corpus": '["a"]'}).override({"data.corpus": text}).data.corpus == value
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            (3, "data.corpus = 3 must be a string, a list of strings, or a table of numbers"),
+            (["wiki", 3], "must be a string, a list of strings, or a table of numbers"),
+            ({"wiki": "much"}, "must be a string, a list of strings, or a table of numbers"),
+            ({"wiki": {"part": 1}}, "must be a string, a list of strings, or a table of numbers"),
+            ({"wiki": True}, "must be a string, a list of strings, or a table of numbers"),
+            ([], "is empty; name at least one"),
+            ({}, "is empty; name at least one"),
+        ],
+    )
+    def test_other_values_are_refused(self, value, message):
+        with pytest.raises(ValueError, match=message):
+            Config().replace({"data": {"corpus": value}})
+
+    def test_names_are_short_where_they_differ(self, folders, tmp_path):
+        assert Mixture([folders / "wiki", folders / "books"]).names() == ["wiki", "books"]
+        other = shutil.copytree(folders / "books", tmp_path / "wiki")
+        assert Mixture([folders / "wiki", other]).names() == [str(folders / "wiki"), str(other)]
+
+
+class TestLoader:
+    def test_a_list_a_mapping_and_a_copy_are_the_same(self, folders, mixed):
+        loader = BatchLoader(mixed, **OPTIONS)
+        expected = digest(list(itertools.islice(loader, 30)))
+        by_folder = {str(folders / "wiki"): 70, str(folders / "books"): 30}
+        assert digest(list(itertools.islice(BatchLoader(by_folder, **OPTIONS), 30))) == expected
+        rest = digest(list(itertools.islice(copy.copy(loader), 5)))
+        assert digest(list(itertools.islice(pickle.loads(pickle.dumps(loader)), 5))) == rest
+        resumed = BatchLoader(by_folder, **OPTIONS)
+        resumed.restore(json.loads(json.dumps(loader.state())))
+        assert digest(list(itertools.islice(resumed, 5))) == rest
+
+    def test_one_folder_in_a_list_is_that_folder(self, folders):
+        alone = BatchLoader(folders / "wiki", **OPTIONS)
+        for listed in ([folders / "wiki"], [f"{folders / 'wiki'}:0.2"], {folders / "wiki": 5}):
+            loader = BatchLoader(listed, **OPTIONS)
+            assert loader.state() == alone.state() and list(loader.state()) == list(alone.state())
+            assert Mixture(listed).content_hash == ef.Corpus(folders / "wiki").content_hash
+            first = digest([next(loader)])
+            assert first == digest([next(BatchLoader(folders / "wiki", **OPTIONS))])
+
+    def test_an_epoch_reads_all_once(self, folders):
+        every = [folders / name for name in ("wiki", "books", "news")]
+        rows = [BatchLoader(each, **OPTIONS).num_rows for each in every]
+        loader = BatchLoader({str(each): 1 for each in every}, **OPTIONS, epochs=1)
+        assert sum(batch.num_rows for batch in loader) == loader.num_rows == sum(rows)
+        assert loader.passes() == [1, 1, 1]
+
+    def test_passes_are_in_proportion_to_the_weights(self, folders, mixed):
+        loader = BatchLoader(mixed, **OPTIONS)
+        size = [BatchLoader(folders / name, **OPTIONS).num_rows for name in ("wiki", "books")]
+        for number in range(1, 100):
+            next(loader)
+            expected = np.array([0.7, 0.3]) * number * OPTIONS["batch_size"] / size
+            assert np.abs(loader.passes() - expected).max() <= 1 / min(size)
+
+    def test_a_state_of_another_mixture_is_refused(self, folders, mixed):
+        state = BatchLoader(mixed, **OPTIONS).state()
+        other = BatchLoader({folders / "wiki": 0.6, folders / "books": 0.4}, **OPTIONS)
+        with pytest.raises(ValueError, match=r'saved with weights "7, 3" but this loader has "3, 2"'):
+            other.restore(state)
+        with pytest.raises(ValueError, match=r"saved with corpora .* but this loader has"):
+            BatchLoader(folders / "wiki", **OPTIONS).restore(state)
+
+
+class TestMixture:
+    def test_token_counts_are_those_expected(self, folders, mixed):
+        wiki, books = (ef.Corpus(folders / name) for name in ("wiki", "books"))
+        found, total = Mixture(mixed).token_counts(), wiki.num_tokens + books.num_tokens
+        frequencies = 0.7 * wiki.token_counts() / wiki.num_tokens + 0.3 * books.token_counts() / books.num_tokens
+        np.testing.assert_allclose(found, frequencies * total, rtol=1e-12)
+        both = Mixture([wiki.path, books.path]).token_counts()
+        np.testing.assert_allclose(both, wiki.token_counts() + books.token_counts(), rtol=1e-12)
+        alone = Mixture(wiki.path).token_counts()
+        assert alone.dtype == np.int64 and (alone == wiki.token_counts()).all()
+
+    def test_validation_is_of_those_that_have_a_part(self, folders, tmp_path):
+        parts = [ef.Corpus(folders / name).holdout for name in ("wiki", "books")]
+        assert Mixture([folders / name for name in ("wiki", "news", "books")]).holdout == parts
+        assert Mixture(folders / "news").holdout is None and Mixture(folders / "wiki").holdout == parts[0]
+        report = evaluate_run(folders, tmp_path)
+        expected = [BatchLoader(part, **OPTIONS).num_rows for part in parts]
+        assert report["rows"] == sum(expected)
+
+    def test_identity(self, folders, mixed):
+        hashes = [ef.Corpus(folders / name).content_hash for name in ("wiki", "books")]
+        assert Mixture(mixed).content_hash == f"{hashes[0]}:7 {hashes[1]}:3"
+
+
+def evaluate_run(folders, tmp_path):
+    out = tmp_path / "run"
+    data = [folders / name for name in ("wiki", "books", "news")]
+    config = tiny_config(**{"train.steps": "1", "data.packing": "best-fit"})
+    pretrain(config, data=data, out=out)
+    return evaluate(out, data, mlm_examples=3)
+
+
+class TestTraining:
+    def test_metrics_have_the_passes_over_each_corpus(self, whole, folders, mixed):
+        records = lines(whole)
+        assert [list(record["epochs"]) for record in records] == [["wiki", "books"]] * 6
+        loader = BatchLoader.from_config(Config.load(whole / "config.toml"))
+        for _ in range(STEPS):
+            next(loader)
+        assert list(records[-1]["epochs"].values()) == [round(each, 6) for each in loader.passes()]
+        assert Config.load(whole / "config.toml").data.corpus == mixed
+        state = checkpoint_folder.read_state(checkpoint_folder.latest(whole))
+        assert state.corpus == Mixture(mixed).content_hash and len(state.loader["corpora"]) == 2
+        evaluation = lines(whole, "evaluations.jsonl")[-1]
+        assert evaluation["rows"] == 2 * 8
+
+    def test_a_run_of_one_corpus_has_no_such_key(self, whole_run):
+        assert all("epochs" not in record for record in lines(whole_run))
+
+    def test_killed_and_resumed_by_its_folder_alone(self, server, whole, mixed, tmp_path, capfd):
+        server.end(server.start(1, mixed, tmp_path / "run", {"ELECTRA_FAST_FAULT": "kill@8/0"}), -signal.SIGKILL)
+        assert main(["pretrain", "--out", str(tmp_path / "run")]) == 0
+        assert "resumes at step" in capfd.readouterr().err
+        assert_same_run(tmp_path / "run", whole)
+
+    def test_two_ranks_train_as_one(self, server, mixed, tmp_path):
+        exact = {"train.reduce": "exact", "train.steps": "8"}
+        for world_size in (1, 2):
+            server.run(world_size, mixed, tmp_path / str(world_size), **exact)
+        assert lines(tmp_path / "2") == lines(tmp_path / "1")
+        assert all(len(record["epochs"]) == 2 for record in lines(tmp_path / "2"))
+
+    def test_other_weights_need_permission_and_keep_the_order_of_each_corpus(self, whole, folders, tmp_path, capsys):
+        run = shutil.copytree(whole, tmp_path / "run")
+        before = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader
+        data, longer = {str(folders / "wiki"): 1, str(folders / "books"): 1}, tiny_config(**{"train.steps": "28"})
+        with pytest.raises(
+            ValueError, match=r"trained on the corpus with content hash .*:7 .*:3, and .*:1 .*:1; leave"
+        ):
+            pretrain(longer, data=data, out=run)
+        pretrain(longer, data=data, out=run, allow_changes=True)
+        assert "those that were there before go on where they were" in capsys.readouterr().err
+        after = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader["corpora"]
+        loader = BatchLoader.from_config(longer, corpus=data)
+        shares = [member | {"weight": 1, "turns": 0} for member in before["corpora"]]
+        loader.restore(before | {"corpora": shares})
+        for _ in range(4):
+            next(loader)
+        assert after == loader.state()["corpora"] and [member["turns"] for member in after] == [16, 16]
+        pretrain(tiny_config(**{"train.steps": "32"}), data=data, out=run)
+
+    def test_from_one_corpus_to_several(self, folders, tmp_path, capsys):
+        config = tiny_config(**{"train.steps": "4"})
+        pretrain(config, data=folders / "wiki", out=tmp_path / "run")
+        longer = tiny_config(**{"train.steps": "8"})
+        pretrain(longer, data=[folders / "news", folders / "wiki"], out=tmp_path / "run", allow_changes=True)
+        assert "their order starts anew, with another epoch" in capsys.readouterr().err
+        news, wiki = checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "run")).loader["corpora"]
+        assert wiki["epoch"] > news["epoch"] == 0
+
+    def test_a_unigram_generator_draws_from_the_mixture(self, mixed, tmp_path):
+        changes = {"generator.kind": "unigram", "train.steps": "1", "model.tying": "none"}
+        pretrain(tiny_config(**changes), data=mixed, out=tmp_path / "run")
+        expected = alias_table(torch.from_numpy(Mixture(mixed).token_counts()))
+        assert (ef.load(tmp_path / "run").proposal.table_V2 == expected).all()
+
+    def test_evaluate(self, whole, folders, mixed, tmp_path):
+        flags = [word for entry in mixed for word in ("--data", entry)]
+        assert main(["evaluate", str(whole), *flags, "--mlm-examples", "2", "--json"]) == 0
+        alone = evaluate(whole, folders / "wiki")
+        both = evaluate(whole, mixed, corrupted_by="unigram")
+        assert both["rows"] > alone["rows"] and both["corruption"]
+
+
+REFUSED = [
+    (["wiki:0.7", "none:0.3"], "none: "),
+    (["wiki:0", "books:1"], "wiki: weight 0: must be a number above 0"),
+    (["wiki:-1", "books:1"], "wiki: weight -1: must be a number above 0"),
+    (["wiki:nan", "books:1"], "wiki: weight NaN: must be a number above 0"),
+    (["wiki:0.7", "books"], "books: has no weight; give every corpus one, or none"),
+    (["wiki:0.7", "wiki:0.3"], "wiki and wiki are the same corpus (content hash"),
+    (["wiki:1e300", "books:1"], "too far apart, or of too many digits; round them"),
+    (["wiki:", "books:1"], "wiki:: "),
+    (["wiki:1", "foreign:1"], "wiki and foreign have different vocabularies (hashes "),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), REFUSED, ids=[" ".join(data) for data, _ in REFUSED])
+def test_a_wrong_mixture_is_one_line_and_exit_code_2(folders, tiny_text, tmp_path, capsys, monkeypatch, data, message):
+    if any("foreign" in entry for entry in data):
+        words = "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"])
+        (tmp_path / "vocab.txt").write_text(words + "\n")
+        foreign = folders / "foreign"
+        ef.prepare(iter(tiny_text[:5]), vocab=str(tmp_path / "vocab.txt"), out=foreign, progress=False)
+        capsys.readouterr()
+    monkeypatch.chdir(folders)
+    flags = [word for entry in data for word in ("--data", entry)]
+    assert main(["pretrain", "--preset", "tiny", *flags, "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("electra-fast: error: ") and said.count("\n") == 1
+    assert message in said.replace(f"{folders}/", "")
+    assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_a_folder_that_moved_is_named_with_its_file(folders, tmp_path, capsys):
+    path = tmp_path / "config.toml"
+    path.write_text(f'preset = "tiny"\n[data]\ncorpus = ["{folders}/wiki:1", "{tmp_path}/gone:2"]\n')
+    assert main(["pretrain", str(path), "--out", str(tmp_path / "run")]) == 2
+    assert f'{path}: data.corpus = "{tmp_path}/gone": no such folder; say where' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["seed", "options", "corpus", "epoch", "group", "row"])
+def test_a_state_that_lacks_something_is_refused_where_settings_change(folders, name):
+    state = BatchLoader(folders / "wiki", sequence_length=16, batch_size=4).state()
+    for damaged in ({key: state[key] for key in state if key != name}, state | {name: None}):
+        with pytest.raises(InputError, match=f"a checkpoint's state: {name} of its loader is missing"):
+            stream_of(damaged)

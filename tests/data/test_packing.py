@@ -1,0 +1,280 @@
+"""`packing = "google"` compared with the published builder's published, reimplemented here in plain Python."""
+
+import hashlib
+import itertools
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+from electra_fast import prepare
+from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.data.prepare_report import contents
+
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+CLS, SEP = 2, 3
+NUM_TOKENS = 60_000
+Document = list[list[int]]
+Open = Callable[..., BatchLoader]
+
+
+@dataclass
+class Example:
+    """An example, without special tokens."""
+
+    first: list[int]
+    second: list[int]
+
+    @property
+    def length(self) -> int:
+        return len(self.first) + 2 + (len(self.second) + 1 if self.second else 0)
+
+
+class PublishedBuilder:
+    """Builds examples from lines by the published of the published code, for one file of documents."""
+
+    def __init__(self, max_length: int, rng: random.Random) -> None:
+        self.max_length, self.rng = max_length, rng
+        self.target_length = max_length
+        self.lines: list[list[int]] = []
+
+    def examples(self, documents: list[Document]) -> Iterator[Example]:
+        """All examples of the documents; an empty line or the end of a document completes one."""
+        for document in documents:
+            for line in [*document, []]:
+                if line:
+                    self.lines.append(line)
+                if self.lines and (not line or sum(map(len, self.lines)) >= self.target_length):
+                    yield self.example()
+
+    def example(self) -> Example:
+        """Assigns the lines to two segments, truncates them, and draws the next target length."""
+        one_segment = self.rng.random() < 0.1
+        target_first = 100_000 if one_segment else (self.target_length - 3) // 2
+        first: list[int] = []
+        second: list[int] = []
+        for line in self.lines:
+            if not first or len(first) + len(line) < target_first:
+                first = first + line
+            elif not second and len(first) < target_first and self.rng.random() < 0.5:
+                first = first + line
+            else:
+                second = second + line
+        first = first[: self.max_length - 2]
+        second = second[: max(0, self.max_length - len(first) - 3)]
+        self.lines = []
+        short = self.rng.random() < 0.05
+        self.target_length = self.rng.randint(5, self.max_length) if short else self.max_length
+        return Example(first, second)
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    """Documents with lines of 1 to 300 tokens, some blank; ids are unique, so a token identifies its position."""
+    rng, ids, documents = random.Random(4), itertools.count(len(SPECIAL_TOKENS)), []
+    while sum(map(len, itertools.chain(*documents))) < NUM_TOKENS:
+        lengths = [min(1 + int(rng.lognormvariate(2.6, 1.1)), 300) for _ in range(1 + int(rng.expovariate(1 / 12)))]
+        lengths = [7, *(0 if rng.random() < 0.1 else length for length in lengths), 3]
+        documents.append([list(itertools.islice(ids, length)) for length in lengths])
+    return documents
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory, documents: list[Document]) -> Path:
+    folder = tmp_path_factory.mktemp("lines")
+    words = [f"w{i}" for i in range(documents[-1][-1][-1] + 1)]
+    vocab = folder / "vocab.txt"
+    vocab.write_text("\n".join(SPECIAL_TOKENS + words[len(SPECIAL_TOKENS) :]) + "\n")
+    texts = ("\n".join(" ".join(words[i] for i in line) for line in document) for document in documents)
+    prepare(texts, vocab=vocab, out=folder / "shards", lowercase=True, progress=False)
+    return folder / "shards"
+
+
+@pytest.fixture
+def open_loader(corpus: Path) -> Open:
+    def open_with(**changes: Any) -> BatchLoader:
+        options: dict[str, Any] = {"packing": "google", "sequence_length": 64, "batch_size": 41, "seed": 5, "epochs": 1}
+        return BatchLoader(corpus, **(options | changes))
+
+    return open_with
+
+
+def read(loader: BatchLoader) -> list[Example]:
+    """The examples of all batches, unmasked, with every column checked."""
+    examples = []
+    for batch in loader:
+        tensors = to_torch(batch)
+        rows, length = tensors["input_ids"].shape
+        ids, used = tensors["input_ids"].clone(), tensors["masked_weights"] > 0
+        row = torch.arange(rows)[:, None].expand_as(used)
+        ids[row[used], tensors["masked_positions"][used].long()] = tensors["masked_ids"][used]
+        expected = []
+        for tokens in ids.tolist():
+            seps = [place for place, token in enumerate(tokens) if token == SEP]
+            assert tokens[0] == CLS and len(seps) in (1, 2) and CLS not in tokens[1:]
+            example = Example(tokens[1 : seps[0]], tokens[seps[0] + 1 : seps[-1]])
+            assert not any(tokens[seps[-1] + 1 :])  # padding
+            assert example.first and (example.second or len(seps) == 1)
+            examples.append(example)
+            used_places, first = example.length, len(example.first) + 2
+            padding = [0] * (length - used_places)
+            types = [0] * first + [1] * (used_places - first) + padding
+            expected.append((types, [*range(used_places), *padding], [1] * used_places + padding))
+        found = (tensors[name].tolist() for name in ("token_type_ids", "position_ids", "segment_ids"))
+        assert list(zip(*found, strict=True)) == expected
+        assert pa.record_batch(batch).column("segment_lengths").to_pylist() == [[sum(row[2])] for row in expected]
+        assert tensors["cu_seqlens"][-1] == rows * length
+    return examples
+
+
+@pytest.mark.parametrize("length", [8, 33, 64, 512])
+def test_every_row_is_an_example_of_one_documents_lines(open_loader: Open, documents: list[Document], length: int):
+    home = {token: (d, n) for d, lines in enumerate(documents) for n, line in enumerate(lines) for token in line}
+    loader = open_loader(sequence_length=length)
+    examples = read(loader)
+    assert len(examples) == loader.num_rows
+    reached = -1
+    for example in sorted(examples, key=lambda example: example.first[0]):
+        first, second = example.first, example.second
+        assert example.length <= length
+        tokens = sorted(first + second)
+        assert tokens[0] > reached, "examples share lines"
+        lines = [home[token] for token in tokens]
+        (document, start), (last_document, stop) = lines[0], lines[-1]
+        assert document == last_document
+        gathered = documents[document][start : stop + 1]
+        assert all(gathered), "a blank line does not end the example"
+        assert first == sorted(first) and second == sorted(second)
+        whole = [[token for token in line if token in set(first + second)] for line in gathered]
+        shares = [{token in first for token in line} for line in whole]
+        assert all(len(share) <= 1 for share in shares), "a line is in both segments"
+        assert shares[0] == {True}, "the first line is in the first segment"
+        # Segments are truncated only at the end, and only if the row is full.
+        room = {True: length - 2, False: max(0, length - len(first) - 3)}
+        for is_first, segment in ((True, first), (False, second)):
+            kept = [(w, g) for w, g, share in zip(whole, gathered, shares, strict=True) if share == {is_first}]
+            cut = [len(w) < len(g) for w, g in kept]
+            assert not any(cut[:-1]) and all(w == g[: len(w)] for w, g in kept)
+            assert not cut or not cut[-1] or len(segment) == room[is_first]
+        assert all(shares) or len(first) == room[True] or len(second) == room[False], "a line is lost"
+        reached = tokens[-1]
+
+
+@pytest.mark.parametrize("length", [48, 128])
+def test_statistics_are_those_of_the_rules(open_loader: Open, documents: list[Document], length: int):
+    def statistics_of(examples: list[Example]) -> dict[str, float]:
+        lengths = [example.length for example in examples]
+        return {
+            "examples": len(examples),
+            "kept": sum(len(example.first) + len(example.second) for example in examples),
+            "one segment": statistics.mean(not example.second for example in examples),
+            "length": statistics.mean(lengths),
+            "length squared": statistics.mean(n * n for n in lengths),
+            "whole rows": statistics.mean(n == length for n in lengths),
+            "segment 1": statistics.mean(len(example.first) for example in examples),
+            "segment 2": statistics.mean(len(example.second) for example in examples),
+            "segment 2, squared": statistics.mean(len(example.second) ** 2 for example in examples),
+        }
+
+    seeds = range(40)
+    measured = [statistics_of(read(open_loader(sequence_length=length, seed=seed, batch_size=1000))) for seed in seeds]
+    published = [
+        statistics_of(list(PublishedBuilder(length, random.Random(seed)).examples(documents))) for seed in seeds
+    ]
+    for name in measured[0]:
+        a, b = [each[name] for each in measured], [each[name] for each in published]
+        error = ((statistics.variance(a) + statistics.variance(b)) / len(seeds)) ** 0.5
+        assert abs(statistics.mean(a) - statistics.mean(b)) < 4 * error, (name, statistics.mean(a), statistics.mean(b))
+        assert 0.5 < statistics.stdev(a) / statistics.stdev(b) < 2, name
+
+
+def test_contents_are_what_batches_hold(open_loader: Open, corpus: Path, documents: list[Document]):
+    examples, kept = read(open_loader()), contents(corpus, "google", 64, seed=5)
+    assert kept.rows == len(examples)
+    assert kept.tokens == sum(len(example.first) + len(example.second) for example in examples)
+    assert kept.fill == pytest.approx(sum(example.length for example in examples) / len(examples) / 64)
+    whole = contents(corpus, "best-fit", 64)
+    assert whole.tokens == sum(map(len, itertools.chain(*documents)))
+    assert whole.fill > 0.99 and whole.rows == BatchLoader(corpus, sequence_length=64, batch_size=1).num_rows
+
+
+def test_masks_of_pairs_are_drawn_with_replacement(open_loader: Open):
+    drawn, candidates = [], []
+    for seed in range(20):
+        for batch in open_loader(seed=seed, batch_size=1000):
+            tensors = to_torch(batch)
+            counts = tensors["masked_weights"].sum(1)
+            lengths = (tensors["segment_ids"] > 0).sum(1)
+            wanted = (0.15 * lengths.double()).round().clamp(1, int((0.15 + 0.005) * 64))
+            assert torch.equal(counts.double(), wanted)
+            pairs = (lengths == 64) & tensors["token_type_ids"].any(1)
+            places = tensors["masked_positions"][pairs]
+            drawn += [len(set(row)) for row in places.tolist()]
+            candidates += [(row == CLS).sum().item() + (row == SEP).sum().item() for row in tensors["input_ids"][pairs]]
+            ids = tensors["input_ids"][pairs].gather(1, places.long())
+            assert not ((ids == CLS) | (ids == SEP)).any()
+    assert set(candidates) == {3} and len(drawn) > 5_000
+    expected = 61 * (1 - (60 / 61) ** 9)  # nine draws among 64 positions, excluding [CLS] and two [SEP]
+    assert abs(statistics.mean(drawn) - expected) < 4 * statistics.stdev(drawn) / len(drawn) ** 0.5
+
+
+def digest(batches: list[Any]) -> str:
+    sha = hashlib.sha256()
+    for column in pa.Table.from_batches([pa.record_batch(batch) for batch in batches]).columns:
+        sha.update(column.combine_chunks().flatten().to_numpy(zero_copy_only=False).tobytes())
+    return sha.hexdigest()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_ranks_and_threads_change_nothing(open_loader: Open, world_size: int):
+    whole = list(open_loader(epochs=2))
+    ranks = [open_loader(epochs=2, rank=r, world_size=world_size, num_threads=1 + r % 2) for r in range(world_size)]
+    for batch in whole:
+        assert digest([next(rank) for rank in ranks]) == digest([batch])
+    assert all(next(rank, None) is None for rank in ranks)
+
+
+def test_a_resumed_loader_goes_on_exactly(open_loader: Open):
+    loader, resumed = open_loader(epochs=2), open_loader(epochs=2, num_threads=2)
+    states, batches = [loader.state()], []
+    for batch in loader:
+        batches.append(batch)
+        states.append(loader.state())
+    for step in range(0, len(batches), 7):
+        resumed.restore(states[step])
+        assert digest(list(resumed)) == digest(batches[step:])
+    with pytest.raises(ValueError, match="packing=google"):
+        open_loader(packing="best-fit").restore(states[1])
+
+
+def test_epochs_and_seeds_build_other_examples(open_loader: Open):
+    loader = open_loader(epochs=None, batch_size=open_loader().num_rows)
+    first, again = next(loader), next(loader)
+    texts = [digest([batch]) for batch in (first, again, next(open_loader(batch_size=first.num_rows, seed=6)))]
+    assert len(set(texts)) == 3
+
+
+def test_the_bytes_of_batches_are_fixed(open_loader: Open):
+    # A different digest means that existing runs cannot resume exactly: say so in the changelog.
+    golden = (Path(__file__).parents[1] / "golden" / "packing.txt").read_text()
+    assert f"google {digest(list(open_loader(epochs=2)))}\n" == golden
+
+
+def test_damaged_line_lengths_are_found(corpus: Path, tmp_path: Path):
+    import shutil
+
+    copy = tmp_path / "shards"
+    shutil.copytree(corpus, copy)
+    lines = sorted(copy.glob("*.lines"))[0]
+    content = bytearray(lines.read_bytes())
+    content[100] ^= 1
+    lines.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{lines.name}.*block 0"):
+        next(BatchLoader(copy, sequence_length=64, batch_size=1, packing="google"))
+    assert next(BatchLoader(copy, sequence_length=64, batch_size=1)).num_rows == 1  # does not need lines

@@ -1,0 +1,384 @@
+"""Vocabularies on disk: reading, casing, comparison, and what is rejected."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+from tokenizers import models, pre_tokenizers, processors, trainers
+
+from electra_fast.config.config import Config
+from electra_fast.data.corpus import Corpus, Tokenizer
+from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.errors import InputError
+from electra_fast.huggingface.export import export, import_folder
+from electra_fast.huggingface.tokenizer import write_tokenizer
+from electra_fast.training.evaluate import evaluate
+from electra_fast.training.pretrain import pretrain
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+UNCASED = {"lowercase": True, "strip_accents": True}
+CASED = {"lowercase": False, "strip_accents": False}
+LOWER = {"lowercase": True, "strip_accents": False}
+JAPANESE = "がっこう で かがく を まなぶ か が か が"
+
+
+def write_vocab(path: Path, *words: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*SPECIAL, *words]) + "\n", encoding="utf-8")
+    return path
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "electra_fast", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+def refused(*arguments: object) -> str:
+    done = command(*arguments)
+    assert done.returncode == 2 and done.stdout == "", done.stderr
+    [line] = done.stderr.splitlines()
+    return line
+
+
+class TestReading:
+    @pytest.mark.parametrize("missing", SPECIAL)
+    def test_a_missing_special_token_is_named(self, tmp_path: Path, missing: str) -> None:
+        vocab = tmp_path / "vocab.txt"
+        vocab.write_text("\n".join(name for name in [*SPECIAL, "a"] if name != missing), encoding="utf-8")
+        with pytest.raises(ValueError, match=f"^{re.escape(str(vocab))}: no {re.escape(missing)} in the vocabulary"):
+            Tokenizer(vocab)
+
+    def test_unreadable_files_are_named(self, tmp_path: Path) -> None:
+        for name in ("none.txt", "none.json"):
+            with pytest.raises(FileNotFoundError, match=f"{name}: not found"):
+                Tokenizer(tmp_path / name)
+        bad = {"latin.txt": b"caf\xe9", "half.json": b"{", "list.json": b"[]", "other.json": b'{"a": 1}'}
+        for name, content in bad.items():
+            (tmp_path / name).write_bytes(content)
+            reason = "invalid UTF-8 at byte 3" if name == "latin.txt" else "not a usable tokenizer"
+            with pytest.raises(ValueError, match=f"{name}: {reason}"):
+                Tokenizer(tmp_path / name)
+
+    def test_a_folder_is_looked_through(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match="tokenizer.json: not found, nor vocab.txt, nor either of them in"):
+            Tokenizer(tmp_path)
+        vocab = write_vocab(tmp_path / "vocab.txt", "a", "A")
+        assert Tokenizer(tmp_path).path == vocab
+        write_tokenizer(tmp_path / "run/tokenizer", Tokenizer(vocab, lowercase=True), 512)
+        run = Tokenizer(tmp_path / "run")
+        assert run.path == tmp_path / "run/tokenizer/tokenizer.json"
+        assert [ids.tolist() for ids in run.encode_batch(["A"])] == [[5]]
+        (tmp_path / "run/tokenizer/tokenizer.json").unlink()
+        assert Tokenizer(tmp_path / "run").options == UNCASED  # as tokenizer_config.json says
+
+    def test_a_corpus_tells_the_case_of_its_own_vocabulary(self, tmp_path: Path) -> None:
+        vocab = write_vocab(tmp_path / "vocab.txt", "a", "A")
+        prepare(iter(["A a"]), vocab=vocab, lowercase=True, out=tmp_path / "shards", progress=False)
+        assert Tokenizer(tmp_path / "shards").options == UNCASED
+        assert not Tokenizer(tmp_path / "shards").case_is_guessed
+
+
+class TestCase:
+    @pytest.fixture
+    def text(self, tmp_path: Path) -> Path:
+        (tmp_path / "text.txt").write_text(f"{JAPANESE}\n" * 50, encoding="utf-8")
+        return tmp_path / "text.txt"
+
+    @pytest.mark.parametrize(("flags", "options"), [(["--cased"], CASED), ([], LOWER), (["--strip-accents"], UNCASED)])
+    def test_vocab_keeps_it_and_prepare_follows(
+        self, text: Path, tmp_path: Path, flags: list[str], options: dict[str, bool]
+    ) -> None:
+        vocab = tmp_path / "v/vocab.txt"
+        assert command("vocab", text, "--out", vocab, "--size", 64, *flags).returncode == 0
+        names = ["tokenizer.json", "tokenizer_config.json", "vocab.txt"]
+        assert sorted(path.name for path in vocab.parent.iterdir()) == names
+        tokenizer = Tokenizer(vocab)
+        assert tokenizer.options == options and tokenizer.fast and not tokenizer.case_is_guessed
+        assert Tokenizer(vocab.parent).path.name == "tokenizer.json" and Tokenizer(vocab.parent).fast
+        done = command("prepare", text, "--vocab", vocab, "--out", tmp_path / "shards")
+        assert done.returncode == 0 and "judging" not in done.stderr, done.stderr
+        assert Corpus(tmp_path / "shards").tokenizer_options == options
+        kept = Tokenizer.of(Corpus(tmp_path / "shards")).decode(Corpus(tmp_path / "shards")[0])
+        assert ("が" in kept) == (flags != ["--strip-accents"])
+        assert Tokenizer(vocab, lowercase=flags == ["--cased"]).options != options  # explicit flags take precedence
+
+    def test_a_tokenizer_json_alone(self, text: Path, tmp_path: Path) -> None:
+        size = train_vocab([text], out=tmp_path / "v/own.json", size=64, lowercase=False, progress=False)
+        assert [path.name for path in (tmp_path / "v").iterdir()] == ["own.json"]
+        train_vocab([text], out=tmp_path / "w/vocab.txt", size=64, lowercase=False, progress=False)
+        alone, other = Tokenizer(tmp_path / "v/own.json"), Tokenizer(tmp_path / "w/vocab.txt")
+        assert alone.fast and alone.vocab_size == size
+        assert alone.content_hash == other.content_hash
+        assert alone.to_json() == other.to_json() == (tmp_path / "w/tokenizer.json").read_text(encoding="utf-8")
+
+    @pytest.mark.parametrize(
+        ("words", "found", "options"),
+        [
+            (["か", "が"], "uncased (text is lowercased, accents are kept)", LOWER),
+            (["한"], "uncased (text is lowercased, accents are kept)", LOWER),
+            (["A", "が"], "cased", CASED),
+            (["か"], "uncased (text is lowercased, accents are dropped)", UNCASED),
+        ],
+    )
+    def test_a_guess_is_said_with_the_flag_that_settles_it(
+        self, text: Path, tmp_path: Path, words: list[str], found: str, options: dict[str, bool]
+    ) -> None:
+        vocab = write_vocab(tmp_path / "vocab.txt", *words)
+        done = command("prepare", text, "--vocab", vocab, "--out", tmp_path / "shards")
+        [line] = [line for line in done.stderr.splitlines() if "judging" in line]
+        assert line.startswith(f"{vocab}: taken as {found}, ")
+        assert "--cased or --uncased" in line
+        assert Corpus(tmp_path / "shards").tokenizer_options == options
+        told = UNCASED if options == CASED else options  # by BERT's rule, or as the entries show
+        assert Tokenizer(vocab, lowercase=True).options == told
+        done = command("prepare", text, "--vocab", vocab, "--uncased", "--out", tmp_path / "told")
+        assert done.returncode == 0 and "judging" not in done.stderr
+        prepare([text], vocab=vocab, out=tmp_path / "quiet", progress=False)
+
+    @pytest.mark.parametrize("flags", [[], ["--strip-accents"], ["--cased"]])
+    def test_transformers_opens_the_folder_of_a_new_vocabulary(self, tmp_path: Path, flags: list[str]) -> None:
+        text = "Ízes kór és kor. हिन्दी में किताब! ที่บ้าน มี แมว; Việt Nam Йод ещё, がか 日本語 한국어 İşık"
+        (tmp_path / "text.txt").write_text(f"{text}\n" * 9, encoding="utf-8")
+        assert command("vocab", tmp_path / "text.txt", "--out", tmp_path / "v/vocab.txt", *flags).returncode == 0
+        expected = Tokenizer(tmp_path / "v").encode_batch([text])[0].tolist()
+        opened = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "v"))
+        assert opened(text, add_special_tokens=False)["input_ids"] == expected
+        assert Tokenizer(tmp_path / "v").special_tokens["unk"] not in expected
+        (tmp_path / "v/tokenizer.json").unlink()  # the settings of the other file suffice
+        opened = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "v"))
+        assert opened(text, add_special_tokens=False)["input_ids"] == expected
+        assert Tokenizer(tmp_path / "v").encode_batch([text])[0].tolist() == expected
+
+    def test_other_rules_beside_it_are_an_error(self, tmp_path: Path) -> None:
+        vocab = write_vocab(tmp_path / "vocab.txt", "a")
+        rules = json.loads(Tokenizer(vocab).to_json())
+        rules["pre_tokenizer"] = {"type": "Whitespace"}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(rules), encoding="utf-8")
+        with pytest.raises(ValueError, match="tokenizer.json: has the entries of .*vocab.txt but rules that"):
+            Tokenizer(vocab)
+        assert Tokenizer(vocab, lowercase=True).options == UNCASED
+
+
+ODD_TEXTS = [
+    "Don't stop, the café's naïve owner said.",
+    "",
+    " \t\n",
+    "😀👍🏽 emoji👩\u200d🚀 and ﬁ ligature ½",
+    "e\u0301 combining a\u030a and x\u0302\u0323",
+    "עברית (שָׁלוֹם) العربية, then English",
+    "中文字符和English混排，日本語テキスト 한국어",
+    "control\x00 soft\u00adhyphen zero\u200bwidth \ufeffbom \ufffd",
+    "İstanbul STRASSE straße ΣΊΣΥΦΟΣ",
+    "[MASK] in the text, [CLS] too  " + "x" * 101,
+]
+
+
+@pytest.fixture(params=["uncased", "cased", "uncased with accents", "byte-level", "byte-level, trimmed"])
+def odd_tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A tokenizer.json whose vocabulary has most characters of `ODD_TEXTS`, and some words."""
+    if request.param.startswith("byte-level"):
+        other = tokenizers.Tokenizer(models.BPE())
+        other.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        if "trimmed" in request.param:
+            other.post_processor = processors.ByteLevel(trim_offsets=True)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet)
+        other.train_from_iterator(ODD_TEXTS * 3, trainer)
+        other.save(str(tmp_path / "tokenizer.json"))
+        return tmp_path / "tokenizer.json"
+    characters = sorted({*"".join(ODD_TEXTS), *"".join(ODD_TEXTS).lower()} - {*"😀 \t\n语\u0302\x00"})
+    pieces = [*characters, *(f"##{c}" for c in characters), "the", "caf", "##é", "café", "cafe", "strasse", "##ing"]
+    vocab = write_vocab(tmp_path / "vocab.txt", *dict.fromkeys(pieces))
+    lowercase, strip = request.param != "cased", request.param == "uncased"
+    json_file = tmp_path / "tokenizer.json"
+    json_file.write_text(Tokenizer(vocab, lowercase=lowercase, strip_accents=strip).to_json(), encoding="utf-8")
+    return json_file
+
+
+class TestOffsets:
+    def test_they_equal_those_of_tokenizers(self, odd_tokenizer: Path) -> None:
+        expected = tokenizers.Tokenizer.from_file(str(odd_tokenizer))
+        expected.encode_special_tokens = True
+        tokenizer = Tokenizer(odd_tokenizer)
+        found = tokenizer.encode_with_offsets(ODD_TEXTS)
+        assert len(found) == len(ODD_TEXTS)
+        for text, pieces in zip(ODD_TEXTS, found, strict=True):
+            encoding = expected.encode(text, add_special_tokens=False)
+            assert pieces.ids.tolist() == encoding.ids, text
+            assert [tuple(place) for place in pieces.offsets.tolist()] == encoding.offsets, text
+            assert pieces.words.tolist() == encoding.word_ids, text
+        ids = tokenizer.encode_batch(ODD_TEXTS)
+        assert all(np.array_equal(pieces.ids, others) for pieces, others in zip(found, ids, strict=True))
+
+    def test_what_they_are_by_hand(self, tmp_path: Path) -> None:
+        tokenizer = Tokenizer(write_vocab(tmp_path / "vocab.txt", "un", "##able", "cafe", "שלום"), lowercase=True)
+        [pieces, none] = tokenizer.encode_with_offsets(["😀 Unable CAFE\u0301 שלום", ""])
+        assert pieces.ids.tolist() == [1, 5, 6, 7, 8] and pieces.words.tolist() == [0, 1, 1, 2, 3]
+        assert pieces.offsets.tolist() == [[0, 1], [2, 4], [4, 8], [9, 13], [15, 19]]
+        assert none.ids.shape == none.words.shape == (0,) and none.offsets.shape == (0, 2)
+        assert {array.dtype for array in (*pieces, *none)} == {np.dtype(np.int32)}
+
+
+class TestWhatIsNotOverwritten:
+    @pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json"])
+    def test_a_file_that_exists(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / "text.txt").write_text("some words " * 50)
+        (tmp_path / name).write_text("mine")
+        message = refused("vocab", tmp_path / "text.txt", "--out", tmp_path / "vocab.txt", "--size", 50)
+        assert f"{tmp_path / name}: exists and would be overwritten; give --out another folder" in message
+        assert (tmp_path / name).read_text() == "mine"
+        assert len(list(tmp_path.iterdir())) == 2
+
+    @pytest.mark.parametrize("given", ["text.txt", "", "*.txt"])
+    def test_an_input(self, tmp_path: Path, given: str) -> None:
+        (tmp_path / "text.txt").write_text("some words " * 50)
+        message = refused("vocab", tmp_path / given, "--out", tmp_path / "text.txt", "--size", 50)
+        assert f"{tmp_path / 'text.txt'}: is one of the inputs and would be overwritten; give another --out" in message
+        assert (tmp_path / "text.txt").read_text() == "some words " * 50
+
+    def test_before_any_text_is_read(self, tmp_path: Path) -> None:
+        (tmp_path / "vocab.txt").write_text("mine")
+        documents = (pytest.fail("asked for a document") for _ in range(1))
+        with pytest.raises(ValueError, match="exists and would be overwritten"):
+            train_vocab(documents, out=tmp_path / "vocab.txt", size=50, progress=False)
+
+    @pytest.mark.parametrize("given", ["vocab.txt", "", "*.txt"])
+    def test_the_vocabulary_is_no_input_of_prepare(self, tmp_path: Path, given: str) -> None:
+        (tmp_path / "text.txt").write_text("some words " * 50)
+        assert command("vocab", tmp_path, "--out", tmp_path / "vocab.txt", "--size", 50).returncode == 0
+        message = refused("prepare", tmp_path / given, "--vocab", tmp_path / "vocab.txt", "--out", tmp_path / "shards")
+        assert f"{tmp_path / 'vocab.txt'}: the vocabulary itself is among the inputs; move it out of" in message
+        assert not (tmp_path / "shards").exists()
+
+
+def tiny_config() -> Config:
+    keys = {"train.steps": "1", "train.batch_size": "4", "data.sequence_length": "32"}
+    return Config.preset("tiny", "google").override(keys)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, tiny_vocab: Path) -> Path:
+    """A run and its export, and corpora with the run's vocabulary and with others."""
+    folder = tmp_path_factory.mktemp("told-apart")
+    pretrain(tiny_config(), data=tiny_corpus, out=folder / "run")
+    export(folder / "run", folder / "export")
+    words = tiny_vocab.read_text(encoding="utf-8").split()[len(SPECIAL) :]
+    write_vocab(folder / "shuffled.txt", *reversed(words))
+    write_vocab(folder / "smaller.txt", *words[:200])
+    documents = ["the value of the expression is a name"] * 60
+    for name, vocab, lowercase in [
+        ("same", folder / "run", None),
+        ("shuffled", folder / "shuffled.txt", None),
+        ("smaller", folder / "smaller.txt", None),
+        ("cased", tiny_vocab, False),
+    ]:
+        prepare(iter(documents), vocab=vocab, lowercase=lowercase, out=folder / name, progress=False)
+    return folder
+
+
+class TestVocabulariesToldApart:
+    def test_one_vocabulary_has_one_hash(self, folder: Path, tiny_corpus: Path, tiny_vocab: Path) -> None:
+        places = [tiny_vocab, folder / "run", folder / "export", folder / "export/generator/vocab.txt"]
+        hashes = {Tokenizer(place).content_hash for place in places}
+        hashes |= {Tokenizer.of(Corpus(corpus)).content_hash for corpus in (tiny_corpus, folder / "same")}
+        [content_hash] = hashes
+        assert re.fullmatch("[0-9a-f]{32}", content_hash)
+        for other in ("shuffled", "smaller", "cased"):
+            assert Tokenizer.of(Corpus(folder / other)).content_hash != content_hash
+
+    @pytest.mark.parametrize("source", ["run", "export", "run/checkpoints/step-1"])
+    @pytest.mark.parametrize("other", ["shuffled", "smaller", "cased"])
+    def test_evaluate_refuses_another(self, folder: Path, tiny_corpus: Path, source: str, other: str) -> None:
+        run_tokenizer, other_tokenizer = (Tokenizer.of(Corpus(corpus)) for corpus in (tiny_corpus, folder / other))
+        with pytest.raises(ValueError, match="tokenizer.json .* is not the vocabulary of the corpus, ") as caught:
+            evaluate(folder / source, folder / other)
+        for part in (
+            other_tokenizer.path,
+            f"{run_tokenizer.vocab_size:,} entries",
+            f"{other_tokenizer.vocab_size:,} entries",
+        ):
+            assert str(part) in str(caught.value)
+        assert run_tokenizer.content_hash in str(caught.value) and other_tokenizer.content_hash in str(caught.value)
+        assert "prepare the text with --vocab" in str(caught.value)
+
+    def test_evaluate_takes_the_same(self, folder: Path) -> None:
+        assert evaluate(folder / "run", folder / "same", max_batches=1)["rows"]
+
+    @pytest.mark.parametrize("other", ["shuffled", "cased"])
+    def test_an_imported_run_refuses_another(self, folder: Path, tmp_path: Path, other: str) -> None:
+        import_folder(folder / "export", tmp_path / "imported")
+        with pytest.raises(ValueError, match="is not the vocabulary of the corpus"):
+            pretrain(tiny_config(), data=folder / other, out=tmp_path / "imported")
+        assert pretrain(tiny_config(), data=folder / "same", out=tmp_path / "imported").step == 1
+
+    def test_two_models_have_one_vocabulary(self, folder: Path, tmp_path: Path) -> None:
+        mixed = shutil.copytree(folder / "export", tmp_path / "mixed")
+        write_tokenizer(mixed / "generator", Tokenizer(folder / "shuffled.txt"), 512)
+        with pytest.raises(ValueError, match="generator/tokenizer.json: another vocabulary than that of"):
+            import_folder(mixed, tmp_path / "run")
+        for role in ("discriminator", "generator"):
+            write_tokenizer(mixed / role, Tokenizer(write_vocab(tmp_path / "large.txt", *map(str, range(3000)))), 512)
+        with pytest.raises(ValueError, match="has 3,005 entries, but the model has [0-9]+"):
+            import_folder(mixed, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+    def test_a_run_without_its_tokenizer(self, folder: Path, tmp_path: Path) -> None:
+        run = shutil.copytree(folder / "run", tmp_path / "run")
+        shutil.rmtree(run / "tokenizer")
+        with pytest.raises(FileNotFoundError, match="tokenizer: missing; a run keeps its tokenizer there"):
+            evaluate(run, folder / "same")
+        with pytest.raises(FileNotFoundError, match="tokenizer: missing; a run keeps its tokenizer there"):
+            pretrain(tiny_config(), data=folder / "same", out=run)
+
+
+@pytest.mark.parametrize(
+    "part, value, message",
+    [
+        ("model.vocab.##b", 2**32 - 1, '"##b" has the id 4294967295, and ids must be below 16777216'),
+        ("model.vocab.##b", 2**31, '"##b" has the id 2147483648'),
+        (
+            "normalizer",
+            {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+            "not a usable tokenizer .the tokenizers",
+        ),
+        # What the library finds at the first text, or at the first ids.
+        ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "not a usable tokenizer"),
+        ("decoder", {"type": "Strip", "content": "a", "start": 9, "stop": 9}, "not a usable tokenizer"),
+        ("version", '1.0" "x": "', r"not a usable tokenizer \(expected .* at line 1 column"),
+        # No mistake: words may be as long as the text.
+        ("model.max_input_chars_per_word", 2**63, None),
+    ],
+)
+def test_a_file_at_which_the_library_panics_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], part: str, value: object, message: str | None
+) -> None:
+    rules = json.loads(Tokenizer(write_vocab(tmp_path / "vocab.txt", "a", "##b")).to_json())
+    *parents, name = part.split(".")
+    table = rules
+    for parent in parents:
+        table = table[parent]
+    table[name] = value
+    path = tmp_path / "hostile" / "tokenizer.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(rules).replace('\\"', '"'))
+
+    def use() -> None:
+        tokenizer = Tokenizer(path)
+        tokenizer.encode_batch(["ab " + 4000 * "é" + 4000 * "b"])
+        tokenizer.decode([5, 6])
+
+    if message is None:
+        use()
+    else:
+        with pytest.raises(InputError, match=f"hostile/tokenizer.json: {message}"):
+            use()
+    assert "panicked" not in capfd.readouterr().err

@@ -1,0 +1,313 @@
+"""Words that do not belong: the discriminator's own answers, in whatever text, length and kind of source."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import transformers
+from tiny_run import tiny_config
+
+from electra_fast import checkpoint
+from electra_fast.data.corpus import Tokenizer
+from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.finetuning.error_detection import ErrorDetector, load_error_detector
+from electra_fast.huggingface.export import export
+from electra_fast.huggingface.tokenizer import write_tokenizer
+from electra_fast.model.model import Electra
+from electra_fast.training.pretrain import pretrain
+
+SHORT = "The value of the expression isn't a name."
+LONG = " ".join(f"the class of number {i} returns objekt zzz, value and name;" for i in range(9))
+TEXTS = [SHORT, "", LONG, "name", " \n ", "x" * 120, SHORT.upper()]
+
+
+def save_run(folder: Path, vocab: Path, **changes: str) -> Path:
+    """A run at step 0 whose parameters are large enough for probabilities from 0 to 1."""
+    tokenizer = Tokenizer(vocab)
+    recipe = changes.pop("recipe", "google")
+    config = tiny_config(recipe).override({"model.vocab_size": str(tokenizer.vocab_size)} | changes)
+    model, draws = Electra(config), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=draws) * 0.2)
+    write_tokenizer(folder / "tokenizer", tokenizer, config.model.max_positions)
+    (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+    checkpoint.save(folder, model, None, TrainState(), keep=1)
+    return folder
+
+
+def probabilities(answer: dict[str, Any]) -> list[float]:
+    return [word["probability"] for word in answer["words"]]
+
+
+class Reference:
+    """`transformers` on an exported discriminator, one text at a time, without padding."""
+
+    def __init__(self, folder: Path) -> None:
+        [name] = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+        self.model = getattr(transformers, name).from_pretrained(folder).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
+    @torch.no_grad()
+    def pieces(self, ids: list[int]) -> list[float]:
+        """The probability of each piece of a text that is read whole."""
+        row = [self.tokenizer.cls_token_id, *ids, self.tokenizer.sep_token_id]
+        logits = self.model(torch.tensor([row])).logits.flatten()
+        return list(torch.sigmoid(logits.double())[1:-1].tolist())
+
+    def words(self, text: str, length: int) -> list[float]:
+        """That any of a word's pieces is replaced, each in the chunk with most context around it."""
+        encoding = self.tokenizer(text, add_special_tokens=False).encodings[0]
+        room, found = length - 2, {}
+        starts = [0]
+        while starts[-1] + room < len(encoding.ids):
+            starts.append(starts[-1] + room // 2)
+        for start in starts:
+            chunk = encoding.ids[start : start + room]
+            for place, probability in enumerate(self.pieces(chunk) if chunk else []):
+                context = min(place, len(chunk) - 1 - place) + 0.01 * len(chunk)
+                if context > found.get(start + place, (-1.0, 0.0))[0]:
+                    found[start + place] = (context, probability)
+        by_word: dict[int, float] = {}
+        for piece, word in enumerate(encoding.word_ids):
+            by_word[word] = 1 - (1 - by_word.get(word, 0.0)) * (1 - found[piece][1])
+        return list(by_word.values())
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory, whole_run: Path) -> Path:
+    folder = tmp_path_factory.mktemp("errors") / "export"
+    export(whole_run, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_vocab: Path) -> Path:
+    return save_run(tmp_path_factory.mktemp("large") / "run", tiny_vocab)
+
+
+@pytest.fixture(scope="module")
+def detector(run: Path) -> ErrorDetector:
+    return load_error_detector(run)
+
+
+class TestProbabilities:
+    @pytest.mark.parametrize("recipe", ["google", "modern"])
+    def test_they_are_those_of_transformers(self, tmp_path: Path, tiny_vocab: Path, recipe: str) -> None:
+        run = save_run(tmp_path / "run", tiny_vocab, recipe=recipe)
+        export(run, tmp_path / "export", unfinished=True)
+        reference, answers = Reference(tmp_path / "export/discriminator"), load_error_detector(run).predict(TEXTS)
+        everything = []
+        for text, answer in zip(TEXTS, answers, strict=True):
+            expected = reference.words(text, length=16)
+            assert probabilities(answer) == pytest.approx(expected, abs=1e-5), text
+            assert answer["score"] == pytest.approx(np.mean(expected) if expected else 0, abs=1e-5)
+            everything += expected
+        assert len(everything) > 100 and max(everything) - min(everything) > 0.5
+
+    def test_those_of_a_trained_run(self, whole_run: Path, exported: Path) -> None:
+        [answer] = load_error_detector(whole_run).predict([SHORT])
+        assert probabilities(answer) == pytest.approx(Reference(exported / "discriminator").words(SHORT, 16), abs=1e-5)
+
+    def test_every_source_of_a_model_gives_the_same(self, whole_run: Path, exported: Path, tmp_path: Path) -> None:
+        alone = shutil.copytree(exported / "discriminator", tmp_path / "alone")
+        [last] = sorted((whole_run / "checkpoints").iterdir(), key=lambda path: int(path.name[5:]))[-1:]
+        expected = load_error_detector(whole_run)
+        for source in (last, exported, alone, str(alone)):
+            found = load_error_detector(source)
+            assert found.sequence_length == expected.sequence_length == 16
+            assert found.predict(TEXTS) == expected.predict(TEXTS), source
+
+    def test_other_texts_change_nothing(self, whole_run: Path) -> None:
+        detector = load_error_detector(whole_run)
+        for text, answer in zip(TEXTS, detector.predict(iter(TEXTS)), strict=True):
+            [alone] = detector.predict([text])
+            assert probabilities(alone) == pytest.approx(probabilities(answer), abs=1e-6)
+
+    @pytest.mark.parametrize(
+        "changes", [{"generator.kind": "uniform"}, {"model.heads": "plain"}, {"model.tying": "all"}], ids=str
+    )
+    def test_of_other_models(self, tmp_path: Path, tiny_vocab: Path, changes: dict[str, str]) -> None:
+        changes |= {"generator.fraction": "1"} if "model.tying" in changes else {}
+        run = save_run(tmp_path / "run", tiny_vocab, **changes)
+        detector, tokenizer = load_error_detector(run), Tokenizer(run)
+        [ids] = tokenizer.encode_batch(["value of name"])
+        special = tokenizer.special_tokens
+        row = torch.tensor([[special["cls"], *ids, special["sep"]]])
+        with torch.no_grad():
+            logits = checkpoint.load_model(run / "checkpoints/step-0").eval().discriminator_logits(row)
+        [answer] = detector.predict(["value of name"])
+        assert probabilities(answer) == pytest.approx(torch.sigmoid(logits)[0, 1:-1].tolist(), abs=1e-5)
+
+
+class TestWords:
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("Don't stop, X.", ["Don", "'", "t", "stop", ",", "X", "."]),
+            ("👍🏽 value 👩\u200d🚀\ufe0f", ["👍🏽", "value", "👩\u200d🚀\ufe0f"]),
+            ("cafe\u0301 X\u0302\u0323, nai\u0308ve", ["cafe\u0301", "X\u0302\u0323", ",", "nai\u0308ve"]),
+            ("the שָׁלוֹם עברית العربية", ["the", "שָׁלוֹם", "עברית", "العربية"]),
+            ("日本語x", ["日", "本", "語", "x"]),
+            ("\x00 name\u200b \u0301", ["name"]),
+        ],
+    )
+    def test_spans_are_what_is_written(self, detector: ErrorDetector, text: str, words: list[str]) -> None:
+        [answer] = detector.predict([text])
+        assert [word["text"] for word in answer["words"]] == words
+        assert [text[word["start"] : word["end"]] for word in answer["words"]] == words
+
+    def test_errors_are_those_that_reach_the_threshold(self, run: Path, detector: ErrorDetector) -> None:
+        [answer] = detector.predict([LONG])
+        middle, counts = float(np.median(probabilities(answer))), []
+        for threshold in (0.0, middle, 1.0):
+            again = ErrorDetector(*parts(run), torch.device("cpu"), sequence_length=16, threshold=threshold)
+            [found] = again.predict([LONG])
+            assert found["errors"] == [word for word in answer["words"] if word["probability"] >= threshold]
+            assert found["words"] == answer["words"] and found["score"] == answer["score"]
+            counts.append(len(found["errors"]))
+        assert counts[0] == len(answer["words"]) > counts[1] > counts[2] == 0
+        assert json.loads(json.dumps(answer)) == answer
+
+    def test_of_a_byte_level_tokenizer_without_the_spaces(self, tmp_path: Path) -> None:
+        from tokenizers import Tokenizer as Other
+        from tokenizers import models, pre_tokenizers, trainers
+
+        other = Other(models.BPE())
+        other.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        other.train_from_iterator([LONG], trainers.BpeTrainer(special_tokens=names, initial_alphabet=alphabet))
+        other.save(str(tmp_path / "tokenizer.json"))
+        run = save_run(tmp_path / "run", tmp_path / "tokenizer.json")
+        [answer] = load_error_detector(run).predict(["the class   😀 \n name,"])
+        assert [word["text"] for word in answer["words"]] == ["the", "class", "😀", "name", ","]
+
+
+def parts(run: Path) -> tuple[Electra, Tokenizer]:
+    checkpoints = sorted((run / "checkpoints").iterdir(), key=lambda path: int(path.name[5:]))
+    return checkpoint.load_model(checkpoints[-1]), Tokenizer(run)
+
+
+class TestWithoutWords:
+    def test_empty_texts_score_nothing(self, whole_run: Path) -> None:
+        detector = load_error_detector(whole_run)
+        none = {"score": 0.0, "errors": [], "words": []}
+        assert detector.predict(["", " \t\n", "\x00\u200b"]) == [none] * 3
+        assert detector.predict([]) == []
+
+    def test_what_is_no_list_of_texts(self, whole_run: Path) -> None:
+        detector = load_error_detector(whole_run)
+        for texts in ("a text", b"bytes", {"text": "a"}):
+            with pytest.raises(ValueError, match="predict takes a list of texts; put a single one into a list"):
+                detector.predict(texts)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"example 1 is \('a', 'b'\); it must be a text"):
+            detector.predict(["a", ("a", "b")])  # type: ignore[list-item]
+
+    @pytest.mark.parametrize("threshold", [-0.1, 1.5, float("nan")])
+    def test_a_threshold_that_is_no_probability(self, whole_run: Path, threshold: float) -> None:
+        with pytest.raises(ValueError, match=f"threshold is {threshold}; it is a probability, from 0 to 1"):
+            load_error_detector(whole_run, threshold)
+
+
+class TestSources:
+    def test_how_much_another_folder_reads_at_once(self, exported: Path, tmp_path: Path) -> None:
+        """As many tokens as it has positions, since it does not say what it was trained with."""
+        other = shutil.copytree(exported / "discriminator", tmp_path / "other")
+        table = json.loads((other / "config.json").read_text(encoding="utf-8"))
+        foreign = {name: value for name, value in table.items() if not name.startswith("electra_fast")}
+        (other / "config.json").write_text(json.dumps(foreign), encoding="utf-8")
+        detector = load_error_detector(other)
+        assert detector.sequence_length == table["max_position_embeddings"] > 16
+        expected = Reference(other).words(LONG, detector.sequence_length)
+        assert probabilities(detector.predict([LONG])[0]) == pytest.approx(expected, abs=1e-5)
+
+    def test_a_model_without_a_discriminator(
+        self, tmp_path: Path, validation_corpus: Path, exported: Path, encoder_folder: Path
+    ) -> None:
+        config = tiny_config().with_objective("mlm").override({"train.steps": "1"})
+        pretrain(config, data=validation_corpus, out=tmp_path / "mlm")
+        for source in (tmp_path / "mlm", tmp_path / "mlm/checkpoints/step-1", exported / "generator"):
+            with pytest.raises(ValueError, match=f"^{re.escape(str(source))}: has no discriminator, only the gen") as e:
+                load_error_detector(source)
+            assert "\n" not in str(e.value) and 'objective.name = "electra"' in str(e.value)
+        with pytest.raises(ValueError, match="has no discriminator"):
+            load_error_detector(encoder_folder)
+
+    def test_what_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match="no such folder; name a run, a checkpoint or a Hugging Face"):
+            load_error_detector(tmp_path / "none")
+        with pytest.raises(FileNotFoundError, match="no model here"):
+            load_error_detector(tmp_path)
+
+    def test_a_broken_model(self, tmp_path: Path, tiny_vocab: Path) -> None:
+        model, tokenizer = parts(save_run(tmp_path / "run", tiny_vocab))
+        with torch.no_grad():
+            model.discriminator_head.classifier.weight[0, 0] = float("nan")
+        checkpoint.save(tmp_path / "run", model, None, TrainState(step=1), keep=1)
+        with pytest.raises(
+            ValueError, match="discriminator_head.classifier.weight has values that are nan or infinite"
+        ):
+            load_error_detector(tmp_path / "run")
+
+
+class TestTheBenchmark:
+    """`bench/error_detection.py`: it knows which words it corrupted."""
+
+    @pytest.fixture
+    def bench(self) -> Any:
+        return importlib.import_module("error_detection")
+
+    @pytest.mark.parametrize(
+        "way", ["swapped letters", "dropped letter", "other word", "doubled word", "confused word"]
+    )
+    def test_errors_are_where_the_text_was_changed(self, bench: Any, way: str) -> None:
+        text = "They're at “the house”, of its name; A to-do 3.5 naïve users' where?"
+        words, draws = bench.WORD.findall(text), random.Random(0)
+        assert words[:4] == ["They're", "at", "the", "house"] and "users" in words
+        num_errors = 0
+        for _ in range(20):
+            found = bench.corrupt(text, bench.CORRUPTIONS[way], draws, words, 0.4)
+            spans = [match.span() for match in bench.WORD.finditer(found.text)]
+            assert set(found.errors) <= set(spans)
+            assert (found.text != text) == bool(found.errors)
+            assert bench.WORD.sub("", found.text).replace(" ", "") == bench.WORD.sub("", text).replace(" ", "")
+            wrong = [span in found.errors for span in spans]
+            now = [found.text[start:end] for start, end in spans]
+            if way == "doubled word":
+                assert [word for word, is_wrong in zip(now, wrong, strict=True) if not is_wrong] == words
+            else:
+                assert [before != after for before, after in zip(words, now, strict=True)] == wrong
+            num_errors += sum(wrong)
+        assert num_errors > 20
+
+    def test_from_files_to_a_table(
+        self, bench: Any, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        sentences = [f"The value {name} of the class is a name of it." for name in "abcdefghijkl"]
+        with pyarrow.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd") as stream:
+            stream.write("".join(json.dumps({"text": text}) + "\n" for text in [*sentences[:4], None]).encode())
+        pyarrow.parquet.write_table(pyarrow.table({"text": sentences[4:8]}), tmp_path / "b.parquet")
+        (tmp_path / "c.txt").write_text(" ".join(sentences[8:]) + " Too short.", encoding="utf-8")
+        files = [tmp_path / name for name in ("a.jsonl.zst", "b.parquet", "c.txt")]
+        found = bench.sample_sentences(bench.documents_of(files, "text"), 100, random.Random(0))
+        assert sorted(found) == sentences
+        argv = ["--model", run, "--text", *files, "--share", "0.3", "--json", tmp_path / "out.json"]
+        monkeypatch.setattr("sys.argv", ["error_detection.py", *map(str, argv)])
+        bench.main()
+        results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["results"]
+        assert list(results) == ["unchanged", *bench.CORRUPTIONS]
+        assert all(0 <= results[way]["AUC"] <= 1 and results[way]["errors"] > 3 for way in bench.CORRUPTIONS)
+        assert results["unchanged"]["errors"] == 0 and results["unchanged"]["AUC"] is None
+        assert len(capsys.readouterr().out.splitlines()) == 2 + len(results)

@@ -1,0 +1,441 @@
+"""`finetune` as a user runs it: what it leaves, resumes, refuses and says."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from unittest.mock import Mock
+
+import in_process
+import numpy as np
+import pytest
+import torch
+from tiny_task import NO_DROPOUT, QUICK, sentences, write_mrpc, write_sst2
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import electra_fast as ef
+from electra_fast.files import checkpoint_folder
+from electra_fast.finetuning import batches, glue, seed_run
+from electra_fast.finetuning.config import FinetuningConfig
+from electra_fast.finetuning.job import make_job
+from electra_fast.finetuning.step import FinetuneStep
+from electra_fast.huggingface.encoder import load_encoder
+
+CPU = torch.device("cpu")
+
+
+def command(encoder_folder, glue_folder, out, *more, **overrides):
+    flags = [word for name, value in (QUICK | overrides).items() for word in (f"--{name}", value)]
+    start = [sys.executable, "-m", "electra_fast", "finetune", "--task", "sst2,mrpc", "--seeds", "2"]
+    return [*start, "--model", str(encoder_folder), "--data", str(glue_folder), "--out", str(out), *flags, *more]
+
+
+def model_bytes(out):
+    return {path.parts[-4:]: path.read_bytes() for path in sorted(out.glob("*/seed-*/model/model.safetensors"))}
+
+
+def without_times(results):
+    if isinstance(results, dict):
+        return {name: without_times(value) for name, value in results.items() if name != "seconds"}
+    return [without_times(value) for value in results] if isinstance(results, list) else results
+
+
+def test_results_have_each_run_the_median_and_the_spread(finetuned):
+    out, results = finetuned
+    assert list(results) == ["sst2", "mrpc"] and json.loads((out / "results.json").read_text()) == results
+    for task, metrics in {"sst2": {"accuracy"}, "mrpc": {"accuracy", "f1"}}.items():
+        found = results[task]
+        scores = [run["accuracy"] for run in found["runs"]]
+        assert [run["seed"] for run in found["runs"]] == [0, 1] and found["metric"] == "accuracy"
+        assert found["majority"].keys() == metrics
+        assert found["median"] == sum(scores) / 2 and (found["min"], found["max"]) == (min(scores), max(scores))
+        assert all(metrics <= run.keys() and run["seconds"] > 0 for run in found["runs"])
+
+
+def test_each_seed_leaves_a_model_and_predictions(finetuned, glue_folder):
+    out, results = finetuned
+    for task, splits in {"sst2": {"dev": 16, "test": 8}, "mrpc": {"dev": 10}}.items():
+        data = glue.read(task, glue_folder)
+        for run in results[task]["runs"]:
+            folder = out / task / f"seed-{run['seed']}"
+            names = {"model", "metrics.jsonl", "result.json", *(f"predictions.{split}.tsv" for split in splits)}
+            assert {path.name for path in folder.iterdir()} == names
+            for split, count in splits.items():
+                header, *rows = (folder / f"predictions.{split}.tsv").read_text().splitlines()
+                assert header == "index\tprediction" and len(rows) == count
+            predicted = [row.split("\t")[1] for row in (folder / "predictions.dev.tsv").read_text().splitlines()[1:]]
+            targets = [data.task.labels[i] for i in data.dev[0].targets]
+            accuracy = np.mean([a == b for a, b in zip(predicted, targets, strict=True)])
+            assert accuracy == pytest.approx(run["accuracy"])
+    assert (
+        model_bytes(out)[("sst2", "seed-0", "model", "model.safetensors")]
+        != model_bytes(out)[("sst2", "seed-1", "model", "model.safetensors")]
+    )
+
+
+def test_finished_seeds_are_not_trained_again(finetuned, encoder_folder, glue_folder, tmp_path):
+    out, results = finetuned
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    kept = {path: path.stat().st_mtime_ns for path in copy.glob("*/seed-*/model/model.safetensors")}
+    again = in_process.run(*command(encoder_folder, glue_folder, copy, "--json")[3:])
+    assert again.returncode == 0 and json.loads(again.stdout) == results
+    assert "from an earlier session" in again.stderr
+    assert kept == {path: path.stat().st_mtime_ns for path in kept}
+    more = ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=copy, seeds=3, overrides=QUICK)
+    assert more["sst2"]["runs"][:2] == results["sst2"]["runs"] and len(more["sst2"]["runs"]) == 3
+    assert json.loads((copy / "results.json").read_text())["mrpc"] == results["mrpc"]  # another task's are kept
+
+
+def with_other_labels(glue_folder, folder):
+    """A copy of the tasks in which every dev label of SST-2 is the other one."""
+    shutil.copytree(glue_folder, folder)
+    path = folder / "SST-2" / "dev.tsv"
+    header, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([header, *(f"{line[:-1]}{1 - int(line[-1])}" for line in lines)]) + "\n")
+    return folder
+
+
+def test_changed_data_are_scored_without_training(finetuned, encoder_folder, glue_folder, tmp_path):
+    out, results = tmp_path / "copy", finetuned[1]
+    shutil.copytree(finetuned[0], out)
+    moved, models = shutil.copytree(glue_folder, tmp_path / "moved"), model_bytes(out)
+    again = in_process.run(*command(encoder_folder, moved, out, "--json")[3:])
+    assert json.loads(again.stdout) == results and "again" not in again.stderr
+    tested = {path: path.stat().st_mtime_ns for path in out.glob("*/seed-*/predictions.test.tsv")}
+    other = with_other_labels(glue_folder, tmp_path / "other")
+    changed = in_process.run(*command(encoder_folder, other, out, "--json")[3:])
+    found = json.loads(changed.stdout)
+    assert changed.stderr.count("dev predicted and scored again, as the data changed") == 2
+    for before, now in zip(results["sst2"]["runs"], found["sst2"]["runs"], strict=True):
+        assert now["accuracy"] == pytest.approx(1 - before["accuracy"])
+    assert found["mrpc"] == results["mrpc"] and model_bytes(out) == models
+    assert tested == {path: path.stat().st_mtime_ns for path in tested}
+    card = (out / "sst2" / "seed-0" / "model" / "README.md").read_text()
+    assert f"accuracy {found['sst2']['runs'][0]['accuracy']:.4f} (majority " in card
+
+
+@contextlib.contextmanager
+def killed_at_file(monkeypatch, number):
+    """Ends what is within where it would put the file with this number, from 1, in its place."""
+    targets, original = [], os.replace
+
+    def replace(source, target):
+        targets.append(target)
+        if len(targets) == number:
+            raise KeyboardInterrupt
+        original(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", replace)
+        yield
+
+
+@pytest.mark.parametrize("call", range(4, 9))
+def test_a_kill_while_scoring_again_leaves_no_stale_scores(
+    finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch, call
+):
+    out = tmp_path / "copy"
+    shutil.copytree(finetuned[0], out)
+    common = {"model": encoder_folder, "out": out, "overrides": QUICK}
+    with killed_at_file(monkeypatch, call):
+        ef.finetune("sst2", data=with_other_labels(glue_folder, tmp_path / "other"), **common)
+    found = ef.finetune("sst2", data=glue_folder, **common)["sst2"]["runs"]
+    assert without_times(found) == without_times(finetuned[1]["sst2"]["runs"][:1])
+    predictions = (finetuned[0] / "sst2" / "seed-0" / "predictions.dev.tsv").read_text()
+    assert (out / "sst2" / "seed-0" / "predictions.dev.tsv").read_text() == predictions
+
+
+def test_killed_between_steps_it_resumes_to_the_same_bits(server, finetuned, encoder_folder, glue_folder, tmp_path):
+    out, results = finetuned
+    resumed = tmp_path / "resumed"
+
+    def is_resumable():
+        """One seed is unfinished, and has taken some steps."""
+        states = [json.loads(path.read_text()) for path in resumed.glob("*/seed-*/checkpoints/step-*/state.json")]
+        unfinished = {path.parents[2] for path in resumed.glob("*/seed-*/checkpoints/step-*/state.json")}
+        return len(unfinished) == 1 and max(state["step"] for state in states) > 0
+
+    start = command(encoder_folder, glue_folder, resumed, **{"finetune.checkpoint_seconds": "0"})
+    server.kill_until_done(start[3:], tmp_path / "said.txt", is_resumable)
+    assert model_bytes(resumed) == model_bytes(out)
+    assert without_times(json.loads((resumed / "results.json").read_text())) == without_times(results)
+    for path in out.glob("*/seed-*/metrics.jsonl"):
+        records = [
+            [json.loads(line) for line in (folder / path.relative_to(out)).read_text().splitlines()]
+            for folder in (out, resumed)
+        ]
+        assert without_times(records[0]) == without_times(records[1])
+
+
+@pytest.mark.parametrize("call", range(1, 5))
+def test_a_kill_before_the_first_step_leaves_a_folder_to_resume(
+    encoder_folder, glue_folder, tmp_path, monkeypatch, call
+):
+    """At each of the first files, half-written ones included."""
+    out = tmp_path / "out"
+    with killed_at_file(monkeypatch, call):
+        ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=1, overrides=QUICK)
+    results = ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=1, overrides=QUICK)
+    assert len(results["sst2"]["runs"]) == 1
+
+
+def test_a_kill_after_the_last_step_costs_no_step(encoder_folder, glue_folder, tmp_path, monkeypatch):
+    def finetune():
+        return ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path, seeds=1, overrides=QUICK)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(seed_run, "write_result", Mock(side_effect=KeyboardInterrupt))
+        finetune()
+    half_written = tmp_path / "sst2/seed-0/.of-an-earlier-version.writing"
+    half_written.touch()
+    monkeypatch.setattr(FinetuneStep, "__call__", Mock(side_effect=AssertionError))
+    assert len(finetune()["sst2"]["runs"]) == 1 and not half_written.exists()
+
+
+def test_the_log_has_losses_and_norms_of_its_steps(encoder_folder, glue_folder, tmp_path, monkeypatch):
+    take, taken = FinetuneStep.__call__, []
+    monkeypatch.setattr(FinetuneStep, "__call__", lambda *given: taken.append(take(*given)) or taken[-1])
+    ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=tmp_path, seeds=1, overrides=QUICK)
+    log = [json.loads(line) for line in (tmp_path / "sst2/seed-0/metrics.jsonl").read_text().splitlines()]
+    assert len(log) == len(taken) > 3
+    assert [(line["loss"], line["grad_norm"]) for line in log] == [(float(loss), float(norm)) for loss, norm in taken]
+
+
+def test_a_signal_ends_in_a_checkpoint(encoder_folder, glue_folder, tmp_path):
+    out = tmp_path / "out"
+    arguments = command(encoder_folder, glue_folder, out, **{"finetune.epochs": "200"})
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    log = out / "sst2" / "seed-0" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "run again to resume" in errors.splitlines()[-1]
+    step = max(checkpoint_folder.steps(out / "sst2" / "seed-0"))
+    assert f"checkpoint at step {step}" in errors and step > 0
+
+
+def trained_by(job, num_processes, order):
+    """Losses and parameters after the steps of `order`, by one process or several."""
+    torch.set_num_threads(2)
+    try:
+        model, losses = job.work.model(), []
+        model.load_encoder(job.encoder.state)
+        model.initialize_head(0)
+        step = FinetuneStep(model, job.work, num_processes)
+        for number, row in enumerate(order):
+            chosen = row[row >= 0]
+            parts = batches.pack(job.examples, chosen, num_processes)
+            loss, _ = step(job.training_set.batch(parts, chosen, "mean", 0), number, 1.0)
+            losses.append(float(loss))
+        parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+        step.close()
+    finally:
+        torch.set_num_threads(1)
+    return losses, parameters
+
+
+@pytest.mark.parametrize("num_entries", [0, 4096])
+def test_two_processes_compute_what_one_computes(encoder_folder, glue_folder, tmp_path, num_entries):
+    """Also with a table so large that most of its rows are in no batch, whose gradient is sparse."""
+    config, encoder = FinetuningConfig().override(QUICK | NO_DROPOUT), load_encoder(encoder_folder)
+    jobs = [
+        make_job(glue.read("mrpc", glue_folder), config, each, tmp_path, CPU)
+        for each in (encoder, with_entries(encoder, num_entries))
+    ]
+    order = batches.training_order(config.finetune, len(jobs[0].examples), 0)
+    order[1] = order[-1] = [3] + [-1] * 7  # fewer examples than processes
+    one, two, alone = trained_by(jobs[0], 1, order), trained_by(jobs[1], 2, order), trained_by(jobs[1], 1, order)
+    for losses, parameters in (two, alone):
+        assert one[0] == pytest.approx(losses, rel=1e-5)
+        for name, parameter in one[1].items():
+            found = parameters[name][: len(parameter)]
+            torch.testing.assert_close(parameter, found, rtol=1e-4, atol=2e-5, msg=name)
+
+
+def with_entries(encoder, number):
+    """An encoder with more rows in its token table, which no token has; 0: as it is."""
+    state = dict(encoder.state)
+    table = state["embeddings.token"]
+    number = number or len(table)
+    state["embeddings.token"] = torch.cat((table, torch.ones(number - len(table), table.shape[1])))
+    return replace(encoder, shape=replace(encoder.shape, vocab_size=number), state=state)
+
+
+def trained(job, execution, device, pack, steps=12):
+    """Losses and parameters after a few steps, without dropout."""
+    work = replace(job.work, config=replace(job.config, execution=execution))
+    model = work.model()
+    model.load_encoder(job.encoder.state)
+    model.initialize_head(0)
+    step, found = FinetuneStep(model.to(device), work), []
+    for number in range(steps):
+        chosen = np.random.default_rng(number).permutation(len(job.examples))[: 8 - number % 3]
+        found.append(step(job.training_set.batch(pack(chosen), chosen, "mean", 0), number, 1.0))
+    return [[float(x) for x in pair] for pair in found], {name: p.cpu() for name, p in model.named_parameters()}
+
+
+def test_batches_of_fixed_shape_train_the_same(encoder_folder, glue_folder, tmp_path):
+    config = FinetuningConfig().override(QUICK | NO_DROPOUT)
+    job = make_job(glue.read("mrpc", glue_folder), config, load_encoder(encoder_folder), tmp_path, CPU)
+    length, size = job.config.sequence_length, job.config.batch_size
+    losses, parameters = trained(job, "eager", CPU, lambda chosen: batches.pack(job.examples, chosen))
+    static = trained(job, "eager", CPU, lambda chosen: [batches.pack_static(job.examples, chosen, length, size)])
+    np.testing.assert_allclose(losses, static[0], rtol=1e-4)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, static[1][name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+class GeneratorsOfTheDevice(TorchDispatchMode):
+    """Fails where a tensor is filled by a generator of another device, which tensors that are not real don't notice."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        generator = (kwargs or {}).get("generator")
+        assert generator is None or generator.device.type == args[0].device.type
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("head", ["google", "hf"])
+def test_the_first_values_are_the_same_on_every_device(encoder_folder, glue_folder, tmp_path, head):
+    config = FinetuningConfig().override(QUICK | {"finetune.head": head})
+    model = make_job(glue.read("mrpc", glue_folder), config, load_encoder(encoder_folder), tmp_path, CPU).work.model()
+    with FakeTensorMode(allow_non_fake_inputs=True), GeneratorsOfTheDevice():
+        for module in model.head.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = torch.nn.Parameter(torch.empty(parameter.shape, device="cuda:0"))
+        model.initialize_head(0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_train_as_eager_steps_do(encoder_folder, glue_folder, tmp_path):
+    device = torch.device("cuda")
+    config = FinetuningConfig().override(QUICK | NO_DROPOUT | {"finetune.precision": "fp32"})
+    job = make_job(glue.read("mrpc", glue_folder), config, load_encoder(encoder_folder), tmp_path, device)
+    losses, parameters = trained(job, "eager", device, job.pack, steps=20)
+    graph = trained(job, "graph", device, job.pack, steps=20)
+    np.testing.assert_allclose(losses, graph[0], rtol=1e-4)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, graph[1][name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_it_learns(encoder_folder, glue_folder, tmp_path):
+    """One word decides the class: a random encoder can learn that, and dropout and order follow the seed."""
+    data = write_sst2(tmp_path / "data", train=400, dev=100)
+    overrides = QUICK | NO_DROPOUT | {"finetune.epochs": "6", "finetune.learning_rate": "3e-3"}
+    found = ef.finetune("sst2", model=encoder_folder, data=data, out=tmp_path / "out", overrides=overrides)
+    assert found["sst2"]["median"] > 0.9
+
+
+def test_a_full_disk_keeps_the_finished_seeds(finetuned, encoder_folder, glue_folder, tmp_path):
+    """Files may not grow past a limit, as on a full disk, after the first seed is finished."""
+    out = tmp_path / "out"
+    shutil.copytree(finetuned[0], out)
+    shutil.rmtree(out / "mrpc" / "seed-1")
+    size = (out / "mrpc" / "seed-0" / "model" / "model.safetensors").stat().st_size
+    script = (
+        "import resource, sys; from electra_fast.cli import main\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2}, resource.RLIM_INFINITY))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = [sys.executable, "-c", script, *command(encoder_folder, glue_folder, out)[3:]]
+    full = subprocess.run(arguments, capture_output=True, text=True)
+    assert full.returncode == 2
+    assert len([line for line in full.stderr.splitlines() if "error" in line]) == 1
+    assert "seed-1/checkpoints/step-4: not written" in full.stderr and "run again to resume" in full.stderr
+    kept = json.loads((out / "results.json").read_text())
+    assert kept["sst2"] == finetuned[1]["sst2"] and kept["mrpc"]["runs"] == finetuned[1]["mrpc"]["runs"][:1]
+    assert not (out / "mrpc" / "seed-1" / "model").exists()
+    ef.finetune("glue", model=encoder_folder, data=glue_folder, out=out, seeds=2, overrides=QUICK)
+    assert model_bytes(out) == model_bytes(finetuned[0])
+
+
+def test_usual_names_of_tasks_are_known_and_run_once(encoder_folder, glue_folder, tmp_path):
+    found = ef.finetune("SST-2,sst2", model=encoder_folder, data=glue_folder, out=tmp_path, overrides=QUICK)
+    assert list(found) == ["sst2"]
+
+
+def test_a_labelled_test_is_scored_and_submissions_are_named_as_the_server_takes_them(encoder_folder, tmp_path):
+    data = write_mrpc(tmp_path / "MRPC")
+    shutil.copyfile(data / "dev.tsv", data / "test.tsv")  # MRPC's test file has labels
+    found = ef.finetune("mrpc", model=encoder_folder, data=data, out=tmp_path / "out", seeds=2, overrides=QUICK)["mrpc"]
+    assert all(run["accuracy"] == run["accuracy_test"] and run["f1"] == run["f1_test"] for run in found["runs"])
+    submitted = (tmp_path / "out" / "submission" / "MRPC.tsv").read_text()
+    chosen = min(found["runs"], key=lambda run: abs(run["accuracy"] - found["median"]))["seed"]
+    assert submitted == (tmp_path / "out" / "mrpc" / f"seed-{chosen}" / "predictions.test.tsv").read_text()
+
+
+@pytest.mark.parametrize("recipe", ["google", "paper", "fast"])
+@pytest.mark.parametrize("role", [None, "generator"])
+def test_a_run_of_ours_in_every_recipe(whole_run, glue_folder, tmp_path, recipe, role):
+    found = ef.finetune(
+        "mrpc", model=whole_run, data=glue_folder, out=tmp_path, recipe=recipe, role=role, overrides=QUICK
+    )
+    assert 0 <= found["mrpc"]["median"] <= 1
+
+
+def test_what_own_data_lack_is_said_beside_the_score(encoder_folder, tmp_path):
+    rows = [{"text": text, "label": ("bad", "good")[label]} for text, label in sentences(30)]
+    files = {
+        "train": [*rows[:20], {"text": "code", "label": "rare"}],
+        "dev": rows[20:],
+        "test": [row | ({"label": None} if number % 2 else {}) for number, row in enumerate(rows)],
+    }
+    for name, content in files.items():
+        (tmp_path / name).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    flags = [word for name in files for word in (f"--{name}", (tmp_path / name).with_suffix(".jsonl"))]
+    flags += [word for name, value in QUICK.items() for word in (f"--{name}", value)]
+    out = tmp_path / "out"
+    found = in_process.run(
+        *("finetune", "--task", "classification", "--model", encoder_folder, "--out", out, "--json"), *flags
+    )
+    (score,) = [line for line in found.stderr.splitlines() if "seed 0: accuracy" in line]
+    assert score.endswith("; dev has no example of 'rare'; test has no example of 'rare'")
+    result = json.loads(found.stdout)["classification"]
+    assert result["absent_classes"] == {"dev": ["rare"], "test": ["rare"]}
+    bad, good = (sum(row["label"] == label for row in files["train"]) for label in ("bad", "good"))
+    assert f"examples per class, train: 'bad' {bad}, 'good' {good}, 'rare' 1" in found.stderr
+    majority = "bad" if bad >= good else "good"
+    truth = [row["label"] for row in files["test"]]
+    assert result["majority"]["accuracy_test"] == pytest.approx(truth.count(majority) / 15)
+    path = out / "classification" / "seed-0" / "predictions.test.jsonl"
+    predicted = [json.loads(line)["label"] for line in path.read_text().splitlines()]
+    num_right = sum(one == other for one, other in zip(predicted, truth, strict=True))
+    assert result["runs"][0]["accuracy_test"] == pytest.approx(num_right / 15)
+
+
+def test_own_data_with_a_share_set_aside(encoder_folder, tmp_path):
+    path = tmp_path / "reviews.csv"
+    rows = [f'"{text}, ""said"" he",{"good" if label else "bad"}' for text, label in sentences(60)]
+    path.write_text("review,verdict\n" + "\n".join(rows) + "\n")
+    flags = [word for name, value in QUICK.items() for word in (f"--{name}", value)]
+    common = (
+        "finetune",
+        "--task",
+        "classification",
+        "--train",
+        path,
+        "--model",
+        encoder_folder,
+        "--out",
+        tmp_path / "out",
+    )
+    found = in_process.run(*common, "--text", "review", "--label", "verdict", "--json", *flags)
+    assert found.returncode == 0, found.stderr
+    assert "6 of 60 examples are set aside" in found.stderr
+    runs = json.loads(found.stdout)["classification"]["runs"]
+    assert {"accuracy", "f1_macro", "matthews"} <= runs[0].keys()
+    folder = tmp_path / "out" / "classification" / "seed-0"
+    rows = [json.loads(line) for line in (folder / "predictions.dev.jsonl").read_text().splitlines()]
+    assert len(rows) == 6 and all(row["scores"].keys() == {"bad", "good"} for row in rows)
+    labels = json.loads((folder / "model" / "config.json").read_text())["id2label"]
+    assert labels == {"0": "bad", "1": "good"}

@@ -1,0 +1,192 @@
+"""Precision and library of products of fine-tuning and prediction on a CPU: measured, said, recorded and kept."""
+
+import json
+
+import in_process
+import numpy as np
+import pytest
+import test_error_detection
+import torch
+from test_finetuning import model_bytes
+from test_token_tasks import job_of
+from tiny_task import QUICK, sentences, write_stsb
+
+import electra_fast as ef
+from electra_fast.finetuning import glue, inference
+from electra_fast.finetuning import job as job_module
+from electra_fast.finetuning.config import FinetuningConfig
+from electra_fast.finetuning.error_detection import load_error_detector
+from electra_fast.finetuning.model import SequenceClassifier
+from electra_fast.finetuning.step import TaskBackward
+from electra_fast.huggingface.encoder import load_encoder
+from electra_fast.model.matmul import DEFAULT, KINDS, ONEDNN, MatmulMeasurement, fastest_matmul
+
+CPU = torch.device("cpu")
+AUTO = {"finetune.precision": "auto", "finetune.matmul": "auto"}
+TEXTS = [text for text, _ in sentences(12, 5)]
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device makes other choices")
+
+
+@pytest.fixture
+def bf16_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """A function that sets what measurements find on a processor with all choices; without it there must be none."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True, "avx512_bw": True})
+
+    def set_times(fp32, bf16, speedup=1.0):
+        def shortest_times(passes):
+            for run in passes.values():
+                run()
+            return {"fp32": fp32, "bf16": bf16}
+
+        seconds = {DEFAULT: dict.fromkeys(KINDS, speedup), ONEDNN: dict.fromkeys(KINDS, 1.0)}
+        for module in (job_module, inference):
+            monkeypatch.setattr(module, "shortest_times", shortest_times)
+        monkeypatch.setattr(job_module, "measure_matmul", lambda *_: MatmulMeasurement(seconds, 1e-7))
+
+    for name in ("shortest_times", "measure_matmul"):
+        monkeypatch.setattr(job_module, name, lambda *_: pytest.fail("a measurement"))
+    monkeypatch.setattr(inference, "shortest_times", lambda *_: pytest.fail("a measurement"))
+    monkeypatch.setattr(inference, "fastest_matmul", lambda *_: ONEDNN)
+    return set_times
+
+
+class TestFinetuning:
+    @pytest.fixture
+    def finetune(self, encoder_folder, glue_folder):
+        """A function that fine-tunes with a number of seeds, and returns what task.json has on the hardware."""
+
+        def finetune(out, seeds=1, **changes):
+            overrides = QUICK | AUTO | changes
+            ef.finetune("sst2", model=encoder_folder, data=glue_folder, out=out, seeds=seeds, overrides=overrides)
+            return json.loads((out / "sst2/task.json").read_text())["hardware"]
+
+        return finetune
+
+    @pytest.mark.parametrize(
+        ("times", "precision", "matmul"), [((0.2, 0.1, 2.0), "bf16", ONEDNN), ((0.1, 0.2, 1.1), "fp32", DEFAULT)]
+    )
+    def test_the_faster_is_chosen_said_recorded_and_kept(
+        self, finetune, tmp_path, timed, capsys, products_by, times, precision, matmul
+    ):
+        timed(*times)
+        used = products_by(TaskBackward, "run")
+        expected = {"device": "cpu", "precision": precision, "matmul": matmul}
+        assert finetune(tmp_path / "whole", seeds=2) == expected
+        told = capsys.readouterr().err
+        seconds = f"(a part of a step takes {times[0]} s in fp32, {times[1]} s in bf16)"
+        assert f"sst2: finetune.precision = auto: {precision} {seconds}" in told
+        assert f"sst2: finetune.matmul = auto: {matmul} (time of fp32 products by torch's default" in told
+        finetune(tmp_path / "run")
+        capsys.readouterr()
+        timed(*reversed(times))  # whatever measurements would find now
+        assert finetune(tmp_path / "run", seeds=2) == expected
+        assert "= auto" not in capsys.readouterr().err
+        assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "whole")
+        assert used == {matmul}
+
+    def test_what_is_given_is_not_measured(self, finetune, tmp_path, timed, capsys):
+        given = {"finetune.precision": "bf16", "finetune.matmul": "default"}
+        assert finetune(tmp_path, **given) == {"device": "cpu", "precision": "bf16", "matmul": "default"}
+        assert "auto" not in capsys.readouterr().err
+
+    def test_folders_of_before_keep_fp32_and_the_default(self, finetune, tmp_path, timed):
+        timed(0.1, 0.2)
+        finetune(tmp_path / "whole", seeds=2)
+        finetune(tmp_path / "run")
+        path = tmp_path / "run/sst2/task.json"
+        record = json.loads(path.read_text())
+        del record["hardware"]
+        assert "matmul" not in record["finetune"]
+        path.write_text(json.dumps(record))
+        timed(0.2, 0.1, 2.0)
+        assert finetune(tmp_path / "run", seeds=2) == {"device": "cpu", "precision": "fp32", "matmul": "default"}
+        assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "whole")
+
+    def test_what_cannot_run_here_is_not_kept(self, finetune, tmp_path, timed, monkeypatch):
+        """A folder that another machine has begun."""
+        timed(0.2, 0.1, 2.0)
+        finetune(tmp_path)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+        assert finetune(tmp_path, seeds=2) == {"device": "cpu", "precision": "fp32", "matmul": "default"}
+
+    def test_onednn_where_there_is_none_is_refused(self, finetune, tmp_path):
+        with pytest.raises(ValueError, match='matmul = "onednn" needs a processor with AVX-512'):
+            finetune(tmp_path, **{"finetune.matmul": "onednn"})
+
+    @pytest.mark.parametrize(
+        ("task", "head"), [("stsb", "hf"), ("squad2", "hf"), ("squad2", "google"), ("tagging", "hf")]
+    )
+    def test_the_real_measurement(self, encoder_folder, squad_folder, conll_folder, tmp_path, bf16_cpu, task, head):
+        before, threads = torch.get_rng_state(), torch.get_num_threads()
+        if task == "stsb":
+            data = glue.read("stsb", write_stsb(tmp_path / "STS-B"))
+            config = FinetuningConfig().override(QUICK | AUTO)
+            job = job_module.make_job(data, config, load_encoder(encoder_folder), tmp_path, CPU)
+        else:
+            changes = AUTO | {"finetune.head": head}
+            job = job_of(task, encoder_folder, squad_folder, conll_folder, tmp_path, **changes)
+        (note,) = job.notes
+        assert note.startswith(f"finetune.precision = auto: {job.hardware['precision']} (a part of a step takes ")
+        assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
+
+
+class TestPrediction:
+    @pytest.fixture
+    def folder(self, finetuned):
+        return finetuned[0] / "sst2/seed-0/model"
+
+    @pytest.mark.parametrize(("times", "precision", "atol"), [((0.2, 0.1), "bf16", 0.1), ((0.1, 0.2), "fp32", 1e-5)])
+    def test_auto_takes_the_faster_and_says_so(self, folder, tmp_path, timed, products_by, times, precision, atol):
+        used = products_by(SequenceClassifier, "predictions")
+        exact = ef.load_finetuned(folder, precision="fp32")
+        assert exact.note == ""
+        timed(*times)
+        model = ef.load_finetuned(folder)
+        assert (
+            model.note == f"precision = auto: {precision} (256 tokens take {times[0]} s in fp32, {times[1]} s in bf16)"
+        )
+        ours, expected = model.outputs(TEXTS), exact.outputs(TEXTS)
+        np.testing.assert_allclose(ours, expected, atol=atol)
+        assert np.array_equal(ours, expected) == (precision == "fp32")
+        (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n")
+        found = in_process.run("predict", folder, tmp_path / "texts.txt")
+        assert found.stderr.startswith(model.note + "\n") and found.returncode == 0
+        assert [json.loads(line)["scores"] for line in found.stdout.splitlines()] == [
+            answer["scores"] for answer in model.predict(TEXTS)
+        ]
+        assert used == {ONEDNN}
+
+    def test_a_given_precision_is_not_measured(self, folder, tmp_path, timed):
+        (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n")
+        found = {}
+        for precision in ("fp32", "bf16"):
+            run = in_process.run("predict", folder, tmp_path / "texts.txt", "--precision", precision)
+            assert "= auto" not in run.stderr and run.returncode == 0
+            found[precision] = [json.loads(line)["scores"] for line in run.stdout.splitlines()]
+            assert found[precision] == [
+                each["scores"] for each in ef.load_finetuned(folder, precision=precision).predict(TEXTS)
+            ]
+        assert found["fp32"] != found["bf16"]
+
+    def test_an_error_detector_chooses_likewise(self, whole_run, timed):
+        exact = load_error_detector(whole_run, precision="fp32")
+        timed(0.2, 0.1)
+        detector = load_error_detector(whole_run)
+        assert detector.note.startswith("precision = auto: bf16 (512 tokens take 0.2 s in fp32")
+        ours, expected = (each.predict(test_error_detection.TEXTS) for each in (detector, exact))
+        assert ours != expected
+        for answer, other in zip(ours, expected, strict=True):
+            assert answer["score"] == pytest.approx(other["score"], abs=0.02)
+
+    def test_the_real_measurements(self, folder, own_processor):
+        """Whatever they choose, the answers are close."""
+        fastest_matmul.cache_clear()
+        exact = ef.load_finetuned(folder, precision="fp32").outputs(TEXTS)
+        np.testing.assert_allclose(ef.load_finetuned(folder).outputs(TEXTS), exact, atol=0.1)
+        fastest_matmul.cache_clear()

@@ -1,0 +1,114 @@
+"""The recipes' values, against the draft's table 6 and the published code."""
+
+from dataclasses import replace
+
+import pytest
+
+from electra_fast.config.config import Config
+from electra_fast.errors import InputError
+from electra_fast.finetuning.config import FinetuneConfig, recipe_config
+from electra_fast.finetuning.optimization import lr_factors
+from electra_fast.finetuning.step import FinetuningWork
+from electra_fast.training.optim import lr_scale
+
+SMALL, BASE, LARGE = (
+    Config.preset(size, "google").replace({"model": {"vocab_size": 100}}).model for size in ("small", "base", "large")
+)
+
+
+def names_of(shape):
+    import torch
+
+    from electra_fast.model.compute import ComputeConfig
+
+    work = FinetuningWork(shape, FinetuneConfig(), "classification", 2, ComputeConfig("sdpa", torch.float32))
+    with torch.device("meta"):
+        return [name for name, _ in work.model().named_parameters()]
+
+
+def test_google_rates_by_depth():
+    """Derivation in `lr_factors`: d ** (n + 2 - depth), embeddings at 0, layer i at i + 1, the head at n + 2."""
+    factors = lr_factors(names_of(SMALL), 12, FinetuneConfig(layer_decay=0.8, layer_decay_form="google"))
+    assert factors["embeddings.token"] == factors["encoder.projection.weight"] == pytest.approx(0.044, abs=5e-4)
+    assert factors["embeddings.norm.bias"] == factors["embeddings.token"]
+    assert factors["encoder.layers.0.qkv.weight"] == pytest.approx(0.055, abs=5e-4)
+    assert factors["encoder.layers.11.feed_forward_norm.bias"] == pytest.approx(0.64)
+    assert factors["head.classifier.weight"] == 1
+    large = lr_factors(
+        ["embeddings.token", "encoder.layers.23.qkv.weight"],
+        24,
+        FinetuneConfig(layer_decay=0.9, layer_decay_form="google"),
+    )
+    assert list(large.values()) == pytest.approx([0.0646, 0.81], rel=1e-3)
+
+
+def test_paper_rates_have_no_leftover_depth():
+    factors = lr_factors(names_of(SMALL), 12, FinetuneConfig(layer_decay=0.8, layer_decay_form="paper"))
+    assert factors["encoder.layers.11.qkv.weight"] == pytest.approx(0.8)
+    assert factors["embeddings.token"] == pytest.approx(0.8**13) and factors["head.classifier.bias"] == 1
+
+
+def test_modern_norms_have_the_depth_of_what_they_norm():
+    shape = Config.preset("small", "modern").replace({"model": {"vocab_size": 100}}).model
+    factors = lr_factors(names_of(shape), 12, FinetuneConfig(layer_decay=0.5))
+    assert factors["encoder.input_norm.weight"] == factors["embeddings.token"] == 0.5**13
+    assert factors["encoder.output_norm.weight"] == factors["encoder.layers.11.geglu_in.weight"] == 0.5
+
+
+def test_product_schedule_of_the_published_code():
+    config, total = FinetuneConfig(schedule="product", warmup_fraction=0.1), 804
+    scales = [lr_scale(config, t, total) for t in range(total)]
+    assert scales[0] == 0 and scales[40] == pytest.approx((1 - 40 / 804) * 40 / 80.4)
+    assert max(scales) == pytest.approx(0.9, abs=0.002) and scales[-1] == pytest.approx(1 / 804)
+
+
+def test_linear_schedule():
+    config = FinetuneConfig(schedule="linear", warmup_fraction=0.1)
+    scales = [lr_scale(config, t, 100) for t in range(100)]
+    assert scales[:2] == pytest.approx([0.1, 0.2]) and max(scales) == scales[9] == 1
+    assert scales[-1] == pytest.approx(1 / 90)
+    assert lr_scale(FinetuneConfig(warmup_fraction=0.0), 0, 10) == 1
+
+
+TABLE_6 = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6, "warmup_fraction": 0.1, "batch_size": 32, "dropout": 0.1}
+
+
+@pytest.mark.parametrize("shape, rate, decay", [(SMALL, 3e-4, 0.8), (BASE, 1e-4, 0.8), (LARGE, 5e-5, 0.9)])
+@pytest.mark.parametrize("task, epochs", [("cola", 3), ("rte", 10), ("stsb", 10), ("mnli", 3)])
+def test_paper(shape, rate, decay, task, epochs):
+    config = recipe_config("paper", task, shape, {}).finetune
+    for name, value in TABLE_6.items() | {("attention_dropout", 0.1), ("weight_decay", 0.0), ("schedule", "linear")}:
+        assert getattr(config, name) == value, name
+    assert (config.learning_rate, config.layer_decay, config.epochs) == (rate, decay, epochs)
+    assert config.head == "google" and config.bias_correction and config.sequence_length == 128
+    assert not config.both_orders
+
+
+@pytest.mark.parametrize("shape, rate, decay", [(SMALL, 1e-4, 0.8), (BASE, 1e-4, 0.8), (LARGE, 5e-5, 0.9)])
+@pytest.mark.parametrize("task, both_orders", [("cola", False), ("mrpc", True), ("stsb", True), ("qqp", False)])
+def test_google(shape, rate, decay, task, both_orders):
+    config = recipe_config("google", task, shape, {}).finetune
+    for name, value in TABLE_6.items() | {("weight_decay", 0.01), ("schedule", "product"), ("loss_reduction", "sum")}:
+        assert getattr(config, name) == value, name
+    assert (config.learning_rate, config.layer_decay, config.both_orders) == (rate, decay, both_orders)
+    assert config.head == "google" and config.head_dropout == 0.1 and not config.bias_correction
+    assert config.order == "buffer" and config.layer_decay_form == "google" and config.clip_norm == 1
+
+
+@pytest.mark.parametrize("shape, rate", [(SMALL, 3e-4), (BASE, 1e-4), (LARGE, 5e-5)])
+@pytest.mark.parametrize("dropout, attention_dropout", [(0.1, 0.1), (0.0, 0.2)])
+def test_fast_has_the_encoders_dropout(shape, rate, dropout, attention_dropout):
+    shape = replace(shape, dropout=dropout, attention_dropout=attention_dropout)
+    config = recipe_config("fast", "stsb", shape, {}).finetune
+    assert (config.dropout, config.attention_dropout) == (dropout, attention_dropout)
+    assert (config.learning_rate, config.layer_decay, config.schedule) == (rate, 0.9, "linear")
+    assert config.epochs == 3 and config.head == "hf" and config.bias_correction
+    assert recipe_config("fast", "cola", shape, {"finetune.dropout": "0.3"}).finetune.dropout == 0.3
+
+
+def test_every_key_can_be_overridden():
+    for name, value in {"epochs": "2.5", "head": "google", "both_orders": "true", "class_weights": "balanced"}.items():
+        config = recipe_config("fast", "mrpc", SMALL, {f"finetune.{name}": value}).finetune
+        assert str(getattr(config, name)).lower() == value
+    with pytest.raises(InputError, match="finetune.head = 'x' must be one of hf, google"):
+        recipe_config("fast", "mrpc", SMALL, {"finetune.head": "x"})

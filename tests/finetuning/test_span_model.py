@@ -1,0 +1,157 @@
+"""The readers of question answering against the published formulas, example by example and without packing."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_task import save_encoder
+from transformers import AutoModel
+
+from electra_fast.finetuning.batches import EncodedExamples, pack, pack_static
+from electra_fast.finetuning.inference import example_predictions
+from electra_fast.finetuning.inputs import Inputs
+from electra_fast.finetuning.span_model import JointReader, TwoLogitReader
+from electra_fast.huggingface.encoder import load_encoder
+from electra_fast.model.attention_choice import choose_attention
+from electra_fast.model.compute import ComputeConfig
+
+CPU = torch.device("cpu")
+BEAM = 5
+LENGTHS = [(4, 20), (2, 3), (6, 30), (1, 1), (5, 14)]  # of question and context; the fourth has fewer tokens than BEAM
+COMPUTE = ComputeConfig(choose_attention("auto", CPU, torch.float32, 0.0, 0), torch.float32)
+
+
+def examples():
+    random = np.random.default_rng(0)
+    ids, types = [], []
+    for question, context in LENGTHS:
+        text = [random.integers(5, 60, length) for length in (question, context)]
+        ids.append(np.concatenate(([2], text[0], [3], text[1], [3])))
+        types.append(np.array([0] * (question + 2) + [1] * (context + 1)))
+    offsets = np.concatenate(([0], np.cumsum([len(each) for each in ids])))
+    return EncodedExamples(np.concatenate(ids).astype(np.int32), np.concatenate(types).astype(np.int32), offsets, 0, ())
+
+
+def targets():
+    """A span in the context, [CLS] for a chunk without the answer, an unanswerable question."""
+    return torch.tensor([[8, 11, 0], [0, 0, 0], [9, 9, 0], [0, 0, 1], [8, 20, 0]])
+
+
+@pytest.fixture(scope="module", params=["bert", "modern"])
+def encoder(request, tmp_path_factory, tiny_vocab):
+    return save_encoder(tmp_path_factory.mktemp("encoder"), tiny_vocab, request.param)
+
+
+def reader(encoder, kind, **arguments):
+    found = load_encoder(encoder)
+    model = kind(found.shape, BEAM, **arguments)
+    model.load_encoder(found.state)
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.head.parameters():
+            parameter.normal_(0, 0.1, generator=random)
+    return model.eval()
+
+
+def their_hidden(encoder, encoded):
+    """Hidden states of each example by `transformers`, without padding."""
+    model = AutoModel.from_pretrained(encoder).eval()
+    for i in range(len(encoded)):
+        place = slice(encoded.offsets[i], encoded.offsets[i + 1])
+        ids, types = (torch.tensor(each[place])[None].long() for each in (encoded.ids, encoded.token_types))
+        inputs = {"input_ids": ids} | ({} if model.config.model_type == "modernbert" else {"token_type_ids": types})
+        with torch.no_grad():
+            yield model(**inputs).last_hidden_state[0], types[0]
+
+
+def head(model):
+    return {name: p.detach() for name, p in model.head.named_parameters()}
+
+
+def joint_reference(p, hidden, types, beam=BEAM):
+    """The published code's head on one chunk: start logits, the function from a start to end logits, answerability."""
+    allowed = (types == 1).float()
+    allowed[0] = 1
+    start = hidden @ p["start.weight"][0] + p["start.bias"] + 1000 * (allowed - 1)
+
+    def end(position):
+        both = torch.cat((hidden[position].expand(len(hidden), -1), hidden), 1)
+        inner = F.gelu(both @ p["end_dense.weight"].T + p["end_dense.bias"])
+        return inner @ p["end.weight"][0] + p["end.bias"] + 1000 * (allowed - 1)
+
+    feature = torch.cat((hidden[0], start.softmax(0) @ hidden))
+    inner = F.gelu(p["answerable_dense.weight"] @ feature + p["answerable_dense.bias"])
+    return start, end, inner @ p["answerable.weight"][0] + p["answerable.bias"][0]
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["packed", "static"])
+def test_joint_losses_are_the_published_ones(encoder, static):
+    encoded, wanted = examples(), targets()
+    model = reader(encoder, JointReader, answerable_weight=0.7)
+    part = pack_static(encoded, np.arange(5), 64, 8) if static else pack(encoded, np.arange(5))[0]
+    chosen = np.maximum(part.examples, 0)
+    with torch.no_grad():
+        found = model.losses(Inputs.of(part, CPU), wanted[chosen], COMPUTE)
+    assert found.isfinite().all()
+    for i, (hidden, types) in enumerate(their_hidden(encoder, encoded)):
+        start, end, unanswerable = joint_reference(head(model), hidden, types)
+        at, to, impossible = wanted[i].tolist()
+        loss = (F.cross_entropy(start, torch.tensor(at)) + F.cross_entropy(end(at), torch.tensor(to))) / 2
+        loss += 0.7 * F.binary_cross_entropy_with_logits(unanswerable, torch.tensor(float(impossible)))
+        assert float(found[list(part.examples).index(i)]) == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_joint_predictions_are_a_beam_of_starts_and_ends(encoder):
+    encoded, model = examples(), reader(encoder, JointReader)
+    starts, start_scores, ends, end_scores, null = example_predictions(model, encoded, COMPUTE)
+    for i, (hidden, types) in enumerate(their_hidden(encoder, encoded)):
+        start, end, unanswerable = joint_reference(head(model), hidden, types)
+        beam = min(BEAM, len(hidden))
+        top = start.log_softmax(0).topk(beam)
+        possible = top.values > -900
+        assert starts[i, :beam][possible].tolist() == top.indices[possible].tolist()
+        np.testing.assert_allclose(start_scores[i, :beam][possible], top.values[possible], atol=1e-5)
+        for k in possible.nonzero().flatten().tolist():
+            own = end(top.indices[k]).log_softmax(0).topk(beam)
+            allowed = own.values > -900
+            assert ends[i, k, :beam][allowed].tolist() == own.indices[allowed].tolist()
+            np.testing.assert_allclose(end_scores[i, k, :beam][allowed], own.values[allowed], atol=1e-5)
+        assert null[i] == pytest.approx(float(unanswerable), abs=1e-5)
+        assert (start_scores[i, beam:] < -900).all() and np.isfinite(start_scores[i]).all()
+
+
+def test_two_logit_losses_are_those_of_transformers(encoder):
+    """Over all tokens, the question's too, as `transformers` has it."""
+    encoded, wanted, model = examples(), targets(), reader(encoder, TwoLogitReader)
+    part = pack(encoded, np.arange(5))[0]
+    with torch.no_grad():
+        found = model.losses(Inputs.of(part, CPU), wanted[part.examples], COMPUTE)
+        logits = two_logits(model, encoder, encoded)
+    for i, (start, end) in enumerate(logits):
+        loss = (F.cross_entropy(start, wanted[i, 0]) + F.cross_entropy(end, wanted[i, 1])) / 2
+        assert float(found[list(part.examples).index(i)]) == pytest.approx(float(loss), rel=1e-5)
+
+
+def two_logits(model, encoder, encoded):
+    p = head(model)
+    for hidden, _ in their_hidden(encoder, encoded):
+        if "dense.weight" in p:  # ModernBertPredictionHead
+            inner = F.gelu(hidden @ p["dense.weight"].T)
+            hidden = F.layer_norm(inner, inner.shape[1:], p["norm.weight"], None, 1e-5)
+        yield (hidden @ p["classifier.weight"].T + p["classifier.bias"]).unbind(1)
+
+
+def test_two_logit_predictions_add_the_ends(encoder):
+    encoded, model = examples(), reader(encoder, TwoLogitReader)
+    starts, start_scores, ends, end_scores, null = example_predictions(model, encoded, COMPUTE)
+    for i, (start, end) in enumerate(two_logits(model, encoder, encoded)):
+        place = slice(encoded.offsets[i], encoded.offsets[i + 1])
+        allowed = torch.tensor(encoded.token_types[place] == 1)
+        allowed[0] = True
+        for index, score, logits in ((starts, start_scores, start), (ends[:, 0], end_scores[:, 0], end)):
+            count = min(BEAM, int(allowed.sum()))
+            top = logits.where(allowed, torch.tensor(-1e9)).topk(count)
+            assert index[i, :count].tolist() == top.indices.tolist()
+            np.testing.assert_allclose(score[i, :count], top.values, atol=1e-5)
+        assert (ends[i] == ends[i, :1]).all()
+        assert null[i] == pytest.approx(float(start[0] + end[0]), abs=1e-5)

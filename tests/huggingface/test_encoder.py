@@ -1,0 +1,349 @@
+"""`load_encoder`: hidden states of every kind of source, compared with `transformers` or with our own model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from test_export import WORDS, Changes, make_run
+from torch import Tensor
+
+from electra_fast.data.corpus import Tokenizer
+from electra_fast.huggingface import weights
+from electra_fast.huggingface.config import describe_encoder
+from electra_fast.huggingface.encoder import PretrainedEncoder, load_encoder
+from electra_fast.huggingface.export import export
+from electra_fast.model.attention import AttentionMask
+from electra_fast.model.model import Electra, Embeddings, Encoder
+from electra_fast.model.networks import PARTS
+from electra_fast.ops.operations import Dropout
+
+LENGTH = 40
+IDS = torch.randint(5, 200, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+MASK = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [23]])).long()
+SIZES = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+ELECTRA = ("ElectraModel", "ElectraForPreTraining", "ElectraForMaskedLM", "ElectraForSequenceClassification")
+MODERN = (
+    "ModernBertModel",
+    *(f"ModernBertFor{x}" for x in ("MaskedLM", "SequenceClassification", "TokenClassification")),
+)
+
+
+def hf_folder(folder: Path, name: str, seed: int = 0, **settings: Any) -> transformers.PreTrainedModel:
+    """A random model of a class of `transformers`, saved by it, with a tokenizer beside it."""
+    if name.startswith("Electra"):
+        config: Any = transformers.ElectraConfig(**SIZES | {"embedding_size": 32} | settings)
+    else:
+        special = dict.fromkeys(("bos_token_id", "cls_token_id"), 2) | dict.fromkeys(
+            ("eos_token_id", "sep_token_id"), 3
+        )
+        config = transformers.ModernBertConfig(**SIZES | special | settings)
+    torch.manual_seed(seed)
+    model: transformers.PreTrainedModel = getattr(transformers, name)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    model.save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    return model
+
+
+@torch.no_grad()
+def hf_hidden(
+    model: transformers.PreTrainedModel, ids: Tensor = IDS, mask: Tensor | None = MASK, **inputs: Any
+) -> Tensor:
+    hidden: Tensor = model.base_model(input_ids=ids, attention_mask=mask, **inputs).last_hidden_state
+    return hidden
+
+
+class Bare(torch.nn.Module):
+    """What `PretrainedEncoder.state` belongs to."""
+
+    def __init__(self, found: PretrainedEncoder) -> None:
+        super().__init__()
+        self.embeddings, self.encoder = Embeddings(found.shape), Encoder(found.shape)
+        self.load_state_dict(found.state, strict=True)
+        self.eval()
+        assert {x.dtype for x in found.state.values()} == {torch.float32}
+
+    @torch.no_grad()
+    def forward(self, ids: Tensor, positions_T: Tensor, mask: AttentionMask, types: Tensor | None = None) -> Tensor:
+        ids_T, dropout = ids.flatten(), Dropout(0.0)
+        types_T = torch.zeros_like(ids_T) if types is None else types.flatten()
+        x_TE = self.embeddings(ids_T, positions_T, types_T, torch.float32, dropout)
+        hidden: Tensor = self.encoder(x_TE, positions_T, mask, dropout).view(*ids.shape, -1)
+        return hidden
+
+
+def padded_hidden(found: PretrainedEncoder, types: Tensor | None = None) -> Tensor:
+    mask = AttentionMask.padded(2, LENGTH, MASK, found.shape.local_attention)
+    hidden: Tensor = Bare(found)(IDS, torch.arange(LENGTH).repeat(2), mask, types)
+    return hidden
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """At the tokens that are not padding."""
+    assert expected.std() > 0.1
+    assert (found - expected)[MASK.bool()].abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", ELECTRA)
+@pytest.mark.parametrize("embedding_size", [32, 64])
+def test_any_electra_class_gives_the_hidden_states_of_transformers(
+    tmp_path: Path, name: str, embedding_size: int
+) -> None:
+    model = hf_folder(tmp_path, name, embedding_size=embedding_size)
+    types = (torch.arange(LENGTH) > 11).long().expand(2, -1)
+    found = load_encoder(tmp_path)
+    assert_close(padded_hidden(found, types), hf_hidden(model, token_type_ids=types))
+    assert Tokenizer(found.tokenizer).vocab_size == found.shape.vocab_size == 200
+
+
+@pytest.mark.parametrize("name", MODERN)
+def test_any_modernbert_class_gives_the_hidden_states_of_transformers(tmp_path: Path, name: str) -> None:
+    """With the layers and rotary bases that are its defaults: the first and the fourth layer are global."""
+    model = hf_folder(tmp_path, name, local_attention=8)
+    found = load_encoder(tmp_path)
+    assert (found.shape.local_attention, found.shape.global_attention_every) == (8, 3)
+    assert (found.shape.rope_theta, found.shape.local_rope_theta) == (160_000.0, 10_000.0)
+    assert_close(padded_hidden(found), hf_hidden(model))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"local_attention": 7}, (7, 3)),
+        ({"global_attn_every_n_layers": 1}, (0, 3)),
+        ({"global_attn_every_n_layers": 2}, (128, 2)),
+        ({"layer_types": ["full_attention"] + ["sliding_attention"] * 3, "local_attention": 8}, (8, 4)),
+        ({"layer_types": ["full_attention"] * 4, "local_attention": 8}, (0, 3)),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 77.0}}, "local_attention": 8}, (8, 3)),
+        ({"norm_eps": 1e-3}, (128, 3)),
+    ],
+)
+def test_settings_of_modernbert_count(tmp_path: Path, settings: dict[str, Any], expected: tuple[int, int]) -> None:
+    model = hf_folder(tmp_path / "model", "ModernBertModel", **settings)
+    found = load_encoder(tmp_path / "model")
+    assert (found.shape.local_attention, found.shape.global_attention_every) == expected
+    assert_close(padded_hidden(found), hf_hidden(model))
+    write_encoder(tmp_path / "again", found)
+    assert load_encoder(tmp_path / "again").shape == found.shape
+    assert_close(hf_hidden(transformers.AutoModel.from_pretrained(tmp_path / "again").eval()), hf_hidden(model))
+
+
+@pytest.mark.parametrize(("global_theta", "local_theta"), [(160_000.0, 10_000.0), (9_000, 70)])
+def test_modernbert_as_written_by_older_versions(tmp_path: Path, global_theta: float, local_theta: float) -> None:
+    """Without layer_types and rope_parameters, which transformers 4 did not have."""
+    rope = {"full_attention": global_theta, "sliding_attention": local_theta}
+    parameters = {kind: {"rope_type": "default", "rope_theta": float(theta)} for kind, theta in rope.items()}
+    model = hf_folder(tmp_path, "ModernBertForMaskedLM", local_attention=8, rope_parameters=parameters)
+    path = tmp_path / "config.json"
+    table = json.loads(path.read_text(encoding="utf-8"))
+    del table["layer_types"], table["rope_parameters"]
+    if (global_theta, local_theta) != (160_000.0, 10_000.0):
+        table |= {"global_rope_theta": global_theta, "local_rope_theta": local_theta}
+    path.write_text(json.dumps(table | {"global_attn_every_n_layers": 3}), encoding="utf-8")
+    assert_close(padded_hidden(load_encoder(tmp_path)), hf_hidden(model))
+
+
+def test_epsilon_of_electra_counts(tmp_path: Path) -> None:
+    model = hf_folder(tmp_path, "ElectraModel", layer_norm_eps=1e-3)
+    assert_close(padded_hidden(load_encoder(tmp_path)), hf_hidden(model))
+
+
+@pytest.mark.parametrize("name", ["ElectraModel", "ModernBertModel"])
+def test_packed_segments_are_separate_sequences(tmp_path: Path, name: str) -> None:
+    model = hf_folder(tmp_path, name, **({} if name == "ElectraModel" else {"local_attention": 8}))
+    found = load_encoder(tmp_path)
+    ids_L = IDS.flatten()
+    borders = [0, 31, 33, 50, 80]
+    segments_L = torch.cat(
+        [torch.full((end - start,), i + 1) for i, (start, end) in enumerate(itertools.pairwise(borders))]
+    )
+    positions_L = torch.cat([torch.arange(end - start) for start, end in itertools.pairwise(borders)])
+    mask = AttentionMask.packed(segments_L[None], None, "sdpa", found.shape.local_attention)
+    packed = Bare(found)(ids_L[None], positions_L, mask)
+    for start, end in itertools.pairwise(borders):
+        alone = hf_hidden(model, ids_L[None, start:end], None)
+        assert (packed[:, start:end] - alone).abs().max() <= 1e-5
+
+
+@torch.no_grad()
+def own_hidden(model: Electra, role: str) -> Tensor:
+    embeddings, encoder, _ = (getattr(model, part, None) for part in PARTS[role])
+    assert embeddings is not None and encoder is not None
+    ids_T, positions_T, types_T, mask, _ = model._flat_inputs(IDS, MASK, None)
+    dropout = Dropout(0.0)
+    hidden: Tensor = encoder(
+        embeddings(ids_T, positions_T, types_T, torch.float32, dropout), positions_T, mask, dropout
+    )
+    return hidden.view(*IDS.shape, -1)
+
+
+MLM: Changes = {"objective": {"name": "mlm"}}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [("google", {}), ("modern", {"model": {"embedding_size": 48}}), ("google", MLM), ("modern", MLM)],
+)
+def test_a_run_a_checkpoint_and_an_export_are_the_same_encoder(tmp_path: Path, recipe: str, changes: Changes) -> None:
+    model = make_run(tmp_path / "run", recipe, changes)
+    export(tmp_path / "run", tmp_path / "out")
+    hidden = {role: own_hidden(model, role) for role in model.networks}
+    assert len(hidden) == 1 + (changes != MLM)
+    default = next(role for role in ("discriminator", "generator") if role in hidden)
+    hashes = set()
+    for role, expected in hidden.items():
+        run = load_encoder(tmp_path / "run", role)
+        exported = load_encoder(tmp_path / "out", role)
+        for found in (run, exported):
+            assert_close(padded_hidden(found), expected)
+            assert Tokenizer(found.tokenizer).vocab_size == found.shape.vocab_size
+        assert (run.shape == exported.shape) == (recipe == "google")  # ModernBERT has no projection
+        assert run.content_hash == load_encoder(tmp_path / "run" / "checkpoints" / "step-3", role).content_hash
+        assert exported.content_hash == load_encoder(tmp_path / "out" / role, role).content_hash
+        hashes |= {run.content_hash}
+        if role == default:
+            assert load_encoder(tmp_path / "run").content_hash == run.content_hash
+            assert load_encoder(tmp_path / "out").content_hash == exported.content_hash
+    assert len(hashes) == len(hidden)
+
+
+@pytest.mark.parametrize("packing", ["best-fit", "google"])
+def test_a_token_type_that_never_occurred_is_a_copy_of_the_other(tmp_path: Path, packing: str) -> None:
+    model = make_run(tmp_path / "run", "google", {"data": {"packing": packing}})
+    export(tmp_path / "run", tmp_path / "out")
+    own = model.embeddings.token_type
+    assert not torch.equal(own[0], own[1])
+    for source in ("run", "run/checkpoints/step-3", "out", "out/generator"):
+        found = load_encoder(tmp_path / source).state["embeddings.token_type"]
+        assert torch.equal(found[0], own[0]) and torch.equal(found[1], own[int(packing == "google")])
+
+
+def test_a_modernbert_folder_of_the_bare_encoder_comes_back(tmp_path: Path) -> None:
+    """`encoder_to_hf` and `describe_encoder` write what `transformers` and `load_encoder` read."""
+    make_run(tmp_path / "run", "modern", {"model": {"embedding_size": 48}})
+    for role in ("discriminator", "generator"):
+        found = load_encoder(tmp_path / "run", role)
+        write_encoder(tmp_path / role, found)
+        model = transformers.AutoModel.from_pretrained(tmp_path / role).eval()
+        assert_close(padded_hidden(found), hf_hidden(model))
+        assert_close(padded_hidden(load_encoder(tmp_path / role)), hf_hidden(model))
+
+
+def write_encoder(folder: Path, encoder: PretrainedEncoder) -> None:
+    folder.mkdir()
+    table = describe_encoder(encoder.shape, {"pad": 0, "cls": 2, "sep": 3})
+    (folder / "config.json").write_text(json.dumps(table), encoding="utf-8")
+    save_file(weights.encoder_to_hf(encoder.state, encoder.shape), folder / "model.safetensors", {"format": "pt"})
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+
+
+def test_sharded_weights_are_read_together(tmp_path: Path) -> None:
+    model = hf_folder(tmp_path, "ElectraModel")
+    whole = load_encoder(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    index = tmp_path / "model.safetensors.index.json"
+    assert index.is_file() and len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert load_encoder(tmp_path).content_hash == whole.content_hash
+    shard = min(tmp_path.glob("*.safetensors"))
+    shard.rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match=f"^{re.escape(str(shard))}: no such file"):
+        load_encoder(tmp_path)
+    index.write_text('{"weight_map": {"x": "../x.safetensors"}}', encoding="utf-8")
+    with pytest.raises(ValueError, match="index.json: weight_map must map tensors to the names of files"):
+        load_encoder(tmp_path)
+
+
+def test_a_role_that_a_source_lacks_is_named(tmp_path: Path) -> None:
+    make_run(tmp_path / "mlm", "google", MLM)
+    make_run(tmp_path / "run", "google", {})
+    export(tmp_path / "run", tmp_path / "out")
+    hf_folder(tmp_path / "base", "ElectraModel")
+    with pytest.raises(ValueError, match="step-3: has no discriminator, only the generator"):
+        load_encoder(tmp_path / "mlm", "discriminator")
+    with pytest.raises(ValueError, match="ElectraForPreTraining'.; a generator is ElectraForMaskedLM"):
+        load_encoder(tmp_path / "out" / "discriminator", "generator")
+    assert load_encoder(tmp_path / "base", "discriminator").shape == load_encoder(tmp_path / "base").shape
+    shutil.rmtree(tmp_path / "out" / "generator")
+    with pytest.raises(ValueError, match="out: has no generator, only the discriminator"):
+        load_encoder(tmp_path / "out", "generator")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("ElectraModel", {"model_type": "bert"}, "model_type = 'bert' must be one of electra, modernbert"),
+        ("ElectraModel", {"model_type": "roberta"}, "model_type = 'roberta' must be one of electra, modernbert"),
+        ("ElectraModel", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported; it must be 'gelu'"),
+        ("ElectraModel", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key' is"),
+        ("ElectraModel", {"type_vocab_size": 3}, "type_vocab_size = 3 is not supported; it must be 2"),
+        ("ElectraModel", {"num_attention_heads": 5}, "model.num_heads = 5 does not divide model.hidden_size = 64"),
+        ("ElectraModel", {"num_hidden_layers": 5}, "electra.encoder.layer.4.attention.self.query.weight is missing"),
+        ("ElectraModel", {"vocab_size": 201}, "word_embeddings.weight has shape [200, 32], and config.json says [201"),
+        ("ElectraModel", {"hidden_dropout_prob": "0.1"}, "model.dropout = '0.1' must be a number"),
+        ("ModernBertModel", {"norm_bias": True}, "norm_bias = True is not supported; it must be False"),
+        ("ModernBertModel", {"attention_bias": True}, "attention_bias = True is not supported; it must be False"),
+        ("ModernBertModel", {"mlp_bias": True}, "mlp_bias = True is not supported; it must be False"),
+        ("ModernBertModel", {"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported"),
+        ("ModernBertModel", {"layer_types": ["sliding_attention"] * 4}, "layer_types = ['sliding_attention', "),
+        ("ModernBertModel", {"local_attention": 0}, "the others sliding_attention with a local_attention above 0"),
+        ("ModernBertModel", {"rope_scaling": {"type": "yarn"}}, "rope_scaling = {'type': 'yarn'} is not supported"),
+        ("ModernBertModel", {"intermediate_size": 95}, "mlp.Wi.weight has shape [192, 64], and config.json says [190"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_named(
+    tmp_path: Path, name: str, changes: dict[str, object], message: str
+) -> None:
+    hf_folder(tmp_path, name)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        load_encoder(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path)) and "\n" not in str(caught.value)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    hf_folder(tmp_path / "model", "ElectraForPreTraining")
+    config, stored, vocab = (tmp_path / "model" / x for x in ("config.json", "model.safetensors", "vocab.txt"))
+    with pytest.raises(FileNotFoundError, match="none: no such folder; name a run, a checkpoint or a Hugging Face"):
+        load_encoder(tmp_path / "none")
+    tensors = load_file(stored)
+    name = "electra.embeddings.LayerNorm.bias"
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, stored, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"model: tensor {name} is missing"):
+        load_encoder(tmp_path / "model")
+    save_file(tensors, stored, metadata={"format": "pt"})
+    vocab.write_text("\n".join([*WORDS, "more"]) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="has 201 entries, but the model has 200; put the model's own tokenizer"):
+        load_encoder(tmp_path / "model")
+    vocab.unlink()
+    with pytest.raises(FileNotFoundError, match="model: holds no tokenizer; put its tokenizer.json or vocab.txt there"):
+        load_encoder(tmp_path / "model")
+    stored.rename(stored.with_name("pytorch_model.bin"))
+    with pytest.raises(ValueError, match="model: weights only as pytorch_model.bin, which can run code when read"):
+        load_encoder(tmp_path / "model")
+    stored.with_name("pytorch_model.bin").unlink()
+    with pytest.raises(FileNotFoundError, match="model.safetensors: no such file"):
+        load_encoder(tmp_path / "model")
+    config.unlink()
+    with pytest.raises(FileNotFoundError, match="model: no model here .looked for checkpoints/"):
+        load_encoder(tmp_path / "model")

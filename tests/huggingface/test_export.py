@@ -1,0 +1,358 @@
+"""Export to and import from Hugging Face folders, compared with `transformers`, and errors for bad folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from electra_fast import checkpoint
+from electra_fast.config.config import Config
+from electra_fast.data.corpus import Tokenizer
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.huggingface.config import CLASSES
+from electra_fast.huggingface.export import export, import_folder, load
+from electra_fast.huggingface.tokenizer import write_tokenizer
+from electra_fast.model.model import Electra
+from electra_fast.training.pretrain import pretrain
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "sat", *(f"w{i}" for i in range(191))]
+IDS = torch.randint(5, 200, (2, 20), generator=torch.Generator().manual_seed(1))
+MASK = (torch.arange(20) < torch.tensor([[20], [11]])).long()
+Changes = dict[str, dict[str, Any]]
+ONE_SIZE: Changes = {"generator": {"fraction": 1.0}}
+
+
+def randomise(model: Electra) -> Electra:
+    """Randomizes every parameter, so that nothing can be omitted or swapped unnoticed."""
+    random = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = parameter.dim() == 1 and name.endswith("weight")
+            scale = 0.2 if parameter.dim() == 1 else 0.8 * parameter.shape[1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=random) * scale + is_norm)
+    return model.eval()
+
+
+def make_run(folder: Path, recipe: str, changes: Changes) -> Electra:
+    """A run as written by `pretrain`, with one checkpoint."""
+    fixed: Changes = {
+        "model": {"vocab_size": 200},
+        "data": {"corpus": "/secret/shards"},
+        "train": {"out": "/secret", "steps": 3},
+    }
+    config = Config.preset("tiny", recipe).replace(changes).replace(fixed)
+    model = randomise(Electra(config))
+    vocabulary = folder.parent / "vocab.txt"
+    vocabulary.write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    write_tokenizer(folder / "tokenizer", Tokenizer(vocabulary, lowercase=True), 128)
+    (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+    checkpoint.save(folder, model, None, TrainState(step=3), keep=2)
+    return model
+
+
+@torch.no_grad()
+def logits(model: Electra) -> dict[str, torch.Tensor]:
+    logits = {"generator": model.generator_logits, "discriminator": model.discriminator_logits}
+    return {role: logits[role](IDS, MASK) for role in model.networks}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """At all tokens; what padding far from every token gives in local attention is nobody's business."""
+    assert found.keys() == expected.keys()
+    for role, tensor in expected.items():
+        assert tensor.std() > 0.01
+        assert (found[role] - tensor)[MASK.bool()].abs().max() <= 1e-5, role
+
+
+SHAPES = [
+    ("google", {}),
+    ("google", {"model": {"embedding_size": 64}}),
+    ("google", {"model": {"tying": "none"}, "generator": {"num_layers": 1}}),
+    ("google", {"model": {"tying": "all"}} | ONE_SIZE),
+    ("google", {"objective": {"name": "mlm"}}),
+    ("modern", {"model": {"embedding_size": 48}}),  # neither encoder has the table's width
+    ("modern", {}),  # the generator has the table's width
+    ("modern", {"model": {"embedding_size": 64}}),  # the discriminator has the table's width
+    ("modern", {"model": {"embedding_size": 64}} | ONE_SIZE),
+    ("modern", {"model": {"tying": "none", "embedding_size": 48}}),
+    ("modern", {"model": {"tying": "none", "embedding_size": 64}} | ONE_SIZE),
+    ("modern", {"model": {"tying": "all", "embedding_size": 48}} | ONE_SIZE),
+    ("modern", {"model": {"embedding_size": 48}, "objective": {"name": "mlm"}}),
+    ("modern", {"model": {"embedding_size": 96}}),  # the table is wider than both
+    ("modern", {"model": {"local_attention": 8, "global_attention_every": 2, "rope_theta": 160_000.0}}),
+    (
+        "modern",
+        {"model": {"norm_eps": 1e-3, "local_attention": 2, "local_rope_theta": 500.0}, "generator": {"num_layers": 4}},
+    ),
+    ("google", {"model": {"norm_eps": 1e-3}}),
+]
+
+
+@pytest.mark.parametrize(("recipe", "changes"), SHAPES)
+def test_transformers_loads_what_export_writes_and_import_brings_it_back(
+    tmp_path: Path, recipe: str, changes: Changes
+) -> None:
+    model = make_run(tmp_path / "run", recipe, changes)
+    expected = logits(model)
+    assert_same(logits(load(tmp_path / "run")), expected)
+    export(tmp_path / "run", tmp_path / "out")
+    assert sorted(folder.name for folder in (tmp_path / "out").iterdir()) == sorted(expected)
+    for role, tensor in expected.items():
+        folder = tmp_path / "out" / role
+        assert "secret" not in (folder / "config.json").read_text(encoding="utf-8")
+        name = CLASSES[model.config.model.architecture, role]
+        hf_model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+        assert {key: value for key, value in info.items() if value} == {}
+        with torch.no_grad():
+            found = hf_model.eval()(input_ids=IDS, attention_mask=MASK).logits.view(tensor.shape)
+        assert_same({role: found}, {role: tensor})
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        batch = tokenizer(["The cats sat", "cat"], padding=True, return_tensors="pt")
+        assert batch["input_ids"].tolist() == [[2, 5, 6, 7, 8, 3], [2, 6, 3, 0, 0, 0]]
+        hf_model(**batch)  # the model accepts what its tokenizer returns
+        assert hf_model.config.pad_token_id == tokenizer.pad_token_id == 0
+        assert hf_model.config.max_position_embeddings == tokenizer.model_max_length == 128
+
+    back = load(tmp_path / "out")
+    assert back.config.objective.name == model.config.objective.name
+    assert_same(logits(back), expected)
+    import_folder(tmp_path / "out", tmp_path / "again")
+    again = load(tmp_path / "again")
+    assert_same(logits(again), expected)
+    forgotten = {"data": {"corpus": ""}, "train": {"out": ""}}
+    assert again.config == Config.load(tmp_path / "again" / "config.toml")
+    differences = model.config.replace(forgotten).differences(again.config)
+    if model.config.objective.name == "mlm":
+        differences = {name: pair for name, pair in differences.items() if not name.startswith("generator.")}
+        differences.pop("model.tying", None)
+    assert differences == {}
+    imported = {"imported": True, "token_type_1_trained": recipe == "google"}
+    assert checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "again")) == TrainState(**imported)
+    assert [p.shape for p in again.parameters()] == [p.shape for p in model.parameters()]
+    tokenizer_files = {path.name: path.read_bytes() for path in (tmp_path / "run" / "tokenizer").iterdir()}
+    for path in (tmp_path / "again" / "tokenizer").iterdir():
+        if path.name != "tokenizer_config.json":
+            assert path.read_bytes() == tokenizer_files[path.name]
+
+
+def type_tables(export_folder: Path) -> list[torch.Tensor]:
+    roles = (load_file(export_folder / role / "model.safetensors") for role in ("discriminator", "generator"))
+    return [tensors["electra.embeddings.token_type_embeddings.weight"] for tensors in roles]
+
+
+@pytest.mark.parametrize("tying", ["embeddings", "none"])
+def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Path, tying: str) -> None:
+    """Only the export has the copy; transformers and a model loaded from the export agree on token type 1."""
+    model = make_run(tmp_path / "run", "google", {"data": {"packing": "best-fit"}, "model": {"tying": tying}})
+    export(tmp_path / "run", tmp_path / "out")
+    tables = (model.embeddings.token_type, model.generator_embeddings.token_type)
+    for found, own in zip(type_tables(tmp_path / "out"), tables, strict=True):
+        assert torch.equal(found[0], own[0]) and torch.equal(found[1], own[0]) and not torch.equal(own[0], own[1])
+    back, types = load(tmp_path / "out"), torch.ones_like(IDS)
+    with torch.no_grad():
+        typed = {"discriminator": back.discriminator_logits(IDS, MASK, types)}
+        typed["generator"] = back.generator_logits(IDS, MASK, types)
+        for role, expected in typed.items():
+            hf_model = getattr(transformers, CLASSES["bert", role]).from_pretrained(tmp_path / "out" / role).eval()
+            found = hf_model(input_ids=IDS, attention_mask=MASK, token_type_ids=types).logits.view(expected.shape)
+            assert_same({role: found}, {role: expected})
+    assert_same(typed, logits(model))  # those of token type 0
+
+
+def others_folders(folder: Path) -> None:
+    """Removes our keys from the folders' config.json, which other models do not have."""
+    for path in folder.glob("*/config.json"):
+        table = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({k: v for k, v in table.items() if "electra_fast" not in k}), encoding="utf-8")
+
+
+def test_rates_of_an_import_follow_the_steps_if_they_did(tmp_path: Path, tiny_corpus: Path) -> None:
+    few = {"data": {"sequence_length": 16}, "train": {"steps": 2, "batch_size": 4}}
+    config = Config.preset("tiny", "modern").replace(few | {"optimizer": {"learning_rate": 1e-3}})
+    pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out")
+    import_folder(tmp_path / "out", tmp_path / "again")
+    optimizer = Config.load(tmp_path / "again" / "config.toml").optimizer
+    assert (optimizer.warmup_steps, optimizer.learning_rate, optimizer.muon_learning_rate) == (-1, 1e-3, 0)
+
+
+@pytest.mark.parametrize("origin", ["best-fit", "google", "others"])
+def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, tiny_corpus: Path, origin: str) -> None:
+    """Survives import, training without pairs, a resume, and two more exports."""
+    config = Config.preset("tiny", "google").replace(
+        {
+            "data": {"packing": "google" if origin == "google" else "best-fit", "sequence_length": 16},
+            "train": {"steps": 2, "batch_size": 4, "checkpoint_every": 1},
+            "optimizer": {"warmup_steps": 0},
+        }
+    )
+    pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out")
+    was_copied = origin != "google"
+    assert [torch.equal(*table) for table in type_tables(tmp_path / "out")] == [was_copied] * 2
+    if origin == "others":
+        others_folders(tmp_path / "out")
+        for role in ("discriminator", "generator"):
+            path = tmp_path / "out" / role / "model.safetensors"
+            tensors = load_file(path)
+            tensors["electra.embeddings.token_type_embeddings.weight"][1] += 1
+            save_file(tensors, path, metadata={"format": "pt"})
+    import_folder(tmp_path / "out", tmp_path / "again")
+    config = config.replace({"data": {"packing": "best-fit"}})
+    pretrain(config, data=tiny_corpus, out=tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-2")
+    pretrain(config, data=tiny_corpus, out=tmp_path / "again")
+    export(tmp_path / "again", tmp_path / "more")
+    was_copied = origin == "best-fit"
+    assert [torch.equal(*table) for table in type_tables(tmp_path / "more")] == [was_copied] * 2
+    for role in ("discriminator", "generator"):
+        table = json.loads((tmp_path / "more" / role / "config.json").read_text(encoding="utf-8"))
+        assert table["electra_fast_token_type_1_trained"] is not was_copied
+    trained = type_tables(tmp_path / "more")
+    export(tmp_path / "more", tmp_path / "last")  # folders to folders
+    assert all(map(torch.equal, type_tables(tmp_path / "last"), trained))
+
+
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_exported_names_are_all_that_transformers_knows(tmp_path: Path, recipe: str) -> None:
+    """And no missing ones: a transformers model made from the config has the same tensors."""
+    model = make_run(tmp_path / "run", recipe, {})
+    export(tmp_path / "run", tmp_path / "out")
+    for role in ("discriminator", "generator"):
+        folder = tmp_path / "out" / role
+        hf_model = getattr(transformers, CLASSES[model.config.model.architecture, role])(
+            transformers.AutoConfig.from_pretrained(folder)
+        )
+        expected = {name: parameter.shape for name, parameter in hf_model.named_parameters()}
+        assert {name: tensor.shape for name, tensor in load_file(folder / "model.safetensors").items()} == expected
+
+
+def test_modern_config_speaks_to_older_transformers_too(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "modern", {})
+    export(tmp_path / "run", tmp_path / "out")
+    table = json.loads((tmp_path / "out" / "discriminator" / "config.json").read_text(encoding="utf-8"))
+    older = {"global_attn_every_n_layers": 1, "global_rope_theta": 10_000.0, "local_rope_theta": 10_000.0}
+    assert older.items() <= table.items()
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out" / "discriminator")
+    assert set(config.layer_types) == {"full_attention"}
+    assert {rope["rope_theta"] for rope in config.rope_parameters.values()} == {10_000.0}
+    assert config.num_labels == 1
+
+
+def test_a_multiplied_table_comes_back_with_the_sizes_of_a_fresh_one(tmp_path: Path) -> None:
+    changes: Changes = {"model": {"embedding_size": 48}}
+    make_run(tmp_path / "run", "modern", changes)
+    model = load(tmp_path / "run")
+    fresh = Electra(model.config)
+    with torch.no_grad():
+        for own, new in zip(model.parameters(), fresh.parameters(), strict=True):
+            own.copy_(new)
+    checkpoint.save(tmp_path / "run", model, None, TrainState(step=9), keep=1)
+    export(tmp_path / "run", tmp_path / "out")
+    back = load(tmp_path / "out")
+    assert back.embeddings is back.generator_embeddings
+    for name in ("embeddings.token", "discriminator.projection.weight", "generator_head.projection.weight"):
+        found, expected = back.get_parameter(name), fresh.get_parameter(name)
+        assert 0.7 < found.std() / expected.std() < 1.4, name
+
+
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_one_folder_alone_answers_for_itself(tmp_path: Path, recipe: str) -> None:
+    expected = logits(make_run(tmp_path / "run", recipe, {"model": {"embedding_size": 48}}))
+    export(tmp_path / "run", tmp_path / "out")
+    discriminator = load(tmp_path / "out" / "discriminator")
+    assert_same(
+        {"discriminator": discriminator.discriminator_logits(IDS, MASK)}, {"discriminator": expected["discriminator"]}
+    )
+    with pytest.raises(ValueError, match="read from the discriminator alone and has no generator"):
+        discriminator.generator_logits(IDS)
+    generator = load(tmp_path / "out" / "generator")
+    assert_same(logits(generator), {"generator": expected["generator"]})
+    with pytest.raises(ValueError, match="generator only .* and no discriminator"):
+        generator.discriminator_logits(IDS)
+    with pytest.raises(ValueError, match="the discriminator alone; training needs the generator"):
+        import_folder(tmp_path / "out" / "discriminator", tmp_path / "again")
+    with pytest.raises(ValueError, match="the discriminator alone; export needs the generator"):
+        export(tmp_path / "out" / "discriminator", tmp_path / "more")
+    assert not (tmp_path / "again").exists() and not (tmp_path / "more").exists()
+
+
+def test_export_replaces_an_export_and_refuses_anything_else(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "google", {})
+    export(tmp_path / "run", tmp_path / "out")
+    before = (tmp_path / "out" / "generator" / "model.safetensors").read_bytes()
+    model = load(tmp_path / "run")
+    with torch.no_grad():
+        model.generator_head.bias.add_(1)
+    checkpoint.save(tmp_path / "run", model, None, TrainState(step=4), keep=2)
+    export(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "generator" / "model.safetensors").read_bytes() != before
+    export(tmp_path / "run" / "checkpoints" / "step-3", tmp_path / "out")
+    assert (tmp_path / "out" / "generator" / "model.safetensors").read_bytes() == before
+
+    note = tmp_path / "out" / "notes.txt"
+    note.write_text("mine", encoding="utf-8")
+    with pytest.raises(ValueError, match="out: not empty and not an earlier export; choose another folder"):
+        export(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(ValueError, match="run: not empty; choose another folder for the run"):
+        import_folder(tmp_path / "out", tmp_path / "run")
+    with pytest.raises(ValueError, match="a file is in the way"):
+        export(tmp_path / "run", note)
+    assert note.read_text(encoding="utf-8") == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run", "vocab.txt"]
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_failing_export_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool
+) -> None:
+    make_run(tmp_path / "run", "google", {})
+    if earlier:
+        export(tmp_path / "run", tmp_path / "out")
+
+    def full(*_: object, **__: object) -> None:
+        raise (
+            SafetensorError("I/O error: No space left on device") if earlier else OSError(28, "No space left on device")
+        )
+
+    monkeypatch.setattr("electra_fast.huggingface.folder.write_tensors", full)
+    with pytest.raises(OSError, match="out: not written: .*No space left on device"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out").exists() == earlier
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"] * earlier + ["run", "vocab.txt"]
+    if earlier:
+        load(tmp_path / "out")
+
+
+def test_places_without_a_model_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="none: no such folder; name a run, a checkpoint or a Hugging Face"):
+        load(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="no model here .looked for checkpoints/"):
+        load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="none: no such folder"):
+        import_folder(tmp_path / "none", tmp_path / "run")
+    (tmp_path / "generator").mkdir()
+    with pytest.raises(FileNotFoundError, match="generator/config.json: no such file"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}', encoding="utf-8")
+    with pytest.raises(ValueError, match="architectures = .'BertModel'. must name one of ElectraForPreTraining"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("[1", encoding="utf-8")
+    with pytest.raises(ValueError, match="config.json: not a JSON object"):
+        load(tmp_path)
+    make_run(tmp_path / "run", "google", {})
+    shutil.rmtree(tmp_path / "run" / "tokenizer")
+    with pytest.raises(FileNotFoundError, match="tokenizer: missing; a run keeps its tokenizer there"):
+        export(tmp_path / "run", tmp_path / "out")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-3")
+    with pytest.raises(FileNotFoundError, match="run: no checkpoint here"):
+        load(tmp_path / "run")

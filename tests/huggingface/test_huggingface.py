@@ -1,0 +1,305 @@
+"""Reading Hugging Face folders: of other publishers, tied weights, and mismatches."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from electra_fast.config.config import Config
+from electra_fast.huggingface import weights as huggingface_weights
+from electra_fast.huggingface.config import CLASSES, preset_of_size
+from electra_fast.huggingface.export import export, import_folder, load
+from electra_fast.huggingface.folder import write_model
+from electra_fast.model.model import Electra
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "sat", *(f"w{i}" for i in range(191))]
+IDS = torch.randint(5, 200, (2, 20), generator=torch.Generator().manual_seed(1))
+MASK = (torch.arange(20) < torch.tensor([[20], [11]])).long()
+
+FULL, LOCAL = "full_attention", "sliding_attention"
+
+
+def write_folders(folder: Path, recipe: str, changes: dict[str, dict[str, Any]]) -> None:
+    """A random model as discriminator/ and generator/."""
+    config = Config.preset("tiny", recipe).replace(changes).replace({"model": {"vocab_size": 200}})
+    model = Electra(config)
+    random = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=random) * 0.2)
+    for role in ("discriminator", "generator"):
+        (folder / role).mkdir(parents=True)
+        write_model(folder / role, model, role, {"pad": 0, "cls": 2, "sep": 3})
+
+
+@torch.no_grad()
+def logits(model: Electra) -> dict[str, torch.Tensor]:
+    logits = {"generator": model.generator_logits, "discriminator": model.discriminator_logits}
+    return {role: logits[role](IDS, MASK) for role in model.networks}
+
+
+def test_factoring_tells_a_shared_table_from_two() -> None:
+    random = torch.Generator().manual_seed(0)
+    config = Config.preset("tiny", "modern").replace({"model": {"embedding_size": 24, "vocab_size": 90}})
+    shapes = {"discriminator": config.model, "generator": config.generator_shape()}
+    one, two = (torch.randn(90, 24, generator=random) for _ in range(2))
+    wide, narrow = torch.randn(24, 64, generator=random), torch.randn(24, 32, generator=random)
+    inputs = {role: f"{role}.{huggingface_weights.INPUT_TABLE['modern']}" for role in shapes}
+    shared = {inputs["discriminator"]: one @ wide, inputs["generator"]: one @ narrow}
+    state = huggingface_weights.factored(shared, shapes)
+    assert state is not None
+    product = state["embeddings.token"] @ state["discriminator.projection.weight"].T
+    assert (product - one @ wide).abs().max() <= 1e-5 * (one @ wide).abs().max()
+    assert huggingface_weights.factored(shared | {inputs["generator"]: two @ narrow}, shapes) is None
+
+
+def released_pair(folder: Path, generator_hidden: int) -> dict[str, torch.nn.Module]:
+    """Small folders as published by others: none of our keys, prefixes, half precision, a buffer."""
+    models: dict[str, torch.nn.Module] = {}
+    for role, hidden in (("discriminator", 64), ("generator", generator_hidden)):
+        config = transformers.ElectraConfig(
+            vocab_size=200,
+            embedding_size=32,
+            hidden_size=hidden,
+            num_hidden_layers=2,
+            num_attention_heads=hidden // 16,
+            intermediate_size=4 * hidden,
+            max_position_embeddings=64,
+        )
+        torch.manual_seed(len(models))
+        model = getattr(transformers, CLASSES["bert", role])(config).eval()
+        models[role] = model
+        if role == "generator":
+            generator, discriminator = (models[x].electra.embeddings for x in ("generator", "discriminator"))
+            generator.load_state_dict(discriminator.state_dict())
+        model.save_pretrained(folder / role)
+        path = folder / role / "model.safetensors"
+        tensors = load_file(path) | {"electra.embeddings.position_ids": torch.arange(64)[None]}
+        save_file(tensors, path, metadata={"format": "pt"})
+        (folder / role / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    return models
+
+
+@pytest.mark.parametrize(("generator_hidden", "fraction"), [(16, 0.25), (64, 1.0)])
+def test_folders_of_others_load_and_go_on(tmp_path: Path, generator_hidden: int, fraction: float) -> None:
+    hf_models = released_pair(tmp_path / "released", generator_hidden)
+    model = load(tmp_path / "released")
+    assert (model.config.generator.fraction, model.config.model.tying) == (fraction, "embeddings")
+    assert model.embeddings is model.generator_embeddings
+    with torch.no_grad():
+        for role, found in logits(model).items():
+            expected = hf_models[role](input_ids=IDS, attention_mask=MASK).logits
+            assert (found - expected.view(found.shape)).abs().max() <= 1e-5
+    import_folder(tmp_path / "released", tmp_path / "run")
+    again = logits(load(tmp_path / "run"))
+    assert all(torch.equal(again[role], tensor) for role, tensor in logits(model).items())
+    export(tmp_path / "run", tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "generator")
+    assert tokenizer("The cats")["input_ids"] == [2, 5, 6, 7, 3]
+
+
+@pytest.mark.parametrize("how", ["bare", "with a prefix", "our own export"])
+@pytest.mark.parametrize("architecture", ["bert", "modern"])
+def test_encoders_without_heads_continue_with_new_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], architecture: str, how: str
+) -> None:
+    same_width: dict[str, dict[str, Any]] = {"model": {"embedding_size": 64}, "generator": {"fraction": 1.0}}
+    recipe, changes = ("google", {}) if architecture == "bert" else ("modern", same_width)
+    write_folders(tmp_path / "whole", recipe, changes)
+    expected, base = {}, "electra" if architecture == "bert" else "model"
+    for role in ("discriminator", "generator"):
+        whole = transformers.AutoModel.from_pretrained(tmp_path / "whole" / role).eval()
+        whole.save_pretrained(tmp_path / "bare" / role)
+        path = tmp_path / "bare" / role / "config.json"
+        table = json.loads(path.read_text(encoding="utf-8"))
+        assert table["architectures"] == [type(whole).__name__]
+        if how != "our own export":
+            path.write_text(
+                json.dumps({key: table[key] for key in table if "electra_fast" not in key}), encoding="utf-8"
+            )
+        if how == "with a prefix":
+            path = tmp_path / "bare" / role / "model.safetensors"
+            save_file({f"{base}.{name}": tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+        (tmp_path / "bare" / role / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+        with torch.no_grad():
+            expected[role] = whole(input_ids=IDS, attention_mask=MASK).last_hidden_state
+    with pytest.raises(ValueError, match="bare/discriminator: an encoder without a head; fine-tune"):
+        load(tmp_path / "bare")
+    capsys.readouterr()
+    import_folder(tmp_path / "bare", tmp_path / "run")
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == [f"note: {role}_head: not in the folder and begins untrained" for role in expected]
+    found = load(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "again")
+    for role in expected:
+        again = transformers.AutoModel.from_pretrained(tmp_path / "again" / role).eval()
+        with torch.no_grad():
+            assert (again(input_ids=IDS, attention_mask=MASK).last_hidden_state - expected[role]).abs().max() < 1e-5
+    assert found.config.objective.name == "electra" and logits(found)["generator"].isfinite().all()
+    import_folder(tmp_path / "bare" / "discriminator", tmp_path / "alone")  # a masked language model with a new head
+    assert load(tmp_path / "alone").config.objective.name == "mlm"
+
+
+def test_a_class_that_is_none_of_ours_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}', encoding="utf-8")
+    with pytest.raises(ValueError, match="must name one of ElectraForPreTraining") as caught:
+        import_folder(tmp_path, tmp_path / "run")
+    names = str(caught.value).partition("one of ")[2].split(", ")
+    assert len(names) == len(set(names)) == 6 and {"ElectraModel", "ModernBertModel"} < set(names)
+
+
+def test_embeddings_that_differ_in_one_bit_are_not_shared(tmp_path: Path) -> None:
+    released_pair(tmp_path, 16)
+    path = tmp_path / "generator" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["electra.embeddings.token_type_embeddings.weight"][1, 5] += 1e-6
+    save_file(tensors, path, metadata={"format": "pt"})
+    model = load(tmp_path)
+    assert model.config.model.tying == "none"
+    assert torch.equal(
+        model.generator_embeddings.token_type, tensors["electra.embeddings.token_type_embeddings.weight"]
+    )
+    assert not torch.equal(model.embeddings.token_type, model.generator_embeddings.token_type)
+
+
+def edit(path: Path, **changes: object) -> None:
+    table = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(table | changes), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "role", "changes", "message"),
+    [
+        ("google", "generator", {"model_type": "bert"}, "model_type = 'bert' must be one of electra, modernbert"),
+        (
+            "google",
+            "generator",
+            {"vocab_size": 201},
+            "tensor electra.embeddings.word_embeddings.weight has shape [200, 32]",
+        ),
+        ("google", "discriminator", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported; it must be 'gelu'"),
+        ("google", "discriminator", {"layer_norm_eps": 1e-5}, "norm_eps = 0.0, and the discriminator's is 1e-05"),
+        ("google", "discriminator", {"type_vocab_size": 1}, "type_vocab_size = 1 is not supported; it must be 2"),
+        ("google", "discriminator", {"num_hidden_layers": 3}, "generator.num_layers"),
+        ("google", "discriminator", {"num_hidden_layers": "3"}, "model.num_layers = '3' must be an integer"),
+        (
+            "google",
+            "discriminator",
+            {"architectures": ["ElectraModel"]},
+            "discriminator: an encoder without a head",
+        ),
+        (
+            "google",
+            "discriminator",
+            {"architectures": ["ElectraForTokenClassification"]},
+            "a discriminator is ElectraForPreTraining",
+        ),
+        ("google", "generator", {"intermediate_size": 100}, "intermediate_size = 100, and generator.fraction = 0.5"),
+        ("google", "generator", {"max_position_embeddings": 64}, "max_positions = 64, and the discriminator's is 128"),
+        ("google", "generator", {"num_attention_heads": 4}, "generator.fraction = 2.0 must be above 0 and at most 1"),
+        ("modern", "generator", {"norm_bias": True}, "norm_bias = True is not supported; it must be False"),
+        (
+            "modern",
+            "generator",
+            {"layer_types": [LOCAL, FULL]},
+            "layer_types = ['sliding_attention', 'full_attention'] is",
+        ),
+        ("modern", "generator", {"layer_types": [FULL] * 3}, "'full_attention'] is not supported; the first and every"),
+        ("modern", "generator", {"layer_types": [FULL, LOCAL]}, "local_attention = 128, and the discriminator's is 0"),
+        ("modern", "generator", {"layer_types": [FULL, LOCAL], "local_attention": 0}, "with a local_attention above 0"),
+        (
+            "modern",
+            "generator",
+            {"layer_types": None, "global_attn_every_n_layers": 2},
+            "local_attention = 128, and the discriminator's is 0",
+        ),
+        (
+            "modern",
+            "generator",
+            {"rope_parameters": None, "global_rope_theta": 160000.0},
+            "rope_theta = 160000.0, and the discriminator's is 10000.0",
+        ),
+        (
+            "modern",
+            "generator",
+            {"rope_parameters": {FULL: {"rope_type": "linear"}}},
+            "rope_type = 'linear' of full_attention is not supported",
+        ),
+        ("modern", "generator", {"rope_scaling": {"factor": 2}}, "rope_scaling = {'factor': 2} is not supported"),
+        ("modern", "discriminator", {"electra_fast": {"model": {"x": 1}}}, "electra_fast: unknown key model.x"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_named(
+    tmp_path: Path, recipe: str, role: str, changes: dict[str, object], message: str
+) -> None:
+    write_folders(tmp_path / "out", recipe, {})
+    edit(tmp_path / "out" / role / "config.json", **changes)
+    if message == "generator.num_layers":  # a third layer, missing from the weights
+        message = "tensor electra.encoder.layer.2.attention.self.query.weight is missing"
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        load(tmp_path / "out")
+    assert str(caught.value).startswith(str(tmp_path / "out"))
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    write_folders(tmp_path / "out", "modern", {"model": {"embedding_size": 48}})
+    path = tmp_path / "out" / "discriminator" / "model.safetensors"
+    tensors = load_file(path)
+
+    def expect(changed: dict[str, torch.Tensor], message: str) -> None:
+        save_file(changed, path, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: {re.escape(message)}"):
+            load(tmp_path / "out")
+
+    name = "model.layers.1.attn.Wqkv.weight"
+    expect({key: x for key, x in tensors.items() if key != name}, f"tensor {name} is missing")
+    expect(
+        tensors | {name: tensors[name][:100].clone()},
+        f"tensor {name} has shape [100, 64], and config.json says [192, 64]",
+    )
+    table = "model.embeddings.tok_embeddings.weight"
+    random = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
+    expect(tensors | {table: random}, "the embedding table is no longer the product of one of width 48")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="model.safetensors: not a whole safetensors file"):
+        load(tmp_path / "out")
+    path.rename(path.with_name("pytorch_model.bin"))
+    with pytest.raises(
+        ValueError, match="weights only as pytorch_model.bin, .* save_pretrained it as model.safetensors"
+    ):
+        load(tmp_path / "out")
+    path.with_name("pytorch_model.bin").unlink()
+    with pytest.raises(FileNotFoundError, match="model.safetensors: no such file"):
+        load(tmp_path / "out")
+
+
+def test_an_output_table_of_its_own_is_refused(tmp_path: Path) -> None:
+    released_pair(tmp_path, 16)
+    path = tmp_path / "generator" / "model.safetensors"
+    tensors = load_file(path)
+    table = tensors["electra.embeddings.word_embeddings.weight"]
+    save_file(tensors | {"generator_lm_head.weight": table.clone()}, path, metadata={"format": "pt"})
+    load(tmp_path)
+    save_file(tensors | {"generator_lm_head.weight": table + 1}, path, metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match="generator_lm_head.weight differs from electra.embeddings.word_embeddings.weight"
+    ):
+        load(tmp_path)
+
+
+def test_import_takes_the_preset_of_the_same_size_for_models_of_others(tmp_path: Path) -> None:
+    """A base model continues with the learning rate of base, not of small."""
+    config = Config.preset("base", "google")
+    assert preset_of_size(dataclasses.replace(config.model, vocab_size=50)) == config
+    assert preset_of_size(Config.preset("mini", "google").model) == Config.preset("mini", "google")
+    assert preset_of_size(Config.preset("large", "modern").model) == Config.preset("large", "modern")
+    assert preset_of_size(dataclasses.replace(config.model, hidden_size=480)) == Config()

@@ -1,0 +1,158 @@
+"""Model cards: the front matter for Hugging Face, and that they state only what is recorded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+import yaml
+from huggingface_hub import ModelCard
+from transformers import AutoModel
+
+from electra_fast.config.config import Config
+from electra_fast.data.corpus import Corpus
+from electra_fast.huggingface.export import export, import_folder, load
+from electra_fast.training.pretrain import pretrain
+
+TRAIN = {"steps": 3, "batch_size": 4, "log_every": 2, "checkpoint_every": 2, "eval_every": 0}
+REMARK = "Token type 1 never occurred in training."
+
+
+def trained(folder: Path, corpus: Path, recipe: str, packing: str, **sections: dict[str, object]) -> Config:
+    config = Config.preset("tiny", recipe).replace({"data": {"packing": packing}, "train": TRAIN, **sections})
+    pretrain(config, data=corpus, out=folder)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("recipe", "packing"), [("google", "google"), ("google", "best-fit"), ("paper", "best-fit"), ("modern", "best-fit")]
+)
+def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: str, packing: str) -> None:
+    config = trained(tmp_path / "run", tiny_corpus, recipe, packing)
+    export(tmp_path / "run", tmp_path / "out")
+    tokens = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["tokens"]
+    for role in ("discriminator", "generator"):
+        card = ModelCard.load(tmp_path / "out" / role / "README.md")
+        front = card.data.to_dict()
+        assert front["library_name"] == "transformers"
+        assert ("modernbert" if recipe == "modern" else "electra") in front["tags"]
+        assert front.get("pipeline_tag") == ("fill-mask" if role == "generator" else None)
+        assert f"objective `electra`, 3 of 3 steps of 4 rows of {config.data.sequence_length} tokens" in card.text
+        assert f"{tokens:,} tokens seen" in card.text
+        assert f"content hash `{Corpus(tiny_corpus).content_hash}`" in card.text
+        assert f"packing `{packing}`" in card.text and f"optimizer `{config.optimizer.name}`" in card.text
+        assert (REMARK in card.text) == (recipe != "modern" and packing == "best-fit")
+        assert str(tmp_path) not in card.content and "imported" not in card.text
+        table = json.loads((tmp_path / "out" / role / "config.json").read_text(encoding="utf-8"))
+        assert f"from transformers import AutoTokenizer, {table['architectures'][0]}" in card.text
+        alone = load(tmp_path / "out" / role)
+        assert f"vocabulary of {alone.config.model.vocab_size}" in card.text
+        folder, name = tmp_path / "out" / role, table["architectures"][0]
+        encoder, whole = (each.from_pretrained(folder) for each in (AutoModel, getattr(transformers, name)))
+        counts = f"{encoder.num_parameters():,} parameters in `AutoModel`, {whole.num_parameters():,} with the head"
+        assert counts in card.text
+        assert "trained on rows of 32 tokens: positions from 32 on were not trained at all" in card.text
+        assert "unigram_auc" not in card.text and not {"language", "license"} & front.keys()
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({"languages": ["no"], "license": "apache-2.0"}, {"language": "no", "license": "apache-2.0"}),
+        ({"languages": ["hu", "zh-Hant"]}, {"language": ["hu", "zh-Hant"]}),
+    ],
+)
+def test_cards_say_what_they_are_told(
+    tmp_path: Path, whole_run: Path, told: dict[str, Any], found: dict[str, Any]
+) -> None:
+    export(whole_run, tmp_path / "out", **told)
+    evaluation = json.loads((whole_run / "evaluations.jsonl").read_text().splitlines()[-1])
+    for role in ("discriminator", "generator"):
+        card = ModelCard.load(tmp_path / "out" / role / "README.md")
+        front = yaml.safe_load(card.content.split("---")[1])
+        languages = found["language"] if isinstance(found["language"], list) else [found["language"]]
+        assert front == found | {"language": languages} | {
+            key: front[key] for key in ("library_name", "tags", "pipeline_tag") if key in front
+        }
+        assert card.data.library_name == "transformers"
+        said = f"AUC {evaluation['unigram_auc']:.3f} on replacements drawn by frequency in validation text, at step 24"
+        assert (said in card.text) == (role == "discriminator")
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"languages": ["Hungarian"]}, "language 'Hungarian' is no code such as hu, en or zh-Hant"),
+        ({"languages": ["hu\nlicense: x"]}, "language 'hu.nlicense: x' is no code"),
+        ({"languages": [""]}, "language '' is no code"),
+        ({"license": "Apache 2.0"}, "license 'Apache 2.0' is no identifier such as apache-2.0"),
+    ],
+)
+def test_what_no_card_can_have_is_refused(tmp_path: Path, whole_run: Path, told: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        export(whole_run, tmp_path / "out", **told)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unfinished_run_is_exported_only_on_demand(tmp_path: Path, tiny_corpus: Path) -> None:
+    trained(tmp_path / "run", tiny_corpus, "google", "google")
+    earlier = tmp_path / "run" / "checkpoints" / "step-2"
+    with pytest.raises(
+        ValueError, match=r"step-2: at step 2 of 3; train it to the end .* or export it .* --unfinished"
+    ):
+        export(earlier, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export(earlier, tmp_path / "out", unfinished=True)
+    text = (tmp_path / "out" / "discriminator" / "README.md").read_text(encoding="utf-8")
+    assert "2 of 3 steps of 4 rows" in text and "- exported before its training was finished" in text
+    export(tmp_path / "run" / "checkpoints" / "step-3", tmp_path / "out")
+    assert "unfinished" not in (tmp_path / "out" / "discriminator" / "README.md").read_text(encoding="utf-8")
+    settings = tmp_path / "run" / "config.toml"
+    settings.write_text(settings.read_text().replace("steps = 3 ", "steps = 5 "), encoding="utf-8")
+    export(tmp_path / "run", tmp_path / "out")  # whatever is planned, the checkpoint ends a schedule
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-3")
+    settings.write_text(settings.read_text().replace("steps = 5 ", "steps = 2 "), encoding="utf-8")
+    export(tmp_path / "run", tmp_path / "out")  # the run was told to end here
+
+
+def test_the_three_lines_of_a_card_run(tmp_path: Path, tiny_corpus: Path) -> None:
+    trained(tmp_path / "run", tiny_corpus, "google", "google")
+    export(tmp_path / "run", tmp_path / "out")
+    for role in ("discriminator", "generator"):
+        text = (tmp_path / "out" / role / "README.md").read_text(encoding="utf-8")
+        lines = text.partition("```python\n")[2].partition("```")[0]
+        assert len(lines.splitlines()) == 3
+        names: dict[str, object] = {}
+        exec(lines.replace("path/to/this/folder", str(tmp_path / "out" / role)), names)
+        assert type(names["model"]).__name__ in lines
+
+
+def test_an_imported_model_is_not_given_a_history(tmp_path: Path, tiny_corpus: Path) -> None:
+    trained(tmp_path / "run", tiny_corpus, "google", "best-fit", objective={"name": "mlm"})
+    export(tmp_path / "run", tmp_path / "out")
+    text = (tmp_path / "out" / "generator" / "README.md").read_text(encoding="utf-8")
+    assert "# Masked language model" in text and "objective `mlm`" in text
+    import_folder(tmp_path / "out", tmp_path / "again")
+    export(tmp_path / "again", tmp_path / "more")
+    text = (tmp_path / "more" / "generator" / "README.md").read_text(encoding="utf-8")
+    assert "Exported from Hugging Face folders" in text and "steps of" not in text and REMARK in text
+    pretrain(Config.load(tmp_path / "again" / "config.toml"), data=tiny_corpus, out=tmp_path / "again")
+    export(tmp_path / "again", tmp_path / "more")
+    text = (tmp_path / "more" / "generator" / "README.md").read_text(encoding="utf-8")
+    assert "continued from an imported model" in text and "3 of 3 steps" in text and REMARK in text
+
+
+def test_a_damaged_record_of_token_types_is_named(tmp_path: Path, tiny_corpus: Path) -> None:
+    trained(tmp_path / "run", tiny_corpus, "google", "google")
+    export(tmp_path / "run", tmp_path / "out")
+    path = tmp_path / "out" / "discriminator" / "config.json"
+    table = json.loads(path.read_text(encoding="utf-8")) | {"electra_fast_token_type_1_trained": "yes"}
+    path.write_text(json.dumps(table), encoding="utf-8")
+    with pytest.raises(
+        ValueError, match="config.json: electra_fast_token_type_1_trained = 'yes' must be true or false"
+    ):
+        import_folder(tmp_path / "out", tmp_path / "again")

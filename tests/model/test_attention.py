@@ -1,0 +1,352 @@
+"""The attention backends against the written-out reference, on one ragged batch with padding tails.
+
+Kernels that need a GPU (`varlen`, `xformers`, compiled `flex`) are compared on a GPU only; elsewhere
+their masks, arguments and errors are tested.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn.attention import flex_attention as torch_flex
+
+from electra_fast.model.attention import (
+    ATTENTION_BACKENDS,
+    AttentionMask,
+    attention,
+    attention_reference,
+    self_attention,
+    short_attention_reference,
+)
+from electra_fast.ops import operations as ops
+from electra_fast.ops.operations import Dropout
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+# Those of queries, keys and values; `short` takes what they come from, and its kernel has tests of its own.
+SEPARATE = [name for name in ATTENTION_BACKENDS if name != "short"]
+BACKENDS = [name for name in SEPARATE if name != "xformers"]
+eager_flex = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels of this backend run on CUDA only")
+
+# Three rows of 160: segments within and across blocks of 128, a row without padding, a row of one token and padding.
+LENGTHS = [[5, 70, 60], [160], [1]]
+LENGTH, NUM_HEADS, HEAD_DIM = 160, 2, 32
+
+
+def ragged(num_spare: int = 0, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
+    """Segment ids [B, L] (0 = padding) and cu_seqlens, with T repeated `num_spare` more times at its end."""
+    ids, borders = torch.zeros(len(LENGTHS), LENGTH, dtype=torch.int32), [0]
+    for row, lengths in enumerate(LENGTHS):
+        ends = list(itertools.accumulate(lengths))
+        for number, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+            ids[row, start:end] = number + 1
+        borders += [row * LENGTH + end for end in (ends if ends[-1] == LENGTH else [*ends, LENGTH])]
+    cu_seqlens = torch.tensor(borders + borders[-1:] * num_spare, dtype=torch.int32)
+    return ids.to(device), cu_seqlens.to(device)
+
+
+def random_qkv(dtype: torch.dtype, device: torch.device = CPU) -> list[Tensor]:
+    """Queries, keys and values, views of one tensor as in the layers."""
+    random = torch.Generator().manual_seed(1)
+    qkv = torch.randn(len(LENGTHS) * LENGTH, 3, NUM_HEADS, HEAD_DIM, generator=random, dtype=torch.float64)
+    return list(qkv.to(device, dtype).unbind(1))
+
+
+def outcome(qkv: list[Tensor], attend: Callable[..., Tensor]) -> list[Tensor]:
+    """Output, and the gradients of a weighted sum of it."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out = attend(*leaves)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(out)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
+
+
+def truth(dtype: torch.dtype, device: torch.device = CPU, window: int | None = None) -> list[Tensor]:
+    _, cu_seqlens = ragged()
+    exact = [x.to(dtype).double() for x in random_qkv(torch.float64)]
+    return [x.to(device) for x in outcome(exact, lambda *qkv: attention_reference(*qkv, cu_seqlens, window))]
+
+
+def local_mask(backend: str, window: int, device: torch.device = CPU, num_spare: int = 0) -> AttentionMask:
+    local = AttentionMask.packed(*ragged(num_spare, device), backend, 2 * window).local
+    assert local is not None and local.window == window
+    return local
+
+
+def test_the_reference_attends_within_the_window() -> None:
+    """Written out for one token at a time."""
+    (_, borders), (q, k, v), window = ragged(), random_qkv(torch.float64), 7
+    found = attention_reference(q, k, v, borders, window)
+    for start, end in itertools.pairwise(borders.tolist()):
+        for i in range(start, end):
+            near = slice(max(start, i - window), min(end, i + window + 1))
+            weights_NJ = (torch.einsum("nh,jnh->nj", q[i], k[near]) * HEAD_DIM**-0.5).softmax(-1)
+            assert (found[i] - torch.einsum("nj,jnh->nh", weights_NJ, v[near])).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("window", [1, 20, 400])
+def test_local_sdpa_equals_the_reference(window: int) -> None:
+    found = outcome(random_qkv(torch.float64), lambda *qkv: attention(*qkv, local_mask("sdpa", window)))
+    for a, b in zip(found, truth(torch.float64, window=window), strict=True):
+        assert (a - b).abs().max() < 1e-12
+
+
+@eager_flex
+@pytest.mark.parametrize("window", [1, 20, 400])
+def test_local_flex_equals_the_reference(window: int) -> None:
+    found = attention(*random_qkv(torch.float32), local_mask("flex", window))
+    assert (found - truth(torch.float32, window=window)[0]).abs().max() < 1e-5
+
+
+def test_padding_far_from_every_token_attends_to_itself() -> None:
+    lengths = torch.tensor([LENGTH, 30, 1])
+    keep = torch.arange(LENGTH) < lengths[:, None]
+    mask = AttentionMask.padded(3, LENGTH, keep, local_attention=8)
+    assert mask.local is not None and mask.window is None
+    found, *grads = outcome(random_qkv(torch.float64), lambda *qkv: attention(*qkv, mask.local))
+    borders = torch.tensor(
+        [0, *(x for row in range(3) for x in (row * LENGTH + int(lengths[row]), (row + 1) * LENGTH))]
+    )
+    expected = attention_reference(*random_qkv(torch.float64), borders, 4)
+    assert (found - expected)[keep.flatten()].abs().max() < 1e-12
+    assert all(x.isfinite().all() for x in (found, *grads))
+
+
+def test_masks_are_local_only_where_a_model_is() -> None:
+    assert AttentionMask.packed(*ragged(), "sdpa").local is None
+    assert AttentionMask.padded(3, LENGTH, torch.ones(3, LENGTH)).local is None
+
+
+def short_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The qkv product of rows that end before the longest segment does, its bias, segment ids and their offsets."""
+    length = 100
+    ids = ragged()[0][:, :length]
+    borders = [row * length + int(i) for row in range(3) for i in [0, *(ids[row].diff().nonzero() + 1)]]
+    random = torch.Generator().manual_seed(5)
+    product = torch.randn(3 * length, 3 * NUM_HEADS * HEAD_DIM, generator=random, dtype=torch.float64)
+    bias = torch.randn(product.shape[1], generator=random, dtype=torch.float64)
+    return product.to(dtype), bias, ids, torch.tensor([*borders, 3 * length])
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("is_rotary", [False, True])
+def test_the_reference_of_short_equals_that_of_the_others(is_rotary: bool, window: int | None) -> None:
+    product, bias, ids, borders = short_inputs()
+    q, k, v = (product + bias).view(-1, 3, NUM_HEADS, HEAD_DIM).unbind(1)
+    angles: tuple[Tensor | None, Tensor | None] = (None, None)
+    if is_rotary:
+        rotary = ops.rotary_angles(torch.arange(100).repeat(3), HEAD_DIM, 1e4, torch.float64)
+        q, k, angles = ops.rotate(q, *rotary), ops.rotate(k, *rotary), (rotary[0][:, 0], rotary[1][:, 0])
+    found = short_attention_reference(product, bias, ids, *angles, NUM_HEADS, window, Dropout())
+    expected = attention_reference(q, k, v, borders, window).flatten(1)
+    assert (found - expected).abs().max() < 1e-12
+
+
+def test_short_draws_a_mask_for_each_weight() -> None:
+    """By key: that of a matrix of queries by heads and keys, and the same for a row in another micro-batch."""
+    product, bias, ids, _ = short_inputs(torch.float32)
+    width, dropout = NUM_HEADS * HEAD_DIM, Dropout(0.3, torch.tensor([3, 4, 500]), 6)
+    product[:, : 2 * width], product[:, 2 * width :] = 0.0, 1.0  # all weights equal, all values 1
+    ids = torch.ones_like(ids)
+    arguments = (None, ids, None, None, NUM_HEADS, None)
+    out = short_attention_reference(product, *arguments, dropout).view(300, NUM_HEADS, HEAD_DIM)
+    kept = ops.dropout_reference(torch.ones(300, NUM_HEADS * 100), dropout).view(300, NUM_HEADS, 100)
+    torch.testing.assert_close(out, kept.mean(2)[:, :, None].expand(out.shape))
+    last = Dropout(0.3, torch.tensor([3, 4, 700]), 6)
+    again = short_attention_reference(product[200:], None, ids[2:], None, None, NUM_HEADS, None, last)
+    assert torch.equal(again.view(100, NUM_HEADS, HEAD_DIM), out[200:])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_self_attention_is_the_same_by_either_reference(has_bias: bool) -> None:
+    _, bias, ids, borders = short_inputs()
+    random = torch.Generator().manual_seed(6)
+    width = NUM_HEADS * HEAD_DIM
+    x, weight = (torch.randn(n, width, generator=random, dtype=torch.float64) for n in (300, 3 * width))
+    x /= width
+    found = [
+        self_attention(
+            x,
+            weight,
+            bias if has_bias else None,
+            AttentionMask.packed(ids, borders, backend),
+            NUM_HEADS,
+            Dropout(),
+            None if has_bias else ops.rotary_angles(torch.arange(100).repeat(3), HEAD_DIM, 1e4, torch.float64),
+        )
+        for backend in ("sdpa", "short")
+    ]
+    assert (found[0] - found[1]).abs().max() < (1e-12 if has_bias else 1e-6)  # a CPU rotates in fp32
+
+
+@pytest.mark.parametrize("num_spare", [0, 3])
+def test_sdpa_equals_the_reference(num_spare: int) -> None:
+    mask = AttentionMask.packed(*ragged(num_spare), "sdpa")
+    found = outcome(random_qkv(torch.float64), lambda *qkv: attention(*qkv, mask))
+    for a, b in zip(found, truth(torch.float64), strict=True):
+        assert (a - b).abs().max() < 1e-12
+    whole_rows = attention(*random_qkv(torch.float64), AttentionMask.padded(len(LENGTHS), LENGTH, None))
+    assert (whole_rows - found[0]).abs().max() > 0.1
+
+
+def test_the_reference_accepts_empty_segments() -> None:
+    (_, plain), (_, padded) = ragged(), ragged(num_spare=4)
+    assert padded.shape[0] == plain.shape[0] + 4 and (padded[-5:] == len(LENGTHS) * LENGTH).all()
+    results = [outcome(random_qkv(torch.float64), lambda *x, b=b: attention_reference(*x, b)) for b in (plain, padded)]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@eager_flex
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
+def test_flex_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = AttentionMask.packed(*ragged(), "flex")
+    expected = truth(torch.float32)
+    found = attention(*random_qkv(torch.float32), mask)
+    assert (found - expected[0]).abs().max() < 1e-5
+    # torch refuses flex attention's backward pass on the CPU, but its eager formula works there.
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    for a, b in zip(outcome(random_qkv(torch.float32), lambda *x: attention(*x, mask)), expected, strict=True):
+        assert (a - b).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("length", [128, 384])
+@pytest.mark.parametrize("window", [None, 0, 1, 2, 127, 128, 129, 254, 255, 256, 300])
+def test_flex_block_mask_is_what_torch_makes(length: int, window: int | None) -> None:
+    random = torch.Generator().manual_seed(3)
+    starts = torch.rand(4, length, generator=random) < 0.01
+    ids = starts.cumsum(1).int() + 1
+    ids[1, 200:] = 0
+    ids[2], ids[3] = 1, 0  # one segment, and padding alone: full blocks
+    mask = AttentionMask.packed(ids, None, "flex", 2 * window + 1 if window is not None else 0)
+    ours = mask.block_mask if window is None else mask.local and mask.local.block_mask
+    far = length if window is None else window
+    theirs = torch_flex.create_block_mask(
+        lambda b, h, i, j: (ids[b, i] == ids[b, j]) & ((i - j).abs() <= far), 4, None, length, length, device="cpu"
+    )
+    assert ours is not None and ours.shape == theirs.shape and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
+    assert theirs.full_kv_num_blocks is not None and (far < 127 or theirs.full_kv_num_blocks.sum() > 0)
+    for name in ("kv", "full_kv", "q", "full_q"):
+        count, listed = getattr(ours, f"{name}_num_blocks"), getattr(ours, f"{name}_indices")
+        assert torch.equal(count, getattr(theirs, f"{name}_num_blocks")), name
+        assert torch.equal(listed, getattr(theirs, f"{name}_indices")), name
+
+
+def test_flex_blocks_hold_every_pair_whatever_the_order_of_ids() -> None:
+    ids = torch.randint(0, 5, (3, 300), generator=torch.Generator().manual_seed(4)) * torch.tensor([[1], [7], [0]])
+    mask = AttentionMask.packed(ids, torch.zeros(1), "flex").block_mask
+    assert mask is not None
+    blocks = mask.to_dense().bool().repeat_interleave(128, -1).repeat_interleave(128, -2)[:, 0, :300, :300]
+    assert (blocks | (ids[:, :, None] != ids[:, None, :])).all()
+
+
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+def test_masks_are_built_without_synchronizing_with_the_device(backend: str) -> None:
+    if backend == "xformers":
+        pytest.importorskip("xformers")
+    with FakeTensorMode() as mode:  # a tensor without data: reading it raises
+        ids, borders = (mode.from_tensor(x) for x in ragged(num_spare=2))
+        with pytest.raises(DataDependentOutputException):
+            borders[0].item()
+        ids = ids[:, :128]
+        mask = AttentionMask.packed(ids, borders, backend)
+    assert (mask.num_rows, mask.length, mask.backend) == (3, 128, backend)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("local_attention", [0, 8])
+def test_varlen_accepts_our_arguments_forward_and_backward(dropout: float, local_attention: int) -> None:
+    """By the kernel's shape functions: the kernel itself does not run."""
+    with FakeTensorMode() as mode:
+        mask = AttentionMask.packed(*(mode.from_tensor(x) for x in ragged(num_spare=2)), "varlen", local_attention)
+        mask = mask.local or mask
+        qkv = [mode.from_tensor(x) for x in random_qkv(torch.bfloat16)]
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        out = attention(*leaves, mask, dropout)
+        grads = torch.autograd.grad(out.sum(), leaves)
+    assert {x.shape for x in (out, *grads)} == {qkv[0].shape} and {x.dtype for x in (out, *grads)} == {torch.bfloat16}
+
+
+def test_xformers_gets_offsets_from_the_device_and_a_constant_bound() -> None:
+    fmha = pytest.importorskip("xformers.ops.fmha")
+    ids, borders = ragged(num_spare=2)
+    mask = AttentionMask.packed(ids, borders, "xformers").block_diagonal
+    plain = fmha.BlockDiagonalMask.from_seqlens(borders.diff().tolist(), device=CPU)
+    assert type(mask) is type(plain) and mask.q_seqinfo is mask.k_seqinfo
+    assert mask.q_seqinfo.seqstart is borders and torch.equal(plain.q_seqinfo.seqstart, borders)
+    assert mask.q_seqinfo.seqstart.dtype == plain.q_seqinfo.seqstart.dtype == torch.int32
+    assert mask.q_seqinfo.max_seqlen == LENGTH >= plain.q_seqinfo.max_seqlen
+    assert mask.q_seqinfo.seqstart_py == [plain.q_seqinfo.seqstart_py[0], plain.q_seqinfo.seqstart_py[-1]]
+    # The only objection of flash attention's kernel to these inputs is their device.
+    q, k, v = (x[None] for x in random_qkv(torch.float16))  # bf16 makes it look for a GPU
+    inputs = fmha.Inputs(q, k, v, mask, p=0.1)
+    inputs.validate_inputs()
+    for operator in (fmha.flash.FwOp, fmha.flash.BwOp):
+        assert [reason.split("=")[0] for reason in operator.not_supported_reasons(inputs)] == ["device"]
+    converted, cu_q, max_q, cu_k, max_k, _ = fmha.flash._convert_input_format(inputs, supports_mqa=False)
+    assert cu_q is borders and cu_k is borders and max_q == max_k == LENGTH
+    assert converted.query.shape == (len(LENGTHS) * LENGTH, NUM_HEADS, HEAD_DIM)
+
+
+@needs_gpu
+@pytest.mark.filterwarnings("default")  # what compilers and extras say
+@pytest.mark.parametrize("backend", SEPARATE)
+@pytest.mark.parametrize("num_spare", [0, 5])
+def test_backends_equal_the_reference_on_cuda(backend: str, num_spare: int) -> None:
+    """Each error is at most twice that of the reference in the same precision."""
+    if backend == "xformers":
+        pytest.importorskip("xformers")
+    ids, borders = ragged(num_spare, CUDA)
+    exact, qkv = truth(torch.bfloat16, CUDA), random_qkv(torch.bfloat16, CUDA)
+    rounded = outcome(qkv, lambda *x: attention_reference(*x, borders))
+    found = outcome(qkv, lambda *x: attention(*x, AttentionMask.packed(ids, borders, backend)))
+    for a, b, t in zip(found, rounded, exact, strict=True):
+        assert (a - t).abs().max() <= 2 * (b - t).abs().max()
+
+
+@needs_gpu
+@pytest.mark.filterwarnings("default")  # what compilers and extras say
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [1, 20, 400])
+def test_local_backends_equal_the_reference_on_cuda(backend: str, window: int) -> None:
+    """Each error is at most twice that of the reference in the same precision."""
+    exact, qkv, mask = (
+        truth(torch.bfloat16, CUDA, window),
+        random_qkv(torch.bfloat16, CUDA),
+        local_mask(backend, window, CUDA),
+    )
+    rounded = outcome(qkv, lambda *x: attention_reference(*x, ragged(0, CUDA)[1], window))
+    for a, b, t in zip(outcome(qkv, lambda *x: attention(*x, mask)), rounded, exact, strict=True):
+        assert (a - t).abs().max() <= 2 * (b - t).abs().max()
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["sdpa", "varlen", "xformers"])
+def test_dropout_drops_the_given_fraction_on_cuda(backend: str) -> None:
+    if backend == "xformers":
+        pytest.importorskip("xformers")
+    ids, borders = ragged(0, CUDA)
+    q, k, v = random_qkv(torch.bfloat16, CUDA)
+    check_dropout(q, k, torch.ones_like(v), AttentionMask.packed(ids, borders, backend), 0.05)
+
+
+def test_dropout_drops_the_given_fraction() -> None:
+    q, k, v = random_qkv(torch.float32)
+    check_dropout(q, k, torch.ones_like(v), AttentionMask.packed(*ragged(), "sdpa"), 0.02)
+
+
+def check_dropout(q: Tensor, k: Tensor, ones: Tensor, mask: AttentionMask, tolerance: float) -> None:
+    """Values of 1 give 1 on average but not everywhere: some weights are dropped, the others scaled up."""
+    out = attention(q, k, ones, mask, 0.3).float()
+    assert out.std() > 0.05 and abs(out.mean() - 1) < tolerance
+    assert (attention(q, k, ones, mask, 0.0).float() - 1).abs().max() < 1e-2
+
+
+def test_dropout_without_support_is_an_error() -> None:
+    mask = AttentionMask.packed(*ragged(), "flex")
+    message = 'attention backend "flex" has no dropout; set model.attention_dropout = 0.0'
+    with pytest.raises(ValueError, match=message):
+        attention(*random_qkv(torch.float32), mask, 0.1)

@@ -1,0 +1,157 @@
+"""fp32 products on a CPU by torch's default or by oneDNN: exact enough, restored, and chosen where it is faster."""
+
+import threading
+
+import pytest
+import torch
+
+from electra_fast.config.config import AUTO, Config
+from electra_fast.errors import InputError
+from electra_fast.model.matmul import (
+    DEFAULT,
+    KINDS,
+    MAX_DIFFERENCE,
+    MIN_SPEEDUP,
+    ONEDNN,
+    MatmulMeasurement,
+    choose_matmul,
+    has_onednn,
+    measure_matmul,
+    use_matmul,
+)
+
+CPU = torch.device("cpu")
+SWITCH = torch.backends.mkldnn.matmul
+# (tokens, inputs, outputs)
+SIZES = [(1, 8, 8), (37, 128, 192), (512, 312, 1200), (100, 2048, 64)]
+
+
+@pytest.fixture
+def onednn(own_processor):
+    """The tests that compute with it."""
+    if not has_onednn():
+        pytest.skip("needs a processor with AVX-512 and without AMX")
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    """A function that sets what the processor has."""
+    return lambda *names: monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(names, True))
+
+
+def products(x, weight, dy):
+    """Those of a linear layer: forward, input gradient, weight gradient; and forward with a bias, and by rows."""
+    batched = torch.bmm(x.expand(3, -1, -1), weight.T.expand(3, -1, -1))
+    return x @ weight.T, dy @ weight, dy.T @ x, torch.addmm(weight[:, 0], x, weight.T), batched
+
+
+def relative(found, exact):
+    return float((found.double() - exact).abs().max() / exact.abs().max())
+
+
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), SIZES)
+def test_products_are_those_of_fp32_and_repeat(onednn, tokens, inputs, outputs):
+    torch.manual_seed(0)
+    factors = [torch.randn(size) for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs))]
+    exact = products(*(factor.double() for factor in factors))
+    with use_matmul(ONEDNN):
+        found, again = products(*factors), products(*factors)
+    for ours, theirs, expected in zip(found, again, exact, strict=True):
+        assert relative(ours, expected) < MAX_DIFFERENCE and torch.equal(ours, theirs)
+
+
+@pytest.fixture(params=["none", "ieee"])
+def before(request):
+    """What the switch is set to."""
+    original = SWITCH.fp32_precision
+    SWITCH.fp32_precision = request.param
+    yield request.param
+    SWITCH.fp32_precision = original
+
+
+def test_what_was_set_comes_back(processor, before):
+    processor("avx512_bw")
+    with use_matmul(DEFAULT):
+        assert SWITCH.fp32_precision == before
+    with pytest.raises(ZeroDivisionError), use_matmul(ONEDNN):
+        with use_matmul(ONEDNN):
+            assert SWITCH.fp32_precision == "bf16"
+        assert SWITCH.fp32_precision == "bf16"
+        1 / 0  # noqa: B018
+    assert SWITCH.fp32_precision == before
+
+
+def test_threads_may_overlap(processor, before):
+    processor("avx512_bw")
+    entered, leave = threading.Barrier(3), [threading.Event(), threading.Event()]
+
+    def use(number):
+        with use_matmul(ONEDNN):
+            entered.wait(10)
+            leave[number].wait(10)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    entered.wait(10)
+    for number, expected in enumerate(("bf16", before)):
+        leave[number].set()
+        threads[number].join()
+        assert SWITCH.fp32_precision == expected
+
+
+@pytest.mark.parametrize("capabilities", [(), ("avx2", "avx512_f"), ("avx512_bw", "avx512_bf16", "amx_tile")])
+def test_without_avx512_or_with_amx_there_is_no_choice(processor, capabilities):
+    processor(*capabilities)
+    assert choose_matmul(AUTO, CPU) == choose_matmul(DEFAULT, CPU) == DEFAULT
+    refused = 'matmul = "onednn" needs a processor with AVX-512 and without AMX, .*set "default"'
+    with pytest.raises(InputError, match=refused):
+        choose_matmul(ONEDNN, CPU)
+    with pytest.raises(InputError, match=refused), use_matmul(ONEDNN):
+        pytest.fail("products of another library")
+
+
+def test_the_choice_is_that_of_a_cpu(processor):
+    processor("avx512_bw")
+    assert [choose_matmul(name, CPU) for name in (AUTO, DEFAULT, ONEDNN)] == [AUTO, DEFAULT, ONEDNN]
+    cuda = torch.device("cuda")
+    assert choose_matmul(AUTO, cuda) == choose_matmul(DEFAULT, cuda) == DEFAULT
+    with pytest.raises(InputError, match='matmul = "onednn" is of products on a CPU, and this is cuda; set "auto"'):
+        choose_matmul(ONEDNN, cuda)
+
+
+def measured(default, onednn, difference=1e-7):
+    """A measurement of as many seconds for all products together."""
+    return MatmulMeasurement(
+        {DEFAULT: dict.fromkeys(KINDS, default / 3), ONEDNN: dict.fromkeys(KINDS, onednn / 3)}, difference
+    )
+
+
+def test_the_clearly_faster_library_is_chosen():
+    assert measured(2.0, 1.0).fastest == measured(1.01 * MIN_SPEEDUP, 1.0).fastest == ONEDNN
+    assert measured(0.99 * MIN_SPEEDUP, 1.0).fastest == measured(1.0, 2.0).fastest == DEFAULT
+    mixed = {DEFAULT: (1.0, 1.0, 1.0), ONEDNN: (0.2, 1.2, 1.2)}  # all kinds together count
+    seconds = {name: dict(zip(KINDS, each, strict=True)) for name, each in mixed.items()}
+    assert MatmulMeasurement(seconds, 0.0).fastest == DEFAULT
+    ratios = "forward 2.00, input gradient 2.00, weight gradient 2.00"
+    assert str(measured(2.0, 1.0)) == f"time of fp32 products by torch's default, relative to oneDNN: {ratios}"
+
+
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), SIZES[1:])
+def test_rounded_factors_are_never_chosen(tokens, inputs, outputs):
+    torch.manual_seed(0)
+    factors = [torch.randn(size) for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs))]
+    rounded = products(*(factor.bfloat16().float() for factor in factors))
+    for ours, expected in zip(rounded, products(*factors), strict=True):
+        found = measured(10.0, 1.0, relative(ours, expected.double()))
+        assert found.fastest == DEFAULT and "differ by " in str(found)
+
+
+def test_a_measurement_has_all_products(onednn):
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    for recipe in ("google", "modern"):
+        found = measure_matmul(Config.preset("tiny", recipe).model, 128)
+        assert 0 < found.difference < MAX_DIFFERENCE or found.fastest == DEFAULT
+        assert all(found.seconds[name][kind] > 0 for name in (DEFAULT, ONEDNN) for kind in KINDS)
+    assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
+    assert SWITCH.fp32_precision != "bf16"

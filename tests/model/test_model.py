@@ -1,0 +1,283 @@
+"""The encoders against `transformers`, and packed rows against their segments alone."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from electra_fast.config.config import Config
+from electra_fast.huggingface.config import CLASSES, role_shape
+from electra_fast.huggingface.folder import write_model
+from electra_fast.huggingface.weights import to_hf
+from electra_fast.model.attention import AttentionMask
+from electra_fast.model.model import Electra
+
+SPECIAL_IDS = {"pad": 0, "cls": 2, "sep": 3}
+BASE_E = {"model": {"embedding_size": 128, "num_layers": 2}}  # the full depth is tried once
+SMALL_E = {"model": {"embedding_size": 256}}
+TINY_E = {"model": {"embedding_size": 64}}
+
+
+def make(preset: str, recipe: str, changes: dict[str, dict[str, object]], vocab_size: int) -> Electra:
+    """A model whose every parameter is random: norms about 1, biases not 0."""
+    config = Config.preset(preset, recipe).replace(changes).replace({"model": {"vocab_size": vocab_size}})
+    model = Electra(config).eval()
+    random = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = parameter.dim() == 1 and name.endswith("weight")
+            scale = 0.2 if parameter.dim() == 1 else 0.8 * parameter.shape[1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=random) * scale + is_norm)
+    return model
+
+
+def twin(model: Electra, role: str, folder: Path) -> torch.nn.Module:
+    """The same weights in `transformers`' class, with attention written out."""
+    write_model(folder, model, role, SPECIAL_IDS)
+    name = CLASSES[model.config.model.architecture, role]
+    theirs, info = getattr(transformers, name).from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert all(torch.isfinite(parameter).all() for parameter in theirs.parameters())
+    return theirs.eval()
+
+
+def inputs(vocab_size: int, length: int, padded: bool, architecture: str) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(3)
+    batch = {"input_ids": torch.randint(4, vocab_size, (3, length), generator=random)}
+    if padded:
+        lengths = torch.tensor([length, length // 2, 3])
+        batch["attention_mask"] = (torch.arange(length) < lengths[:, None]).long()
+    if architecture == "bert":
+        batch["token_type_ids"] = (torch.arange(length) > length // 3).long().expand(3, -1)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("preset", "recipe", "changes", "length"),
+    [
+        ("tiny", "google", {}, 32),
+        ("tiny", "google", TINY_E, 32),
+        ("tiny", "modern", {}, 32),
+        ("tiny", "modern", TINY_E, 32),
+        ("small", "google", {}, 48),
+        ("small", "google", SMALL_E, 48),
+        ("small", "modern", {}, 48),
+        ("small", "modern", SMALL_E, 48),
+    ],
+)
+def test_logits_equal_those_of_transformers(
+    tmp_path: Path, preset: str, recipe: str, changes: dict[str, dict[str, object]], length: int
+) -> None:
+    model = make(preset, recipe, changes, vocab_size=1000)
+    architecture = model.config.model.architecture
+    check_logits(model, tmp_path, [inputs(1000, length, padded, architecture) for padded in (False, True)])
+
+
+@pytest.mark.parametrize(("recipe", "changes"), [("google", {}), ("google", BASE_E), ("modern", BASE_E)])
+def test_logits_of_base_equal_those_of_transformers(
+    tmp_path: Path, recipe: str, changes: dict[str, dict[str, object]]
+) -> None:
+    model = make("base", recipe, changes, vocab_size=1000)
+    architecture = model.config.model.architecture
+    check_logits(model, tmp_path, [inputs(1000, 32, padded, architecture) for padded in (False, True)])
+
+
+def check_logits(model: Electra, folder: Path, batches: list[dict[str, Tensor]]) -> None:
+    for role in ("discriminator", "generator"):
+        theirs = twin(model, role, folder)
+        for batch in batches:
+            with torch.no_grad():
+                expected = theirs(**batch).logits
+                found = (
+                    model.discriminator_logits(**batch) if role == "discriminator" else model.generator_logits(**batch)
+                )
+            assert found.dtype == torch.float32
+            expected = expected.view(found.shape)
+            # Logits that differ from token to token: equality can't come from constants.
+            assert expected.std() > 0.01
+            assert (found - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_the_mask_and_the_token_types_matter(recipe: str) -> None:
+    model = make("tiny", recipe, {}, vocab_size=100)
+    ids = torch.randint(4, 100, (1, 16), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(16) < 9).long()[None]
+    with torch.no_grad():
+        masked, whole = model.discriminator_logits(ids, mask), model.discriminator_logits(ids)
+        alone = model.discriminator_logits(ids[:, :9])
+        typed = model.discriminator_logits(ids, None, torch.ones_like(ids))
+    assert (masked[:, :9] - alone).abs().max() <= 1e-5
+    assert (masked[:, :9] - whole[:, :9]).abs().max() > 1e-3
+    assert ((typed - whole).abs().max() > 1e-3) == (recipe == "google")
+
+
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+@pytest.mark.parametrize("role", ["discriminator", "generator"])
+def test_gradients_equal_those_of_transformers(tmp_path: Path, recipe: str, role: str) -> None:
+    changes: dict[str, dict[str, object]] = {"generator": {"fraction": 1.0}, "model": {"tying": "none"}}
+    if recipe == "modern":  # a projection that is multiplied into the table has no gradient of its own there
+        changes["model"]["embedding_size"] = 64
+    model = make("tiny", recipe, changes, vocab_size=200)
+    theirs = twin(model, role, tmp_path)
+    batch = inputs(200, 24, True, model.config.model.architecture)
+    found = model.discriminator_logits(**batch) if role == "discriminator" else model.generator_logits(**batch)
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(5))
+    (found * weight).mean().backward()
+    (theirs(**batch).logits.view(found.shape) * weight).mean().backward()
+
+    own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    grads = to_hf(own, role, role_shape(model.config, role))
+    assert grads.keys() == expected.keys()
+    for name, grad in grads.items():
+        bound = 1e-5 * max(1.0, expected[name].abs().max().item())
+        assert (grad - expected[name]).abs().max() <= bound, name
+    assert max(grad.abs().max() for grad in grads.values()) > 1e-3
+
+
+def flat_segments(lengths_BS: list[list[int]], length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Segment ids [B, L] (0 = padding), positions [T] and segment borders of packed rows."""
+    segment_ids = torch.zeros(len(lengths_BS), length, dtype=torch.long)
+    positions, borders = [], [0]
+    for row, lengths in enumerate(lengths_BS):
+        parts = [*lengths, length - sum(lengths)]
+        segment_ids[row] = torch.cat([torch.full((n,), (i + 1) % len(parts)) for i, n in enumerate(parts)])
+        positions += [torch.arange(n) for n in parts]
+        borders += [borders[-1] + n for n in itertools.accumulate(parts)][: len(parts) - (parts[-1] == 0)]
+    return segment_ids, torch.cat(positions), torch.tensor(borders, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_a_packed_segment_computes_what_it_computes_alone(recipe: str) -> None:
+    model = make("tiny", recipe, {"generator": {"fraction": 1.0}}, vocab_size=100)
+    lengths = [[11, 9], [13, 7]]
+    segment_ids, positions, borders = flat_segments(lengths, 20)
+    ids = torch.randint(4, 100, (40,), generator=torch.Generator().manual_seed(2))
+    weight = torch.randn(40, generator=torch.Generator().manual_seed(4))
+    types = torch.zeros_like(ids)
+    mask = AttentionMask.packed(segment_ids, borders, "sdpa")
+    tokens = (ids, positions, types, mask, torch.float32)
+    packed = model.discriminator_head(model.hidden("discriminator", *tokens))
+    words = model.generator_head(model.hidden("generator", *tokens), model.generator_embeddings.token)
+    (packed * weight).sum().backward()
+    packed_grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    model.zero_grad()
+    for start, end in itertools.pairwise(borders.tolist()):
+        alone = model.discriminator_logits(ids[None, start:end])[0]
+        assert (alone - packed[start:end]).abs().max() <= 1e-5
+        alone_words = model.generator_logits(ids[None, start:end])[0]
+        assert (alone_words - words[start:end]).abs().max() <= 1e-5
+        (alone * weight[start:end]).sum().backward()
+    whole = model.discriminator_logits(ids.view(2, 20)).view(-1)
+    assert (whole - packed).abs().max() > 1e-2
+    for name, p in model.named_parameters():
+        if name in packed_grads:
+            assert p.grad is not None
+            assert (p.grad - packed_grads[name]).abs().max() <= 1e-5 * max(1, p.grad.abs().max().item()), name
+    assert len(packed_grads) >= 19
+
+
+def test_a_row_longer_than_the_position_table_is_refused() -> None:
+    model = make("tiny", "google", {}, vocab_size=100)
+    with pytest.raises(ValueError, match="rows of 129 tokens; this model reads 128"):
+        model.discriminator_logits(torch.zeros(1, 129, dtype=torch.long))
+
+
+def test_tying_shares_what_it_says() -> None:
+    same: dict[str, dict[str, object]] = {"generator": {"fraction": 1.0}}
+    counts = {
+        tying: sum(p.numel() for p in make("tiny", "google", same | {"model": {"tying": tying}}, 100).parameters())
+        for tying in ("none", "embeddings", "all")
+    }
+    embeddings = (100 + 128 + 2 + 2) * 32
+    encoder = sum(p.numel() for p in make("tiny", "google", same, 100).discriminator.parameters())
+    assert counts["none"] - counts["embeddings"] == embeddings
+    assert counts["embeddings"] - counts["all"] == encoder
+
+
+def test_initial_weights_are_a_normal_cut_at_two_deviations() -> None:
+    model = Electra(Config.preset("small", "google").replace({"model": {"vocab_size": 1000}}))
+    weight = torch.cat([p.detach().flatten() for p in model.discriminator.layers.parameters() if p.dim() == 2]) / 0.02
+    assert weight.abs().max() <= 2 + 1e-6
+    assert abs(weight.mean()) < 0.002
+    assert abs(weight.std() - 0.8796) < 0.001  # of a standard normal within two deviations
+    inside = (weight.abs() < 1).double().mean()
+    assert abs(inside - 0.6827 / 0.9545) < 0.001
+    assert all(p.eq(0).all() for name, p in model.named_parameters() if name.endswith("bias"))
+    state = torch.get_rng_state()
+    again = Electra(model.config.replace({"train": {"seed": 1}}))
+    assert not torch.equal(again.embeddings.token, model.embeddings.token)
+    assert torch.equal(Electra(model.config).embeddings.token, model.embeddings.token)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("recipe", ["google", "paper"])
+def test_layers_without_a_published_initializer_start_glorot_uniform(recipe: str) -> None:
+    """TensorFlow's default; the standard deviations at `small` are those of the published code."""
+    model = Electra(Config.preset("small", recipe).replace({"model": {"vocab_size": 100}}))
+    deviations = {
+        "discriminator.projection": 0.0722,
+        "generator.projection": 0.1021,
+        "discriminator_head.classifier": 0.0882,
+    }
+    for name, deviation in deviations.items():
+        weight = model.get_parameter(f"{name}.weight").detach()
+        bound = 3**0.5 * deviation
+        assert 0.97 * bound < weight.abs().max() <= 1.001 * bound, name
+        # The deviation and the mean of n uniform draws: 4 standard errors of each.
+        assert abs(weight.std() / deviation - 1) < 4 * (0.2 / weight.numel()) ** 0.5 + 1e-3, name
+        assert abs(weight.mean()) < 4 * deviation / weight.numel() ** 0.5, name
+    for name in ("embeddings.token", "discriminator_head.dense.weight", "generator_head.dense.weight"):
+        assert model.get_parameter(name).abs().max() <= 0.04 + 1e-6, name
+    modern = Electra(Config.preset("small", "modern").replace({"model": {"vocab_size": 100}}))
+    assert modern.discriminator_head.classifier.weight.abs().max() <= 256**-0.5
+
+
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_discriminator_logits_of_bf16_states_are_products_in_fp32(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    """Logits and gradients to fp32's rounding of the exact product of the same states; no two logits tie."""
+    head = Electra(Config.preset("small", recipe).replace({"model": {"vocab_size": 100}})).discriminator_head
+    seen: list[Tensor] = []
+    original = F.linear
+
+    def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.shape[0] == 1:
+            seen.append(x)
+            x.retain_grad()
+        return original(x, weight, bias)
+
+    monkeypatch.setattr(F, "linear", watched)
+    x_TD = torch.randn(2000, 256, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    upstream_T = torch.randn(2000, generator=torch.Generator().manual_seed(1))
+    logits_T = head(x_TD)
+    logits_T.backward(upstream_T)
+    (states_TD,) = seen
+    weight = head.classifier.weight
+    assert weight.grad is not None and states_TD.grad is not None and x_TD.grad is not None
+    assert torch.equal(states_TD, states_TD.bfloat16().to(states_TD.dtype))
+
+    exact_TD, exact_D, upstream_T = states_TD.detach().double(), weight.detach().double()[0], upstream_T.double()
+    rounding = torch.finfo(torch.float32).eps
+    bound_T = 256 * rounding * (exact_TD.abs() @ exact_D.abs())
+    assert logits_T.dtype == torch.float32
+    assert ((logits_T.detach() - exact_TD @ exact_D).abs() <= bound_T).all()
+    assert logits_T.unique().numel() > 1990
+    bound_D = 2000 * rounding * (upstream_T.abs() @ exact_TD.abs())
+    assert ((weight.grad[0] - upstream_T @ exact_TD).abs() <= bound_D).all()
+    assert states_TD.grad.dtype == torch.float32
+    torch.testing.assert_close(states_TD.grad, (upstream_T[:, None] * exact_D).float())
+
+
+def test_a_model_without_a_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="model.vocab_size is 0: set it, or take it from a corpus"):
+        Electra(Config.preset("tiny"))

@@ -1,0 +1,100 @@
+"""Which segments stay whole, and what the head on [CLS] learns; and the positions that `electra15` draws."""
+
+import pytest
+import torch
+from test_electra import COMPUTE, KEY, LENGTH, SLOTS, halves, make_batch, make_config, make_model
+from variants import VARIANTS
+
+from electra_fast.model.compute import RngKey
+from electra_fast.objectives import contrastive, losses, objective_of
+from electra_fast.objectives.objective import MicroBatch
+
+ROWS = 2000
+
+
+def read(batch, key, config=None):
+    model = make_model(config or make_config())
+    return losses.read_inputs(model, MicroBatch(batch, COMPUTE, key))
+
+
+def whole_slots(batch, key):
+    """Which slots of real masks have their original token; no sample is one."""
+    samples = contrastive.keep_some_whole(read(batch, key), torch.full((batch["masked_ids"].numel(),), -1), key)
+    return (samples.view(-1, SLOTS) >= 0) & (batch["masked_weights"] > 0)
+
+
+def test_a_fifth_of_the_segments_stays_whole():
+    batch = make_batch(ROWS)
+    is_whole, used = whole_slots(batch, RngKey(KEY)), batch["masked_weights"] > 0
+    segment = torch.where(used, batch["masked_positions"] // 5, -1)  # 0 or 1
+    shares = []
+    for number in (0, 1):
+        ours = segment == number
+        count, num_whole = ours.sum(1), (is_whole & ours).sum(1)
+        assert ((num_whole == 0) | (num_whole == count)).all()  # a segment stays whole, or is sampled everywhere
+        shares.append((num_whole > 0)[count > 0].float())
+    for share in shares:
+        assert abs(share.mean() - 0.2) < 4 * (0.16 / len(share)) ** 0.5
+    both = torch.isin(segment, torch.tensor(0)).any(1) & torch.isin(segment, torch.tensor(1)).any(1)
+    together = ((is_whole & (segment == 0)).any(1) & (is_whole & (segment == 1)).any(1))[both].float()
+    assert abs(together.mean() - 0.04) < 4 * (0.04 * 0.96 / len(together)) ** 0.5  # independently
+
+
+def test_which_ones_depends_on_step_and_row_and_not_on_micro_batches():
+    batch = make_batch(ROWS)
+    first = whole_slots(batch, RngKey(KEY))
+    assert torch.equal(first, whole_slots(batch, RngKey(KEY)))
+    assert not torch.equal(first, whole_slots(batch, RngKey(KEY + 1)))
+    few = make_batch(4)
+    parts = [whole_slots(half, RngKey(KEY, torch.tensor(row))) for row, half in halves(few)]
+    assert torch.equal(torch.cat(parts), whole_slots(few, RngKey(KEY)))
+    one_row = {name: tensor[:1].repeat(200, 1) for name, tensor in batch.items() if name != "cu_seqlens"}
+    alike = whole_slots(one_row | {"cu_seqlens": None}, RngKey(KEY))
+    assert alike.any() and not alike.any(1).all()
+
+
+def test_the_head_learns_which_texts_are_whole():
+    """By its own loss, from fixed hidden states that tell it."""
+    model = make_model(make_config(**VARIANTS["contrastive"]))
+    batch = make_batch(64)
+    inputs = losses.read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
+    samples = contrastive.keep_some_whole(inputs, (inputs.slots.target_M + 1) % 50, RngKey(KEY))
+    _, replaced_T = losses.corrupt(inputs, samples)
+    hidden_TD = torch.randn(replaced_T.shape[0], 64, generator=torch.Generator().manual_seed(0))
+    per_segment = replaced_T.view(64, LENGTH)[:, :10].view(64, 2, 5).any(2)
+    hidden_TD.view(64, LENGTH, 64)[:, [0, 5], 0] = torch.where(per_segment, 3.0, -3.0)
+    weight = model.sentence_head.classifier.weight
+    for _ in range(50):
+        loss, totals = contrastive.sentence_loss(model, inputs, hidden_TD, replaced_T)
+        weight.grad = None
+        loss.backward()
+        with torch.no_grad():
+            weight -= 0.02 * weight.grad
+    assert totals["segments"] == 128 and totals["contrastive_correct"] == 128
+    assert 0.1 < 1 - per_segment.float().mean() < 0.5
+
+
+@pytest.mark.parametrize("name", ["electra15", "electra15, random positions"])
+def test_positions_of_electra15(name):
+    """As many of each row as are masked: the masked ones, or any, drawn independently of them and of each other."""
+    config, batch = make_config(**VARIANTS[name]), make_batch(ROWS)
+    objective, inputs = objective_of(config), read(batch, RngKey(KEY), config)
+    counted = objective.counted(inputs, RngKey(KEY)).view(ROWS, LENGTH)
+    masked = batch["input_ids"] == 4
+    assert torch.equal(counted.sum(1), masked.sum(1))
+    assert torch.equal(counted.sum(1), batch["masked_weights"].sum(1).long())
+    assert not counted[:, 10:].any()  # padding
+    if name == "electra15":
+        assert torch.equal(counted, masked)
+        return
+    expected = batch["masked_weights"].sum().item() / (10 * ROWS)
+    deviation = (expected * (1 - expected) / ROWS) ** 0.5
+    assert (counted[:, :10].float().mean(0) - expected).abs().max() < 4.5 * deviation
+    # Of the masked tokens the same share is drawn as of all. (A set disjoint from them would hold originals only.)
+    share = counted[masked].float().mean()
+    assert abs(share - (masked.sum(1).float() ** 2).sum() / 10 / masked.sum()) < 4.5 * (0.21 / masked.sum()) ** 0.5
+    again = objective.counted(inputs, RngKey(KEY + 1)).view(ROWS, LENGTH)
+    assert not torch.equal(again, counted)
+    few = make_batch(4)
+    parts = [objective.counted(read(half, RngKey(KEY, row), config), RngKey(KEY, row)) for row, half in halves(few)]
+    assert torch.equal(torch.cat(parts), objective.counted(read(few, RngKey(KEY), config), RngKey(KEY)))

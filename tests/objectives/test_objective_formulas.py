@@ -1,0 +1,244 @@
+"""Every objective against its formula: one token at a time, in fp64, each segment of the packed rows alone."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_electra import COMPUTE, KEY, SLOTS, make_batch, make_config, make_model
+from variants import VARIANTS
+
+from electra_fast.model.attention import AttentionMask
+from electra_fast.model.compute import RngKey
+from electra_fast.objectives import contrastive, losses, objective_of
+from electra_fast.objectives.objective import MicroBatch
+
+VOCAB = 11
+SEGMENTS = ((0, 5), (5, 10))
+
+
+def model_and_batch(**changes):
+    """A model in the objective's last stage."""
+    model = make_model(make_config(**{"model.vocab_size": str(VOCAB)} | changes))
+    for name in objective_of(model.config).stages()[-1].frozen:
+        model.get_submodule(name).requires_grad_(False)
+    return model, make_batch(vocab=VOCAB)
+
+
+def samples_of(model, batch):
+    """What each masked slot got: the generator's sample, or the original in a segment that stays whole."""
+    inputs = losses.read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
+    with torch.no_grad():
+        sample_M = losses.generate(model, inputs, RngKey(KEY)).sample_M
+    if model.config.objective.contrastive_weight:
+        sample_M = contrastive.keep_some_whole(inputs, sample_M, RngKey(KEY))
+    return sample_M.view(-1, SLOTS)
+
+
+def linear(layer, state):
+    return layer.weight @ state + (0 if layer.bias is None else layer.bias)
+
+
+class Transcription:
+    """The loss of a batch in fp64, from a copy of a model."""
+
+    def __init__(self, model):
+        self.model, self.config = copy.deepcopy(model).double(), model.config
+
+    def hidden(self, role, ids):
+        positions, types = torch.arange(len(ids)), torch.zeros(len(ids), dtype=torch.int64)
+        mask = AttentionMask.padded(1, len(ids), None)
+        return self.model.hidden(role, torch.tensor(ids), positions, types, mask, torch.float64)
+
+    def log_probabilities(self, role, state):
+        """Of the vocabulary at one position."""
+        head = self.model.get_submodule(f"{role}_head")
+        table = (self.model.generator_embeddings if role == "generator" else self.model.embeddings).token
+        if self.config.model.heads == "plain":
+            state = state if head.projection is None else linear(head.projection, state)
+            return torch.log_softmax(table @ state, 0)
+        x = self.normed(head, F.gelu(linear(head.dense, state)))
+        if head.projection is not None:
+            x = linear(head.projection, x)
+        return torch.log_softmax(table @ x + head.bias, 0)
+
+    def replaced(self, state):
+        """The probability that the discriminator calls a token replaced."""
+        head = self.model.discriminator_head
+        if self.config.model.heads == "plain":
+            return self.sigmoid("discriminator_head", state)
+        x = F.gelu(linear(head.dense, state))
+        if self.config.model.architecture == "modern":
+            x = self.normed(head, x)
+        return torch.sigmoid(linear(head.classifier, x)[0])
+
+    def sigmoid(self, name, state):
+        return torch.sigmoid(linear(self.model.get_submodule(name).classifier, state)[0])
+
+    def normed(self, head, x):
+        return F.layer_norm(x, x.shape, head.norm.weight, head.norm.bias, self.config.model.eps)
+
+    def loss(self, batch, samples, counted=None):
+        objective, name = self.config.objective, self.config.objective.name
+        sums, counts = dict.fromkeys(("gen", "disc", "enc", "base", "fix", "sent"), 0.0), [0, 0, 0]
+        for row, (start, end) in itertools.product(range(4), SEGMENTS):
+            masked_ids = batch["input_ids"][row, start:end].tolist()
+            slots = {
+                int(batch["masked_positions"][row, slot]) - start: slot
+                for slot in range(SLOTS)
+                if batch["masked_weights"][row, slot] and start <= batch["masked_positions"][row, slot] < end
+            }
+            original = {at: int(batch["masked_ids"][row, slot]) for at, slot in slots.items()}
+            sample = {at: int(samples[row, slot]) for at, slot in slots.items()}
+            corrupted = [sample.get(at, token) for at, token in enumerate(masked_ids)]
+            wrong = [at in slots and sample[at] != original[at] for at in range(end - start)]
+            counts = [counts[0] + len(slots), counts[1] + end - start, counts[2] + 1]
+
+            if "generator" in self.model.networks:
+                states = self.hidden("generator", masked_ids)
+                for at in slots:
+                    sums["gen"] = sums["gen"] - self.log_probabilities("generator", states[at])[original[at]]
+            if name == "mlm":
+                continue
+            if "encoder" in self.model.networks:
+                found = self.hidden("encoder", corrupted)
+                for at in range(end - start):
+                    truth = original.get(at, masked_ids[at])
+                    p = self.log_probabilities("encoder", found[at]).exp()[truth]
+                    if name == "all-tokens-mlm":
+                        copied = self.sigmoid("copy_head", found[at])
+                        p = copied * (corrupted[at] == truth) + (1 - copied) * p
+                    if name == "all-tokens-mlm" or at in slots:
+                        sums["enc"] = sums["enc"] - p.log()
+                continue
+            found = self.hidden("discriminator", corrupted)
+            for at in range(end - start):
+                p = self.replaced(found[at])
+                right = p if wrong[at] else 1 - p
+                if name == "electra15" and not (at in slots if counted is None else counted[row, start + at]):
+                    continue
+                sums["disc"] = sums["disc"] - right.log()
+                if name == "adversarial" and at in slots:
+                    state, reward = states[at], -right.detach().log()
+                    value = self.sigmoid("baseline_head", state.detach())
+                    advantage = reward + value.detach().log()
+                    log_p = self.log_probabilities("generator", state)[sample[at]]
+                    sums["base"] = sums["base"] - advantage * log_p * objective.gen_weight
+                    q = right.detach()
+                    sums["base"] = sums["base"] - q * value.log() - (1 - q) * (1 - value).log()
+                if objective.corrective_weight and at in slots:
+                    sums["fix"] = sums["fix"] - self.log_probabilities("corrective", found[at])[original[at]]
+            if objective.contrastive_weight:
+                p = self.sigmoid("sentence_head", found[0])
+                sums["sent"] = sums["sent"] - (p if any(wrong) else 1 - p).log()
+        masked, tokens, segments = counts
+        has_likelihood = name not in ("adversarial", "two-stage")
+        return (
+            objective.gen_weight * sums["gen"] / masked * has_likelihood
+            + objective.disc_weight * sums["disc"] / (masked if name == "electra15" else tokens)
+            + objective.encoder_weight * sums["enc"] / (tokens if name == "all-tokens-mlm" else masked)
+            + sums["base"] / masked
+            + objective.corrective_weight * sums["fix"] / masked
+            + objective.contrastive_weight * sums["sent"] / segments
+        )
+
+
+@pytest.mark.parametrize(("architecture", "tying"), [("bert", "none"), ("bert", "embeddings"), ("modern", "none")])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_loss_and_gradients_are_those_of_the_formula(name, architecture, tying):
+    changes = {"model.tying": tying, "objective.gen_weight": "1.5", "objective.encoder_weight": "0.75"}
+    model, batch = model_and_batch(**changes | {"model.architecture": architecture} | VARIANTS[name])
+    objective = objective_of(model.config)
+    output = objective.forward(model, MicroBatch(batch, COMPUTE, RngKey(KEY), objective.loss_denominators(batch)))
+    output.loss.backward()
+
+    counted, samples = None, None
+    if name != "mlm":
+        samples = samples_of(model, batch)
+        assert (samples != batch["masked_ids"])[batch["masked_weights"] > 0].any()
+    else:
+        samples = batch["masked_ids"]
+    if "random" in name:
+        inputs = losses.read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
+        counted = objective.counted(inputs, RngKey(KEY)).view(4, -1)
+    written_out = Transcription(model)
+    expected = written_out.loss(batch, samples, counted)
+    expected.backward()
+    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    theirs = dict(written_out.model.named_parameters())
+    for parameter_name, parameter in model.named_parameters():
+        gradient, found = theirs[parameter_name].grad, parameter.grad
+        if gradient is None:
+            assert found is None or not found.any(), parameter_name
+            continue
+        bound = 1e-4 * max(1e-3, gradient.abs().max().item())
+        assert (found - gradient).abs().max() <= bound, parameter_name
+    assert sum(gradient.grad is not None for gradient in theirs.values()) > 15
+    summary = objective.metrics({total: float(value) for total, value in output.totals.items()})
+    assert summary["loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+GENERATOR, DISCRIMINATOR, ENCODER = ("generator",), ("embeddings", "discriminator"), ("embeddings", "encoder")
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "without", "with_some"),
+    [
+        ("electra", {"gen_weight": "0"}, GENERATOR, DISCRIMINATOR),
+        ("electra", {"disc_weight": "0"}, DISCRIMINATOR, GENERATOR),
+        ("electra15", {"gen_weight": "0"}, GENERATOR, DISCRIMINATOR),
+        ("replace-mlm", {"gen_weight": "0"}, GENERATOR, ENCODER),
+        ("replace-mlm", {"encoder_weight": "0"}, ENCODER, GENERATOR),
+        ("all-tokens-mlm", {"gen_weight": "0"}, GENERATOR, ENCODER),
+        ("two-stage", {}, GENERATOR, DISCRIMINATOR),
+        # The discriminator's loss reaches the generator as a number only, and the baseline learns beside it.
+        ("adversarial", {"gen_weight": "0"}, GENERATOR, (*DISCRIMINATOR, "baseline_head")),
+        ("adversarial", {"disc_weight": "0"}, DISCRIMINATOR, GENERATOR),
+    ],
+)
+def test_gradients_stop_where_they_should(name, weights, without, with_some):
+    changes = {f"objective.{key}": value for key, value in weights.items()}
+    model, batch = model_and_batch(**VARIANTS[name] | {"model.tying": "none"} | changes)
+    objective = objective_of(model.config)
+    output = objective.forward(model, MicroBatch(batch, COMPUTE, RngKey(KEY), objective.loss_denominators(batch)))
+    output.loss.backward()
+
+    def gradients(prefixes):
+        found = {
+            n: p.grad for n, p in model.named_parameters() if n.partition(".")[0].removesuffix("_head") in prefixes
+        }
+        found |= {n: p.grad for n, p in model.named_parameters() if n.partition(".")[0] in prefixes}
+        if "generator" in prefixes:
+            found |= {n: p.grad for n, p in model.named_parameters() if n.startswith("generator_embeddings")}
+        assert found
+        return found
+
+    assert all(grad is None or not grad.any() for grad in gradients(without).values())
+    some = gradients(with_some)
+    assert sum(grad is not None and bool(grad.any()) for grad in some.values()) > 0.8 * len(some)
+
+
+def test_all_positions_of_replace_mlm_count_also_where_the_sample_is_right():
+    """At temperature 0 a model that is always right would have a loss all the same."""
+    cold = VARIANTS["replace-mlm"] | {"objective.temperature": "0.001"}
+    model, batch = model_and_batch(**cold)
+    samples = samples_of(model, batch)
+    batch["masked_ids"] = torch.where(batch["masked_weights"] > 0, samples, 0).int()  # now all are right
+    objective = objective_of(model.config)
+    output = objective.forward(model, MicroBatch(batch, COMPUTE, RngKey(KEY), objective.loss_denominators(batch)))
+    assert output.totals["replaced"] == 0 and output.totals["encoder_loss"] > 1
+    assert output.totals["masked_weight"] == batch["masked_weights"].sum()
+
+
+def test_copying_is_stable_where_probabilities_underflow():
+    model, batch = model_and_batch(**VARIANTS["all-tokens-mlm"])
+    with torch.no_grad():
+        model.encoder_head.bias.copy_(torch.linspace(-300, 300, VOCAB))
+        model.copy_head.classifier.weight.mul_(1000)
+    objective = objective_of(model.config)
+    output = objective.forward(model, MicroBatch(batch, COMPUTE, RngKey(KEY), objective.loss_denominators(batch)))
+    output.loss.backward()
+    assert math.isfinite(output.loss.item())
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

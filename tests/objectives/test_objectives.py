@@ -1,0 +1,323 @@
+"""Every objective in a run: its contract, its needs, resuming, evaluation, export; and the two of `two-stage`."""
+
+import math
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from test_electra import COMPUTE, KEY, VOCAB, make_batch, make_config, make_model
+from tiny_run import STEPS, assert_same_run, lines, tiny_config, truncate, weights
+from variants import VARIANTS
+
+import electra_fast as ef
+from electra_fast.config.config import Config
+from electra_fast.config.objectives import OBJECTIVE_SPECS
+from electra_fast.files import checkpoint_folder
+from electra_fast.huggingface.encoder import load_encoder
+from electra_fast.model.compute import RngKey
+from electra_fast.objectives import OBJECTIVES, losses, objective_of
+from electra_fast.objectives.electra import ElectraObjective
+from electra_fast.objectives.objective import METRICS, MicroBatch, Output
+from electra_fast.ops import operations as ops
+from electra_fast.ops.sampling import alias_table
+from electra_fast.training import metrics
+from electra_fast.training.evaluate import evaluate_model
+from electra_fast.training.optim import Optimizer
+from electra_fast.training.pretrain import pretrain
+from electra_fast.training.step import TrainStep
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_objective_keeps_its_contract(name):
+    model, batch = make_model(make_config(**VARIANTS[name])), make_batch()
+    objective = objective_of(model.config)
+    denominators = objective.loss_denominators(batch)
+    output = objective.forward(model, MicroBatch(batch, COMPUTE, RngKey(KEY), denominators))
+    assert output.loss.dtype == torch.float32 and output.loss.shape == ()
+    assert set(output.totals) <= set(objective.metric_totals) and output.totals["tokens"] == 40
+    assert all(total.shape == () and not total.requires_grad for total in output.totals.values())
+    totals = dict.fromkeys(objective.metric_totals, 0.0)
+    found = objective.metrics(totals | {total: float(value) for total, value in output.totals.items()})
+    assert tuple(found)[: len(METRICS)] == METRICS
+    assert found["loss"] == pytest.approx(output.loss.item(), rel=1e-5)
+    networks = objective.networks()
+    assert tuple(networks) == tuple(model.networks) == OBJECTIVE_SPECS[objective.name].roles[-len(networks) :]
+    for role, network in networks.items():
+        assert all(hasattr(model, at) for at in network.heads) and f"{role}_head" in network.heads
+        assert all(objective.describe(role))
+    stages, num_steps = objective.stages(), model.config.train.steps
+    assert stages[0].first_step == 0 and sum(stage.num_steps for stage in stages) == num_steps
+    assert objective.stage(0) == stages[0] and objective.stage(num_steps - 1) == stages[-1]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rows_of_the_table_after_the_last_entry_are_neither_sampled_nor_trained(name):
+    """As in tables that are padded to a size that GPUs like."""
+    model, batch, num_entries = make_model(make_config(**VARIANTS[name])), make_batch(vocab=20), 20
+    model.limit_vocabulary(num_entries)
+    if model.config.generator.kind == "unigram":
+        model.proposal.set_counts(torch.ones(num_entries))
+    objective = objective_of(model.config)
+    inputs = losses.read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
+    samples = [losses.generate(model, inputs, RngKey(KEY + step)).sample_M for step in range(20)]
+    assert all((sample_M < num_entries).all() for sample_M in samples) and len(torch.cat(samples).unique()) > 5
+    objective.forward(
+        model, MicroBatch(batch, COMPUTE, RngKey(KEY), objective.loss_denominators(batch))
+    ).loss.backward()
+    tables = [each for each in model.parameters() if len(each) == VOCAB and each.grad is not None]
+    assert tables and not any(each.grad[num_entries:].any() for each in tables)
+    assert any(each.grad[:num_entries].any() for each in tables)
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("electra", "mlm")])
+def test_a_configuration_says_what_an_objective_needs(name):
+    config = Config.preset("tiny", "google")
+    allowed = '"paper" or "bert" or "whole-word" or "span"'
+    with pytest.raises(ValueError, match=f'objective.name = "{name}" needs data.masking = {allowed}.*twice'):
+        config.replace({"objective": {"name": name}})
+    assert config.with_objective(name).objective.name == name
+    assert config.with_objective(name).with_objective("mlm").data.masking == "paper"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"objective.name": "two-stage"},
+            r'generator.fraction = 1.0 \(it is 0.5\), model.tying = "none" \(it is "embeddings"\)$',
+        ),
+        (VARIANTS["two-stage"] | {"train.steps": "1"}, "needs train.steps = 2 or more, one for each stage"),
+        ({"objective.name": "adversarial", "objective.temperature": "2"}, "needs objective.temperature = 1.0"),
+        ({"objective.name": "adversarial", "generator.kind": "unigram"}, 'needs generator.kind = "model"'),
+        ({"objective.name": "mlm", "objective.contrastive_weight": "1"}, 'needs objective.name = "electra"'),
+        ({"objective.contrastive_weight": "1", "data.masking": "google"}, "needs data.masking = .*twice"),
+        ({"objective.disc_positions": "random"}, '= "random" needs objective.name = "electra15"'),
+        ({"generator.kind": "uniform", "objective.disallow_correct": "true"}, "needs objective.disallow_correct = f"),
+        ({"objective.name": "replace"}, "objective.name = 'replace' must be one of electra, mlm, electra15, replace"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Config.preset("tiny", "paper").override(changes)
+
+
+def resumed(original, to, step, data, settings):
+    """A copy of a run that goes on from its checkpoint of a step."""
+    shutil.copytree(original, to)
+    truncate(to, step)
+    pretrain(settings, data=data, out=to)
+    return to
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("electra", "mlm", "two-stage")])
+def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path):
+    """A run in which the losses fall, whose resume repeats it to the bit; `evaluate` and the export agree with it."""
+    changes = {"train.keep_checkpoints": "100", "train.log_every": "8", "model.dropout": "0.1"} | VARIANTS[name]
+    settings = tiny_config(**changes)
+    pretrain(settings, data=validation_corpus, out=tmp_path / "run")
+    first, *_, last = lines(tmp_path / "run")
+    assert all(value is None or math.isfinite(value) for value in last.values())
+    if "adversarial" not in name and "random" not in name:
+        assert last["loss"] < first["loss"]
+    assert_same_run(resumed(tmp_path / "run", tmp_path / "again", 15, validation_corpus, settings), tmp_path / "run")
+
+    found = ef.evaluate(tmp_path / "run", validation_corpus)
+    validation = lines(tmp_path / "run", "evaluations.jsonl")[-1]
+    assert found.keys() - {"unigram_sequence_length"} == validation.keys() - {"step"} | {"unigram_auc"}
+    has_detector = "discriminator" in name or found["discriminator_accuracy"] is not None
+    assert (found["discriminator_auc"] is not None) == has_detector
+    if "plain" in name:
+        with pytest.raises(ValueError, match='no class of transformers has model.heads = "plain"'):
+            ef.export(tmp_path / "run", tmp_path / "hf")
+        return
+    ef.export(tmp_path / "run", tmp_path / "hf")
+    ours, theirs = ef.load(tmp_path / "run"), ef.load(tmp_path / "hf")
+    names = {f"{role}_logits" for role in ours.networks}
+    ids = torch.randint(5, 20, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert {folder.name for folder in (tmp_path / "hf").iterdir()} == set(ours.networks) == set(theirs.networks)
+    for logits in names:
+        assert torch.equal(getattr(theirs, logits)(ids), getattr(ours, logits)(ids))
+    if name == "corrective":
+        exported = ef.evaluate(tmp_path / "hf", validation_corpus, sequence_length=16)
+        assert exported["discriminator_auc"] == pytest.approx(found["discriminator_auc"], abs=1e-6)
+        assert "corrective_loss" in found and "corrective_loss" not in exported  # the folder has no such head
+    # What is fine-tuned is the result, not its generator, from the run as from the export.
+    encoder, again = load_encoder(tmp_path / "run"), load_encoder(tmp_path / "hf")
+    assert encoder.content_hash == again.content_hash
+    assert torch.equal(encoder.state["embeddings.token"], ours.embeddings.token)
+    ef.import_folder(tmp_path / "hf", tmp_path / "imported")
+    assert ef.load(tmp_path / "imported").config.objective == ours.config.objective
+    few = settings.override({"train.steps": "2", "optimizer.warmup_steps": "1", "train.eval_every": "0"})
+    assert pretrain(few, data=validation_corpus, out=tmp_path / "imported").step == 2
+
+
+def test_heads_that_transformers_does_not_have_are_named(validation_corpus, tmp_path, capsys):
+    settings = tiny_config(**VARIANTS["all-tokens-mlm"] | {"train.steps": "2", "train.eval_every": "0"})
+    pretrain(settings, data=validation_corpus, out=tmp_path / "run")
+    capsys.readouterr()
+    ef.export(tmp_path / "run", tmp_path / "hf")
+    assert "note: copy_head: not exported, since no class of transformers has such a head" in capsys.readouterr().err
+    assert (
+        "the head that decides whether to copy a token is left out" in (tmp_path / "hf/encoder/README.md").read_text()
+    )
+    ids = torch.randint(5, 20, (2, 9))
+    for role in ("encoder", "generator"):
+        folder = tmp_path / "hf" / role
+        theirs, info = transformers.ElectraForMaskedLM.from_pretrained(folder, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        with torch.no_grad():
+            expected = getattr(ef.load(tmp_path / "run"), f"{role}_logits")(ids)
+            assert (theirs.eval()(ids).logits - expected).abs().max() < 1e-5
+    ef.import_folder(tmp_path / "hf", tmp_path / "again")
+    assert "note: copy_head: not in the folder and begins untrained" in capsys.readouterr().err
+
+
+def test_an_imported_unigram_model_trains_on_the_counts_of_its_corpus(validation_corpus, tmp_path):
+    """An export has none."""
+    changes = {"generator.kind": "unigram", "train.steps": "2", "train.eval_every": "0"}
+    ef.pretrain(tiny_config("paper", **changes), data=validation_corpus, out=tmp_path / "run")
+    ef.export(tmp_path / "run", tmp_path / "export")
+    ef.import_folder(tmp_path / "export", tmp_path / "imported")
+    config = ef.Config.load(tmp_path / "imported" / "config.toml").override(changes | {"train.log_every": "1"})
+    ef.pretrain(config, data=validation_corpus, out=tmp_path / "imported")
+    expected, found = (ef.load(tmp_path / name).proposal.table_V2 for name in ("run", "imported"))
+    assert torch.equal(found, expected) and found.any()
+
+
+def test_an_exported_unigram_model_is_evaluated_by_the_counts_of_the_corpus(validation_corpus, tmp_path, capsys):
+    changes = {"generator.kind": "unigram", "train.steps": "2", "train.eval_every": "0"}
+    pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
+    ef.export(tmp_path / "run", tmp_path / "hf")
+    expected = ef.evaluate(tmp_path / "run", validation_corpus)
+    assert "note" not in capsys.readouterr().err
+    found = ef.evaluate(tmp_path / "hf", validation_corpus)
+    assert [each is None for each in found.values()] == [each is None for each in expected.values()]
+    expected = {name: each for name, each in expected.items() if each is not None}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert "token counts are not exported; those of the corpus are used" in capsys.readouterr().err
+    table = ef.load(tmp_path / "run").proposal.table_V2
+    assert torch.equal(table, alias_table(torch.from_numpy(ef.Corpus(validation_corpus).token_counts())))
+
+
+GENERATOR = ("generator_embeddings", "generator", "generator_head")
+DISCRIMINATOR = ("embeddings", "discriminator", "discriminator_head")
+SWITCH = STEPS // 2
+
+
+@pytest.fixture(scope="module")
+def two_stages(tmp_path_factory, validation_corpus):
+    """A run in two stages, with a checkpoint every third step: before, at and after the switch."""
+    out = tmp_path_factory.mktemp("stages") / "run"
+    pretrain(two_stage_config(), data=validation_corpus, out=out)
+    return out
+
+
+def test_a_stage_is_not_judged_before_its_warmup(two_stages, validation_corpus, tmp_path, monkeypatch):
+    """The discriminator is untrained when its stage begins."""
+    first_steps = []
+    monkeypatch.setattr(metrics.LastingWarning, "take", lambda _, *arguments: first_steps.append(arguments[-1]))
+    resumed(two_stages, tmp_path / "run", 3, validation_corpus, two_stage_config())
+    assert first_steps == [100, 100, 100, 112, 112, 112]  # of the lines of steps 5, 10, 12, 15, 20 and 24
+
+
+def two_stage_config():
+    # Log lines would fall on both sides of the switch, were there not one at the end of a stage.
+    return tiny_config(**VARIANTS["two-stage"] | {"train.keep_checkpoints": "100", "train.log_every": "5"})
+
+
+def test_a_switch_copies_freezes_and_starts_afresh(two_stages):
+    def at(step):
+        folder = checkpoint_folder.path_of(two_stages, step)
+        return load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
+
+    def changed(before, after, prefixes):
+        names = [name for name in before if name.startswith(tuple(f"{prefix}." for prefix in prefixes))]
+        assert names
+        return {not torch.equal(before[name], after[name]) for name in names}
+
+    (first, _), (switch, old), (next_one, new), (last, _) = (at(step) for step in (3, SWITCH, SWITCH + 3, STEPS))
+    assert changed(first, switch, GENERATOR) == {True} and changed(first, switch, DISCRIMINATOR) == {False}
+    assert changed(switch, last, GENERATOR) == {False} and changed(switch, next_one, DISCRIMINATOR) == {True}
+    assert (int(old["num_updates"]), int(new["num_updates"])) == (SWITCH, 3)
+    assert any("generator_head" in name for name in old) and not any("generator_head" in name for name in new)
+    # After three small steps the discriminator is near what it was copied from, and far from what it was.
+    token, copied = next_one["embeddings.token"], switch["generator_embeddings.token"]
+    assert (token - copied).norm() < 0.2 * (token - switch["embeddings.token"]).norm()
+
+
+def test_the_log_and_the_schedule_of_two_stages(two_stages):
+    records = lines(two_stages)
+    assert [record["step"] for record in records] == [5, 10, 12, 15, 20, 24]
+    assert [record["discriminator_loss"] is None for record in records] == [True] * 3 + [False] * 3
+    assert all(record["generator_loss"] > 0 for record in records)
+    for record in records[:3]:
+        assert record["loss"] == record["generator_loss"]
+    for record in records[3:]:  # 50, the weight of its loss
+        assert record["loss"] == pytest.approx(50 * record["discriminator_loss"])
+    # A warmup of 4 steps and a decay to 0 by the product schedule, twice: at steps 5, 10, 12 of 12 and 3, 8, 12 of 12.
+    expected = [(1 - step / SWITCH) * min(1, step / 4) * 1e-3 for step in (4, 9, 11, 2, 7, 11)]
+    assert [record["learning_rate"] for record in records] == pytest.approx(expected)
+
+
+def test_stage_one_is_mlm_of_the_same_size(two_stages, validation_corpus, tmp_path):
+    """The generator's half of the run is a run of `mlm` of half the steps, to the bit: same rows, rates and dropout."""
+    changes = {"objective.name": "mlm", "data.masking": "paper", "train.steps": str(SWITCH), "train.log_every": "5"}
+    pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
+    alone, whole = (
+        weights(tmp_path / "run"),
+        load_file(checkpoint_folder.path_of(two_stages, SWITCH) / "model.safetensors"),
+    )
+    assert all(torch.equal(alone[name], whole[name]) for name in alone)
+
+
+@pytest.mark.parametrize("step", [SWITCH - 3, SWITCH, SWITCH + 3])
+def test_resumes_exactly_in_either_stage(two_stages, validation_corpus, tmp_path, capsys, step):
+    assert_same_run(resumed(two_stages, tmp_path / "run", step, validation_corpus, two_stage_config()), two_stages)
+    said = f"step {SWITCH}: replaced-token detection against the frozen generator begins: the optimizer's moments"
+    assert (said in capsys.readouterr().err) == (step <= SWITCH)
+
+
+def test_the_frozen_generator_has_no_dropout(validation_corpus):
+    vocab_size = str(ef.Corpus(validation_corpus).vocab_size)
+    config = two_stage_config().override({"model.dropout": "0.5", "model.vocab_size": vocab_size})
+    model = ef.Electra(config)
+    optimizer = Optimizer(model.named_parameters(), config.optimizer)
+    step = TrainStep(model, optimizer, config, COMPUTE, num_processes=1)
+    assert model.generator.training and not model.discriminator.training
+    step._enter_stage(SWITCH)
+    assert model.discriminator.training and not any(module.training for module in model.generator.modules())
+    evaluate_model(model, validation_corpus, config.replace({"data": {"corpus": str(validation_corpus)}}), COMPUTE, 1)
+    assert model.discriminator.training and not model.generator.training
+
+
+def test_the_number_of_steps_of_two_stages_is_fixed(two_stages, validation_corpus, tmp_path):
+    shutil.copytree(two_stages, tmp_path / "run")
+    longer = two_stage_config().override({"train.steps": str(2 * STEPS)})
+    with pytest.raises(ValueError, match="train.steps = 24, now it is 48, which would move the border of its stages"):
+        pretrain(longer, data=validation_corpus, out=tmp_path / "run", allow_changes=True)
+
+
+def test_a_new_total_does_not_break_a_resume(whole_run, validation_corpus, tmp_path, monkeypatch):
+    """Checkpoints store totals by name: one that an older version did not know begins at 0."""
+
+    class WithOneMore(ElectraObjective):
+        metric_totals = (*ElectraObjective.metric_totals, "padding")
+
+        def forward(self, model, batch):
+            output = super().forward(model, batch)
+            return Output(output.loss, output.totals | {"padding": (batch.tensors["segment_ids"] == 0).sum()})
+
+    shutil.copytree(whole_run, tmp_path / "run")
+    latest = checkpoint_folder.steps(tmp_path / "run")[-1]
+    shutil.rmtree(checkpoint_folder.path_of(tmp_path / "run", latest))  # the one before it lies within a log window
+    monkeypatch.setitem(OBJECTIVES, "electra", WithOneMore)
+    pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run")
+    assert lines(tmp_path / "run") == lines(whole_run)
+    ours, theirs = weights(tmp_path / "run"), weights(whole_run)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_shared_pieces_name_the_totals_of_the_kernels():
+    assert set(ops.DISCRIMINATOR_TOTALS) < set(ElectraObjective.metric_totals)

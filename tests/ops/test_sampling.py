@@ -1,0 +1,211 @@
+"""Philox against its published test vectors, and samples against the distributions they are drawn from."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+from electra_fast.errors import InputError
+from electra_fast.ops.sampling import alias_table, philox, sample_alias_reference, sample_categorical
+
+ONES = 0xFFFFFFFF
+
+
+def words(*values: int) -> tuple[Tensor, ...]:
+    return tuple(torch.tensor(value) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ONES, ONES, ONES, ONES), (ONES, ONES), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_known_answers_of_random123(
+    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    found = philox(words(*counter), words(*key))  # type: ignore[arg-type]
+    assert tuple(int(word) for word in found) == expected
+
+
+def test_philox_of_a_tensor_is_philox_of_its_elements() -> None:
+    counters = torch.tensor([0, 7, ONES])
+    together = torch.stack(philox((counters, *words(1, 2, 3)), words(4, 5)))  # type: ignore[arg-type]
+    for i, counter in enumerate(counters):
+        alone = torch.stack(philox((counter, *words(1, 2, 3)), words(4, 5)))  # type: ignore[arg-type]
+        assert torch.equal(together[:, i], alone)
+
+
+def draw(logits_V: Tensor, num_samples: int, seed: int = 3, step: int = 5) -> Tensor:
+    """Samples of slots 0, 1, … from one distribution, in batches whose slots differ from their row indices."""
+    key = torch.tensor([seed, step])
+    batches = torch.arange(num_samples).split(20_000)
+    return torch.cat([sample_categorical(logits_V.expand(len(slots), -1), slots, key) for slots in batches])
+
+
+def p_value(samples: Tensor, probability_V: Tensor) -> float:
+    """Chi-squared goodness of fit; entries with an expected count under 10 are pooled."""
+    counts = torch.bincount(samples, minlength=len(probability_V)).double()
+    expected = probability_V.double() * len(samples)
+    rare = expected < 10
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    keep = expected > 0
+    statistic = ((counts[keep] - expected[keep]) ** 2 / expected[keep]).sum().item()
+    return float(chi2.sf(statistic, int(keep.sum()) - 1))
+
+
+@pytest.mark.parametrize("vocab_size", [5, 127, 128, 300, 1000])
+def test_samples_follow_the_softmax(vocab_size: int) -> None:
+    random = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(vocab_size, generator=random) * 2
+    logits[vocab_size // 2] += 4  # skewed: one entry is far likelier than the rest
+    samples = draw(logits, 100_000)
+    assert p_value(samples, logits.softmax(-1)) > 1e-3
+    # The test has power: it rejects a slightly flatter distribution.
+    assert p_value(samples, (logits * 0.9).softmax(-1)) < 1e-6
+
+
+def test_samples_follow_the_softmax_across_tiles_of_very_different_probability() -> None:
+    logits = torch.zeros(384)
+    logits[:128], logits[256:] = -6, 3
+    samples = draw(logits, 100_000)
+    assert p_value(samples, logits.softmax(-1)) > 1e-3
+    assert (samples < 128).any()
+
+
+def test_neighbouring_slots_steps_and_seeds_are_independent() -> None:
+    logits = torch.zeros(16)
+    uniform = torch.full((256,), 1 / 256)
+    first = draw(logits, 50_000)
+    others = {"slot": first.roll(1), "step": draw(logits, 50_000, step=6), "seed": draw(logits, 50_000, seed=4)}
+    for name, other in others.items():
+        assert p_value(first * 16 + other, uniform) > 1e-3, name
+        assert abs((first == other).double().mean().item() - 1 / 16) < 0.006, name
+
+
+def test_a_slot_gets_the_same_sample_in_any_subset_and_order() -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, 700, generator=random)
+    slots = torch.randperm(10_000, generator=random)[:200]
+    key = torch.tensor([2**40 + 1, 9])
+    whole = sample_categorical(logits, slots, key)
+    for rows in (torch.arange(50, 120), torch.randperm(200, generator=random), torch.tensor([7])):
+        assert torch.equal(sample_categorical(logits[rows], slots[rows], key), whole[rows])
+    for changed in ((2**40 + 2, 9), (2**41 + 1, 9), (2**40 + 1, 10)):
+        again = sample_categorical(logits, slots, torch.tensor(changed))
+        assert (again != whole).double().mean() > 0.9
+    assert (sample_categorical(logits, slots + 1, key) != whole).double().mean() > 0.9
+
+
+@pytest.mark.parametrize("low", [-math.inf, -1000.0])
+@pytest.mark.parametrize("vocab_size", [100, 300, 1000])
+def test_entries_of_probability_0_are_never_drawn(low: float, vocab_size: int) -> None:
+    logits = torch.full((vocab_size,), low)
+    allowed = torch.tensor([1, vocab_size // 2, vocab_size - 2])
+    logits[allowed] = torch.tensor([0.0, 1.0, -1.0])
+    samples = draw(logits, 20_000)
+    assert sorted(set(samples.tolist())) == allowed.tolist()
+
+
+def test_half_precision_logits_are_sampled_in_full_precision() -> None:
+    logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(1)).bfloat16()
+    slots, key = torch.arange(64), torch.tensor([1, 1])
+    assert torch.equal(sample_categorical(logits, slots, key), sample_categorical(logits.float(), slots, key))
+
+
+def zipf(vocab_size: int) -> Tensor:
+    """Weights like those of words, some of which never occur."""
+    weights = 1 / (torch.arange(vocab_size).double() + 1)
+    random = torch.Generator().manual_seed(vocab_size)
+    weights[torch.randperm(vocab_size, generator=random)[: vocab_size // 4]] = 0
+    return weights
+
+
+WEIGHTS = {
+    "zipf": zipf(3000),
+    "long": zipf(250_000),
+    "uniform": torch.full((300,), 0.1, dtype=torch.float64),
+    "counts": torch.tensor([0, 0, 7, 1, 0, 123_456_789_012]),
+    "one": torch.tensor([0.0, 2.0, 0.0]),
+    "single": torch.tensor([5.0]),
+    "huge": torch.tensor([1e308, 1.5e308, 0, 1e308], dtype=torch.float64),
+    "tiny": torch.tensor([5e-324, 1e-323, 0], dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_an_alias_table_has_the_probabilities_of_its_weights(name: str) -> None:
+    weights = WEIGHTS[name]
+    vocab_size, table = len(weights), alias_table(weights)
+    assert table.shape == (vocab_size, 2) and table.dtype == torch.int64 and table.is_contiguous()
+    threshold, alias = table.unbind(1)
+    assert ((threshold >= 0) & (threshold <= 2**32)).all() and ((alias >= 0) & (alias < vocab_size)).all()
+    # In integers: every row has 2^32 units of probability, for its entry and its alias.
+    units = threshold.index_add(0, alias, 2**32 - threshold)
+    assert units.sum() == vocab_size * 2**32 and not units[weights == 0].any()
+    expected = weights.double() / weights.max()
+    expected /= expected.sum()
+    assert (units.double() / (vocab_size * 2**32) - expected).abs().max() < 2**-31
+
+
+def test_equal_weights_always_keep_the_entry() -> None:
+    for weight in (1, 0.1, 3e-300):
+        threshold, alias = alias_table(torch.full((30_522,), weight, dtype=torch.float64)).unbind(1)
+        assert (threshold == 2**32).all() and torch.equal(alias, torch.arange(30_522))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([0.0, 0.0], "the weights of all 2 entries are 0"),
+        ([], "the weights of all 0 entries are 0"),
+        ([1.0, -0.5], "the weight of entry 1 is -0.5"),
+        ([math.nan, 1.0], "the weight of entry 0 is nan"),
+        ([1.0, 2.0, math.inf], "the weight of entry 2 is inf"),
+    ],
+)
+def test_weights_that_are_no_distribution_are_refused(weights: list[float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        alias_table(torch.tensor(weights))
+
+
+def draw_alias(weights_V: Tensor, num_samples: int, seed: int = 3, step: int = 5) -> Tensor:
+    return sample_alias_reference(alias_table(weights_V), torch.arange(num_samples), torch.tensor([seed, step]))
+
+
+@pytest.mark.parametrize("name", ["zipf", "long", "uniform", "counts", "one", "single"])
+def test_samples_of_an_alias_table_follow_the_weights(name: str) -> None:
+    weights = WEIGHTS[name].double()
+    samples = draw_alias(weights, 300_000)
+    assert not weights[samples].eq(0).any()
+    assert (weights > 0).sum() == 1 or p_value(samples, weights / weights.sum()) > 1e-3
+    if name in ("zipf", "long"):  # the test has power: it rejects a slightly flatter distribution
+        assert p_value(samples, weights**0.95 / (weights**0.95).sum()) < 1e-6
+
+
+def test_uniform_samples_cover_the_whole_vocabulary() -> None:
+    samples = draw_alias(torch.ones(5000), 100_000)
+    assert len(samples.unique()) == 5000 and samples.min() == 0 and samples.max() == 4999
+
+
+def test_samples_of_an_alias_table_depend_on_slot_step_and_seed_only() -> None:
+    table, slots, key = alias_table(zipf(3000)), torch.arange(1000), torch.tensor([2**40 + 1, 9])
+    whole = sample_alias_reference(table, slots, key)
+    for part in (slots[5:10], slots.flip(0), slots[7:8], slots[:0]):
+        assert torch.equal(sample_alias_reference(table, part, key), whole[part])
+    uniform, pairs = torch.ones(16), torch.full((256,), 1 / 256)
+    first = draw_alias(uniform, 50_000)
+    others = {"step": draw_alias(uniform, 50_000, step=6), "seed": draw_alias(uniform, 50_000, seed=2**32 + 3)}
+    for name, other in (others | {"slot": first.roll(1)}).items():
+        assert p_value(first * 16 + other, pairs) > 1e-3, name

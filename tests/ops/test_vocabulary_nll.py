@@ -1,0 +1,215 @@
+"""Cross-entropy of all tokens, by blocks, against plain PyTorch in fp64; and that logits [T, V] never exist."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from electra_fast.ops import dispatch, vocabulary_nll
+
+BLOCK = (8, 256)
+# (T, V, E): one token and a partial tile; whole blocks; partial blocks and tiles in both dimensions.
+SHAPES = [(1, 5, 16), (16, 512, 32), (37, 300, 48), (21, 1000, 128)]
+# Half an ulp. A probability in fp32 takes about 8 roundings (logit, distance to the maximum, exponential, sum,
+# quotient, product, one-hot, product with the table), which differ in another order; in bf16 one cast exceeds them all.
+HALF_ULP = {torch.float32: 2**-24, torch.bfloat16: 2**-9}
+NUM_ROUNDINGS = {torch.float32: 8, torch.bfloat16: 1}
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
+    monkeypatch.setattr(vocabulary_nll, "BLOCK_SHAPE", {"cpu": BLOCK})
+
+
+def make_inputs(num_tokens: int, vocab_size: int, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """x, table, bias, targets: a third of them the argmax, a third of them confident."""
+    torch.manual_seed(num_tokens)
+    parameter_dtype = torch.promote_types(dtype, torch.float32)
+    x = torch.randn(num_tokens, width).to(dtype)
+    table = torch.randn(vocab_size, width, dtype=parameter_dtype) * (2 * width**-0.5)
+    bias = torch.randn(vocab_size, dtype=parameter_dtype) * 0.5
+    target = torch.randint(vocab_size, (num_tokens,))
+    target[::3] = F.linear(x.double(), table.double(), bias.double()).argmax(-1)[::3]
+    bias[target[1::3]] += 12.0
+    return x, table, bias, target
+
+
+def make_upstream(num_tokens: int) -> Tensor:
+    upstream = torch.randn(num_tokens, dtype=torch.float64)
+    upstream[3::4] = 0.0  # tokens that the loss does not use
+    return upstream
+
+
+def plain(x: Tensor, table: Tensor, bias: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition, with all logits in memory."""
+    logits_TV = F.linear(x, table.to(x.dtype), bias.to(x.dtype))
+    logits_TV = logits_TV.to(torch.promote_types(x.dtype, torch.float32))
+    return F.cross_entropy(logits_TV, target, reduction="none"), logits_TV.argmax(-1) == target
+
+
+def run(function, inputs, upstream, dtype=None):
+    """(nll and the gradients of x, table and bias), is_argmax."""
+    leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in inputs[:3]]
+    nll, is_argmax = function(*leaves, inputs[3])
+    gradients = torch.autograd.grad(nll, leaves, upstream.to(nll.dtype))
+    return (nll.detach(), *gradients), is_argmax
+
+
+def assert_no_worse(ours: Tensor, reference: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """Our error against fp64 is at most the reference's, plus the roundings of dtype at the largest result."""
+    one_rounding = HALF_ULP[dtype] * max(1.0, exact.abs().max().item())
+    error, allowed = ours.double() - exact, reference.double() - exact
+    assert error.square().mean().sqrt() <= 1.2 * allowed.square().mean().sqrt() + one_rounding
+    assert error.abs().max() <= 1.2 * allowed.abs().max() + NUM_ROUNDINGS[dtype] * one_rounding
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_definition_in_fp64(shape):
+    inputs, upstream = make_inputs(*shape, torch.float64), make_upstream(shape[0])
+    ours, is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)
+    expected, expected_is_argmax = run(plain, inputs, upstream)
+    assert torch.equal(is_argmax, expected_is_argmax)
+    for found, wanted in zip(ours, expected, strict=True):
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_errors_are_at_most_those_of_the_definition(shape, dtype):
+    inputs, upstream = make_inputs(*shape, dtype), make_upstream(shape[0])
+    ours, is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)
+    reference, reference_is_argmax = run(plain, inputs, upstream)
+    exact, _ = run(plain, inputs, upstream, torch.float64)
+    assert torch.equal(is_argmax, reference_is_argmax)
+    for index, (found, wanted, truth) in enumerate(zip(ours, reference, exact, strict=True)):
+        assert found.dtype == wanted.dtype == (dtype if index == 1 else torch.float32)
+        assert_no_worse(found, wanted, truth, dtype)
+
+
+def test_gradients_by_finite_differences():
+    x, table, bias, target = make_inputs(10, 300, 2, torch.float64)
+    leaves = [tensor.requires_grad_() for tensor in (x, table, bias)]
+    assert torch.autograd.gradcheck(lambda *leaves: vocabulary_nll.vocabulary_nll(*leaves, target)[0], leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_block_shapes_change_rounding_only(monkeypatch, dtype):
+    inputs, upstream = make_inputs(37, 700, 32, dtype), make_upstream(37)
+    exact, _ = run(plain, inputs, upstream, torch.float64)
+    monkeypatch.setattr(vocabulary_nll, "BLOCK_SHAPE", {"cpu": (37, 768)})
+    whole, is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)
+    for block in ((1, 128), (5, 256), (36, 384)):
+        monkeypatch.setattr(vocabulary_nll, "BLOCK_SHAPE", {"cpu": block})
+        ours, ours_is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)
+        assert torch.equal(ours_is_argmax, is_argmax)
+        for found, wanted, truth in zip(ours, whole, exact, strict=True):
+            assert_no_worse(found, wanted, truth, dtype)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation returns, also within our operators."""
+
+    OWN = {
+        "electra_fast::vocabulary_nll": vocabulary_nll._vocabulary_nll_impl,
+        "electra_fast::vocabulary_nll_backward": vocabulary_nll._vocabulary_nll_backward_impl,
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements, self.seen = 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() in self.OWN:
+            self.seen.add(func.name())
+            with self:  # a mode is off within its own handler
+                return self.OWN[func.name()](*args)
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.num_elements = max([self.num_elements, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_tensor_is_larger_than_a_block(dtype):
+    num_tokens, vocab_size, width = 300, 1000, 2
+    block_elements = math.prod(BLOCK)
+    assert max(num_tokens, vocab_size) * width <= block_elements
+    assert min(num_tokens * BLOCK[1], BLOCK[0] * vocab_size) > block_elements
+    inputs, upstream = make_inputs(num_tokens, vocab_size, width, dtype), make_upstream(num_tokens)
+    with LargestTensor() as largest:
+        run(vocabulary_nll.vocabulary_nll, inputs, upstream)
+    assert largest.seen == set(LargestTensor.OWN)
+    assert largest.num_elements == block_elements
+    with LargestTensor() as largest:
+        run(plain, inputs, upstream)
+    assert largest.num_elements == num_tokens * vocab_size
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_registered_for_autograd_and_compilation():
+    x, table, bias, target = make_inputs(10, 300, 4, torch.float32)
+    grad, largest, total = torch.randn(10), torch.full((10,), 9.0), torch.full((10,), 99.0)
+    leaves = [tensor.requires_grad_() for tensor in (x, table, bias)]
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    operators = torch.ops.electra_fast
+    torch.library.opcheck(operators.vocabulary_nll.default, (*leaves, target), test_utils=tests)
+    arguments = (grad, *(leaf.detach() for leaf in leaves), target, largest, total)
+    torch.library.opcheck(operators.vocabulary_nll_backward.default, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiles_as_one_graph(dtype):
+    inputs, upstream = make_inputs(21, 300, 16, dtype), make_upstream(21)
+    expected, expected_is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)
+    compiled = torch.compile(vocabulary_nll.vocabulary_nll, backend="aot_eager", fullgraph=True)
+    found, is_argmax = run(compiled, inputs, upstream)
+    assert torch.equal(is_argmax, expected_is_argmax)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_argmax_of_equal_logits_is_the_first():
+    x, table, bias = torch.zeros(5, 4), torch.zeros(700, 4), torch.zeros(700)
+    target = torch.tensor([0, 1, 128, 256, 699])
+    assert vocabulary_nll.vocabulary_nll(x, table, bias, target)[1].tolist() == [True, False, False, False, False]
+    bias[[300, 650]] = 1.0
+    target = torch.tensor([300, 0, 650, 256, 699])
+    assert vocabulary_nll.vocabulary_nll(x, table, bias, target)[1].tolist() == [True, False, False, False, False]
+
+
+def test_entries_of_probability_zero():
+    """A bias of -inf, for a whole block."""
+    inputs, upstream = make_inputs(9, 700, 16, torch.float64), make_upstream(9)
+    inputs[2][:512] = -math.inf
+    inputs[3][:] = torch.arange(9) + 600
+    ours, is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)
+    expected, expected_is_argmax = run(plain, inputs, upstream)
+    assert torch.equal(is_argmax, expected_is_argmax)
+    torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_a_target_outside_the_vocabulary_has_probability_zero():
+    x, table, bias, _ = make_inputs(3, 300, 4, torch.float32)
+    nll, is_argmax = vocabulary_nll.vocabulary_nll(x, table, bias, torch.tensor([-100, 300, 299]))
+    assert nll.tolist()[:2] == [math.inf, math.inf] and nll[2].isfinite()
+    assert is_argmax.tolist()[:2] == [False, False]
+
+
+def test_without_tokens_or_gradients():
+    x, table, bias, target = make_inputs(5, 300, 4, torch.float32)
+    nll, is_argmax = vocabulary_nll.vocabulary_nll(x[:0].requires_grad_(), table, bias, target[:0])
+    assert nll.shape == is_argmax.shape == (0,)
+    (x_grad,) = torch.autograd.grad(nll.sum(), (table.requires_grad_(),), allow_unused=True)
+    assert x_grad is None
+    with torch.no_grad():
+        nll, _ = vocabulary_nll.vocabulary_nll(x, table, bias, target)
+    assert not nll.requires_grad
+    with dispatch.use_impl("reference"):
+        again, is_argmax = vocabulary_nll.vocabulary_nll(x, table, bias, target)
+    assert torch.equal(nll, again) and again.requires_grad and not is_argmax.requires_grad

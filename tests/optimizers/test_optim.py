@@ -1,0 +1,315 @@
+"""Update rules against torch's, and against their sources written out."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from electra_fast.config.config import OptimizerConfig
+from electra_fast.training.muon import orthogonalize
+from electra_fast.training.optim import Optimizer, lr_scale
+
+STEPS = 6
+
+
+def parameters(seed=0):
+    random = torch.Generator().manual_seed(seed)
+    shapes = {"x.weight": (8, 5), "wide.weight": (4, 16), "x.bias": (8,), "e.token": (11, 6)}
+    return {n: nn.Parameter(torch.randn(s, generator=random, dtype=torch.float32)) for n, s in shapes.items()}
+
+
+def gradients(named, step):
+    random = torch.Generator().manual_seed(100 + step)
+    return {name: torch.randn(p.shape, generator=random) for name, p in named.items()}
+
+
+def update(optimizer, scale=1.0):
+    optimizer.set_step_scalars(scale)
+    return optimizer.step()
+
+
+def train(config, scale=1.0, dtype=torch.float32):
+    named = parameters()
+    optimizer = Optimizer(named.items(), config, matrix_dtype=dtype)
+    for step in range(STEPS):
+        for name, gradient in gradients(named, step).items():
+            named[name].grad = gradient
+        update(optimizer, scale)
+    return named
+
+
+def plain(**changes):
+    defaults = {"learning_rate": 0.01, "clip_norm": 0.0, "weight_decay": 0.1, "bias_correction": True}
+    return OptimizerConfig(**(defaults | changes))
+
+
+def test_adamw_equals_torch():
+    ours, named = train(plain()), parameters()
+    decayed = [p for p in named.values() if p.dim() == 2]
+    rest = [p for p in named.values() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    theirs = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.999), eps=1e-6)
+    for step in range(STEPS):
+        for name, gradient in gradients(named, step).items():
+            named[name].grad = gradient
+        theirs.step()
+    for name, parameter in named.items():
+        torch.testing.assert_close(ours[name], parameter, rtol=1e-5, atol=1e-6)
+
+
+def test_sparse_gradients_update_as_whole_ones():
+    """Also where rows, or a whole gradient, are added to one; and what one step had is not in the next one's."""
+    config, random, results = plain(clip_norm=0.5), torch.Generator().manual_seed(0), []
+    steps = [(torch.randint(9, (4,), generator=random), torch.randn(4, 3, generator=random)) for _ in range(6)]
+    for is_sparse in (True, False):
+        table = torch.nn.Parameter(torch.ones(9, 3))
+        optimizer = Optimizer([("table", table)], config)
+        for number, (rows, values) in enumerate(steps):
+            optimizer.zero_grad()
+            (torch.nn.functional.embedding(rows, table, sparse=is_sparse) * values).sum().backward()
+            assert table.grad.is_sparse == is_sparse
+            gradient = optimizer.gradients()["table"]
+            if number == 2:
+                optimizer.add_rows("table", rows + torch.tensor([0, 0, 0, -rows[3]]), values)
+            if number == 4:
+                gradient += 1.0
+                optimizer.forget_rows("table")
+            update(optimizer)
+        results.append(table.detach())
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lamb"])
+def test_without_bias_correction_written_out(rule):
+    """BERT's AdamWeightDecay; LAMB adds the trust ratio for what is decayed."""
+    ours, named = train(plain(name=rule, bias_correction=False), scale=0.5), parameters()
+    for name, parameter in named.items():
+        weight = parameter.detach().double()
+        exp_avg, exp_avg_sq = torch.zeros_like(weight), torch.zeros_like(weight)
+        for step in range(STEPS):
+            gradient = gradients(named, step)[name].double()
+            exp_avg = 0.9 * exp_avg + 0.1 * gradient
+            exp_avg_sq = 0.999 * exp_avg_sq + 0.001 * gradient**2
+            change = exp_avg / (exp_avg_sq.sqrt() + 1e-6)
+            if weight.dim() == 2:
+                change = change + 0.1 * weight
+                if rule == "lamb":
+                    change = change * weight.norm() / change.norm()
+            weight = weight - 0.5 * 0.01 * change
+        torch.testing.assert_close(ours[name].double(), weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_equals_torch_within_its_bf16(dtype):
+    """torch.optim.Muon iterates in bf16, so matrices agree to its precision; everything else is AdamW."""
+    ours = train(plain(name="muon", muon_learning_rate=0.02), dtype=dtype)
+    adamw = train(plain())
+    named = parameters()
+    matrices = [named["x.weight"], named["wide.weight"]]
+    theirs = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="original")
+    for step in range(STEPS):
+        for name, gradient in gradients(named, step).items():
+            named[name].grad = gradient
+        theirs.step()
+    for name in ("x.weight", "wide.weight"):
+        moved = (parameters()[name] - named[name]).norm()
+        assert (ours[name] - named[name]).norm() < 5 * 2**-8 * moved  # five iterations of bf16 rounding
+    for name in ("x.bias", "e.token"):
+        assert torch.equal(ours[name], adamw[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 40), (2, 40, 8)])
+def test_orthogonalize(shape, dtype):
+    """The iteration's known range of singular values, and the directions of the polar factor."""
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    result = orthogonalize(matrices, dtype)
+    assert result.dtype == matrices.dtype
+    values = torch.linalg.svdvals(result)
+    assert values.min() > 0.4 and values.max() < 1.25
+    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+    polar = u @ vh
+    cosine = (result * polar).sum((1, 2)) / (result.norm(dim=(1, 2)) * polar.norm(dim=(1, 2)))
+    assert (cosine > 0.97).all()
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
+def test_shares_of_an_update_are_the_update(name):
+    """Three processes' shares, each with moments of its own parameters: together all parameters, each once."""
+
+    def updated(num_processes):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 8), nn.Linear(8, 40), nn.LayerNorm(40), nn.Linear(40, 40))
+        optimizer = Optimizer(model.named_parameters(), OptimizerConfig(name=name, learning_rate=0.1))
+        shares = []
+        for rank in range(num_processes):
+            optimizer.divide(rank, num_processes)
+            shares.append(optimizer.own_names)
+        for _ in range(2):
+            gradients = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+            optimizer.set_step_scalars(1.0)
+            for rank in range(num_processes):
+                optimizer.divide(rank, num_processes)
+                for parameter_name, parameter in model.named_parameters():
+                    parameter.grad = gradients[parameter_name].clone()
+                optimizer.step()
+        return model.state_dict(), shares
+
+    whole, _ = updated(1)
+    parts, shares = updated(3)
+    assert sorted(name for share in shares for name in share) == sorted(whole) and all(shares)
+    for parameter_name, tensor in whole.items():
+        torch.testing.assert_close(parts[parameter_name], tensor)
+
+
+def test_fused_matrices_are_orthogonalized_separately():
+    fused = nn.Parameter(torch.zeros(12, 4))
+    optimizer = Optimizer([("layer.qkv.weight", fused)], plain(name="muon", weight_decay=0.0))
+    fused.grad = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    fused.grad[:4] *= 1e3  # queries' gradients would drown the others in one joint norm
+    update(optimizer)
+    sizes = [block.norm() for block in fused.detach().chunk(3)]
+    assert max(sizes) < 2 * min(sizes)
+
+
+def test_lamb_adapts_each_tensor_of_the_published_layout():
+    """Fused parameters against their parts, computed separately in float64.
+
+    The gradients of queries and keys are near epsilon, as early in training: one trust ratio over all three would
+    be that of the values, and far too small for the others.
+    """
+    random = torch.Generator().manual_seed(0)
+    parts = {
+        "query": (4, 4, 1e-6),
+        "key": (4, 4, 1e-7),
+        "value": (4, 4, 1.0),
+        "gelu": (6, 4, 1e-7),
+        "gate": (6, 4, 1.0),
+        "zero": (3, 4, 1.0),
+    }
+    weights = {name: torch.randn(rows, columns, generator=random) for name, (rows, columns, _) in parts.items()}
+    weights["zero"].zero_()
+    grads = [
+        {name: torch.randn(r, c, generator=random) * scale for name, (r, c, scale) in parts.items()}
+        for _ in range(STEPS)
+    ]
+    fused = {"a.qkv.weight": ("query", "key", "value"), "a.geglu_in.weight": ("gelu", "gate"), "a.weight": ("zero",)}
+
+    def join(of, names):
+        return torch.cat([of[name] for name in names])
+
+    ours = {name: nn.Parameter(join(weights, names)) for name, names in fused.items()}
+    ours["a.qkv.bias"] = nn.Parameter(torch.ones(12))
+    optimizer = Optimizer(ours.items(), plain(name="lamb", bias_correction=False))
+    for step in range(STEPS):
+        for name, names in fused.items():
+            ours[name].grad = join(grads[step], names)
+        ours["a.qkv.bias"].grad = torch.ones(12)
+        update(optimizer)
+
+    expected, bias_avg, bias_avg_sq, bias = {}, 0.0, 0.0, 1.0
+    for name, weight in weights.items():
+        weight = weight.double()
+        exp_avg, exp_avg_sq = torch.zeros_like(weight), torch.zeros_like(weight)
+        for step in range(STEPS):
+            gradient = grads[step][name].double()
+            exp_avg, exp_avg_sq = 0.9 * exp_avg + 0.1 * gradient, 0.999 * exp_avg_sq + 0.001 * gradient**2
+            change = exp_avg / (exp_avg_sq.sqrt() + 1e-6) + 0.1 * weight
+            ratio = weight.norm() / change.norm() if weight.norm() > 0 else 1.0
+            weight = weight - 0.01 * ratio * change
+        expected[name] = weight
+    for _ in range(STEPS):  # norms and biases: neither decayed nor adapted
+        bias_avg, bias_avg_sq = 0.9 * bias_avg + 0.1, 0.999 * bias_avg_sq + 0.001
+        bias -= 0.01 * bias_avg / (bias_avg_sq**0.5 + 1e-6)
+    for name, names in fused.items():
+        torch.testing.assert_close(ours[name].double(), join(expected, names), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours["a.qkv.bias"].double(), torch.full((12,), bias).double(), rtol=1e-5, atol=1e-6)
+
+
+def test_clipping():
+    named = parameters()
+    optimizer = Optimizer(named.items(), plain(clip_norm=1.0, learning_rate=1.0, weight_decay=0.0, epsilon=1.0))
+    for name, gradient in gradients(named, 0).items():
+        named[name].grad = gradient.clone()
+    expected = math.sqrt(sum(g.square().sum().item() for g in gradients(named, 0).values()))
+    assert update(optimizer, 0.0).item() == pytest.approx(expected, rel=1e-6)
+    clipped = math.sqrt(sum(m.square().sum().item() for m in optimizer.exp_avg.values())) / (1 - 0.9)
+    assert clipped == pytest.approx(1.0, rel=1e-5)
+
+
+def test_state_round_trip():
+    config = plain(name="muon")
+    named = parameters()
+    optimizer = Optimizer(named.items(), config)
+    for name, gradient in gradients(named, 0).items():
+        named[name].grad = gradient
+    update(optimizer)
+    other = Optimizer(parameters().items(), config)
+    other.load_state_dict(optimizer.state_dict())
+    assert all(
+        torch.equal(a, b) for a, b in zip(optimizer.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+    with pytest.raises(ValueError, match="another model or rule"):
+        Optimizer(named.items(), plain()).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lamb", "muon"])
+def test_frozen_parameters_are_left_out(rule):
+    """They are neither updated nor stored nor in the norm; the others are updated as if alone."""
+    config = plain(name=rule, clip_norm=1.0)
+    named, alone = parameters(), parameters()
+    frozen = ("wide.weight", "x.bias")
+    for name in frozen:
+        named[name].requires_grad_(False)
+        del alone[name]
+    optimizer, expected = Optimizer(named.items(), config), Optimizer(alone.items(), config)
+    for step in range(STEPS):
+        for name, gradient in gradients(alone, step).items():
+            named[name].grad, alone[name].grad = gradient.clone(), gradient.clone()
+        assert torch.equal(update(optimizer), update(expected))
+    for name, parameter in named.items():
+        assert torch.equal(parameter, parameters()[name] if name in frozen else alone[name]), name
+    state = optimizer.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+
+    other = Optimizer(named.items(), config)
+    other.load_state_dict(state)
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in state.items())
+    with pytest.raises(ValueError, match="only one of the two has exp_avg.wide.weight"):
+        Optimizer(parameters().items(), config).load_state_dict(state)
+
+
+def test_what_must_have_a_gradient():
+    named = parameters()
+    optimizer = Optimizer(named.items(), plain())
+    for name, gradient in gradients(named, 0).items():
+        named[name].grad = gradient
+    named["x.bias"].grad = None
+    with pytest.raises(RuntimeError, match="parameter x.bias has no gradient"):
+        update(optimizer)
+    with pytest.raises(ValueError, match="no parameter requires a gradient"):
+        Optimizer([(name, p.requires_grad_(False)) for name, p in named.items()], plain())
+
+
+@pytest.mark.parametrize(
+    ("rule", "rate", "muon_rate"), [("muon", 1e-3, 0.0), ("muon", 0.0, 0.02), ("adamw", 0.0, 0.02)]
+)
+def test_rates_must_be_chosen(rule, rate, muon_rate):
+    config = OptimizerConfig(name=rule, learning_rate=rate, muon_learning_rate=muon_rate)
+    with pytest.raises(ValueError, match="a learning rate is 0"):
+        Optimizer(parameters().items(), config).set_step_scalars(1.0)
+
+
+def test_muon_alone_needs_its_rate():
+    config = OptimizerConfig(name="adamw", learning_rate=1e-3, muon_learning_rate=0.0)
+    Optimizer(parameters().items(), config).set_step_scalars(1.0)
+
+
+def test_schedules():
+    product = OptimizerConfig(warmup_steps=10, schedule="product")
+    assert [lr_scale(product, t, 100) for t in (0, 5, 10, 50, 99)] == pytest.approx([0, 0.475, 0.9, 0.5, 0.01])
+    linear = OptimizerConfig(warmup_steps=10, schedule="linear")
+    scales = [lr_scale(linear, t, 100) for t in (0, 4, 9, 10, 55, 99)]
+    assert scales == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.5, 1 / 90])
+    assert lr_scale(OptimizerConfig(warmup_steps=0), 0, 10) == 1.0

@@ -1,0 +1,146 @@
+"""The rows of the paper's comparisons: what they are, that they cost the same, and what they refuse."""
+
+import json
+
+import pytest
+import torch
+from tiny_task import write_sst2
+
+import electra_fast as ef
+from electra_fast.config.config import Config
+from electra_fast.errors import InputError
+from electra_fast.finetuning.tasks import read_tasks
+from electra_fast.objectives import OBJECTIVES
+from electra_fast.reproduction.experiments import EXPERIMENTS, MIN_STEPS, make_experiment, with_steps
+from electra_fast.reproduction.plan import Plan, base_config, estimate_seconds, row_configs, training_size
+from electra_fast.reproduction.reproduce import IDENTITY, _settle
+from electra_fast.reproduction.row_run import Work
+from electra_fast.reproduction.workers import Slot
+from electra_fast.training.flops import flops_per_token, report
+
+
+def experiment(name, preset="mini", recipe="modern", overrides=None):
+    base = Config.preset(preset, recipe).replace({"model": {"vocab_size": 8192}})
+    return make_experiment(name, base, overrides or {})
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize(
+    ("preset", "recipe", "budget"), [("tiny", "modern", 1e13), ("small", "google", 1e16), ("base", "paper", 1e18)]
+)
+def test_all_rows_cost_the_budget_within_one_percent(name, preset, recipe, budget):
+    made = experiment(name, preset, recipe)
+    configs = row_configs(made, budget, {})
+    assert list(configs) == [row.name for row in made.rows] and len(configs) >= 3
+    for config in configs.values():
+        assert report(config)["total"] == pytest.approx(budget, rel=0.01)  # what `electra-fast flops` prints
+        assert training_size(config)["flops"] == report(config)["total"]
+
+
+def test_objectives_are_all_there_and_differ_in_nothing_else():
+    made = experiment("objectives")
+    assert {row.name for row in made.rows} == set(OBJECTIVES)
+    assert [row.paper for row in made.rows[:5]] == [85.0, 84.3, 82.4, 82.4, 82.2]
+    first = made.rows[0].config
+    needed = {"objective.name", "data.masking", "model.tying", "generator.fraction"}  # the last two by two stages
+    for row in made.rows[1:]:
+        assert set(first.differences(row.config)) <= needed
+        assert row.config.objective.name == row.name
+    masking = {row.name: row.config.data.masking for row in made.rows}
+    assert masking.pop("mlm") == "bert" and set(masking.values()) == {"paper"}
+
+
+def test_generators_have_whole_heads():
+    made = experiment("generators")
+    assert [row.width for row in made.rows] == [0, 64, 128, 192, 256]
+    assert made.rows[0].config.generator.kind == "unigram"
+    assert [row.width for row in experiment("generators", "tiny").rows] == [0, 32, 64]
+
+
+def test_sizes_narrow_the_model_and_keep_its_heads():
+    made = experiment("sizes", "small", "google")
+    shapes = [
+        (row.group, row.width, row.config.model.intermediate_size, row.config.model.embedding_size) for row in made.rows
+    ]
+    assert shapes == [
+        *[("ELECTRA", 64, 256, 32), ("BERT", 64, 256, 32)],
+        *[("ELECTRA", 128, 512, 64), ("BERT", 128, 512, 64)],
+        *[("ELECTRA", 256, 1024, 128), ("BERT", 256, 1024, 128)],
+    ]
+    assert {row.config.model.num_heads for row in made.rows} == {4}
+    # Tables 1 and 2: published for the shapes of small, base and large, for no other.
+    assert [row.paper for row in made.rows] == [None] * 4 + [79.9, 75.1]
+    assert [row.paper for row in experiment("sizes", "base").rows][-2:] == [85.1, 82.2]
+
+
+def test_claims_name_rows():
+    for name in EXPERIMENTS:
+        made = experiment(name)
+        rows = {row.name for row in made.rows}
+        assert made.claims and all(claim.weights.keys() <= rows for claim in made.claims)
+        assert all(sum(claim.weights.values()) == 0 for claim in made.claims)
+
+
+def test_keys_that_the_experiment_decides_are_refused():
+    for name, key in [("objectives", "objective.name"), ("tying", "model.tying"), ("sizes", "train.steps")]:
+        with pytest.raises(InputError, match=f"--{key}: cannot be set, because `reproduce {name}` decides it"):
+            experiment(name, overrides={key: "1"})
+    assert experiment("sizes", overrides={"model.num_layers": "2"}).rows[3].config.model.num_layers == 2
+
+
+def test_a_budget_without_room_for_a_warmup_is_refused():
+    row = experiment("objectives").rows[0]
+    with pytest.raises(
+        InputError, match=r"a budget of 1e\+12 FLOPs is \d+ steps of electra, and .* needs 100; give --budget"
+    ):
+        with_steps(row, 1e12)
+    assert with_steps(row, 1e14).train.steps >= MIN_STEPS
+    for warmup in (10_000, 10_300, 10_700):  # whatever the budget is rounded to
+        warm = experiment("objectives", overrides={"optimizer.warmup_steps": str(warmup)}).rows[0]
+        with pytest.raises(InputError, match=f"a warmup of {warmup} steps needs {2 * warmup}") as refused:
+            with_steps(warm, 1e14)
+        enough = float(str(refused.value).split("--budget ")[1].split()[0])
+        assert 2 * warmup <= with_steps(warm, enough).train.steps < 2.03 * warmup
+
+
+def test_unknown_experiments_are_named():
+    with pytest.raises(InputError, match="unknown experiment 'objective'; did you mean objectives?"):
+        experiment("objective")
+
+
+def test_the_estimate_adds_up(tmp_path):
+    write_sst2(tmp_path / "SST-2")
+    (task,) = read_tasks("sst2", tmp_path, {}, {})
+    made = experiment("tying", "tiny")
+    work = Work("corpus", str(tmp_path), ["sst2"], 2, {"finetune.epochs": "3"}, "unigram")
+    plan = Plan(tmp_path, made, row_configs(made, 1e13, {}), work, seeds=3)
+    characters = sum(len(text) for (text,) in task.train.texts)
+    flops = flops_per_token(made.rows[0].config).discriminator * 2 * 3 * characters / 4.5
+    budget = training_size(plan.configs["tying-none"])["flops"]
+    assert estimate_seconds(plan, [task], num_runs=9, flops_per_second=1e9, num_slots=2) == pytest.approx(
+        5 * (budget + flops) / 1e9  # nine runs, two at a time
+    )
+
+
+def test_minutes_become_a_budget_that_a_resumed_call_keeps(validation_corpus, tmp_path):
+    corpus = ef.Corpus(validation_corpus)
+    made = make_experiment("tying", base_config(Config.preset("tiny", "modern"), corpus, {}), {})
+    asked = {"experiment": "tying", "asked": {"budget": None, "minutes": 2.5}}
+    facts = _settle(tmp_path, asked, made, Slot({"OMP_NUM_THREADS": "1"}))
+    assert facts["flops_per_second"] > 1e8
+    assert facts["budget"] == pytest.approx(150 * facts["flops_per_second"], rel=0.05)  # two digits of it
+    (tmp_path / IDENTITY).write_text(json.dumps(facts))
+    assert _settle(tmp_path, asked, made, Slot({})) == facts
+    with pytest.raises(InputError, match=r"asked.minutes was 2.5 and is now 3"):
+        _settle(tmp_path, asked | {"asked": {"budget": None, "minutes": 3}}, made, Slot({}))
+
+
+def test_all_rows_have_one_precision(validation_corpus, monkeypatch):
+    """Where it would be measured, each run might choose another."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    corpus = ef.Corpus(validation_corpus)
+    base = base_config(Config.preset("tiny", "modern"), corpus, {})
+    assert base.train.precision == ("bf16" if torch.cuda.is_available() else "fp32")
+    given = {"train.precision": "bf16"}
+    made = make_experiment("objectives", base_config(Config.preset("tiny", "modern"), corpus, given), given)
+    assert {row.config.train.precision for row in made.rows} == {"bf16"}

@@ -1,0 +1,394 @@
+"""Checkpoints written by a thread: the same bytes, in order, one at a time; failures are raised, kills harmless."""
+
+import copy
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from contextlib import nullcontext
+
+import pytest
+import torch
+from ranks import wait_for
+from test_checkpoint import full_disk, make_model
+
+from electra_fast import checkpoint
+from electra_fast.config.config import Config
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.checkpoint_folder import LogWindow, TrainState
+from electra_fast.training.checkpoint_writer import CheckpointWriter
+from electra_fast.training.optim import Optimizer
+
+CONFIG = Config.preset("tiny")
+
+# Saves asynchronously in one child after another, each killed one write point later than the one before, until a child
+# survives. Then interrupts its own wait for a write, and exits while that goes on.
+KILLED = """
+import itertools, os, shutil, signal, sys, time
+from pathlib import Path
+import torch
+from electra_fast import checkpoint
+from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.config.config import Config
+from electra_fast.training.checkpoint_writer import CheckpointWriter
+
+config, folder, passed, fatal = Config.preset("tiny"), Path(sys.argv[1]), 0, 0
+
+def tensors(value):
+    return {"x": torch.full((1000,), value)}, {"exp_avg.x": torch.full((1000,), value)}
+
+def is_fatal():
+    global passed
+    passed += 1
+    return passed == fatal
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def watch(owner, name, path_at=None):
+    original = getattr(owner, name)
+    def watched(*arguments, **options):
+        if is_fatal():
+            kill()
+        result = original(*arguments, **options)
+        if path_at is not None and is_fatal():  # while it writes the file
+            os.truncate(arguments[path_at], os.path.getsize(arguments[path_at]) // 2)
+            kill()
+        return result
+    setattr(owner, name, watched)
+
+def save(run, step):
+    watch(checkpoint, "save_file", 1)
+    watch(Path, "write_text", 0)
+    watch(Path, "write_bytes", 0)
+    watch(shutil, "rmtree")
+    for name in ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir"):
+        watch(os, name)
+    with CheckpointWriter(run, keep=1) as writer:
+        writer.save(config, *tensors(2.0), TrainState(step=step))
+
+checkpoint.write(folder / "before", config, *tensors(1.0), TrainState(step=1), 1)
+for name, step in (("next step", 2), ("same step", 1)):
+    for fatal in itertools.count(1):
+        run = shutil.copytree(folder / "before", folder / name / str(fatal))
+        child = os.fork()
+        if not child:
+            save(run, step)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+
+def interrupt(descriptor):
+    os.fsync = fsync
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.3)
+    fsync(descriptor)
+
+fsync, os.fsync = os.fsync, interrupt
+with CheckpointWriter(folder / "interrupted", keep=1) as writer:
+    writer.save(config, *tensors(2.0), TrainState(step=2))
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The folder that `KILLED` leaves, and its exit code."""
+    folder = tmp_path_factory.mktemp("killed")
+    process = subprocess.run([sys.executable, "-c", KILLED, str(folder)], stderr=subprocess.PIPE, text=True)
+    assert process.returncode == -signal.SIGINT, process.stderr
+    return folder
+
+
+class Gate:
+    """Writes wait before their first file until `go` is set."""
+
+    def __init__(self):
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def wait(self):
+        self.reached.set()
+        assert self.go.wait(60)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    gate, replace_folder = Gate(), checkpoint.replace_folder
+
+    def replace_later(*arguments):
+        gate.wait()
+        replace_folder(*arguments)
+
+    monkeypatch.setattr(checkpoint, "replace_folder", replace_later)
+    yield gate
+    gate.go.set()
+
+
+def tensors(value, size=8):
+    return {"x": torch.full((size,), value)}, {"exp_avg.x": torch.full((size,), value)}
+
+
+def save(writer, step):
+    writer.save(CONFIG, *tensors(float(step)), TrainState(step=step))
+
+
+def files(directory):
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+def saved_value(directory):
+    """The one number of which both files of tensors consist."""
+    checkpoint_folder.verify(directory)
+    found = [checkpoint.read_tensors(directory / f"{name}.safetensors") for name in ("model", "optimizer")]
+    (value,) = {float(value) for each in found for tensor in each.values() for value in tensor}
+    return value
+
+
+def test_the_bytes_are_those_of_save_whatever_changes_afterwards(tmp_path, gate):
+    model = make_model()
+    optimizer = Optimizer(model.named_parameters(), model.config.optimizer)
+    state = TrainState(1, 99, 2.5, LogWindow({"loss": 0.1}, 3, 1.25), "ab", {"epoch": 1, "options": {"seed": 2}})
+    with CheckpointWriter(tmp_path / "run", keep=2) as writer:
+        for step in (1, 2):  # the second time with the first one's buffers
+            state.step = optimizer.num_updates = step
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()):
+                    tensor.uniform_()
+            gate.go.set()
+            expected = checkpoint.save(tmp_path / "expected", model, optimizer.state_dict(), state, 2)
+            gate.go.clear()
+            kept = copy.deepcopy(state)
+            writer.save(model.config, checkpoint.stored(model), optimizer.state_dict(), state)
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()):
+                    tensor.zero_()
+            state.step, optimizer.num_updates = 7, 7
+            state.log_window.totals["loss"], state.loader["options"]["seed"] = 7.0, 7
+            gate.go.set()
+            writer.wait()
+            assert files(tmp_path / "run/checkpoints" / expected.name) == files(expected)
+            state = kept
+    found = checkpoint.load_model(tmp_path / "run/checkpoints/step-2")
+    assert all(parameter.any() for parameter in found.parameters())
+
+
+def test_every_kind_of_tensor_is_written_as_without_a_thread(tmp_path):
+    shared = torch.arange(8.0)
+    odd = {
+        "transposed": torch.arange(6.0).view(2, 3).T,
+        "strided": torch.arange(10)[::3],
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "flags": torch.tensor([True, False]),
+        "scalar": torch.tensor(7),
+        "empty": torch.empty(0, 3),
+        "first": shared[:4],  # as the parameters that processes share
+        "second": shared[4:],
+        "trained": torch.nn.Parameter(torch.ones(2)),
+    }
+    expected = checkpoint.write(tmp_path / "expected", CONFIG, odd, odd, TrainState(), 1)
+    with CheckpointWriter(tmp_path / "run", 1) as writer:
+        writer.save(CONFIG, odd, odd, TrainState())
+    assert files(tmp_path / "run/checkpoints/step-0") == files(expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_of_a_gpu_may_change_on_its_stream_right_afterwards(tmp_path, gate):
+    x = torch.ones(1 << 24, device="cuda")
+    with CheckpointWriter(tmp_path, 3) as writer:
+        for step in (1, 2, 3):
+            gate.go.clear()
+            writer.save(CONFIG, {"x": x}, {"exp_avg.x": x, "num_updates": torch.tensor(step)}, TrainState(step=step))
+            x += 1
+            gate.go.set()
+            writer.wait()  # or the gate closes again before it is passed
+    for step in (1, 2, 3):
+        read = checkpoint.read_tensors(tmp_path / f"checkpoints/step-{step}/optimizer.safetensors")
+        assert (read["exp_avg.x"] == step).all() and read["num_updates"] == step
+
+
+def test_a_save_waits_for_the_one_before(tmp_path, gate):
+    with CheckpointWriter(tmp_path, keep=3) as writer:
+        save(writer, 1)
+        assert gate.reached.wait(60) and writer.num_written == 0
+        threading.Timer(0.05, gate.go.set).start()
+        save(writer, 2)
+        assert writer.num_written >= 1 and saved_value(tmp_path / "checkpoints/step-1") == 1
+    assert writer.num_written == 2 and saved_value(tmp_path / "checkpoints/step-2") == 2
+
+
+def test_writes_are_in_order_and_keep_the_newest(tmp_path, monkeypatch):
+    order, write = [], checkpoint.write
+
+    def recorded(*arguments):
+        order.append(arguments[4].step)
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", recorded)
+    with CheckpointWriter(tmp_path, keep=2) as writer:
+        for step in (1, 9, 10, 100):
+            save(writer, step)
+    assert order == [1, 9, 10, 100] and writer.num_written == 4
+    assert checkpoint_folder.steps(tmp_path) == [10, 100]
+    assert [saved_value(tmp_path / f"checkpoints/step-{step}") for step in (10, 100)] == [10, 100]
+
+
+def test_buffers_are_used_again_unless_shape_or_dtype_changes(tmp_path, monkeypatch):
+    seen, sizes = [], []
+
+    def record(run, config, model, optimizer, state, keep):
+        seen.append([{name: tensor.data_ptr() for name, tensor in each.items()} for each in (model, optimizer)])
+        sizes.append((len(model["x"]), model["x"].dtype))
+
+    monkeypatch.setattr(checkpoint, "write", record)
+    with CheckpointWriter(tmp_path, 1) as writer:
+        for size in (5000, 5000, 5000, 7000):
+            writer.save(CONFIG, *tensors(1.0, size), TrainState())
+        writer.save(CONFIG, tensors(1.0, 7000)[0], {}, TrainState())  # the optimizer trains nothing any more
+        writer.save(CONFIG, {"x": torch.ones(7000, dtype=torch.bfloat16)}, {}, TrainState())
+    assert seen[0] == seen[1] == seen[2]
+    assert sizes == [(size, torch.float32) for size in (5000, 5000, 5000, 7000, 7000)] + [(7000, torch.bfloat16)]
+    assert seen[4] == [seen[3][0], {}]
+
+
+def test_the_trainer_is_blocked_for_less_than_the_write_takes(tmp_path, gate):
+    with CheckpointWriter(tmp_path, 1) as writer:
+        save(writer, 1)
+        blocked = writer.blocked_seconds
+        assert gate.reached.wait(60) and blocked > 0 == writer.write_seconds
+        time.sleep(blocked + 0.01)
+        gate.go.set()
+    assert blocked < writer.last_write_seconds == writer.write_seconds
+    assert blocked < writer.blocked_seconds  # the end waits, too
+    assert writer.num_written == 1
+
+
+def surface(writer, where):
+    """Has the failure of a write raised."""
+    if where == "save":
+        save(writer, 3)
+    elif where == "check":
+        for _ in range(10_000):
+            writer.check()
+            time.sleep(0.001)
+    elif where == "with":
+        with writer:
+            pass
+    else:
+        getattr(writer, where)()
+
+
+@pytest.mark.parametrize("where", ["check", "wait", "close", "with", "save"])
+@pytest.mark.parametrize("fault", ["full disk", "no folder"])
+def test_a_failed_write_is_raised_once_and_spoils_nothing(tmp_path, fault, where):
+    folder, away = tmp_path / "checkpoints", tmp_path / "away"
+    with CheckpointWriter(tmp_path, keep=5) as writer:
+        save(writer, 1)
+        writer.wait()
+    before = files(folder / "step-1")
+    writer = CheckpointWriter(tmp_path, keep=5)
+    if fault == "no folder":
+        folder.rename(away)
+        folder.write_text("in the way")
+    size = len(before["model.safetensors"]) // 2
+    with (
+        full_disk(size) if fault == "full disk" else nullcontext(),
+        pytest.raises(OSError, match="step-2: checkpoint not written: .*; the earlier ones are intact") as caught,
+    ):
+        save(writer, 2)
+        surface(writer, where)
+    assert "\n" not in str(caught.value)
+    if fault == "no folder":
+        folder.unlink()
+        away.rename(folder)
+    assert [entry.name for entry in folder.iterdir()] == ["step-1"] and files(folder / "step-1") == before
+    assert writer.num_written == 0 and writer.write_seconds > 0
+    writer.check()
+    if where not in ("close", "with"):
+        save(writer, 4)
+        writer.close()
+        assert checkpoint_folder.steps(tmp_path) == [1, 4] and saved_value(folder / "step-4") == 4
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        save(writer, 5)
+
+
+def test_an_exception_lets_the_write_end_and_is_not_hidden(tmp_path, gate):
+    threading.Timer(0.05, gate.go.set).start()
+    with pytest.raises(KeyError), CheckpointWriter(tmp_path / "whole", 1) as writer:
+        save(writer, 1)
+        raise KeyError("of the body")
+    assert saved_value(tmp_path / "whole/checkpoints/step-1") == 1
+    (tmp_path / "failed").mkdir()
+    (tmp_path / "failed/checkpoints").write_text("in the way")
+    with pytest.raises(KeyError) as caught, CheckpointWriter(tmp_path / "failed", 1) as writer:
+        save(writer, 1)
+        raise KeyError("of the body")
+    (note,) = caught.value.__notes__
+    assert "step-1: checkpoint not written" in note
+
+
+def interrupt_the_wait():
+    """Ctrl-C once the main thread waits for a write; a signal that another thread takes would not wake it."""
+    main = threading.main_thread().ident
+    wait_for(lambda: "_finish" in [frame.name for frame in traceback.extract_stack(sys._current_frames()[main])])
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+def test_an_interrupted_wait_can_be_repeated(tmp_path, gate):
+    with CheckpointWriter(tmp_path, 2) as writer:
+        save(writer, 1)
+        with pytest.raises(KeyboardInterrupt):
+            threading.Thread(target=interrupt_the_wait).start()
+            save(writer, 2)  # waits until it is interrupted
+        assert writer.num_written == 0 and not writer.wait_up_to(0)
+        gate.go.set()
+        save(writer, 3)
+    assert checkpoint_folder.steps(tmp_path) == [1, 3]
+    assert [saved_value(tmp_path / f"checkpoints/step-{step}") for step in (1, 3)] == [1, 3]
+
+
+def test_a_write_whose_trace_an_interrupt_has_lost_keeps_its_buffers(tmp_path, gate, monkeypatch):
+    """A signal between starting a write and noting it: the next save knows nothing of the write in progress."""
+    writer = CheckpointWriter(tmp_path, 2)
+    submit = writer._executor.submit
+
+    def interrupted(*arguments):
+        submit(*arguments)
+        raise KeyboardInterrupt
+
+    save(writer, 1)
+    gate.go.set()
+    writer.wait()
+    gate.go.clear()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(writer._executor, "submit", interrupted)
+        save(writer, 2)
+    save(writer, 3)
+    gate.go.set()
+    writer.close()
+    assert [saved_value(tmp_path / f"checkpoints/step-{step}") for step in (2, 3)] == [2, 3]
+
+
+@pytest.mark.parametrize("name", ["next step", "same step"])
+def test_a_kill_at_any_write_point_leaves_the_old_or_the_new_checkpoint(killed, name):
+    values = []
+    runs = sorted((killed / name).iterdir(), key=lambda run: int(run.name))
+    for run in runs:
+        checkpoint_folder.remove_unfinished(run)
+        found, warnings = checkpoint_folder.recover_run(run)
+        assert not warnings and not list((run / "checkpoints").glob(".*"))
+        values.append(saved_value(found))
+        assert checkpoint_folder.read_state(found).step == (2 if name == "next step" and values[-1] == 2 else 1)
+        with CheckpointWriter(run, keep=1) as writer:
+            save(writer, 3)
+        assert [entry.name for entry in (run / "checkpoints").iterdir()] == ["step-3"]
+    assert values == sorted(values) and set(values) == {1, 2}
+    assert len(values) > 20  # four files, half-written, synced, renamed; the old ones removed
+
+
+def test_an_interrupted_process_exits_after_its_write(killed):
+    """With the exit code of the interrupt, while the thread was in the middle of a write."""
+    assert [entry.name for entry in (killed / "interrupted/checkpoints").iterdir()] == ["step-2"]
+    assert saved_value(killed / "interrupted/checkpoints/step-2") == 2

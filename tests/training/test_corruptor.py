@@ -1,0 +1,353 @@
+"""A fixed corruptor: every model reads the same text, however its rows are divided; what it refuses."""
+
+import hashlib
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from test_electra import LOCAL, make_model
+from tiny_run import tiny_config
+from variants import VARIANTS
+
+import electra_fast as ef
+from electra_fast import checkpoint
+from electra_fast.config.config import Config
+from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.huggingface.tokenizer import write_tokenizer
+from electra_fast.objectives.objective import METRICS
+from electra_fast.ops.dispatch import use_impl
+from electra_fast.ops.sampling import alias_table, philox, sample_alias_reference
+from electra_fast.training.corruptor import Corruptor, masked_states, sample_softmax
+from electra_fast.training.evaluate import SEED, evaluate
+
+CPU = torch.device("cpu")
+# A corruptor's recipe, whatever the models' own.
+ROWS = {"masking": "paper", "mask_prob": 0.15, "packing": "best-fit", "seed": SEED, "epochs": 1}
+MLM = ("mlm_accuracy", "mlm_recall_at_100", "mlm_generator_accuracy")
+
+
+def save_run(folder, corpus, recipe="google", **changes):
+    """A run of an untrained model whose logits differ from 0: its tokenizer and a checkpoint."""
+    vocab_size = str(ef.Corpus(corpus).vocab_size)
+    model = make_model(tiny_config(recipe, **{"model.vocab_size": vocab_size} | changes))
+    write_tokenizer(folder / "tokenizer", ef.Tokenizer.of(ef.Corpus(corpus)), 128)
+    checkpoint.save(folder, model, None, TrainState(), keep=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, validation_corpus):
+    """Untrained models of both architectures, `modern` with local attention."""
+    folder = tmp_path_factory.mktemp("untrained")
+    changes = {"data.sequence_length": "32"}
+    return {
+        "google": save_run(folder / "google", validation_corpus, **changes),
+        "modern": save_run(folder / "modern", validation_corpus, "modern", **LOCAL, **changes),
+    }
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, whole_run):
+    folder = tmp_path_factory.mktemp("exported") / "hf"
+    ef.export(whole_run, folder)
+    return folder
+
+
+def loader_of(corpus, length, batch_size, **parts):
+    return BatchLoader(ef.Corpus(corpus).holdout, sequence_length=length, batch_size=batch_size, **ROWS, **parts)
+
+
+def digits(rows):
+    """The hash of texts, each a list of ids."""
+    whole = np.concatenate([np.asarray(row, dtype="<i4") for row in rows])
+    return hashlib.sha256(whole.tobytes()).hexdigest()[:16]
+
+
+def by_hand(batch, row, samples_N):
+    """Corrupted and original ids of a row, with padding, as lists."""
+    original = batch["input_ids"][row].tolist()
+    for slot, weight in enumerate(batch["masked_weights"][row].tolist()):
+        if weight:
+            assert original[batch["masked_positions"][row, slot]] == 4
+            original[batch["masked_positions"][row, slot]] = int(batch["masked_ids"][row, slot])
+    corrupted = list(original)
+    for slot, weight in enumerate(batch["masked_weights"][row].tolist()):
+        if weight:
+            corrupted[batch["masked_positions"][row, slot]] = int(samples_N[slot])
+    return corrupted, original
+
+
+@pytest.fixture(scope="module")
+def unigram_text(validation_corpus):
+    """Hash and number of tokens of two batches of 8 rows of 32, with samples of the corpus's token counts."""
+    table, rows, num_slots = alias_table(torch.from_numpy(ef.Corpus(validation_corpus).token_counts())), [], 0
+    loader = loader_of(validation_corpus, 32, 8)
+    for batch in (to_torch(next(loader)) for _ in range(2)):
+        slots = batch["masked_ids"].numel()
+        number = torch.arange(num_slots, num_slots + slots)
+        samples = sample_alias_reference(table, number, torch.tensor([SEED, 0])).view(batch["masked_ids"].shape)
+        num_slots += slots
+        for row in range(8):
+            corrupted, _ = by_hand(batch, row, samples[row])
+            rows.append(corrupted[: int((batch["segment_ids"][row] > 0).sum())])
+    return digits(rows), sum(map(len, rows))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_objective_reads_the_same_text(name, validation_corpus, tmp_path, unigram_text):
+    run = save_run(tmp_path / "run", validation_corpus, **VARIANTS[name] | {"data.sequence_length": "32"})
+    changes = {"sequence_length": 32, "batch_size": 8, "max_batches": 2, "corrupted_by": "unigram"}
+    found = evaluate(run, validation_corpus, mlm_examples=3, **changes)
+    assert (found["corruption"], found["tokens"], found["rows"]) == (*unigram_text, 16)
+    assert found["sequence_length"] == 32
+
+    networks = ef.load(run).networks.keys()
+    detects = "discriminator" in networks or name == "all-tokens-mlm"
+    expected = {"generator_loss", "generator_accuracy"} if "generator" in networks else set()
+    if detects:
+        expected |= {name for name in METRICS if "discriminator" in name and name != "discriminator_loss"}
+        expected |= {"unigram_auc", "discriminator_auc", "replaced_fraction"}
+    if "discriminator" in networks:
+        expected.add("discriminator_loss")
+    if "encoder" in networks:
+        expected |= {"encoder_loss", "encoder_accuracy", "replaced_fraction"}
+    is_mlm = name == "mlm"
+    if "generator" in networks and "encoder" not in networks:
+        expected |= set(MLM[:2] if is_mlm else MLM)
+    assert found["mlm_examples"] == (3 if expected & set(MLM) else 0)
+    numbers = {"rows", "tokens", "sequence_length", "corruption", "mlm_examples"}
+    assert {name for name, value in found.items() if value is not None} == expected | numbers
+    assert {"loss", *METRICS, *MLM} <= found.keys()
+    assert not {"contrastive_loss", "reward", "policy_loss"} & found.keys()
+
+
+@pytest.mark.parametrize("name", ["electra", "electra15", "contrastive", "adversarial", "unigram"])
+def test_the_metrics_are_those_of_the_corrupted_text(name, runs, validation_corpus, tmp_path):
+    """Over all tokens, no segment kept whole, computed from single texts without packing or padding."""
+    run = save_run(tmp_path / "run", validation_corpus, **VARIANTS[name] | {"data.sequence_length": "32"})
+    found = evaluate(run, validation_corpus, batch_size=4, max_batches=2, corrupted_by=runs["google"])
+    model = ef.load(run)
+    corruptor = Corruptor.load(runs["google"], ef.Corpus(validation_corpus), SEED, CPU)
+    loader, rows, answers, nll = loader_of(validation_corpus, 32, 4), [], [], []
+    for first_row in (0, 4):
+        batch = to_torch(next(loader))
+        samples = corruptor.sample(batch, first_row)
+        for row in range(4):
+            corrupted, original = by_hand(batch, row, samples[row])
+            rows.append(corrupted[: int((batch["segment_ids"][row] > 0).sum())])
+            for segment in range(1, int(batch["segment_ids"][row].max()) + 1):
+                inside = (batch["segment_ids"][row] == segment).nonzero()[:, 0].tolist()
+                logits = model.discriminator_logits(torch.tensor([[corrupted[i] for i in inside]]))[0].tolist()
+                answers += [(z, corrupted[i] != original[i]) for z, i in zip(logits, inside, strict=True)]
+                if "generator" in model.networks:
+                    logits = model.generator_logits(batch["input_ids"][row, inside][None])[0].log_softmax(-1)
+                    masked = [k for k, i in enumerate(inside) if batch["input_ids"][row, i] == 4]
+                    nll += [-logits[k, original[inside[k]]].item() for k in masked]
+    z, is_replaced = np.array([each[0] for each in answers]), np.array([each[1] for each in answers])
+    assert found["corruption"] == digits(rows) and found["tokens"] == len(answers)
+    assert found["replaced_fraction"] == pytest.approx(is_replaced.mean())
+    assert found["discriminator_loss"] == pytest.approx(np.log1p(np.exp(np.where(is_replaced, -z, z))).mean(), rel=1e-5)
+    assert found["discriminator_accuracy"] == pytest.approx(((z > 0) == is_replaced).mean())
+    assert found["discriminator_recall"] == pytest.approx((z[is_replaced] > 0).mean())
+    above = (z[is_replaced][:, None] > z[~is_replaced]) + 0.5 * (z[is_replaced][:, None] == z[~is_replaced])
+    assert found["discriminator_auc"] == pytest.approx(above.mean(), abs=1e-4)
+    assert found["generator_loss"] == (pytest.approx(np.mean(nll), rel=1e-5) if nll else None)
+
+
+def test_its_samples_are_those_of_the_generator(runs, validation_corpus):
+    """Of the softmax at each mask, computed from single texts; `sample_softmax` draws them by the CDF."""
+    for source in runs.values():
+        model = ef.load(source)
+        corruptor = Corruptor.load(source, ef.Corpus(validation_corpus), SEED, CPU)
+        batch = to_torch(next(loader_of(validation_corpus, 32, 6)))
+        samples, slots = corruptor.sample(batch, 7), batch["masked_ids"].shape[1]
+        for row in range(6):
+            for segment in range(1, int(batch["segment_ids"][row].max()) + 1):
+                inside = (batch["segment_ids"][row] == segment).nonzero()[:, 0].tolist()
+                logits = model.generator_logits(batch["input_ids"][row, inside][None])[0]
+                for slot, position in enumerate(batch["masked_positions"][row].tolist()):
+                    if position in inside and batch["masked_weights"][row, slot]:
+                        number = torch.tensor([(7 + row) * slots + slot])
+                        at = logits[inside.index(position)][None]
+                        assert sample_softmax(at, number, torch.tensor([SEED, 0])) == samples[row, slot]
+
+
+def test_a_sample_of_a_softmax_has_its_probabilities():
+    probabilities = torch.tensor([0.5, 0, 0.3, 0.19, 0.01, 0])
+    count = 40_000
+    logits = probabilities.log().expand(count, -1)
+    samples = sample_softmax(logits, torch.arange(count), torch.tensor([3, 0]))
+    shares = torch.bincount(samples, minlength=6) / count
+    assert shares[1] == shares[5] == 0
+    assert ((shares - probabilities).abs() <= 4 * (probabilities * (1 - probabilities) / count).sqrt()).all()
+    part = sample_softmax(logits[:5], torch.arange(30, 35), torch.tensor([3, 0]))
+    assert torch.equal(part, samples[30:35])
+    assert not torch.equal(samples, sample_softmax(logits, torch.arange(count), torch.tensor([4, 0])))
+
+
+def test_it_computes_in_fp64(runs, validation_corpus):
+    """Which rows are computed together changes what is rounded, and samples only if one lies nearer than that."""
+    whole = to_torch(next(loader_of(validation_corpus, 32, 6)))
+    for source in runs.values():
+        with use_impl("reference"):
+            model = ef.load(source)
+            together_MD, parts = masked_states(model, whole), []
+            for row in range(6):
+                part = {name: values[row : row + 1] for name, values in whole.items() if name != "cu_seqlens"}
+                parts.append(masked_states(model, part | {"cu_seqlens": whole["cu_seqlens"]}))
+        is_used_M = whole["masked_weights"].flatten() > 0
+        difference_MD = (together_MD - torch.cat(parts))[is_used_M].abs()
+        assert together_MD.dtype == torch.float64 and difference_MD.max() < 1e-12
+
+    # The uniform number decides between two entries to its 40th bit.
+    slot, zero = torch.arange(50), torch.tensor(0)
+    high, low, *_ = philox((zero, slot, zero, torch.tensor(5)), (torch.tensor(9), zero))
+    uniform = (high.double() + (low.double() + 0.5) / 2**32) / 2**32
+    for distance, expected in ((1e-12, 0), (-1e-12, 1)):
+        first = uniform + distance
+        logits = torch.stack((first, 1 - first), dim=1).log()
+        assert (sample_softmax(logits, slot, torch.tensor([9, 0])) == expected).all()
+
+
+@pytest.mark.parametrize("source", ["google", "modern", "unigram"])
+def test_samples_depend_on_neither_ranks_nor_threads(source, runs, validation_corpus):
+    corpus = ef.Corpus(validation_corpus)
+    corruptor = (
+        Corruptor.unigram(corpus, SEED, CPU) if source == "unigram" else Corruptor.load(runs[source], corpus, SEED, CPU)
+    )
+
+    def samples_of(world_size, batch_size=12):
+        """The samples at used slots, in the order of rows."""
+        shards = [
+            loader_of(validation_corpus, 32, batch_size, rank=r, world_size=world_size) for r in range(world_size)
+        ]
+        parts = []
+        for number, batches in enumerate(zip(*shards, strict=True)):
+            first_row = number * batch_size
+            for batch in map(to_torch, batches):
+                is_used = batch["masked_weights"] > 0
+                parts.append(corruptor.sample(batch, first_row)[is_used])
+                first_row += len(is_used)
+        return torch.cat(parts)
+
+    alone = samples_of(1)
+    assert len(alone) > 500
+    assert all(torch.equal(samples_of(*division), alone) for division in [(2,), (3,), (1, 7)])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(samples_of(1), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_one_corruptor_is_one_text(runs, whole_run, validation_corpus):
+    def judged(model, corruptor, **changes):
+        found = evaluate(model, validation_corpus, corrupted_by=corruptor, **changes)
+        return tuple(found[name] for name in ("corruption", "rows", "tokens", "replaced_fraction", "sequence_length"))
+
+    texts = set()
+    for corruptor in (runs["google"], runs["modern"], "unigram"):
+        length = {"sequence_length": 32} if corruptor == "unigram" else {}
+        places = [(whole_run, 64), (runs["modern"], 64), (whole_run, 37)]
+        found = {judged(model, corruptor, batch_size=size, **length) for model, size in places}
+        assert len(found) == 1
+        texts |= found
+    assert len({text[0] for text in texts}) == 3 and {text[1:3] for text in texts} == {next(iter(texts))[1:3]}
+    assert judged(whole_run, runs["google"], max_batches=1)[0] not in {text[0] for text in texts}
+
+
+def test_its_rows_have_its_own_length_and_the_model_is_warned(runs, whole_run, validation_corpus, capsys):
+    few = {"max_batches": 1}
+    assert evaluate(whole_run, validation_corpus, corrupted_by=runs["google"], **few)["sequence_length"] == 32
+    said = capsys.readouterr().err
+    assert f"warning: {whole_run}: was trained on rows of 16 tokens and is judged by rows of 32" in said
+    assert "pass --sequence-length 16" in said
+    assert evaluate(runs["google"], validation_corpus, corrupted_by=whole_run, **few)["sequence_length"] == 16
+    assert capsys.readouterr().err == ""
+    assert evaluate(runs["google"], validation_corpus, corrupted_by="unigram", **few)["sequence_length"] == 128
+    # Rotary positions have no end.
+    found = evaluate(runs["modern"], validation_corpus, corrupted_by="unigram", sequence_length=256, **few)
+    assert found["sequence_length"] == 256
+
+
+def test_its_own_generator_through_the_corruptor(whole_run, validation_corpus):
+    """Other masks, packing and random numbers; the same difficulty."""
+    own = evaluate(whole_run, validation_corpus)
+    found = evaluate(whole_run, validation_corpus, corrupted_by=whole_run)
+    for name, distance in (("discriminator_auc", 0.08), ("generator_loss", 0.3)):
+        assert found[name] != own[name] and found[name] == pytest.approx(own[name], abs=distance)
+    assert own["loss"] > 0 and found["loss"] is None
+    assert {"sequence_length", "corruption"} == found.keys() - own.keys()
+    compares = evaluate(whole_run, validation_corpus, sequence_length=found["sequence_length"])["unigram_auc"]
+    assert compares == found["unigram_auc"]  # whoever else corrupts
+
+
+def test_a_lone_discriminator_has_no_generator_metrics(whole_run, exported, validation_corpus):
+    found = evaluate(exported / "discriminator", validation_corpus, corrupted_by=whole_run, mlm_examples=3)
+    whole = evaluate(exported, validation_corpus, corrupted_by=exported / "generator", sequence_length=16)
+    assert found["discriminator_auc"] == whole["discriminator_auc"] and found["corruption"] == whole["corruption"]
+    assert whole["generator_loss"] > 0
+    alone = evaluate(exported / "discriminator", validation_corpus, sequence_length=16)
+    assert alone["unigram_auc"] == found["unigram_auc"] and alone["discriminator_auc"] is None
+    absent = {"generator_loss", "generator_accuracy", *MLM}
+    assert {found[name] for name in absent} == {None} and found["mlm_examples"] == 0
+
+
+def test_corruptors_of_every_kind(whole_run, validation_corpus, tmp_path):
+    """One network that is the generator, and fixed distributions in a generator's place."""
+    texts = {}
+    for name in ("mlm", "uniform", "unigram", "replace-mlm"):
+        run = save_run(tmp_path / name, validation_corpus, **VARIANTS[name])
+        found = evaluate(whole_run, validation_corpus, corrupted_by=run, max_batches=4)
+        texts[name] = found["corruption"]
+        assert 0.05 < found["replaced_fraction"] < 0.25
+    assert len(set(texts.values())) == 4
+    counts = ef.load(tmp_path / "unigram").proposal.table_V2
+    assert (
+        counts.any()
+        and texts["unigram"]
+        != evaluate(
+            whole_run, validation_corpus, corrupted_by="unigram", sequence_length=16, max_batches=4, mlm_examples=0
+        )["corruption"]
+    )  # the counts of `make_model`, not the corpus's
+
+
+def test_what_cannot_corrupt_is_refused(whole_run, exported, runs, validation_corpus, tiny_vocab, tmp_path):
+    def refusal(corruptor, model=whole_run, error=ValueError, **changes):
+        with pytest.raises(error) as caught:
+            evaluate(model, validation_corpus, corrupted_by=corruptor, **changes)
+        message = str(caught.value)
+        assert "\n" not in message
+        return message
+
+    said = refusal(exported / "discriminator")
+    assert said.startswith(f"{exported / 'discriminator'}: the discriminator alone, which cannot corrupt text; name a ")
+    assert "no such folder; name a run" in refusal(tmp_path / "nothing", error=FileNotFoundError)
+
+    entries = tiny_vocab.read_text().splitlines()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/vocab.txt").write_text("\n".join([*entries[:5], *reversed(entries[5:])]) + "\n")
+    other = shutil.copytree(runs["google"], tmp_path / "run")
+    shutil.rmtree(other / "tokenizer")
+    write_tokenizer(other / "tokenizer", ef.Tokenizer(tmp_path / "other/vocab.txt"), 128)
+    assert refusal(other).startswith(f"{other} cannot corrupt this text: {other / 'tokenizer'}")
+
+    unigram = save_run(tmp_path / "unigram", validation_corpus, **VARIANTS["unigram"])
+    ef.export(unigram, tmp_path / "hf", unfinished=True)
+    assert refusal(tmp_path / "hf").startswith(f"{tmp_path / 'hf'}: a unigram generator's token counts are not exp")
+    # As the model it has a discriminator that reads any text.
+    report = evaluate(tmp_path / "hf", validation_corpus, corrupted_by=unigram, max_batches=1, mlm_examples=1)
+    assert report["discriminator_auc"] > 0
+
+    assert Config.preset("tiny").model.max_positions == 128
+    for model, corruptor, folder in [
+        (whole_run, "unigram", whole_run),
+        (runs["modern"], whole_run, whole_run),
+    ]:
+        said = refusal(corruptor, model, sequence_length=256)
+        assert said.startswith(f"{folder}: reads 128 tokens, and the rows have 256; pass --sequence-length 128 or less")
+        assert said.endswith("the same for all the models that are compared")
+    assert refusal("unigram", mlm_examples=-1) == "mlm_examples = -1: must be 0 (none) or more"

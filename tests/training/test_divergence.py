@@ -1,0 +1,186 @@
+"""Runs that diverge end before they spoil their checkpoints, healthy ones never do; and the way back."""
+
+import contextlib
+import json
+import math
+import random
+import shutil
+from dataclasses import asdict
+
+import pytest
+import torch
+from in_process import run as cli
+from tiny_run import TINY, assert_same_run, lines, tiny_config
+from variants import VARIANTS
+
+from electra_fast.config.config import Config
+from electra_fast.data.corpus import Corpus
+from electra_fast.errors import Diverged
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.checkpoint_folder import LossHistory
+from electra_fast.model.compute import ComputeConfig
+from electra_fast.model.model import Electra
+from electra_fast.objectives import objective_of
+from electra_fast.training.divergence import has_exploded, uniform_metrics, what_is_lost
+from electra_fast.training.evaluate import evaluate_model
+from electra_fast.training.pretrain import pretrain
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_an_untrained_model_is_as_good_as_uniform_answers(name, recipe, validation_corpus):
+    """And a run has exploded far from there only, and never by what may be negative."""
+    changes = {"objective.corrective_weight": "0"} if "electra" not in name else {}
+    vocab_size = Corpus(validation_corpus).vocab_size
+    config = tiny_config(recipe, **(changes | VARIANTS[name] | {"model.vocab_size": str(vocab_size)}))
+    model, compute = Electra(config), ComputeConfig("sdpa", torch.float32)
+    if model.proposal is not None and config.generator.kind == "unigram":
+        model.proposal.set_counts(torch.ones(vocab_size))
+    for objective in {stage.objective for stage in objective_of(config).stages()}:
+        found = evaluate_model(model, validation_corpus, config, compute, 1, objective)
+        uniform = objective.comparable_loss(uniform_metrics(objective))
+        assert 0.6 * uniform < objective.comparable_loss(found) < 1.35 * uniform
+        assert not has_exploded(objective, found)
+        losses = {key: 4 * value for key, value in found.items() if key.endswith("loss") and value is not None}
+        assert has_exploded(objective, found | losses) and has_exploded(
+            objective, found | dict.fromkeys(losses, math.nan)
+        )
+
+
+def first_loss(losses, window=100, name="electra"):
+    """The step at which the losses of the generator and the discriminator at each step are found lost for good."""
+    config = Config.preset("small", "paper").replace({"model": {"vocab_size": 30_522}})
+    objective, history = objective_of(config.with_objective(name)), LossHistory()
+    for step in range(window, 3000, window):
+        found = dict(zip(("generator_loss", "discriminator_loss"), losses(step), strict=True))
+        if what_is_lost(history, objective, found, window):
+            return step
+        history = LossHistory(**json.loads(json.dumps(asdict(history))))  # as a resume reads it
+    return None
+
+
+def after(step, before, then):
+    return lambda now: before if now <= step else then
+
+
+LEARNED, LOST = (2.5, 0.15), (7.2, 0.41)
+
+
+@pytest.mark.parametrize(
+    ("losses", "found"),
+    [
+        (after(1000, LEARNED, LOST), 1200),
+        (after(1000, LEARNED, LEARNED), None),
+        (after(1000, LEARNED, (2.4, 0.41)), None),  # the generator learns, and the discriminator falls behind
+        (after(1000, LEARNED, (7.2, 0.16)), None),
+        (after(1000, (6.5, 0.35), (7.2, 0.41)), None),  # there was little to lose
+        (lambda step: LOST if 1000 < step <= 1100 else LEARNED, None),  # it recovers
+    ],
+)
+def test_what_was_learned_is_lost(losses, found):
+    assert first_loss(losses) == found
+    draw = random.Random(0)
+    noisy = lambda step: [value * math.exp(draw.gauss(0, 0.4)) for value in losses(step)]  # noqa: E731
+    close = first_loss(noisy, window=1)  # every step a line, with the noise of a tiny batch
+    assert (close is None) == (found is None) and (close is None or abs(close - found) <= 100)
+
+
+def test_an_adversarial_generator_may_win():
+    assert first_loss(after(1000, LEARNED, LOST), name="adversarial") is None
+
+
+DIVERGES = {"optimizer.learning_rate": "5", "train.steps": "48"}
+
+
+@pytest.mark.parametrize("every", ["8", "0"])
+def test_a_run_that_explodes_keeps_its_checkpoints_and_can_go_back(whole_run, validation_corpus, tmp_path, every):
+    out = shutil.copytree(whole_run, tmp_path / "run")
+    before = {path.name for path in (out / "checkpoints").iterdir()}
+    flags = [f"--{name}={value}" for name, value in (TINY | DIVERGES | {"train.eval_every": every}).items()]
+    command = ["pretrain", "--preset", "tiny", "--recipe", "google", "--data", validation_corpus, "--out", out, *flags]
+    for _ in range(3):  # and however often it is repeated
+        done = cli(*command, "--allow-changes")
+        assert done.returncode == 2 and {path.name for path in (out / "checkpoints").iterdir()} == before
+    (said,) = [line for line in done.stderr.splitlines() if "error" in line]
+    loss = min(line["loss"] for line in lines(out, "evaluations.jsonl"))
+    assert "the loss rose to" in said and f"step-24 is the best checkpoint (validation loss {loss:.4g})" in said
+    assert f"electra-fast pretrain --out {out} --from step-24 --optimizer.learning_rate 0.001" in said
+    words = said.split("electra-fast ")[-1].split()
+    done = cli(*words)
+    assert done.returncode == 0 and "finished" in done.stderr
+    assert Config.load(out / "config.toml").optimizer.learning_rate == 1e-3
+    assert lines(out)[-1]["loss"] < 1.1 * loss
+
+
+@pytest.mark.parametrize(("rate", "ends"), [("0.03", False), ("5", True)])
+def test_first_steps_without_a_warmup_may_explode(validation_corpus, tmp_path, rate, ends):
+    """Adam without bias correction overshoots, and comes back; what is saved before that is no good checkpoint."""
+    changes = {"optimizer.learning_rate": rate, "optimizer.warmup_steps": "0", "train.steps": "120"}
+    config = tiny_config(**changes, **{"train.checkpoint_every": "20", "train.eval_every": "0", "train.log_every": "2"})
+    with pytest.raises(Diverged) if ends else contextlib.nullcontext():
+        pretrain(config, data=validation_corpus, out=tmp_path / "run")
+    assert max(line["loss"] for line in lines(tmp_path / "run")[:10]) > 83  # twice that of uniform answers
+    state = checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "run"))
+    assert state.step == (100 if ends else 120)
+    assert state.best_step is None if ends else state.best_step > 20  # which one differs between processors
+
+
+def test_a_diverged_run_may_go_on(whole_run, validation_corpus, tmp_path):
+    out = shutil.copytree(whole_run, tmp_path / "run")
+    config = tiny_config(**DIVERGES, **{"train.stop_on_divergence": "false", "train.keep_checkpoints": "1"})
+    assert pretrain(config, data=validation_corpus, out=out, allow_changes=True).is_finished
+    assert checkpoint_folder.steps(out) == [24, 48]  # the best is still there
+
+
+class TestGoingBack:
+    @pytest.fixture
+    def out(self, whole_run, tmp_path):
+        return shutil.copytree(whole_run, tmp_path / "run")
+
+    def test_it_is_as_if_the_run_had_been_stopped_there(self, whole_run, out):
+        """Whatever was done after it, and after a kill before the first new checkpoint."""
+        more = {"train.steps": 27, "train.keep_checkpoints": 9, "optimizer.beta1": 0.5}
+        flags = [f"--{name}={value}" for name, value in more.items()]
+        assert cli("pretrain", "--out", out, *flags, "--allow-changes").returncode == 0
+        assert checkpoint_folder.steps(out) == [21, 24, 27] and (out / "changes.jsonl").read_text()
+        again = ("pretrain", "--out", out, "--train.steps", 24)
+        done = cli(*again, "--from", "step-21", "--train.max_minutes", 1e-9)
+        assert done.returncode == 75 and "stopped at step 22 of 24" in done.stderr
+        assert "step-27: left; now called left-step-27" in done.stderr
+        assert cli(*again, "--train.max_minutes", 0).returncode == 0
+        assert_same_run(out, whole_run)
+        assert (out / "changes.jsonl").read_text() == "" and checkpoint_folder.steps(out) == [21, 22, 24]
+
+    def test_other_keys_are_changes_like_any_other(self, out):
+        other = ("pretrain", "--out", out, "--from", "21", "--optimizer.beta1", 0.5)
+        before = sorted(out.rglob("*"))
+        done = cli(*other)
+        assert done.returncode == 2 and "optimizer.beta1 = 0.9, now it is 0.5" in done.stderr
+        assert sorted(out.rglob("*")) == before  # and nothing has been set aside
+        assert cli(*other, "--allow-changes").returncode == 0
+        record = json.loads((out / "changes.jsonl").read_text())
+        assert (record["step"], record["changes"]) == (21, {"optimizer.beta1": [0.9, 0.5]})
+
+    @pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+    def test_a_restart_does_not_go_back_again(self, out, monkeypatch, variable):
+        monkeypatch.setenv(variable, "1")
+        assert cli("pretrain", "--out", out, "--from", "step-3").returncode == 0
+        assert checkpoint_folder.steps(out) == [21, 24]
+
+    @pytest.mark.parametrize(
+        ("flag", "message"),
+        [("step-20", "no checkpoint step-20 here; it has step-21, step-24"), ("best", "'best' is not the name of a")],
+    )
+    def test_what_is_not_there_is_refused(self, out, flag, message):
+        done = cli("pretrain", "--out", out, "--from", flag)
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+    def test_a_damaged_one_is_refused(self, out, validation_corpus):
+        (out / "checkpoints/step-21/model.safetensors").write_bytes(b"")
+        with pytest.raises(ValueError, match=r"step-21/model.safetensors: damaged"):
+            pretrain(tiny_config(), data=validation_corpus, out=out, from_step=21)
+        assert checkpoint_folder.steps(out) == [21, 24]
+
+    def test_a_new_run_has_nowhere_to_go_back_to(self, validation_corpus, tmp_path):
+        with pytest.raises(FileNotFoundError, match="no checkpoint step-3 here; it has none"):
+            pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run", from_step=3)

@@ -1,0 +1,292 @@
+"""The published count to the digit, and the true count against what torch counts while it runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from variants import VARIANTS
+
+from electra_fast.config.config import Config
+from electra_fast.model.attention import AttentionMask
+from electra_fast.model.compute import ComputeConfig, RngKey
+from electra_fast.model.model import Electra
+from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import MicroBatch
+from electra_fast.ops.dispatch import use_impl
+from electra_fast.ops.linear import linear
+from electra_fast.training.flops import (
+    device_peak,
+    flops_per_token,
+    objectives_report,
+    published_flops,
+    published_training_flops,
+    report,
+)
+
+# As `flops_computation.py` of the published code prints them.
+PUBLISHED = {
+    "electra_small": 1.293743798272e18,
+    "electra_base": 6.424541834277683e19,
+    "electra_400k": 7.117606040895488e20,
+    "electra_1.75M": 3.113952642891776e21,
+    "bert_small": 1.4187399146496e18,
+    "bert_base": 6.428335104e19,
+    "bert_large": 1.91720905883648e20,
+}
+
+# The published head of masked language modelling at small, per token: 20 of 128 positions, V = 30522, e = 128, h = 256.
+MASKED_HEAD = 0.15625 * (2 * 128 * 30522 + 2 * 256 * 128 + 14 * 128 + 7 * 30522)
+RTD_HEAD = 2 * 256**2 + 11 * 256
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_totals_to_the_digit(name: str) -> None:
+    assert published_flops(name) == PUBLISHED[name]
+
+
+def test_an_unknown_published_total_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown published model 'electra_huge'; there are electra_small, electra_b"):
+        published_flops("electra_huge")
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "name"),
+    [
+        ("small", {}, "electra_small"),
+        ("base", {}, "electra_base"),
+        ("large", {}, "electra_400k"),
+        ("large", {"train": {"steps": 1_750_000}}, "electra_1.75M"),
+        ("small", {"objective": {"name": "mlm"}, "train": {"steps": 1_450_000}}, "bert_small"),
+        ("base", {"objective": {"name": "mlm"}, "train": {"steps": 1_000_000}}, "bert_base"),
+        (
+            "large",
+            {"objective": {"name": "mlm"}, "train": {"steps": 1_000_000, "batch_size": 256}},
+            "bert_large",
+        ),
+    ],
+)
+def test_presets_cost_the_published_totals(preset: str, changes: dict[str, dict[str, object]], name: str) -> None:
+    assert published_training_flops(Config.preset(preset, "google").replace(changes)) == PUBLISHED[name]
+
+
+def test_the_published_count_does_not_know_the_modern_encoder() -> None:
+    config = Config.preset("tiny", "modern")
+    with pytest.raises(ValueError, match="model.architecture"):
+        published_training_flops(config)
+    assert report(config)["published_total"] is None
+
+
+@pytest.mark.parametrize(
+    ("preset", "parts", "total"),
+    [("small", (62, 5, 3.5), 70), ("base", (570, 77, 21), 668), ("large", (1969, 153, 28), 2150)],
+)
+def test_true_counts_in_mflop_a_token(preset: str, parts: tuple[float, ...], total: float) -> None:
+    flops = flops_per_token(Config.preset(preset, "google").replace({"data": {"mask_prob": 0.15}}))
+    found = (flops.discriminator, flops.generator, flops.generator_head)
+    assert [x / 1e6 for x in found] == pytest.approx(parts, rel=0.05)
+    assert flops.total / 1e6 == pytest.approx(total, rel=0.005)
+    assert flops.total == sum(found)
+
+
+@pytest.mark.parametrize("embedding_size", [32, 64])
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+@pytest.mark.parametrize("objective", ["electra", "mlm"])
+def test_true_counts_equal_what_torch_counts(recipe: str, embedding_size: int, objective: str) -> None:
+    changes = {
+        "model": {"embedding_size": embedding_size, "vocab_size": 300, "num_layers": 3},
+        "objective": {"name": objective, "corrective_weight": 0.0},
+        "data": {"mask_prob": 0.25},
+    }
+    config = Config.preset("tiny", recipe).replace(changes)
+    model = Electra(config).eval()
+    num_rows, length = 2, config.data.sequence_length
+    num_tokens = num_rows * length
+    ids = torch.randint(0, 300, (num_tokens,))
+    masked = torch.arange(0, num_tokens, 4)  # a quarter of the tokens
+    inputs = (
+        ids,
+        torch.arange(length).repeat(num_rows),
+        ids * 0,
+        AttentionMask.padded(num_rows, length, None),
+        torch.float32,
+    )
+
+    def count(run: object, backward: bool) -> int:
+        # The math backend of the reference multiplies attention out, which is what the formula counts: torch does not
+        # see in-place products, and flash attention computes the scores once more in its backward pass.
+        with use_impl("reference"), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            out = run()  # type: ignore[operator]
+            if backward:
+                out.sum().backward()
+        return counter.get_total_flops()
+
+    def generator() -> torch.Tensor:
+        return model.generator_head(model.hidden("generator", *inputs)[masked], model.generator_embeddings.token)
+
+    flops = flops_per_token(config)
+    expected = {generator: flops.generator + flops.generator_head}
+    if objective == "electra":
+        expected[lambda: model.discriminator_head(model.hidden("discriminator", *inputs))] = flops.discriminator
+    else:
+        assert flops.discriminator == 0
+    for run, per_token in expected.items():
+        assert count(run, backward=True) == per_token * num_tokens
+        assert count(run, backward=False) == per_token * num_tokens / 3
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_true_counts_of_whole_steps_equal_what_torch_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of each stage, by the references, whose products torch sees."""
+
+    def nll(x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
+        logits = linear(x_TE, table_VE, bias_V)
+        return torch.nn.functional.cross_entropy(logits, target_T, reduction="none"), logits.argmax(-1) == target_T
+
+    monkeypatch.setattr("electra_fast.objectives.all_tokens_mlm.vocabulary_nll", nll)
+    sizes = {"model.vocab_size": "300", "data.mask_prob": "0.25", "data.sequence_length": "32"}
+    sizes |= {"model.dropout": "0", "model.attention_dropout": "0"}
+    config = Config.preset("tiny", "google").override(sizes | VARIANTS[name])
+    num_rows, length, slots = 4, 32, 8
+    shape, mask_shape = (num_rows, length), (num_rows, slots)
+    batch = {
+        "input_ids": torch.randint(5, 300, shape, dtype=torch.int32),
+        "token_type_ids": torch.zeros(shape, dtype=torch.int32),
+        "position_ids": torch.arange(length, dtype=torch.int32).expand(shape),
+        "segment_ids": torch.ones(shape, dtype=torch.int32),
+        "cu_seqlens": torch.arange(0, num_rows * length + 1, length, dtype=torch.int32),
+        "masked_positions": torch.arange(0, length, 4, dtype=torch.int32).expand(mask_shape).contiguous(),
+        "masked_ids": torch.randint(5, 300, mask_shape, dtype=torch.int32),
+        "masked_weights": torch.ones(mask_shape),
+    }
+    for stage in objective_of(config).stages():
+        model = Electra(config)
+        for part in stage.frozen:
+            model.get_submodule(part).requires_grad_(False)
+        denominators = stage.objective.loss_denominators(batch)
+        compute, key = ComputeConfig("sdpa", torch.float32), RngKey(torch.tensor([1, 2]))
+        with (
+            use_impl("reference"),
+            FlopCounterMode(display=False) as counter,
+            sdpa_kernel(SDPBackend.MATH),
+        ):
+            stage.objective.forward(model, MicroBatch(batch, compute, key, denominators)).loss.backward()
+        expected = flops_per_token(config, [stage]).total * num_rows * length
+        # The baseline passes no gradient on, and is counted as if it did.
+        assert counter.get_total_flops() == pytest.approx(expected, rel=2e-4 if "adversarial" in name else 1e-12)
+
+
+def test_a_run_costs_what_its_stages_cost() -> None:
+    config = Config.preset("small", "paper").with_objective("two-stage")
+    stages = objective_of(config).stages()
+    first, second = (flops_per_token(config, [stage]) for stage in stages)
+    mlm = flops_per_token(config.with_objective("mlm"))
+    assert (first, mlm.generator) == (mlm, first.generator)
+    assert second.generator == pytest.approx(mlm.generator / 3)  # frozen: forward only
+    assert second.discriminator == flops_per_token(config.with_objective("electra")).discriminator
+    assert flops_per_token(config).total == pytest.approx((first.total + second.total) / 2)
+
+
+def test_the_head_of_all_tokens_costs_as_much_more_as_there_are_tokens() -> None:
+    config = Config.preset("small", "paper")
+    all_tokens, replaced = (flops_per_token(config.with_objective(n)) for n in ("all-tokens-mlm", "replace-mlm"))
+    copy_head = 3 * 2 * 256
+    assert (all_tokens.encoder_head - copy_head) / replaced.encoder_head == pytest.approx(1 / 0.15)
+    assert all_tokens.encoder == replaced.encoder and all_tokens.generator_head == replaced.generator_head
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # With the published script's own terms for small: 128 tokens, batch 128, a million steps.
+        ("electra15", PUBLISHED["electra_small"]),
+        ("mlm", PUBLISHED["bert_small"] / 1.45),
+        # A generator and an encoder with BERT's head in place of the discriminator's.
+        ("replace-mlm", PUBLISHED["electra_small"] + 2 * 128e6 * 128 * (MASKED_HEAD - RTD_HEAD)),
+        ("all-tokens-mlm", PUBLISHED["electra_small"] + 2 * 128e6 * 128 * (MASKED_HEAD / 0.15625 + 2 * 256 - RTD_HEAD)),
+    ],
+)
+def test_published_count_of_other_objectives(name: str, expected: float) -> None:
+    assert published_training_flops(Config.preset("small", "paper").with_objective(name)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"train.steps": "1"}, {"two-stage"}),
+        ({"generator.kind": "uniform", "generator.fraction": "0.3"}, {"adversarial"}),
+        (
+            {"objective.name": "mlm", "model.tying": "all"},
+            {"electra", "electra15", "replace-mlm", "all-tokens-mlm", "adversarial"},
+        ),
+    ],
+)
+def test_objectives_that_a_configuration_cannot_have_are_left_open(changes: dict[str, str], missing: set[str]) -> None:
+    """What trains has its own count, whatever the others need."""
+    config = Config.preset("small", "paper").override(changes)
+    content = report(config)
+    assert content["per_token"]["total"] == flops_per_token(config).total  # type: ignore[index]
+    found = objectives_report(config)
+    assert {name for name, each in found.items() if each["per_token"] is None} == missing
+    for each in found.values():
+        assert (each["times_electra"] is None) == (each["per_token"] is None or "electra" in missing)
+
+
+def test_plain_heads_have_no_published_count() -> None:
+    config = Config.preset("small", "google").replace({"model": {"heads": "plain"}})
+    with pytest.raises(ValueError, match="model.heads"):
+        published_training_flops(config)
+    dense = flops_per_token(Config.preset("small", "google"))
+    plain = flops_per_token(config)
+    assert dense.discriminator - plain.discriminator == 3 * 2 * 256 * 256
+    assert plain.generator == dense.generator
+
+
+def test_local_attention_counts_the_window() -> None:
+    config = Config.preset("tiny", "modern").replace({"model": {"num_layers": 4}, "objective": {"name": "mlm"}})
+    local = config.replace({"model": {"local_attention": 8}})  # layers 1 and 2
+    length, hidden = config.data.sequence_length, config.model.hidden_size
+    saved = flops_per_token(config).generator - flops_per_token(local).generator
+    assert saved == 3 * 2 * 4 * (length - 9) * hidden
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA A10", 125e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 3090", 71e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("AMD Instinct MI300X", None),
+        ("cpu", None),
+        ("", None),
+    ],
+)
+def test_device_peaks(name: str, peak: float | None) -> None:
+    assert device_peak(name) == peak
+
+
+def test_report_adds_up() -> None:
+    config = Config.preset("small", "google")
+    content = report(config)
+    assert content["published_total"] == PUBLISHED["electra_small"]
+    assert content["tokens_per_step"] == 128 * 128
+    assert content["tokens"] == 128 * 128 * 1_000_000
+    assert content["total"] == pytest.approx(flops_per_token(config).total * 128 * 128 * 1e6)
+    assert content["vocab_size"] == 30522
+    assert set(content["per_token"]) == {"discriminator", "generator", "generator_head", "total"}  # type: ignore[call-overload]

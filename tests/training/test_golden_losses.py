@@ -1,0 +1,103 @@
+"""Twenty steps of `tiny` for each recipe and each objective, from text to losses, against recorded ones.
+
+A change that should not change numbers leaves `golden/losses.jsonl` as it is. One that should records it anew
+(`python tests/training/test_golden_losses.py`, with the package installed) and says why in its commit.
+"""
+
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from variants import VARIANTS
+
+import electra_fast as ef
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "losses.jsonl"
+RUNS = [(recipe, name) for recipe in ("paper", "google", "modern") for name in ("electra", "mlm")]
+RUNS += [("paper", name) for name in VARIANTS if name not in ("electra", "mlm")]
+METRICS = ("loss", "generator_loss", "discriminator_loss", "encoder_loss", "replaced_fraction", "grad_norm")
+MASKING = {"paper": "paper", "google": "google", "modern": "paper"}
+STEPS, NUM_WORDS = 20, 300
+# Sums add in an order that depends on the CPU: losses without vector instructions differ by up to 1.3e-6 (relative).
+TOLERANCE = 2e-5
+
+
+def write_corpus(folder: Path) -> Path:
+    """Documents of a few lines, in which every word hints at the next one; the same for every Python."""
+    rng, words = random.Random(0), [f"w{number}" for number in range(NUM_WORDS)]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (folder / "vocab.txt").write_text("\n".join(special + words) + "\n")
+    documents, word = [], 0
+    for _ in range(80):
+        lines = []
+        for _ in range(1 + int(rng.random() * 6)):
+            line = []
+            for _ in range(4 + int(rng.random() * 30)):
+                hop = 1 + int(3 * rng.random()) if rng.random() < 0.8 else int(NUM_WORDS * rng.random() ** 3)
+                word = (word + hop) % NUM_WORDS
+                line.append(words[word])
+            lines.append(" ".join(line))
+        documents.append("\n".join(lines))
+    (folder / "text.txt").write_text("\n\n".join(documents) + "\n")
+    ef.prepare(folder / "text.txt", vocab=folder / "vocab.txt", out=folder / "shards", lowercase=True, progress=False)
+    return folder / "shards"
+
+
+def losses(corpus: Path, out: Path, recipe: str, name: str) -> list[dict[str, Any]]:
+    """A line per step of a run: its metrics, those left out that the objective does not have."""
+    config = ef.Config.preset("tiny", recipe).override(VARIANTS[name] | {"data.masking": MASKING[recipe]})
+    rates = {"learning_rate": 4e-3, "muon_learning_rate": 0.01} if recipe == "modern" else {}
+    config = config.replace(
+        {
+            "optimizer": {"warmup_steps": 5, **rates},
+            "train": {"steps": STEPS, "batch_size": 16, "accumulate": 2, "log_every": 1}
+            | {"precision": "fp32", "matmul": "default"},  # as recorded
+        }
+    )
+    ef.pretrain(config.replace({"train": {"eval_every": 0}}), data=corpus, out=out)
+    records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    kept = ("step", *METRICS)
+    run = {"run": f"{recipe} {name}"}
+    return [run | {name: record[name] for name in kept if record.get(name) is not None} for record in records]
+
+
+@pytest.fixture(scope="module")
+def golden_corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("golden"))
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return [json.loads(line) for line in GOLDEN.read_text().splitlines()]
+
+
+def test_the_corpus_is_the_recorded_one(golden_corpus, golden):
+    assert {"content_hash": ef.Corpus(golden_corpus).content_hash} == golden[0]
+
+
+@pytest.mark.parametrize(("recipe", "name"), RUNS)
+def test_losses_are_the_recorded_ones(golden_corpus, golden, tmp_path, recipe, name):
+    found = losses(golden_corpus, tmp_path / "run", recipe, name)
+    expected = [line for line in golden if line.get("run") == f"{recipe} {name}"]
+    assert len(found) == len(expected) == STEPS
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.pop("run") == theirs.pop("run")
+        assert ours == pytest.approx(theirs, rel=TOLERANCE, abs=1e-6)
+
+
+def record() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        corpus = write_corpus(folder)
+        lines = [{"content_hash": ef.Corpus(corpus).content_hash}]
+        for recipe, name in RUNS:
+            lines += losses(corpus, folder / recipe / name, recipe, name)
+    GOLDEN.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(record())

@@ -1,0 +1,356 @@
+"""What `auto` chooses for the hardware at hand: by measurement or rule, recorded in the run, kept on resume."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from tiny_run import STEPS, assert_same_run, lines, tiny_config, truncate
+
+from electra_fast.cli import main
+from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
+from electra_fast.files import checkpoint_folder
+from electra_fast.huggingface.export import export, import_folder
+from electra_fast.model.compute import choose_compute, choose_precision
+from electra_fast.model.heads import DiscriminatorHead
+from electra_fast.model.matmul import DEFAULT, KINDS, ONEDNN, MatmulMeasurement
+from electra_fast.training import hardware, precision
+from electra_fast.training.precision import Measurement, measure, measure_products, shortest_times
+from electra_fast.training.pretrain import pretrain
+
+CPU = torch.device("cpu")
+CHOSEN = {"train.matmul": "default", "train.precision": "fp32", "model.attention": "sdpa", "train.execution": "eager"}
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device makes other choices")
+
+
+def auto_config(**changes):
+    return tiny_config(**{"train.precision": AUTO, "train.matmul": AUTO} | changes)
+
+
+def hardware_values(folder):
+    config = Config.load(folder / "config.toml")
+    return {name: config.value(name) for name in HARDWARE_KEYS}
+
+
+def said(capsys):
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def bf16_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+
+
+@pytest.fixture
+def timed(monkeypatch, bf16_cpu):
+    """A function that sets what a measurement finds; None: there must be none."""
+
+    def set_times(fp32, bf16):
+        monkeypatch.setattr(hardware, "measure", lambda _: Measurement(4, 16, {"fp32": fp32, "bf16": bf16}))
+
+    monkeypatch.setattr(hardware, "measure", lambda _: pytest.fail("a measurement"))
+    return set_times
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """A function that sets how many times as fast oneDNN is found to be; without it there must be no measurement."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True})
+
+    def set_speedup(speedup):
+        seconds = {DEFAULT: dict.fromkeys(KINDS, speedup), ONEDNN: dict.fromkeys(KINDS, 1.0)}
+        monkeypatch.setattr(hardware, "measure_products", lambda _: MatmulMeasurement(seconds, 1e-7))
+
+    monkeypatch.setattr(hardware, "measure_products", lambda _: pytest.fail("a measurement"))
+    return set_speedup
+
+
+@pytest.fixture
+def run(whole_run, tmp_path):
+    """A finished run, in fp32."""
+    return shutil.copytree(whole_run, tmp_path / "run")
+
+
+def recorded_as(run, step=21, **values):
+    """Makes a checkpoint the newest, with other values of keys in its config.toml, as a run elsewhere would have."""
+    truncate(run, step)
+    newest = checkpoint_folder.path_of(run, step)
+    state = checkpoint_folder.read_state(newest)
+    (newest / "state.json").unlink()
+    config = Config.load(newest / "config.toml").override(values)
+    for folder in (newest, run):
+        (folder / "config.toml").write_text(config.to_toml())
+    checkpoint_folder.seal(newest, state)
+
+
+class TestMeasurement:
+    @pytest.mark.parametrize(("fp32", "bf16", "faster"), [(0.21, 0.33, "fp32"), (0.4, 0.25, "bf16")])
+    def test_the_faster_precision_is_chosen(self, validation_corpus, tmp_path, timed, capsys, fp32, bf16, faster):
+        timed(fp32, bf16)
+        pretrain(auto_config(), data=validation_corpus, out=tmp_path / "auto")
+        line = f"forward and backward of 4 rows of 16 tokens take {fp32} s in fp32, {bf16} s in bf16"
+        assert f"train.precision = auto: {faster} ({line})" in said(capsys)
+        expected = CHOSEN | {"train.precision": faster}
+        assert hardware_values(tmp_path / "auto") == expected
+        assert hardware_values(checkpoint_folder.latest(tmp_path / "auto")) == expected
+        facts = json.loads((tmp_path / "auto/environment.jsonl").read_text())
+        assert facts["activations"] == {"fp32": "float32", "bf16": "bfloat16"}[faster]
+
+    def test_a_measured_run_equals_one_whose_precision_is_given(self, validation_corpus, tmp_path, bf16_cpu, capsys):
+        pretrain(auto_config(), data=validation_corpus, out=tmp_path / "auto")
+        assert "forward and backward of 4 rows of 16 tokens take" in said(capsys)
+        chosen = hardware_values(tmp_path / "auto")["train.precision"]
+        pretrain(auto_config(**{"train.precision": chosen}), data=validation_corpus, out=tmp_path / "given")
+        assert_same_run(tmp_path / "auto", tmp_path / "given")
+        assert "forward and backward" not in said(capsys)
+
+    @pytest.mark.parametrize("objective", ["electra", "mlm"])
+    def test_it_leaves_the_random_state_alone(self, validation_corpus, objective):
+        before = torch.get_rng_state()
+        changes = {"data.corpus": str(validation_corpus), "model.vocab_size": "800", "objective.name": objective}
+        found = measure(tiny_config(**changes))
+        assert (found.num_rows, found.length, set(found.seconds)) == (4, 16, {"fp32", "bf16"})
+        assert min(found.seconds.values()) > 0
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_each_precision_is_the_one_that_runs(self, validation_corpus, monkeypatch):
+        used = []
+        monkeypatch.setattr(precision, "choose_compute", lambda *args: used.append(choose_compute(*args)) or used[-1])
+        measure(tiny_config(**{"data.corpus": str(validation_corpus), "model.vocab_size": "800"}))
+        assert [compute.dtype for compute in used[1:5]] == 2 * [torch.float32, torch.bfloat16]
+
+    def test_passes_take_turns_and_the_shortest_counts(self, monkeypatch):
+        now, order = [0.0], []
+        monkeypatch.setattr(precision.time, "perf_counter", lambda: now[0])
+
+        def passes(**seconds):
+            def run_pass(name):
+                order.append(name)
+                now[0] += seconds[name].pop(0)
+
+            return {name: lambda name=name: run_pass(name) for name in seconds}
+
+        assert shortest_times(passes(a=[1, 0.5, 0.25, 0.75], b=[0.5, 0.25, 1, 0.5])) == {"a": 0.25, "b": 0.25}
+        assert order == list("abababab")
+        assert shortest_times(passes(a=[9, 8], b=[5, 4])) == {"a": 8, "b": 4}  # slow ones run once
+
+    def test_a_large_micro_batch_is_cut(self):
+        large = Config.preset("base", "google").override({"model.vocab_size": "30522"})
+        assert 1 <= precision._num_rows(large, 1) < 8
+        tiny = tiny_config(**{"model.vocab_size": "800", "train.accumulate": "1"})
+        assert precision._num_rows(tiny, 1) == 8 and precision._num_rows(tiny, 2) == 4
+
+
+class TestProducts:
+    @pytest.mark.parametrize(("speedup", "faster"), [(2.5, "onednn"), (1.1, "default")])
+    def test_the_faster_library_is_chosen_and_kept(
+        self, validation_corpus, tmp_path, products, capsys, products_by, speedup, faster
+    ):
+        used = products_by(DiscriminatorHead)
+        products(speedup)
+        out, other = tmp_path / "run", tmp_path / "other"
+        pretrain(auto_config(), data=validation_corpus, out=out)
+        ratios = ", ".join(f"{kind} {speedup:.2f}" for kind in KINDS)
+        line = f"time of fp32 products by torch's default, relative to oneDNN: {ratios}"
+        assert f"train.matmul = auto: {faster} ({line})" in said(capsys)
+        expected = CHOSEN | {"train.matmul": faster}
+        assert hardware_values(out) == hardware_values(checkpoint_folder.latest(out)) == expected
+        assert json.loads((out / "environment.jsonl").read_text())["matmul"] == faster
+        shutil.copytree(out, other)
+        shutil.rmtree(checkpoint_folder.latest(other))
+        products(1 / speedup)  # whatever a measurement would find now
+        pretrain(auto_config(), data=validation_corpus, out=other)
+        assert_same_run(other, out)
+        assert hardware_values(other) == expected and not (other / "changes.jsonl").exists()
+        assert "train.matmul" not in said(capsys)
+        assert used == {faster}
+
+    def test_the_real_measurement_comes_before_that_of_the_precision(self, validation_corpus, tmp_path, monkeypatch):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True, "avx512_bf16": True})
+        found = []
+        for name, result in (("measure_products", measure_products), ("measure", measure)):
+            noted = lambda config, name=name, result=result: found.append((name, config)) or result(config)  # noqa: E731
+            monkeypatch.setattr(hardware, name, noted)
+        pretrain(auto_config(), data=validation_corpus, out=tmp_path / "run")
+        assert [name for name, _ in found] == ["measure_products", "measure"]
+        assert found[1][1].train.matmul == hardware_values(tmp_path / "run")["train.matmul"] != AUTO
+
+    def test_onednn_where_there_is_none_is_refused(self, validation_corpus, tmp_path, capsys):
+        options = ["--data", str(validation_corpus), "--train.matmul", "onednn"]
+        assert main(["pretrain", "--preset", "tiny", "--out", str(tmp_path / "run"), *options]) == 2
+        (line,) = said(capsys).splitlines()
+        assert 'error: matmul = "onednn" needs a processor with AVX-512 and without AMX' in line
+
+    @pytest.mark.parametrize("by_its_own_configuration", [False, True])
+    def test_a_kept_onednn_that_cannot_run_is_chosen_anew(
+        self, run, validation_corpus, capsys, by_its_own_configuration
+    ):
+        recorded_as(run, **{"train.matmul": "onednn"})
+        if by_its_own_configuration:
+            assert main(["pretrain", "--out", str(run)]) == 0
+        else:
+            pretrain(auto_config(), data=validation_corpus, out=run)
+        assert 'train.matmul = auto: default, as the "onednn" recorded in this run cannot run here' in said(capsys)
+        assert hardware_values(run) == CHOSEN
+        record = json.loads((run / "changes.jsonl").read_text())
+        assert (record["step"], record["changes"]) == (21, {"train.matmul": ["onednn", "default"]})
+
+
+class TestRules:
+    @pytest.mark.parametrize(
+        "capabilities", [{}, {"avx512_bf16": False, "avx512_f": True}, {"avx512_bw": True, "amx_tile": True}]
+    )
+    def test_a_cpu_without_a_choice_is_not_measured(
+        self, validation_corpus, tmp_path, monkeypatch, capsys, capabilities
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+        for name in ("measure", "measure_products"):
+            monkeypatch.setattr(hardware, name, lambda _: pytest.fail("a measurement"))
+        pretrain(auto_config(), data=validation_corpus, out=tmp_path / "run")
+        assert hardware_values(tmp_path / "run") == CHOSEN
+        assert "auto" not in said(capsys)
+
+    def test_a_given_precision_is_not_measured(self, validation_corpus, tmp_path, timed):
+        pretrain(auto_config(**{"train.precision": "bf16"}), data=validation_corpus, out=tmp_path / "run")
+        assert hardware_values(tmp_path / "run") == CHOSEN | {"train.precision": "bf16"}
+
+    def test_without_a_measurement_the_dtype_is_fp32(self, bf16_cpu):
+        assert choose_precision(AUTO, CPU) == AUTO
+        assert choose_compute(auto_config(), CPU).dtype == torch.float32
+
+    @pytest.mark.parametrize(("has_bf16", "expected"), [(True, "bf16"), (False, "fp32")])
+    def test_cuda_takes_bf16_where_it_has_it(self, monkeypatch, has_bf16, expected):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+        assert choose_precision(AUTO, torch.device("cuda")) == expected
+
+
+class TestResume:
+    def test_the_same_command_keeps_what_was_chosen(self, whole_run, run, validation_corpus, timed, capsys):
+        shutil.rmtree(checkpoint_folder.latest(run))
+        pretrain(auto_config(), data=validation_corpus, out=run)
+        assert_same_run(run, whole_run)
+        assert hardware_values(run) == CHOSEN and not (run / "changes.jsonl").exists()
+        assert "auto" not in said(capsys)
+
+    def test_a_measured_run_resumes_exactly(self, validation_corpus, tmp_path, timed):
+        timed(0.2, 0.1)
+        out, other = tmp_path / "run", tmp_path / "other"
+        pretrain(auto_config(), data=validation_corpus, out=out)
+        shutil.copytree(out, other)
+        shutil.rmtree(checkpoint_folder.latest(other))
+        timed(0.1, 0.2)  # whatever a measurement would find now
+        pretrain(auto_config(), data=validation_corpus, out=other)
+        assert_same_run(other, out)
+        assert hardware_values(other) == CHOSEN | {"train.precision": "bf16"}
+
+    @pytest.mark.parametrize("options", [["--out", "RUN"], ["RUN/config.toml"]])
+    def test_its_own_configuration_resumes_a_run(self, whole_run, run, timed, options):
+        shutil.rmtree(checkpoint_folder.latest(run))
+        path = run / "config.toml"
+        path.write_text(path.read_text().replace(str(whole_run), str(run)))
+        assert main(["pretrain", *(option.replace("RUN", str(run)) for option in options)]) == 0
+        assert_same_run(run, whole_run)
+
+    def test_another_precision_needs_permission(self, run, validation_corpus, timed, capsys):
+        changed = auto_config(**{"train.precision": "bf16", "train.steps": "27"})
+        with pytest.raises(ValueError, match=r"train.precision = 'fp32', now it is 'bf16'; .* pass --allow-changes"):
+            pretrain(changed, data=validation_corpus, out=run)
+        pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
+        assert "changed at step 24: train.precision = 'fp32' is now 'bf16'" in said(capsys)
+        pretrain(auto_config(**{"train.steps": "27"}), data=validation_corpus, out=run)
+        assert hardware_values(run)["train.precision"] == "bf16"
+
+    def test_a_recorded_change_is_kept_before_its_first_checkpoint(self, run, validation_corpus, timed, monkeypatch):
+        changed = auto_config(**{"train.precision": "bf16", "train.steps": "27"})
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr("electra_fast.training.trainer.Trainer.train", lambda *_: 1 / 0)
+            pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
+        pretrain(auto_config(**{"train.steps": "27"}), data=validation_corpus, out=run)
+        assert hardware_values(checkpoint_folder.latest(run))["train.precision"] == "bf16"
+
+    def test_execution_may_change(self, run, validation_corpus, timed):
+        recorded_as(run, **{"train.execution": "compile"})
+        pretrain(auto_config(**{"train.execution": "eager"}), data=validation_corpus, out=run)
+        assert hardware_values(run) == CHOSEN and not (run / "changes.jsonl").exists()
+
+
+class TestAnotherDevice:
+    def test_what_cannot_run_is_chosen_anew(self, whole_run, run, validation_corpus, timed, capsys):
+        """A run of a GPU, resumed on a CPU."""
+        recorded_as(run, **{"train.execution": "graph", "model.attention": "varlen"})
+        pretrain(auto_config(), data=validation_corpus, out=run)
+        told = said(capsys)
+        assert 'model.attention = auto: sdpa, as the "varlen" recorded in this run cannot run here' in told
+        assert 'train.execution = auto: eager, as the "graph" recorded in this run cannot run here' in told
+        assert hardware_values(run) == hardware_values(checkpoint_folder.latest(run)) == CHOSEN
+        assert lines(run) == lines(whole_run)
+        record = json.loads((run / "changes.jsonl").read_text())
+        assert (record["step"], record["changes"]) == (21, {"model.attention": ["varlen", "sdpa"]})
+
+    @pytest.mark.parametrize("by_folder", [False, True])
+    def test_a_kill_after_a_new_choice_loses_nothing(self, run, validation_corpus, timed, monkeypatch, by_folder):
+        recorded_as(run, **{"train.execution": "graph", "model.attention": "varlen"})
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr("electra_fast.training.trainer.Trainer.train", lambda *_: 1 / 0)
+            pretrain(auto_config(), data=validation_corpus, out=run)
+        again = Config.load(run / "config.toml") if by_folder else auto_config()
+        assert pretrain(again, data=validation_corpus, out=run).step == STEPS
+        assert len((run / "changes.jsonl").read_text().splitlines()) == 1
+
+    @pytest.mark.parametrize(
+        ("key", "value", "need"),
+        [
+            ("train.execution", "graph", "a CUDA device"),
+            ("model.attention", "varlen", "a CUDA device"),
+            ("train.matmul", "onednn", "a processor with AVX-512"),
+        ],
+    )
+    def test_what_was_given_and_cannot_run_is_refused(self, run, validation_corpus, timed, key, value, need):
+        recorded_as(run, **{key: value})
+        with pytest.raises(ValueError, match=f'{key.partition(".")[2]} = "{value}" needs {need}'):
+            pretrain(Config.load(run / "config.toml"), data=validation_corpus, out=run)
+
+    def test_better_choices_are_named_but_not_made(self, whole_run, run, validation_corpus, timed, monkeypatch, capsys):
+        """A run of a CPU, resumed where all three choices would be others."""
+        shutil.rmtree(checkpoint_folder.latest(run))
+        better = {
+            "train.matmul": "default",
+            "train.precision": "bf16",
+            "model.attention": "varlen",
+            "train.execution": "graph",
+        }
+
+        def rule(name):
+            return lambda config, _: better[name] if config.value(name) == AUTO else config.value(name)
+
+        monkeypatch.setattr(hardware, "_RULES", {name: rule(name) for name in HARDWARE_KEYS})
+        pretrain(auto_config(), data=validation_corpus, out=run)
+        told = said(capsys)
+        assert "model.attention = sdpa, train.precision = fp32, train.execution = eager: recorded in this run" in told
+        options = "--model.attention varlen --train.precision bf16 --train.execution graph --allow-changes"
+        assert f"a new run on this device would have {options}\n" in told
+        assert_same_run(run, whole_run)
+        pretrain(tiny_config(**{"model.attention": "sdpa"}), data=validation_corpus, out=run)
+        assert "a new run on this device would have --train.execution graph\n" in said(capsys)
+
+
+class TestNothingRecorded:
+    def test_an_older_checkpoint_is_resolved_as_a_new_run(self, run, validation_corpus, timed, capsys):
+        recorded_as(run, **dict.fromkeys(HARDWARE_KEYS, AUTO))
+        timed(0.1, 0.2)
+        pretrain(Config.load(run / "config.toml"), data=validation_corpus, out=run)
+        assert "train.precision = auto: fp32 (" in said(capsys)
+        assert hardware_values(checkpoint_folder.latest(run)) == CHOSEN
+
+    def test_an_import_chooses_afresh(self, run, validation_corpus, tmp_path, timed, monkeypatch):
+        recorded_as(run, **{"train.execution": "graph", "model.attention": "varlen"})
+        export(run, tmp_path / "out", unfinished=True)
+        import_folder(tmp_path / "out", tmp_path / "again")
+        assert set(hardware_values(tmp_path / "again").values()) == {AUTO}
+        timed(0.2, 0.1)
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr("electra_fast.training.trainer.Trainer.train", lambda *_: 1 / 0)
+            pretrain(Config.load(tmp_path / "again/config.toml"), data=validation_corpus, out=tmp_path / "again")
+        pretrain(Config.load(tmp_path / "again/config.toml"), data=validation_corpus, out=tmp_path / "again")
+        assert hardware_values(checkpoint_folder.latest(tmp_path / "again")) == CHOSEN | {"train.precision": "bf16"}

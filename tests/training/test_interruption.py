@@ -1,0 +1,222 @@
+"""Signals while training: at every point of the loop, to any process, the work is saved and the exit code says so."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import tiny_run
+from tiny_run import STEPS, assert_same_run, tiny_config
+
+import electra_fast as ef
+from electra_fast import checkpoint, interruption
+from electra_fast import pretrain as pretrain_verb
+from electra_fast.data.loader import BatchLoader
+from electra_fast.errors import Interrupted
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.json_files import JsonLines
+from electra_fast.progress import TrainingProgress
+from electra_fast.training import time_limit, trainer
+from electra_fast.training.checkpoint_writer import CheckpointWriter
+from electra_fast.training.step import TrainStep
+from electra_fast.training.step_timer import StepTimer
+
+pretrain_module = sys.modules["electra_fast.training.pretrain"]
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
+
+# Where a signal arrives: owner, function, and at which of its calls.
+POINTS = {
+    "opening the run": (pretrain_module, "open_run", 1),
+    "building the model": (trainer, "Electra", 1),
+    "saying what starts": (TrainingProgress, "say", 1),
+    "the first batch": (BatchLoader, "__next__", 1),
+    "a batch": (BatchLoader, "__next__", 8),
+    "a step": (TrainStep, "__call__", 7),
+    "after a step": (StepTimer, "tick", 7),
+    "before a log line": (StepTimer, "take_step_times", 2),
+    "a log line": (JsonLines, "write", 2),
+    "showing a log line": (TrainingProgress, "report", 2),
+    "an evaluation": (trainer, "evaluate_model", 1),
+    "a line of evaluations": (JsonLines, "write", 3),
+    "a checkpoint": (CheckpointWriter, "save", 2),
+    "writing a checkpoint": (checkpoint, "write", 2),
+    "syncing a checkpoint": (os, "fsync", 18),
+    "renaming a checkpoint": (os, "replace", 6),
+    "after a checkpoint": (StepTimer, "start", 5),
+}
+
+
+def interrupt_at(monkeypatch, point, number):
+    """Sends this process a signal right after the chosen call."""
+    owner, name, call = POINTS[point]
+    original, calls = getattr(owner, name), [0]
+
+    def interrupted(*arguments, **options):
+        result = original(*arguments, **options)
+        calls[0] += 1
+        if calls[0] == call:
+            os.kill(os.getpid(), number)
+        return result
+
+    monkeypatch.setattr(owner, name, interrupted)
+    return calls
+
+
+@pytest.mark.parametrize(("point", "number"), [(p, SIGNALS[i % 4]) for i, p in enumerate(POINTS)])
+def test_a_signal_anywhere_loses_no_step(whole_run, validation_corpus, tmp_path, monkeypatch, point, number):
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    rare = {"train.checkpoint_every": "1000"} if "checkpoint" not in point else {}
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match=r"checkpoint written; run again") as caught:
+        calls = interrupt_at(patch, point, number)
+        ef.pretrain(tiny_config(**rare), data=validation_corpus, out=tmp_path / "run")
+    assert calls[0] >= POINTS[point][2] and caught.value.signal == number
+    step = checkpoint_folder.steps(tmp_path / "run")[-1]
+    assert f"interrupted at step {step} of {STEPS}" in str(caught.value)
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+    assert pretrain_verb(tiny_config(), data=validation_corpus, out=tmp_path / "run").step == STEPS
+    assert_same_run(tmp_path / "run", whole_run)
+
+
+def test_a_signal_after_the_last_step_ends_a_finished_run(whole_run, validation_corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(POINTS, "the last line", (JsonLines, "write", STEPS // 4 + STEPS // 8))
+    interrupt_at(monkeypatch, "the last line", signal.SIGTERM)
+    assert ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run").step == STEPS
+    assert_same_run(tmp_path / "run", whole_run)
+
+
+def test_a_second_signal_stops_at_once(validation_corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(POINTS, "before the last checkpoint", (TrainStep, "synchronize", 4))
+    for point in ("a step", "before the last checkpoint"):
+        interrupt_at(monkeypatch, point, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run")
+    assert not isinstance(caught.value, Interrupted)
+    assert checkpoint_folder.steps(tmp_path / "run") == [3, 6]
+
+
+def test_it_is_a_keyboard_interrupt():
+    """So that a notebook's "run all" stops at the cell, and no `except Exception` takes it for an error."""
+    assert issubclass(ef.Interrupted, KeyboardInterrupt) and not issubclass(ef.Interrupted, Exception)
+
+
+def test_ignored_signals_stay_ignored(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
+    try:
+        with interruption.stop_requests() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_another_thread_can_train(whole_run, validation_corpus, tmp_path):
+    def work():
+        ef.pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "run")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert_same_run(tmp_path / "run", whole_run)
+
+
+def wait_for_a_line(process, out):
+    """Waits until a run has logged, so that a signal falls into its work."""
+    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text():
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_the_command_line_exits_with_the_signal(validation_corpus, tmp_path, number):
+    endless = {"train.steps": "100000", "train.checkpoint_every": "100000"}
+    command = tiny_run.command(validation_corpus, tmp_path / "run", **endless)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_for_a_line(process, tmp_path / "run")
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, said
+    (step,) = checkpoint_folder.steps(tmp_path / "run")
+    assert f"interrupted at step {step} of 100000, checkpoint written; run again to resume" in said.splitlines()[-1]
+    assert "Traceback" not in said
+
+
+def test_a_time_limit_leaves_time_for_steps_and_a_checkpoint(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def stops_at(saving_seconds):
+        """When a session of a minute stops whose steps take three seconds, and one, for another reason, 23."""
+        nonlocal now
+        now, limit = 0.0, time_limit.TimeLimit(1, start=0.0, checkpoint_bytes=2e9)
+        while not limit.is_up(saving_seconds):
+            now += 3
+            if now == 9:
+                limit.pause()
+                now += 20
+        return now
+
+    assert stops_at(saving_seconds=0) == 29  # 4 * 3 for steps, 2 * 10 for a checkpoint at 200 MB/s
+    assert stops_at(saving_seconds=1) == 47
+
+
+# Takes the terminal on its standard streams for its own, as a login shell does, and becomes the command.
+IN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_a_terminal_that_closes_loses_nothing(validation_corpus, tmp_path):
+    """SIGHUP comes with a standard error that can no longer be written to."""
+    ours, theirs = pty.openpty()
+    endless = {"train.steps": "100000", "train.checkpoint_every": "100000"}
+    command = tiny_run.command(validation_corpus, tmp_path / "run", **endless)
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = subprocess.Popen([sys.executable, "-c", IN_TERMINAL, *command], **streams, start_new_session=True)
+    os.close(theirs)
+    fcntl.fcntl(ours, fcntl.F_SETFL, os.O_NONBLOCK)
+    while not (tmp_path / "run/metrics.jsonl").exists() or not (tmp_path / "run/metrics.jsonl").read_text():
+        assert process.poll() is None
+        time.sleep(0.01)
+        try:
+            os.read(ours, 1 << 16)  # or the terminal fills up
+        except BlockingIOError:
+            continue
+    os.close(ours)
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    (step,) = checkpoint_folder.steps(tmp_path / "run")
+    checkpoint_folder.verify(checkpoint_folder.path_of(tmp_path / "run", step))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_other_commands_say_what_is_kept(tmp_path, number):
+    os.mkfifo(tmp_path / "text.txt")  # nobody writes: the command waits
+    command = [sys.executable, "-m", "electra_fast", "vocab", str(tmp_path / "text.txt"), "--out", str(tmp_path / "v")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    writer = os.open(tmp_path / "text.txt", os.O_WRONLY)
+    process.send_signal(number)
+    with contextlib.suppress(BrokenPipeError):
+        while process.poll() is None:  # it hears the signal when it has read something
+            os.write(writer, b"some text\n")
+    os.close(writer)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert said == "electra-fast: interrupted; nothing was written\n"
+
+
+def test_how_long_a_launcher_has_been_running():
+    child = "from electra_fast.interruption import launcher_seconds; print(launcher_seconds())"
+    parent = (
+        f"import subprocess, sys, time; time.sleep(0.5); subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    )
+    start = time.monotonic()
+    found = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True).stdout
+    assert 0.5 <= float(found) <= time.monotonic() - start + 0.02

@@ -1,0 +1,185 @@
+"""Training as a user runs it: from start to end, killed, evaluated, gone wrong."""
+
+import json
+import re
+import shutil
+import signal
+
+import pytest
+import torch
+from tiny_run import STEPS, assert_same_run, lines, tiny_config, weights
+
+from electra_fast import checkpoint
+from electra_fast.data.corpus import Corpus
+from electra_fast.data.loader import BatchLoader, to_torch
+from electra_fast.data.mixture import Mixture
+from electra_fast.data.prepare import prepare, train_vocab
+from electra_fast.data.prepare_report import contents
+from electra_fast.errors import TrainingFailed
+from electra_fast.files import checkpoint_folder
+from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.huggingface.export import export, import_folder, load
+from electra_fast.model.compute import ComputeConfig
+from electra_fast.training.evaluate import SEED, evaluate, evaluate_model
+from electra_fast.training.opening import words_to_mask
+from electra_fast.training.pretrain import pretrain
+
+
+def test_metrics_have_the_promised_keys(whole_run):
+    record = json.loads((whole_run / "metrics.jsonl").read_text().splitlines()[0])
+    promised = (
+        "step loss generator_loss discriminator_loss generator_accuracy discriminator_accuracy discriminator_precision "
+        "discriminator_recall replaced_fraction learning_rate grad_norm tokens_per_second mfu seconds tokens "
+        "step_seconds step_seconds_longest checkpoint_seconds"
+    )
+    assert list(record) == promised.split()
+    assert 0 < record["step_seconds"] <= record["step_seconds_longest"] < record["seconds"]
+    assert [line["step"] for line in lines(whole_run)] == list(range(4, STEPS + 1, 4))
+    assert [line["step"] for line in lines(whole_run, "evaluations.jsonl")] == [8, 16, 24]
+    assert lines(whole_run)[-1]["loss"] < lines(whole_run)[0]["loss"]
+    assert checkpoint_folder.steps(whole_run) == [21, 24]
+    facts = json.loads((whole_run / "environment.jsonl").read_text())
+    assert facts["torch"] == torch.__version__ and facts["attention"] == "sdpa"
+
+
+def test_same_seed_same_run_another_seed_another(whole_run, validation_corpus, tmp_path):
+    pretrain(tiny_config(), data=validation_corpus, out=tmp_path / "same")
+    assert_same_run(tmp_path / "same", whole_run)
+    pretrain(tiny_config(**{"train.seed": "1"}), data=validation_corpus, out=tmp_path / "other")
+    assert lines(tmp_path / "other") != lines(whole_run)
+
+
+def test_accumulation_changes_no_sample(whole_run, validation_corpus, tmp_path):
+    """One micro-batch or two: the same rows and samples (without dropout, whose noise is drawn by micro-batch)."""
+    runs = []
+    for parts in ("1", "2", "4"):
+        exact = {"model.dropout": "0", "model.attention_dropout": "0"}
+        config = tiny_config(**{"train.accumulate": parts, **exact})
+        pretrain(config, data=validation_corpus, out=tmp_path / parts)
+        runs.append(lines(tmp_path / parts))
+    for run in runs[1:]:
+        assert [line["replaced_fraction"] for line in run[:2]] == [line["replaced_fraction"] for line in runs[0][:2]]
+        assert [line["loss"] for line in run] == pytest.approx([line["loss"] for line in runs[0]], rel=1e-3)
+
+
+def test_kill_nine_loses_nothing(server, whole_run, validation_corpus, tmp_path):
+    """Before there is a checkpoint, when one has just been begun, and with a log line that is in none."""
+    out = tmp_path / "run"
+    for step, resumed in ((2, []), (9, []), (20, [6, 9]), (STEPS, [15, 18])):
+        fault = {"ELECTRA_FAST_FAULT": f"kill@{step}/0"}
+        (said,) = server.end(server.start(1, validation_corpus, out, fault), 0 if step == STEPS else -signal.SIGKILL)
+        assert not resumed or any(f"resumes at step {each} of {STEPS}" in said for each in resumed), said
+    assert_same_run(out, whole_run)
+
+
+def test_finished_run_is_left_alone(whole_run, validation_corpus, tmp_path):
+    out = shutil.copytree(whole_run, tmp_path / "run")
+    assert pretrain(tiny_config(), data=validation_corpus, out=out).step == STEPS
+    assert_same_run(out, whole_run)
+
+
+@pytest.mark.parametrize(("recipe", "learning_rate"), [("paper", "2e-2"), ("modern", "3e-3")])
+def test_recipes_learn(recipe, learning_rate, tiny_corpus, tmp_path):
+    changes = {"train.steps": "60", "train.batch_size": "16", "optimizer.learning_rate": learning_rate}
+    pretrain(tiny_config(recipe, **changes), data=tiny_corpus, out=tmp_path / "run")
+    run = lines(tmp_path / "run")
+    assert run[-1]["generator_loss"] < run[0]["generator_loss"] - 0.1
+    assert run[-1]["discriminator_loss"] < run[0]["discriminator_loss"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "whole_words", "spans"),
+    [
+        ("the broken tokens of longer words", 40, "", ""),
+        ("中文的文字之间没有空格所以分词是一个问题", 60, "100.0% of the tokens are words by themselves .* span", ""),
+        ("ข้าวเช้าทุกวันที่บ้านของฉันมีแมวสี่ตัว ฉัน", 60, "of more than 10 tokens, .* paper", "of more than 10 tokens, .* paper"),
+    ],
+)
+def test_masks_of_words_that_do_nothing_are_told(tmp_path, text, size, whole_words, spans):
+    """Chinese characters are words by themselves; without spaces, the words of Thai are longer than the budget."""
+    train_vocab(iter([text]), out=tmp_path / "vocab.txt", size=size, progress=False)
+    prepare(iter([f"{text}\n" * 9]), vocab=tmp_path, out=tmp_path / "shards", progress=False)
+    for masking, said in [("whole-word", whole_words), ("span", spans)]:
+        changes = {"data.masking": masking, "data.corpus": str(tmp_path / "shards"), "data.sequence_length": "64"}
+        config = tiny_config(**changes)
+        told = list(words_to_mask(config, Mixture(config.data.corpus)))
+        assert len(told) == (said != "") and all(re.search(said, line) for line in told), told
+
+
+def test_a_run_says_what_its_packing_drops(tiny_corpus, tmp_path, capsys):
+    """As counted from the rows themselves; only where it starts, and only of the packing that drops anything."""
+    kept = 0
+    for rows in BatchLoader(tiny_corpus, sequence_length=16, batch_size=8, seed=0, packing="google", epochs=1):
+        batch = to_torch(rows)
+        cls_and_sep = (batch["input_ids"] == 2) | (batch["input_ids"] == 3)
+        kept += int(((batch["segment_ids"] > 0) & ~cls_and_sep).sum())
+    num_tokens = Corpus(tiny_corpus).num_tokens
+    config = tiny_config(**{"train.steps": "2", "train.checkpoint_every": "1"})
+    pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    assert 0 < kept < num_tokens
+    said = (
+        f'data.packing = "google" drops {num_tokens - kept:,} of {num_tokens:,} tokens ({1 - kept / num_tokens:.1%}) '
+    )
+    assert f"{said}in rows of 16; --data.packing best-fit keeps them all" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-2")
+    pretrain(config, data=tiny_corpus, out=tmp_path / "run")
+    pretrain(config.replace({"data": {"packing": "best-fit"}}), data=tiny_corpus, out=tmp_path / "other")
+    assert "drops" not in capsys.readouterr().err
+
+
+def test_mlm_baseline(validation_corpus, tmp_path):
+    pretrain(tiny_config(**{"objective.name": "mlm"}), data=validation_corpus, out=tmp_path / "run")
+    last = lines(tmp_path / "run")[-1]
+    assert last["loss"] == last["generator_loss"] and last["discriminator_loss"] is None
+    figures = evaluate(tmp_path / "run", validation_corpus)
+    assert figures["discriminator_auc"] is None and figures["generator_loss"] > 0
+
+
+def test_evaluate_is_one_pass_over_the_held_out_part(whole_run, validation_corpus):
+    figures = evaluate(whole_run, validation_corpus)
+    validation = contents(validation_corpus / "holdout", "google", 16, seed=SEED)
+    # Every token that the packing keeps once, and two or three special tokens per example.
+    assert figures["rows"] == validation.rows
+    assert figures["tokens"] - validation.tokens in range(2 * validation.rows, 3 * validation.rows)
+    assert figures == evaluate(whole_run, validation_corpus)
+    assert 0 < figures["discriminator_auc"] < 1
+    assert figures == evaluate(checkpoint_folder.latest(whole_run), validation_corpus / "holdout")
+
+
+def test_a_padded_table_trains_resumes_and_is_exported(validation_corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("electra_fast.training.step.choose_num_processes", lambda *_: 2)
+    size = Corpus(validation_corpus).vocab_size + 6
+    few = {"model.vocab_size": str(size), "train.steps": "2", "train.eval_every": "0"}
+    pretrain(tiny_config(**few), data=validation_corpus, out=tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "hf")
+    import_folder(tmp_path / "hf", tmp_path / "again")
+    pretrain(tiny_config(**few | {"model.vocab_size": "0"}), data=validation_corpus, out=tmp_path / "again")
+    table = load(tmp_path / "again").generator_head.bias
+    assert len(table) == size and table[:-6].all() and not table[-6:].any()
+    few["model.vocab_size"] = str(size - 7)
+    with pytest.raises(ValueError, match=f"model.vocab_size = {size - 7}, but the corpus was prepared with {size - 6}"):
+        pretrain(tiny_config(**few), data=validation_corpus, out=tmp_path / "smaller")
+
+
+@pytest.mark.parametrize("recipe", ["google", "modern"])
+def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(recipe, validation_corpus, tmp_path):
+    """Where all logits lie about the class shares' and so near each other that bf16 cannot tell them apart."""
+    config = tiny_config(recipe, **{"train.steps": "8", "data.packing": "best-fit", "train.precision": "bf16"})
+    pretrain(config, data=validation_corpus, out=tmp_path / "run")
+    model = load(tmp_path / "run")
+    with torch.no_grad():
+        model.discriminator_head.classifier.weight.mul_(1e-3)
+        model.discriminator_head.classifier.bias.fill_(-2.0)
+    checkpoint.save(tmp_path / "run", model, None, TrainState(step=8), keep=1)
+    validation = Corpus(validation_corpus).holdout
+    figures = evaluate_model(model, validation, model.config, ComputeConfig("sdpa", torch.bfloat16))
+    expected = evaluate(tmp_path / "run", validation_corpus)
+    assert expected["discriminator_auc"] > 0.55
+    assert figures["discriminator_auc"] == pytest.approx(expected["discriminator_auc"], abs=0.01)
+
+
+def test_nan_is_said_and_not_saved(validation_corpus, tmp_path):
+    hot = {"optimizer.learning_rate": "1e30", "optimizer.warmup_steps": "0", "train.checkpoint_every": "1"}
+    with pytest.raises(TrainingFailed, match=r"became nan or infinite in steps \d+-\d+; step-\d+ is the last good"):
+        pretrain(tiny_config(**hot), data=validation_corpus, out=tmp_path / "run")
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "run").values())

@@ -1,0 +1,283 @@
+"""Runs by several ranks, with gloo on this machine: the same training as by one, through faults, stops and resumes."""
+
+import json
+import shutil
+import signal
+
+import pytest
+import torch
+from ranks import wait_for
+from tiny_run import EXACT, STEPS, assert_same_run, lines, truncate, weights
+
+from electra_fast.files import checkpoint_folder
+from electra_fast.model.matmul import DEFAULT, ONEDNN, has_onednn
+from electra_fast.training.rank_check import odd_ranks
+
+NO_DROPOUT = {"model.dropout": "0", "model.attention_dropout": "0"}
+
+
+def assert_close_runs(run, other, tolerance=1e-5):
+    ours, theirs = lines(run), lines(other)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for line, expected in zip(ours, theirs, strict=True):
+        for name in ("loss", "generator_loss", "discriminator_loss", "grad_norm"):
+            assert line[name] == pytest.approx(expected[name], rel=tolerance), name
+        assert (line["tokens"], line["replaced_fraction"]) == (expected["tokens"], expected["replaced_fraction"])
+
+
+def assert_equal_bits(run, other):
+    """Of metrics and weights; an evaluation adds up the ranks' rows in an order of its own."""
+    assert lines(run) == lines(other)
+    for line, expected in zip(*(lines(each, "evaluations.jsonl") for each in (run, other)), strict=True):
+        assert line == pytest.approx(expected, rel=1e-5)
+    ours, theirs = weights(run), weights(other)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# Rows that the ranks and micro-batches divide unevenly; fewer rows than ranks.
+@pytest.mark.parametrize(
+    ("recipe", "batch_size", "accumulate"), [("google", "8", "2"), ("modern", "7", "1"), ("paper", "3", "1")]
+)
+def test_any_number_of_ranks_trains_alike(server, validation_corpus, tmp_path, recipe, batch_size, accumulate):
+    optimizer = {"google": "adamw", "modern": "muon", "paper": "lamb"}[recipe]
+    changes = NO_DROPOUT | {"train.batch_size": batch_size, "train.accumulate": accumulate, "train.steps": "8"}
+    changes["optimizer.name"] = optimizer
+    for world_size in (1, 2, 4):
+        server.run(world_size, validation_corpus, tmp_path / str(world_size), **changes)
+    for world_size in (2, 4):
+        assert_close_runs(tmp_path / str(world_size), tmp_path / "1")
+        found = weights(tmp_path / str(world_size))
+        for name, expected in weights(tmp_path / "1").items():
+            torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_exact_gives_equal_bits_with_dropout(server, exact_run, validation_corpus, tmp_path):
+    server.run(4, validation_corpus, tmp_path / "run", **EXACT)
+    assert_equal_bits(tmp_path / "run", exact_run)
+
+
+def test_exact_gives_equal_bits_with_muon(server, validation_corpus, tmp_path, own_processor):
+    changes = EXACT | {"optimizer.name": "muon", "train.batch_size": "10", "train.steps": "4"}
+    changes["train.matmul"] = ONEDNN if has_onednn() else DEFAULT
+    for world_size in (1, 2, 4):
+        server.run(world_size, validation_corpus, tmp_path / str(world_size), **changes)
+    assert_equal_bits(tmp_path / "2", tmp_path / "1")
+    assert_equal_bits(tmp_path / "4", tmp_path / "1")
+
+
+@pytest.mark.parametrize(("recipe", "optimizer"), [("google", "adamw"), ("modern", "muon"), ("paper", "lamb")])
+def test_a_sharded_model_trains_alike_and_resumes_anywhere(server, validation_corpus, tmp_path, recipe, optimizer):
+    """Also from a checkpoint of a whole model, and to one; with parameters of fewer rows than there are ranks."""
+    shared = NO_DROPOUT | {"optimizer.name": optimizer, "train.steps": "12", "train.batch_size": "10"}
+    sharded = shared | {"train.sharding": "full"}
+    server.run(1, validation_corpus, tmp_path / "whole", **shared)
+    server.run(2, validation_corpus, tmp_path / "run", **sharded)
+    assert_close_runs(tmp_path / "run", tmp_path / "whole")
+    for world_size, changes in ((4, sharded), (1, shared)) if recipe == "google" else ():
+        truncate(tmp_path / "run", 9)
+        server.run(world_size, validation_corpus, tmp_path / "run", **changes)
+        assert_close_runs(tmp_path / "run", tmp_path / "whole")
+    found = weights(tmp_path / "run")
+    for name, expected in weights(tmp_path / "whole").items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_two_ranks_repeat_to_the_bit(server, validation_corpus, tmp_path):
+    for name in ("first", "second"):
+        server.run(2, validation_corpus, tmp_path / name)
+    assert_same_run(tmp_path / "first", tmp_path / "second")
+
+
+def test_a_world_of_one_is_a_plain_run(server, whole_run, validation_corpus, tmp_path):
+    server.run(1, validation_corpus, tmp_path / "run")
+    assert_same_run(tmp_path / "run", whole_run)
+
+
+def test_a_rank_killed_in_a_sharded_step_ends_the_other(server, validation_corpus, tmp_path):
+    out = tmp_path / "run"
+    ranks = server.start(2, validation_corpus, out, **{"train.sharding": "full", "train.steps": "100000"})
+    wait_for(lambda: checkpoint_folder.steps(out) if out.exists() else False)
+    ranks[1].kill()
+    assert ranks[0].wait() == 2 and "rank 0: another rank is gone" in ranks[0].said()
+    assert "Traceback" not in ranks[0].said() and ranks[1].wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, 11), (1, 7)])
+def test_a_killed_rank_ends_the_others_and_nothing_is_lost(server, exact_run, validation_corpus, tmp_path, rank, step):
+    fault = {"ELECTRA_FAST_FAULT": f"kill@{step}/{rank}"}
+    ranks = server.start(2, validation_corpus, tmp_path / "run", fault, **EXACT)
+    codes = [2, 2]
+    codes[rank] = -signal.SIGKILL
+    said = server.end(ranks, codes)
+    assert f"rank {1 - rank}: another rank is gone" in said[1 - rank] and "Traceback" not in said[1 - rank]
+    said = server.run(2, validation_corpus, tmp_path / "run", **EXACT)
+    assert "resumes at step" in said[0]
+    assert_equal_bits(tmp_path / "run", exact_run)
+
+
+def test_a_run_by_two_resumes_with_another_number_of_ranks(server, exact_run, validation_corpus, tmp_path):
+    changes = EXACT | {"train.keep_checkpoints": "9"}
+    server.run(2, validation_corpus, tmp_path / "run", **changes)
+    assert_equal_bits(tmp_path / "run", exact_run)
+    for world_size, step in ((1, 15), (4, 6)):
+        truncate(tmp_path / "run", step)
+        server.run(world_size, validation_corpus, tmp_path / "run", **changes)
+        assert_equal_bits(tmp_path / "run", exact_run)
+
+
+def test_a_damaged_newest_checkpoint_is_left_by_all_ranks(server, exact_run, validation_corpus, tmp_path):
+    shutil.copytree(exact_run, tmp_path / "run")
+    path = checkpoint_folder.latest(tmp_path / "run") / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    said = server.run(2, validation_corpus, tmp_path / "run", **EXACT)
+    assert "damaged" in said[0] and said[1] == ""
+    assert_equal_bits(tmp_path / "run", exact_run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(server, exact_run, validation_corpus, tmp_path, number):
+    out = tmp_path / "run"
+    ranks = server.start(2, validation_corpus, out, {"ELECTRA_FAST_FAULT": "sleep:0.05@0/0"}, **EXACT)
+    wait_for(lambda: out.exists() and checkpoint_folder.steps(out))
+    ranks[1].kill(number)
+    said = server.end(ranks, 128 + number)
+    assert "checkpoint written; run again to resume" in said[0] and "Traceback" not in said[0] + said[1]
+    assert said[1] == "stopping after this step; once more to stop at once\n"
+    assert 0 < checkpoint_folder.steps(out)[-1] < STEPS
+    server.run(2, validation_corpus, out, **EXACT)
+    assert_equal_bits(out, exact_run)
+
+
+def test_a_time_limit_stops_all_ranks_in_time(server, exact_run, validation_corpus, tmp_path):
+    out, slow = tmp_path / "run", {"ELECTRA_FAST_FAULT": "sleep:1@2/1"}
+    ranks = server.start(2, validation_corpus, out, slow, **EXACT, **{"train.max_minutes": "0.15"})
+    said = server.end(ranks, 75)
+    assert "train.max_minutes = 0.15 are nearly over: stopped at step" in said[0]
+    assert 2 < checkpoint_folder.steps(out)[-1] < STEPS
+    server.run(2, validation_corpus, out, **EXACT)
+    assert_equal_bits(out, exact_run)
+
+
+def test_nan_on_one_rank_is_said_by_one(server, validation_corpus, tmp_path):
+    ranks = server.start(2, validation_corpus, tmp_path / "run", {"ELECTRA_FAST_FAULT": "nan@5/1"}, **NO_DROPOUT)
+    said = server.end(ranks, 2)
+    assert "grad_norm became nan or infinite in steps 5-6; step-3 is the last good checkpoint" in said[0]
+    assert said[1] == ""
+
+
+def test_all_ranks_find_that_a_run_has_exploded(server, validation_corpus, tmp_path):
+    changes = {"optimizer.learning_rate": "5", "train.checkpoint_every": "1", "train.eval_every": "0"}
+    said = server.end(server.start(2, validation_corpus, tmp_path / "run", **changes), 2)
+    assert ": the loss rose to " in said[0] and "is the best checkpoint (training loss" in said[0] and said[1] == ""
+    assert checkpoint_folder.steps(tmp_path / "run")[-1] < 4
+
+
+def test_nan_on_one_rank_is_skipped_by_all(server, validation_corpus, tmp_path):
+    """It is counted, and its tokens are not; a run that skips no step equals one that could not."""
+    for name, fault in (("whole", ""), ("nan", "nan@5/1")):
+        fault = {"ELECTRA_FAST_FAULT": fault} if fault else None
+        server.run(2, validation_corpus, tmp_path / name, fault, **NO_DROPOUT, **{"train.skip_spikes": "3"})
+    server.run(2, validation_corpus, tmp_path / "off", **NO_DROPOUT)
+    off = lines(tmp_path / "off")
+    assert [line | {"skipped_steps": 0} for line in off] == lines(tmp_path / "whole")
+    assert [line["skipped_steps"] for line in lines(tmp_path / "nan")] == [0, 1, 0, 0, 0, 0]
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "nan").values())
+    assert lines(tmp_path / "nan")[1]["tokens"] < off[1]["tokens"]
+
+
+def test_a_spike_is_skipped_by_all(server, tiny_corpus, tmp_path):
+    fault = {"ELECTRA_FAST_FAULT": "spike:1000@135/1"}
+    changes = {"train.steps": "140", "train.log_every": "20", "train.skip_spikes": "2", "train.checkpoint_every": "200"}
+    server.run(2, tiny_corpus, tmp_path / "run", fault, **NO_DROPOUT, **changes)
+    assert [line["skipped_steps"] for line in lines(tmp_path / "run")] == [0, 0, 0, 0, 0, 0, 1]
+
+
+def test_too_many_spikes_in_a_row_end_the_run(server, validation_corpus, tmp_path):
+    fault, changes = {"ELECTRA_FAST_FAULT": "nan@5/1,nan@6/0"}, {**NO_DROPOUT, "train.steps": "8"}
+    server.run(2, validation_corpus, tmp_path / "two", fault, **changes, **{"train.skip_spikes": "2"})
+    ranks = server.start(2, validation_corpus, tmp_path / "run", fault, **changes, **{"train.skip_spikes": "1"})
+    said = server.end(ranks, 2)
+    assert "2 spikes came in a row in steps 5-8; step-6 is the last good checkpoint" in said[0]
+
+
+def test_a_rank_is_odd_only_where_most_others_agree():
+    assert odd_ranks([7, 7]) == ""
+    assert odd_ranks([7, 8, 7]) == "rank 1's parameters differ from those of the other ranks"
+    assert odd_ranks([7, 8, 7, 7, 9]).startswith("ranks 1, 4's parameters differ")
+    for tie in ([7, 8], [7, 7, 8, 8], [7, 7, 8, 9]):
+        assert odd_ranks(tie).endswith("have different parameters, and no majority agrees")
+
+
+def test_a_flipped_bit_names_the_odd_rank(server, validation_corpus, tmp_path):
+    ranks = server.start(3, validation_corpus, tmp_path / "run", {"ELECTRA_FAST_FAULT": "flip@5/2"})
+    said = server.end(ranks, 2)
+    assert "step 6: rank 2's parameters differ from those of the other ranks; step-3 is the last good" in said[0]
+    assert said[1] == said[2] == "" and checkpoint_folder.steps(tmp_path / "run") == [3]
+
+
+def test_a_hung_rank_ends_all_with_their_stacks(server, validation_corpus, tmp_path):
+    fault = {"ELECTRA_FAST_FAULT": "hang@5/1"}
+    ranks = server.start(2, validation_corpus, tmp_path / "run", fault, **{"train.timeout_seconds": "3"})
+    said = server.end(ranks, 2)
+    stacks = [(tmp_path / f"run/stacks/rank-{rank}.txt").read_text() for rank in (0, 1)]
+    assert "rank 0: waited more than 3 s for" in said[0] and "rank-0.txt" in said[0]
+    assert "rank 1: another rank waited too long for this one" in said[1]
+    assert "in exchange" in stacks[0] and "in strike" in stacks[1]
+
+
+def test_the_slowest_rank_is_in_every_line(server, validation_corpus, tmp_path):
+    said = server.run(2, validation_corpus, tmp_path / "run", {"ELECTRA_FAST_FAULT": "sleep:0.1@4/1"})
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [record["slowest_rank"] for record in records[1:]] == [1] * 5
+    assert all(0.1 < record["slowest_rank_seconds"] < 1 for record in records[1:])
+    assert "slowest rank 1: 0.1" in said[0]
+
+
+def test_a_frozen_first_rank_hangs_nobody(server, validation_corpus, tmp_path):
+    """Its store answers nobody either."""
+    out, changes = tmp_path / "run", {"train.timeout_seconds": "3", "train.steps": "100000"}
+    ranks = server.start(2, validation_corpus, out, **changes)
+    wait_for(lambda: checkpoint_folder.steps(out) if out.exists() else False)
+    ranks[0].kill(signal.SIGSTOP)
+    assert ranks[1].wait(timeout=30) == 2 and "waited more than 3 s" in ranks[1].said()
+    ranks[0].kill()
+    ranks[0].wait()
+
+
+def test_ranks_with_other_corpora_do_not_train(server, validation_corpus, tiny_corpus, tmp_path):
+    for rank, corpus in enumerate((validation_corpus, tiny_corpus)):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "shards").symlink_to(corpus)
+    ranks = server.start(2, "shards", tmp_path / "run", folders=[tmp_path / "0", tmp_path / "1"])
+    said = server.end(ranks, 2)
+    assert "not the same corpus on rank 1 as on the first" in said[1] and said[0] == ""
+
+
+def test_a_slow_checkpoint_hangs_nobody(server, validation_corpus, tmp_path):
+    """Each write takes longer than the ranks may wait for each other."""
+    slow = {"ELECTRA_FAST_TEST_SLOW_WRITE": "4"}
+    changes = {"train.timeout_seconds": "2", "train.steps": "4", "train.checkpoint_every": "2"}
+    server.run(2, validation_corpus, tmp_path / "run", slow, **changes)
+    assert checkpoint_folder.steps(tmp_path / "run") == [2, 4]
+
+
+def test_two_stages_are_compared_apart(server, tiny_corpus, tmp_path):
+    """The second stage's loss is another one; its first steps are no spikes."""
+    changes = {
+        **{"objective.name": "two-stage", "model.tying": "none", "generator.fraction": "1", "data.masking": "paper"},
+        **{"train.steps": "280", "train.log_every": "20", "train.skip_spikes": "3", "train.checkpoint_every": "500"},
+    }
+    server.run(1, tiny_corpus, tmp_path / "run", **NO_DROPOUT, **changes)
+    assert sum(line["skipped_steps"] for line in lines(tmp_path / "run")) == 0
+
+
+def test_what_is_wrong_is_said_once(server, validation_corpus, tmp_path):
+    ranks = server.start(2, tmp_path / "nowhere", tmp_path / "run")
+    said = server.end(ranks, 2)
+    assert said[0].count("\n") == 1 and "nowhere" in said[0] and said[1] == ""
+    said = server.end(server.start(3, validation_corpus, tmp_path / "none", **EXACT), 2)
+    assert "needs 1, 2 or 4 ranks, not 3" in said[0] and said[1:] == ["", ""] and not (tmp_path / "none").exists()
+    server.run(2, validation_corpus, tmp_path / "run", **{"train.steps": "4"})
+    ranks = server.start(2, validation_corpus, tmp_path / "run", **{"train.seed": "1", "train.steps": "4"})
+    said = server.end(ranks, 2)
+    assert "this run was started with train.seed = 0, now it is 1" in said[0] and said[1] == ""

@@ -1,0 +1,373 @@
+"""Resuming a run: what may change and what comes of it, what is refused, and damaged checkpoints."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import in_process
+import pytest
+import torch
+from tiny_run import STEPS, TINY, assert_same_run, lines, tiny_config
+
+from electra_fast.config.config import Config, OptimizerConfig
+from electra_fast.files import checkpoint_folder
+from electra_fast.training import opening
+from electra_fast.training.optim import lr_scale
+from electra_fast.training.pretrain import pretrain
+
+
+@pytest.fixture
+def run(whole_run, tmp_path):
+    return shutil.copytree(whole_run, tmp_path / "run")
+
+
+def said(capsys):
+    return capsys.readouterr().err
+
+
+class TestExtension:
+    def test_a_finished_run_is_continued(self, run, validation_corpus, capsys):
+        longer = {"train.steps": str(2 * STEPS)}
+        assert pretrain(tiny_config(**longer), data=validation_corpus, out=run).step == 2 * STEPS
+        told = said(capsys)
+        optimizer = Config.load(run / "config.toml").optimizer
+        rate = lr_scale(optimizer, STEPS, 2 * STEPS) * optimizer.learning_rate
+        assert f"the learning rate of step {STEPS} is {rate:.3g} (it was 0) and falls to 0 at step {2 * STEPS}" in told
+        assert [line["step"] for line in lines(run)] == list(range(4, 2 * STEPS + 1, 4))
+        last = lr_scale(optimizer, 2 * STEPS - 1, 2 * STEPS) * optimizer.learning_rate
+        assert lines(run)[-1]["learning_rate"] == pytest.approx(last)
+        record = json.loads((run / "changes.jsonl").read_text())
+        assert (record["step"], record["changes"]) == (STEPS, {"train.steps": [STEPS, 2 * STEPS]})
+
+    def test_a_killed_extension_resumes_by_its_folder_alone(self, run, validation_corpus):
+        """The change is on record before the first checkpoint that has it."""
+        longer = tiny_config(**{"train.steps": str(2 * STEPS)})
+        unkilled = shutil.copytree(run, run.with_name("unkilled"))
+        pretrain(longer, data=validation_corpus, out=unkilled)
+        pretrain(longer, data=validation_corpus, out=run)
+        for step in checkpoint_folder.steps(run):
+            shutil.rmtree(checkpoint_folder.path_of(run, step))
+        shutil.copytree(checkpoint_folder.path_of(unkilled, 2 * STEPS), checkpoint_folder.path_of(run, 2 * STEPS))
+        assert pretrain(Config.load(run / "config.toml")).step == 2 * STEPS
+        assert_same_run(run, unkilled)
+
+    def test_it_cannot_become_shorter_than_it_is(self, run, validation_corpus):
+        with pytest.raises(ValueError, match=rf"train.steps = 20, but this run is at step {STEPS} already; give at"):
+            pretrain(tiny_config(**{"train.steps": "20"}), data=validation_corpus, out=run)
+
+
+class TestAllowedChanges:
+    def test_they_are_recorded_and_have_an_effect(self, run, validation_corpus, capsys):
+        changed = tiny_config(**{"train.steps": "36", "optimizer.learning_rate": "2e-3"})
+        with pytest.raises(ValueError, match=r"learning_rate = 0.001, now it is 0.002; .* pass --allow-changes"):
+            pretrain(changed, data=validation_corpus, out=run)
+        assert not (run / "changes.jsonl").exists()
+        pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
+        assert "changed at step 24: optimizer.learning_rate = 0.001 is now 0.002" in said(capsys)
+        changes = json.loads((run / "changes.jsonl").read_text())["changes"]
+        assert changes == {"train.steps": [24, 36], "optimizer.learning_rate": [0.001, 0.002]}
+        saved = Config.load(checkpoint_folder.latest(run) / "config.toml")
+        assert saved.optimizer.learning_rate == 2e-3
+        assert lines(run)[6]["learning_rate"] == pytest.approx(2e-3 * lr_scale(saved.optimizer, 27, 36))
+        pretrain(changed, data=validation_corpus, out=run)  # it is what the run has now
+        with pytest.raises(ValueError, match=r"learning_rate = 0.002, now it is 0.001"):
+            pretrain(tiny_config(**{"train.steps": "36"}), data=validation_corpus, out=run)
+
+    def test_a_recorded_change_needs_no_second_permission(self, run, validation_corpus, monkeypatch):
+        """Killed before the first checkpoint after a change: the run's own configuration is still good."""
+        changed = tiny_config(**{"train.steps": "36", "optimizer.learning_rate": "2e-3"})
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr("electra_fast.training.trainer.Trainer.train", lambda *_: 1 / 0)
+            pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
+        assert pretrain(Config.load(run / "config.toml")).step == 36
+        assert len((run / "changes.jsonl").read_text().splitlines()) == 1
+
+    def test_a_change_taken_back_is_recorded_too(self, run, validation_corpus, monkeypatch):
+        changed = tiny_config(**{"optimizer.learning_rate": "2e-3"})
+        for config in (changed, tiny_config()):
+            pretrain(config, data=validation_corpus, out=run, allow_changes=True)
+        records = [json.loads(line)["changes"] for line in (run / "changes.jsonl").read_text().splitlines()]
+        assert records == [{"optimizer.learning_rate": [1e-3, 2e-3]}, {"optimizer.learning_rate": [2e-3, 1e-3]}]
+
+    @pytest.mark.parametrize(
+        ("key", "value"), [("data.sequence_length", "32"), ("data.masking", "paper"), ("train.seed", "5")]
+    )
+    def test_other_rows_start_another_epoch(self, run, validation_corpus, capsys, key, value):
+        changed = tiny_config(**{"train.steps": "28", key: value})
+        before = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader
+        assert pretrain(changed, data=validation_corpus, out=run, allow_changes=True).step == 28
+        assert "their order starts anew, with another epoch" in said(capsys)
+        after = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader
+        assert after["epoch"] > before["epoch"] and (after["options"], after["seed"]) != (
+            before["options"],
+            before["seed"],
+        )
+
+    def test_an_earlier_packing_is_remembered(self, run, validation_corpus):
+        """Token type 1 has been trained, whatever the packing is now."""
+        changed = tiny_config(**{"train.steps": "28", "data.packing": "best-fit"})
+        pretrain(changed, data=validation_corpus, out=run, allow_changes=True)
+        assert checkpoint_folder.read_state(checkpoint_folder.latest(run)).token_type_1_trained
+
+    def test_another_corpus_of_the_same_vocabulary(self, run, validation_corpus, tiny_corpus):
+        with pytest.raises(ValueError, match=r"content hash .*--allow-changes"):
+            pretrain(tiny_config(), data=tiny_corpus, out=run)
+        longer = tiny_config(**{"train.steps": "28"})
+        assert pretrain(longer, data=tiny_corpus, out=run, allow_changes=True).step == 28
+        with pytest.raises(ValueError, match="content hash"):
+            pretrain(longer, data=validation_corpus, out=run)
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("model.hidden_size", "128"),
+            ("generator.num_layers", "1"),
+            ("objective.name", "mlm"),
+            ("objective.corrective_weight", "1"),
+        ],
+    )
+    def test_sizes_and_objective_never_change(self, run, validation_corpus, key, value):
+        with pytest.raises(ValueError, match=rf"{key} = .*another model or optimizer state"):
+            pretrain(tiny_config(**{key: value}), data=validation_corpus, out=run, allow_changes=True)
+
+    def test_an_edited_config_file_is_a_change_like_any_other(self, run):
+        path = run / "config.toml"
+        path.write_text(path.read_text().replace("learning_rate = 0.001", "learning_rate = 0.002"))
+        with pytest.raises(ValueError, match="learning_rate = 0.001, now it is 0.002"):
+            pretrain(Config.load(path))
+
+    def test_a_broken_record_of_changes_is_named(self, run, validation_corpus):
+        (run / "changes.jsonl").write_text('{"step": 3, "changes": {}}\n{"step": 24}\n')
+        with pytest.raises(ValueError, match=r"changes.jsonl: line 2 is not a record of changes"):
+            pretrain(tiny_config(), data=validation_corpus, out=run)
+
+    def test_threads_and_prefetching_may_change(self, whole_run, run, validation_corpus):
+        shutil.rmtree(checkpoint_folder.latest(run))
+        changed = tiny_config(**{"data.num_threads": "3", "data.prefetch": "1"})
+        pretrain(changed, data=validation_corpus, out=run)
+        assert_same_run(run, whole_run)
+        assert not (run / "changes.jsonl").exists()
+
+
+class TestDamage:
+    def test_a_checkpoint_of_another_format_is_refused(self, run, validation_corpus, monkeypatch):
+        newest = checkpoint_folder.latest(run)
+        state = checkpoint_folder.read_state(newest)
+        (newest / "state.json").unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_folder, "STATE_VERSION", 1)
+            checkpoint_folder.seal(newest, state)
+        with pytest.raises(
+            ValueError, match=r"state.json: format 1, and this version of electra-fast reads format 2; "
+        ):
+            pretrain(tiny_config(), data=validation_corpus, out=run)
+
+    def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
+        self, whole_run, run, validation_corpus, capsys
+    ):
+        path = run / "checkpoints/step-24/optimizer.safetensors"
+        damaged = bytearray(path.read_bytes())
+        damaged[len(damaged) // 2] ^= 4
+        path.write_bytes(damaged)
+        assert pretrain(tiny_config(), data=validation_corpus, out=run).step == STEPS
+        told = said(capsys)
+        assert f"warning: {path}: damaged (its checksum does not match); that checkpoint is not used" in told
+        assert "resumes at step 21 of 24" in told
+        assert_same_run(run, whole_run)
+        assert checkpoint_folder.steps(run) == [21, 24] and (run / "checkpoints/damaged-step-24").is_dir()
+
+    def test_a_damaged_checkpoint_is_named_by_a_command_that_is_refused_too(self, run, validation_corpus, capsys):
+        (run / "checkpoints/step-24/state.json").write_text("{")
+        changed = tiny_config(**{"optimizer.learning_rate": "2e-3"})
+        with pytest.raises(ValueError, match="allow-changes"):
+            pretrain(changed, data=validation_corpus, out=run)
+        assert "step-24/state.json: damaged" in said(capsys) and (run / "checkpoints/damaged-step-24").is_dir()
+
+    def test_no_intact_checkpoint_is_no_new_run(self, run, validation_corpus):
+        for step in checkpoint_folder.steps(run):
+            (checkpoint_folder.path_of(run, step) / "config.toml").write_text("")
+        with pytest.raises(ValueError, match=r"no intact checkpoint: .*step-24/config.toml: damaged.*step-21"):
+            pretrain(tiny_config(), data=validation_corpus, out=run)
+
+
+class TestWarmup:
+    @pytest.mark.parametrize(
+        ("preset", "steps", "warmup"),
+        [("small", 1_000_000, 10_000), ("base", 766_000, 10_000), ("large", 400_000, 10_000), ("tiny", 2_000, 100),
+         ("small", 1_000, 50), ("small", 100, 5)],
+    )  # fmt: skip
+    def test_it_follows_the_steps_unless_set(self, preset, steps, warmup):
+        config = Config.preset(preset, "google").override({"train.steps": str(steps)})
+        assert config.optimizer.num_warmup_steps(config.train.steps) == warmup
+        factors = [lr_scale(config.optimizer, step, steps) for step in range(warmup + 1)]
+        assert max(factors) == factors[warmup] >= 0.949
+        assert config.override({"optimizer.warmup_steps": "0"}).optimizer.num_warmup_steps(steps) == 0
+
+    def test_a_run_stores_the_number(self, validation_corpus, tmp_path):
+        config = tiny_config(**{"optimizer.warmup_steps": "-1", "train.steps": "40"})
+        pretrain(config, data=validation_corpus, out=tmp_path / "run")
+        assert Config.load(tmp_path / "run/config.toml").optimizer.warmup_steps == 2
+        longer = tiny_config(**{"optimizer.warmup_steps": "-1", "train.steps": "80"})
+        pretrain(longer, data=validation_corpus, out=tmp_path / "run")  # the warmup that was is no change
+        assert Config.load(tmp_path / "run/config.toml").optimizer.warmup_steps == 2
+
+    @pytest.mark.parametrize(
+        ("schedule", "warmup", "share"), [("linear", 240, "10%"), ("product", 240, "2%"), ("linear", 12, None)]
+    )
+    def test_one_that_never_ends_is_a_warning(self, validation_corpus, tmp_path, capsys, schedule, warmup, share):
+        options = {"optimizer.schedule": schedule, "optimizer.warmup_steps": str(warmup)}
+        pretrain(tiny_config(**options), data=validation_corpus, out=tmp_path / "run")
+        told = said(capsys)
+        if share is None:
+            assert "never passes" not in told
+            return
+        assert f"warmup_steps = {warmup} with train.steps = {STEPS}: the learning rate never passes {share}" in told
+        config = OptimizerConfig(schedule=schedule, warmup_steps=warmup)
+        assert max(lr_scale(config, step, STEPS) for step in range(STEPS)) == pytest.approx(
+            float(share[:-1]) / 100, abs=0.0051
+        )
+
+
+class TestRates:
+    @pytest.mark.parametrize(
+        ("steps", "rate", "muon_rate"),
+        [(100, 0.004, 0.02), (625, 0.004, 0.02), (2500, 0.004, 0.01), (10_000, 0.002, 0.005), (10**6, 0.0002, 0.0005)],
+    )
+    def test_modern_follows_the_steps_unless_set(self, steps, rate, muon_rate):
+        config = Config.preset("small", "modern").override({"train.steps": str(steps)})
+        optimizer = config.resolved().optimizer
+        assert (optimizer.learning_rate, optimizer.muon_learning_rate) == (rate, muon_rate)
+        both = {"optimizer.learning_rate": "1e-3", "optimizer.muon_learning_rate": "3e-3"}
+        optimizer = config.override(both).resolved().optimizer
+        assert (optimizer.learning_rate, optimizer.muon_learning_rate) == (1e-3, 3e-3)
+
+    def test_they_follow_the_steps_of_a_stage(self):
+        config = Config.preset("small", "modern").with_objective("two-stage")
+        stage, whole = (config.replace({"train": {"steps": steps}}).resolved() for steps in (20_000, 10_000))
+        electra = Config.preset("small", "modern").replace({"train": {"steps": 10_000}}).resolved()
+        assert stage.optimizer == electra.optimizer != whole.optimizer
+        assert stage.optimizer.warmup_steps == 500
+
+    def test_a_warmup_that_is_too_long_for_a_stage_is_noticed(self):
+        asked = {"train": {"steps": 100}, "optimizer": {"warmup_steps": 120}}
+        whole = Config.preset("tiny", "modern").replace(asked)
+        assert not list(opening._low_peak(SimpleNamespace(config=whole)))
+        (told,) = opening._low_peak(SimpleNamespace(config=whole.with_objective("two-stage")))
+        assert "the learning rate never passes 42%" in told
+
+    def test_a_run_stores_them_and_keeps_them(self, validation_corpus, tmp_path):
+        left = {"optimizer.learning_rate": "0", "optimizer.muon_learning_rate": "0"}
+        folder, short, long = tmp_path / "run", {"train.steps": "8"}, {"train.steps": "12"}
+        pretrain(tiny_config("modern", **left, **short), data=validation_corpus, out=tmp_path / "other")
+        stored = Config.load(tmp_path / "other/config.toml").optimizer
+        assert (stored.learning_rate, stored.muon_learning_rate) == (0.004, 0.02)
+        pretrain(tiny_config("modern", **short), data=validation_corpus, out=folder)
+        pretrain(tiny_config("modern", **left, **long), data=validation_corpus, out=folder)
+        kept = Config.load(folder / "config.toml").optimizer
+        assert (kept.learning_rate, kept.muon_learning_rate) == (1e-3, 0.01)
+
+    def test_a_change_stays_after_a_kill(self, validation_corpus, tmp_path):
+        """Before the first checkpoint that has it."""
+        folder = tmp_path / "run"
+        pretrain(tiny_config("modern", **{"train.steps": "8"}), data=validation_corpus, out=folder)
+        record = {"step": 8, "changes": {"optimizer.learning_rate": [1e-3, 2e-3]}}
+        (folder / "changes.jsonl").write_text(json.dumps(record) + "\n")
+        left = tiny_config("modern", **{"optimizer.learning_rate": "0", "train.steps": "12"})
+        pretrain(left, data=validation_corpus, out=folder, allow_changes=True)
+        assert Config.load(folder / "config.toml").optimizer.learning_rate == 2e-3
+
+    def test_only_the_modern_encoder_has_a_rule(self):
+        with pytest.raises(ValueError, match="optimizer.learning_rate = 0 follows from train.steps only with"):
+            tiny_config("google", **{"optimizer.learning_rate": "0"})
+
+
+WITHOUT_TORCH = """
+import sys
+from electra_fast.cli import main
+code = main(sys.argv[1:])
+sys.exit(code if "torch" not in sys.modules else 99)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--optimizer.learning_rate", "1"], "allow-changes"),
+        (["--train.stepz", "1"], "did you mean train.steps?"),
+        (["--train.steps", "3"], "is at step 24 already"),
+        (["--data", "nowhere"], "nowhere: not found"),
+    ],
+)
+def test_mistakes_are_found_before_torch_is_imported(run, change, message):
+    command = [sys.executable, "-c", WITHOUT_TORCH, "pretrain", "--out", str(run), *change]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+class TestRecipes:
+    """A run keeps its recipe, also where a command without one means another since."""
+
+    REMEDY = r'resume with --out alone, or with --recipe google \(recipe = "google" in CONFIG.toml\)'
+
+    def test_a_run_of_another_recipe_than_the_default(self, run, validation_corpus, tmp_path):
+        """The fixture's run is of recipe `google`."""
+        keys = TINY | {"train.steps": str(STEPS + 2)}
+        flags = ["--data", validation_corpus, "--out", run, *(f"--{name}={value}" for name, value in keys.items())]
+        (tmp_path / "own.toml").write_text('preset = "tiny"\n')
+        for start in (["--preset", "tiny"], [tmp_path / "own.toml"], ["--preset", "tiny", "--allow-changes"]):
+            done = in_process.run("pretrain", *start, *flags)
+            assert done.returncode == 2 and done.stderr.count("\n") == 1
+            assert re.search(
+                rf"started with model.architecture = 'bert', now it is 'modern', .*{self.REMEDY}", done.stderr
+            )
+        (tmp_path / "own.toml").write_text('preset = "tiny"\nrecipe = "google"\n')
+        copies = [shutil.copytree(run, tmp_path / name) for name in "abc"]
+        starts = (["--preset", "tiny", "--recipe", "google", *flags], [tmp_path / "own.toml", *flags])
+        for copy, start in zip(copies, (*starts, ["--train.steps", STEPS + 2]), strict=True):
+            done = in_process.run("pretrain", *start, "--out", copy)
+            assert done.returncode == 0 and f"resumes at step {STEPS} of {STEPS + 2}" in done.stderr
+        for copy in copies[1:]:
+            assert_same_run(copy, copies[0])
+
+    @pytest.mark.parametrize(("recipe", "other"), [("modern", "google"), ("paper", "modern")])
+    def test_the_recipe_of_a_run_is_named(self, validation_corpus, tmp_path, recipe, other):
+        pretrain(tiny_config(recipe, **{"train.steps": "1"}), data=validation_corpus, out=tmp_path / "run")
+        with pytest.raises(ValueError, match=f"or with --recipe {recipe} "):
+            pretrain(tiny_config(other), data=validation_corpus, out=tmp_path / "run")
+
+
+class TestRefusals:
+    def refused(self, match, config, corpus, out):
+        with pytest.raises(ValueError, match=match):
+            pretrain(config, data=corpus, out=out)
+
+    def test_a_folder_of_something_else(self, validation_corpus, tmp_path):
+        (tmp_path / "thesis.tex").write_text("years of work")
+        self.refused("thesis.tex but no run", tiny_config(), validation_corpus, tmp_path)
+
+    def test_a_file(self, validation_corpus, tmp_path):
+        (tmp_path / "notes").write_text("mine")
+        self.refused("notes: is a file", tiny_config(), validation_corpus, tmp_path / "notes")
+
+    def test_another_vocabulary_size(self, validation_corpus, tmp_path):
+        config = tiny_config(**{"model.vocab_size": "77"})
+        self.refused("model.vocab_size = 77", config, validation_corpus, tmp_path / "run")
+
+    def test_a_backend_that_cannot_serve(self, validation_corpus, tmp_path):
+        if torch.cuda.is_available():
+            return
+        config = tiny_config(**{"model.attention": "varlen"})
+        self.refused("varlen.*CUDA", config, validation_corpus, tmp_path / "run")
+
+    def test_two_at_once(self, validation_corpus, tmp_path):
+        from electra_fast.training.run import exclusive
+
+        with exclusive(tmp_path / "run"):
+            self.refused("another process is training", tiny_config(), validation_corpus, tmp_path / "run")
+
+    def test_several_ranks(self, validation_corpus, tmp_path, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        self.refused("one device", tiny_config(), validation_corpus, tmp_path / "run")

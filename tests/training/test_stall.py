@@ -1,0 +1,138 @@
+"""The alarm for a discriminator that learns nothing while its generator improves, and the AUC that it reads."""
+
+import numpy as np
+import pytest
+from tiny_run import lines, tiny_config
+
+from electra_fast.config.config import Config
+from electra_fast.data.corpus import Corpus
+from electra_fast.files import checkpoint_folder
+from electra_fast.training.evaluate import evaluate, unigram_entropy
+from electra_fast.training.pretrain import pretrain
+from electra_fast.training.stall import stall_warning, verdict
+from electra_fast.training.world import World
+
+
+def evaluations(losses, aucs):
+    pairs = enumerate(zip(losses, aucs, strict=True), 1)
+    return [{"step": 100 * i, "generator_loss": loss, "unigram_auc": auc} for i, (loss, auc) in pairs]
+
+
+@pytest.mark.parametrize(
+    ("losses", "aucs", "stalls"),
+    [
+        ((7.0, 6.6, 6.3, 6.1), (0.55, 0.56, 0.55, 0.55), True),
+        ((7.0, 6.6, 6.3, 6.1), (0.55, 0.58, 0.61, 0.64), False),  # both learn
+        ((6.1, 6.1, 6.1, 6.1), (0.55, 0.55, 0.55, 0.55), False),  # neither does
+        ((7.0, 6.6, 6.3), (0.55, 0.55, 0.55), False),  # too early
+        ((3.0, 2.9, 2.8, 2.7), (0.97, 0.97, 0.97, 0.97), False),  # nothing left to learn from these replacements
+        ((9.0, 7.0, 6.6, 6.3, 6.1), (0.5, 0.7, 0.7, 0.7, 0.7), True),  # it learned before
+        ((7.0, 6.6, 6.3, 6.1), (None, None, None, None), False),
+        ((None, None, None, None), (0.55, 0.55, 0.55, 0.55), False),
+    ],
+)
+def test_when_it_warns(losses, aucs, stalls):
+    warning = stall_warning(evaluations(losses, aucs))
+    assert (warning is not None) == stalls
+    if stalls:
+        assert "stalled since step" in warning and f"to {losses[-1]:.3f}" in warning
+
+
+# Two runs of `tiny` (bench/recipes.py, 4 TFLOP), the second without the corrective loss; evaluated 20 times.
+LEARNS = (
+    "6.21 6.18 6.09 5.76 5.46 5.27 5.12 5.00 4.89 4.83 4.76 4.71 4.67 4.63 4.60 4.55 4.52 4.51 4.49 4.48",
+    ".546 .535 .536 .547 .641 .735 .751 .794 .805 .812 .826 .832 .838 .837 .839 .844 .845 .848 .850 .851",
+)
+STALLS = (
+    "6.21 6.18 6.08 5.93 5.84 5.74 5.65 5.55 5.41 5.26 5.12 5.04 4.97 4.88 4.83 4.78 4.74 4.71 4.69 4.68",
+    ".536 .538 .532 .531 .535 .543 .535 .543 .550 .555 .557 .557 .559 .560 .557 .551 .560 .560 .561 .561",
+)
+
+
+@pytest.mark.parametrize(("run", "alarms"), [(LEARNS, [4]), (STALLS, [4, 5, 7, 13, 14, 15, 16, 17, 18, 20])])
+def test_real_runs(run, alarms):
+    """Before the first one learns anything, it is not told apart from the other."""
+    found = evaluations(*(map(float, column.split()) for column in run))
+    assert [end for end in range(1, 21) if stall_warning(found[:end])] == alarms
+
+
+def said(recipe="google", entropy=None, **found):
+    config = Config.preset("mini", recipe).override({"train.steps": "350"})
+    found = {"tokens": 50_000, "unigram_auc": None, "discriminator_auc": None, "encoder_loss": None} | found
+    return verdict(config, found, entropy, 700_000, 5_000_000)
+
+
+@pytest.mark.parametrize(
+    ("found", "amount", "measured"),
+    [
+        ({"unigram_auc": 0.50, "discriminator_auc": 0.7}, "nothing", "AUC 0.500 with random tokens"),
+        ({"unigram_auc": 0.54, "tokens": 500}, "nothing", "AUC 0.540"),  # as likely by chance
+        ({"unigram_auc": 0.54}, "little", "AUC 0.540"),
+        ({"unigram_auc": 0.81}, "", "AUC 0.810"),
+        ({"discriminator_auc": 0.81}, "", "AUC 0.810 with its own generator's"),
+        ({"generator_loss": 6.0, "entropy": 6.0}, "nothing", "generator_loss 6.000 (token frequencies alone give 6.0"),
+        ({"generator_loss": 5.5, "entropy": 6.0}, "little", "generator_loss 5.5"),
+        ({"generator_loss": 6.0, "encoder_loss": 4.0, "entropy": 6.0}, "", "encoder_loss 4.0"),
+    ],
+)
+def test_the_verdict(found, amount, measured):
+    first, *others = said(**found)
+    assert measured in first and (f"has learned {amount} yet" in first if amount else "has learned" not in first)
+    assert len(others) == bool(amount)
+
+
+def test_the_likely_reasons():
+    reasons = said(unigram_auc=0.5)[1]
+    for reason in ("350 steps, 0.70 M tokens", "--train.steps 3500", "--recipe modern", "0.0005", "5.00 M tokens"):
+        assert reason in reasons
+    assert "--recipe modern" not in said("modern", unigram_auc=0.5)[1]
+
+
+def test_a_discriminator_without_a_loss_stalls(validation_corpus, tmp_path, capfd):
+    """And the AUC of an evaluation is one on nearly the replacements of `evaluate`, which counts all tokens."""
+    changes = {"objective.disc_weight": "0", "model.tying": "none", "optimizer.learning_rate": "5e-3"}
+    changes |= {"train.steps": "80", "train.eval_every": "20", "train.eval_batches": "0", "model.dropout": "0"}
+    pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
+    assert "step 80: warning: the discriminator has stalled since step 20" in " ".join(capfd.readouterr().err.split())
+    found = lines(tmp_path / "run", "evaluations.jsonl")[-1]
+    fixed = evaluate(
+        tmp_path / "run",
+        Corpus(validation_corpus).holdout,
+        sequence_length=16,
+        batch_size=8,
+        corrupted_by="unigram",
+    )
+    assert found["unigram_auc"] == pytest.approx(fixed["discriminator_auc"], abs=0.03)
+    assert found["unigram_auc"] != found["discriminator_auc"]
+
+
+@pytest.mark.parametrize("objective", ["mlm", "replace-mlm"])
+def test_objectives_without_a_discriminator_have_none(validation_corpus, tmp_path, objective, capfd):
+    changes = {"objective.name": objective, "train.steps": "2", "train.eval_every": "2", "data.masking": "paper"}
+    changes["optimizer.warmup_steps"] = "1"
+    pretrain(tiny_config(**changes), data=validation_corpus, out=tmp_path / "run")
+    assert "unigram_auc" not in lines(tmp_path / "run", "evaluations.jsonl")[-1]
+    assert "the model has learned nothing yet: " in capfd.readouterr().err
+
+
+def test_a_run_without_evaluations_is_judged_too(validation_corpus, tmp_path, capfd):
+    """Its verdict is on other text than it was trained on where there is some, and does not touch the run."""
+    for every in ("0", "2"):
+        config = tiny_config(**{"train.steps": "4", "train.eval_every": every, "train.eval_batches": "10"})
+        pretrain(config, data=validation_corpus, out=tmp_path / every)
+    first, second = (line for line in capfd.readouterr().err.splitlines() if line.startswith("the model has learned"))
+    assert first == second and lines(tmp_path / "0") == lines(tmp_path / "2")
+    states = [checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / every)) for every in ("0", "2")]
+    assert [state.best_by for state in states] == ["training", "validation"]
+    assert states[0].best_loss == lines(tmp_path / "0")[-1]["loss"]
+    assert states[1].best_loss == min(line["loss"] for line in lines(tmp_path / "2", "evaluations.jsonl"))
+
+
+def test_the_entropy_of_masked_tokens(validation_corpus):
+    """Close to that of all tokens, counted apart."""
+    counts = Corpus(validation_corpus).token_counts()
+    config = tiny_config(**{"data.packing": "best-fit", "model.vocab_size": str(len(counts))})
+    shares = counts[counts > 0] / counts.sum()
+    expected = -(shares * np.log(shares)).sum()
+    found = unigram_entropy(str(validation_corpus), config, 0, World())
+    assert found == pytest.approx(expected, abs=0.1)

@@ -1,0 +1,214 @@
+"""A step over tensors that stay where they are: equal to one written out, and nothing in it asks the host."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from variants import DIFFERENT, VARIANTS
+
+import electra_fast as ef
+from electra_fast.data.loader import BatchLoader, HostBatch, MicroBatches, to_torch
+from electra_fast.model.compute import ComputeConfig, RngKey
+from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import MicroBatch
+from electra_fast.training.optim import Optimizer, lr_scale
+from electra_fast.training.step import GRAD_NORM, SKIPPED, TrainStep, choose_execution
+from electra_fast.training.step_timer import StepTimer
+
+COMPUTE = ComputeConfig("sdpa", torch.float32)
+STEPS = 4
+
+
+@pytest.fixture
+def config(tiny_corpus):
+    changes = {"model.vocab_size": str(ef.Corpus(tiny_corpus).vocab_size), "model.num_layers": "2"}
+    config = ef.Config.preset("tiny", "google").override(changes)
+    return config.replace({"train": {"batch_size": 8, "steps": STEPS}, "data": {"sequence_length": 64}})
+
+
+def open_loader(corpus, config):
+    return BatchLoader(corpus, sequence_length=config.data.sequence_length, batch_size=config.train.batch_size)
+
+
+def trained(corpus, config, execution="eager"):
+    """Weights and metric totals after some steps."""
+    model = ef.Electra(config).train()
+    optimizer = Optimizer(model.named_parameters(), config.optimizer)
+    step = TrainStep(model, optimizer, config, COMPUTE, execution)
+    for number, rows in zip(range(STEPS), open_loader(corpus, config), strict=False):
+        step(rows, number)
+    return model.state_dict(), step.read_totals()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_equals_a_step_written_out(tiny_corpus, config, accumulate):
+    config = config.replace({"train": {"accumulate": accumulate}})
+    model = ef.Electra(config).train()
+    optimizer = Optimizer(model.named_parameters(), config.optimizer)
+    objective, size = objective_of(config), 8 // accumulate
+    totals = dict.fromkeys((*objective.metric_totals, GRAD_NORM, SKIPPED), 0.0)
+    for number, rows in zip(range(STEPS), open_loader(tiny_corpus, config), strict=False):
+        whole = to_torch(rows)
+        torch.manual_seed((config.train.seed * 0x9E3779B97F4A7C15 + number) % 2**63)
+        optimizer.zero_grad()
+        for i in range(accumulate):
+            batch = {name: tensor[i * size : (i + 1) * size] for name, tensor in whole.items()}
+            key = RngKey(torch.tensor([config.train.seed, number]), i * size)
+            denominators = objective.loss_denominators(whole)
+            output = objective.forward(model, MicroBatch(batch | {"cu_seqlens": None}, COMPUTE, key, denominators))
+            output.loss.backward()
+            for name, total in output.totals.items():
+                totals[name] += total.item()
+        optimizer.set_step_scalars(lr_scale(config.optimizer, number, STEPS))
+        totals[GRAD_NORM] += optimizer.step().item()
+    weights, found = trained(tiny_corpus, config)
+    assert found == totals
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+
+
+class NothingFromTheHost(TorchDispatchMode):
+    """Fails where an operation reads from the device, or its shape hangs on values, or a constant is made."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        banned = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique", "bincount")
+        assert not any(word in name for word in banned), f"{name} can't be captured"
+        return func(*args, **(kwargs or {}))
+
+
+OPTIMIZERS = {name: {"optimizer.name": name} for name in ("lamb", "muon")}
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *OPTIMIZERS])
+def test_a_step_can_be_captured(tiny_corpus, config, name):
+    config = config.override((VARIANTS | OPTIMIZERS)[name])
+    model = ef.Electra(config)
+    optimizer = Optimizer(model.named_parameters(), config.optimizer)
+    step = TrainStep(model, optimizer, config, COMPUTE)
+    rows = open_loader(tiny_corpus, config)
+    step(next(rows), STEPS - 2)  # of two stages the second; the first is a step of `mlm`
+    kept = [*model.parameters(), optimizer.scalars]
+    kept += [*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
+    kept += [tensor for part in step.backward.micro_batches.parts for tensor in part.values()]
+    places = [tensor.data_ptr() for tensor in kept]
+    with NothingFromTheHost():
+        step.run()
+    step(next(rows), STEPS - 1)
+    assert [tensor.data_ptr() for tensor in kept] == places
+
+
+def assert_captured_in_time(step, since):
+    """After three steps each; one more where the second batch has more segments than the first."""
+    captures = [capture.step for capture in step.captures]
+    assert len(captures) == len(since)
+    assert all(capture - begin in (3, 4) for capture, begin in zip(captures, since, strict=True)), captures
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA only")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_graphs_equal_eager_steps(tiny_corpus, config, name):
+    """Of two stages each has a graph of its own."""
+    config, totals = config.override(VARIANTS[name]).replace({"train": {"steps": 16}}), []
+    for execution in ("eager", "graph"):
+        model = ef.Electra(config).to("cuda")
+        optimizer = Optimizer(model.named_parameters(), config.optimizer)
+        step = TrainStep(model, optimizer, config, COMPUTE, execution)
+        for number, rows in zip(range(16), open_loader(tiny_corpus, config), strict=False):
+            step(rows, number)
+        totals.append(step.read_totals())
+        stages = [0, 8] if name == "two-stage" else [0]
+        assert_captured_in_time(step, stages if execution == "graph" else [])
+    assert totals[0] == totals[1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA only")
+def test_a_graph_equals_eager_steps_and_is_captured_again_when_a_batch_outgrows_it(tiny_corpus, config):
+    config, totals = config.replace({"train": {"steps": 12}, "model": {"dropout": 0.1, "attention_dropout": 0.0}}), []
+    for execution in ("eager", "graph"):
+        model = ef.Electra(config).to("cuda").train()
+        optimizer = Optimizer(model.named_parameters(), config.optimizer)
+        step = TrainStep(model, optimizer, config, COMPUTE, execution)
+        for number, rows in zip(range(12), open_loader(tiny_corpus, config), strict=False):
+            if number == 6:
+                step.backward.micro_batches.capacity = 0  # as if this batch had more segments than any before it
+            step(rows, number)
+        step.synchronize()
+        totals.append(step.read_totals())
+        assert_captured_in_time(step, [0, 6] if execution == "graph" else [])
+    assert totals[0] == totals[1]
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_compiles_without_a_break(tiny_corpus, config, monkeypatch, name):
+    """`fullgraph` fails at the first operation that torch.compile can't take; what runs is eager's code."""
+    torch.compiler.reset()  # other tests compile the same function
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend="aot_eager", **options))
+    changes = {"model.dropout": "0", "model.attention_dropout": "0", "train.accumulate": "4", "model.num_layers": "1"}
+    config = config.override(VARIANTS[name] | changes)
+    with torch._dynamo.config.patch(recompile_limit=1):  # one graph serves all micro-batches of a stage
+        compiled, totals = trained(tiny_corpus, config, "compile")
+    eager, expected = trained(tiny_corpus, config)
+    assert totals == pytest.approx(expected, rel=1e-4, abs=1e-3)
+    for name in eager:
+        torch.testing.assert_close(compiled[name], eager[name], rtol=1e-3, atol=1e-4)
+
+
+THIRDS = [range(0, 4), range(4, 8), range(8, 12)]
+
+
+def test_micro_batches_are_the_batch(corpus):
+    """Each part holds its rows and their segments; places stay, and grow when there is no room."""
+    loader = BatchLoader(corpus, sequence_length=32, batch_size=12)
+    parts, places = MicroBatches(torch.device("cpu"), THIRDS), None
+    versions = set()
+    for rows in itertools.islice(loader, 60):
+        parts.load(HostBatch.of(rows))
+        whole = to_torch(rows)
+        for i, part in enumerate(parts.parts):
+            for name in part.keys() - {"cu_seqlens"}:
+                assert torch.equal(part[name], whole[name][4 * i : 4 * i + 4]), name
+            ends = part["cu_seqlens"]
+            assert ends[0] == 0 and ends[-1] == 4 * 32 and (ends.diff() >= 0).all()
+            segments = whole["segment_ids"][4 * i : 4 * i + 4].flatten().numpy()
+            starts = np.flatnonzero(np.diff(segments, prepend=-1) | (np.arange(128) % 32 == 0))
+            assert ends.unique().tolist() == [*starts.tolist(), 128]
+        now = [tensor.data_ptr() for part in parts.parts for tensor in part.values()]
+        assert now == places or parts.version not in versions
+        versions.add(parts.version)
+        places = now
+    assert parts.version == max(versions) < 10
+
+
+def test_another_number_of_rows_is_refused(corpus):
+    loader = BatchLoader(corpus, sequence_length=32, batch_size=10)
+    with pytest.raises(ValueError, match="10 rows, where a step has 12"):
+        MicroBatches(torch.device("cpu"), THIRDS).load(HostBatch.of(next(loader)))
+
+
+def test_a_way_that_cannot_be_had_is_refused():
+    assert choose_execution("auto", torch.device("cpu")) == "eager"
+    assert choose_execution("auto", torch.device("cuda")) == "graph"
+    with pytest.raises(ValueError, match='train.execution = "graph" needs a CUDA device'):
+        choose_execution("graph", torch.device("cpu"))
+
+
+def test_the_timer_leaves_out_pauses(config):
+    model = ef.Electra(config)
+    timer = StepTimer(TrainStep(model, Optimizer(model.named_parameters(), config.optimizer), config, COMPUTE))
+    assert timer.take_step_times() is None
+    seconds = 0.0
+    for num_steps in (1, 2):
+        timer.start()
+        for _ in range(num_steps):
+            time.sleep(0.01)
+            timer.tick()
+        seconds += timer.stop()
+        time.sleep(0.2)  # an evaluation, say
+    times = timer.take_step_times()
+    assert 0.01 <= times.median <= times.longest <= seconds and times.median + times.longest <= seconds
+    assert timer.take_step_times() is None
