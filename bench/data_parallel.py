@@ -41,11 +41,12 @@ from electra_fast.model.compute import RngKey, choose_compute, choose_device
 from electra_fast.model.model import BertLayer, ModernLayer
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch
+from electra_fast.optimizers.optimizer import Optimizer, lr_scale
+from electra_fast.optimizers.shards import Shards
 from electra_fast.training.division import NUM_EXACT_GROUPS
 from electra_fast.training.launch import Launch
-from electra_fast.training.optim import Optimizer, lr_scale
-from electra_fast.training.sharding import Shards, shard_model
-from electra_fast.training.step import GRAD_NORM, TrainStep, choose_execution
+from electra_fast.training.sharding import shard_model
+from electra_fast.training.step import GRAD_NORM, choose_execution, create_step
 from electra_fast.training.step_processes import choose_num_processes
 from electra_fast.training.world import World
 
@@ -62,11 +63,14 @@ class Ours:
     def __init__(self, config: ef.Config, corpus: Path, world: World, num_processes: int = 1) -> None:
         device, sharding = choose_device(), config.train.sharding
         model, compute = ef.Electra(config).to(device), choose_compute(config, device)
-        shards = Shards(shard_model(model, world.mesh(device.type))) if sharding == "full" else None
+        shards, wrap = None, None
+        if sharding == "full":
+            wrap = shard_model(model, world.mesh(device.type)).run
+            shards = Shards(model)
         named = model.named_parameters() if shards is None else shards.parameters.items()
         optimizer = Optimizer(named, config.optimizer, shards=shards, matrix_dtype=compute.dtype)
         execution = choose_execution("auto", device, sharding)
-        self.train_step = TrainStep(model, optimizer, config, compute, execution, num_processes, world, shards=shards)
+        self.train_step = create_step(model, optimizer, config, compute, execution, num_processes, world, shards, wrap)
         self.batches = ef.BatchLoader.from_config(config, corpus=corpus, rank=world.rank, world_size=world.size)
         self.world, self.numbers = world, itertools.count()
 
@@ -153,14 +157,14 @@ def usage(world: World) -> Tensor:
 
 def turn(contender: Ours | Peer | None, world: World, num_steps: int) -> Tensor:
     """What each rank used per step of a turn, from when all had arrived; [ranks, 5]."""
-    world.exchange(torch.zeros(1, dtype=torch.float64))
+    world.all_gather(torch.zeros(1, dtype=torch.float64))
     before = usage(world)
     if contender is not None:
         for _ in range(num_steps):
             contender.step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return world.exchange((usage(world) - before) / num_steps)
+    return world.all_gather((usage(world) - before) / num_steps)
 
 
 def ring_bytes(name: str, config: ef.Config, num_ranks: int) -> float:

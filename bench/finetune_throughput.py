@@ -38,7 +38,7 @@ from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids, write_tokenizer
 from electra_fast.model.compute import choose_device
 from electra_fast.model.matmul import use_matmul
-from electra_fast.training.optim import lr_scale
+from electra_fast.optimizers.optimizer import lr_scale
 
 WARM_UP = 8
 MAX_LENGTH = 128

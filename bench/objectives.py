@@ -21,7 +21,8 @@ from workload import label, loader, make_corpus, new_step, shape
 from electra_fast._data import RecordBatch
 from electra_fast.objectives import OBJECTIVES
 from electra_fast.training.flops import flops_per_token
-from electra_fast.training.step import WARM_UP, TrainStep, choose_execution
+from electra_fast.training.graphs import WARM_UP
+from electra_fast.training.step import TrainStep, choose_execution
 
 VARIANTS = {
     **{name: {"objective.name": name} for name in OBJECTIVES},

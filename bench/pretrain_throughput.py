@@ -76,10 +76,10 @@ def ours(config: ef.Config, device: torch.device, execution: str, compute: Compu
         return float(train_step.objective.metrics(train_step.read_totals())["loss"] or 0)
 
     def facts() -> Mapping[str, Any]:
-        seconds = [round(capture.seconds, 2) for capture in train_step.captures]
+        seconds = [round(capture.seconds, 2) for capture in train_step.graphs.captures]
         return {"attention": train_step.backward.compute.attention, "capture_seconds": seconds}
 
-    return Runner(lambda rows: train_step(rows, next(numbers)), loss, train_step.stream, facts)
+    return Runner(lambda rows: train_step(rows, next(numbers)), loss, train_step.graphs.stream, facts)
 
 
 def peer(

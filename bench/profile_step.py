@@ -30,7 +30,8 @@ from torch.utils._pytree import tree_leaves
 from workload import label, loader, make_corpus, new_step, shape
 
 import electra_fast as ef
-from electra_fast.training.step import WARM_UP, TrainStep
+from electra_fast.training.graphs import WARM_UP
+from electra_fast.training.step import TrainStep
 
 REPLAYS = 3
 MARK = "bench traffic "
@@ -196,7 +197,7 @@ def main() -> int:
     for kernel in kernels:
         kinds[kind(kernel.name)] += kernel.microseconds / 1e3 / steps
     sums = ", ".join(f"{name} {ms:.2f}" for name, ms in kinds.most_common())
-    captured = ", ".join(f"{capture.seconds:.1f} s" for capture in step.captures) or "none"
+    captured = ", ".join(f"{capture.seconds:.1f} s" for capture in step.graphs.captures) or "none"
     results.add(
         f"{title}: {len(kernels) / steps:.0f} launches, {sum(kinds.values()):.2f} ms in kernels per step "
         f"({sums}); captures: {captured}; peak {_peak_gib(device)}",

@@ -22,7 +22,7 @@ from electra_fast.model.layers import Linear
 from electra_fast.ops import operations as ops
 from electra_fast.ops.linear import linear
 from electra_fast.ops.operations import Dropout
-from electra_fast.training import muon
+from electra_fast.optimizers import muon
 
 
 def init_width(config: Config) -> None:

@@ -33,7 +33,7 @@ from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.reproduction.row_run import main
 from electra_fast.training import evaluate as evaluation
 from electra_fast.training.corruptor import UNIGRAM_LENGTH, Corruptor
-from electra_fast.training.time_limit import TimeLimit
+from electra_fast.training.timing import TimeLimit
 
 RUN, RESULT, SECONDS = "run.json", "result.json", "seconds.txt"
 EVAL_ROWS = 64

@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import electra_fast as ef
 from electra_fast.model.model import BertLayer, ModernLayer
+from electra_fast.optimizers.muon import Stack, stacks
+from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.division import share
 from electra_fast.training.flops import PUBLISHED_VOCABULARY, device_peak, flops_per_token
-from electra_fast.training.muon import Stack, stacks
-from electra_fast.training.optim import Optimizer
 
 NUM_GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 PAPER = ("small", "base", "large")

@@ -11,8 +11,8 @@ import torch
 
 import electra_fast as ef
 from electra_fast.model.compute import ComputeConfig, choose_compute
-from electra_fast.training.optim import Optimizer
-from electra_fast.training.step import TrainStep
+from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.training.step import TrainStep, create_step
 
 VOCAB_SIZE = 30_522
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -64,7 +64,7 @@ def new_step(
     model = ef.Electra(config).to(device).train()
     compute = compute or choose_compute(config, device)
     optimizer = Optimizer(model.named_parameters(), config.optimizer, matrix_dtype=compute.dtype)
-    return TrainStep(model, optimizer, config, compute, execution, num_processes)
+    return create_step(model, optimizer, config, compute, execution, num_processes)
 
 
 def label(config: ef.Config, text: str) -> str:

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import faults
 from tiny_run import command
 from tiny_task import NUM_LOGS
 
@@ -131,6 +132,7 @@ def fork_rank(request):
         os.chdir(request["folder"])
         slow_down_writing()
         kill_at_save()
+        faults.install()
         from electra_fast.cli import main
 
         code = main(request["arguments"])

@@ -28,10 +28,10 @@ from electra_fast.messages import printable
 from electra_fast.model.compute import ComputeConfig, RngKey
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch
+from electra_fast.training.diagnostics import auc_text
 from electra_fast.training.evaluate import SEED, evaluate
 from electra_fast.training.plots import plot_metrics
 from electra_fast.training.pretrain import pretrain
-from electra_fast.training.stall import auc_text
 
 VOCAB_SIZE = 1024
 NUM_SENTENCES = 6

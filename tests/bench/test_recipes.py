@@ -19,8 +19,8 @@ from electra_fast.files import checkpoint_folder
 from electra_fast.model import model
 from electra_fast.model.attention import AttentionMask, Queries
 from electra_fast.ops.operations import Dropout
+from electra_fast.optimizers.muon import orthogonalize
 from electra_fast.training.flops import flops_per_token
-from electra_fast.training.muon import orthogonalize
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import electra_fast as ef
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.model.compute import ComputeConfig, RngKey
 from electra_fast.objectives import objective_of
-from electra_fast.training import muon
+from electra_fast.optimizers import muon
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/scale.md"
 PERFECT = model.Link(float("inf"), 0.0)
@@ -211,13 +211,14 @@ def fake_ranks():
 
 @pytest.mark.parametrize("num_ranks", [8, 24])  # rows of 24 ranks are padded
 def test_sharding_moves_and_holds_what_it_is_said_to(fake_ranks, monkeypatch, tiny_corpus, num_ranks):
-    from electra_fast.training.sharding import Shards, shard_model
+    from electra_fast.optimizers.shards import Shards
+    from electra_fast.training.sharding import shard_model
 
     monkeypatch.setitem(model.EXPECTED, "tiny", (1, 1.0, 1))
     expected, mesh = model.workload("tiny"), fake_ranks(num_ranks)
     config = ef.Config.preset("tiny", "google").override(model.VOCABULARY)
     root = shard_model(ef.Electra(config), mesh)
-    shards, objective = Shards(root), objective_of(config)
+    shards, objective = Shards(root.model), objective_of(config)
     assert sum(parameter.nbytes for parameter in shards.parameters.values()) == sum(expected.shards(num_ranks))
 
     batch = to_torch(next(iter(BatchLoader.from_config(config, corpus=tiny_corpus))))

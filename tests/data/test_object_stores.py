@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import faults
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -188,7 +189,7 @@ def test_training_reads_from_a_bucket_and_resumes(local: Path, remote: str, tmp_
         done = run(*PRETRAIN, "--data", data, "--out", tmp_path / name)
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "bucket") == losses(tmp_path / "disk")
-    command = [sys.executable, "-m", "electra_fast", *PRETRAIN, "--data", remote, "--out", str(tmp_path / "killed")]
+    command = [sys.executable, faults.__file__, *PRETRAIN, "--data", remote, "--out", str(tmp_path / "killed")]
     killed = subprocess.run(command, capture_output=True, env=os.environ | {"ELECTRA_FAST_FAULT": "kill@5/0"})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     done = run(*PRETRAIN, "--data", remote, "--out", tmp_path / "killed")

@@ -18,7 +18,7 @@ from electra_fast.files.checkpoint_folder import LogWindow, LossHistory, TrainSt
 from electra_fast.files.json_files import read_object, write_object
 from electra_fast.huggingface.export import load
 from electra_fast.model.model import Electra
-from electra_fast.training.optim import Optimizer
+from electra_fast.optimizers.optimizer import Optimizer
 
 
 def make_model(**changes: str) -> Electra:

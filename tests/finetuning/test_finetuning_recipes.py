@@ -9,7 +9,7 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuneConfig, recipe_config
 from electra_fast.finetuning.optimization import lr_factors
 from electra_fast.finetuning.step import FinetuningWork
-from electra_fast.training.optim import lr_scale
+from electra_fast.optimizers.optimizer import lr_scale
 
 SMALL, BASE, LARGE = (
     Config.preset(size, "google").replace({"model": {"vocab_size": 100}}).model for size in ("small", "base", "large")

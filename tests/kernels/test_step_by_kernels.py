@@ -7,8 +7,8 @@ from variants import DIFFERENT, VARIANTS
 import electra_fast as ef
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.ops import dispatch
-from electra_fast.training.optim import Optimizer
-from electra_fast.training.step import TrainStep
+from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.training.step import create_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def trained(corpus, config, attention="sdpa"):
     model = ef.Electra(config).to(DEVICE).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    step = TrainStep(model, optimizer, config, ComputeConfig(attention, torch.float32), "eager", num_processes=1)
+    step = create_step(model, optimizer, config, ComputeConfig(attention, torch.float32), "eager", num_processes=1)
     loader = ef.BatchLoader(corpus, sequence_length=32, batch_size=4)
     for number, rows in zip(range(STEPS), loader, strict=False):
         step(rows, number)

@@ -13,7 +13,7 @@ import electra_fast as ef
 from electra_fast.model.compute import ComputeConfig, RngKey
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch
-from electra_fast.training.optim import Optimizer
+from electra_fast.optimizers.optimizer import Optimizer
 
 
 def on_cuda(x):

@@ -22,11 +22,11 @@ from electra_fast.objectives.electra import ElectraObjective
 from electra_fast.objectives.objective import METRICS, MicroBatch, Output
 from electra_fast.ops import operations as ops
 from electra_fast.ops.sampling import alias_table
-from electra_fast.training import metrics
+from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.training import diagnostics
 from electra_fast.training.evaluate import evaluate_model
-from electra_fast.training.optim import Optimizer
 from electra_fast.training.pretrain import pretrain
-from electra_fast.training.step import TrainStep
+from electra_fast.training.step import create_step
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -217,7 +217,7 @@ def two_stages(tmp_path_factory, validation_corpus):
 def test_a_stage_is_not_judged_before_its_warmup(two_stages, validation_corpus, tmp_path, monkeypatch):
     """The discriminator is untrained when its stage begins."""
     first_steps = []
-    monkeypatch.setattr(metrics.LastingWarning, "take", lambda _, *arguments: first_steps.append(arguments[-1]))
+    monkeypatch.setattr(diagnostics.LastingWarning, "take", lambda _, *arguments: first_steps.append(arguments[-1]))
     resumed(two_stages, tmp_path / "run", 3, validation_corpus, two_stage_config())
     assert first_steps == [100, 100, 100, 112, 112, 112]  # of the lines of steps 5, 10, 12, 15, 20 and 24
 
@@ -284,7 +284,7 @@ def test_the_frozen_generator_has_no_dropout(validation_corpus):
     config = two_stage_config().override({"model.dropout": "0.5", "model.vocab_size": vocab_size})
     model = ef.Electra(config)
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    step = TrainStep(model, optimizer, config, COMPUTE, num_processes=1)
+    step = create_step(model, optimizer, config, COMPUTE, num_processes=1)
     assert model.generator.training and not model.discriminator.training
     step._enter_stage(SWITCH)
     assert model.discriminator.training and not any(module.training for module in model.generator.modules())

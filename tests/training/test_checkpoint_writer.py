@@ -18,8 +18,8 @@ from electra_fast import checkpoint
 from electra_fast.config.config import Config
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import LogWindow, TrainState
+from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.checkpoint_writer import CheckpointWriter
-from electra_fast.training.optim import Optimizer
 
 CONFIG = Config.preset("tiny")
 

@@ -21,7 +21,7 @@ from electra_fast.files.checkpoint_folder import LossHistory
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
-from electra_fast.training.divergence import has_exploded, uniform_metrics, what_is_lost
+from electra_fast.training.diagnostics import has_exploded, uniform_metrics, what_is_lost
 from electra_fast.training.evaluate import evaluate_model
 from electra_fast.training.pretrain import pretrain
 

@@ -14,8 +14,8 @@ from electra_fast.huggingface.export import export, import_folder
 from electra_fast.model.compute import choose_compute, choose_precision
 from electra_fast.model.heads import DiscriminatorHead
 from electra_fast.model.matmul import DEFAULT, KINDS, ONEDNN, MatmulMeasurement
-from electra_fast.training import hardware, precision
-from electra_fast.training.precision import Measurement, measure, measure_products, shortest_times
+from electra_fast.training import hardware
+from electra_fast.training.hardware import Measurement, measure, measure_products, shortest_times
 from electra_fast.training.pretrain import pretrain
 
 CPU = torch.device("cpu")
@@ -116,13 +116,13 @@ class TestMeasurement:
 
     def test_each_precision_is_the_one_that_runs(self, validation_corpus, monkeypatch):
         used = []
-        monkeypatch.setattr(precision, "choose_compute", lambda *args: used.append(choose_compute(*args)) or used[-1])
+        monkeypatch.setattr(hardware, "choose_compute", lambda *args: used.append(choose_compute(*args)) or used[-1])
         measure(tiny_config(**{"data.corpus": str(validation_corpus), "model.vocab_size": "800"}))
         assert [compute.dtype for compute in used[1:5]] == 2 * [torch.float32, torch.bfloat16]
 
     def test_passes_take_turns_and_the_shortest_counts(self, monkeypatch):
         now, order = [0.0], []
-        monkeypatch.setattr(precision.time, "perf_counter", lambda: now[0])
+        monkeypatch.setattr(hardware.time, "perf_counter", lambda: now[0])
 
         def passes(**seconds):
             def run_pass(name):
@@ -137,9 +137,9 @@ class TestMeasurement:
 
     def test_a_large_micro_batch_is_cut(self):
         large = Config.preset("base", "google").override({"model.vocab_size": "30522"})
-        assert 1 <= precision._num_rows(large, 1) < 8
+        assert 1 <= hardware._num_rows(large, 1) < 8
         tiny = tiny_config(**{"model.vocab_size": "800", "train.accumulate": "1"})
-        assert precision._num_rows(tiny, 1) == 8 and precision._num_rows(tiny, 2) == 4
+        assert hardware._num_rows(tiny, 1) == 8 and hardware._num_rows(tiny, 2) == 4
 
 
 class TestProducts:

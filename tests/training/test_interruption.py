@@ -23,10 +23,10 @@ from electra_fast.errors import Interrupted
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.json_files import JsonLines
 from electra_fast.progress import TrainingProgress
-from electra_fast.training import time_limit, trainer
+from electra_fast.training import timing, trainer
 from electra_fast.training.checkpoint_writer import CheckpointWriter
 from electra_fast.training.step import TrainStep
-from electra_fast.training.step_timer import StepTimer
+from electra_fast.training.timing import StepTimer
 
 pretrain_module = sys.modules["electra_fast.training.pretrain"]
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
@@ -149,12 +149,12 @@ def test_the_command_line_exits_with_the_signal(validation_corpus, tmp_path, num
 
 def test_a_time_limit_leaves_time_for_steps_and_a_checkpoint(monkeypatch):
     now = 0.0
-    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=lambda: now))
 
     def stops_at(saving_seconds):
         """When a session of a minute stops whose steps take three seconds, and one, for another reason, 23."""
         nonlocal now
-        now, limit = 0.0, time_limit.TimeLimit(1, start=0.0, checkpoint_bytes=2e9)
+        now, limit = 0.0, timing.TimeLimit(1, start=0.0, checkpoint_bytes=2e9)
         while not limit.is_up(saving_seconds):
             now += 3
             if now == 9:

@@ -11,7 +11,7 @@ from tiny_run import EXACT, STEPS, assert_same_run, lines, truncate, weights
 
 from electra_fast.files import checkpoint_folder
 from electra_fast.model.matmul import DEFAULT, ONEDNN, has_onednn
-from electra_fast.training.rank_check import odd_ranks
+from electra_fast.training.diagnostics import odd_ranks
 
 NO_DROPOUT = {"model.dropout": "0", "model.attention_dropout": "0"}
 

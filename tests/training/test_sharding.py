@@ -25,8 +25,9 @@ from electra_fast.data.loader import padding_row
 from electra_fast.model.compute import RngKey
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch
-from electra_fast.training.optim import Optimizer, global_norm
-from electra_fast.training.sharding import Shards, local_rows, shard_model
+from electra_fast.optimizers.optimizer import Optimizer, global_norm
+from electra_fast.optimizers.shards import Shards, local_rows
+from electra_fast.training.sharding import shard_model
 
 ROWS, STEPS = 8, 3
 # How many of a step's rows each of two processes has.
@@ -118,7 +119,7 @@ class Sharded:
     def __init__(self, config, division, accumulate):
         self.model = make_model(config)
         self.root = shard_model(self.model, mesh())
-        self.shards = Shards(self.root)
+        self.shards = Shards(self.model)
         self.optimizer = Optimizer(self.shards.parameters.items(), config.optimizer)
         first, own = sum(division[: dist.get_rank()]), division[dist.get_rank()]
         most = -(-max(division) // accumulate)
@@ -217,7 +218,7 @@ def check_transfers(changes):
     whole = {name: parameter.detach() for name, parameter in make_model(config).named_parameters()}
     model, rank, num_processes = make_model(config), dist.get_rank(), dist.get_world_size()
     root = shard_model(model, mesh())
-    shards = Shards(root)
+    shards = Shards(model)
     assert list(shards.shapes) == list(whole) and any(len(x) < 4 for x in whole.values())
     for name, x in whole.items():
         assert shards.rows(name) == local_rows(len(x), rank, num_processes)
@@ -250,8 +251,9 @@ def check_transfers(changes):
 def check_owners():
     whole = {name: parameter.detach() for name, parameter in make_model(settings({})).named_parameters()}
     model = make_model(settings({}))
-    shards = Shards(shard_model(model, mesh()))
-    owners = shards.share({name: float(x.numel()) for name, x in whole.items()})
+    shard_model(model, mesh())
+    shards = Shards(model)
+    owners = shards.assign_owners({name: float(x.numel()) for name, x in whole.items()})
     loads = [
         sum(whole[name].numel() for name in owners if owners[name] == rank) for rank in range(dist.get_world_size())
     ]
@@ -269,7 +271,8 @@ def check_updates(name):
     for changes in ({}, MODERN):
         config = settings(changes, **{"optimizer.name": name, "optimizer.clip_norm": "0.5"})
         whole, model = make_model(config), make_model(config)
-        shards = Shards(shard_model(model, mesh()))
+        shard_model(model, mesh())
+        shards = Shards(model)
         ours = Optimizer(shards.parameters.items(), config.optimizer, shards=shards)
         theirs = Optimizer(whole.named_parameters(), config.optimizer)
         random = torch.Generator().manual_seed(3)

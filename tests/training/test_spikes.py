@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from electra_fast.config.config import OptimizerConfig
-from electra_fast.training.optim import Optimizer, global_norm
+from electra_fast.optimizers.optimizer import Optimizer, global_norm
 from electra_fast.training.spikes import SIGMAS, WINDOW, SpikeGuard, split_state
 
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ from electra_fast.data.loader import BatchLoader, HostBatch, MicroBatches, to_to
 from electra_fast.model.compute import ComputeConfig, RngKey
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch
-from electra_fast.training.optim import Optimizer, lr_scale
-from electra_fast.training.step import GRAD_NORM, SKIPPED, TrainStep, choose_execution
-from electra_fast.training.step_timer import StepTimer
+from electra_fast.optimizers.optimizer import Optimizer, lr_scale
+from electra_fast.training.step import GRAD_NORM, SKIPPED, choose_execution, create_step
+from electra_fast.training.timing import StepTimer
 
 COMPUTE = ComputeConfig("sdpa", torch.float32)
 STEPS = 4
@@ -37,7 +37,7 @@ def trained(corpus, config, execution="eager"):
     """Weights and metric totals after some steps."""
     model = ef.Electra(config).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    step = TrainStep(model, optimizer, config, COMPUTE, execution)
+    step = create_step(model, optimizer, config, COMPUTE, execution)
     for number, rows in zip(range(STEPS), open_loader(corpus, config), strict=False):
         step(rows, number)
     return model.state_dict(), step.read_totals()
@@ -88,10 +88,10 @@ def test_a_step_can_be_captured(tiny_corpus, config, name):
     config = config.override((VARIANTS | OPTIMIZERS)[name])
     model = ef.Electra(config)
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    step = TrainStep(model, optimizer, config, COMPUTE)
+    step = create_step(model, optimizer, config, COMPUTE)
     rows = open_loader(tiny_corpus, config)
     step(next(rows), STEPS - 2)  # of two stages the second; the first is a step of `mlm`
-    kept = [*model.parameters(), optimizer.scalars]
+    kept = [*model.parameters(), optimizer._state.scalars]
     kept += [*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
     kept += [tensor for part in step.backward.micro_batches.parts for tensor in part.values()]
     places = [tensor.data_ptr() for tensor in kept]
@@ -103,7 +103,7 @@ def test_a_step_can_be_captured(tiny_corpus, config, name):
 
 def assert_captured_in_time(step, since):
     """After three steps each; one more where the second batch has more segments than the first."""
-    captures = [capture.step for capture in step.captures]
+    captures = [capture.step for capture in step.graphs.captures]
     assert len(captures) == len(since)
     assert all(capture - begin in (3, 4) for capture, begin in zip(captures, since, strict=True)), captures
 
@@ -116,7 +116,7 @@ def test_graphs_equal_eager_steps(tiny_corpus, config, name):
     for execution in ("eager", "graph"):
         model = ef.Electra(config).to("cuda")
         optimizer = Optimizer(model.named_parameters(), config.optimizer)
-        step = TrainStep(model, optimizer, config, COMPUTE, execution)
+        step = create_step(model, optimizer, config, COMPUTE, execution)
         for number, rows in zip(range(16), open_loader(tiny_corpus, config), strict=False):
             step(rows, number)
         totals.append(step.read_totals())
@@ -131,7 +131,7 @@ def test_a_graph_equals_eager_steps_and_is_captured_again_when_a_batch_outgrows_
     for execution in ("eager", "graph"):
         model = ef.Electra(config).to("cuda").train()
         optimizer = Optimizer(model.named_parameters(), config.optimizer)
-        step = TrainStep(model, optimizer, config, COMPUTE, execution)
+        step = create_step(model, optimizer, config, COMPUTE, execution)
         for number, rows in zip(range(12), open_loader(tiny_corpus, config), strict=False):
             if number == 6:
                 step.backward.micro_batches.capacity = 0  # as if this batch had more segments than any before it
@@ -199,7 +199,7 @@ def test_a_way_that_cannot_be_had_is_refused():
 
 def test_the_timer_leaves_out_pauses(config):
     model = ef.Electra(config)
-    timer = StepTimer(TrainStep(model, Optimizer(model.named_parameters(), config.optimizer), config, COMPUTE))
+    timer = StepTimer(create_step(model, Optimizer(model.named_parameters(), config.optimizer), config, COMPUTE))
     assert timer.take_step_times() is None
     seconds = 0.0
     for num_steps in (1, 2):

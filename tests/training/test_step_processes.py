@@ -25,10 +25,11 @@ from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.heads import DiscriminatorHead
 from electra_fast.model.matmul import DEFAULT, ONEDNN, has_onednn
 from electra_fast.objectives import objective_of
-from electra_fast.training import muon, step_processes
+from electra_fast.optimizers import muon
+from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.training import step_processes
 from electra_fast.training.backward import Backward, PretrainingWork
-from electra_fast.training.optim import Optimizer
-from electra_fast.training.step import TrainStep
+from electra_fast.training.step import create_step
 from electra_fast.training.step_processes import choose_num_processes
 
 CPU, COMPUTE = torch.device("cpu"), ComputeConfig("sdpa", torch.float32)
@@ -52,7 +53,7 @@ def configured(corpus, recipe="google", dropout=0.0, **train):
 
 def make_step(config, num_processes, execution="eager"):
     model = ef.Electra(config).train()
-    return TrainStep(
+    return create_step(
         model, Optimizer(model.named_parameters(), config.optimizer), config, COMPUTE, execution, num_processes
     )
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import faults
 import pytest
 from ranks import TIMEOUT, wait_for
 from tiny_run import EXACT, STEPS, command, lines
@@ -16,7 +17,7 @@ def torchrun(corpus, out, *options, fault="", **changes):
     """Starts two ranks."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options]
     return subprocess.Popen(
-        [*start, "-m", "electra_fast", *command(corpus, out, **changes)[3:]],
+        [*start, faults.__file__, *command(corpus, out, **changes)[3:]],
         env=os.environ | ({"ELECTRA_FAST_FAULT": fault} if fault else {}),
         stderr=subprocess.PIPE,
         text=True,

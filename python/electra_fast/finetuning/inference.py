@@ -19,7 +19,7 @@ from electra_fast.finetuning.model import EncoderWithHead
 from electra_fast.model.attention_choice import choose_attention
 from electra_fast.model.compute import DTYPES, ComputeConfig, choose_precision
 from electra_fast.model.matmul import fastest_matmul, use_matmul
-from electra_fast.training.precision import faster_precision, shortest_times, times_text
+from electra_fast.training.hardware import faster_precision, shortest_times, times_text
 
 # Tokens of a batch; on a CPU those that the caches hold.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 4096}

@@ -31,7 +31,7 @@ from electra_fast.huggingface.encoder import PretrainedEncoder
 from electra_fast.model.attention_choice import choose_attention
 from electra_fast.model.compute import DTYPES, ComputeConfig, choose_precision
 from electra_fast.model.matmul import DEFAULT, ONEDNN, choose_matmul, measure_matmul, use_matmul
-from electra_fast.training.precision import faster_precision, shortest_times, threads_of, times_text
+from electra_fast.training.hardware import faster_precision, shortest_times, threads_of, times_text
 from electra_fast.training.step_processes import max_processes
 
 # Keys that a session may change: they do not change a result, or only its rounding.

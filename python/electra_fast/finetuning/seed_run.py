@@ -30,8 +30,8 @@ from electra_fast.finetuning.task import Split
 from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.interruption import StopRequest
+from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.progress import FinetuningProgress
-from electra_fast.training.optim import lr_scale
 
 RESULT = "result.json"
 # The only checkpoint of a seed, in versions that wrote no checksums.

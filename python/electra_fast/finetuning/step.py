@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -19,12 +17,12 @@ from electra_fast.finetuning.methods import METHODS
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.optimization import lr_factors
 from electra_fast.finetuning.training_set import StepBatch, TrainingBatch
-from electra_fast.model.compute import ComputeConfig, RngKey, capture, seed_generator
+from electra_fast.model.compute import ComputeConfig, RngKey, seed_generator
 from electra_fast.ops.linear import WeightCasts
+from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.allocator import keep_freed_memory
 from electra_fast.training.backward import GradientComputation, Work
-from electra_fast.training.optim import Optimizer
-from electra_fast.training.step import WARM_UP
+from electra_fast.training.graphs import GraphRunner
 from electra_fast.training.step_processes import StepProcesses
 
 
@@ -126,11 +124,11 @@ class FinetuningWork(Work):
 
 
 class FinetuneStep:
-    """Trains a model on one batch per call.
+    """Trains a model on one batch per call; each shape of a batch has a CUDA graph of its own.
 
     Args:
         model: On its device, in training mode.
-        work: Of which it is a model.
+        work: The steps of which it is a model.
         num_processes: On a CPU, processes that share each batch.
     """
 
@@ -144,7 +142,8 @@ class FinetuneStep:
         self._processes: StepProcesses | None = None
         if num_processes > 1:
             self._processes = StepProcesses(self._backward, self.optimizer, work, num_processes)
-        self._graphs = StepGraphs(self._backward, self._run, device) if work.captures(device) else None
+        self._graphs = GraphRunner(self.run, device, work.captures(device))
+        self._static_batches: dict[torch.Size, TrainingInputs] = {}
 
     def __call__(self, batch: StepBatch, step: int, lr_scale: float) -> tuple[Tensor, Tensor]:
         """Takes the step with this number (0-based), at a fraction of the peak rate; returns loss and gradient norm."""
@@ -152,9 +151,25 @@ class FinetuneStep:
             self._processes.start(batch, step, lr_scale)
         self._backward.load(batch, step)
         self.optimizer.set_step_scalars(lr_scale)
-        return self._run() if self._graphs is None else self._graphs.run()
+        with self._graphs.on_stream():
+            loss, norm = self._graphs.run(step, self._use_static_batch())
+            loss, norm = loss.clone(), norm.clone()  # a replay of the graph overwrites them
+        self._graphs.join()
+        return loss, norm
 
-    def _run(self) -> tuple[Tensor, Tensor]:
+    def _use_static_batch(self) -> torch.Size | None:
+        """Copies the batch to where the graph of its shape reads it; returns the shape."""
+        batch = self._backward.batch
+        if not self._graphs.captures_graphs or batch is None:
+            return None
+        shape = batch.inputs.columns_5RL.shape
+        static = self._static_batches.setdefault(shape, batch)
+        if static is not batch:
+            static.copy_(batch)
+        self._backward.batch = static
+        return shape
+
+    def run(self) -> tuple[Tensor, Tensor]:
         """Forward, backward and update on what has been copied to the device: all that a graph holds."""
         if self._processes is None:
             self.optimizer.zero_grad()
@@ -167,49 +182,3 @@ class FinetuneStep:
         """Ends the processes that help."""
         if self._processes is not None:
             self._processes.close()
-
-
-class StepGraphs:
-    """CUDA graphs of a step, one for each shape of a batch, captured after a few eager steps of that shape.
-
-    Args:
-        backward: Whose batch a graph reads.
-        run: The step.
-        device: CUDA.
-    """
-
-    def __init__(self, backward: TaskBackward, run: Callable[[], tuple[Tensor, Tensor]], device: torch.device) -> None:
-        self._backward, self._run = backward, run
-        # A stream of its own: what runs before a capture must run where the capture does.
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
-        self._batches: dict[torch.Size, TrainingInputs] = {}
-        self._num_eager: Counter[torch.Size] = Counter()
-        self._graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
-
-    def run(self) -> tuple[Tensor, Tensor]:
-        """The step on the batch that `backward` has loaded; returns loss and gradient norm."""
-        batch = self._backward.batch
-        assert batch is not None
-        shape, caller = batch.inputs.columns_5RL.shape, torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(caller)
-        with torch.cuda.stream(self._stream):
-            static = self._batches.setdefault(shape, batch)
-            if static is not batch:
-                static.copy_(batch)
-            self._backward.batch = static
-            outputs = self._run_or_replay(shape)
-            found = tuple(output.clone() for output in outputs)
-        caller.wait_stream(self._stream)
-        return found[0], found[1]
-
-    def _run_or_replay(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        if shape not in self._graphs:
-            if self._num_eager[shape] < WARM_UP:
-                self._num_eager[shape] += 1
-                return self._run()
-            with capture(self._stream) as graph:
-                outputs = self._run()
-            self._graphs[shape] = (graph, outputs)
-        graph, outputs = self._graphs[shape]
-        graph.replay()
-        return outputs

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,24 +51,6 @@ def seed_generator(device: torch.device, seed: int, part: int, step: int) -> Non
     """
     mixed = (seed * 0x9E3779B97F4A7C15 + part * 0xD1B54A32D192ED03 + step) % 2**63
     torch.manual_seed(mixed) if device.type == "cuda" else torch.default_generator.manual_seed(mixed)
-
-
-@contextlib.contextmanager
-def capture(stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.CUDAGraph]:
-    """Captures into a CUDA graph what is launched inside.
-
-    To free a graph or an event meanwhile invalidates the capture: garbage, as of an earlier training in this process,
-    is collected before. Other threads may use the device.
-    """
-    graph, was_enabled = torch.cuda.CUDAGraph(), gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            yield graph
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def choose_device() -> torch.device:

@@ -15,9 +15,9 @@ from electra_fast.data.loader import BatchLoader
 from electra_fast.model.compute import choose_compute, choose_device
 from electra_fast.model.matmul import fastest_matmul, use_matmul
 from electra_fast.model.model import Electra
+from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.flops import flops_per_token
-from electra_fast.training.optim import Optimizer
-from electra_fast.training.step import TrainStep, choose_execution
+from electra_fast.training.step import choose_execution, create_step
 
 # The first steps compile kernels, capture graphs and fill the allocator.
 _WARMUP_STEPS = 5
@@ -32,7 +32,7 @@ def flops_per_second(config: Config) -> float:
         compute = replace(compute, matmul=fastest_matmul(config.model, device))
     model = Electra(config).to(device)
     optimizer = Optimizer(model.named_parameters(), config.optimizer, matrix_dtype=compute.dtype)
-    step = TrainStep(model, optimizer, config, compute, execution)
+    step = create_step(model, optimizer, config, compute, execution)
     loader, num_steps = BatchLoader.from_config(config), 0
     start = time.perf_counter()
     with use_matmul(compute.matmul):

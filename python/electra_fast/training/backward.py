@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -18,11 +18,8 @@ from electra_fast.model.model import Electra
 from electra_fast.objectives import OBJECTIVES, objective_of
 from electra_fast.objectives.objective import Forward, MicroBatch, Objective, Stage
 from electra_fast.ops.linear import WeightCasts
+from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.division import Division
-from electra_fast.training.optim import Optimizer
-
-if TYPE_CHECKING:
-    from electra_fast.training.sharding import Shards
 
 
 class GradientComputation(ABC):
@@ -95,7 +92,7 @@ class Backward(GradientComputation):
         rank: Which of the processes this is that share each micro-batch.
         num_processes: How many processes share each micro-batch.
         division: What the rank computes of a step; by default all of it.
-        shards: Of the model, if each rank holds only some rows of its parameters.
+        wrap: Wraps an objective's forward pass, if the model is sharded.
 
     `denominators` are those of the step's losses, fp64 on the device, in the order of the objective's names. `loss` is
     the loss of the last `run`, an fp32 scalar.
@@ -112,9 +109,9 @@ class Backward(GradientComputation):
         rank: int = 0,
         num_processes: int = 1,
         division: Division | None = None,
-        shards: Shards | None = None,
+        wrap: Callable[[Forward], Forward] | None = None,
     ) -> None:
-        self.shards = shards
+        self._wrap = wrap
         self.model, self.compute, self.is_compiled = model, compute, execution == "compile"
         self._config, self._seed = config, config.train.seed
         self._device = next(model.parameters()).device
@@ -132,7 +129,7 @@ class Backward(GradientComputation):
         self._seed_and_step = torch.zeros(2, dtype=torch.int64, device=self._device)
         self.loss = torch.zeros((), device=self._device)
         # What is compiled casts by itself, and sharded weights have no fixed addresses.
-        self._casts = WeightCasts(model, compute.dtype, enabled=not self.is_compiled and shards is None)
+        self._casts = WeightCasts(model, compute.dtype, enabled=not self.is_compiled and wrap is None)
         self.set_stage(objective_of(config).stage(0))
 
     def set_stage(self, stage: Stage) -> None:
@@ -141,8 +138,6 @@ class Backward(GradientComputation):
         self.model.train().requires_grad_(True)
         for name in stage.frozen:
             self.model.get_submodule(name).eval().requires_grad_(False)
-        if self.shards is not None:
-            self.shards.follow()
         forward = self.forward(stage.objective)
         self._forward = torch.compile(forward, fullgraph=True, dynamic=False) if self.is_compiled else forward
         self._names = tuple(stage.objective.loss_denominators(_NO_ROWS))
@@ -150,7 +145,7 @@ class Backward(GradientComputation):
 
     def forward(self, objective: Objective) -> Forward:
         """An objective's forward pass of the model, which may be sharded."""
-        return objective.forward if self.shards is None else self.shards.root.run(objective.forward)
+        return objective.forward if self._wrap is None else self._wrap(objective.forward)
 
     def enter(self, step: int) -> bool:
         """Switches to the stage of this step, if it is another."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,7 +31,6 @@ from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import METRICS, Forward, MicroBatch, Number, Objective
 from electra_fast.ops.sampling import alias_table
-from electra_fast.training import metrics
 from electra_fast.training.corruptor import UNIGRAM, UNIGRAM_LENGTH, Corruptor, corrupted_rows, max_positions
 from electra_fast.training.division import share
 from electra_fast.training.mlm_accuracy import mlm_accuracy
@@ -208,7 +208,7 @@ def _masked_counts(corpora: Corpora, config: Config, max_batches: int, world: Wo
     for _, batch in _batches(corpora, config, max_batches, torch.device("cpu"), world):
         masked_ids = batch["masked_ids"][batch["masked_weights"] > 0]
         counts_V += torch.bincount(masked_ids, minlength=len(counts_V))
-    return world.exchange(counts_V).sum(0)
+    return world.all_gather(counts_V).sum(0)
 
 
 def _evaluate_corrupted(
@@ -291,12 +291,21 @@ def _judge(
     for module, is_training in modes.items():
         module.training = is_training
     own = torch.tensor([*(float(total) for total in totals.values()), num_rows], dtype=torch.float64)
-    *sums, num_rows = world.exchange(own).sum(0).tolist()
+    *sums, num_rows = world.all_gather(own).sum(0).tolist()
     read = dict(zip(totals, sums, strict=True))
-    predictions = world.objects((np.concatenate(logits), np.concatenate(labels)))
+    predictions = world.all_gather_object((np.concatenate(logits), np.concatenate(labels)))
     all_logits, all_labels = (np.concatenate(arrays) for arrays in zip(*predictions, strict=True))
-    auc = metrics.area_under_curve(all_logits, all_labels) if len(all_logits) else None
+    auc = area_under_curve(all_logits, all_labels) if len(all_logits) else None
     return {"discriminator_auc": auc, **objective.metrics(read), "rows": int(num_rows), "tokens": int(read["tokens"])}
+
+
+def area_under_curve(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.bool_]) -> float | None:
+    """Area under the ROC curve of the discriminator's logits; None where only one class occurs."""
+    from sklearn.metrics import roc_auc_score  # imported here: a second that only evaluation needs
+
+    if labels.all() or not labels.any():
+        return None
+    return float(roc_auc_score(labels, logits))
 
 
 def _validation_part(source: str | Path, mixture: Mixture) -> Corpora:

@@ -74,11 +74,11 @@ class GradientBuffer:
         if self._world.size == 1:
             return
         if not self._is_exact:
-            self._world.sum(self.flat_N)
+            self._world.all_reduce(self.flat_N)
             return
-        parts_RN = self._world.transpose(self.flat_N.view(self._world.size, -1))
+        parts_RN = self._world.all_to_all(self.flat_N.view(self._world.size, -1))
         _tree_sum(parts_RN.unbind())
-        self._world.gather(parts_RN[0], self.flat_N)
+        self._world.all_gather_into(parts_RN[0], self.flat_N)
 
     def discard(self, skipped: Tensor) -> None:
         """Makes the gradients 0, whatever they are, where a scalar is 1."""

@@ -1,18 +1,27 @@
-"""The keys whose `auto` depends on the hardware: chosen when a run starts, recorded in it, and kept when it resumes."""
+"""The settings that depend on the hardware: chosen when a run starts, recorded in it, and kept when it resumes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config
+from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.errors import InputError
-from electra_fast.model.compute import choose_compute, choose_precision
-from electra_fast.model.matmul import choose_matmul
-from electra_fast.training.precision import measure, measure_products
+from electra_fast.model.compute import DTYPES, RngKey, choose_compute, choose_precision
+from electra_fast.model.matmul import MatmulMeasurement, choose_matmul, measure_matmul, seconds_of, use_matmul
+from electra_fast.model.model import Electra
+from electra_fast.objectives import objective_of
+from electra_fast.objectives.objective import MicroBatch
+from electra_fast.training.flops import flops_per_token
 from electra_fast.training.run import FREE_KEYS, Run
 from electra_fast.training.step import choose_execution
+from electra_fast.training.step_processes import choose_num_processes
 
 # How each key's value follows from the configuration, in this order: an attention backend may need 16 bits.
 # ValueError where the value cannot run on the device.
@@ -78,3 +87,110 @@ def _advice(run: Run, config: Config, device: torch.device) -> list[str]:
     options = " ".join(f"--{name} {value}" for name, value in others.items())
     permission = "" if others.keys() <= FREE_KEYS else " --allow-changes"
     return [f"{kept}: recorded in this run, and kept; a new run on this device would have {options}{permission}"]
+
+
+CPU = torch.device("cpu")
+MAX_REPETITIONS = 3
+# No repetition but the first begins after this many seconds, the warm-up not counted.
+MAX_SECONDS = 3.0
+# A pass over more is cut to fewer rows: one to two seconds on two cores.
+MAX_FLOPS = 3e11
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds of a forward and backward pass over `num_rows` rows of `length` tokens, by precision."""
+
+    num_rows: int
+    length: int
+    seconds: Mapping[str, float]
+
+    @property
+    def fastest(self) -> str:
+        """The precision of the shortest time."""
+        return faster_precision(self.seconds)
+
+    def __str__(self) -> str:
+        return f"forward and backward of {self.num_rows} rows of {self.length} tokens take {times_text(self.seconds)}"
+
+
+def faster_precision(seconds: Mapping[str, float]) -> str:
+    """The precision of the shortest time."""
+    return min(seconds, key=lambda precision: seconds[precision])
+
+
+def times_text(seconds: Mapping[str, float]) -> str:
+    """Times by precision, as `0.2 s in fp32, 0.1 s in bf16`."""
+    return ", ".join(f"{each:.3g} s in {precision}" for precision, each in seconds.items())
+
+
+def measure(config: Config) -> Measurement:
+    """Times the run's first micro-batch, or part of a large one, on the CPU in each precision.
+
+    Operations get as many threads as in training. Uses a model and a loader of its own and leaves torch's random state
+    as it was, so a run is the same to the bit whether its precision was measured or given. Steps are timed eagerly,
+    whatever `train.execution` is. Raises ValueError where the configured attention backend cannot run, or the corpus
+    is damaged.
+    """
+    num_processes = choose_num_processes(config, CPU)
+    num_rows = _num_rows(config, num_processes)
+    with torch.random.fork_rng(devices=[]), threads_of(num_processes), use_matmul(choose_compute(config, CPU).matmul):
+        run_pass = _training_pass(config, num_rows)
+        seconds = shortest_times({name: partial(run_pass, name) for name in DTYPES})
+    return Measurement(num_rows, config.data.sequence_length, seconds)
+
+
+def measure_products(config: Config) -> MatmulMeasurement:
+    """Times fp32 products of the run's shapes, by as many threads as in training."""
+    num_processes = choose_num_processes(config, CPU)
+    num_rows = config.train.batch_size // config.train.accumulate // num_processes
+    with threads_of(num_processes):
+        return measure_matmul(config.model, num_rows * config.data.sequence_length)
+
+
+@contextmanager
+def threads_of(num_processes: int) -> Iterator[None]:
+    """Within the context, operations have as many threads as in one of so many processes that share a step."""
+    num_cores = torch.get_num_threads()
+    torch.set_num_threads(max(1, num_cores // num_processes))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_cores)
+
+
+def shortest_times(passes: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Shortest time of each function in seconds: after a warm-up of all, they run in turn up to three times."""
+    for run_pass in passes.values():
+        run_pass()
+    start = time.perf_counter()
+    rounds = [{name: seconds_of(run_pass) for name, run_pass in passes.items()}]
+    while len(rounds) < MAX_REPETITIONS and time.perf_counter() - start < MAX_SECONDS:
+        rounds.append({name: seconds_of(run_pass) for name, run_pass in passes.items()})
+    return {name: min(times[name] for times in rounds) for name in passes}
+
+
+def _num_rows(config: Config, num_processes: int) -> int:
+    """Rows of a micro-batch that one of the processes gets, or as many as `MAX_FLOPS` allow."""
+    length = config.data.sequence_length
+    affordable = int(MAX_FLOPS / (flops_per_token(config).total * length))
+    return max(1, min(config.train.batch_size // config.train.accumulate // num_processes, affordable))
+
+
+def _training_pass(config: Config, num_rows: int) -> Callable[[str], None]:
+    """A function that computes the gradients of the run's first rows in a precision."""
+    loader = BatchLoader.from_config(config, batch_size=num_rows, num_threads=1, prefetch=1)
+    batch, stage = to_torch(next(loader)), objective_of(config).stage(0)
+    model = Electra(config).train()
+    for name in stage.frozen:
+        model.get_submodule(name).requires_grad_(False)
+    denominators = stage.objective.loss_denominators(batch)
+    key = RngKey(torch.tensor([config.train.seed, 0]))
+
+    def run_pass(precision: str) -> None:
+        compute = choose_compute(config.override({"train.precision": precision}), CPU)
+        output = stage.objective.forward(model, MicroBatch(batch, compute, key, denominators))
+        output.loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        model.zero_grad()
+
+    return run_pass

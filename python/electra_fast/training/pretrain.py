@@ -137,7 +137,6 @@ def _train_among(
         if launch.rank > 0:
             raise ReportedElsewhere from None
         raise
-    from electra_fast.training.faults import Faults
     from electra_fast.training.trainer import Trainer
     from electra_fast.training.world import World
 
@@ -148,7 +147,7 @@ def _train_among(
     ):
         world.from_first(lambda: held.enter_context(exclusive(folder)))
         mixture = world.agree(lambda: Mixture(config.data.corpus))
-        contents = world.objects(world.agree(lambda: _contents(mixture)))
+        contents = world.all_gather_object(world.agree(lambda: _contents(mixture)))
         world.agree(lambda: _require_same(mixture, launch.rank, contents[launch.rank], contents[0]))
         run = world.from_first(lambda: open_it(config, mixture))
-        return run, Trainer(run, mixture, world, Faults(launch.rank, launch.attempt)).train(stop, start)
+        return run, Trainer(run, mixture, world).train(stop, start)

@@ -7,19 +7,16 @@ them from it, so that no other needs to see the run's folder.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from electra_fast import checkpoint
 from electra_fast.model.model import Electra
-from electra_fast.training.optim import Optimizer
+from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.optimizers.shards import Shards
 from electra_fast.training.spikes import SpikeGuard, split_state
 from electra_fast.training.world import World
-
-if TYPE_CHECKING:
-    from electra_fast.training.sharding import Shards
 
 _Tensors = dict[str, Tensor]
 

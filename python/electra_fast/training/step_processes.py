@@ -32,9 +32,9 @@ from electra_fast.config.config import Config
 from electra_fast.errors import Interrupted, TrainingFailed
 from electra_fast.interruption import SIGNALS, requested_stop
 from electra_fast.model.matmul import use_matmul
+from electra_fast.optimizers.optimizer import Optimizer, global_norm
 from electra_fast.training.allocator import keep_freed_memory
 from electra_fast.training.backward import GradientComputation, Work
-from electra_fast.training.optim import Optimizer, global_norm
 
 # Each further process holds some 300 MB and a copy of the gradients.
 MAX_PROCESSES = 8

@@ -10,7 +10,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,24 +26,30 @@ from electra_fast.model.compute import choose_compute, choose_device
 from electra_fast.model.matmul import use_matmul
 from electra_fast.model.model import Electra
 from electra_fast.objectives.objective import Number
-from electra_fast.training import metrics
+from electra_fast.optimizers.optimizer import Optimizer
+from electra_fast.optimizers.shards import Shards
 from electra_fast.training.checkpoint_writer import CheckpointWriter
-from electra_fast.training.divergence import has_exploded, way_back, what_is_lost
-from electra_fast.training.environment import environment, record_environment
+from electra_fast.training.diagnostics import (
+    MIN_STEPS,
+    LastingWarning,
+    diverged_ranks,
+    fingerprint,
+    has_exploded,
+    slowest,
+    stall_warning,
+    verdict,
+    way_back,
+    what_is_lost,
+)
 from electra_fast.training.evaluate import evaluate_model, unigram_auc, unigram_entropy
-from electra_fast.training.faults import Faults
 from electra_fast.training.flops import device_peak, flops_per_token
 from electra_fast.training.hardware import settle_hardware
-from electra_fast.training.opening import opening
-from electra_fast.training.optim import Optimizer
-from electra_fast.training.rank_check import fingerprint, odd_ranks, slowest
 from electra_fast.training.run import CORPUS, Run
 from electra_fast.training.run_log import RunLog
 from electra_fast.training.run_tensors import RunTensors
-from electra_fast.training.stall import stall_warning, verdict
-from electra_fast.training.step import GRAD_NORM, SKIPPED, TrainStep
-from electra_fast.training.step_timer import StepTimer
-from electra_fast.training.time_limit import TimeLimit
+from electra_fast.training.startup import environment, opening, record_environment
+from electra_fast.training.step import GRAD_NORM, SKIPPED, create_step
+from electra_fast.training.timing import StepTimer, TimeLimit
 from electra_fast.training.world import World
 
 # Keys with these prefixes make other losses, which cannot be compared with those before.
@@ -59,8 +64,8 @@ class Trainer:
     Everything that waits for other ranks happens on all of them, in the same order; the first one reads and writes.
     """
 
-    def __init__(self, run: Run, mixture: Mixture, world: World, faults: Faults | None = None) -> None:
-        self.device, self.world, self.faults = choose_device(), world, faults or Faults(world.rank)
+    def __init__(self, run: Run, mixture: Mixture, world: World) -> None:
+        self.device, self.world = choose_device(), world
         run, self.notes = world.from_first(lambda: settle_hardware(run, self.device))
         self.run, self.config, self.mixture = run, run.config, mixture
         self.compute = choose_compute(self.config, self.device)
@@ -69,29 +74,24 @@ class Trainer:
         self.model.limit_vocabulary(mixture.vocab_size)
         if self.config.generator.kind == "unigram":
             self._count_tokens()
-        shards = None
+        shards, wrap = None, None
         if self.config.train.sharding == "full" and world.size > 1:
-            from electra_fast.training.sharding import Shards, shard_model  # here, because it takes seconds
+            from electra_fast.training.sharding import shard_model  # here, because it takes seconds
 
-            shards = Shards(shard_model(self.model, world.mesh(self.device.type)))
+            wrap = shard_model(self.model, world.mesh(self.device.type)).run
+            shards = Shards(self.model)
         named = self.model.named_parameters() if shards is None else shards.parameters.items()
         self.optimizer = Optimizer(named, self.config.optimizer, shards=shards, matrix_dtype=self.compute.dtype)
         self.loader = BatchLoader.from_config(self.config, rank=world.rank, world_size=world.size)
-        self.train_step = TrainStep(
-            self.model,
-            self.optimizer,
-            self.config,
-            self.compute,
-            self.config.train.execution,
-            world=world,
-            faults=self.faults,
-            shards=shards,
+        execution = self.config.train.execution
+        self.train_step = create_step(
+            self.model, self.optimizer, self.config, self.compute, execution, world=world, shards=shards, wrap=wrap
         )
         self.tensors = RunTensors(self.model, self.optimizer, self.train_step.spikes, world, shards)
         self.timer = StepTimer(self.train_step)
         self.state = TrainState()
         self.num_captures, self.num_compilations = 0, 0
-        self.warnings = metrics.LastingWarning(20 * self.config.train.log_every)
+        self.warnings = LastingWarning(20 * self.config.train.log_every)
         self.is_sound = True
         self.training_loss: float | None = None
         self.validation_loss: float | None = None
@@ -155,11 +155,10 @@ class Trainer:
                 log.say(line)
             self._start_timer()
             while state.step < num_steps and not agreed and not is_time_up:
-                self.faults.strike(state.step, self.model)
                 is_time_up = limit.is_up(self.writer.last_write_seconds)
-                told = self.train_step(next(self.loader), state.step, (stop.signal, is_time_up))
+                flags = self.train_step(next(self.loader), state.step, (stop.signal, is_time_up))
                 if agreed is not stop:
-                    agreed.signal, is_time_up = int(told[0]), bool(told[1])
+                    agreed.signal, is_time_up = int(flags[0]), bool(flags[1])
                 self._say_changes(log)
                 self.timer.tick()
                 state.step += 1
@@ -233,7 +232,7 @@ class Trainer:
 
     def _may_stop(self, since: int) -> bool:
         """Whether an explosion since a step ends the run. At first, when no checkpoint can be lost, it may pass."""
-        is_late = since >= self.stage.first_step + metrics.MIN_STEPS
+        is_late = since >= self.stage.first_step + MIN_STEPS
         return self.config.train.stop_on_divergence and (is_late or self.state.best_step is not None)
 
     def _window_steps(self) -> str:
@@ -245,11 +244,11 @@ class Trainer:
 
     def _check_ranks(self, own_seconds: float) -> None:
         """Compares the ranks' parameters, and adds up the time that each has spent on its own work."""
-        is_sharded = self.train_step.backward.shards is not None  # no two ranks have the same
-        found = self.world.objects((0 if is_sharded else fingerprint(self.model), own_seconds))
+        is_sharded = self.config.train.sharding == "full"  # no two ranks have the same parameters
+        found = self.world.all_gather_object((0 if is_sharded else fingerprint(self.model), own_seconds))
         self.rank_seconds = [total + own for total, (_, own) in zip(self.rank_seconds, found, strict=True)]
-        if odd := odd_ranks([each for each, _ in found]):
-            where = f"{self.run.folder}: step {self.state.step}: {odd}"
+        if diverged := diverged_ranks([each for each, _ in found]):
+            where = f"{self.run.folder}: step {self.state.step}: {diverged}"
             remedy = "start again to resume there, without the machine of that rank if it happens again"
             self._fail(lambda: TrainingFailed(f"{where}; {self._last_good()}; {remedy}"))
 
@@ -266,7 +265,7 @@ class Trainer:
     def _log(self, log: RunLog) -> None:
         record, num_taken = self._record(), self._num_taken()
         log.write_metrics(record)
-        first_step = self.stage.first_step + max(metrics.MIN_STEPS, self.config.optimizer.warmup_steps)
+        first_step = self.stage.first_step + max(MIN_STEPS, self.config.optimizer.warmup_steps)
         if message := self.warnings.take(record, self.state.log_window.steps, first_step):
             log.say(f"step {self.state.step}: warning: {message}")
         lost = what_is_lost(self.state.history, self.stage.objective, record, num_taken) if num_taken else None
@@ -320,7 +319,7 @@ class Trainer:
         """The metrics of an evaluation."""
         objective, wrapped = self.stage.objective, self.train_step.backward.forward
         settings = (self.model, corpora, self.config, self.compute, num_batches)
-        with self._guarded():
+        with self.train_step.waits_for_ranks():
             found = evaluate_model(*settings, objective, self.world, wrapped(objective))
             if "discriminator" in objective.networks():
                 found["unigram_auc"] = unigram_auc(*settings, self.world, wrapped)
@@ -351,7 +350,7 @@ class Trainer:
         for compilation in self.train_step.compilations[self.num_compilations :]:
             log.say(f"step {compilation.step}: compiled the step in {compilation.seconds:.0f} s")
             self.num_compilations += 1
-        for capture in self.train_step.captures[self.num_captures :]:
+        for capture in self.train_step.graphs.captures[self.num_captures :]:
             again = f" again: {capture.reason}" if capture.reason else ""
             log.say(f"step {capture.step}: captured the step as a CUDA graph in {capture.seconds:.1f} s{again}")
             self.num_captures += 1
@@ -362,7 +361,7 @@ class Trainer:
         state.token_type_1_trained |= state.step > 0 and self.config.data.packing == "google"
         self._compare_losses()
         self._await_writer()
-        with self._guarded():
+        with self.train_step.waits_for_ranks():
             tensors = self.tensors.collect()
         if self.world.is_first:
             self.writer.save(self.config, *tensors, state)
@@ -382,11 +381,6 @@ class Trainer:
     def _forget_losses(self, best_step: int | None) -> None:
         """Begins the comparison of losses anew; keeps the checkpoint of a step until there is one to compare with."""
         self.state.best_step, self.state.best_loss, self.state.history = best_step, None, LossHistory()
-
-    def _guarded(self) -> AbstractContextManager[None]:
-        """Around work in which the ranks of a sharded model wait for each other outside of `World`."""
-        is_sharded = self.train_step.backward.shards is not None
-        return self.world.watched("the other ranks' rows") if is_sharded else contextlib.nullcontext()
 
     def _await_writer(self) -> None:
         """Waits for the write in progress, in turns so short that no rank takes it for a rank that hangs."""

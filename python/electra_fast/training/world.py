@@ -21,7 +21,7 @@ from torch import Tensor
 
 from electra_fast.errors import ElectraFastError, InputError, ReportedElsewhere, TrainingFailed
 from electra_fast.training.launch import Launch
-from electra_fast.training.meeting_place import MeetingPlace
+from electra_fast.training.rendezvous import Rendezvous
 from electra_fast.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _LOST = re.compile(r"onnection|closed|reset by peer|[Tt]imed out|[Tt]imeout|Brok
 class World:
     """One rank among those of a run; alone unless it is made by `join`.
 
-    `neighbours` are the ranks of this machine, this one included; none unless each machine has as many. `wait_seconds`
+    `node_ranks` are the ranks of this machine, this one included; none unless each machine has as many. `wait_seconds`
     is the time that the host has waited for other ranks, or for the device.
     """
 
@@ -48,8 +48,8 @@ class World:
 
     def __init__(self) -> None:
         self.wait_seconds = 0.0
-        self.neighbours: list[int] = []
-        self._neighbour_group: Any = None
+        self.node_ranks: list[int] = []
+        self._node_group: Any = None
         self._watchdog: Watchdog | None = None
 
     @classmethod
@@ -71,22 +71,22 @@ class World:
         place = world._meet(launch, timeout_seconds)
         world._watchdog = Watchdog(folder / "stacks", world.rank, place.connect(), timeout_seconds)
         try:
-            world._find_neighbours()
+            world._find_node_ranks()
             yield world
-            world.exchange(torch.zeros(1))  # nobody leaves while another may still ask the first rank's store
+            world.all_gather(torch.zeros(1))  # nobody leaves while another may still ask the first rank's store
             dist.destroy_process_group()
         finally:
             # After a failure the group is left as it is: to destroy it would wait for ranks that are gone.
             world._watchdog.close()
 
-    def _meet(self, launch: Launch, timeout_seconds: float) -> MeetingPlace:
+    def _meet(self, launch: Launch, timeout_seconds: float) -> Rendezvous:
         self.rank, self.size = launch.rank, launch.world_size
         backend = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(_device_number(launch))
             backend = "cpu:gloo,cuda:nccl"
         try:
-            place = MeetingPlace.find(launch, _MEETING_SECONDS)
+            place = Rendezvous.find(launch, _MEETING_SECONDS)
             dist.init_process_group(
                 backend,
                 store=place.connect(),
@@ -101,23 +101,23 @@ class World:
             ) from None
         return place
 
-    def _find_neighbours(self) -> None:
+    def _find_node_ranks(self) -> None:
         """Makes a group of the ranks of each machine, if all have as many."""
-        hosts = self.objects(socket.gethostname())
+        hosts = self.all_gather_object(socket.gethostname())
         machines = [[rank for rank, host in enumerate(hosts) if host == each] for each in dict.fromkeys(hosts)]
         if len({len(ranks) for ranks in machines}) > 1:
             return
         for ranks in machines:
             group = dist.new_group(ranks) if len(machines) > 1 else None  # by all ranks, in the same order
             if self.rank in ranks:
-                self.neighbours, self._neighbour_group = ranks, group
+                self.node_ranks, self._node_group = ranks, group
 
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that writes files and reports."""
         return self.rank == 0
 
-    def exchange(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         """What every rank tells: fp64 on the host, the same shape on each; [...] → [ranks, ...]."""
         if self.size == 1:
             return values[None]
@@ -126,23 +126,23 @@ class World:
             dist.all_gather_into_tensor(found, values.flatten())
         return found.view(self.size, *values.shape)
 
-    def sum(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Replaces a tensor by its sum over the ranks, the same bits on each."""
         if self.size > 1:
             with self.waiting("a sum over the ranks"):
                 dist.all_reduce(tensor)
 
-    def gather(self, own: Tensor, out: Tensor) -> None:
+    def all_gather_into(self, own: Tensor, out: Tensor) -> None:
         """Concatenates flat tensors of one size in the order of the ranks; [n], [ranks * n]."""
         with self.waiting("the other ranks' tensors"):
             dist.all_gather_into_tensor(out, own)
 
-    def gather_from_neighbours(self, own: Tensor, out: Tensor) -> None:
-        """`gather` from the ranks of this machine alone; [n], [neighbours * n]."""
+    def all_gather_in_node(self, own: Tensor, out: Tensor) -> None:
+        """`all_gather_into` from the ranks of this machine alone; [n], [node_ranks * n]."""
         with self.waiting("the tensors of this machine's ranks"):
-            dist.all_gather_into_tensor(out, own, group=self._neighbour_group)
+            dist.all_gather_into_tensor(out, own, group=self._node_group)
 
-    def transpose(self, tensor: Tensor) -> Tensor:
+    def all_to_all(self, tensor: Tensor) -> Tensor:
         """Sends row r to rank r; the rows that the ranks have for this one, in their order; [ranks, n] → [ranks, n]."""
         found = torch.empty_like(tensor)
         with self.waiting("the other ranks' tensors"):
@@ -155,7 +155,7 @@ class World:
             with self.waiting("the first rank's tensors"):
                 dist.broadcast(tensor.detach(), 0)
 
-    def objects(self, own: Any) -> list[Any]:
+    def all_gather_object(self, own: Any) -> list[Any]:
         """An object of each rank, in their order."""
         if self.size == 1:
             return [own]
@@ -191,7 +191,7 @@ class World:
             result = work()
         except (ElectraFastError, OSError) as caught:
             error = caught
-        errors = self.objects(None if error is None else f"{type(error).__name__}: {error}")
+        errors = self.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
         if not any(errors):
             return result  # type: ignore[return-value]  # work returned it
         if error is not None and not any(errors[: self.rank]):

@@ -1,18 +1,28 @@
-"""What a session of a run tells its user before the first step."""
+"""The environment of a session, and its first lines: where the run stands and what is unusual about it."""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
+from electra_fast import _data
 from electra_fast.config.config import Config
 from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.mixture import Mixture
 from electra_fast.data.prepare_report import google_drops
+from electra_fast.files.atomic_files import errors_named
 from electra_fast.files.checkpoint_folder import TrainState
+from electra_fast.messages import say
+from electra_fast.model.attention import is_deterministic
+from electra_fast.model.compute import ComputeConfig
+from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.training.flops import flops_per_token
-from electra_fast.training.optim import lr_scale
 from electra_fast.training.run import Run
 
 # Of how many rows the words are looked at, and which shares of their tokens are worth a warning.
@@ -107,3 +117,38 @@ def _low_peak(run: Run) -> Iterator[str]:
             f"the learning rate never passes {peak:.0%} of optimizer.learning_rate = {optimizer.learning_rate:g}; "
             f"lower optimizer.warmup_steps (-1: a twentieth of the steps)"
         )
+
+
+def environment(device: torch.device, compute: ComputeConfig, execution: str, num_ranks: int = 1) -> dict[str, str]:
+    """Versions, device and backends by name."""
+    cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    repeatable = "to the bit" if is_deterministic(compute.attention) else f"but for {compute.attention}'s gradient"
+    return {
+        "electra-fast": _data.VERSION,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version_or_none("triton"),
+        "device": cuda or f"cpu, {torch.get_num_threads()} threads",
+        "ranks": str(num_ranks),
+        "attention": compute.attention,
+        "matmul": compute.matmul,
+        "activations": str(compute.dtype).removeprefix("torch."),
+        "execution": execution,
+        "kernels": "triton" if device.type == "cuda" else "references",
+        "repeatable": repeatable,
+    }
+
+
+def record_environment(folder: Path, facts: dict[str, str]) -> None:
+    """Appends the environment of this session to `environment.jsonl`, and prints it on standard error."""
+    path = folder / "environment.jsonl"
+    with errors_named(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**facts, "process": os.getpid()}) + "\n")
+    say(", ".join(f"{name} {value}" for name, value in facts.items()))
+
+
+def _version_or_none(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"

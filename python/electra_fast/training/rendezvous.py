@@ -16,7 +16,7 @@ _KEY = "electra-fast"
 _TRY_SECONDS = 5.0
 
 
-class MeetingPlace:
+class Rendezvous:
     """The first rank's store, to which each rank can make several connections.
 
     Torchrun has a store of its own, which outlives the ranks: after a restart it still has the keys of those that are
@@ -33,7 +33,7 @@ class MeetingPlace:
         self._address, self._port, self._seconds, self._served = address, port, seconds, served
 
     @classmethod
-    def find(cls, launch: Launch, seconds: float, environment: Mapping[str, str] = os.environ) -> MeetingPlace:
+    def find(cls, launch: Launch, seconds: float, environment: Mapping[str, str] = os.environ) -> Rendezvous:
         """Makes the store on the first rank, and finds it on the others; RuntimeError if that takes too long."""
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             served = _serve(launch.address, launch.port, seconds) if launch.rank == 0 else None

@@ -1,0 +1,246 @@
+"""An optimizer over named parameters, by one of the update rules, and the learning-rate schedules.
+
+The moments are fp32 and known by parameter name, so that the state is a flat dictionary of tensors, which a checkpoint
+can store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from electra_fast.config.config import OptimizerConfig
+from electra_fast.errors import InputError
+from electra_fast.optimizers.adamw import AdamW
+from electra_fast.optimizers.lamb import Lamb
+from electra_fast.optimizers.muon import MatrixDivision, Muon
+from electra_fast.optimizers.rule import OptimizerState, UpdateRule
+from electra_fast.optimizers.shards import Shards
+
+RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon}
+
+
+class Schedule(Protocol):
+    """A configuration that says how the learning rate changes."""
+
+    @property
+    def schedule(self) -> str:
+        """`linear` or `product`."""
+
+    def num_warmup_steps(self, num_steps: int) -> float:
+        """Steps of warmup in a run of `num_steps`."""
+
+
+def lr_scale(config: Schedule, step: int, num_steps: int) -> float:
+    """The learning rate at a step (0-based) of `num_steps`, as a fraction of its peak.
+
+    With t the step, T the number of steps and W the warmup steps: `product`, of the published code, is
+    (1 - t/T) * min(1, t/W). `linear` rises linearly over W steps and then falls to 0.
+    """
+    warmup = config.num_warmup_steps(num_steps)
+    if config.schedule == "product":
+        return (1 - step / num_steps) * (min(1.0, step / warmup) if warmup else 1.0)
+    rising = (step + 1) / warmup if warmup else 1.0
+    falling = (num_steps - step) / max(1, num_steps - warmup)
+    return min(1.0, rising, falling)
+
+
+def global_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm of all tensors concatenated; fp32 scalar."""
+    norm: Tensor = torch.stack(torch._foreach_norm(list(tensors))).norm()
+    return norm
+
+
+class Optimizer:
+    """Updates named parameters in place from their `.grad`; frozen ones (`requires_grad=False`) are left out.
+
+    `parameters` are those that it trains, `own_names` those that this process updates, `exp_avg` and `exp_avg_sq` the
+    moments by parameter name, of frozen ones too. Call `reset` or `choose_parameters` after freezing or unfreezing
+    parameters.
+
+    Args:
+        named_parameters: The model's parameters by name.
+        config: Update rule and its settings.
+        lr_factors: Multiples of the learning rate by parameter name, where not 1.
+        shards: Where the parameters are only this rank's rows of a sharded model's.
+        matrix_dtype: Dtype of Muon's iterations: that of the activations, as bf16 suffices for both.
+
+    Raises:
+        ValueError: No parameter requires a gradient.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        lr_factors: Mapping[str, float] | None = None,
+        shards: Shards | None = None,
+        matrix_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        parameters, rule = dict(named_parameters), RULES[config.name]
+        self.exp_avg = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
+        self.exp_avg_sq = {
+            name: torch.zeros_like(x) for name, x in self.exp_avg.items() if rule.has_second_moment(name, x)
+        }
+        scalars = torch.zeros(5, device=next(iter(parameters.values())).device)
+        self._state = OptimizerState(
+            config, parameters, self.exp_avg, self.exp_avg_sq, scalars, dict(lr_factors or {}), shards, matrix_dtype
+        )
+        self.config, self.rule = config, rule(self._state)
+        # Where gradients came as sparse tensors: the rows that are not zero, and the whole tables.
+        self.gradient_rows: dict[str, Tensor] = {}
+        self._tables: dict[str, Tensor] = {}
+        self.num_updates, self._rank, self._num_processes = 0, 0, 1
+        self.choose_parameters()
+
+    def divide(self, rank: int, num_processes: int) -> None:
+        """Lets `step` update only the parameters of this process, where others update the rest of the same memory."""
+        self._rank, self._num_processes = rank, num_processes
+        self.choose_parameters()
+
+    def divide_matrices(self, division: MatrixDivision) -> None:
+        """Divides Muon's iterations among ranks."""
+        if isinstance(self.rule, Muon):
+            self.rule.divide_matrices(division)
+
+    def reset(self) -> None:
+        """Starts again, with the parameters that require a gradient now: zero moments, no update counted."""
+        self.choose_parameters()
+        self.num_updates = 0
+        for moment in (*self.exp_avg.values(), *self.exp_avg_sq.values()):
+            moment.zero_()
+
+    def choose_parameters(self) -> None:
+        """Trains the parameters that require a gradient now, divided among the processes at about equal cost."""
+        self.parameters = {name: p for name, p in self._state.parameters.items() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("no parameter requires a gradient: there is nothing to optimize")
+        costs = {name: self.rule.cost(name, p.shape) for name, p in self.parameters.items()}
+        owned: list[set[str]] = [set() for _ in range(self._num_processes)]
+        loads = [0.0] * self._num_processes
+        for name in sorted(costs, key=lambda name: costs[name], reverse=True):
+            least = loads.index(min(loads))
+            owned[least].add(name)
+            loads[least] += costs[name]
+        self.own_names = [name for name in self.parameters if name in owned[self._rank]]
+        self.rule.choose(self.own_names)
+
+    def zero_grad(self) -> None:
+        """Sets all gradients to None."""
+        for name, rows in self.gradient_rows.items():
+            self._tables[name].index_fill_(0, rows, 0)
+        self.gradient_rows.clear()
+        for parameter in self._state.parameters.values():
+            parameter.grad = None
+
+    def set_step_scalars(self, lr_scale: float) -> None:
+        """Prepares the next `step`, at `lr_scale` times the peak learning rate: counts it and copies its scalars.
+
+        This is the part of an update that a CUDA graph cannot contain. ValueError if a learning rate is 0.
+        """
+        config = self.config
+        if config.learning_rate == 0 or (config.name == "muon" and config.muon_learning_rate == 0):
+            raise ValueError("a learning rate is 0, to follow from the number of steps: use Config.resolved")
+        self.num_updates += 1
+        # After infinitely many updates both bias corrections are exactly 1.
+        num_updates = self.num_updates if config.bias_correction else math.inf
+        corrections = (1 / (1 - config.beta1**num_updates), 1 / math.sqrt(1 - config.beta2**num_updates))
+        learning_rates = (-lr_scale * config.learning_rate, -lr_scale * config.muon_learning_rate)
+        scalars = [*learning_rates, *corrections, num_updates]
+        host = torch.tensor(scalars, pin_memory=self._state.scalars.is_cuda)
+        self._state.scalars.copy_(host, non_blocking=True)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients by parameter name, none of them sparse; RuntimeError names a parameter without one."""
+        found = {}
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                raise RuntimeError(f"parameter {name} has no gradient")
+            if parameter.grad.is_sparse:
+                parameter.grad = self._filled_table(name, parameter.grad.coalesce())
+            found[name] = parameter.grad
+        return found
+
+    def add_rows(self, name: str, rows: Tensor, values: Tensor) -> None:
+        """Adds to some rows of a gradient."""
+        grad = self.parameters[name].grad
+        assert grad is not None
+        grad.index_add_(0, rows, values)
+        if name in self.gradient_rows:
+            self.gradient_rows[name] = torch.cat((self.gradient_rows[name], rows))
+
+    def forget_rows(self, name: str) -> None:
+        """A whole gradient was added to that of a parameter."""
+        if name in self.gradient_rows:
+            del self.gradient_rows[name], self._tables[name]
+
+    def _filled_table(self, name: str, sparse: Tensor) -> Tensor:
+        """A sparse gradient as a whole one, in a table that is kept; `zero_grad` zeroes these rows of it."""
+        if name not in self._tables:
+            self._tables[name] = torch.zeros_like(self.parameters[name])
+        self.gradient_rows[name] = sparse.indices()[0]
+        return self._tables[name].index_copy_(0, self.gradient_rows[name], sparse.values())
+
+    @torch.no_grad()
+    def step(self, norm: Tensor | None = None, skipped: Tensor | None = None) -> Tensor:
+        """Clips the gradients and updates the parameters, with the scalars of `set_step_scalars`.
+
+        Never synchronizes with the host. Args as in `update`. Returns the norm before clipping.
+        """
+        norm = self.update(norm, skipped)
+        self.rule.exchange()
+        self.finish()
+        return norm
+
+    @torch.no_grad()
+    def update(self, norm: Tensor | None = None, skipped: Tensor | None = None) -> Tensor:
+        """The part of `step` before `rule.exchange`: all of it without Muon.
+
+        Args:
+            norm: The norm of all gradients, an fp32 scalar; computed by default.
+            skipped: 1 where the step must change neither parameters nor moments, whose gradients are then 0; otherwise
+                0. An fp32 scalar.
+
+        Returns the norm before clipping.
+        """
+        gradients = self.gradients()
+        if norm is None:
+            norm = global_norm(gradients.values())
+        own = {name: gradients[name] for name in self.own_names}
+        self._state.skipped = skipped
+        if own and self.config.clip_norm:
+            # clip / max(norm, clip), as in tf.clip_by_global_norm: exactly 1 below the bound.
+            bounded = norm if skipped is None else torch.where(skipped > 0, 1.0, norm)
+            torch._foreach_mul_(list(own.values()), self.config.clip_norm / bounded.clamp(min=self.config.clip_norm))
+        self.rule.update(own)
+        return norm
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The part of `step` after `rule.exchange`."""
+        self.rule.finish()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`exp_avg.NAME` and `exp_avg_sq.NAME` of every trained parameter, and `num_updates`; not copied."""
+        moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        state = {
+            f"{kind}.{name}": each[name] for kind, each in moments.items() for name in self.parameters if name in each
+        }
+        return state | {"num_updates": torch.tensor(self.num_updates)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what `state_dict` returned. ValueError if it is of other trained parameters or another rule."""
+        self.check_state(state)
+        for name, tensor in self.state_dict().items():
+            if name != "num_updates":
+                tensor.copy_(state[name])
+        self.num_updates = int(state["num_updates"])
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError if a state is of other trained parameters or another rule."""
+        if odd := sorted(self.state_dict().keys() ^ state.keys()):
+            raise InputError(f"optimizer state of another model or rule: only one of the two has {odd[0]}")

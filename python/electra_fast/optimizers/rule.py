@@ -1,0 +1,93 @@
+"""The contract of an update rule, and the state that it reads and changes.
+
+A new rule is a subclass in a file of its own, an entry in `optimizer.RULES`, and a name in `[optimizer]`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from electra_fast.config.config import OptimizerConfig
+from electra_fast.optimizers.shards import Shards
+
+
+@dataclass
+class OptimizerState:
+    """Parameters and moments by name, and the scalars of an update.
+
+    Args:
+        config: The rule and its settings.
+        parameters: Of the model, whole or sharded.
+        exp_avg: First moments, fp32.
+        exp_avg_sq: Second moments, fp32, of parameters whose rule has one.
+        scalars: On the device, set before each update: -learning rate, -Muon's learning rate, Adam's two bias
+            corrections, and the number of updates that they correct for; fp32 [5].
+        lr_factors: Multiples of the learning rate, where not 1.
+        shards: Where the parameters are only this rank's rows of a sharded model's.
+        matrix_dtype: Dtype of Muon's iterations.
+        skipped: 1 where the update must change neither parameters nor moments, whose gradients are then 0; otherwise
+            0. An fp32 scalar, or None if no step is ever skipped.
+    """
+
+    config: OptimizerConfig
+    parameters: dict[str, nn.Parameter]
+    exp_avg: dict[str, Tensor]
+    exp_avg_sq: dict[str, Tensor]
+    scalars: Tensor
+    lr_factors: Mapping[str, float]
+    shards: Shards | None = None
+    matrix_dtype: torch.dtype = torch.float32
+    skipped: Tensor | None = None
+
+    def lr_factor(self, name: str) -> float:
+        """The multiple of the learning rate of a parameter."""
+        return self.lr_factors.get(name, 1.0)
+
+    def negative_lr(self, number: int = 0) -> Tensor:
+        """Minus the learning rate (0) or Muon's (1): 0 where the step is skipped. An fp32 scalar."""
+        rate = self.scalars[number]
+        return rate if self.skipped is None else rate * (1 - self.skipped)
+
+    def update_exp_avg(self, gradients: Mapping[str, Tensor], beta: float) -> None:
+        """Moves first moments towards the gradients, unless the step is skipped."""
+        exp_avgs, used = [self.exp_avg[name] for name in gradients], list(gradients.values())
+        if self.skipped is not None:
+            used = list(torch._foreach_add(used, torch._foreach_mul(exp_avgs, self.skipped)))
+        torch._foreach_lerp_(exp_avgs, used, 1 - beta)
+
+
+class UpdateRule(ABC):
+    """Updates parameters in place, without synchronizing with the host, so that a CUDA graph can hold it."""
+
+    def __init__(self, state: OptimizerState) -> None:
+        self.state = state
+
+    @staticmethod
+    def has_second_moment(name: str, parameter: Tensor) -> bool:
+        """Returns whether the rule keeps an `exp_avg_sq` of a parameter."""
+        return True
+
+    def cost(self, name: str, shape: torch.Size) -> float:
+        """Estimates the time of a parameter's update on a CPU, in units of AdamW's for one element."""
+        return float(shape.numel())
+
+    def choose(self, names: list[str]) -> None:  # noqa: B027  # most rules treat each parameter by itself
+        """Prepares to update these parameters from now on."""
+
+    @abstractmethod
+    def update(self, gradients: Mapping[str, Tensor]) -> None:
+        """Updates parameters and moments from clipped gradients, by name."""
+
+    # Rules whose work is divided among ranks finish an update after an exchange, which a CUDA graph need not hold.
+    exchanges = False
+
+    def exchange(self) -> None:  # noqa: B027
+        """Gets other ranks' part of the update."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Applies what `exchange` got."""

@@ -1,0 +1,144 @@
+"""CUDA graphs of a step: warm-up, capture, replay, and capture again."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+# Eager runs before a capture: libraries allocate workspaces and kernels are compiled at first use.
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A capture or a compilation: before which step, its seconds, and why it was needed again."""
+
+    step: int
+    seconds: float
+    reason: str = ""
+
+
+@dataclass
+class _Runs(Generic[T]):
+    """The runs on tensors of one shape: the number of eager ones, then what is replayed and the outputs."""
+
+    num_eager: int = 0
+    replays: list[Callable[[], None]] = field(default_factory=list)
+    outputs: T | None = None
+
+
+class GraphRunner(Generic[T]):
+    """Runs a function on tensors at fixed addresses: eagerly at first, then captured in CUDA graphs and replayed.
+
+    The function is written as if it always ran eagerly. It never synchronizes with the host, and hands what a graph
+    must not hold, such as collectives, to `outside`. The outputs of a replay are the tensors of the capture.
+
+    Args:
+        function: Takes no arguments.
+        device: The device that it runs on.
+        captures: Capture after `WARM_UP` eager runs; on CUDA only.
+
+    `captures` lists the captures of all graphs. `stream` is a CUDA stream of its own, since what runs before a capture
+    must run where the capture does; None on a CPU. `captures_graphs` is False where all runs are eager.
+    """
+
+    def __init__(self, function: Callable[[], T], device: torch.device, captures: bool) -> None:
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
+        self.captures: list[Preparation] = []
+        self.captures_graphs = captures and device.type == "cuda"
+        self._function, self._reason = function, ""
+        self._runs: dict[Hashable, _Runs[T]] = {}
+        self._replays: list[Callable[[], None]] | None = None
+        self._open_graph = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Makes `stream` the current one, after what the caller's stream does."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def join(self) -> None:
+        """Makes the caller's stream wait for `stream`."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+    def run(self, step: int = 0, key: Hashable = None) -> T:
+        """Runs, captures or replays the function; call it within `on_stream`.
+
+        Args:
+            step: The step's number, for `captures`.
+            key: Identifies tensors at other addresses, which need graphs of their own.
+        """
+        runs = self._runs.setdefault(key, _Runs())
+        if not self.captures_graphs or (not runs.replays and runs.num_eager < WARM_UP):
+            runs.num_eager += 1
+            return self._function()
+        if not runs.replays:
+            start = time.perf_counter()
+            runs.replays, runs.outputs = self._capture()
+            self.captures.append(Preparation(step, time.perf_counter() - start, self._reason))
+        for replay in runs.replays:
+            replay()
+        return runs.outputs  # type: ignore[return-value]  # set by the capture
+
+    def outside(self, *functions: Callable[[], None]) -> None:
+        """Runs functions eagerly: now, and between two graphs at each replay."""
+        if self._replays is None:
+            for function in functions:
+                function()
+            return
+        self._open_graph.close()
+        self._replays += functions
+        self._begin_graph()
+
+    def drop(self, reason: str) -> None:
+        """Drops all graphs, because their tensors are gone; the reason is that of the next capture."""
+        self._reason = reason if any(runs.replays for runs in self._runs.values()) else ""
+        self._runs.clear()
+
+    def _capture(self) -> tuple[list[Callable[[], None]], T]:
+        replays: list[Callable[[], None]] = []
+        self._replays = replays
+        try:
+            with self._open_graph:
+                self._begin_graph()
+                outputs = self._function()
+        finally:
+            self._replays = None
+        return replays, outputs
+
+    def _begin_graph(self) -> None:
+        assert self._replays is not None
+        self._replays.append(self._open_graph.enter_context(_captured(self.stream)).replay)
+
+
+@contextlib.contextmanager
+def _captured(stream: torch.cuda.Stream | None) -> Iterator[torch.cuda.CUDAGraph]:
+    """Captures into a CUDA graph what is launched inside.
+
+    To free a graph or an event meanwhile invalidates the capture: garbage, as of an earlier training in this process,
+    is collected before. Other threads may use the device.
+    """
+    graph, was_enabled = torch.cuda.CUDAGraph(), gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            yield graph
+    finally:
+        if was_enabled:
+            gc.enable()
