@@ -145,7 +145,7 @@ class TestGoingBack:
         assert checkpoint_folder.steps(out) == [21, 24, 27] and (out / "changes.jsonl").read_text()
         again = ("pretrain", "--out", out, "--train.steps", 24)
         done = cli(*again, "--from", "step-21", "--train.max_minutes", 1e-9)
-        assert done.returncode == 75 and "stopped at step 22 of 24" in done.stderr
+        assert done.returncode == 75 and "checkpoint written at step 22 of 24" in done.stderr
         assert "step-27: left; now called left-step-27" in done.stderr
         assert cli(*again, "--train.max_minutes", 0).returncode == 0
         assert_same_run(out, whole_run)

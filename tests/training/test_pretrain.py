@@ -22,7 +22,7 @@ from electra_fast.huggingface.export import export, import_folder, load
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.training.evaluate import SEED, evaluate, evaluate_model
 from electra_fast.training.pretrain import pretrain
-from electra_fast.training.startup import words_to_mask
+from electra_fast.training.reporting import words_to_mask
 
 
 def test_metrics_have_the_promised_keys(whole_run):

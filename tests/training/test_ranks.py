@@ -98,7 +98,7 @@ def test_a_rank_killed_in_a_sharded_step_ends_the_other(server, validation_corpu
     ranks = server.start(2, validation_corpus, out, **{"train.sharding": "full", "train.steps": "100000"})
     wait_for(lambda: checkpoint_folder.steps(out) if out.exists() else False)
     ranks[1].kill()
-    assert ranks[0].wait() == 2 and "rank 0: another rank is gone" in ranks[0].said()
+    assert ranks[0].wait() == 2 and "rank 0: lost another rank" in ranks[0].said()
     assert "Traceback" not in ranks[0].said() and ranks[1].wait() == -signal.SIGKILL
 
 
@@ -109,7 +109,7 @@ def test_a_killed_rank_ends_the_others_and_nothing_is_lost(server, exact_run, va
     codes = [2, 2]
     codes[rank] = -signal.SIGKILL
     said = server.end(ranks, codes)
-    assert f"rank {1 - rank}: another rank is gone" in said[1 - rank] and "Traceback" not in said[1 - rank]
+    assert f"rank {1 - rank}: lost another rank" in said[1 - rank] and "Traceback" not in said[1 - rank]
     said = server.run(2, validation_corpus, tmp_path / "run", **EXACT)
     assert "resumes at step" in said[0]
     assert_equal_bits(tmp_path / "run", exact_run)
@@ -152,7 +152,7 @@ def test_a_time_limit_stops_all_ranks_in_time(server, exact_run, validation_corp
     out, slow = tmp_path / "run", {"ELECTRA_FAST_FAULT": "sleep:1@2/1"}
     ranks = server.start(2, validation_corpus, out, slow, **EXACT, **{"train.max_minutes": "0.15"})
     said = server.end(ranks, 75)
-    assert "train.max_minutes = 0.15 are nearly over: stopped at step" in said[0]
+    assert "reached train.max_minutes = 0.15: checkpoint written at step" in said[0]
     assert 2 < checkpoint_folder.steps(out)[-1] < STEPS
     server.run(2, validation_corpus, out, **EXACT)
     assert_equal_bits(out, exact_run)

@@ -15,7 +15,7 @@ from tiny_run import STEPS, TINY, assert_same_run, lines, tiny_config
 from electra_fast.config.config import Config, OptimizerConfig
 from electra_fast.files import checkpoint_folder
 from electra_fast.optimizers.optimizer import lr_scale
-from electra_fast.training import startup
+from electra_fast.training import reporting
 from electra_fast.training.pretrain import pretrain
 
 
@@ -254,8 +254,8 @@ class TestRates:
     def test_a_warmup_that_is_too_long_for_a_stage_is_noticed(self):
         asked = {"train": {"steps": 100}, "optimizer": {"warmup_steps": 120}}
         whole = Config.preset("tiny", "modern").replace(asked)
-        assert not list(startup._low_peak(SimpleNamespace(config=whole)))
-        (told,) = startup._low_peak(SimpleNamespace(config=whole.with_objective("two-stage")))
+        assert not list(reporting._low_peak(SimpleNamespace(config=whole)))
+        (told,) = reporting._low_peak(SimpleNamespace(config=whole.with_objective("two-stage")))
         assert "the learning rate never passes 42%" in told
 
     def test_a_run_stores_them_and_keeps_them(self, validation_corpus, tmp_path):

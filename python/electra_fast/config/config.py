@@ -191,7 +191,7 @@ class OptimizerConfig(Section):
         return self.warmup_steps if self.warmup_steps >= 0 else min(10_000, num_steps // 20)
 
     def for_steps(self, num_steps: int) -> Self:
-        """A copy for a run of `num_steps`, in which the keys of `following` have numbers."""
+        """A copy for a run of `num_steps`, in which the keys of `unresolved_keys` have numbers."""
         rate, muon_rate = (float(f"{peak / math.sqrt(num_steps):.3g}") for peak in (0.2, 0.5))
         return dataclasses.replace(
             self,
@@ -201,7 +201,7 @@ class OptimizerConfig(Section):
         )
 
     @property
-    def following(self) -> list[str]:
+    def unresolved_keys(self) -> list[str]:
         """The keys that are left to follow from the number of steps."""
         left = {
             "warmup_steps": self.warmup_steps < 0,

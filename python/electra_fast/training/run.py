@@ -166,7 +166,7 @@ def _resumed_run(
     is_import = state.loader is None
     recorded = {} if goes_back else _recorded(folder, state.step)
     if not is_import:  # what follows the steps follows those that the run was started with
-        names = [f"optimizer.{key}" for key in config.optimizer.following]
+        names = [f"optimizer.{key}" for key in config.optimizer.unresolved_keys]
         config = config.override({name: _last_value(name, saved, recorded) for name in names})
     kept = _hardware_choices(config, saved, recorded)
     size = config.model.vocab_size or saved.model.vocab_size

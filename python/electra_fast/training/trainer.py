@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ from electra_fast.model.model import Electra
 from electra_fast.objectives.objective import Number
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.optimizers.shards import Shards
+from electra_fast.training import reporting
 from electra_fast.training.checkpoint_writer import CheckpointWriter
 from electra_fast.training.diagnostics import (
     MIN_STEPS,
@@ -44,10 +45,10 @@ from electra_fast.training.diagnostics import (
 from electra_fast.training.evaluate import evaluate_model, unigram_auc, unigram_entropy
 from electra_fast.training.flops import device_peak, flops_per_token
 from electra_fast.training.hardware import settle_hardware
+from electra_fast.training.reporting import environment, record_environment, startup
 from electra_fast.training.run import CORPUS, Run
 from electra_fast.training.run_log import RunLog
 from electra_fast.training.run_tensors import RunTensors
-from electra_fast.training.startup import environment, opening, record_environment
 from electra_fast.training.step import GRAD_NORM, SKIPPED, create_step
 from electra_fast.training.timing import StepTimer, TimeLimit
 from electra_fast.training.world import World
@@ -130,44 +131,28 @@ class Trainer:
         )
 
     def train(self, stop: StopRequest, start: float) -> int:
-        """The loop, to the last step or to a stop; returns the step reached, of which there is a checkpoint.
+        """Trains to the last step or to a stop; returns the step reached, of which there is a checkpoint.
 
         Reads back from the device only where it logs, evaluates or saves. All ranks stop after the same step: `stop`
         becomes what they have agreed on. `start` is when the session began, by `time.monotonic`.
         """
         state, num_steps, first_step = self.state, self.config.train.steps, self.state.step
-        if self.world.is_first:
-            facts = environment(self.device, self.compute, self.config.train.execution, self.world.size)
-            record_environment(self.run.folder, facts)
-        num_parameters = sum(p.numel() for p in self.model.parameters())
-        limit = TimeLimit(self.config.train.max_minutes, start, 12 * num_parameters)
-        agreed = stop if self.world.size == 1 else StopRequest()
-        is_time_up = False
+        limit = TimeLimit(self.config.train.max_minutes, start, 12 * self._num_parameters())
+        agreed, is_time_up = stop if self.world.size == 1 else StopRequest(), False
         with (
             use_matmul(self.compute.matmul),
             contextlib.closing(self.train_step),
             self.writer,
             RunLog(self.run.folder, state.step, num_steps, is_silent=not self.world.is_first) as log,
         ):
-            if self.world.size > 1:
-                self._check_ranks(0.0)
-            for line in self._opening():
-                log.say(line)
-            self._start_timer()
+            self._begin(log)
             while state.step < num_steps and not agreed and not is_time_up:
                 is_time_up = limit.is_up(self.writer.last_write_seconds)
                 flags = self.train_step(next(self.loader), state.step, (stop.signal, is_time_up))
                 if agreed is not stop:
                     agreed.signal, is_time_up = int(flags[0]), bool(flags[1])
-                self._say_changes(log)
-                self.timer.tick()
-                state.step += 1
-                state.log_window.steps += 1
-                log.advance(state.step)
-                # A log window does not span two stages.
-                is_last = state.step == self.stage.first_step + self.stage.num_steps
-                due = {what for what, every in self.every.items() if state.step % every == 0 or is_last}
-                if due:
+                self._count_step(log)
+                if due := self._due():
                     self._stop_timer()
                     if "log" in due:
                         self._log(log)
@@ -182,17 +167,47 @@ class Trainer:
                 self._save()
             self._await_writer()
             if state.step == num_steps:
-                log.say(self._closing())
-                for line in self._verdict(log) if state.step > first_step else ():
-                    log.say(line)
+                self._finish(log, first_step)
             elif is_time_up and not agreed:
-                minutes = self.config.train.max_minutes
-                log.say(
-                    f"{self.run.folder}: train.max_minutes = {minutes:g} are nearly over: stopped at step {state.step} "
-                    f"of {num_steps}, checkpoint written; run again to resume"
-                )
+                log.say(reporting.out_of_time(self.run.folder, self.config.train.max_minutes, state.step, num_steps))
         stop.signal = agreed.signal
         return state.step
+
+    def _begin(self, log: RunLog) -> None:
+        if self.world.is_first:
+            facts = environment(self.device, self.compute, self.config.train.execution, self.world.size)
+            record_environment(self.run.folder, facts)
+        if self.world.size > 1:
+            self._check_ranks(0.0)
+        num_rows = len(self.train_step.backward.division.rows)
+        for line in (
+            *startup(self.run, self.mixture, self.state, self._num_parameters()),
+            *reporting.settings(self.config, self.device, self.world.size, num_rows, self.notes, self.stream_change),
+        ):
+            log.say(line)
+        self._start_timer()
+
+    def _num_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def _count_step(self, log: RunLog) -> None:
+        self._say_changes(log)
+        self.timer.tick()
+        self.state.step += 1
+        self.state.log_window.steps += 1
+        log.advance(self.state.step)
+
+    def _due(self) -> set[str]:
+        """Returns what comes after this step. A log window does not span two stages."""
+        step, is_last = self.state.step, self.state.step == self.stage.first_step + self.stage.num_steps
+        return {what for what, every in self.every.items() if step % every == 0 or is_last}
+
+    def _finish(self, log: RunLog, first_step: int) -> None:
+        memory = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+        num_written, blocked = self.writer.num_written, self.writer.blocked_seconds
+        log.say(reporting.closing(self.run.folder, self.config.train.steps, memory, num_written, blocked))
+        for line in self._verdict(log) if self.state.step > first_step else ():
+            log.say(line)
 
     def _stop_timer(self) -> None:
         """Waits for the device and counts the seconds; raises TrainingFailed where training must not go on."""
@@ -329,7 +344,7 @@ class Trainer:
         assert self.mixture.holdout is not None
         objective, found = self.stage.objective, self._measure(self.mixture.holdout, self.config.train.eval_batches)
         log.write_evaluation({"step": self.state.step, **found})
-        log.say(f"step {self.state.step}: validation: {_validation_text(found)}")
+        log.say(f"step {self.state.step}: validation: {reporting.validation(found)}")
         is_sound = not has_exploded(objective, found)
         if not is_sound and self._may_stop(self.state.step):
             self._end_diverged(f"the validation loss rose to {found['loss']:.4g} at step {self.state.step}")
@@ -343,16 +358,12 @@ class Trainer:
         if self.train_step.stage != self.stage:
             self.stage = self.train_step.stage
             self._forget_losses(None)
-            log.say(
-                f"step {self.state.step}: {self.stage.name} begins: the optimizer's moments are reset, the learning "
-                f"rate's schedule restarts"
-            )
+            log.say(reporting.stage_begins(self.state.step, self.stage))
         for compilation in self.train_step.compilations[self.num_compilations :]:
-            log.say(f"step {compilation.step}: compiled the step in {compilation.seconds:.0f} s")
+            log.say(reporting.compiled(compilation))
             self.num_compilations += 1
         for capture in self.train_step.graphs.captures[self.num_captures :]:
-            again = f" again: {capture.reason}" if capture.reason else ""
-            log.say(f"step {capture.step}: captured the step as a CUDA graph in {capture.seconds:.1f} s{again}")
+            log.say(reporting.captured(capture))
             self.num_captures += 1
 
     def _save(self) -> None:
@@ -409,21 +420,6 @@ class Trainer:
             state, self.stream_change = resumed_state(fresh, state)
         self.loader.restore(state)
 
-    def _opening(self) -> Iterator[str]:
-        """What the user should know before the first step."""
-        yield from opening(self.run, self.mixture, self.state, sum(p.numel() for p in self.model.parameters()))
-        if self.world.size > 1:
-            num_rows = len(self.train_step.backward.division.rows)
-            yield f"{self.world.size} ranks; the first has {num_rows} of {self.config.train.batch_size} rows per step"
-        yield from self.notes
-        if self.peak is None:
-            yield "no known peak of this device, so no MFU"
-        if self.stream_change:
-            yield self.stream_change
-        if self.config.train.execution == "compile":
-            gain = "; on a CPU, eager is about as fast" if self.device.type == "cpu" else ""
-            yield f"train.execution = compile: the first step takes a minute or more, since it compiles{gain}"
-
     def _verdict(self, log: RunLog) -> list[str]:
         """What the finished run has learned: measured by all ranks, said by the first."""
         mixture, train, entropy = self.mixture, self.config.train, None
@@ -437,24 +433,3 @@ class Trainer:
         if "discriminator" not in self.stage.objective.networks():
             entropy = unigram_entropy(corpora, self.config, num_batches, self.world)
         return verdict(self.config, found, entropy, self.state.tokens, mixture.num_tokens) if found else []
-
-    def _closing(self) -> str:
-        memory = ""
-        if self.device.type == "cuda":
-            memory = f"; peak memory {torch.cuda.max_memory_allocated(self.device) / 2**30:.2f} GiB"
-        writer = self.writer
-        saved = (
-            f"; {writer.num_written} checkpoints written beside training, which waited {writer.blocked_seconds:.1f} s"
-        )
-        return f"{self.run.folder}: step {self.state.step} of {self.config.train.steps}: finished{memory}{saved}"
-
-
-def _validation_text(found: dict[str, Number]) -> str:
-    named = {
-        "discriminator_auc": "AUC",
-        "unigram_auc": "unigram AUC",
-        "discriminator_loss": "disc",
-        "encoder_loss": "enc",
-        "generator_loss": "gen",
-    }
-    return "  ".join(f"{label} {found[name]:.4f}" for name, label in named.items() if found.get(name) is not None)

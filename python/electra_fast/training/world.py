@@ -222,7 +222,7 @@ class World:
             if self.size == 1 or not _LOST.search(str(error)):
                 raise
             raise TrainingFailed(
-                f"rank {self.rank}: another rank is gone ({_first_line(error)}); its own last lines say why; "
+                f"rank {self.rank}: lost another rank ({_first_line(error)}); see its log; "
                 "start again to resume at the newest checkpoint"
             ) from None
 

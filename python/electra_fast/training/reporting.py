@@ -1,11 +1,11 @@
-"""The environment of a session, and its first lines: where the run stands and what is unusual about it."""
+"""The lines that a run prints: its environment, where it stands, what is unusual about it, and what happens to it."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -21,8 +21,10 @@ from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.messages import say
 from electra_fast.model.attention import is_deterministic
 from electra_fast.model.compute import ComputeConfig
+from electra_fast.objectives.objective import Number, Stage
 from electra_fast.optimizers.optimizer import lr_scale
-from electra_fast.training.flops import flops_per_token
+from electra_fast.training.flops import device_peak, flops_per_token
+from electra_fast.training.graphs import Preparation
 from electra_fast.training.run import Run
 
 # Of how many rows the words are looked at, and which shares of their tokens are worth a warning.
@@ -31,8 +33,8 @@ WORD_ROWS, FEW_IN_LONGER_WORDS, MANY_IN_TOO_LONG = 64, 0.05, 0.1
 LOW_PEAK = 0.5
 
 
-def opening(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) -> Iterator[str]:
-    """Where the run stands, its size, and what may not be as its user thinks."""
+def startup(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) -> Iterator[str]:
+    """Says where the run stands, its size, and what may not be intended."""
     config, steps = run.config, run.config.train.steps
     start = f"resumes at step {state.step} of {steps}" if state.step else f"starts; {steps} steps"
     yield (
@@ -117,6 +119,67 @@ def _low_peak(run: Run) -> Iterator[str]:
             f"the learning rate never passes {peak:.0%} of optimizer.learning_rate = {optimizer.learning_rate:g}; "
             f"lower optimizer.warmup_steps (-1: a twentieth of the steps)"
         )
+
+
+def settings(
+    config: Config, device: torch.device, num_ranks: int, num_rows: int, notes: list[str], stream_change: str
+) -> Iterator[str]:
+    """Describes how this session trains, after `startup`; `num_rows` are the first rank's rows per step."""
+    if num_ranks > 1:
+        yield f"{num_ranks} ranks; the first has {num_rows} of {config.train.batch_size} rows per step"
+    yield from notes
+    if device.type != "cuda" or device_peak(torch.cuda.get_device_name(device)) is None:
+        yield "no known peak of this device, so no MFU"
+    if stream_change:
+        yield stream_change
+    if config.train.execution == "compile":
+        gain = "; on a CPU, eager is about as fast" if device.type == "cpu" else ""
+        yield f"train.execution = compile: the first step takes a minute or more, since it compiles{gain}"
+
+
+def stage_begins(step: int, stage: Stage) -> str:
+    """Announces another stage of the objective."""
+    return f"step {step}: {stage.name} begins: the optimizer's moments are reset, the learning rate's schedule restarts"
+
+
+def compiled(compilation: Preparation) -> str:
+    """Reports a compilation of the step."""
+    return f"step {compilation.step}: compiled the step in {compilation.seconds:.0f} s"
+
+
+def captured(capture: Preparation) -> str:
+    """Reports a capture, which takes as long as many steps."""
+    again = f" again: {capture.reason}" if capture.reason else ""
+    return f"step {capture.step}: captured the step as a CUDA graph in {capture.seconds:.1f} s{again}"
+
+
+def validation(found: Mapping[str, Number]) -> str:
+    """Summarizes an evaluation."""
+    named = {
+        "discriminator_auc": "AUC",
+        "unigram_auc": "unigram AUC",
+        "discriminator_loss": "disc",
+        "encoder_loss": "enc",
+        "generator_loss": "gen",
+    }
+    return "  ".join(f"{label} {found[name]:.4f}" for name, label in named.items() if found.get(name) is not None)
+
+
+def out_of_time(run: Path, max_minutes: float, step: int, num_steps: int) -> str:
+    """Reports the end of a session by `train.max_minutes`."""
+    return (
+        f"{run}: reached train.max_minutes = {max_minutes:g}: checkpoint written at step {step} of {num_steps}; "
+        "run again to resume"
+    )
+
+
+def closing(run: Path, num_steps: int, memory: int, num_checkpoints: int, blocked_seconds: float) -> str:
+    """Reports the end of a run; `memory` is the peak in bytes on CUDA."""
+    peak = f"; peak memory {memory / 2**30:.2f} GiB" if memory else ""
+    saved = (
+        f"{num_checkpoints} checkpoints written in the background, for which training waited {blocked_seconds:.1f} s"
+    )
+    return f"{run}: step {num_steps} of {num_steps}: finished{peak}; {saved}"
 
 
 def environment(device: torch.device, compute: ComputeConfig, execution: str, num_ranks: int = 1) -> dict[str, str]:
