@@ -11,7 +11,7 @@ from tiny_run import EXACT, STEPS, assert_same_run, lines, truncate, weights
 
 from electra_fast.files import checkpoint_folder
 from electra_fast.model.matmul import DEFAULT, ONEDNN, has_onednn
-from electra_fast.training.diagnostics import odd_ranks
+from electra_fast.training.diagnostics import diverged_ranks
 
 NO_DROPOUT = {"model.dropout": "0", "model.attention_dropout": "0"}
 
@@ -201,11 +201,11 @@ def test_too_many_spikes_in_a_row_end_the_run(server, validation_corpus, tmp_pat
 
 
 def test_a_rank_is_odd_only_where_most_others_agree():
-    assert odd_ranks([7, 7]) == ""
-    assert odd_ranks([7, 8, 7]) == "rank 1's parameters differ from those of the other ranks"
-    assert odd_ranks([7, 8, 7, 7, 9]).startswith("ranks 1, 4's parameters differ")
+    assert diverged_ranks([7, 7]) == ""
+    assert diverged_ranks([7, 8, 7]) == "rank 1's parameters differ from those of the other ranks"
+    assert diverged_ranks([7, 8, 7, 7, 9]).startswith("ranks 1, 4's parameters differ")
     for tie in ([7, 8], [7, 7, 8, 8], [7, 7, 8, 9]):
-        assert odd_ranks(tie).endswith("have different parameters, and no majority agrees")
+        assert diverged_ranks(tie).endswith("have different parameters, and no majority agrees")
 
 
 def test_a_flipped_bit_names_the_odd_rank(server, validation_corpus, tmp_path):
