@@ -1,8 +1,12 @@
-"""The files of examples/: their scripts run with fakes of what a cluster has, and their options are ones that exist."""
+"""The files of examples/: their scripts run with fakes of what a cluster has, and their options are ones that exist.
+
+So are the options and links of the documents.
+"""
 
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +18,9 @@ from electra_fast.cli_parser import build_parser
 from electra_fast.config.config import Config
 from electra_fast.config.file import take_overrides
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+TREE = Path(__file__).resolve().parent.parent
+EXAMPLES = TREE / "examples"
+DOCUMENTS = [*TREE.glob("*.md"), *TREE.glob("docs/*.md"), TREE / "bench/README.md"]
 # In place of a command: writes its name, arguments and environment to a file of that name, and exits as told.
 FAKE = """#!{python}
 import json, os, pathlib, sys
@@ -178,3 +184,20 @@ def test_a_pod_starts_torchrun(kubernetes, tmp_path, index, is_host):
     assert (options.rdzv_backend, options.rdzv_conf, options.max_restarts) == ("c10d", f"is_host={is_host}", 3)
     assert options.module and options.training_script == "electra_fast"
     assert_command_line_is_valid(options.training_script_args)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(TREE)))
+def test_commands_and_links_of_documents_are_valid(document):
+    text = document.read_text(encoding="utf-8")
+    for command in re.findall(r"^electra-fast (.*)", text, re.MULTILINE):
+        rest, overrides = take_overrides(shlex.split(command, comments=True))
+        options = build_parser().parse_args(rest)
+        if options.command in ("pretrain", "flops"):
+            Config.preset(options.preset or "small").override(overrides)
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        name, _, anchor = link.partition("#")
+        if not link.startswith("http"):
+            target = document.parent / name if name else document
+            assert target.exists(), link
+            headings = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
