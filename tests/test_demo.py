@@ -25,8 +25,8 @@ def demo(tmp_path_factory):
 
 def test_leaves_what_it_promises(demo):
     out, done = demo
-    assert {"vocab.txt", "shards", "run", "export", "curves.png"} <= {path.name for path in out.iterdir()}
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG") and (out / "curves.png").stat().st_size > 20_000
+    assert {"vocab.txt", "shards", "run", "export", "demo.png"} <= {path.name for path in out.iterdir()}
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG") and (out / "demo.png").stat().st_size > 20_000
     assert len((out / "vocab.txt").read_text(encoding="utf-8").splitlines()) == 1024
     assert done.stdout == ""
     assert "\x1b[" in done.stderr and "really replaced" in done.stderr

@@ -11,9 +11,12 @@ import json
 import sys
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
@@ -30,11 +33,12 @@ from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch
 from electra_fast.training.diagnostics import auc_text
 from electra_fast.training.evaluate import SEED, evaluate
-from electra_fast.training.plots import plot_metrics
+from electra_fast.training.plots import AMBER, GREEN, GREY, ORANGE, plot_curves
 from electra_fast.training.pretrain import pretrain
 
 VOCAB_SIZE = 1024
-NUM_SENTENCES = 6
+NUM_SENTENCES, NUM_DRAWN = 6, 3
+COLUMNS = 120  # characters per line of the picture
 # Folders of the standard library to skip: tests, and tools with copies of other code.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "idle_test"}
 
@@ -42,7 +46,7 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to
 def demo(out: Path) -> None:
     """Corpus → vocabulary → shards → training → evaluation → export → sample predictions.
 
-    Writes `corpus.jsonl, vocab.txt, tokenizer.json, shards/, run/, export/, curves.png` to `out`, and
+    Writes `corpus.jsonl, vocab.txt, tokenizer.json, shards/, run/, export/, demo.png` to `out`, and
     resumes when run again after an interruption.
     """
     console = Console(file=sys.stderr)
@@ -57,8 +61,9 @@ def demo(out: Path) -> None:
     pretrain(demo_config(), data=shards, out=run)
     metrics = evaluate(run, shards, sequence_length=demo_config().data.sequence_length)
     export(run, out / "export")
-    plot_metrics(run, out / "curves.png")
-    show_verdicts(console, run, shards, Tokenizer(vocab))
+    rows = verdicts(run, shards, Tokenizer(vocab))
+    show_verdicts(console, rows)
+    draw(out / "demo.png", rows[:NUM_DRAWN], run)
     replaced = float(metrics["replaced_fraction"] or 0)
     console.print(
         f"\nOn {metrics['tokens']:,} held-out tokens, of which the generator replaced {replaced:.1%}: "
@@ -66,7 +71,7 @@ def demo(out: Path) -> None:
         f'accuracy {metrics["discriminator_accuracy"]:.1%} (always "original": {1 - replaced:.1%}).\n'
         f"{auc_text(float(metrics['unigram_auc'] or 0))}: the same text for every model, so this one compares.\n"
         f"The model: {escape(printable(str(out / 'export')))} (AutoModel.from_pretrained). "
-        f"The curves: {escape(printable(str(out / 'curves.png')))}.",
+        f"The picture: {escape(printable(str(out / 'demo.png')))}.",
         highlight=False,
     )
 
@@ -107,9 +112,24 @@ def _write_corpus(path: Path) -> None:
     replace_file(path, "".join(json.dumps({"text": document}) + "\n" for document in documents))
 
 
+@dataclass(frozen=True)
+class Word:
+    """A word as the generator left it, and the probability that the discriminator gives to its having been replaced."""
+
+    text: str
+    original: str
+    is_replaced: bool
+    probability: float
+
+    @property
+    def verdict(self) -> str:
+        """`original`, `doubtful` or `replaced`."""
+        return "replaced" if self.probability > 0.5 else "doubtful" if self.probability > 0.25 else "original"
+
+
 @torch.no_grad()
-def show_verdicts(console: Console, run: Path, shards: Path, tokenizer: Tokenizer) -> None:
-    """Prints validation rows as the generator corrupted them, words colored by the discriminator's prediction."""
+def verdicts(run: Path, shards: Path, tokenizer: Tokenizer) -> list[list[Word]]:
+    """Validation rows as the generator corrupted them, with the discriminator's verdict on each word."""
     model = load(run)
     config = model.config
     validation = Corpus(shards).holdout
@@ -121,11 +141,50 @@ def show_verdicts(console: Console, run: Path, shards: Path, tokenizer: Tokenize
     assert predictions is not None
     shape = batch["input_ids"].shape
     original = batch["input_ids"].long().scatter(1, batch["masked_positions"].long(), batch["masked_ids"].long())
-    console.print("\nHeld-out text as the generator corrupted it, and what the discriminator thinks of each word:")
     replaced_prob_T = predictions.logits_T.sigmoid()
     columns = (original, predictions.corrupted_ids_T, predictions.replaced_T, replaced_prob_T, batch["segment_ids"])
-    for row in zip(*(column.view(shape).tolist() for column in columns), strict=True):
-        console.print(_colored_row(tokenizer, *row))
+    rows = zip(*(column.view(shape).tolist() for column in columns), strict=True)
+    return [_words(tokenizer, *row) for row in rows]
+
+
+def _words(
+    tokenizer: Tokenizer,
+    original: list[int],
+    corrupted: list[int],
+    replaced: list[bool],
+    probability: list[float],
+    segments: list[int],
+) -> list[Word]:
+    """One row with its pieces joined into words; a word's probability is the maximum over its pieces."""
+    special = set(tokenizer.special_tokens.values())
+    words: list[Word] = []
+    for i, token_id in enumerate(corrupted):
+        if not segments[i] or original[i] in special:
+            continue
+        piece, original_piece = tokenizer.id_to_token(token_id), tokenizer.id_to_token(original[i])
+        if not original_piece.startswith("##"):
+            words.append(Word(piece, original_piece, replaced[i], probability[i]))
+        elif words:  # otherwise the row starts inside a word
+            words[-1] = Word(
+                words[-1].text + piece.removeprefix("##"),
+                words[-1].original + original_piece.removeprefix("##"),
+                words[-1].is_replaced or replaced[i],
+                max(words[-1].probability, probability[i]),
+            )
+    return words
+
+
+def show_verdicts(console: Console, rows: list[list[Word]]) -> None:
+    """Prints the rows, each word in the color of its verdict."""
+    console.print("\nHeld-out text as the generator corrupted it, and what the discriminator thinks of each word:")
+    styles = {"original": "green", "doubtful": "yellow", "replaced": "bold red"}
+    for words in rows:
+        line = Text("  ")
+        for word in words:
+            style = styles[word.verdict]
+            line.append(word.text, style=f"{style} underline" if word.is_replaced else style)
+            line.append(f" [{word.original}] " if word.is_replaced else " ", style="dim")
+        console.print(line)
     console.print(
         Text.assemble(
             ("called original", "green"), ", ", ("doubtful", "yellow"), ", ", ("called replaced", "bold red"),
@@ -134,37 +193,30 @@ def show_verdicts(console: Console, run: Path, shards: Path, tokenizer: Tokenize
     )  # fmt: skip
 
 
-def _colored_row(
-    tokenizer: Tokenizer,
-    original: list[int],
-    corrupted: list[int],
-    replaced: list[bool],
-    probability: list[float],
-    segments: list[int],
-) -> Text:
-    """One row with its pieces joined into words; a word's probability is the maximum over its pieces."""
-    special = set(tokenizer.special_tokens.values())
-    words: list[dict[str, str | float | bool]] = []
-    for i, token_id in enumerate(corrupted):
-        if not segments[i] or original[i] in special:
-            continue
-        if not words and tokenizer.id_to_token(original[i]).startswith("##"):
-            continue  # the row starts inside a word
-        piece, original_piece = tokenizer.id_to_token(token_id), tokenizer.id_to_token(original[i])
-        if original_piece.startswith("##"):
-            word = words[-1]
-            word["text"] = str(word["text"]) + piece.removeprefix("##")
-            word["original"] = str(word["original"]) + original_piece.removeprefix("##")
-            word["replaced"] = bool(word["replaced"]) or replaced[i]
-            word["probability"] = max(float(word["probability"]), probability[i])
-        else:
-            words.append(
-                {"text": piece, "original": original_piece, "replaced": replaced[i], "probability": probability[i]}
-            )
-    line = Text("  ")
-    for word in words:
-        probability_replaced = float(word["probability"])
-        color = "bold red" if probability_replaced > 0.5 else "yellow" if probability_replaced > 0.25 else "green"
-        line.append(str(word["text"]), style=f"{color} underline" if word["replaced"] else color)
-        line.append(f" [{word['original']}] " if word["replaced"] else " ", style="dim")
-    return line
+def draw(picture: Path, rows: list[list[Word]], run: Path) -> None:
+    """Draws rows of words in the colors of their verdicts, above the curves of the run, into a PNG file."""
+    figure = Figure(figsize=(9.4, 4.6), layout="constrained")
+    grid = figure.add_gridspec(2, 1, height_ratios=(7, 9))
+    top, bottom = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
+    plot_curves(bottom, run)
+    legend = [
+        Word("called original", "", False, 0.0),
+        Word("doubtful", "", False, 0.4),
+        Word("called replaced", "", False, 1.0),
+        Word("replaced", "the original word", True, 1.0),
+    ]
+    colors = {"original": GREEN, "doubtful": AMBER, "replaced": ORANGE}
+    line = 0.0
+    for words in (legend, *rows):
+        line, column = line + 1.3, 0
+        for word in words:
+            texts = [(word.text, colors[word.verdict])]
+            texts += [(f"[{word.original}]", GREY)] if word.is_replaced else []
+            for text, color in texts:
+                if column + len(text) > COLUMNS:
+                    line, column = line + 1, 0
+                font = FontProperties(family="DejaVu Sans Mono", size=9, weight="bold" if color == ORANGE else "normal")
+                x, y = 0.02 + column * 0.96 / COLUMNS, 1.05 - 0.11 * line
+                top.text(x, y, text, color=color, fontproperties=font, parse_math=False)
+                column += len(text) + 1
+    figure.savefig(picture, dpi=110)

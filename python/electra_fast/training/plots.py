@@ -1,4 +1,4 @@
-"""Plots of a run: its losses, rates and throughput against the steps, as one PNG."""
+"""Curves of a run against its steps: losses, rates and AUCs."""
 
 from __future__ import annotations
 
@@ -6,41 +6,27 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import FigureBase
 
-from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_records
 
 # Colors that stay apart for color-blind readers (Okabe and Ito, 2008).
-BLUE, ORANGE, GREEN, PURPLE, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#999999", "#000000"
+BLUE, ORANGE, GREEN, AMBER, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#999999", "#000000"
 
 Record = dict[str, Any]
 
 
-def plot_metrics(run: Path, picture: Path) -> None:
-    """Plots a run's metrics.jsonl, and its evaluations.jsonl where it has one, into a PNG file."""
+def plot_curves(figure: FigureBase, run: Path) -> None:
+    """Plots what metrics.jsonl and evaluations.jsonl of a run with a generator and a discriminator hold."""
     records, validation = read_records(run / "metrics.jsonl"), read_records(run / "evaluations.jsonl")
-    if not records:
-        raise InputError(f"{run / 'metrics.jsonl'}: no line yet; train for at least train.log_every steps")
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    axes = figure.subplots(2, 2, sharex=True)
-    _lines(axes[0, 0], records, validation, {"generator_loss": BLUE}, "Generator loss (nats per masked token)")
-    role = "encoder" if any(record.get("encoder_loss") is not None for record in records) else "discriminator"
-    _lines(axes[0, 1], records, validation, {f"{role}_loss": ORANGE}, f"{role.title()} loss (nats per token)")
-    rates = {
-        "discriminator_recall": ORANGE,
-        "discriminator_precision": GREEN,
-        "generator_accuracy": BLUE,
-        "encoder_accuracy": PURPLE,
-    }
-    _lines(axes[1, 0], records, [], rates, "Rates")
-    aucs = {"discriminator_auc": GREY, "unigram_auc": BLACK}
-    _lines(axes[1, 0], validation, [], aucs, "Rates", "o--", suffix=", validation")
-    axes[1, 0].set_ylim(0, 1)
-    _lines(axes[1, 1], records, [], {"tokens_per_second": GREY}, "Tokens per second")
-    axes[1, 1].set_ylim(bottom=0)
+    left, middle, right = figure.subplots(1, 3)
+    _lines(left, records, validation, {"generator_loss": BLUE}, "Generator loss (nats per masked token)")
+    _lines(middle, records, validation, {"discriminator_loss": ORANGE}, "Discriminator loss (nats per token)")
+    title, aucs = "Generator accuracy, discriminator AUC", {"discriminator_auc": GREY, "unigram_auc": BLACK}
+    _lines(right, records, [], {"generator_accuracy": BLUE}, title)
+    _lines(right, validation, [], aucs, title, "o--", suffix=", validation")
+    right.set_ylim(0, 1)
     figure.suptitle(f"{run.resolve().name}: {records[-1]['step']:,} steps, {records[-1]['tokens']:,} tokens")
-    figure.savefig(picture, dpi=110)
 
 
 def _lines(
@@ -60,7 +46,5 @@ def _lines(
                 axes.plot(*zip(*points, strict=True), mark, color=color, label=text, markersize=4)
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("step", fontsize=9)
-    axes.tick_params(labelbottom=True)  # of shared axes only the lowest have labels by default
     axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8)
+    axes.legend(fontsize=8)
