@@ -1,6 +1,6 @@
 """The objectives: one frozen class per objective, and the table that names them.
 
-`objective` has the contract; `generator`, `losses` and `contrastive` have the pieces that objectives share.
+`objective` has the contract; `losses` and `contrastive` have the pieces that objectives share.
 """
 
 from __future__ import annotations

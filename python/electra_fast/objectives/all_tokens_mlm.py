@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from electra_fast.model.model import Electra
 from electra_fast.objectives import losses
-from electra_fast.objectives.generator import detection_metrics
+from electra_fast.objectives.electra import detection_metrics
 from electra_fast.objectives.objective import MicroBatch, Number, Output, Predictions
 from electra_fast.objectives.replace_mlm import ReplaceMLMObjective
 from electra_fast.ops.vocabulary_nll import vocabulary_nll

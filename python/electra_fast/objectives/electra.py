@@ -12,9 +12,28 @@ from electra_fast.model.compute import RngKey
 from electra_fast.model.model import Electra
 from electra_fast.model.networks import corrective_weight
 from electra_fast.objectives import contrastive, losses
-from electra_fast.objectives.generator import GeneratorObjective, detection_metrics
 from electra_fast.objectives.losses import NetworkInputs
-from electra_fast.objectives.objective import MicroBatch, Number, Output, Predictions, ratio, report
+from electra_fast.objectives.objective import MicroBatch, Number, Objective, Output, Predictions, ratio, report
+
+
+@dataclass(frozen=True)
+class GeneratorObjective(Objective):
+    """Has a generator beside the network that is its result: a smaller network, or a fixed distribution."""
+
+    @property
+    def gen_weight(self) -> float:
+        """Weight of the generator's loss."""
+        return self.config.objective.gen_weight
+
+    def generator_metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
+        """Loss in nats per masked token, and accuracy; None for a fixed distribution."""
+        is_network = self.config.generator.kind == "model"
+        names = {"generator_loss": "generator_loss", "generator_accuracy": "generator_correct"}
+        return {name: ratio(totals, total, "masked_weight") if is_network else None for name, total in names.items()}
+
+    def generator_loss(self, totals: Mapping[str, float]) -> float:
+        """Its part of the loss."""
+        return self.gen_weight * ratio(totals, "generator_loss", "masked_weight")
 
 
 @dataclass(frozen=True)
@@ -76,11 +95,11 @@ class ElectraObjective(GeneratorObjective):
         loss = batch.mean(self.gen_weight * generated.loss, "masked_weight")
         loss = loss + batch.mean(weights.disc_weight * discriminator_loss, self.denominator)
         totals = generated.totals(inputs.slots, "generator") | discriminator_totals
-        if corrective_weight(self.config):
+        if "corrective_head" in model.networks["discriminator"].heads:
             head, table_VE = model.corrective_head, model.embeddings.token
             hidden_MD = inputs.slots.of_states(hidden_TD)
             corrected = losses.predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
-            loss = loss + batch.mean(corrective_weight(self.config) * corrected.loss, "masked_weight")
+            loss = loss + batch.mean(weights.corrective_weight * corrected.loss, "masked_weight")
             totals |= corrected.totals(inputs.slots, "corrective")
         if weights.contrastive_weight:
             sentence_loss, sentence_totals = contrastive.sentence_loss(model, inputs, hidden_TD, replaced_T)
@@ -122,3 +141,13 @@ class ElectraObjective(GeneratorObjective):
         else:
             summary = "The small masked language model whose samples an ELECTRA discriminator was trained on."
         return f"ELECTRA {role}", summary
+
+
+def detection_metrics(totals: Mapping[str, float], denominator: str) -> dict[str, Number]:
+    """Accuracy, precision and recall of "replaced" over the tokens that a total counts, and how many of them are."""
+    return {
+        "discriminator_accuracy": ratio(totals, "discriminator_correct", denominator),
+        "discriminator_precision": ratio(totals, "true_positives", "predicted_positives"),
+        "discriminator_recall": ratio(totals, "true_positives", "replaced"),
+        "replaced_fraction": ratio(totals, "replaced", denominator),
+    }

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from electra_fast.model.model import Electra
 from electra_fast.objectives import losses
-from electra_fast.objectives.generator import GeneratorObjective
+from electra_fast.objectives.electra import GeneratorObjective
 from electra_fast.objectives.objective import MicroBatch, Number, Output, ratio, report
 
 

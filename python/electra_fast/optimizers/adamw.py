@@ -18,7 +18,7 @@ class AdamW(UpdateRule):
         state, config = self.state, self.state.config
         groups: dict[tuple[bool, float], list[str]] = {}
         for name in gradients:
-            groups.setdefault((state.parameters[name].dim() > 1, state.lr_factor(name)), []).append(name)
+            groups.setdefault((state.parameters[name].dim() > 1, state.lr_factors.get(name, 1.0)), []).append(name)
         for (is_decayed, lr_factor), names in groups.items():
             torch._fused_adamw_(
                 [state.parameters[name] for name in names],

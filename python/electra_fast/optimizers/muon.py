@@ -201,6 +201,8 @@ class Muon(UpdateRule):
             self._update_sharded(self.state.shards, matrices)
         for number, stack in enumerate(self._stacks):
             self._orthogonalization.compute(number, stack.join(self._nesterov(stack.names, gradients)))
+        if not self.exchanges:
+            self.finish()
 
     def exchange(self) -> None:
         """Gathers the other ranks' orthogonalized matrices."""

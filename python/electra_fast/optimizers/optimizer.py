@@ -192,13 +192,14 @@ class Optimizer:
         Never synchronizes with the host. Args as in `update`. Returns the norm before clipping.
         """
         norm = self.update(norm, skipped)
-        self.rule.exchange()
-        self.finish()
+        if self.rule.exchanges:
+            self.rule.exchange()
+            self.rule.finish()
         return norm
 
     @torch.no_grad()
     def update(self, norm: Tensor | None = None, skipped: Tensor | None = None) -> Tensor:
-        """The part of `step` before `rule.exchange`: all of it without Muon.
+        """Clips the gradients and updates the parameters: all of `step` unless `rule.exchanges`.
 
         Args:
             norm: The norm of all gradients, an fp32 scalar; computed by default.
@@ -221,7 +222,7 @@ class Optimizer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """The part of `step` after `rule.exchange`."""
+        """Updates the parameters that waited for `rule.exchange`."""
         self.rule.finish()
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ class UpdateRule(ABC):
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """Updates parameters and moments from clipped gradients, by name."""
 
-    # Rules whose work is divided among ranks finish an update after an exchange, which a CUDA graph need not hold.
+    # A rule whose work is divided among ranks finishes an update after an exchange, which a CUDA graph need not hold.
     exchanges = False
 
     def exchange(self) -> None:  # noqa: B027

@@ -295,7 +295,7 @@ class DataParallelStep(_RanksStep):
         optimizer.update(norm, skipped)  # clips and updates, up to Muon's matrices of other ranks
         if optimizer.rule.exchanges:
             self._communicate(optimizer.rule.exchange)
-        optimizer.finish()
+            optimizer.finish()
         self._count(norm, skipped)
 
     def _communicate(self, *functions: Any) -> None:
