@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from electra_fast import _data
 from electra_fast.config.config import AUTO, HARDWARE_KEYS, Config, by_section
 from electra_fast.config.file import Scalar, Value
+from electra_fast.config.objectives import OBJECTIVE_SPECS
 from electra_fast.config.presets import RECIPES
 from electra_fast.data.mixture import Mixture
 from electra_fast.errors import InputError
@@ -26,7 +27,6 @@ from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.files.json_files import parse_json
 from electra_fast.huggingface.tokenizer import check_vocabulary, run_tokenizer, write_tokenizer
 from electra_fast.messages import say
-from electra_fast.objectives import objective_of
 
 Changes = dict[str, tuple[Value, Value]]
 
@@ -236,7 +236,7 @@ def _refuse(folder: Path, directory: Path, changes: Changes, config: Config, all
                 f"{folder}: this run was started with {name} = {was!r}, now it is {now!r}, which would be another "
                 f"model or optimizer state; {_how_to_resume(name, directory)}, or give another --out"
             )
-        if name == "train.steps" and len(objective_of(config).stages()) > 1:
+        if name == "train.steps" and OBJECTIVE_SPECS[config.objective.name].num_stages > 1:
             raise InputError(
                 f"{folder}: this run was started with train.steps = {was}, now it is {now}, which would move the "
                 "border of its stages; leave it as it was to resume, or give another --out"
