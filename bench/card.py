@@ -17,7 +17,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from results import Results, parse_arguments
+from lib.results import Results, parse_arguments
 
 FIELDS = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 PACKAGES = ("torch", "triton", "transformers", "numpy", "pyarrow", "xformers", "liger-kernel", "cut-cross-entropy")

@@ -9,7 +9,7 @@ Prints a line per contender and a table per shape and recipe. The step, the corp
 and sequence length; the peers exist for recipe `google` only. Downloads nothing.
 
 A shared machine's speed changes by half from one minute to the next. So every contender is a process of its own
-(`cpu_worker.py`), all of a shape are built and warmed up first, and then they take their steps in turn, half a
+(`lib/cpu_worker.py`), all of a shape are built and warmed up first, and then they take their steps in turn, half a
 second or one step each, for many rounds. Reported are the median over the rounds of tokens per second (padding
 excluded, the loader's time counted), the best round, and the median of the ratio to the baseline in the same round,
 which is what to compare between runs. "GFLOP/s" counts what the model's products need; "of best product" is its share
@@ -38,9 +38,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_worker import CONTENDERS, DTYPES, EAGER, Turn, Worker
-from results import Results, parse_arguments, processor, reason
-from workload import label, make_corpus, shape
+from lib.cpu_worker import CONTENDERS, DTYPES, EAGER, Turn, Worker
+from lib.results import Results, parse_arguments, processor, reason
+from lib.workload import label, make_corpus, shape
 
 import electra_fast as ef
 from electra_fast.config.presets import RECIPES
@@ -125,7 +125,7 @@ class Field:
                     self.contenders[name].take_turn()
 
     def found(self, name: str, baseline: str) -> dict[str, Any]:
-        """What is reported of a contender."""
+        """The numbers reported for a contender."""
         contender, speeds = self.contenders[name], self.contenders[name].speeds
         base = self.contenders[baseline].speeds if baseline in self.contenders else []
         ratios = [mine / its for mine, its in zip(speeds, base, strict=False)]
@@ -214,13 +214,14 @@ def configuration(text: str, recipe: str, overrides: Mapping[str, str]) -> ef.Co
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="preset, or preset:rows per step")
+    parser.add_argument("--shapes", nargs="+", help="preset, or preset:rows per step")
     parser.add_argument("--recipes", nargs="+", default=RECIPE_NAMES, choices=RECIPES)
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name has one of these words")
     parser.add_argument("--against", type=Path, help="folder that contains another version's `electra_fast`")
     parser.add_argument("--baseline", choices=[BEFORE, *CONTENDERS], help="what the ratios are to")
     parser.add_argument("--seconds", type=float, help="of counted steps per shape; at least three rounds are made")
     options = parse_arguments(parser, with_overrides=True, for_cpu=True)
+    options.shapes = options.shapes or (SHAPES[:1] if options.quick else SHAPES)
     options.seconds = options.seconds or (0.0 if options.quick else SECONDS)
     if options.against is not None and not (options.against / "electra_fast").is_dir():
         parser.error(f"--against {options.against}: there is no electra_fast/ in it")

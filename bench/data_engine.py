@@ -35,7 +35,7 @@ os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "HF_
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from results import processor  # noqa: E402
+from lib.results import processor  # noqa: E402
 
 import electra_fast  # noqa: E402
 from electra_fast.data.corpus import Tokenizer  # noqa: E402
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--megabytes", type=float, default=1, help="text per tokenizer run")
     parser.add_argument("--seconds", type=float, default=1.0, help="length of a loader run")
-    parser.add_argument("--json", type=Path, default=Path("data_engine.json"))
+    parser.add_argument("--json", type=Path, help="write all results to this file")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])
     torch.set_num_threads(1)
@@ -72,8 +72,9 @@ def main() -> None:
     for title in ("tokenize", "load"):
         print_table(title, result[title])
     print("versions:", ", ".join(f"{name} {found}" for name, found in result["versions"].items()))
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {arguments.json}; {result['machine']}")
+    print(result["machine"])
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 # --- text to ids --------------------------------------------------------------------------------

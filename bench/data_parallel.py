@@ -1,4 +1,4 @@
-"""What several ranks cost, beside one process and beside DistributedDataParallel with the same model.
+"""The cost of several ranks, compared with one process and with DistributedDataParallel on the same model.
 
     python bench/data_parallel.py [--shape mini] [--ranks 2] [--rounds 9] [--section.key X] [--results FILE] [--quick]
 
@@ -30,11 +30,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cpu_worker import cpu_seconds, processes
-from results import Results, parse_arguments, processor
+from lib.cpu_worker import cpu_seconds, processes
+from lib.results import Results, parse_arguments, processor
+from lib.workload import label, make_corpus, shape
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from workload import label, make_corpus, shape
 
 import electra_fast as ef
 from electra_fast.model.compute import RngKey, choose_compute, choose_device
@@ -156,7 +156,7 @@ def usage(world: World) -> Tensor:
 
 
 def turn(contender: Ours | Peer | None, world: World, num_steps: int) -> Tensor:
-    """What each rank used per step of a turn, from when all had arrived; [ranks, 5]."""
+    """Usage of each rank per step of a turn, from when all had arrived; [ranks, 5]."""
     world.all_gather(torch.zeros(1, dtype=torch.float64))
     before = usage(world)
     if contender is not None:
@@ -168,7 +168,7 @@ def turn(contender: Ours | Peer | None, world: World, num_steps: int) -> Tensor:
 
 
 def ring_bytes(name: str, config: ef.Config, num_ranks: int) -> float:
-    """What a rank sends in a step by rings: all gradients, and sharded as much and each layer's parameters."""
+    """Bytes that a rank sends in a step by rings: all gradients, and each layer's parameters if sharded."""
     modules = (m for m in ef.Electra(config).modules() if isinstance(m, ef.Electra | BertLayer | ModernLayer))
     size, *layers = (sum(p.numel() for p in module.parameters()) for module in modules)
     return 4 * (2 * size + (sum(layers) if "sharded" in name else 0)) * (num_ranks - 1) / num_ranks

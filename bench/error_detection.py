@@ -1,4 +1,4 @@
-"""Whether a discriminator finds errors that it was never trained on: in letters, in words, in grammar.
+"""Detection of errors that a discriminator was never trained on: in letters, in words, in grammar.
 
     python bench/error_detection.py --model SOURCE --text FILE... [--sentences 2000] [--seed 0] [--json OUT.JSON]
 

@@ -1,11 +1,11 @@
-"""Runs the experiments of experiments.toml, in order, beside other work: with the lowest priority, and resumable.
+"""Runs the experiments of experiments.toml in order, resumable and at the lowest priority.
 
     python bench/experiments.py TEXTS... --glue FOLDER --out FOLDER [--max-load SHARE]
 
-or `make experiments`. An experiment is a command that resumes where it was killed and leaves its results in a file
-beside this script; that it has finished is a line of experiments.jsonl. It is paused while OUT/pause exists, as it
-should beside a benchmark, and while processes of normal priority use more than a share of all cores. Each change is one
-line: how many experiments are done and left, and about how long these take. One that fails does not stop the next.
+or `make experiments`. An experiment is a command that resumes where it was killed and writes its results to a file
+beside this script; a finished one is a line of experiments.jsonl. It is paused while OUT/pause exists, for example
+during a benchmark, and while processes of normal priority use more than a share of all cores. Prints a line per
+change: how many experiments are done and left, and how long these take. If one fails, the next one runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from results import commit, processor
+from lib.results import commit, processor
 
 from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.training.run import exclusive
@@ -33,9 +33,9 @@ from electra_fast.training.run import exclusive
 HERE = Path(__file__).parent
 LIST, DONE, PAUSE, STAT = HERE / "experiments.toml", HERE / "experiments.jsonl", "pause", Path("/proc/stat")
 POLL_SECONDS = 0.2
-# Of the other processes' load: one test or compilation does not pause an experiment.
+# Load is averaged over this time, so that a single test or compilation does not pause an experiment.
 LOAD_SECONDS = 30.0
-# A script that ends when this process has ended, however that was.
+# Runs a script that ends with this process, even if this process is killed.
 START = """
 import runpy, sys
 from electra_fast.interruption import stop_with_parent
@@ -56,20 +56,20 @@ class Experiment:
 
 
 def read_list(path: Path = LIST, done: Path = DONE) -> tuple[list[Experiment], list[Experiment]]:
-    """The experiments that are finished, by their command, and those that are left."""
+    """Returns the finished experiments, recognized by their command, and those that are left."""
     entries = [Experiment(**each) for each in tomllib.loads(path.read_text())["experiment"]]
     finished = {json.loads(line)["command"] for line in (done.read_text().splitlines() if done.exists() else [])}
     return [e for e in entries if e.command in finished], [e for e in entries if e.command not in finished]
 
 
 def cpu_times() -> tuple[float, float]:
-    """Time that all cores have spent so far on processes of normal priority, and in all."""
+    """Returns the time that all cores have spent on processes of normal priority, and in total."""
     user, nice, system, *rest = map(float, STAT.read_text().split("\n", 1)[0].split()[1:9])
     return user + system, user + nice + system + sum(rest)
 
 
 def high_load(share: float) -> Iterator[bool]:
-    """Whether other processes have used more than a share of all cores in the last `LOAD_SECONDS`."""
+    """Yields True if other processes used more than a share of all cores in the last `LOAD_SECONDS`."""
     before, is_high, since = cpu_times(), False, time.monotonic()
     while True:
         if time.monotonic() - since >= LOAD_SECONDS:
@@ -79,7 +79,7 @@ def high_load(share: float) -> Iterator[bool]:
 
 
 def run(command: Sequence[str], pause: Path, max_load: float, stop: StopRequest, log: Path) -> int:
-    """Runs a command with pauses; its exit code. A stop request ends it, with its checkpoints written."""
+    """Runs a command with pauses; returns its exit code. After a stop request it writes its checkpoints and ends."""
     is_paused = False
     with log.open("ab") as file:
         command = [sys.executable, "-c", START, *command]
@@ -98,7 +98,7 @@ def run(command: Sequence[str], pause: Path, max_load: float, stop: StopRequest,
             is_paused = not is_paused
             send(signal.SIGSTOP if is_paused else signal.SIGCONT)
             why = f"{pause} exists" if pause.exists() else "other processes use the cores"
-            print(f"paused: {why}" if is_paused else "goes on", flush=True)
+            print(f"paused: {why}" if is_paused else "resumed", flush=True)
         try:
             return process.wait(POLL_SECONDS)
         except subprocess.TimeoutExpired:
@@ -107,7 +107,7 @@ def run(command: Sequence[str], pause: Path, max_load: float, stop: StopRequest,
 
 
 def finish(experiment: Experiment) -> None:
-    """Records that an experiment has finished; how long each of its runs took stands with their results."""
+    """Records that an experiment has finished."""
     line = {"name": experiment.name, "command": experiment.command}
     line |= {"ended": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "commit": commit(), "processor": processor()}
     with DONE.open("a") as file:
@@ -120,7 +120,12 @@ def main() -> int:
     parser.add_argument("texts", nargs="+", type=os.path.abspath)
     parser.add_argument("--glue", type=os.path.abspath, required=True)
     parser.add_argument("--out", type=os.path.abspath, required=True)
-    parser.add_argument("--max-load", type=float, default=0.8, help="of other processes; 1: never pause (%(default)s)")
+    parser.add_argument(
+        "--max-load",
+        type=float,
+        default=0.8,
+        help="share of all cores used by other processes that pauses; 1: never (default: %(default)s)",
+    )
     options = parser.parse_args()
     os.nice(19)
     words = {"texts": shlex.join(options.texts), "glue": shlex.quote(options.glue), "out": shlex.quote(options.out)}

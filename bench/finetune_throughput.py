@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from results import Results, measured_by_child, parse_arguments, processor
+from lib.results import Results, measured_by_child, parse_arguments, processor
 
 import electra_fast as ef
 from electra_fast import checkpoint

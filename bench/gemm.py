@@ -18,10 +18,10 @@ from collections.abc import Iterator
 
 import torch
 from card import seconds_per_call
-from results import Results, parse_arguments, reason
+from lib.results import Results, parse_arguments, reason
+from lib.workload import label, shape
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from workload import label, shape
 
 import electra_fast as ef
 from electra_fast.ops.linear import weight_gradient

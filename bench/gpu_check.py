@@ -4,14 +4,14 @@
 
 In under nine minutes: the card and its limits, kernels and steps against their references, whole steps
 of small at 131k and 16k tokens and of base, and a table of kernel times for each. `bench/README.md`
-explains how to read the results; `groups.py` runs the groups.
+explains how to read the results; `lib/groups.py` runs the groups.
 """
 
 from __future__ import annotations
 
 import sys
 
-from groups import Group, main
+from lib.groups import Group, main
 
 STEP = ("pretrain_throughput.py", "--only", "electra-fast, graph", "--shapes")
 PROFILE = ("profile_step.py", "--shape")

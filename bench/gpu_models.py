@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 
 from gpu_check import STEP
-from groups import Group, main
+from lib.groups import Group, main
 
-# Cases of `kernel_cases.py` by a word in their names, the most expensive in a step first.
+# Cases of `lib/kernel_cases.py` by a word in their names, the most expensive in a step first.
 KERNELS = ("attention", "+ gelu", "feed-forward", "generator head", "residual", "embedding", "discriminator", "corrupt")
 
 

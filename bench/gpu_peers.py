@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from groups import BENCH, Group, main
+from lib.groups import BENCH, Group, main
 
 TESTS = (
     "model/test_attention.py",

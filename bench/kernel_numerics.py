@@ -2,7 +2,7 @@
 
     python bench/kernel_numerics.py [--device cpu]
 
-Runs the cases of `kernel_cases.py`: on their real shapes on a GPU, on tiny ones in Triton's interpreter
+Runs the cases of `lib/kernel_cases.py`: on their real shapes on a GPU, on tiny ones in Triton's interpreter
 on the CPU (in fp32, because the interpreter's bf16 products are wrong).
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from kernel_cases import CASES, Case, Function, Setting
-from results import Results, listed, parse_arguments, reason
+from lib.kernel_cases import CASES, Case, Function, Setting
+from lib.results import Results, listed, parse_arguments, reason
 from torch import Tensor
 
 # A kernel's error may be 1.5 times eager PyTorch's, plus rounding of fp32 relative to the largest value.

@@ -15,7 +15,7 @@ cache is flushed before each call.
 Without a GPU only the references are rehearsed, on tiny shapes; `--interpret` also runs the kernels, in
 Triton's interpreter. Those times mean nothing.
 
-The cases are in `kernel_cases.py`; a new one is a function of a few lines.
+The cases are in `lib/kernel_cases.py`; a new one is a function of a few lines.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_cases import CASES, Case, Function, Setting, Unavailable, compiler, refuse
-from results import Results, parse_arguments, reason
+from lib.kernel_cases import CASES, Case, Function, Setting, Unavailable, compiler, refuse
+from lib.results import Results, parse_arguments, reason
 from torch import Tensor
 
 OURS = "electra-fast"

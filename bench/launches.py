@@ -1,4 +1,4 @@
-"""How many kernels does a training step launch on a GPU? Counted without one.
+"""Counts the kernels that a training step launches on a GPU, without a GPU.
 
     python bench/launches.py [--shape small:8] [--recipe google] [--attention short] [--section.key value ...]
 
@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import triton
-from results import Results, parse_arguments
+from lib.results import Results, parse_arguments
+from lib.workload import loader, make_corpus, new_step, shape
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
-from workload import loader, make_corpus, new_step, shape
 
 from electra_fast.model import sublayers
 from electra_fast.model.compute import ComputeConfig

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results import Results, parse_arguments
+from lib.results import Results, parse_arguments
+from lib.workload import label, loader, make_corpus, new_step, shape
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from workload import label, loader, make_corpus, new_step, shape
 
 import electra_fast as ef
 from electra_fast.training.graphs import WARM_UP

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from finetune_throughput import make_data, make_encoder
-from results import Results, measured_by_child, parse_arguments, processor
+from lib.results import Results, measured_by_child, parse_arguments, processor
 
 import electra_fast as ef
 from electra_fast.finetuning.config import FinetuneConfig
@@ -80,13 +80,13 @@ def questions(options: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def sentences(pairs: list[tuple[str, str]]) -> list[str]:
-    """Those of the contexts."""
+    """The sentences of the contexts."""
     contexts = dict.fromkeys(context for _, context in pairs)
     return [sentence for context in contexts for sentence in BOUNDARY.split(context)]
 
 
 def runner(folder: Path, kind: str, contender: str) -> Callable[[list[Any]], Any]:
-    """What takes all examples."""
+    """A function that takes all examples."""
     if contender == "ours":
         return ef.load_finetuned(folder).predict
     if contender.startswith("model"):

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from large_corpus import anonymous_megabytes, warm_up, write
+from instructions import build
 
 OPTIONS = {"sequence_length": 128, "batch_size": 512, "prefetch": 8}
 
@@ -38,7 +39,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.child:
         kind, *rest = arguments.child
-        return serve(Path(rest[0]), arguments.latency / 1e3) if kind == "serve" else measure(rest, arguments.windows)
+        if kind == "serve":
+            serve(Path(rest[0]), arguments.latency / 1e3)
+        else:
+            measure(rest, arguments.windows)
+        return
+    if shutil.which("cargo") is None:
+        print("skipped: writing the corpus needs cargo")
+        return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         corpus = Path(folder) / "shards"
         write(corpus, int(arguments.tokens))
@@ -51,6 +59,14 @@ def main() -> None:
                 report(name, place, int(cache), folder, arguments)
         finally:
             server.kill()
+
+
+def write(corpus: Path, num_tokens: int) -> None:
+    """Writes the sparse corpus, with documents of 3,200 tokens, and prints its size."""
+    subprocess.run([build("large_corpus"), str(corpus), str(num_tokens), "3200"], check=True)
+    files = [path.stat() for path in corpus.iterdir()]
+    apparent, used = sum(file.st_size for file in files), sum(512 * file.st_blocks for file in files)
+    print(f"{len(files)} files, {apparent / 1e9:.1f} GB apparent size, {used / 1e9:.2f} GB on disk", flush=True)
 
 
 def report(name: str, place: str, cache_bytes: int, folder: str, arguments: argparse.Namespace) -> None:
@@ -102,6 +118,21 @@ def measure(arguments: list[str], windows: int) -> None:
         "megabytes": anonymous_megabytes() - memory,
     }
     print(json.dumps(result))
+
+
+def warm_up() -> None:
+    """Triggers lazy loading in torch and pyarrow, which is not part of the corpus's cost."""
+    import pyarrow as pa
+    import torch
+
+    pa.array([1, 2]).to_numpy()
+    torch.frombuffer(bytearray(8), dtype=torch.int32).as_strided((1, 2), (2, 1), 0)
+
+
+def anonymous_megabytes() -> float:
+    """Resident memory of this process that is not backed by files."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"^RssAnon:\s+(\d+)", status, re.MULTILINE)[1]) / 1e3
 
 
 def disk_bytes(folder: Path) -> int:

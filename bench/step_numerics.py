@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results import Results, listed, parse_arguments, reason
+from lib.results import Results, listed, parse_arguments, reason
+from lib.workload import loader, make_corpus, new_step, shape
 from torch import Tensor
-from workload import loader, make_corpus, new_step, shape
 
 from electra_fast.model import attention
 from electra_fast.model.compute import ComputeConfig, choose_compute

@@ -1,4 +1,4 @@
-"""The scripts lose nothing but what broke, and what they count is right."""
+"""The scripts of bench/: groups that break, what is counted, and whole scripts."""
 
 import importlib
 import json
@@ -8,13 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gemm
+import gpu_models
+import profile_step
 import pytest
 import torch
+from lib import groups, workload
+from lib.groups import BENCH
+from lib.kernel_cases import CASES
 
 import electra_fast
 from electra_fast.training.flops import flops_per_token
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 GOOD = """
 import argparse, json, os
 parser = argparse.ArgumentParser()
@@ -36,21 +41,16 @@ FAULTS = {
 }
 
 
-@pytest.fixture
-def groups():
-    return importlib.import_module("groups")
-
-
-def write_groups(groups, folder, bodies):
+def write_groups(folder, bodies):
     for name, body in bodies.items():
         (folder / f"{name}.py").write_text(body)
     return [groups.Group(name, (str(folder / f"{name}.py"),), 20 if name != "hangs" else 3) for name in bodies]
 
 
-def test_what_breaks_costs_its_own_results_only(groups, tmp_path, capsys):
+def test_what_breaks_costs_its_own_results_only(tmp_path, capsys):
     bodies = {"before": GOOD.replace("NUMBER", "2"), **FAULTS, "after": GOOD.replace("NUMBER", "2")}
     out = tmp_path / "out"
-    code = groups.run("gpu_check", write_groups(groups, tmp_path, bodies), out, tmp_path / "cache", 100, ["--quick"])
+    code = groups.run("gpu_check", write_groups(tmp_path, bodies), out, tmp_path / "cache", 100, ["--quick"])
     assert code == 1
     assert sorted(path.name for path in out.iterdir()) == ["log.txt", "results.jsonl", "summary.txt"]
     text = (out / "summary.txt").read_text()
@@ -71,12 +71,12 @@ def test_what_breaks_costs_its_own_results_only(groups, tmp_path, capsys):
     assert text.count("result 0") == text.count("result 1") == 2
 
 
-def test_a_script_that_is_stopped_stops_its_group_and_says_what_it_has(groups, tmp_path):
+def test_a_script_that_is_stopped_stops_its_group_and_says_what_it_has(tmp_path):
     """SIGTERM, as `timeout` sends it, to a script in the background of a shell, where SIGINT is ignored."""
     (tmp_path / "hangs.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
     code = (
         "import signal, sys, pathlib; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        f"sys.path.insert(0, {str(BENCH)!r}); import groups; here = pathlib.Path({str(tmp_path)!r})\n"
+        f"sys.path.insert(0, {str(BENCH)!r}); from lib import groups; here = pathlib.Path({str(tmp_path)!r})\n"
         "hangs = groups.Group('hangs', (str(here / 'hangs.py'),), 50)\n"
         "sys.argv += ['--device', 'cpu', '--out', str(here / 'out'), '--cache', str(here / 'cache')]\n"
         "other = groups.Group('other', ('card.py',), 50)\n"
@@ -93,9 +93,9 @@ def test_a_script_that_is_stopped_stops_its_group_and_says_what_it_has(groups, t
         os.kill(int(first.split()[-1]), 0)
 
 
-def test_the_summary_fits_and_names_what_is_wrong_first(groups, tmp_path):
+def test_the_summary_fits_and_names_what_is_wrong_first(tmp_path):
     bodies = {"long": GOOD.replace("NUMBER", "300"), "short": GOOD.replace("NUMBER", "2")}
-    groups.run("gpu_models", write_groups(groups, tmp_path, bodies), tmp_path / "out", tmp_path, 100, [])
+    groups.run("gpu_models", write_groups(tmp_path, bodies), tmp_path / "out", tmp_path, 100, [])
     text = (tmp_path / "out/summary.txt").read_text()
     assert 10_000 < len(text) < 12_000
     lines = text.splitlines()
@@ -105,15 +105,15 @@ def test_the_summary_fits_and_names_what_is_wrong_first(groups, tmp_path):
     assert len((tmp_path / "out/results.jsonl").read_text().splitlines()) == 304
 
 
-def test_the_last_line_of_a_module(groups, tmp_path):
+def test_the_last_line_of_a_module(tmp_path):
     group = groups.Group("tests", ("-m", "pytest", "--version"), 60)
     assert groups.run("gpu_peers", [group], tmp_path / "out", tmp_path, 100, ["--quick"]) == 0
     assert f"tests: ok (pytest {pytest.__version__})" in (tmp_path / "out/summary.txt").read_text()
 
 
-def test_no_group_starts_without_time(groups, tmp_path):
+def test_no_group_starts_without_time(tmp_path):
     bodies = {"late": GOOD.replace("NUMBER", "1")}
-    assert groups.run("gpu_peers", write_groups(groups, tmp_path, bodies), tmp_path / "out", tmp_path, 5, []) == 1
+    assert groups.run("gpu_peers", write_groups(tmp_path, bodies), tmp_path / "out", tmp_path, 5, []) == 1
     assert "late: skipped: no time left" in (tmp_path / "out/summary.txt").read_text()
 
 
@@ -147,23 +147,21 @@ def test_a_step_on_a_cpu_against_the_same_version(tmp_path):
 @pytest.mark.parametrize("name", ["gpu_check", "gpu_models", "gpu_peers"])
 def test_groups_have_names_and_scripts_of_their_own(name):
     script = importlib.import_module(name)
-    for groups in (script.GROUPS, script.QUICK_GROUPS):
-        assert len({group.name for group in groups}) == len(groups)
-        assert all(group.command[0] == "-m" or (BENCH / group.command[0]).is_file() for group in groups)
+    for each in (script.GROUPS, script.QUICK_GROUPS):
+        assert len({group.name for group in each}) == len(each)
+        assert all(group.command[0] == "-m" or (BENCH / group.command[0]).is_file() for group in each)
 
 
 def test_every_kernel_case_is_in_a_group():
-    cases, models = importlib.import_module("kernel_cases").CASES, importlib.import_module("gpu_models")
-    for name in cases:
-        assert any(word in name for word in models.KERNELS), name
-    for word in models.KERNELS:
-        assert any(word in name for name in cases), word
+    for name in CASES:
+        assert any(word in name for word in gpu_models.KERNELS), name
+    for word in gpu_models.KERNELS:
+        assert any(word in name for name in CASES), word
 
 
 @pytest.mark.parametrize("text", ["small:8", "base:2"])
 def test_the_products_of_gemm_are_those_of_a_step(text):
     """With attention and the generator's table they make up the FLOPs that MFU is computed from."""
-    workload, gemm = importlib.import_module("workload"), importlib.import_module("gemm")
     config = workload.shape(text)
     tokens, length = config.train.batch_size * config.data.sequence_length, config.data.sequence_length
     products = sum(
@@ -177,10 +175,9 @@ def test_the_products_of_gemm_are_those_of_a_step(text):
 
 def test_traffic_of_operators():
     """Arguments once, results once, what is changed in place both; an expanded tensor as it lies in memory."""
-    module = importlib.import_module("profile_step")
 
     def num_bytes(function, *inputs):
-        with module.Traffic() as traffic:
+        with profile_step.Traffic() as traffic:
             function(*inputs)
         (found,) = traffic.num_bytes
         return found
@@ -194,7 +191,6 @@ def test_traffic_of_operators():
 
 def test_a_kernel_gets_its_operators_traffic():
     """Through the profiler, the backward pass too; GB/s are of the launches whose bytes are known."""
-    module = importlib.import_module("profile_step")
     x = torch.zeros(64, 32, requires_grad=True)
 
     class Step:
@@ -204,10 +200,14 @@ def test_a_kernel_gets_its_operators_traffic():
         def synchronize(self):
             pass
 
-    kernels = module.kernels_with_traffic(Step(), iter([None]), torch.device("cpu"))
+    kernels = profile_step.kernels_with_traffic(Step(), iter([None]), torch.device("cpu"))
     found = {kernel.name: kernel.num_bytes for kernel in kernels}
     assert found["aten::gelu"] == 2 * 8192
     assert found["aten::gelu_backward"] == 8192 + 4 + 8192  # the sum's gradient is one number, expanded
-    launches = [module.Kernel("a", 2e3, 10**6), module.Kernel("a", 2e3, 10**6), module.Kernel("b", 1e3)]
-    lines = list(module.table(launches, 2, 5))
+    launches = [
+        profile_step.Kernel("a", 2e3, 10**6),
+        profile_step.Kernel("a", 2e3, 10**6),
+        profile_step.Kernel("b", 1e3),
+    ]
+    lines = list(profile_step.table(launches, 2, 5))
     assert [line.split() for line in lines] == [["2.000", "ms", "1x", "0.5", "GB/s", "a"], ["0.500", "ms", "0x", "b"]]

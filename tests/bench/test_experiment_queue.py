@@ -1,7 +1,6 @@
 """`bench/experiments.py`: a queue that pauses, survives kills and does each experiment once; what its list names."""
 
 import contextlib
-import importlib
 import json
 import shlex
 import shutil
@@ -10,8 +9,10 @@ import subprocess
 import sys
 import time
 
+import experiments
 import pytest
-from test_bench import BENCH
+import recipes
+from lib.groups import BENCH
 
 SCRIPT = """
 import sys, time
@@ -29,16 +30,18 @@ sys.exit(name == "fails")
 
 @pytest.fixture
 def queue(tmp_path):
-    """Starts the queue of three experiments in a folder of its own."""
+    """Starts the queue in a folder of its own: one experiment is done, three are left."""
     bench = tmp_path / "bench"
     bench.mkdir()
-    for name in ("experiments.py", "results.py", "groups.py"):
-        shutil.copy(BENCH / name, bench)
+    shutil.copy(BENCH / "experiments.py", bench)
+    shutil.copytree(BENCH / "lib", bench / "lib", ignore=shutil.ignore_patterns("recipe*"))
     (bench / "script.py").write_text(SCRIPT)
     entry = (
         '[[experiment]]\nname = "{0}"\ncommand = "script.py {0} {{texts}} {{glue}} {{out}}"\ntflop = 1\nminutes = 90\n'
     )
-    (bench / "experiments.toml").write_text("".join(map(entry.format, ("fails", "waits", "last"))))
+    (bench / "experiments.toml").write_text("".join(map(entry.format, ("done", "fails", "waits", "last"))))
+    done = {"name": "done", "command": "script.py done {texts} {glue} {out}"}
+    (bench / "experiments.jsonl").write_text(json.dumps(done | {"processor": "an older one"}) + "\n")
     started = []
 
     def start():
@@ -87,10 +90,10 @@ def test_the_queue_pauses_stops_and_resumes(queue):
     first.terminate()  # while it is paused
     assert first.wait(timeout=120) == 128 + signal.SIGTERM and not last.exists()
     lines = text(said).splitlines()
-    assert lines[0] == "fails, about 90 minutes; 0 done, 1 running, 2 left, together 4.5 h"
+    assert lines[0] == "fails, about 90 minutes; 1 done, 1 running, 2 left, together 4.5 h"
     assert lines[1].startswith("fails: exit code 1; its output is in ")
-    assert lines[2] == "waits, about 90 minutes; 0 done, 1 running, 1 left, together 3.0 h"
-    assert lines[3:] == [f"paused: {pause} exists", "goes on", lines[3], "waits: stopped; run again to resume"]
+    assert lines[2] == "waits, about 90 minutes; 1 done, 1 running, 1 left, together 3.0 h"
+    assert lines[3:] == [f"paused: {pause} exists", "resumed", lines[3], "waits: stopped; run again to resume"]
     pause.unlink()
     second, _ = start()
     until(lambda: text(waits).count("start") == 2)
@@ -98,18 +101,14 @@ def test_the_queue_pauses_stops_and_resumes(queue):
     until(lambda: not is_at_work())  # the experiment has ended with it
     (folder / "out" / "let-go").touch()
     third, said = start()
-    assert third.wait(timeout=120) == 2 and text(said).splitlines()[-1] == "2 done, 1 failed: fails"
+    assert third.wait(timeout=120) == 2 and text(said).splitlines()[-1] == "3 done, 1 failed: fails"
     done = [json.loads(line) for line in (folder / "bench" / "experiments.jsonl").read_text().splitlines()]
-    assert [each["name"] for each in done] == ["waits", "last"] and all(each["processor"] for each in done)
-    fourth, said = start()
-    assert fourth.wait(timeout=120) == 2 and text(said).splitlines()[-1] == "2 done, 1 failed: fails"
-    assert text(last).count("start") == 1
+    assert [each["name"] for each in done] == ["done", "waits", "last"] and all(each["processor"] for each in done)
+    assert text(last).count("start") == 1 and not (folder / "out" / "done.txt").exists()
 
 
 def test_a_high_load_of_others_pauses(monkeypatch, tmp_path):
     """Of processes of normal priority: the second number is of the others, as the queue's own are."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    experiments = importlib.import_module("experiments")
     stat, times = tmp_path / "stat", [(0, 0, 0, 0), (5, 90, 4, 1), (60, 0, 30, 10), (80, 0, 10, 10), (0, 10, 0, 90)]
     monkeypatch.setattr(experiments, "LOAD_SECONDS", 0.0)
     monkeypatch.setattr(experiments, "STAT", stat)
@@ -123,9 +122,8 @@ def test_a_high_load_of_others_pauses(monkeypatch, tmp_path):
     assert all(each > 0 for each in experiments.cpu_times())
 
 
-def test_the_list_is_of_commands_that_exist(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    experiments, recipes = (importlib.import_module(name) for name in ("experiments", "recipes"))
+def test_the_list_is_of_commands_that_exist(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     done, left = experiments.read_list()
     assert len({each.name for each in (*done, *left)}) == len({each.command for each in (*done, *left)})
     monkeypatch.setattr(recipes, "exclusive", lambda out: contextlib.nullcontext())

@@ -1,22 +1,10 @@
-"""Compares the chunks, targets and answers of question answering with the rules of the published code.
-
-    python bench/squad_features.py --data FOLDER --vocab VOCAB [--questions 200]
-
-FOLDER has files in SQuAD's format, VOCAB is a `vocab.txt`. Questions of each file go through the package and through
-`squad_transcription.py`, which has the published rules one by one: input ids and token types, the places of pieces in
-the text, which chunk has most context, training targets, and the ranked answers among random candidates. Prints how
-many were compared and the first difference; exits with 1 if there is any.
+"""Compares chunks, targets and answers of question answering with the published rules of `squad_transcription.py`.
 
 Answers are compared in lower case, without accents and whitespace. Of equal parts of a word the published code returns
-the first ("S" for the last letter of "S-Bahns"), ours the one that the model chose; `spelling` counts them.
+the first ("S" for the last letter of "S-Bahns"), ours the one that the model chose: kind `spelling`.
 """
 
-import argparse
-import collections
-import json
-import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,54 +16,10 @@ from electra_fast.finetuning.chunks import max_context
 from electra_fast.finetuning.question_features import QuestionFeatures, question_features, training_targets
 from electra_fast.finetuning.task import Answer
 
-SETTINGS = {"sequence_length": 384, "doc_stride": 128, "max_query_length": 64}
 # Candidates for the start, and for the end of each; longest answer; more answers than there are candidates.
 WIDTH, LONGEST, COUNT = 8, 30, 100_000
-# Differences that are meant.
-EXPECTED = "spelling"
 
 Question = tuple[str, str, tuple[Answer, ...]]
-
-
-def main() -> int:
-    """Compares every file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, help="a folder of .json files")
-    parser.add_argument("--vocab", type=Path, help="a vocab.txt")
-    parser.add_argument("--questions", type=int, default=200, help="questions per file, from all over it; 0: all")
-    arguments = parser.parse_args()
-    if arguments.data is None or arguments.vocab is None:
-        print("no --data or no --vocab given: nothing compared")
-        return 0
-    is_different = False
-    for path in sorted(arguments.data.glob("*.json")):
-        questions = list(questions_of(json.loads(path.read_text(encoding="utf-8"))))
-        count = arguments.questions or len(questions)
-        questions = questions[:: max(1, len(questions) // count)][:count]
-        print(f"{path.name}, {arguments.vocab.name}: {len(questions):,} questions", flush=True)
-        is_different |= report(Tokenizer(arguments.vocab), questions)
-    return int(is_different)
-
-
-def questions_of(content: Any) -> Iterator[Question]:
-    """Question, context and answers."""
-    for paragraph in (paragraph for article in content["data"] for paragraph in article["paragraphs"]):
-        for each in paragraph["qas"]:
-            answers = tuple(Answer(answer["text"], answer["answer_start"]) for answer in each["answers"])
-            yield each["question"], paragraph["context"], answers
-
-
-def report(tokenizer: Tokenizer, questions: list[Question]) -> bool:
-    """Prints a line per kind of result, with the first difference; returns whether there is any."""
-    compared, different, first = collections.Counter[str](), collections.Counter[str](), {}
-    for kind, question, ours, theirs in comparisons(tokenizer, questions, **SETTINGS):
-        compared[kind] += 1
-        if ours != theirs:
-            different[kind] += 1
-            first.setdefault(kind, f"\n    question {question}: {ours!r}, published {theirs!r}")
-    for kind, number in compared.items():
-        print(f"  {kind}: {number:,} compared, {different[kind]:,} different{first.get(kind, '')}", flush=True)
-    return bool(different.keys() - {EXPECTED})
 
 
 def comparisons(
@@ -105,7 +49,7 @@ def comparisons(
         yield "answers", number, distinct(slow, (each.text for each in best)), distinct(slow, published.values())
         for answer in best:
             theirs = published.get(answer.score, answer.text)
-            yield EXPECTED, number, "".join(answer.text.split()), "".join(theirs.split())
+            yield "spelling", number, "".join(answer.text.split()), "".join(theirs.split())
 
 
 def distinct(tokenizer: transcription.WordPiece, texts: Iterable[str]) -> list[str]:
@@ -149,7 +93,3 @@ def candidates(scores: SpanScores, numbers: Any, chunks: list[Any]) -> Iterator[
             ends = zip(scores.end_index[number, rank].tolist(), scores.end_score[number, rank].tolist(), strict=True)
             for end, score in ends:
                 yield transcription.Candidate(chunk, start, end, score)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

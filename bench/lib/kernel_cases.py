@@ -27,7 +27,7 @@ Function = Callable[..., Any]  # inputs → a tensor, or a tuple whose first ten
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how a case is built: device, dtype of activations, and whether its shapes are tiny."""
+    """Device, dtype of activations, and whether shapes are tiny."""
 
     device: torch.device
     dtype: torch.dtype
@@ -316,7 +316,7 @@ def _(setting: Setting) -> Iterator[Case]:
 
 @case("feed-forward sublayer")
 def _(setting: Setting) -> Iterator[Case]:
-    """By the kernels that the step chooses for its widths, beside those of single operations."""
+    """The kernels that the step chooses for its widths, and those of single operations."""
     real = [(131_072, 256, 1024), (131_072, 64, 256), (65_536, 768, 3072)]
     for num_tokens, width, inner in setting.shapes(real, (7, 16, 64)):
         for p in (0.0, 0.1):

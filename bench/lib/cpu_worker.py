@@ -23,17 +23,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from pretrain_throughput import Build, Runner, ours, peer, run
-from results import reason
-from workload import loader
 
 import electra_fast as ef
 from electra_fast.model.compute import ComputeConfig
-
-try:
-    from electra_fast.model.matmul import fastest_matmul, use_matmul
-except ImportError:  # an earlier version, with torch's default library alone
-    fastest_matmul = use_matmul = None
+from electra_fast.model.matmul import fastest_matmul, use_matmul
+from lib.contenders import Build, Runner, ours, peer, run
+from lib.groups import BENCH
+from lib.results import reason
+from lib.workload import loader
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -44,8 +41,6 @@ SETTLED, LEAST_WARM_UP, MOST_WARM_UP = 1.5, 2, 6
 def own(config: ef.Config, device: torch.device, execution: str, precision: str | None = None) -> Runner:
     """Our step with one attention backend, so that all versions compute the same, and the library of a measurement."""
     compute = ComputeConfig("sdpa", DTYPES[precision or config.train.precision])
-    if fastest_matmul is None:
-        return ours(config, device, execution, compute)
     compute = replace(compute, matmul=fastest_matmul(config.model, device))
     runner = ours(config, device, execution, compute)
 
@@ -96,16 +91,17 @@ class Worker:
     """
 
     def __init__(self, name: str, config: ef.Config, corpus: Path, cache: Path, package: Path | None = None) -> None:
-        keys = {key: _get(config, key) for key in _key_names()}
+        keys = {key: _get(config, key) for key in ef.Config.key_names()}
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve())],
+            [sys.executable, "-m", "lib.cpu_worker"],
+            cwd=BENCH,
             env=_environment(cache, package),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         try:
-            found = self._ask({"contender": name, "config": keys, "corpus": str(corpus)})
+            found = self._ask({"contender": name, "config": keys, "corpus": str(corpus.resolve())})
             self._check_package(Path(found["package"]), package)
         except BaseException:
             self.close()
@@ -152,15 +148,6 @@ class Worker:
             raise RuntimeError(f"imported {found}, not {expected}")
 
 
-def _key_names() -> list[str]:
-    """Every configuration key; a commit to compare with may have the function in its older place."""
-    if hasattr(ef.Config, "key_names"):
-        return ef.Config.key_names()
-    from electra_fast.config import config
-
-    return config.key_names()
-
-
 def _get(config: ef.Config, key: str) -> str:
     value = config.value(key)
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -168,9 +155,9 @@ def _get(config: ef.Config, key: str) -> str:
 
 def _environment(cache: Path, package: Path | None) -> dict[str, str]:
     """Sleeping threads for all, as our package sets when imported before torch; shared caches of compiled code."""
-    found = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
+    found = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache.resolve() / "inductor")}
     if package is not None:
-        paths = [str(package), *filter(None, [found.get("PYTHONPATH")])]
+        paths = [str(package.resolve()), *filter(None, [found.get("PYTHONPATH")])]
         found["PYTHONPATH"] = os.pathsep.join(paths)
     return found
 
@@ -191,7 +178,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         answers.flush()
 
     first, start = json.loads(requests.readline()), time.perf_counter()
-    known = {key: text for key, text in first["config"].items() if key in _key_names()}
+    known = {key: text for key, text in first["config"].items() if key in ef.Config.key_names()}
     config = ef.Config().override(known)
     torch.manual_seed(0)
     runner, batches = CONTENDERS[first["contender"]](config, CPU), loader(Path(first["corpus"]), config)
@@ -213,19 +200,19 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 def processes() -> list[str]:
-    """Numbers of the calling process and of those that it has started."""
+    """Ids of the calling process and its children."""
     me = str(os.getpid())
     return [me, *Path(f"/proc/{me}/task/{me}/children").read_text().split()]
 
 
 def cpu_seconds(process: str) -> float:
-    """What all threads of a process have computed so far."""
+    """CPU seconds of all threads of a process so far."""
     after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_gib(process: str) -> float:
-    """The most memory that a process has had, pages that it shares included."""
+    """Peak memory of a process, shared pages included."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) / 2**20
 

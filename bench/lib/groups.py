@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-BENCH = Path(__file__).resolve().parent
+BENCH = Path(__file__).resolve().parent.parent
 # Corpora and compiled kernels, shared between scripts.
 CACHE = Path(tempfile.gettempdir()) / "electra-fast-bench"
 MOST_CHARACTERS = 11_500

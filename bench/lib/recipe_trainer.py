@@ -1,39 +1,20 @@
-"""The masked language models of `transformers` that `recipes.py` compares with, trained by its Trainer.
-
-    python bench/recipe_trainer.py CORPUS electra-fast|BertForMaskedLM|ModernBertForMaskedLM [--precision bf16|fp32]
-
-prints how many tokens per second the preset `mini` trains with here, in all threads. One model per process, for each
-leaves settings behind that change the speed of the next. Run it alone on the machine.
-"""
+"""The masked language models of `transformers` that `recipes.py` compares with, trained by its Trainer."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from results import processor
 
 import electra_fast as ef
 from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.training.allocator import keep_freed_memory
 
-OURS = "electra-fast"
-SHAPES = {
-    "BertForMaskedLM": {"model.embedding_size": "256", "model.intermediate_size": "1024"},
-    "ModernBertForMaskedLM": {"model.embedding_size": "256"},
-}
-"""Where theirs differs from `mini`."""
-
 
 class Chunks(torch.utils.data.Dataset[dict[str, Any]]):
-    """[CLS] document [SEP] of all documents in a row, cut into rows of equal length: `group_texts` of `run_mlm.py`."""
+    """Concatenated documents, each as [CLS] document [SEP], cut into equal rows like `group_texts` of `run_mlm.py`."""
 
     def __init__(self, corpus: str | Path, length: int) -> None:
         opened = ef.Corpus(corpus)
@@ -49,7 +30,7 @@ class Chunks(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def make_model(name: str, config: ef.Config, tokenizer: Any) -> Any:
-    """A new model of one of their classes with a configuration's sizes, and else as the class is by default."""
+    """A new model of a class of `transformers` with a configuration's sizes and the defaults of the class."""
     import transformers
 
     transformers.set_seed(config.train.seed)
@@ -69,12 +50,11 @@ def make_model(name: str, config: ef.Config, tokenizer: Any) -> Any:
     return cls(sizes)
 
 
-def train(
-    name: str, config: ef.Config, num_steps: int, corpus: str | Path, out: Path, callbacks: tuple[Any, ...] = ()
-) -> None:
-    """Trains for all of a configuration's steps or none, or resumes; leaves `out/model`, which `finetune` reads.
+def train(name: str, config: ef.Config, num_steps: int, corpus: str | Path, out: Path) -> None:
+    """Trains for all of a configuration's steps, or none if `num_steps` is 0; writes `out/model` for `finetune`.
 
-    Memory is allocated as in our own training, which makes theirs up to 1.6 times as fast (LOG.md).
+    Resumes from its last checkpoint. Memory is allocated as in our own training, which makes the Trainer up to 1.6
+    times as fast (LOG.md).
     """
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
@@ -103,13 +83,13 @@ def train(
     collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=config.data.mask_prob)
     if num_steps:
         rows = Chunks(corpus, config.data.sequence_length)
-        trainer = Trainer(model, arguments, collate, rows, callbacks=list(callbacks))
+        trainer = Trainer(model, arguments, collate, rows)
         trainer.train(resume_from_checkpoint=any((out / "checkpoints").glob("checkpoint-*")))
     save(model, tokenizer, out / "model")
 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes a model; of BERT, which is an ELECTRA whose embeddings are as wide as its layers, as that."""
+    """Writes a model; BERT is written as an ELECTRA whose embeddings are as wide as its layers."""
     from transformers import BertForMaskedLM, ElectraConfig, ElectraForMaskedLM
 
     if isinstance(model, BertForMaskedLM):
@@ -129,55 +109,3 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
         model = electra
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def our_speed(config: ef.Config, corpus: str, out: Path) -> float:
-    """Tokens per second of a run, by the median of its log."""
-    ef.pretrain(config, data=corpus, out=out)
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return statistics.median(line["tokens_per_second"] for line in lines)
-
-
-def their_speed(name: str, config: ef.Config, corpus: str, out: Path) -> float:
-    """Tokens per second of a run, by the median of its steps."""
-    from transformers import TrainerCallback
-
-    ends: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, *arguments: Any, **keywords: Any) -> None:
-            ends.append(time.perf_counter())
-
-    train(name, config, config.train.steps, corpus, out, (Clock(),))
-    return config.train.batch_size * config.data.sequence_length / statistics.median(np.diff(ends))
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("corpus")
-    parser.add_argument("model", choices=(OURS, *SHAPES))
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=40)
-    options = parser.parse_args()
-    config = ef.Config.preset("mini").override(
-        {
-            "train.steps": str(options.steps),
-            "train.precision": options.precision,
-            "train.log_every": "5",
-            "train.eval_every": "0",
-        }
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        if options.model == OURS:
-            speed = our_speed(config, options.corpus, Path(folder))
-        else:
-            vocab_size = str(ef.Corpus(options.corpus).vocab_size)
-            config = config.override({**SHAPES[options.model], "model.vocab_size": vocab_size})
-            speed = their_speed(options.model, config, options.corpus, Path(folder))
-    machine = f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-    print(f"{machine}: {options.model} {options.precision} {speed:.0f} tokens/s")
-
-
-if __name__ == "__main__":
-    main()

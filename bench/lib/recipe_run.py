@@ -1,26 +1,21 @@
 """One run of `recipes.py` in a process of its own: pre-training, evaluation on fixed corruptions, fine-tuning.
 
-    python bench/recipe_run.py FOLDER
-
-does what FOLDER/run.json says, resumes where it was stopped, and leaves FOLDER/result.json.
+`python -m lib.recipe_run FOLDER`, in bench/, does what FOLDER/run.json says, resumes where it was stopped, and writes
+FOLDER/result.json.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
 import sys
-import unittest.mock
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import recipe_patches
-import recipe_trainer
 import torch
 
 import electra_fast as ef
@@ -33,49 +28,49 @@ from electra_fast.huggingface.tokenizer import write_tokenizer
 from electra_fast.reproduction.row_run import main
 from electra_fast.training import evaluate as evaluation
 from electra_fast.training.corruptor import UNIGRAM_LENGTH, Corruptor
-from electra_fast.training.timing import TimeLimit
+from lib import recipe_trainer
+from lib.rotary_bert import use_rotary_positions
 
-RUN, RESULT, SECONDS = "run.json", "result.json", "seconds.txt"
+RUN, CONFIG, RESULT, SECONDS = "run.json", "config.toml", "result.json", "seconds.txt"
 EVAL_ROWS = 64
-"""Per batch of an evaluation."""
+"""Rows per batch of an evaluation."""
 JUDGED = ("discriminator_auc", "discriminator_loss", "generator_loss", "generator_accuracy", "corruption", "tokens")
 
 
 @dataclass(frozen=True)
 class Replacements:
-    """What a corruptor has filled the mask slots of validation text with: another processor would train another one."""
+    """The tokens that a corruptor put into validation text, stored since another processor would train another one."""
 
     samples_RN: torch.Tensor
     sequence_length = UNIGRAM_LENGTH
     max_positions = None
 
     def sample(self, batch: Mapping[str, torch.Tensor], first_row: int) -> torch.Tensor:
-        """As a `Corruptor` does."""
+        """See `Corruptor.sample`."""
         return self.samples_RN[first_row : first_row + len(batch["masked_ids"])]
 
 
 def load_corruptor(source: str | Path, corpus: str | Path) -> Corruptor | Replacements:
-    """Of a file of replacements, of a run, or `unigram`."""
+    """Loads a corruptor from a file of replacements, a run, or `unigram`."""
     if str(source).endswith(".npz"):
         return Replacements(torch.from_numpy(np.load(source)["samples"].astype(np.int64)))
     return evaluation._corruptor(source, Mixture(str(corpus)), torch.device("cpu"))
 
 
 def do(folder: Path) -> dict[str, Any]:
-    """Trains, evaluates and fine-tunes; what was measured."""
+    """Trains, evaluates and fine-tunes; returns the measurements."""
     job = json.loads((folder / RUN).read_text())
-    parts = [(ef.Config.load(folder / name), last_step) for name, last_step in job["parts"]]
-    (config, num_steps), run = parts[-1], folder / "run"
+    config, num_steps, run = ef.Config.load(folder / CONFIG), job["num_steps"], folder / "run"
     loaded = {source: load_corruptor(source, job["validation"]) for source in job["corruptors"].values()}
-    evaluation._corruptor = lambda source, *_: loaded[str(source)]  # patches must not change a corruptor
-    recipe_patches.apply(job["patches"], config)
+    evaluation._corruptor = lambda source, *_: loaded[str(source)]  # a corruptor keeps its own encoder
+    if job["is_rotary"]:
+        use_rotary_positions()
     before = sum(os.times()[:4])
     try:
         if job["trainer"]:
             recipe_trainer.train(job["trainer"], config, num_steps, job["corpus"], run)
         elif num_steps:
-            for number, (part, last_step) in enumerate(parts):
-                _train_until(last_step, part, job["corpus"], run, is_changed=number > 0)
+            ef.pretrain(config, data=job["corpus"], out=run)
         else:
             _write_untrained(config, job["corpus"], run)
     except Diverged as error:
@@ -84,7 +79,7 @@ def do(folder: Path) -> dict[str, Any]:
         with (folder / SECONDS).open("a") as file:
             file.write(f"{sum(os.times()[:4]) - before}\n")
     found: dict[str, Any] = {
-        # Of all cores, which other processes disturb less than the clock; of all sessions but killed ones.
+        # CPU time, which other processes disturb less than the clock; sessions that were killed are not counted.
         "seconds": round(sum(map(float, (folder / SECONDS).read_text().split())), 1),
         "tokens": num_steps * config.train.batch_size * config.data.sequence_length,
         "corrupted_by": {},
@@ -109,24 +104,14 @@ def do(folder: Path) -> dict[str, Any]:
 
 
 def _write_untrained(config: ef.Config, corpus: str, run: Path) -> None:
-    """A run of a random model, at step 0."""
+    """Writes a run of a random model, at step 0."""
     write_tokenizer(run / "tokenizer", ef.Tokenizer.of(ef.Corpus(corpus)), config.model.max_positions)
     replace_file(run / "config.toml", config.to_toml())
     checkpoint.save(run, ef.Electra(config), None, checkpoint_folder.TrainState(), keep=1)
 
 
-def _train_until(last_step: int, config: ef.Config, corpus: str, run: Path, *, is_changed: bool) -> None:
-    """Trains a run, or goes on with it, up to a step; not at all if it is there."""
-    first_step = max(checkpoint_folder.steps(run), default=0)
-    if first_step >= last_step:
-        return
-    asked = itertools.count(first_step + 1)
-    with unittest.mock.patch.object(TimeLimit, "is_up", lambda self, seconds: next(asked) == last_step):
-        ef.pretrain(config, data=corpus, out=run, allow_changes=is_changed)
-
-
 def work(folder: Path) -> None:
-    """Leaves what was measured."""
+    """Writes the measurements."""
     replace_file(folder / RESULT, json.dumps(do(folder), indent=2) + "\n")
     shutil.rmtree(folder / "tasks", ignore_errors=True)
 

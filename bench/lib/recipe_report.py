@@ -1,4 +1,4 @@
-"""What `recipes.py` prints, draws and writes of finished runs."""
+"""Tables and pictures of the finished runs of `recipes.py`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CRITERION = CORRUPTORS[0]
 
 @dataclass(frozen=True)
 class Point:
-    """The runs of one setting with one budget, a seed each."""
+    """The runs of a setting with a budget, one per seed."""
 
     setting: str
     budget: float
     results: Sequence[Result]
 
     def mean(self, measure: Callable[[Result], float]) -> float:
-        """Over the seeds; NaN where there are none."""
+        """Mean over the seeds; NaN without any."""
         return statistics.mean(map(measure, self.results)) if self.results else math.nan
 
     @property
@@ -35,7 +35,7 @@ class Point:
 
 
 def auc(result: Result, corruptor: str = CRITERION) -> float:
-    """AUC of a run; that of chance where it diverged, NaN where it has no discriminator."""
+    """AUC of a run: 0.5 if it diverged, NaN without a discriminator."""
     if "failed" in result:
         return 0.5
     found = result["corrupted_by"][corruptor]["discriminator_auc"]
@@ -43,13 +43,13 @@ def auc(result: Result, corruptor: str = CRITERION) -> float:
 
 
 def merit(result: Result) -> float:
-    """What settings are chosen by: the AUC, or the loss of a masked language model, which has none."""
+    """Measure by which settings are chosen: the AUC, or minus the loss of a masked language model."""
     found = auc(result)
     return -float(result["corrupted_by"][CRITERION]["generator_loss"]) if math.isnan(found) else found
 
 
 def score(result: Result) -> float:
-    """Mean of the fine-tuned model's tasks in percent; NaN where it was not fine-tuned."""
+    """Mean over the tasks in percent; NaN if the run was not fine-tuned."""
     return 100 * statistics.mean(result["tasks"].values()) if "tasks" in result else math.nan
 
 
@@ -59,11 +59,11 @@ MEASURES: dict[str, Callable[[Result], float]] = {
     "AUC, unigram": lambda result: auc(result, "unigram"),
     "mean of the tasks": score,
 }
-"""What curves are drawn of."""
+"""The measures that curves are drawn of."""
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation; empty where there is nothing to tell."""
+    """Mean and standard deviation; empty without values."""
     if not values or any(map(math.isnan, values)):
         return ""
     return f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
@@ -100,15 +100,15 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def crossing(curve: Sequence[tuple[float, float]], value: float) -> tuple[float, str]:
-    """Where a curve first reaches a value: cost, and "" or what bounds it.
+    """Finds where a curve first reaches a value.
 
     Args:
         curve: (cost, measure) in rising order of the cost.
-        value: Of the measure.
+        value: Value of the measure.
 
     Returns:
-        The cost, interpolated in its logarithm, and ""; or the first cost and "at most", where the curve begins higher;
-        or the last cost and "more than", where it never gets there.
+        The cost, interpolated in its logarithm, and ""; the first cost and "at most" if the curve starts higher; the
+        last cost and "more than" if it never reaches the value.
     """
     (cost_before, before), *rest = curve
     if before >= value:
@@ -122,7 +122,7 @@ def crossing(curve: Sequence[tuple[float, float]], value: float) -> tuple[float,
 
 
 def hour_table(lines: Iterable[Mapping[str, Any]]) -> str:
-    """What models score after an hour and before it, the best first: means over seeds, each the median of three."""
+    """Scores after an hour and before it, the best first: means over seeds, each the median of three fine-tunings."""
     found: dict[tuple[bool, str], list[Result]] = {}
     for line in lines:
         if line["result"].get("tasks_of", "").endswith("-3-seeds"):
@@ -139,7 +139,7 @@ def hour_table(lines: Iterable[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Factor:
-    """How many times our FLOPs a point of theirs took, and the middle 90 % of that by seeds."""
+    """A baseline's FLOPs divided by ours at equal quality, with the 90 % interval over seeds."""
 
     times: float
     low: float
@@ -151,7 +151,7 @@ class Factor:
 
 
 def factor(ours: Sequence[Point], theirs: Point, measure: Callable[[Result], float]) -> Factor:
-    """By our curve where it first reaches their mean. The interval is of 1,000 draws of all seeds, with replacement."""
+    """Compares FLOPs where our curve first reaches their mean; the interval is by 1,000 draws of the seeds."""
     draw = random.Random(0)
 
     def drawn(point: Point) -> Point:
@@ -167,7 +167,7 @@ def factor(ours: Sequence[Point], theirs: Point, measure: Callable[[Result], flo
 
 
 def report(path: Path, title: str, curves: Mapping[str, Sequence[Point]]) -> str:
-    """Draws curves, by side and in rising order of the budget; returns their table, and factors beside the first."""
+    """Draws curves, each with rising budgets; returns their table and the factors relative to the first."""
     points = {side: [point for point in curve if point.results] for side, curve in curves.items()}
     rows = [[side, _tflop(point), *columns(point.results)] for side in points for point in points[side]]
     text = markdown(["", "TFLOP", *HEADER], rows)
@@ -186,7 +186,7 @@ def report(path: Path, title: str, curves: Mapping[str, Sequence[Point]]) -> str
 
 
 def _measured(points: Mapping[str, Sequence[Point]], measure: Callable[[Result], float]) -> dict[str, list[Point]]:
-    """Those points whose runs all have a measure."""
+    """The points whose runs all have the measure."""
     return {side: [point for point in curve if not math.isnan(point.mean(measure))] for side, curve in points.items()}
 
 

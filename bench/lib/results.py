@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groups import CACHE
-
 import electra_fast as ef
+from lib.groups import CACHE
 
 if TYPE_CHECKING:
     import torch

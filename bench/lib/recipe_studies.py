@@ -1,0 +1,217 @@
+"""The comparisons of `recipes.py`: scales, settings, and the studies that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+Keys = Mapping[str, str]
+TFLOP = 1e12
+LEVELS = tuple(each * TFLOP for each in (10, 22, 30, 45, 90, 270, 800))
+"""Budgets at which curves have points, if there are runs."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of model, text and budgets.
+
+    Args:
+        name: Name on the command line.
+        preset: Preset with the sizes of the model.
+        keys: Configuration that all runs share.
+        modern_keys: Additional configuration for the modern encoder: the width that gives it equal FLOPs.
+        vocab_size: Entries of the vocabulary.
+        trial_budgets: FLOPs per run of each round of `tune`, each twice the one before.
+        finetuned_from: Smallest budget whose runs are fine-tuned.
+        corruptor: Configuration of the masked language model that corrupts validation text.
+        corruptor_budget: FLOPs of its training.
+        eval_batches: Batches of `recipe_run.EVAL_ROWS` validation rows.
+    """
+
+    name: str
+    preset: str
+    keys: Keys
+    modern_keys: Keys
+    vocab_size: int
+    trial_budgets: tuple[float, ...]
+    finetuned_from: float
+    corruptor: Keys
+    corruptor_budget: float
+    eval_batches: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A recipe to compare.
+
+    Args:
+        name: Name in tables, for `--only` and in the results.
+        keys: Configuration laid over that of the scale.
+        is_rotary: Rotary positions in the published encoder (`rotary_bert.py`).
+        batch_factor: Factor of the scale's rows per step.
+        muon_factor: Factor of Muon's learning rate, which follows from the number of steps.
+        parts: 1 / parts of the text is read.
+        trainer: Class of `transformers` that its Trainer trains instead.
+        tokens_per_second: Speed that turns hours into a number of steps.
+    """
+
+    name: str
+    keys: Keys
+    is_rotary: bool = False
+    batch_factor: float = 1.0
+    muon_factor: float = 1.0
+    parts: int = 1
+    trainer: str = ""
+    tokens_per_second: float = 0.0
+
+    def changed(self, name: str, keys: Keys) -> Setting:
+        """A variant with other keys."""
+        return replace(self, name=name, keys={**self.keys, **keys})
+
+
+# For one pass over the text: no dropout, no dropped or padded text, no repeated masks.
+COMMON: Keys = {
+    "data.masking": "paper",
+    "data.packing": "best-fit",
+    "model.dropout": "0",
+    "model.attention_dropout": "0",
+    "train.precision": "fp32",
+    "train.execution": "eager",
+    "train.eval_every": "0",
+    "train.keep_checkpoints": "1",
+}
+CORRECTED: Keys = {
+    "optimizer.schedule": "linear",
+    "optimizer.bias_correction": "true",
+    "optimizer.beta2": "0.98",
+}
+MODERN = Setting(
+    "modern",
+    {
+        **CORRECTED,
+        "model.architecture": "modern",
+        "data.mask_prob": "0.25",
+        "optimizer.name": "muon",
+        "optimizer.learning_rate": "0",
+        "optimizer.muon_learning_rate": "0",
+        "objective.disc_weight": "10",
+        "objective.corrective_weight": "1",
+    },
+)
+
+_MINI = Scale(
+    name="mini",
+    preset="mini",
+    keys={"train.batch_size": "16", "train.precision": "bf16"},
+    modern_keys={"model.intermediate_size": "704"},
+    vocab_size=8192,
+    trial_budgets=(45 * TFLOP, 90 * TFLOP),
+    finetuned_from=90 * TFLOP,
+    corruptor={
+        **CORRECTED,
+        "model.architecture": "modern",
+        "optimizer.name": "adamw",
+        "optimizer.learning_rate": "2e-3",
+        "objective.disc_weight": "25",
+        "objective.name": "mlm",
+        "train.precision": "fp32",
+        "model.hidden_size": "128",
+        "model.num_heads": "2",
+        "model.intermediate_size": "352",
+    },
+    corruptor_budget=20 * TFLOP,
+    eval_batches=16,
+)
+SCALES = {"mini": _MINI} | {
+    f"mini-{size}": replace(_MINI, name=f"mini-{size}", vocab_size=size) for size in (4096, 16384)
+}
+
+# The published encoder and AdamW, with rotary positions, at the best of eleven rates and batches (LOG.md).
+GOOGLE_ROTARY = Setting(
+    "google-rotary",
+    {
+        **CORRECTED,
+        "optimizer.name": "adamw",
+        "objective.disc_weight": "50",
+        "optimizer.learning_rate": "2.5e-4",
+    },
+    is_rotary=True,
+    batch_factor=0.25,
+)
+
+
+def _trials_mlm() -> tuple[Setting, ...]:
+    """A masked language model with the encoder, optimizer and learning rates of `modern`."""
+    keys = {key: value for key, value in MODERN.keys.items() if not key.startswith("objective.")}
+    base = Setting("mlm", {**keys, "objective.name": "mlm", "data.masking": "bert"})
+    return (
+        base,
+        *(base.changed(f"mlm, mask_prob {share}", {"data.mask_prob": share}) for share in ("0.15", "0.35", "0.5")),
+        replace(base, name="mlm, twice Muon's rate", muon_factor=2),
+        replace(base, name="mlm, half of Muon's rate", muon_factor=0.5),
+        replace(base, name="mlm, half the batch", batch_factor=0.5),
+    )
+
+
+BASELINES: dict[str, tuple[Setting, ...]] = {"mlm": _trials_mlm()}
+"""The settings that `tune` tries for each baseline."""
+
+
+def _shape(layers: int, width: int, heads: int, fraction: str) -> Setting:
+    keys = {
+        "model.num_layers": str(layers),
+        "model.hidden_size": str(width),
+        "model.num_heads": str(heads),
+        "model.intermediate_size": str(11 * width // 4),
+        "model.embedding_size": str(min(width, 128)),
+        "generator.fraction": fraction,
+    }
+    return MODERN.changed(f"{layers} layers of {width}", keys)
+
+
+STUDIES: dict[str, tuple[Setting, ...]] = {
+    # The best setting of each baseline.
+    "curves": (MODERN, GOOGLE_ROTARY, replace(BASELINES["mlm"][2], name="mlm")),
+    # A generator has whole heads, so the narrowest is half as wide as its model.
+    "sizes": (
+        _shape(2, 64, 2, "0.5"),
+        _shape(2, 128, 4, "0.25"),
+        _shape(4, 128, 4, "0.25"),
+        _shape(4, 256, 4, "0.25"),
+        _shape(6, 256, 4, "0.25"),
+        _shape(8, 384, 8, "0.25"),
+    ),
+    # So little text that 90 TFLOP read it once, twice, four and eight times.
+    "epochs": tuple(replace(MODERN, name=f"a {parts}th of the text", parts=parts) for parts in (34, 68, 136, 272)),
+    # Other ingredients have been measured; see LOG.md.
+    "ingredients": (
+        MODERN,
+        MODERN.changed("generator of one layer", {"generator.num_layers": "1"}),
+        MODERN.changed("generator of half the width", {"generator.fraction": "0.5"}),
+    ),
+}
+
+
+def _transformers(trainer: str, architecture: str, tokens_per_second: float) -> tuple[Setting, ...]:
+    keys = {
+        "objective.name": "mlm",
+        "optimizer.name": "adamw",
+        "optimizer.schedule": "linear",
+        "optimizer.bias_correction": "true",
+        "model.embedding_size": "256",
+        "model.architecture": architecture,
+    }
+    base = Setting("", keys, batch_factor=2, trainer=trainer, tokens_per_second=tokens_per_second)
+    rates = ("2.5e-4", "5e-4", "1e-3", "2e-3")
+    return tuple(base.changed(f"{trainer}, {rate}", {"optimizer.learning_rate": rate}) for rate in rates)
+
+
+HOUR = (
+    (replace(MODERN, name="electra-fast", batch_factor=2, tokens_per_second=16_000),),
+    _transformers("BertForMaskedLM", "bert", 10_200),
+    _transformers("ModernBertForMaskedLM", "modern", 11_100),
+)
+"""Models after an hour: our default, and those of `transformers` at four learning rates, all with the preset's batch of
+32 rows. The speeds were measured alone on two cores of an AMD EPYC, each in its faster precision, bf16.
+"""
+TRIAL_HOURS = 0.1
