@@ -1,0 +1,133 @@
+"""Prints the tables of docs/scale.md, which has the formulas and their sources: arithmetic, no measurement.
+
+python bench/scale.py
+"""
+
+import math
+
+# Bytes per second and seconds per hop: NVLink in a node of 8, InfiniBand per GPU; the hop between processes over TCP.
+NVLINK, NETWORK, HOST_HOP, HOST_WORK = (360e9, 1.5e-6), (45e9, 8e-6), 50e-6, 1e-3
+# Parameters, layers, hidden size, tokens per step and per second on one H200 (xlarge: assumed).
+MODELS = {
+    "small": (14_196_219, 12, 256, 1024 * 128, 3.70e6),
+    "base": (119_386_427, 12, 768, 128 * 512, 0.543e6),
+    "large": (354_655_291, 24, 1024, 64 * 512, 0.181e6),
+    "xlarge": (1_354_154_299, 24, 2048, 32 * 512, 0.045e6),
+}
+GPU_FAILURE_SECONDS, RESTART, PAUSE = 16_384 * 54 * 86_400 / 419, 600, 0.4
+
+# 20 TB in an object store: tokens, tokens per shard, block, document and line, bytes per page.
+TOKENS, SHARD, BLOCK, DOCUMENT, LINE, PAGE = 1e13, 2**27, 262_144, 500, 25, 65_536
+SHARDS = math.ceil(TOKENS / SHARD)
+BLOCKS = SHARDS * SHARD // BLOCK
+LATENCY, REQUEST_BANDWIDTH, CHECKSUMS, GET_PRICE = 50e-3, 85e6, 10e9, 0.4e-6
+PACKING = {"best-fit": 5e9, "google": 3e9}
+
+
+def ring(num_bytes: float, ranks: int, link: tuple[float, float]) -> float:
+    """Seconds of an all-reduce around a ring."""
+    return 2 * (ranks - 1) * (num_bytes / ranks / link[0] + link[1])
+
+
+def all_reduce(num_bytes: float, gpus: int) -> float:
+    """Seconds within nodes, then between them, by ring or tree, with an eighth of the bytes per adapter."""
+    seconds, nodes = ring(num_bytes, min(gpus, 8), NVLINK), gpus // 8
+    if nodes < 2:
+        return seconds
+    tree = 2 * num_bytes / 8 / (0.8 * NETWORK[0]) + 2 * math.ceil(math.log2(nodes)) * NETWORK[1]
+    return seconds + min(ring(num_bytes / 8, nodes, NETWORK), tree)
+
+
+def weak(preset: str, gpus: int) -> str:
+    """All-reduce, efficiency and tokens per second with the same rows on each GPU."""
+    parameters, _, _, tokens, speed = MODELS[preset]
+    message, host = all_reduce(4 * parameters, gpus), HOST_WORK + (gpus - 1) * HOST_HOP
+    step = max(tokens / speed + message, host)
+    limit = "†" if step == host else ""
+    return f"{message * 1e3:.1f} ms, {tokens / speed / step:.1%}{limit}, {gpus * tokens / step / 1e6:,.1f} M"
+
+
+def sharded(preset: str, gpus: int) -> list[str]:
+    """Memory and step, replicated and sharded."""
+    parameters, layers, hidden, tokens, speed = MODELS[preset]
+    layer = 12 * hidden**2 + 13 * hidden
+    inside = layers * (layer + layer // 16)  # the generator's layers are a quarter as wide
+    rest, compute, nodes = parameters - inside, tokens / speed, math.ceil(gpus / 8)
+    hops = (gpus - nodes) * NVLINK[1] + (nodes - 1) * NETWORK[1]
+    message = 4 * (2 * rest + 3 * inside) * (1 - 1 / gpus) / NVLINK[0] + (6 * layers + 2) * hops
+    memory = 16 * parameters / gpus + 4 * (2 * rest + 5 * layer)
+    step = f"{compute * 1e3:.0f} to {(compute + message) * 1e3:.0f} ms"
+    replicated = compute + all_reduce(4 * parameters, gpus)
+    return [f"{20 * parameters / 1e9:.1f} GB", f"{memory / 1e9:.1f} GB", f"{replicated * 1e3:.0f} ms", step]
+
+
+def failures(gpus: int) -> list[str]:
+    """Time between failures, best interval and share of time lost, by it and by every 5,000 steps of `large`."""
+    between = GPU_FAILURE_SECONDS / gpus
+    best, default = math.sqrt(2 * PAUSE * between), 5_000 * MODELS["large"][3] / MODELS["large"][4]
+    lost = [f"{PAUSE / each + (each / 2 + RESTART) / between:.2%}" for each in (best, default)]
+    return [f"{between / 3600:,.0f} h", f"{best / 60:.0f} min", *lost]
+
+
+def store(packing: str, cache: float) -> list[str]:
+    """Requests and bytes of an epoch, the tokens per second that a node follows, and the nodes that this feeds."""
+
+    def tables_of(body: float, documents: float) -> float:
+        return documents + PAGE / 2 + 8 * (body + documents) / PAGE
+
+    blocks, tables = [2 * (BLOCK + 512) + PAGE], [tables_of(2 * SHARD, 4 * SHARD / DOCUMENT)]
+    if packing == "google":  # reads the lengths of lines, too: 1.1 bytes each
+        blocks.append(1.1 * (BLOCK + 2 * DOCUMENT) / LINE + PAGE)
+        tables += [tables_of(1.1 * SHARD / LINE, 8 * SHARD / DOCUMENT), PAGE]
+    kept = min(1, max(0, cache - 640 * sum(blocks)) / (SHARDS * sum(tables)))
+    fetches = kept * SHARDS + (1 - kept) * BLOCKS
+    requests = BLOCKS * len(blocks) + fetches * len(tables)
+    num_bytes = BLOCKS * sum(blocks) + fetches * sum(tables)
+    # A window is 64 blocks, fetched 64 at a time.
+    seconds = sum(LATENCY + size / REQUEST_BANDWIDTH for size in blocks)
+    seconds += (1 - kept) * sum(LATENCY + size / REQUEST_BANDWIDTH for size in tables)
+    seconds += 64 * (num_bytes / BLOCKS + sum(tables)) / CHECKSUMS + 64 * BLOCK / PACKING[packing]
+    follows = 64 * BLOCK / seconds
+    nodes = [f"{follows / (8 * MODELS[name][4]):.0f}" for name in ("small", "base", "large")]
+    return [
+        f"{requests / 1e6:.0f} M",
+        f"{num_bytes / 1e12:.1f} TB",
+        f"{256 * num_bytes / 1e15:.1f} PB",
+        f"${256 * requests * GET_PRICE:,.0f}",
+        f"{follows / 1e6:.0f} M tokens/s",
+        ", ".join(nodes),
+    ]
+
+
+def table(header: str, rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join([header, "| --- " * (header.count("|") - 1) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def tables() -> list[str]:
+    """All tables in the order of the page."""
+    gpus = (8, 64, 256, 1024)
+    caches = [("best-fit", 100e9), ("best-fit", 2**34), ("google", 300e9), ("google", 2**34)]
+    return [
+        table(
+            "| GPUs | small: all-reduce, efficiency, tokens/s | base | large |",
+            [[f"{n:,}", *(weak(name, n) for name in ("small", "base", "large"))] for n in gpus],
+        ),
+        table(
+            "| preset, GPUs | memory: replicated | sharded | step: replicated | sharded |",
+            [[f"{name}, {n}", *sharded(name, n)] for name in ("large", "xlarge") for n in (8, 64, 512)],
+        ),
+        table(
+            "| packing, cache | requests per node | bytes per node | of 256 nodes | GETs of 256 nodes "
+            "| a node follows | enough for nodes: small, base, large |",
+            [[f"{packing}, {size / 1e9:.0f} GB", *store(packing, size)] for packing, size in caches],
+        ),
+        table(
+            "| GPUs | between failures | best interval | time lost | every 5,000 steps |",
+            [[f"{n:,}", *failures(n)] for n in gpus],
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    print(*tables(), sep="\n\n")
