@@ -10,6 +10,7 @@ import time
 from contextlib import closing
 
 import pytest
+import torch
 from in_process import run
 from ranks import wait_for
 
@@ -17,10 +18,11 @@ import electra_fast as ef
 from electra_fast.config.config import Config
 from electra_fast.files.json_files import read_object
 from electra_fast.interruption import StopRequest
+from electra_fast.reproduction import reproduce
 from electra_fast.reproduction.experiments import make_experiment
 from electra_fast.reproduction.plan import Plan, base_config, common_precision, row_configs
-from electra_fast.reproduction.row_run import EVALUATION, FAILED, TASKS, Work, read_result, write_run
-from electra_fast.reproduction.workers import Slot, Workers, choose_slots, last_line
+from electra_fast.reproduction.row_run import EVALUATION, FAILED, Work, do, read_result, write_run
+from electra_fast.reproduction.workers import Ended, Slot, Workers, choose_slots, last_line
 
 QUICK = ("--finetune.epochs", "1", "--finetune.batch_size", "8", "--finetune.sequence_length", "24")
 QUICK += ("--finetune.matmul", "default")
@@ -40,10 +42,37 @@ def arguments(corpus, glue, out, experiment="tying", budget="1.2e10", **options)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, validation_corpus, glue_folder):
+def corpus(tmp_path_factory, tiny_text, tiny_vocab):
+    """A corpus with so little validation text that evaluation takes a second."""
+    folder = tmp_path_factory.mktemp("corpus") / "shards"
+    ef.prepare(iter(tiny_text), vocab=str(tiny_vocab), out=folder, holdout=0.02, progress=False)
+    return folder
+
+
+class WorkersHere(Workers):
+    """Does the runs in this process, which saves the time to start one for each."""
+
+    def run(self, folders, stop):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        for folder in folders:
+            do(folder)
+            yield Ended(folder, 0, 1.0)
+        torch.set_num_threads(threads)
+
+
+def run_here(*words):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reproduce, "Workers", WorkersHere)
+        patch.setattr(reproduce, "measure_speed", lambda *_: 1e9)
+        return run(*words)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, corpus, glue_folder):
     """A comparison that nobody disturbed."""
     out = tmp_path_factory.mktemp("reproduce") / "out"
-    done = run(*arguments(validation_corpus, glue_folder, out), "--json")
+    done = run_here(*arguments(corpus, glue_folder, out), "--json")
     assert done.returncode == 0, done.stderr
     return out, done
 
@@ -75,44 +104,43 @@ def test_leaves_table_results_and_picture(whole):
     assert {each["finetune.precision"] for each in work} == {common_precision()}  # one for all
 
 
-def test_run_again_it_has_nothing_to_do_and_says_the_same(whole, validation_corpus, glue_folder):
+def test_run_again_it_has_nothing_to_do_and_says_the_same(whole, corpus, glue_folder):
     out, done = whole
     before = {path: path.stat().st_mtime_ns for path in out.glob("runs/**/*")}
-    again = run(*arguments(validation_corpus, glue_folder, out), "--json")
+    again = run(*arguments(corpus, glue_folder, out), "--json")
     assert json.loads(again.stdout) == json.loads(done.stdout)
     assert "take about" not in again.stderr
     assert {path: path.stat().st_mtime_ns for path in out.glob("runs/**/*")} == before  # no run has begun
 
 
-def test_killed_between_steps_and_between_rows_it_ends_with_the_same_table(
-    whole, validation_corpus, glue_folder, tmp_path
-):
-    words = [str(word) for word in arguments(validation_corpus, glue_folder, tmp_path / "out")]
+def test_killed_between_steps_and_between_rows_it_ends_with_the_same_table(whole, corpus, glue_folder, tmp_path):
+    words = [str(word) for word in arguments(corpus, glue_folder, tmp_path / "out")]
     runs = tmp_path / "out" / "runs"
-    for work, number in (("run/metrics.jsonl", signal.SIGKILL), (TASKS, signal.SIGTERM)):
-        process = subprocess.Popen([sys.executable, "-m", "electra_fast", *words], stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "electra_fast", *words, "--workers", "1"]
+    for work, number in (("run/metrics.jsonl", signal.SIGKILL), (EVALUATION, signal.SIGTERM)):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
         wait_for(lambda work=work, process=process: list(runs.glob(f"*/{work}")) or process.poll() is not None)
         process.send_signal(number)
         assert process.wait(60) == {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 128 + signal.SIGTERM}[number]
         assert list(runs.glob(f"*/{work}")) and len(list(runs.glob(f"*/{EVALUATION}"))) < 3
-    done = run(*words)
+    done = run_here(*words)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out/table.md").read_text() == (whole[0] / "table.md").read_text()
     ours, theirs = (json.loads((folder / "results.json").read_text()) for folder in (tmp_path / "out", whole[0]))
     assert without_times(ours) == without_times(theirs)
 
 
-def test_other_settings_are_refused(whole, validation_corpus, glue_folder):
+def test_other_settings_are_refused(whole, corpus, glue_folder):
     out, _ = whole
-    done = run(*arguments(validation_corpus, glue_folder, out, budget="1.3e10"))
+    done = run(*arguments(corpus, glue_folder, out, budget="1.3e10"))
     assert done.returncode == 2 and "asked.budget was 12000000000.0 and is now 13000000000.0" in done.stderr
-    done = run(*arguments(validation_corpus, glue_folder, out, **{"--task": "sst2"}))
+    done = run(*arguments(corpus, glue_folder, out, **{"--task": "sst2"}))
     assert done.returncode == 2 and "give the same to resume, or another --out" in done.stderr
 
 
-def test_more_seeds_are_more_runs(whole, validation_corpus, tmp_path):
+def test_more_seeds_are_more_runs(whole, corpus, tmp_path):
     out = shutil.copytree(whole[0], tmp_path / "out")
-    base = base_config(Config.preset("tiny", "modern"), ef.Corpus(validation_corpus), {})
+    base = base_config(Config.preset("tiny", "modern"), ef.Corpus(corpus), {})
     made = make_experiment("tying", base, {})
     work = Work(**read_object(out / "runs/tying-none-seed-0/work.json"))
     plan = Plan(out, made, row_configs(made, 1e13, {}), work, seeds=2)
@@ -129,10 +157,8 @@ class TestBadInput:
         (line,) = done.stderr.strip().splitlines()
         return line
 
-    def test_one_line_before_anything_is_trained(
-        self, validation_corpus, tiny_corpus, glue_folder, whole_run, tmp_path
-    ):
-        def refused(corpus=validation_corpus, glue=glue_folder, **options):
+    def test_one_line_before_anything_is_trained(self, corpus, tiny_corpus, glue_folder, whole_run, tmp_path):
+        def refused(corpus=corpus, glue=glue_folder, **options):
             return self.fails(*arguments(corpus, glue, tmp_path / "out", **options))
 
         assert "give one of --budget FLOPS and --minutes M" in refused(**{"--minutes": 1})
@@ -154,40 +180,39 @@ class TestBadInput:
         assert "reads 128 tokens, and the rows have 256" in refused(**too_long)
         assert not (tmp_path / "out" / "runs").exists()
 
-    def test_a_folder_that_holds_something_else(self, validation_corpus, glue_folder, tmp_path):
+    def test_a_folder_that_holds_something_else(self, corpus, glue_folder, tmp_path):
         (tmp_path / "foreign").write_text("something")
-        message = self.fails(*arguments(validation_corpus, glue_folder, tmp_path))
+        message = self.fails(*arguments(corpus, glue_folder, tmp_path))
         assert "holds foreign, but no reproduce.json" in message
 
-    def test_a_corruptor_of_another_vocabulary(self, validation_corpus, glue_folder, whole_run, tmp_path):
+    def test_a_corruptor_of_another_vocabulary(self, corpus, glue_folder, whole_run, tmp_path):
         copy = shutil.copytree(whole_run, tmp_path / "other")
         vocab = copy / "tokenizer" / "vocab.txt"
         vocab.write_text(vocab.read_text().replace("the\n", "teh\n"))
         (copy / "tokenizer" / "tokenizer.json").unlink(missing_ok=True)
-        words = arguments(validation_corpus, glue_folder, tmp_path / "out", **{"--corrupted-by": copy})
+        words = arguments(corpus, glue_folder, tmp_path / "out", **{"--corrupted-by": copy})
         message = self.fails(*words)
         assert str(copy) in message and "vocabulary" in message
 
 
-def test_a_row_that_diverges_is_reported_and_the_others_run_on(validation_corpus, glue_folder, tmp_path):
+def test_a_row_that_diverges_is_reported(corpus, glue_folder, tmp_path):
     changes = {"data.sequence_length": "16", "train.batch_size": "4", "train.steps": "6", "train.log_every": "2"}
     config = Config.preset("tiny", "google").override(changes | {"train.precision": "fp32", "train.eval_every": "0"})
-    work = Work(str(validation_corpus), str(glue_folder), ["sst2"], 1, {"finetune.epochs": "1"}, "unigram")
+    work = Work(str(corpus), str(glue_folder), ["sst2"], 1, {"finetune.epochs": "1"}, "unigram")
     good, bad = tmp_path / "good", tmp_path / "bad"
     write_run(good, config, work)
     write_run(bad, config.override({"optimizer.learning_rate": "1e30", "optimizer.clip_norm": "0"}), work)
-    with closing(Workers([Slot({})])) as workers:
-        ended = {each.folder: each.code for each in workers.run([bad, good], StopRequest()) if each}
-    assert ended == {bad: 0, good: 0}, (last_line(bad), last_line(good))
+    do(bad)
+    do(good)
     assert "became nan or infinite" in read_object(bad / FAILED)["failed"]
     assert read_result(bad) == read_object(bad / FAILED)
     assert set(read_result(good)["tasks"]) == {"sst2"}
 
 
-def test_runs_end_with_the_process_that_started_them(validation_corpus, glue_folder, tmp_path):
+def test_runs_end_with_the_process_that_started_them(corpus, glue_folder, tmp_path):
     """Whatever kills it: a run that went on would hold the folder of the resumed one."""
     config = Config.preset("tiny", "google").override({"train.steps": "100000", "train.precision": "fp32"})
-    write_run(tmp_path, config, Work(str(validation_corpus), str(glue_folder), ["sst2"], 1, {}, "unigram"))
+    write_run(tmp_path, config, Work(str(corpus), str(glue_folder), ["sst2"], 1, {}, "unigram"))
     workers = Workers([Slot({})])
     steps = workers.run([tmp_path], StopRequest())
     deadline = time.monotonic() + 120
@@ -199,7 +224,7 @@ def test_runs_end_with_the_process_that_started_them(validation_corpus, glue_fol
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
-def test_a_run_that_fails_is_named_with_its_log_and_retried(validation_corpus, glue_folder, tmp_path):
+def test_a_run_that_fails_is_named_with_its_log_and_retried(corpus, glue_folder, tmp_path):
     folder = tmp_path / "run-0"
     write_run(
         folder, Config.preset("tiny", "google"), Work(str(tmp_path), str(glue_folder), ["sst2"], 1, {}, "unigram")

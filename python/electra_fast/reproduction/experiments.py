@@ -1,8 +1,8 @@
-"""The paper's comparisons as rows: a configuration each, what the paper reports of it, and what it concludes.
+"""The paper's comparisons: the configuration of each row, the paper's score, and the paper's conclusions.
 
-Rows of an experiment differ in what it compares and in nothing else, so all mask as the paper does, and all get the
-same budget of true FLOPs. How many steps that buys differs, and so does what follows from them: the warmup, and the
-learning rates of recipe `modern`. The paper gives the generators' and the tying experiment equal steps instead.
+Rows differ only in the subject of the comparison: all mask as the paper does and get the same budget of true FLOPs. So
+the number of steps differs, and with it the warmup and the learning rates of recipe `modern`. In the paper, the
+generators and the tying experiment have equal steps instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from electra_fast.config.file import did_you_mean
 from electra_fast.errors import InputError
 from electra_fast.training.flops import flops_per_token
 
-# Fewer steps are no training: a warmup of a twentieth would be under five.
+# With fewer, the warmup, a twentieth, would be under five steps.
 MIN_STEPS = 100
 
 PUBLISHED = {"ELECTRA": {256: 79.9, 768: 85.1, 1024: 89.0}, "BERT": {256: 75.1, 768: 82.2, 1024: 87.2}}
@@ -27,12 +27,12 @@ class Row:
     """One line of a comparison.
 
     Args:
-        name: Its folder's name, and what claims and results call it.
-        title: As the paper calls it.
-        config: What is trained; the steps follow from the budget, the seed from the run.
-        paper: The GLUE score that the paper reports (mean over tasks, validation), if it does.
-        group: Rows of one group are one line of the picture, along `width`.
-        width: Of the network that the experiment varies.
+        name: Name in folders, claims and results.
+        title: Name in the paper.
+        config: Configuration; the steps follow from the budget, the seed from the run.
+        paper: GLUE score in the paper (mean over tasks, validation), if there is one.
+        group: Rows of a group are one line of the picture, along `width`.
+        width: Width of the network that the experiment varies.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper concludes: that a weighted sum of scores, by row, is above 0."""
+    """A conclusion of the paper: a weighted sum of the rows' scores is above 0."""
 
     text: str
     weights: Mapping[str, float]
@@ -56,13 +56,13 @@ class Experiment:
     """A comparison of the paper.
 
     Args:
-        name: As on the command line.
-        title: Of its report.
-        source: Where the paper has it.
-        rows: What is compared, in the order of the report.
-        claims: What the paper concludes from it.
-        axis: What `width` of its rows is, if they have one.
-        published: The paper's scores along such a width, by group: of its own models, whatever the rows are.
+        name: Name on the command line.
+        title: Title of the report.
+        source: Place in the paper.
+        rows: Rows in the order of the report.
+        claims: Conclusions of the paper.
+        axis: Label of the rows' `width`, if they have one.
+        published: The paper's scores of its own models along the width, by group.
     """
 
     name: str
@@ -75,15 +75,14 @@ class Experiment:
 
 
 def make_experiment(name: str, base: Config, overrides: Mapping[str, str]) -> Experiment:
-    """The experiment of this name around a configuration.
+    """Returns the experiment of this name around a configuration.
 
     Args:
         name: A name in `EXPERIMENTS`.
         base: Preset and recipe.
         overrides: Keys of the command line, laid over the base.
 
-    Raises ValueError for an unknown name, for keys that the rows or the budget decide, and for a base that a row cannot
-    have.
+    Raises ValueError for an unknown name, for keys that the rows or the budget decide, and for an unsuitable base.
     """
     if name not in EXPERIMENTS:
         raise InputError(f"unknown experiment {name!r}{did_you_mean(name, EXPERIMENTS)}")
@@ -96,9 +95,9 @@ def make_experiment(name: str, base: Config, overrides: Mapping[str, str]) -> Ex
 
 
 def with_steps(row: Row, budget: float) -> Config:
-    """The row's configuration with the number of steps that takes `budget` FLOPs, rounded to the nearest.
+    """Returns the row's configuration with the number of steps nearest to `budget` FLOPs.
 
-    Raises ValueError where that is no training, or the warmup would not fit.
+    Raises ValueError if these are too few for training or for the warmup.
     """
     config = row.config.replace({"train": {"steps": 100_000}})  # of two stages, any number that both can share
     per_step = flops_per_token(config).total * config.train.batch_size * config.data.sequence_length
@@ -137,7 +136,7 @@ def _objectives(base: Config) -> Experiment:
 
 
 def _generators(base: Config) -> Experiment:
-    """Every multiple of a quarter of the model's width that has whole heads, and generators that read nothing."""
+    """Generators of every quarter of the model's width that has whole heads, and the unigram distribution."""
     electra = base.with_objective("electra")
     rows = [Row("unigram", "unigram", electra.override({"generator.kind": "unigram"}))]
     fractions = [fraction for fraction in (0.25, 0.5, 0.75, 1.0) if base.model.num_heads * fraction % 1 == 0]

@@ -17,7 +17,7 @@ Found = Mapping[str, Any]
 
 
 def draw(path: Path, experiment: Experiment, results: Mapping[str, Any]) -> None:
-    """Draws the rows that have a score: along the width that they vary, or one below the other."""
+    """Draws the rows with a score, along their width or one below the other."""
     found = {row["name"]: row for row in results["rows"] if row["mean"] is not None}
     papers = {row["name"]: _published(row["paper"]) for row in results["rows"] if row["paper"] is not None}
     is_double = bool(papers or experiment.published)
@@ -54,7 +54,7 @@ def _published_lines(experiment: Experiment) -> dict[str, dict[int, Found]]:
 
 
 def _lines(experiment: Experiment, found: Mapping[str, Found]) -> dict[str, dict[int, Found]]:
-    """What was found, by group and width."""
+    """The results by group and width."""
     groups = dict.fromkeys(row.group for row in experiment.rows if row.width)
     return {
         group: {row.width: found[row.name] for row in experiment.rows if row.group == group and row.name in found}
@@ -88,7 +88,7 @@ def _one_below_the_other(axes: Axes, experiment: Experiment, found: Mapping[str,
 
 
 def _along_width(axes: Axes, experiment: Experiment, lines: Mapping[str, Mapping[int, Found]]) -> None:
-    # Beside each other, where bars would cover each other.
+    # Shifted, so that error bars do not cover each other.
     shifts = [1.015 ** (2 * place - len(lines) + 1) for place in range(len(lines))]
     for (group, points), color, shift in zip(lines.items(), (BLUE, ORANGE), shifts, strict=False):
         widths = [width * shift for width in points]
@@ -108,7 +108,7 @@ def _along_width(axes: Axes, experiment: Experiment, lines: Mapping[str, Mapping
 
 
 def _level(axes: Axes, title: str, found: Found) -> None:
-    """A row without a width, as a level."""
+    """Draws a row without a width as a horizontal line."""
     axes.axhline(found["mean"], color=GREEN, linestyle="--", label=title)
     if found["sd"]:
         axes.axhspan(found["mean"] - found["sd"], found["mean"] + found["sd"], color=GREEN, alpha=0.15, linewidth=0)
@@ -119,5 +119,5 @@ def _scores(found: Found) -> list[float]:
 
 
 def _bars(found: Sequence[Found]) -> list[float] | None:
-    """Lengths of the error bars; None where no row has any."""
+    """Lengths of the error bars; None without any."""
     return [one["sd"] or 0.0 for one in found] if any(one["sd"] for one in found) else None

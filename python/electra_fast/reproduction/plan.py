@@ -1,4 +1,4 @@
-"""What a comparison will do: a configuration per row for the budget, a folder per run, and about how long it takes."""
+"""The plan of a comparison: a configuration per row, a folder per run, and an estimate of the time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from electra_fast.reproduction.row_run import Work, read_result, write_run
 from electra_fast.reproduction.workers import Slot
 from electra_fast.training.flops import flops_per_token
 
-# Of English text, for an estimate.
+# English text, for the estimate.
 _CHARACTERS_PER_TOKEN = 4.5
 
 
@@ -31,10 +31,10 @@ class Plan:
     """A comparison that is ready to run.
 
     Args:
-        out: Its folder.
-        experiment: Its rows.
-        configs: Of each row by name, with the steps that the budget gives it; without a seed.
-        work: What every run does.
+        out: Folder of the comparison.
+        experiment: Rows to compare.
+        configs: Configuration of each row, with the steps that the budget buys, without a seed.
+        work: Settings of every run.
         seeds: Runs per row.
     """
 
@@ -45,7 +45,7 @@ class Plan:
     seeds: int
 
     def runs(self) -> dict[Path, tuple[Row, int]]:
-        """Row and seed by the run's folder; all rows with one seed come before any with the next."""
+        """Row and seed by folder: all rows with one seed come before those with the next."""
         return {
             self.out / "runs" / f"{row.name}-seed-{seed}": (row, seed)
             for seed in range(self.seeds)
@@ -53,7 +53,7 @@ class Plan:
         }
 
     def prepare(self) -> list[Path]:
-        """The folders of the runs that are not finished, each with what its process needs."""
+        """Writes the folders of the runs that are not finished, and returns them."""
         folders = []
         for folder, (row, seed) in self.runs().items():
             if read_result(folder) is None:
@@ -62,7 +62,7 @@ class Plan:
         return folders
 
     def finished(self) -> dict[str, list[dict[str, Any]]]:
-        """What the finished runs have found, by row."""
+        """The results of the finished runs, by row."""
         found: dict[str, list[dict[str, Any]]] = {row.name: [] for row in self.experiment.rows}
         for folder, (row, seed) in self.runs().items():
             if (result := read_result(folder)) is not None:
@@ -84,7 +84,7 @@ class Plan:
 
 
 def base_config(config: Config, corpus: Corpus, overrides: Mapping[str, str]) -> Config:
-    """A preset with what all rows of a comparison share: the corpus, the precision, and how often a run writes."""
+    """Returns a preset with the corpus and the precision that all rows share."""
     changes: dict[str, Any] = {"data": {"corpus": str(corpus.path)}, "model": {"vocab_size": corpus.vocab_size}}
     if config.train.precision == AUTO and "train.precision" not in overrides:
         changes["train"] = {"precision": common_precision()}
@@ -92,13 +92,13 @@ def base_config(config: Config, corpus: Corpus, overrides: Mapping[str, str]) ->
 
 
 def common_precision() -> str:
-    """The precision where none is given: measured per run, it could differ between rows."""
+    """Returns the default precision of all rows; `auto`, measured per run, could differ between them."""
     precision = choose_precision(AUTO, choose_device())
     return "fp32" if precision == AUTO else precision
 
 
 def row_configs(experiment: Experiment, budget: float, overrides: Mapping[str, str]) -> dict[str, Config]:
-    """Each row's configuration with its steps; ValueError where the budget is too small for one."""
+    """Returns each row's configuration with its steps. Raises ValueError if the budget is too small."""
     configs = {}
     for row in experiment.rows:
         config = with_steps(row, budget)
@@ -107,7 +107,7 @@ def row_configs(experiment: Experiment, budget: float, overrides: Mapping[str, s
             "log_every": max(1, steps // 100),
             "checkpoint_every": max(1, steps // 20),
             "keep_checkpoints": 1,
-            "eval_every": 0,  # evaluated at the end, on the same fakes
+            "eval_every": 0,  # evaluated at the end, on the same replacements
         }
         chosen = {name: value for name, value in often.items() if f"train.{name}" not in overrides}
         configs[row.name] = config.replace({"train": chosen})
@@ -121,7 +121,7 @@ def training_size(config: Config) -> dict[str, float]:
 
 
 def measure_speed(config: Config, slot: Slot) -> float:
-    """FLOPs per second of training steps in one of the slots, over some seconds."""
+    """Measures the FLOPs per second of training steps in one of the slots."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
         path.write_text(config.to_toml(), encoding="utf-8")
@@ -136,7 +136,7 @@ def measure_speed(config: Config, slot: Slot) -> float:
 def estimate_seconds(
     plan: Plan, tasks: Sequence[TaskData], num_runs: int, flops_per_second: float, num_slots: int
 ) -> float:
-    """About how long so many runs take, at the speed of the first row's pre-training."""
+    """Estimates the seconds of `num_runs` runs, at the speed of the first row's pre-training."""
     first = next(iter(plan.configs.values()))
     rate, budget = flops_per_token(first), training_size(first)["flops"]
     encoder = max(rate.discriminator, rate.encoder, rate.generator)

@@ -1,4 +1,4 @@
-"""The report of a comparison: results.json, table.md and a picture, from what its runs have found."""
+"""The report of a comparison: results.json, table.md and a picture."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ Run = dict[str, Any]
 
 
 def summarize(experiment: Experiment, facts: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """What results.json has.
+    """Returns the content of results.json.
 
     Args:
-        experiment: What was compared.
-        facts: What else identifies the comparison; comes first.
-        runs: Of each row, those that are finished: `seed` and either `failed`, or `tasks` and `evaluation` as in
-            `row_run`.
+        experiment: The comparison.
+        facts: Other settings that identify the comparison; they come first.
+        runs: Finished runs of each row: `seed` and either `failed`, or `tasks` and `evaluation` as in `row_run`.
 
     Returns:
         `facts`, `rows` and `claims`. A score is the mean over tasks of the tasks' metrics, times 100, as the paper's
@@ -72,10 +71,10 @@ def _mean_sd(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def judge(claim: Claim, scores: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """A claim's value over the scores of each row's seeds, its margin, and whether the scores agree with it.
+    """Returns a claim's difference, its margin, and whether the scores agree with the claim.
 
-    The margin is half the 95 % confidence interval by Student's t, with the variance pooled over all rows: three seeds
-    of a single row say little of its own. Within the margin it is undecided, as with one seed per row.
+    The margin is half the 95 % confidence interval by Student's t, with the variance pooled over all rows, since three
+    seeds of a row are too few. A difference within the margin is undecided, and so is one seed per row.
     """
     pooled = [values for values in scores.values() if len(values) > 1]
     freedom = sum(len(values) - 1 for values in pooled)

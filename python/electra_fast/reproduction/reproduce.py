@@ -64,29 +64,29 @@ def reproduce(
 ) -> Results:
     """Trains the rows of a comparison at equal compute, with several seeds each, and fine-tunes every one.
 
-    Leaves `out/table.md`, `out/results.json` (whose content is returned), `out/EXPERIMENT.png`, and the runs in
-    `out/runs`. Called again after an interruption it resumes; with more seeds it adds them.
+    Writes `out/table.md`, `out/results.json` (whose content is returned), `out/EXPERIMENT.png`, and the runs in
+    `out/runs`. After an interruption, the same call resumes; more seeds add runs.
 
     Args:
         experiment: `objectives`, `generators`, `tying` or `sizes`.
         data: Corpus with a validation part (`prepare --holdout`).
         tasks: Folder that has the GLUE tasks' folders.
-        out: Folder for everything that it makes.
+        out: Output folder.
         preset: Size of the model.
-        recipe: Of pre-training.
+        recipe: Recipe of pre-training.
         budget: True model FLOPs of a run's pre-training; the steps of each row follow from it.
-        minutes: Instead of `budget`: about how long a run of the first row may pre-train here, which is measured.
+        minutes: Instead of `budget`: approximate duration of a pre-training of the first row on this machine.
         seeds: Runs per row: seeds 0 to `seeds - 1`.
-        task: Tasks as for `finetune`; `glue` for all that `tasks` has.
-        finetune_seeds: Fine-tunings per task of each run; their median counts.
-        corrupted_by: Whose replacements every row is evaluated on, as for `evaluate`.
-        workers: Runs side by side; 0: one per GPU, or per core without one.
-        overrides: Keys as on the command line: of pre-training, and of fine-tuning (`finetune.`).
+        task: Tasks as for `finetune`; `glue`: all in `tasks`.
+        finetune_seeds: Fine-tunings per task of each run; their median is the score.
+        corrupted_by: Corruptor that every row is evaluated on, as for `evaluate`.
+        workers: Concurrent runs; 0: one per GPU, or per core without one.
+        overrides: Configuration keys of pre-training, and of fine-tuning (`finetune.`).
 
     Raises:
-        ValueError, FileNotFoundError: Something cannot be run; nothing has been trained then.
-        Interrupted: A signal asked to stop, and checkpoints were written.
-        ElectraFastError: At the end, where runs have failed. Those that diverged are part of the report instead.
+        ValueError, FileNotFoundError: An argument is wrong; nothing has been trained.
+        Interrupted: A signal asked to stop; checkpoints were written.
+        ElectraFastError: At the end, if runs have failed. Runs that diverged are part of the report instead.
     """
     _check_amounts(budget=budget, minutes=minutes, seeds=seeds, finetune_seeds=finetune_seeds)
     settings = {name: str(value) for name, value in (overrides or {}).items()}
@@ -97,9 +97,9 @@ def reproduce(
     base = base_config(Config.preset(preset, recipe), corpus, pretraining)
     made = make_experiment(experiment, base, pretraining)
     first = made.rows[0].config
-    recipe_config(DEFAULT_RECIPE, "", first.model, finetuning)  # raises where a key is wrong
+    recipe_config(DEFAULT_RECIPE, "", first.model, finetuning)  # raises if a key is wrong
     if budget is not None:
-        row_configs(made, budget, pretraining)  # raises where it is too small, before a minute of measuring
+        row_configs(made, budget, pretraining)  # raises if it is too small, before measuring
     corruptor = _corruptor(corrupted_by, corpus, first.data.sequence_length)
     sizes = {each.task.name: len(each.train.texts) for each in all_tasks}
     work = Work(os.path.abspath(data), os.path.abspath(tasks), list(sizes), finetune_seeds, finetuning, corruptor)
@@ -140,7 +140,7 @@ def _check_amounts(*, budget: float | None, minutes: float | None, seeds: int, f
 
 
 def _corruptor(corrupted_by: str | Path, corpus: Corpus, sequence_length: int) -> str:
-    """The corruptor as runs name it; ValueError where it cannot corrupt this corpus in such rows."""
+    """Returns the corruptor's name for the runs. Raises ValueError if it cannot corrupt rows of this length."""
     if corrupted_by == UNIGRAM:
         return UNIGRAM
     longest = Corruptor.load(Path(corrupted_by), corpus, SEED, torch.device("cpu")).max_positions
@@ -176,7 +176,7 @@ def _settle(out: Path, identity: Mapping[str, Any], made: Experiment, slot: Slot
 
 
 def _opening(plan: Plan, corpus: Corpus, num_waiting: int, num_slots: int, seconds: float) -> list[str]:
-    """What the user should know before the first run."""
+    """Lines for the user before the first run."""
     made, num_runs = plan.experiment, len(plan.runs())
     lines = [
         f"{plan.out}: {made.title} ({made.source}): {len(made.rows)} rows, seeds per row: {plan.seeds}, "
@@ -192,7 +192,7 @@ def _opening(plan: Plan, corpus: Corpus, num_waiting: int, num_slots: int, secon
 def _run(
     plan: Plan, facts: Mapping[str, Any], slots: Sequence[Slot], folders: Sequence[Path], opening: Sequence[str]
 ) -> list[str]:
-    """Does the runs and reports after each; returns what failed, a text each. Raises Interrupted at a stop."""
+    """Does the runs and reports after each; returns a message per failed run. Raises Interrupted when asked to stop."""
     failed, runs, seconds = [], plan.runs(), []
     with (
         stop_requests() as stop,

@@ -1,7 +1,7 @@
 """One run of a comparison: pre-training, fine-tuning and evaluation of a row with a seed, in a process of its own.
 
 `python -m electra_fast.reproduction.row_run FOLDER` does what FOLDER/work.json says and resumes where it was
-stopped. Leaves run/, tasks.json and evaluation.json, or failed.json where the training diverged.
+stopped. Writes run/, tasks.json and evaluation.json, or failed.json if the training diverged.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ WORK, TASKS, EVALUATION, FAILED = "work.json", "tasks.json", "evaluation.json", 
 
 @dataclass(frozen=True)
 class Work:
-    """What a run does.
+    """The settings of a run.
 
     Args:
         corpus: Folder of the corpus.
         glue: Folder of the tasks.
-        tasks: Their names.
-        finetune_seeds: Fine-tunings per task, whose median is the score.
+        tasks: Names of the tasks.
+        finetune_seeds: Fine-tunings per task; their median is the score.
         finetune: Keys of `[finetune]`, as on the command line.
-        corrupted_by: Of `evaluate`.
+        corrupted_by: Corruptor for `evaluate`.
     """
 
     corpus: str
@@ -55,7 +55,10 @@ def write_run(folder: Path, config: Config, work: Work) -> None:
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """What a finished run has found, None for one that is not finished; ValueError for a damaged file."""
+    """Returns the results of a finished run, None for one that is not finished.
+
+    Raises ValueError for a damaged file.
+    """
     if (folder / FAILED).exists():
         return read_object(folder / FAILED)
     if not ((folder / TASKS).exists() and (folder / EVALUATION).exists()):
@@ -64,7 +67,7 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 
 
 def do(folder: Path) -> None:
-    """Does what is left to do."""
+    """Does the rest of a run."""
     from electra_fast.finetuning.finetune import finetune
     from electra_fast.training.evaluate import evaluate
     from electra_fast.training.pretrain import pretrain
@@ -73,7 +76,7 @@ def do(folder: Path) -> None:
         work = Work(**read_object(folder / WORK))
     except TypeError as error:
         raise InputError(
-            f"{folder / WORK}: not what a row needs ({error}); remove {folder} to begin it again"
+            f"{folder / WORK}: not what a row needs ({error}); remove {folder} to start it again"
         ) from None
     config = Config.load(folder / "config.toml")
     run, tasks = folder / "run", folder / "tasks"
@@ -85,7 +88,7 @@ def do(folder: Path) -> None:
                 work.tasks, model=run, data=work.glue, out=tasks, seeds=work.finetune_seeds, overrides=work.finetune
             )
             replace_file(folder / TASKS, json_text(found))
-        remove(tasks)  # a model per task and seed, which add up
+        remove(tasks)  # one model per task and seed: too much to keep
         if not (folder / EVALUATION).exists():
             length = config.data.sequence_length
             report = evaluate(
@@ -97,7 +100,7 @@ def do(folder: Path) -> None:
 
 
 def _end_with_parent() -> None:
-    """Stops this process when its standard input closes, which is when the one that started it has ended."""
+    """Stops this process when its standard input closes, because the process that started it has ended."""
 
     def watch() -> None:
         os.read(0, 1)  # not sys.stdin, whose lock a thread must not hold when the interpreter ends
@@ -107,12 +110,12 @@ def _end_with_parent() -> None:
 
 
 def main(folder: Path, work: Callable[[Path], None] = do) -> int:
-    """The process of a run, which does its work in a folder; returns its exit code."""
+    """Runs `work` on a folder in a process of its own; returns the exit code."""
     interrupt_at_once()
     _end_with_parent()
     try:
         with (folder / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one whose parent was killed may still be writing its checkpoint
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another whose parent was killed may still be writing its checkpoint
             work(folder)
     except KeyboardInterrupt as interruption:
         return 128 + getattr(interruption, "signal", signal.SIGINT)

@@ -1,4 +1,4 @@
-"""How many FLOPs per second a configuration trains with here, in a process of its own.
+"""Measures the FLOPs per second of training, in a process of its own.
 
 `python -m electra_fast.reproduction.speed CONFIG.toml` prints the number. The corpus is the configuration's.
 """
@@ -21,11 +21,11 @@ from electra_fast.training.step import choose_execution, create_step
 
 # The first steps compile kernels, capture graphs and fill the allocator.
 _WARMUP_STEPS = 5
-_SECONDS = 5.0
+_SECONDS = 3.0
 
 
 def flops_per_second(config: Config) -> float:
-    """True model FLOPs per second of training steps, over some seconds."""
+    """Returns the true model FLOPs per second of training steps, measured for a few seconds."""
     config, device = config.resolved(), choose_device()
     compute, execution = choose_compute(config, device), choose_execution(config.train.execution, device)
     if config.train.matmul == AUTO:

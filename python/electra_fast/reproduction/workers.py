@@ -19,15 +19,15 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one process at a time runs: environment variables that say which GPU, or how many threads."""
+    """Room for one process at a time: environment variables with its GPU or its number of threads."""
 
     environment: dict[str, str]
 
 
 def choose_slots(num_workers: int, num_runs: int) -> list[Slot]:
-    """Slots for `num_workers` processes; 0: one per visible GPU, or else one per core, but no more than runs.
+    """Returns `num_workers` slots, at most one per run; 0: one per visible GPU, or else per core.
 
-    On a CPU they divide the cores among them.
+    On a CPU they share the cores.
     """
     gpus = _visible_gpus()
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -48,7 +48,7 @@ def _visible_gpus() -> list[str]:
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended: its run's folder, its exit code (negative: the signal that killed it), its time."""
+    """A process that has ended: its folder, its exit code (negative: the signal that killed it), its duration."""
 
     folder: Path
     code: int
@@ -70,7 +70,7 @@ class Workers:
         self._running: dict[int, _Running] = {}
 
     def run(self, folders: Sequence[Path], stop: StopRequest) -> Iterator[Ended | None]:
-        """Runs all folders in order; yields each that has ended, and None every now and then while all run."""
+        """Runs all folders in order; yields each process that has ended, and None after each poll."""
         waiting = list(folders)
         while (waiting or self._running) and not stop:
             for number, slot in enumerate(self.slots):
@@ -82,11 +82,11 @@ class Workers:
 
     @property
     def folders(self) -> list[Path]:
-        """The runs that have a process now."""
+        """The folders of the runs in progress."""
         return [each.folder for each in self._running.values()]
 
     def close(self) -> None:
-        """SIGTERM to every process, which writes a checkpoint and ends."""
+        """Sends SIGTERM to every process, which writes a checkpoint and ends."""
         for each in self._running.values():
             each.process.terminate()
         for each in self._running.values():
@@ -103,8 +103,8 @@ class Workers:
 
 
 def _start(folder: Path, slot: Slot) -> _Running:
-    # A session of its own: Ctrl-C reaches it through us only, once. Its standard input is a pipe that closes when this
-    # process ends, however it ends.
+    # A session of its own, so that Ctrl-C reaches it once, through us. Its standard input is a pipe that closes when
+    # this process ends for any reason.
     with (folder / LOG).open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "electra_fast.reproduction.row_run", str(folder)],
@@ -118,7 +118,7 @@ def _start(folder: Path, slot: Slot) -> _Running:
 
 
 def last_line(folder: Path) -> str:
-    """The last line that a run's process wrote; empty where it wrote none."""
+    """Returns the last line that a run's process wrote, or an empty string."""
     lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines() if (folder / LOG).exists() else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
