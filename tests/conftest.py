@@ -234,7 +234,9 @@ def finetuned(tmp_path_factory: pytest.TempPathFactory, encoder_folder: Path, gl
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialized floats become NaN, so that an output which nobody wrote cannot pass as a result."""
-    torch.utils._device._device_constructors()  # which `with torch.device(...)` looks up once and keeps
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()  # which `with torch.device(...)` looks up once and keeps
 
     def poisoned(allocate: Any) -> Any:
         def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -96,7 +96,7 @@ def test_local_sdpa_equals_the_reference(window: int) -> None:
 
 
 @eager_flex
-@pytest.mark.parametrize("window", [1, 20, 400])
+@pytest.mark.parametrize("window", [1, 20])
 def test_local_flex_equals_the_reference(window: int) -> None:
     found = attention(*random_qkv(torch.float32), local_mask("flex", window))
     assert (found - truth(torch.float32, window=window)[0]).abs().max() < 1e-5

@@ -28,7 +28,7 @@ SIZES = [(1, 8, 8), (37, 128, 192), (512, 312, 1200), (100, 2048, 64)]
 
 @pytest.fixture
 def onednn(own_processor):
-    """The tests that compute with it."""
+    """Skips tests that compute with oneDNN where it is not a choice."""
     if not has_onednn():
         pytest.skip("needs a processor with AVX-512 and without AMX")
 
@@ -40,7 +40,7 @@ def processor(monkeypatch):
 
 
 def products(x, weight, dy):
-    """Those of a linear layer: forward, input gradient, weight gradient; and forward with a bias, and by rows."""
+    """A linear layer's products: forward, input gradient, weight gradient, forward with a bias, and batched."""
     batched = torch.bmm(x.expand(3, -1, -1), weight.T.expand(3, -1, -1))
     return x @ weight.T, dy @ weight, dy.T @ x, torch.addmm(weight[:, 0], x, weight.T), batched
 
@@ -62,7 +62,7 @@ def test_products_are_those_of_fp32_and_repeat(onednn, tokens, inputs, outputs):
 
 @pytest.fixture(params=["none", "ieee"])
 def before(request):
-    """What the switch is set to."""
+    """The initial setting of the switch."""
     original = SWITCH.fp32_precision
     SWITCH.fp32_precision = request.param
     yield request.param

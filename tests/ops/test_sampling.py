@@ -84,7 +84,7 @@ def test_samples_follow_the_softmax_across_tiles_of_very_different_probability()
     assert (samples < 128).any()
 
 
-def test_neighbouring_slots_steps_and_seeds_are_independent() -> None:
+def test_neighboring_slots_steps_and_seeds_are_independent() -> None:
     logits = torch.zeros(16)
     uniform = torch.full((256,), 1 / 256)
     first = draw(logits, 50_000)

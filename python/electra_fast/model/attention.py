@@ -1,6 +1,6 @@
 """Attention within the segments of a flat buffer: one contract, a readable reference, five backends.
 
-An `AttentionMask` says once per micro-batch which tokens attend to each other, in the form that the
+An `AttentionMask` holds, once per micro-batch, which tokens attend to each other, in the form that the
 chosen backend reads; every layer of both networks then calls `self_attention`. A backend may change speed,
 never meaning. Nothing here synchronizes with the device. The backward passes of flash attention
 (`varlen`, `xformers`) accumulate the queries' gradients in no fixed order where a segment spans several
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 FLEX_BLOCK = 128
 WITH_DROPOUT = {"sdpa", "varlen", "xformers", "short"}
 FLASH = {"varlen", "xformers"}
-# Of `short`, whose programs hold all keys of a row.
+# Limits of `short`, whose programs hold all keys of a row.
 MAX_SHORT_ROW, MAX_SHORT_HEAD = 128, 64
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """How a flat buffer of T = B*L tokens is divided into segments, which attend to themselves only.
+    """The division of a flat buffer of T = B*L tokens into segments, which attend to themselves only.
 
     One field is set, that of the backend: `dense_B1LL` (bool, True = attend; None: whole rows) for
     `sdpa`, `cu_seqlens` (int32 [S+1]) for `varlen`, `block_mask` for `flex`, `block_diagonal` for
@@ -68,7 +68,7 @@ class AttentionMask:
 
         `cu_seqlens` (int32 [S+1]) are the offsets of the same segments in the flat buffer, each padding
         tail being one segment. T may be repeated at its end to keep its shape constant. They may be None for a backend
-        that does not read them (`reads_offsets`). `local_attention` is that of the model.
+        that does not read them (`reads_offsets`). `local_attention` is the model's.
         """
         mask = cls._packed(segment_ids_BL, cu_seqlens, backend, None)
         if not local_attention:
@@ -101,7 +101,7 @@ class AttentionMask:
     ) -> AttentionMask:
         """One segment per row; nothing attends to padding (0), as in `transformers`. For `sdpa`.
 
-        `local_attention` is that of the model; a model that has it needs an `attention_mask_BL`.
+        `local_attention` is the model's; where it is set, an `attention_mask_BL` is needed.
         """
         if attention_mask_BL is None:
             assert not local_attention
@@ -116,7 +116,7 @@ class AttentionMask:
         return replace(mask, local=replace(mask, dense_B1LL=local_B1LL, window=window))
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """What `dense_B1LL` adds to scores of this dtype; made once for all layers."""
+        """`dense_B1LL` as a summand of scores of this dtype; made once for all layers."""
         if self.dense_B1LL is None:
             return None
         found = self.__dict__.get("_bias")
@@ -139,7 +139,7 @@ def self_attention(
 ) -> Tensor:
     """Queries, keys and values of x, rotated by the angles of `ops.rotary_angles` where given, and `attention`.
 
-    [T, D] → [T, N*H]. `dropout` is that of the attention weights; of its key only `short` makes use.
+    [T, D] → [T, N*H]. `dropout` applies to the attention weights; only `short` uses its key.
     """
     if mask.backend == "short":
         cos_TH, sin_TH = (None, None) if rotary is None else (angle.squeeze(1) for angle in rotary)
@@ -168,8 +168,8 @@ def self_attention(
 def attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float = 0.0) -> Tensor:
     """Softmax attention within segments, scale 1/sqrt(H); [T, N, H] each → [T, N, H].
 
-    `dropout` is the dropout probability of attention weights; ValueError if the backend has none. For all backends but
-    `short`, which takes what `self_attention` has.
+    `dropout` is the dropout probability of attention weights; raises ValueError if the backend has none. For all
+    backends but `short`, which reads the qkv product itself.
     """
     if dropout > 0 and mask.backend not in WITH_DROPOUT:
         raise InputError(
@@ -181,11 +181,9 @@ def attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, 
 
 @dataclass(frozen=True)
 class Queries:
-    """The tokens whose hidden states alone are wanted, so that the last layer computes no others.
+    """The tokens whose hidden states are needed, so that the last layer computes no others.
 
-    Args:
-        index_n: Their places in the flat buffer, int64 [n].
-        allowed_nT: What each of them attends to, bool [n, T].
+    `index_n` (int64) are their indices in the flat buffer, `allowed_nT` (bool) the tokens that each of them attends to.
     """
 
     index_n: Tensor
@@ -212,7 +210,7 @@ def short_attention_reference(
 ) -> Tensor:
     """`short` in plain PyTorch, given a qkv product without its bias; → [T, N*H].
 
-    A key draws the mask of the weights as that of a matrix [T, N*L]: query tokens, and the keys of their rows by head.
+    With a key, dropout draws one mask [T, N*L] for the weights: query tokens by heads and keys of their rows.
     """
     (num_rows, length), num_tokens = segment_ids_BL.shape, qkv_TX.shape[0]
     if bias_X is not None:
@@ -252,18 +250,18 @@ def attention_reference(
 
 
 def _within(window: int, length: int, device: torch.device) -> Tensor:
-    """Whether |i - j| <= window; bool [L, L]."""
+    """|i - j| <= window; bool [L, L]."""
     position_L = torch.arange(length, device=device)
     return (position_L[:, None] - position_L[None, :]).abs() <= window
 
 
 def is_deterministic(backend: str) -> bool:
-    """Whether a backend gives bitwise equal gradients in two runs of the same seed."""
+    """Returns True if two runs of the same seed with this backend have bitwise equal gradients."""
     return backend not in FLASH
 
 
 def reads_offsets(backend: str) -> bool:
-    """Whether a backend reads the segments' offsets, not their ids."""
+    """Returns True if a backend reads the segments' offsets, not their ids."""
     return backend in FLASH
 
 
@@ -312,7 +310,7 @@ def _flex(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, drop
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    """One compiled function for all layers; it is compiled once for each network's shapes."""
+    """One function for all layers, which is compiled once for each network's shapes."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -359,7 +357,7 @@ def _block_mask(segment_ids_BL: Tensor, window: int | None) -> BlockMask:
 
 
 def _dense_to_ordered(blocks_BKK: Tensor) -> tuple[Tensor, Tensor]:
-    """Per query block: how many key blocks, and key block indices, those first; int32 [B, 1, K] and [B, 1, K, K]."""
+    """The number of key blocks per query block, and all indices, those blocks first; int32 [B, 1, K], [B, 1, K, K]."""
     blocks_B1KK = blocks_BKK[:, None].int()
     indices = blocks_B1KK.argsort(dim=-1, descending=True, stable=True)
     return blocks_B1KK.sum(dim=-1, dtype=torch.int32), indices.int()

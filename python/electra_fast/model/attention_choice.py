@@ -1,4 +1,4 @@
-"""Which attention backend a run uses: the one that is asked for, or the fastest that can run."""
+"""Choice of a run's attention backend: the requested one, or the fastest that can run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def choose_attention(
     row_length: int | None = None,
     head_dim: int = 64,
 ) -> str:
-    """Resolves `auto` to a backend's name; raises ValueError where the requested backend cannot run.
+    """Resolves `auto` to a backend's name; raises ValueError if the requested backend cannot run.
 
-    `sdpa` (scaled_dot_product_attention with a dense mask) runs everywhere, the others on CUDA. `short` (a kernel of
-    ours, on Hopper and for rows of up to 128 tokens), `varlen` (torch.nn.attention.varlen, flash attention over
+    `sdpa` (scaled_dot_product_attention with a dense mask) runs everywhere, the others on CUDA. `short` (our
+    kernel for rows of up to 128 tokens on Hopper), `varlen` (torch.nn.attention.varlen, flash attention over
     variable-length segments) and `xformers` (the same from another package) need 16-bit activations, `xformers` also a
     model without local attention; `flex` (compiled flex attention) has no dropout. `auto` is the first of `short`,
     `varlen` and `sdpa` that can run; never an optional package, so that a run does not depend on what happens to be
@@ -30,10 +30,10 @@ def choose_attention(
 
     Args:
         requested: `auto` or a backend.
-        device: Of the model.
-        dtype: Of the activations.
-        dropout: Dropout probability of attention weights.
-        local_attention: That of the model, 0 if none.
+        device: The model's device.
+        dtype: The dtype of the activations.
+        dropout: The dropout probability of attention weights.
+        local_attention: The model's `local_attention`, 0 if none.
         row_length: Tokens per row, None where rows differ.
         head_dim: Dimensions of a head.
     """
@@ -67,7 +67,7 @@ def _missing_for_short(device: torch.device, dtype: torch.dtype, row_length: int
 def _missing_requirement(
     backend: str, device: torch.device, dtype: torch.dtype, dropout: float, local_attention: int
 ) -> str | None:
-    """What a backend needs and lacks here; None where it can run."""
+    """The requirement that a backend lacks here; None if it can run."""
     if backend == "sdpa":
         return None
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""How a step computes, and from which keys it draws: device, attention backend, activation dtype, RNG keys."""
+"""Settings of a step's computation: device, attention backend, activation dtype, RNG keys."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ComputeConfig:
 
 @dataclass(frozen=True)
 class RngKey:
-    """What a micro-batch's samples and dropout masks are functions of: int64 [2] of (seed, step), and its first row.
+    """The key of a micro-batch's samples and dropout masks: (seed, step) as int64 [2], and its first row.
 
-    A tensor (int64 scalar) as first row lets one compiled function serve all micro-batches of a step.
+    With a tensor (int64 scalar) as first row, one compiled function serves all micro-batches of a step.
     """
 
     seed_and_step: Tensor
@@ -45,7 +45,7 @@ class RngKey:
 
 
 def seed_generator(device: torch.device, seed: int, part: int, step: int) -> None:
-    """Keys torch's own generator by the step and what part of it comes next, so that a resumed run draws the same.
+    """Seeds torch's own generator from the step and the part of it that follows, so that a resumed run draws the same.
 
     On a CPU `torch.manual_seed` takes half a millisecond, for a stack trace that it keeps in case CUDA comes into use.
     """
@@ -54,7 +54,7 @@ def seed_generator(device: torch.device, seed: int, part: int, step: int) -> Non
 
 
 def choose_device() -> torch.device:
-    """CUDA where there is one."""
+    """CUDA if available, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -62,7 +62,7 @@ def choose_compute(config: Config, device: torch.device) -> ComputeConfig:
     """Activation dtype, attention backend and library of products of a configuration.
 
     Measures nothing: where only a measurement can resolve `auto` (`choose_precision`, `choose_matmul`), the dtype is
-    fp32 and the library the default. A run has both resolved before (`training.hardware`). Raises ValueError where the
+    fp32 and the library the default. A run has both resolved before (`training.hardware`). Raises ValueError if the
     attention backend or the library cannot run.
     """
     dtype = DTYPES.get(choose_precision(config.train.precision, device), torch.float32)
@@ -74,7 +74,7 @@ def choose_compute(config: Config, device: torch.device) -> ComputeConfig:
 
 
 def choose_precision(requested: str, device: torch.device) -> str:
-    """Resolves `auto` to bf16 on a CUDA device that has it, and to fp32 on any device that has not.
+    """Resolves `auto` to bf16 on a CUDA device that supports it, and to fp32 on any device that does not.
 
     Returns `auto` for a CPU with bf16 instructions: on some they are faster than fp32, on others slower.
     """

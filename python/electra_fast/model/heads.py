@@ -20,69 +20,45 @@ from electra_fast.ops.linear import linear
 class MaskedLMHead(nn.Module):
     """Hidden states → logits over the vocabulary through the embedding table; [M, D] → [M, V].
 
-    `bert`: dense D → E, gelu, norm, table. `modern`: dense D → D, gelu, norm, projection D → E, table.
+    `bert`: dense D → E, gelu, norm, table. `modern`: dense D → D, gelu, norm, projection D → E, table. Plain heads of
+    both: projection D → E, table, without a bias. There is a projection only where D and E differ.
     """
 
     bias: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        modern = config.architecture == "modern"
-        hidden, embedding = config.hidden_size, config.embedding_size
-        inner = hidden if modern else embedding
-        self.dense = Linear(hidden, inner, bias=not modern)
-        self.norm = Norm(inner, config)
-        self.projection = Linear(hidden, embedding, bias=False) if modern and hidden != embedding else None
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        is_plain, is_modern = config.heads == "plain", config.architecture == "modern"
+        hidden, embedding, bias_V = config.hidden_size, config.embedding_size, torch.zeros(config.vocab_size)
+        inner = hidden if is_plain or is_modern else embedding
+        self.dense = None if is_plain else Linear(hidden, inner, bias=not is_modern)
+        self.norm = None if is_plain else Norm(inner, config)
+        self.projection = Linear(inner, embedding, bias=False) if inner != embedding else None
+        if is_plain:  # what the operations of the other head add
+            self.register_buffer("bias", bias_V, persistent=False)
+        else:
+            self.bias = nn.Parameter(bias_V)
         self.num_entries = config.vocab_size
 
     @property
     def output_bias(self) -> Tensor:
-        """The bias of the logits, which keeps rows after the tokenizer's last entry from being predicted."""
-        return _without_padding(self.bias, self.num_entries)
+        """The bias of the logits, which keeps rows after the tokenizer's last entry from being predicted.
+
+        It is finite in 16 bits.
+        """
+        num_padding = len(self.bias) - self.num_entries
+        if not num_padding:
+            return self.bias
+        return torch.cat([self.bias[: self.num_entries], self.bias.new_full((num_padding,), -3e4)])
 
     def transform(self, x_MD: Tensor) -> Tensor:
-        """All that comes before the table; [M, D] → [M, E]."""
-        x: Tensor = self.norm(ops.bias_gelu(x_MD, self.dense.weight, self.dense.bias))
-        if self.projection is not None:
-            x = self.projection(x)
-        return x
-
-    def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
-        return linear(self.transform(x_MD), table_VE, self.output_bias)
-
-
-class PlainMaskedLMHead(nn.Module):
-    """Logits e(x)'h without a bias, and with a projection of h where D and E differ; [M, D] → [M, V]."""
-
-    bias: Tensor
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        hidden, embedding = config.hidden_size, config.embedding_size
-        self.projection = Linear(hidden, embedding, bias=False) if hidden != embedding else None
-        # What the operations of the other head add.
-        self.register_buffer("bias", torch.zeros(config.vocab_size), persistent=False)
-        self.num_entries = config.vocab_size
-
-    @property
-    def output_bias(self) -> Tensor:
-        """As in `MaskedLMHead`."""
-        return _without_padding(self.bias, self.num_entries)
-
-    def transform(self, x_MD: Tensor) -> Tensor:
-        """All that comes before the table; [M, D] → [M, E]."""
+        """The layers before the table; [M, D] → [M, E]."""
+        if self.dense is not None and self.norm is not None:
+            x_MD = self.norm(ops.bias_gelu(x_MD, self.dense.weight, self.dense.bias))
         return x_MD if self.projection is None else self.projection(x_MD)
 
     def forward(self, x_MD: Tensor, table_VE: Tensor) -> Tensor:
         return linear(self.transform(x_MD), table_VE, self.output_bias)
-
-
-def _without_padding(bias_V: Tensor, num_entries: int) -> Tensor:
-    """A bias that makes the entries from `num_entries` on impossible, and in 16 bits is finite."""
-    if num_entries == len(bias_V):
-        return bias_V
-    return torch.cat([bias_V[:num_entries], bias_V.new_full((len(bias_V) - num_entries,), -3e4)])
 
 
 class DiscriminatorHead(nn.Module):
@@ -126,5 +102,4 @@ _DENSE: dict[str, type[nn.Module]] = {
     "replaced_token": DiscriminatorHead,
     "logit": LogitHead,
 }
-_PLAIN: dict[str, type[nn.Module]] = {"masked_lm": PlainMaskedLMHead, "replaced_token": LogitHead, "logit": LogitHead}
-HEADS = {"dense": _DENSE, "plain": _PLAIN}
+HEADS = {"dense": _DENSE, "plain": _DENSE | {"replaced_token": LogitHead}}

@@ -1,9 +1,9 @@
-"""Which library computes fp32 matrix products on a CPU: torch's default, or oneDNN, which every torch contains.
+"""Choice of the library for fp32 matrix products on a CPU: torch's default, or oneDNN, which every torch contains.
 
 By default torch gives fp32 products to MKL, which uses AVX-512 on Intel's processors only: on an AMD EPYC oneDNN is
-more than twice as fast (bench/LOG.md). torch has no switch for that alone. But it gives all fp32 products to oneDNN
-once `torch.backends.mkldnn.matmul.fp32_precision` permits oneDNN to round their factors to bf16, which oneDNN does only
-where that is faster: with AMX. Without AMX its products are of full precision. So "onednn" is refused where there is
+more than twice as fast (bench/LOG.md). torch has no switch for this. But it gives all fp32 products to oneDNN once
+`torch.backends.mkldnn.matmul.fp32_precision` permits oneDNN to round their factors to bf16, which oneDNN does only
+where that is faster: with AMX. Without AMX its products have full precision. So "onednn" is refused on processors with
 AMX, and a measurement that finds rounded factors never chooses it.
 """
 
@@ -25,11 +25,11 @@ from electra_fast.errors import InputError
 
 DEFAULT, ONEDNN = "default", "onednn"
 KINDS = ("forward", "input gradient", "weight gradient")
-# oneDNN must be this much faster: measurements of equally fast libraries would choose now one, now the other.
+# oneDNN must be this much faster, because measurements of equally fast libraries would choose at random.
 MIN_SPEEDUP = 1.2
-# Of two fp32 products, relative to the largest element; factors rounded to bf16 give more than 2^-13.
+# Difference of two fp32 products, relative to the largest element; factors rounded to bf16 give more than 2^-13.
 MAX_DIFFERENCE = 2.0**-16
-# Of a measured product: some milliseconds on one core.
+# FLOPs of a measured product: some milliseconds on one core.
 MAX_FLOPS = 2e8
 REPETITIONS = 3
 
@@ -41,9 +41,9 @@ _precision_before = "none"
 
 @contextmanager
 def use_matmul(name: str) -> Iterator[None]:
-    """Within the context, all fp32 products of this process on the CPU are computed by "default" or "onednn".
+    """Computes all fp32 products of this process on the CPU by "default" or "onednn" within the context.
 
-    Contexts of several threads may overlap. InputError where the processor has no "onednn".
+    Contexts of several threads may overlap. Raises InputError if the processor has no "onednn".
     """
     require_matmul(name)
     if name != ONEDNN:
@@ -57,7 +57,7 @@ def use_matmul(name: str) -> Iterator[None]:
 
 
 def require_matmul(name: str) -> None:
-    """Raises InputError where this processor cannot compute fp32 products by `name`."""
+    """Raises InputError if this processor cannot compute fp32 products by `name`."""
     if name == ONEDNN and not has_onednn():
         raise InputError(
             'matmul = "onednn" needs a processor with AVX-512 and without AMX, with which oneDNN rounds to bf16; set '
@@ -66,7 +66,7 @@ def require_matmul(name: str) -> None:
 
 
 def has_onednn() -> bool:
-    """Whether torch can give fp32 products to oneDNN, and oneDNN computes them in fp32."""
+    """Returns True if torch can give fp32 products to oneDNN and oneDNN computes them in fp32."""
     found = torch.cpu.get_capabilities()
     return bool(_MKLDNN.is_available() and found.get("avx512_bw") and not found.get("amx_tile"))
 
@@ -81,9 +81,9 @@ def _count_users(change: int) -> None:
 
 
 def choose_matmul(requested: str, device: torch.device) -> str:
-    """Resolves `auto` where that takes no measurement: to "default" where there is no choice, else to `auto`.
+    """Resolves `auto` to "default" where there is no choice, and leaves it to a measurement elsewhere.
 
-    Raises InputError where the device has no "onednn".
+    Raises InputError if the device has no "onednn".
     """
     if requested == AUTO:
         return AUTO if device.type == "cpu" and has_onednn() else DEFAULT
@@ -102,7 +102,7 @@ class MatmulMeasurement:
 
     @property
     def fastest(self) -> str:
-        """oneDNN if all products together are so much faster, and equal but for the rounding of fp32."""
+        """oneDNN if all products together are clearly faster with it, and differ by fp32's rounding only."""
         if self.difference > MAX_DIFFERENCE:
             return DEFAULT
         default, onednn = (sum(self.seconds[name].values()) for name in (DEFAULT, ONEDNN))
@@ -119,7 +119,7 @@ class MatmulMeasurement:
 def measure_matmul(shape: ModelConfig, num_tokens: int) -> MatmulMeasurement:
     """Times the three products of an encoder's linear layers by both libraries, with torch's current threads.
 
-    Takes a fraction of a second: of large layers fewer than `num_tokens` tokens are multiplied.
+    Takes a fraction of a second: products of large layers have fewer than `num_tokens` tokens.
     """
     seconds = {name: dict.fromkeys(KINDS, 0.0) for name in (DEFAULT, ONEDNN)}
     difference, generator = 0.0, torch.Generator().manual_seed(0)
@@ -140,7 +140,7 @@ def measure_matmul(shape: ModelConfig, num_tokens: int) -> MatmulMeasurement:
 
 @cache
 def fastest_matmul(shape: ModelConfig, device: torch.device) -> str:
-    """The faster library for an encoder on this device, measured once per process; for what is not recorded."""
+    """The faster library for an encoder on this device, measured once per process and not recorded."""
     return DEFAULT if choose_matmul(AUTO, device) == DEFAULT else measure_matmul(shape, 512).fastest
 
 
@@ -156,7 +156,7 @@ def _products(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Callable[[], Tenso
 
 
 def seconds_of(function: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Duration of a call."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start

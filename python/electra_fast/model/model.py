@@ -2,7 +2,7 @@
 
 Two architectures share one shape of code: `bert`, the paper's post-norm encoder (exports to
 `transformers`' Electra), and `modern`, pre-norm with rotary positions, GeGLU and no biases (exports
-to ModernBERT). Which of them a model has is the objective's choice.
+to ModernBERT). The objective determines the networks of a model.
 
 Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden, N heads, H head dimension.
 """
@@ -19,7 +19,7 @@ from electra_fast.config.config import Config, ModelConfig
 from electra_fast.errors import InputError
 from electra_fast.model import sublayers
 from electra_fast.model.attention import AttentionMask, Queries, query_attention, self_attention
-from electra_fast.model.heads import HEADS, DiscriminatorHead, LogitHead, MaskedLMHead, PlainMaskedLMHead
+from electra_fast.model.heads import HEADS, DiscriminatorHead, LogitHead, MaskedLMHead
 from electra_fast.model.initialization import initialize
 from electra_fast.model.layers import Linear, Norm
 from electra_fast.model.networks import networks_of
@@ -38,8 +38,8 @@ ATTENTION_CALL = 1 << 14
 class Embeddings(nn.Module):
     """Token (and, in `bert`, position and type) embeddings, [T] → [T, E].
 
-    With `has_sparse_gradient`, that of the token table may be a sparse tensor, on a CPU and for few tokens: a step of
-    fine-tuning reads a few hundred rows of a table of tens of megabytes, and nothing else has a gradient there.
+    With `has_sparse_gradient`, the token table's gradient may be a sparse tensor, on a CPU and for few tokens: a step
+    of fine-tuning reads a few hundred rows of a table of tens of megabytes, and nothing else has a gradient there.
     """
 
     def __init__(self, config: ModelConfig, *, has_sparse_gradient: bool = False) -> None:
@@ -107,7 +107,7 @@ class BertLayer(nn.Module):
 
 
 def _attention_dropout(layer: BertLayer | ModernLayer, dropout: Dropout) -> Dropout:
-    """The dropout of a layer's attention weights, of which `dropout` is the first."""
+    """The dropout of a layer's attention weights, given the layer's first dropout."""
     probability = layer.attention_dropout if layer.training else 0.0
     return replace(dropout.call(ATTENTION_CALL), probability=probability)
 
@@ -171,7 +171,7 @@ def _queries_keys_values(qkv: Linear, x_TD: Tensor, index_n: Tensor, num_heads: 
 class Encoder(nn.Module):
     """Projection E → D where the widths differ, then the layers; [T, E] → [T, D].
 
-    With `queries`, the hidden states of some tokens only; → [n, D].
+    With `queries`, the hidden states of those tokens only; → [n, D].
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -217,12 +217,12 @@ class Electra(nn.Module):
 
     The generator's parts are `generator_embeddings`, `generator` and `generator_head`. The other network has
     `embeddings`, and `discriminator` and `discriminator_head`, or `encoder` and `encoder_head` where it predicts
-    tokens. `networks` says which there are. Some objectives have more heads. `proposal` takes the generator's place
+    tokens. `networks` lists those present. Some objectives have more heads. `proposal` takes the generator's place
     where `generator.kind` is not `model`.
 
     Args:
         config: Sizes, objective and tying; `model.vocab_size` must be set.
-        roles: Which of the objective's networks to build; all by default.
+        roles: The objective's networks to build; all by default.
     """
 
     generator_head: MaskedLMHead
@@ -257,7 +257,7 @@ class Electra(nn.Module):
         """Keeps rows of the tables after the tokenizer's last entry, which are padding, from being predicted."""
         self.num_entries = num_entries
         for head in self.children():
-            if isinstance(head, (MaskedLMHead, PlainMaskedLMHead)):
+            if isinstance(head, MaskedLMHead):
                 head.num_entries = num_entries
         is_uniform = self.config.generator.kind == "uniform"
         if self.proposal is not None and is_uniform and num_entries < self.config.model.vocab_size:
@@ -281,9 +281,9 @@ class Electra(nn.Module):
         dtype: torch.dtype,
         dropout_key: Tensor | None = None,
     ) -> Tensor:
-        """The last hidden states of a network; [T] → [T, D]. ValueError if there is no such network.
+        """The last hidden states of a network; [T] → [T, D]. Raises ValueError if there is no such network.
 
-        Whether there is dropout depends on the mode of the network's encoder.
+        Applies dropout if the network's encoder is in training mode.
         """
         self._require(role)
         encoder = self.get_submodule(role)

@@ -56,7 +56,7 @@ def networks_of(config: Config, objective: str | None = None) -> dict[str, Netwo
     """The networks by role, in the order in which they are built; the objective's result comes last.
 
     Args:
-        config: Of the run.
+        config: The run's configuration.
         objective: One of `config.objectives.OBJECTIVE_SPECS`; the configuration's own by default.
     """
     name, mask_prob = objective or config.objective.name, config.data.mask_prob

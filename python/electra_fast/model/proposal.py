@@ -34,14 +34,14 @@ class Proposal(nn.Module):
 
     @property
     def has_counts(self) -> bool:
-        """Whether there is a distribution to sample from."""
+        """True once there is a distribution to sample from."""
         return bool(self.table_V2.any())
 
     def set_counts(self, counts_V: Tensor) -> None:
-        """Makes the distribution that of these counts, int or float [V] or fewer; entries without one are not drawn."""
+        """Makes these counts the distribution: int or float [V] or fewer; entries without a count are not drawn."""
         counts_V = torch.nn.functional.pad(counts_V, (0, len(self.table_V2) - len(counts_V)))
         self.table_V2.copy_(alias_table(counts_V))
 
     def sample(self, slot_M: Tensor, rng_key: RngKey) -> Tensor:
-        """A sample for each slot, keyed as the generator's are; int64 [M] → int64 [M]."""
+        """One sample per slot, keyed as the generator's are; int64 [M] → int64 [M]."""
         return ops.sample_alias(self.table_V2, slot_M, rng_key.seed_and_step)

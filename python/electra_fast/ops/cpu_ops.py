@@ -1,6 +1,6 @@
 """Operations in the form that is fast on a CPU: few passes over memory, few temporaries, no copies of gradients.
 
-Contracts and references are in `ops`. torch.compile traces the references instead, since it fuses them itself;
+Contracts and references are in `operations`. torch.compile traces the references instead and fuses them itself;
 only the generator's head stays a single operator.
 
 Shapes: T tokens, M masked slots, V vocabulary, E embedding, D hidden, N heads, H head dimension, F feed-forward;
@@ -18,27 +18,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from electra_fast.ops.sampling import TILE, draw_noise, modify_logits, sample_categorical
+from electra_fast.ops.dispatch import define_operator
+from electra_fast.ops.sampling import TILE, draw_noise, modify_logits, sample_categorical, take_along_rows
 
 # Logits that the generator's head holds at once: large enough for efficient products, small enough for the caches.
 CHUNK_BYTES = 8 * 2**20
-# Their gradients that are multiplied at once.
+# Gradients of logits that are multiplied at once.
 GROUP_BYTES = 64 * 2**20
-# Longest row whose attention weights are kept for the backward pass, as with dropout those of any row are: their number
-# grows with its square. `scaled_dot_product_attention` computes them again.
+# The longest row whose attention weights are kept for the backward pass, since their number grows with its square.
+# `scaled_dot_product_attention` computes those of longer rows again, but those with dropout are always kept.
 MAX_ROW = 512
-# Scores that attention holds at once: what passes over them leave in the caches.
+# Scores that attention holds at once, so that they stay in the caches.
 SCORES_BYTES = 2**20
 
 
 def rotary_qkv(x_TD: Tensor, weight_3DD: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
-    """`ops.rotary_qkv` side by side, [T, 3D]; the dimensions of a query's head are permuted, and a key's likewise."""
+    """`ops.rotary_qkv` as one tensor [T, 3D]; the dimensions of each query's and key's head are permuted alike."""
     qkv_TX: Tensor = _RotaryQKV.apply(x_TD, weight_3DD, torch.complex(cos, sin), num_heads)
     return qkv_TX
 
 
 class _RotaryQKV(torch.autograd.Function):
-    """The product with weights whose rows are ordered such that a rotation multiplies adjacent pairs: complex numbers.
+    """The product with reordered rows of weights, so that a rotation multiplies adjacent pairs as complex numbers.
 
     Scores are sums over the head's dimensions, so an order that queries and keys share doesn't change them.
     """
@@ -78,15 +79,15 @@ def _rotate_(qkv_TD: Tensor, cis: Tensor, num_heads: int) -> None:
 
 
 def unkeyed_dropout(x: Tensor, probability: float) -> Tensor:
-    """`ops.dropout` without a key, with masks of `_dropout_mask`."""
+    """`ops.dropout` without a key, by a mask of `_dropout_mask`."""
     return x * _dropout_mask(x, probability)
 
 
 def _dropout_mask(like: Tensor, probability: float) -> Tensor:
-    """0 with a probability rounded to 2^-16, otherwise what keeps the mean; of the shape and dtype of `like`.
+    """0 with a probability rounded to 2^-16, otherwise the factor that preserves the mean; shape and dtype of `like`.
 
-    16 bits of torch's generator decide about an element, where `F.dropout` draws a double for each; and arithmetic on
-    integers is vectorized, where comparisons are not.
+    Each element takes 16 bits of torch's generator, where `F.dropout` draws a double. Arithmetic on integers is
+    vectorized, comparisons are not.
     """
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     num_dropped = round(probability * 2**16)
@@ -98,24 +99,19 @@ def _dropout_mask(like: Tensor, probability: float) -> Tensor:
 def self_attention(
     qkv_TX: Tensor, bias_B1LL: Tensor | None, num_rows: int, num_heads: int, dropout: float = 0.0
 ) -> Tensor:
-    """Softmax attention within rows, with dropout of its weights; [T, 3D] → [T, D].
+    """Softmax attention within rows of equal length, with dropout of the weights; [T, 3D] → [T, D].
 
-    Args:
-        qkv_TX: Queries, keys and values of all heads side by side, the rows one after another.
-        bias_B1LL: Added to the scores, such as a large negative number where a token doesn't attend; in qkv's dtype.
-        num_rows: Rows, of equal length.
-        num_heads: Heads.
-        dropout: Probability of the dropout.
+    `bias_B1LL`, in qkv's dtype, is added to the scores: a large negative number where a token doesn't attend.
     """
     out_TD: Tensor = _SelfAttention.apply(qkv_TX, bias_B1LL, num_rows, num_heads, dropout)
     return out_TD
 
 
 class _SelfAttention(torch.autograd.Function):
-    """Batched products of whole rows, of as many at once as the caches hold.
+    """Batched products of whole rows, as many at once as fit into the caches.
 
-    `scaled_dot_product_attention` multiplies in small blocks. For rows of up to 512 tokens it is no faster in fp32 by
-    MKL, and where oneDNN multiplies 1.4 to 15 times slower (bench/LOG.md). It has no fast form with dropout.
+    `scaled_dot_product_attention` multiplies in small blocks. For rows of up to 512 tokens it is no faster with MKL in
+    fp32, and 1.4 to 15 times slower with oneDNN (bench/LOG.md). It has no fast form with dropout.
     """
 
     @staticmethod
@@ -158,13 +154,13 @@ class _SelfAttention(torch.autograd.Function):
                 grad_weights.mul_(drop)
             grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype).mul_(scale)
             grads = (grad_scores @ k, grad_scores.mT @ q, dropped.mT @ grad)
-            for place, each in zip(grad_BL3NH[rows].unbind(2), grads, strict=True):
-                place.copy_(_by_token(each, num_heads))
+            for out, each in zip(grad_BL3NH[rows].unbind(2), grads, strict=True):
+                out.copy_(_by_token(each, num_heads))
         return grad_TX, None, None, None, None
 
 
 def _row_chunks(qkv_TX: Tensor, num_rows: int, num_heads: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
-    """Some rows at a time, and their queries, keys and values, [c*N, L, H] each."""
+    """Yields chunks of rows, with their queries, keys and values, [c*N, L, H] each."""
     length = qkv_TX.shape[0] // num_rows
     qkv_3BNLH = qkv_TX.view(num_rows, length, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
     chunk = max(1, SCORES_BYTES // (num_heads * length * length * qkv_TX.element_size()))
@@ -211,10 +207,10 @@ def _generator_head_impl(
     x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, weight_M: Tensor, slot_M: Tensor,
     seed_and_step: Tensor | None, temperature: float, disallow_correct: bool, with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, sample, correct, the loss' gradients with respect to x, the table and the bias), in one visit of the rows.
+    """(loss, sample, correct, gradients of the loss with respect to x, table and bias), in one pass over the rows.
 
-    The logits of a chunk of rows become exponentials, then probabilities, then gradients. Those of several chunks, a
-    group, are multiplied at once, since each product reads and writes the whole gradient of the table.
+    The logits of a chunk of rows become exponentials, then probabilities, then gradients in place. The gradients of a
+    group of chunks are multiplied at once, since each product reads and writes the whole gradient of the table.
     """
     outputs = _empty_outputs(x_ME, table_VE, seed_and_step, with_gradient)
     loss, sample_M, correct_M = outputs[0].zero_(), outputs[1], outputs[2]
@@ -237,7 +233,7 @@ def _generator_head_impl(
             target_logit_M1 = logits.gather(1, target_M1)
             max_MK = tiles.amax(-1)
             best_tile_M = max_MK.argmax(-1)
-            correct_M[rows] = best_tile_M * TILE + _chosen(tiles, best_tile_M).argmax(-1) == target_M[rows]
+            correct_M[rows] = best_tile_M * TILE + take_along_rows(tiles, best_tile_M).argmax(-1) == target_M[rows]
             as_is = temperature == 1.0 and not disallow_correct
             if seed_and_step is not None and not as_is:
                 modified_MV = modify_logits(logits, target_M[rows], temperature, disallow_correct)
@@ -247,7 +243,7 @@ def _generator_head_impl(
             if seed_and_step is not None and as_is:
                 noise = draw_noise(num_tiles, slot_M[rows], seed_and_step)
                 tile_M = noise.choose_tile(lse_MK)
-                sample_M[rows] = tile_M * TILE + noise.choose_within_tile(_chosen(tiles, tile_M))
+                sample_M[rows] = tile_M * TILE + noise.choose_within_tile(take_along_rows(tiles, tile_M))
             lse_M1 = lse_MK.logsumexp(-1, keepdim=True)
             loss += ((lse_M1 - target_logit_M1) * weight_M1).sum()
             if with_gradient:
@@ -262,7 +258,7 @@ def _generator_head_impl(
 
 
 def _groups(num_rows: int, group_rows: int, chunk_rows: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Groups of rows, and the chunks of each."""
+    """Yields groups of rows, and the chunks of each."""
     for start in range(0, num_rows, group_rows):
         stop = min(start + group_rows, num_rows)
         chunks = [slice(each, min(each + chunk_rows, stop)) for each in range(start, stop, chunk_rows)]
@@ -292,15 +288,10 @@ def _linear(x_ME: Tensor, table_PE: Tensor, bias_P: Tensor, out: Tensor) -> None
     out.add_(bias_P)
 
 
-def _chosen(tiles: Tensor, tile_M: Tensor) -> Tensor:
-    """One tile of each row; [M, K, t], [M] → [M, t]."""
-    return tiles[torch.arange(tiles.shape[0]), tile_M]
-
-
 def _add_gradients(
     x_grad_gE: Tensor, table_grad_VE: Tensor, logits_grad_gP: Tensor, x_ME: Tensor, table_PE: Tensor, group: slice
 ) -> None:
-    """The gradient of x at the rows of a group, and that of the table added to what earlier groups gave."""
+    """Computes the gradient of x for a group's rows, and adds the group's gradient of the table to the others'."""
     torch.mm(logits_grad_gP, table_PE, out=x_grad_gE)
     grad_VE, is_first = logits_grad_gP.t()[: len(table_grad_VE)], group.start == 0
     if x_ME.dtype == torch.float32:
@@ -313,10 +304,8 @@ def _add(total: Tensor, term: Tensor, *, is_first: bool) -> None:
     total.copy_(term) if is_first else total.add_(term)
 
 
-def _generator_head_fake(
-    x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, weight_M: Tensor, slot_M: Tensor,
-    seed_and_step: Tensor | None, temperature: float, disallow_correct: bool, with_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _generator_head_fake(x_ME: Tensor, table_VE: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    *_, seed_and_step, _, _, with_gradient = others
     return _empty_outputs(x_ME, table_VE, seed_and_step, with_gradient)
 
 
@@ -330,12 +319,7 @@ def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return (*(grad.to(gradient.dtype) * gradient for gradient in ctx.saved_tensors), *(None,) * 7)
 
 
-# An operator, so that torch.compile leaves it whole. Not by `torch.library.custom_op`, whose calls import the compiler:
-# seconds before the first step of every run.
-_NAME = "electra_fast::generator_head_cpu"
-torch.library.define(_NAME, torch.library.infer_schema(_generator_head_impl, mutates_args=()))
-torch.library.impl(_NAME, "cpu", _generator_head_impl)
-torch.library.register_fake(_NAME, _generator_head_fake)
+_NAME = define_operator("generator_head_cpu", "cpu", _generator_head_impl, _generator_head_fake)
 torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)
 
 
@@ -343,7 +327,7 @@ def generator_head(
     x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, weight_M: Tensor, slot_M: Tensor,
     seed_and_step: Tensor | None, temperature: float, disallow_correct: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """`ops.generator_head`; the forward pass computes the gradients too, if any is wanted."""
+    """`ops.generator_head`; the forward pass also computes the gradients, if any is needed."""
     with_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_ME, table_VE, bias_V))
     loss, sample_M, correct_M, *_ = torch.ops.electra_fast.generator_head_cpu(
         x_ME, table_VE, bias_V, target_M, weight_M, slot_M, seed_and_step, temperature, disallow_correct, with_gradient

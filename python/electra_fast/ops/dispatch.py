@@ -1,9 +1,9 @@
-"""Which implementation of an operation runs: its kernel, its form for the CPU, or its reference."""
+"""Selects the implementation of an operation: its kernel, its CPU form, or its reference."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -17,11 +17,11 @@ _impl: Impl | None = None
 
 @contextmanager
 def use_impl(impl: Impl) -> Iterator[None]:
-    """Within the context, runs every operation by its Triton kernel or by its reference, whatever the device.
+    """Runs every operation as its Triton kernel or as its reference within the context, on any device.
 
-    It is read when an operation is called or traced: torch.compile recompiles when it changes, a captured
+    The choice is read when an operation is called or traced: torch.compile recompiles when it changes, a captured
     CUDA graph replays what it captured. It applies to the whole process, not to one thread. `gather_rows`
-    has one implementation only. RuntimeError for "kernel" without a CUDA device or Triton's interpreter.
+    has a single implementation. Raises RuntimeError for "kernel" without a CUDA device or Triton's interpreter.
     """
     global _impl
     if impl not in ("kernel", "reference"):
@@ -36,14 +36,14 @@ def use_impl(impl: Impl) -> Iterator[None]:
 
 
 def uses_kernels(x: Tensor) -> bool:
-    """Whether operations on this tensor run as Triton kernels."""
+    """Returns True if operations on this tensor run as Triton kernels."""
     return x.is_cuda if _impl is None else _impl == "kernel"
 
 
 def uses_cpu_ops(x: Tensor, *, compiled: bool = False) -> bool:
-    """Whether operations on this tensor run in their form for the CPU (`cpu_ops`).
+    """Returns True if operations on this tensor run in their CPU form (`cpu_ops`).
 
-    torch.compile traces the references, which it fuses itself, except of operations with `compiled`.
+    torch.compile traces the references, which it fuses itself, except for operations that set `compiled`.
     """
     return x.device.type == "cpu" and _impl is None and (compiled or not torch.compiler.is_compiling())
 
@@ -53,3 +53,15 @@ def kernels() -> Any:
     from electra_fast.kernels import launchers
 
     return launchers
+
+
+def define_operator(name: str, dispatch_key: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> str:
+    """Registers an operator, which torch.compile does not trace into; returns its qualified name.
+
+    `torch.library.custom_op` does the same, but its calls import the compiler: seconds before the first step of a run.
+    """
+    name = f"electra_fast::{name}"
+    torch.library.define(name, torch.library.infer_schema(implementation, mutates_args=()))
+    torch.library.impl(name, dispatch_key, implementation)
+    torch.library.register_fake(name, fake)
+    return name

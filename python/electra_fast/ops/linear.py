@@ -1,7 +1,7 @@
 """Linear layers with fp32 weights and activations of any dtype: casts, products and weight gradients.
 
-Weights are cast where they are used. A step on a GPU uses each of them at least once and launches a kernel per cast, so
-`WeightCasts` casts all of them in a few launches, and `cast` finds its work done.
+Weights are cast where they are used. On a GPU that would launch a kernel per weight and step, so `WeightCasts` casts
+all of them in a few launches, and `cast` returns those copies.
 
 Shapes: T packed tokens, I inputs, O outputs.
 """
@@ -25,12 +25,7 @@ _casts: dict[Tensor, Tensor] = {}
 class WeightCasts:
     """Copies of the weights of a model's linear layers in the dtype of the activations, at fixed addresses.
 
-    There are none where `linear` would not use them: without kernels, or with activations in fp32.
-
-    Args:
-        model: On its device.
-        dtype: Of the activations.
-        enabled: False for no copies at all.
+    There are none where `linear` would not use them: without kernels, with fp32 activations, or if not `enabled`.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, enabled: bool = True) -> None:
@@ -43,7 +38,7 @@ class WeightCasts:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Casts all weights; within the context, in which nothing may change them, `cast` returns these copies."""
+        """Casts all weights; `cast` returns the copies within the context, in which no weight may change."""
         if self._casts:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._casts.values()), list(self._casts))

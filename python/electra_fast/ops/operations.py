@@ -1,11 +1,10 @@
 # mypy: no-warn-return-any
 # (The kernels' launchers have no types.)
-"""Every operation of the networks except attention: contract, dispatch, and reference in plain PyTorch.
+"""The operations of the networks except attention: contract, dispatch, and reference in plain PyTorch.
 
-The reference is the specification; another implementation may change speed, never meaning. Operations run as
-Triton kernels on CUDA, some of them in a form of their own on a CPU (`cpu_ops`), and else by their references,
-unless `dispatch.use_impl` says otherwise. Weights are fp32 and cast here, where they are used, to the dtype of the
-activations.
+The reference is the specification; another implementation may change speed, never meaning. Operations run as Triton
+kernels on CUDA, some in their CPU form on a CPU (`cpu_ops`), and otherwise as their references, unless
+`dispatch.use_impl` is active. Weights are fp32 and cast here, where they are used, to the dtype of the activations.
 
 Shapes: B rows, L row length, T = B*L tokens of the flat buffer, M masked slots, V vocabulary,
 E embedding, D hidden, N heads, H head dimension, F feed-forward.
@@ -32,7 +31,7 @@ DISCRIMINATOR_TOTALS = ("discriminator_correct", "true_positives", "predicted_po
 def gather_rows(x_RD: Tensor, index_M: Tensor, *, sparse: bool = False) -> Tensor:
     """x[index], whose gradient is summed in a fixed order; [R, D], int [M] → [M, D].
 
-    On a CPU that gradient may be a sparse tensor of the gathered rows.
+    With `sparse`, the gradient is a sparse tensor of the gathered rows on a CPU.
     """
     if uses_cpu_ops(x_RD):
         return F.embedding(index_M, x_RD, sparse=sparse)  # the same operators, without the cost of a custom one
@@ -43,11 +42,11 @@ def gather_rows(x_RD: Tensor, index_M: Tensor, *, sparse: bool = False) -> Tenso
 class Dropout:
     """One dropout call: zeroes each element with `probability` and divides the others by 1 - probability.
 
-    `key` is int64 [3] on the device: seed, step, and the index within the step of the micro-batch's
-    first token. With a key, the mask is a pure function of key, call index, token and column. It
-    therefore does not depend on how a step is divided into micro-batches, is new at every replay of a
-    captured graph, and is drawn again in the backward pass instead of being stored. Every dropout of
-    the networks needs its own `call_index`. Without a key torch's generator draws the mask.
+    `key` is int64 [3] on the device: seed, step, and the index within the step of the micro-batch's first token. With a
+    key, the mask is a pure function of key, call index, token and column. So it does not depend on the division of a
+    step into micro-batches, is new at every replay of a captured graph, and is drawn again in the backward pass instead
+    of being stored. Every dropout of the networks needs its own `call_index`. Without a key torch's generator draws the
+    mask.
     """
 
     probability: float = 0.0
@@ -60,12 +59,12 @@ class Dropout:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether kernels can apply it: it has a key, or drops nothing."""
+        """True if kernels can apply it: it has a key, or drops nothing."""
         return self.key is not None or not self.probability
 
     @property
     def arguments(self) -> tuple[float, Tensor | None, int]:
-        """Probability, key and call index, as the kernels take them."""
+        """Probability, key and call index, as arguments of the kernels."""
         return self.probability, self.key if self.probability else None, self.call_index
 
 
@@ -158,8 +157,8 @@ def embedding_norm(
 ) -> Tensor:
     """dropout(LayerNorm(token + position + type embedding)) in `dtype`; → [T, E].
 
-    `ids` are int [T]: tokens, positions and types (0 or 1). `tables` are fp32 [V, E], [L, E] and [2, E]. `sparse` is
-    the tokens' in `gather_rows`.
+    `ids` are int [T]: tokens, positions and types (0 or 1). `tables` are fp32 [V, E], [L, E] and [2, E]. `sparse` applies
+    to the token table, as in `gather_rows`.
     """
     if uses_kernels(ids[0]) and dropout.has_kernel:
         return kernels().embedding_norm(*ids, *tables, norm_weight_E, norm_bias_E, eps, dtype, *dropout.arguments)[0]
@@ -223,9 +222,9 @@ def rotary_angles(
 def rotary_qkv(
     x_TD: Tensor, weight: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values; the first two have rotary position embeddings; [T, D], [3D, D] → [T, N, H] each.
+    """Queries and keys with rotary position embeddings, and values; [T, D], [3D, D] → [T, N, H] each.
 
-    The order of the dimensions within a head is up to the implementation; it is the same for queries and keys.
+    Implementations may order the dimensions within a head differently, but the same for queries and keys.
     """
     if uses_cpu_ops(x_TD):
         qkv_TX = cpu_ops.rotary_qkv(x_TD, weight, cos_T1H, sin_T1H, num_heads)
@@ -260,14 +259,14 @@ def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sampl
     the published code (`scatter_update`). A sample that equals the original token counts as original.
 
     Args:
-        masked_ids_BL: the generator's input, int.
-        position_M: position of each slot in the flat buffer, int64; T for unused slots. Slots are in row order,
+        masked_ids_BL: The generator's input, int.
+        position_M: The position of each slot in the flat buffer, int64; T for unused slots. Slots are in row order,
             equally many per row, and within their row.
-        original_M: the token that each slot masks, int64.
-        sample_M: the generator's sample for each slot, int64.
+        original_M: The token that each slot masks, int64.
+        sample_M: The generator's sample for each slot, int64.
 
     Returns:
-        Corrupted ids, [T] in the masked ids' dtype, and whether each token was replaced, bool [T].
+        Corrupted ids, [T] in the masked ids' dtype, and bool [T], True for replaced tokens.
     """
     if uses_kernels(masked_ids_BL):
         return kernels().corrupt(masked_ids_BL, position_M, original_M, sample_M)
@@ -354,19 +353,19 @@ def generator_head(
     """Cross-entropy, samples and argmax of the generator's logits, x @ table.T + bias.
 
     Args:
-        x_ME: activations, after whatever the head does before the table.
-        table_VE: the embedding table, fp32; cast to x's dtype, as is the bias.
-        bias_V: the output bias, fp32.
-        target_M: the masked tokens, int64.
-        weight_M: the slots' weights in the loss, fp32.
-        slot_M: indices of the masked slots within the step, int64; they key the samples' random numbers.
+        x_ME: The input of the product with the table.
+        table_VE: The embedding table, fp32; cast to x's dtype, as is the bias.
+        bias_V: The output bias, fp32.
+        target_M: The masked tokens, int64.
+        weight_M: The slots' weights in the loss, fp32.
+        slot_M: Indices of the masked slots within the step, int64; they key the samples' random numbers.
         seed_and_step: int64 [2] on x's device; None for no samples.
-        temperature: of the samples; the cross-entropy always uses 1.
-        disallow_correct: whether to keep samples from being the target.
+        temperature: Temperature of the samples; the cross-entropy always uses 1.
+        disallow_correct: Excludes the target from the samples.
 
     Returns:
-        The cross-entropy summed by weight (fp32 scalar; differentiable in x, table and bias), sample_M (int64, see
-        `sampling`; None without a seed), and correct_M (bool), whether the target has the largest logit.
+        The weighted sum of the cross-entropies (fp32 scalar; differentiable in x, table and bias), sample_M (int64, see
+        `sampling`; None without a seed), and correct_M (bool), True where the target has the largest logit.
     """
     if uses_cpu_ops(x_ME, compiled=True):
         arguments = (target_M, weight_M, slot_M, seed_and_step, temperature, disallow_correct)

@@ -1,13 +1,13 @@
 """Exact samples from a counter-based generator: of softmax(logits), and of a fixed distribution.
 
-For logits, Gumbel-max over the logsumexps of tiles of 128 chooses a tile; inverting the CDF within it at one
-uniform draw chooses the entry. This is exact, and takes far fewer random numbers than one per logit.
-They depend on (seed, step, slot, tile) only, so a slot gets the same sample whatever the micro-batch,
-rank or backend. Seed and step are in a device tensor, so that every replay of a captured graph reads
-the current values. A fixed distribution is sampled by the alias method, in constant time per slot.
+For logits, Gumbel-max over the logsumexps of tiles of 128 entries selects a tile, and inverting the CDF within it at a
+uniform draw selects the entry. This is exact, and takes far fewer random numbers than one per logit. They depend on
+(seed, step, slot, tile) only, so a slot gets the same sample in any micro-batch, on any rank and by any backend. Seed
+and step are in a device tensor, so that every replay of a captured graph reads the current values. A fixed distribution
+is sampled by the alias method, in constant time per slot.
 
-The counters of Philox end in a word that tells their uses apart: 0 and 1 for logits, 2 for the alias method,
-2^16 and above for dropout.
+The last word of Philox's counter depends on the use: 0 and 1 for logits, 2 for the alias method, 2^16 and above for
+dropout.
 
 Shapes: M masked slots, V vocabulary, K tiles, t entries of one tile.
 """
@@ -83,14 +83,19 @@ def sample_categorical(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor)
     tiles_MKt = tiles_MKt.view(num_slots, num_tiles, TILE)
     noise = draw_noise(num_tiles, slot_M, seed_and_step)
     tile_M = noise.choose_tile(tiles_MKt.logsumexp(-1))
-    chosen_Mt = tiles_MKt[torch.arange(num_slots, device=tile_M.device), tile_M]
+    chosen_Mt = take_along_rows(tiles_MKt, tile_M)
     exp_Mt = (chosen_Mt - chosen_Mt.amax(-1, keepdim=True)).exp()
     return tile_M * TILE + noise.choose_within_tile(exp_Mt)
 
 
+def take_along_rows(values: Tensor, index_M: Tensor) -> Tensor:
+    """One entry of each row along dimension 1; [M, n, ...], int64 [M] → [M, ...]."""
+    return values[torch.arange(values.shape[0], device=values.device), index_M]
+
+
 @dataclass(frozen=True)
 class Noise:
-    """The random numbers of some slots: one of the Gumbel distribution per tile, and a uniform one in (0, 1]."""
+    """The random numbers of some slots: a Gumbel draw per tile, and a uniform draw in (0, 1]."""
 
     gumbel_MK: Tensor
     uniform_M1: Tensor
@@ -124,8 +129,8 @@ def alias_table(weights_V: Tensor) -> Tensor:
     """The table that `sample_alias_reference` draws from: entries in proportion to `weights_V`, fp64 [V].
 
     Walker's alias method in Vose's form (1991), in integers: every entry gets its share of V * 2^32 units, rounded,
-    and the heaviest entry takes up what rounding left. So each probability is exact to 2^-32, an entry of weight 0
-    is never drawn, and the same weights give the same table everywhere.
+    and the heaviest entry the remainder. So each probability is exact to 2^-32, an entry of weight 0 is never drawn,
+    and the same weights give the same table on every machine.
 
     Returns:
         int64 [V, 2] on the weights' device: the threshold, which keeps the drawn entry if a 32-bit word is below it

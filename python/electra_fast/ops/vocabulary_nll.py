@@ -1,10 +1,10 @@
 """Cross-entropy of every token over the vocabulary, without logits [T, V] in memory.
 
-For objectives that learn from all tokens. The form of `ops.generator_head` for the CPU computes its gradients in the
-forward pass, from weights that are known there. Here the upstream gradient of each token is known only in the backward
-pass, which therefore recomputes the logits, block by block, and their softmax from each token's maximum and sum of
-exponentials. (Their logsumexp would do, but it is rounded at the magnitude of the logits, which makes the errors of the
-gradients half as large again.)
+For objectives that learn from all tokens. The CPU form of `ops.generator_head` computes its gradients in the forward
+pass, from weights that are known there. Here the upstream gradient of each token is known only in the backward pass,
+which therefore recomputes the logits, block by block, and their softmax from each token's maximum and sum of
+exponentials. (The logsumexp would suffice, but is rounded at the magnitude of the logits, which increases the errors of
+the gradients by half.)
 
 Shapes: T tokens, V vocabulary, E embedding; m tokens and v vocabulary entries of one block of logits, p = v padded to
 K whole tiles; S blocks that cover the vocabulary.
@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from electra_fast.ops.dispatch import kernels, uses_kernels
+from electra_fast.ops.dispatch import define_operator, kernels, uses_kernels
+from electra_fast.ops.sampling import take_along_rows
 
 # Tokens and vocabulary entries (whole tiles) of one block of logits. On a CPU, 8 MB in fp32, which stay in the caches
 # through all passes over a block; on a GPU (without the kernels), 128 MB, so that few launches are needed. Blocks also
@@ -34,14 +35,14 @@ def vocabulary_nll(x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Ten
     """-log softmax(x @ table.T + bias)[target] of each token.
 
     Args:
-        x_TE: activations, after whatever the head does before the table.
-        table_VE: the embedding table, fp32; cast to x's dtype, as is the bias.
-        bias_V: the output bias, fp32.
-        target_T: the tokens, int64, 0 <= target < V, including rows that the loss does not use.
+        x_TE: The input of the product with the table.
+        table_VE: The embedding table, fp32; cast to x's dtype, as is the bias.
+        bias_V: The output bias, fp32.
+        target_T: The tokens, int64, 0 <= target < V, including rows that the loss does not use.
 
     Returns:
-        nll_T (fp32, or fp64 where x is fp64; differentiable once in x, table and bias) and is_argmax_T (bool), whether
-        the target has the largest logit (the first one among equal logits).
+        nll_T (fp32, or fp64 where x is fp64; differentiable once in x, table and bias), and is_argmax_T (bool), True
+        where the target has the largest logit (the first one among equal logits).
     """
     if uses_kernels(x_TE):
         # Without a seed nothing is sampled, and the slots, here the targets, are not read.
@@ -70,10 +71,10 @@ def _vocabulary_nll_impl(
             statistics.append((max_m, sum_m, argmax_m + entries.start, target_logit_m))
         max_mS, sum_mS, argmax_mS, target_logit_mS = (torch.stack(each, 1) for each in zip(*statistics, strict=True))
         best_m = max_mS.argmax(1)
-        max_T[rows] = max_m = _chosen(max_mS, best_m)
+        max_T[rows] = max_m = take_along_rows(max_mS, best_m)
         sum_T[rows] = sum_m = (sum_mS * (max_mS - max_m[:, None]).exp()).sum(1)
         nll_T[rows] = sum_m.log() + (max_m - target_logit_mS.amax(1))
-        is_argmax_T[rows] = _chosen(argmax_mS, best_m) == target_T[rows]
+        is_argmax_T[rows] = take_along_rows(argmax_mS, best_m) == target_T[rows]
     return outputs
 
 
@@ -152,7 +153,7 @@ def _linear(x_mE: Tensor, table_vE: Tensor, bias_v: Tensor, out: Tensor) -> None
 
 
 def _index_in(entries: slice, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Each target's index within these entries, and whether it is one of them; if not, the index is of some entry."""
+    """Each target's index within these entries, and if it is one of them; if not, the index is an arbitrary one."""
     index = target - entries.start
     index_in_range = index.clamp(0, entries.stop - entries.start - 1)
     return index_in_range, index == index_in_range
@@ -161,7 +162,7 @@ def _index_in(entries: slice, target: Tensor) -> tuple[Tensor, Tensor]:
 def _target_logit(logits_mv: Tensor, target_m: Tensor, entries: slice) -> Tensor:
     """The targets' logits; -inf for targets that are not among these entries."""
     index_m, is_inside_m = _index_in(entries, target_m)
-    return torch.where(is_inside_m, _chosen(logits_mv, index_m), -math.inf)
+    return torch.where(is_inside_m, take_along_rows(logits_mv, index_m), -math.inf)
 
 
 def _reduce_(logits_mp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,15 +173,10 @@ def _reduce_(logits_mp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     tiles_mKt = logits_mp.view(logits_mp.shape[0], -1, TILE)
     max_mK = tiles_mKt.amax(2)
     tile_m = max_mK.argmax(1)
-    argmax_m = tile_m * TILE + _chosen(tiles_mKt, tile_m).argmax(1)
+    argmax_m = tile_m * TILE + take_along_rows(tiles_mKt, tile_m).argmax(1)
     # If every entry of a block has a bias of -inf: their distance to an infinite maximum would be NaN.
-    max_m = _chosen(max_mK, tile_m).clamp_min(torch.finfo(logits_mp.dtype).min)
+    max_m = take_along_rows(max_mK, tile_m).clamp_min(torch.finfo(logits_mp.dtype).min)
     return max_m, logits_mp.sub_(max_m[:, None]).exp_().sum(1), argmax_m
-
-
-def _chosen(values: Tensor, index_m: Tensor) -> Tensor:
-    """One entry of each row along dimension 1; [m, n, ...], [m] → [m, ...]."""
-    return values[torch.arange(values.shape[0], device=values.device), index_m]
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -189,18 +185,6 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:
         total.add_(a @ b)
-
-
-def _vocabulary_nll_fake(
-    x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_outputs(x_TE)
-
-
-def _vocabulary_nll_backward_fake(
-    grad_T: Tensor, x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Tensor, max_T: Tensor, sum_T: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_gradients(x_TE, table_VE)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
@@ -215,13 +199,12 @@ def _backward(ctx: Any, grad_T: Tensor | None, *_: None) -> tuple[Tensor | None,
     return (*torch.ops.electra_fast.vocabulary_nll_backward(grad_T, *ctx.saved_tensors), None)
 
 
-# Operators, so that torch.compile leaves them whole; defined as in `cpu_ops`, and for the reason given there.
-_NAME = "electra_fast::vocabulary_nll"
-torch.library.define(_NAME, torch.library.infer_schema(_vocabulary_nll_impl, mutates_args=()))
-torch.library.impl(_NAME, "CompositeExplicitAutograd", _vocabulary_nll_impl)
-torch.library.register_fake(_NAME, _vocabulary_nll_fake)
+_KEY = "CompositeExplicitAutograd"
+_NAME = define_operator("vocabulary_nll", _KEY, _vocabulary_nll_impl, lambda x_TE, *_: _empty_outputs(x_TE))
 torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)
-_BACKWARD = "electra_fast::vocabulary_nll_backward"
-torch.library.define(_BACKWARD, torch.library.infer_schema(_vocabulary_nll_backward_impl, mutates_args=()))
-torch.library.impl(_BACKWARD, "CompositeExplicitAutograd", _vocabulary_nll_backward_impl)
-torch.library.register_fake(_BACKWARD, _vocabulary_nll_backward_fake)
+define_operator(
+    "vocabulary_nll_backward",
+    _KEY,
+    _vocabulary_nll_backward_impl,
+    lambda _, x_TE, table_VE, *others: _empty_gradients(x_TE, table_VE),
+)
