@@ -1,6 +1,6 @@
 """gelu(h + bias), and GeGLU's gelu(a) * b, applied to a linear layer's product without its bias (Triton).
 
-Contracts and references: `bias_gelu` and `geglu` in `electra_fast.ops`. One pass forward and one
+Contracts and references: `bias_gelu` and `geglu` in `electra_fast.ops.operations`. One pass forward and one
 backward. The backward pass also sums the bias gradient: each program over its rows, then over the
 programs in a fixed order, so that results are bitwise reproducible.
 
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from electra_fast.kernels.gelu import gelu, gelu_and_derivative
-from electra_fast.kernels.occupancy import resident_programs
+from electra_fast.kernels.launch import resident_programs
 
 TILE = 2048  # elements per program and iteration: two 16-byte loads per thread
 MAX_COLUMNS = 256

@@ -1,8 +1,8 @@
 """The discriminator's input and labels from the generator's samples, in one pass over the rows (Triton).
 
-Runs between the two networks; contract and reference are in `ops.corrupt`. Every token compares its
-position with all slots of its row: the B*L*N comparisons are cheaper than the buffers and the fixed
-order that a deterministic scatter-add would need.
+Runs between the two networks. Contract and reference: `corrupt` in `electra_fast.ops.operations`. Every token compares
+its position with all slots of its row: the B*L*N comparisons are cheaper than the buffers and the fixed order that a
+deterministic scatter-add would need.
 
 Shapes: B rows, L row length, T = B*L tokens, N slots per row, M = B*N slots.
 """

@@ -1,9 +1,8 @@
 """The discriminator's head after its dense product (bias, GELU, classifier), and its loss (Triton).
 
-Last in the forward pass, first in the backward pass; contracts and references are in
-`ops.replaced_logits` and `ops.discriminator_loss`. Each op reads its [T, D] or [T] input once. Sums
-over tokens use no atomics: every program writes its partial sums to a row of a small buffer, whose rows
-are added in a fixed order, so that results are bitwise reproducible.
+Contracts and references: `replaced_logits` and `discriminator_loss` in `electra_fast.ops.operations`. Each op reads
+its [T, D] or [T] input once. Sums over tokens use no atomics: every program writes its partial sums to a row of a small
+buffer, whose rows are added in a fixed order, so that results are bitwise reproducible.
 
 GELU is exact, without the tanh approximation. Sums are fp32; the loss and the counts are summed over
 programs in fp64.
@@ -21,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from electra_fast.kernels.gelu import gelu, gelu_and_derivative
-from electra_fast.kernels.occupancy import resident_programs
+from electra_fast.kernels.launch import resident_programs
 
 NUM_WARPS = 4
 # Elements per program and iteration: 32 and 16 per thread, in 16-byte loads. The backward pass keeps

@@ -1,6 +1,6 @@
 """Dropout whose mask is a pure function of seed, step, call index, token and column (Triton).
 
-Contract and reference: `Dropout` and `dropout` in `electra_fast.ops`. No mask is stored: the backward
+Contract and reference: `Dropout` and `dropout` in `electra_fast.ops.operations`. No mask is stored: the backward
 pass draws it again. Other kernels fuse dropout through `keep_scale`.
 
 Shapes: T tokens, D columns.
@@ -21,7 +21,7 @@ TILE = 2048
 
 
 def threshold(probability: float) -> int:
-    """How many of the 2^24 values of a 24-bit draw drop an element."""
+    """The number of values of a 24-bit draw that drop an element."""
     return round(probability * (1 << 24))
 
 

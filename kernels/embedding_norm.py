@@ -1,6 +1,6 @@
 """Token + position + type embedding, LayerNorm and dropout in one kernel each way (Triton).
 
-Contract and reference: `embedding_norm` in `electra_fast.ops`. The fp32 sum of the three rows is
+Contract and reference: `embedding_norm` in `electra_fast.ops.operations`. The fp32 sum of the three rows is
 never stored: the backward pass gathers them again. The tables' gradients use no atomics:
 
 - token: `gather_rows.add_rows`, which sorts the ids (most rows get few tokens);
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from electra_fast.kernels.dropout import keep_scale, threshold
 from electra_fast.kernels.gather_rows import add_rows
-from electra_fast.kernels.occupancy import resident_programs
+from electra_fast.kernels.launch import resident_programs
 from electra_fast.kernels.residual_norm import blocks, num_warps
 
 # Resident programs of four warps: 64 registers per thread forward, 96 to 128 backward.

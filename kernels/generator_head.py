@@ -1,16 +1,16 @@
 """Cross-entropy, samples and argmax of the generator over its table, at the masked positions (Triton).
 
-Contract and reference: `generator_head` in `electra_fast.ops`. This file defines the operation as
-autograd and compilers see it. The work is done by one of two paths: `generator_head_narrow` (16-bit,
-E up to 256; bound by the softmax, so it never stores logits) or `generator_head_chunked` (wider, or
-fp32; bound by the products, so cuBLAS computes them).
+Contract and reference: `generator_head` in `electra_fast.ops.operations`. This file registers the operation for
+autograd and compilers. One of two paths computes it: `generator_head_narrow` (16-bit, E up to 256; bound by the
+softmax, so it never stores logits) or `generator_head_chunked` (wider, or fp32; bound by the products, so cuBLAS
+computes them).
 
 Shapes: M masked slots, V vocabulary, E embedding, P = V padded to whole tiles.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
@@ -46,28 +46,24 @@ def _pad_table_kernel(
     tl.store(padded_bias_ptr + entry, bias.to(padded_bias_ptr.dtype.element_ty))
 
 
-def _narrow_width(x_ME: Tensor, path: str) -> int | None:
+def _narrow_width(x_ME: Tensor) -> int | None:
     """The table's padded width on the narrow path, or None on the chunked path."""
-    if path == "chunked" or (path == "auto" and x_ME.dtype not in NARROW_DTYPES):
+    if x_ME.dtype not in NARROW_DTYPES:
         return None
     small = x_ME.is_cuda and torch.cuda.get_device_capability(x_ME.device)[0] not in WIDTH_256_CAPABILITIES
-    widths = NARROW_WIDTHS[:-1] if small else NARROW_WIDTHS
-    padded = next((padded for padded in widths if x_ME.shape[1] <= padded), None)
-    if path == "narrow" and padded is None:
-        raise ValueError(f"a table of width {x_ME.shape[1]} is too wide for the narrow path; its limit is {widths[-1]}")
-    return padded
+    return next((width for width in NARROW_WIDTHS[: -1 if small else None] if x_ME.shape[1] <= width), None)
 
 
-def _empty_padded(x_ME: Tensor, table_VE: Tensor, path: str) -> tuple[Tensor, Tensor]:
+def _empty_padded(x_ME: Tensor, table_VE: Tensor) -> tuple[Tensor, Tensor]:
     """Uninitialized weight (in x's dtype) and bias, padded as the path reads them."""
-    (vocab_size, width), narrow_width = table_VE.shape, _narrow_width(x_ME, path)
+    (vocab_size, width), narrow_width = table_VE.shape, _narrow_width(x_ME)
     num_entries = (vocab_size + TILE - 1) // TILE * TILE
     bias_dtype = torch.float32 if narrow_width else x_ME.dtype
     return x_ME.new_empty((num_entries, narrow_width or width)), x_ME.new_empty(num_entries, dtype=bias_dtype)
 
 
-def _pad_table(x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, path: str) -> tuple[Tensor, Tensor]:
-    weight, bias = _empty_padded(x_ME, table_VE, path)
+def _pad_table(x_ME: Tensor, table_VE: Tensor, bias_V: Tensor) -> tuple[Tensor, Tensor]:
+    weight, bias = _empty_padded(x_ME, table_VE)
     block_e = triton.next_power_of_2(weight.shape[1])
     block_v = min(TILE, max(1, 4096 // block_e))
     _pad_table_kernel[(weight.shape[0] // block_v,)](
@@ -80,11 +76,11 @@ def _pad_table(x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, path: str) -> tup
 @torch.library.custom_op("electra_fast::generator_head", mutates_args=())
 def _generator_head(
     x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, slot_M: Tensor, seed_and_step: Tensor | None,
-    temperature: float, disallow_correct: bool, with_gradient: bool, path: str,
+    temperature: float, disallow_correct: bool, with_gradient: bool,
 ) -> Outputs:  # fmt: skip
     """(nll, sample, correct, logsumexp, what the path saves for backward, padded weight, padded bias)."""
-    kernels = narrow if _narrow_width(x_ME, path) else chunked
-    weight, bias = _pad_table(x_ME, table_VE, bias_V, path)
+    kernels = narrow if _narrow_width(x_ME) else chunked
+    weight, bias = _pad_table(x_ME, table_VE, bias_V)
     nll_M, sample_M, correct_M, lse_M, saved = kernels.forward(
         x_ME.contiguous(), weight, bias, target_M.contiguous(), slot_M.contiguous(), seed_and_step,
         temperature, disallow_correct, with_gradient,
@@ -93,15 +89,12 @@ def _generator_head(
 
 
 @_generator_head.register_fake
-def _(
-    x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, slot_M: Tensor, seed_and_step: Tensor | None,
-    temperature: float, disallow_correct: bool, with_gradient: bool, path: str,
-) -> Outputs:  # fmt: skip
+def _(x_ME, table_VE, bias_V, target_M, slot_M, seed_and_step, temperature, disallow_correct, with_gradient):
     num_rows = x_ME.shape[0]
     nll_M, lse_M = (x_ME.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
     sample_M = x_ME.new_empty(0 if seed_and_step is None else num_rows, dtype=torch.int64)
-    weight, bias = _empty_padded(x_ME, table_VE, path)
-    if _narrow_width(x_ME, path):
+    weight, bias = _empty_padded(x_ME, table_VE)
+    if _narrow_width(x_ME):
         saved = x_ME.new_empty(x_ME.shape if with_gradient else (0,), dtype=torch.float32)
     else:
         num_saved = chunked.num_saved_rows(num_rows, weight.shape[0], x_ME.element_size()) if with_gradient else 0
@@ -112,10 +105,10 @@ def _(
 @torch.library.custom_op("electra_fast::generator_head_backward", mutates_args=())
 def _generator_head_backward(
     grad_M: Tensor, x_ME: Tensor, target_M: Tensor, lse_M: Tensor, saved: Tensor, weight: Tensor, bias: Tensor,
-    vocab_size: int, path: str,
+    vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, the table and the bias, given nll's gradient."""
-    kernels = narrow if _narrow_width(x_ME, path) else chunked
+    kernels = narrow if _narrow_width(x_ME) else chunked
     grad_M, x_ME, target_M = grad_M.contiguous(), x_ME.contiguous(), target_M.contiguous()
     gradients: tuple[Tensor, Tensor, Tensor] = kernels.backward(
         grad_M, x_ME, weight, bias, target_M, lse_M, saved, vocab_size
@@ -124,10 +117,7 @@ def _generator_head_backward(
 
 
 @_generator_head_backward.register_fake
-def _(
-    grad_M: Tensor, x_ME: Tensor, target_M: Tensor, lse_M: Tensor, saved: Tensor, weight: Tensor, bias: Tensor,
-    vocab_size: int, path: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _(grad_M, x_ME, target_M, lse_M, saved, weight, bias, vocab_size):
     table_grad = x_ME.new_empty((vocab_size, x_ME.shape[1]), dtype=torch.float32)
     return x_ME.new_empty(x_ME.shape), table_grad, x_ME.new_empty(vocab_size, dtype=torch.float32)
 
@@ -138,16 +128,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     ctx.save_for_backward(x_ME, target_M, lse_M, saved, weight, bias)
     ctx.mark_non_differentiable(sample_M, correct_M, lse_M, saved, weight, bias)
     ctx.set_materialize_grads(False)
-    ctx.vocab_size, (ctx.with_gradient, ctx.path) = table_VE.shape[0], inputs[-2:]
+    ctx.vocab_size, ctx.with_gradient = table_VE.shape[0], inputs[-1]
 
 
 def _backward(ctx: Any, grad_M: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_M is None:
-        return (None,) * 10
+        return (None,) * 9
     if not ctx.with_gradient:
         raise RuntimeError("generator_head has no gradient: its forward pass was run with with_gradient=False")
-    gradients = torch.ops.electra_fast.generator_head_backward(grad_M, *ctx.saved_tensors, ctx.vocab_size, ctx.path)
-    return (*gradients, *(None,) * 7)
+    gradients = torch.ops.electra_fast.generator_head_backward(grad_M, *ctx.saved_tensors, ctx.vocab_size)
+    return (*gradients, *(None,) * 6)
 
 
 _generator_head.register_autograd(_backward, setup_context=_setup_context)
@@ -155,14 +145,11 @@ _generator_head.register_autograd(_backward, setup_context=_setup_context)
 
 def generator_head(
     x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, slot_M: Tensor, seed_and_step: Tensor | None,
-    temperature: float, disallow_correct: bool, path: Literal["auto", "narrow", "chunked"] = "auto",
+    temperature: float, disallow_correct: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """(nll_M, sample_M or None, correct_M), as `electra_fast.ops.generator_head`.
-
-    `path` "auto" is the faster one; ValueError for "narrow" with a table that is too wide.
-    """
+    """(nll_M, sample_M or None, correct_M), as `generator_head_reference` in `electra_fast.ops`."""
     with_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_ME, table_VE, bias_V))
     nll_M, sample_M, correct_M, *_ = _generator_head(
-        x_ME, table_VE, bias_V, target_M, slot_M, seed_and_step, temperature, disallow_correct, with_gradient, path,
+        x_ME, table_VE, bias_V, target_M, slot_M, seed_and_step, temperature, disallow_correct, with_gradient,
     )  # fmt: skip
     return nll_M, None if seed_and_step is None else sample_M, correct_M

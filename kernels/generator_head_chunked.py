@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from electra_fast.kernels.launch import FUSION
 from electra_fast.kernels.rng import exponential, inverse_cdf, philox4, uniform
 
 TILE = 128
@@ -23,9 +24,8 @@ TILES_PER_STEP = 16
 # Bytes of one chunk's logits, and of all logits saved for the backward pass.
 CHUNK_LOGITS_BYTES = 256 << 20
 SAVED_LOGITS_BYTES = 512 << 20
-# Of the logits' gradient: rows per program, rows per iteration, columns.
+# Blocks of the logits' gradient: rows per program, rows per iteration, columns.
 GRADIENT_ROWS, GRADIENT_STEP, GRADIENT_COLUMNS = 64, 8, 512
-FUSION = {"enable_fp_fusion": True}
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 

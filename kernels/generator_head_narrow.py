@@ -1,11 +1,10 @@
 """The generator head on narrow 16-bit tables: logits are never materialized (Triton).
 
-One of two paths of `generator_head`, which pads the table and chooses between this and
-`generator_head_chunked`. The first kernel iterates over tiles of 128 vocabulary entries and keeps, per
-row, the running logsumexp, the tile with the largest logit, the tile with the best Gumbel score and,
-where gradients are wanted, the mean embedding under the softmax. The second combines the splits of the
-vocabulary and samples within the chosen tile. Up to the upstream gradient, dx = mean - target
-embedding, so the backward pass recomputes the logits only once, transposed, for the table and bias.
+One of two paths of `generator_head`, which pads the table and selects the path. The first kernel iterates over tiles of
+128 vocabulary entries and keeps, per row, the running logsumexp, the tile with the largest logit, the tile with the
+best Gumbel score and, where gradients are wanted, the mean embedding under the softmax. The second combines the splits
+of the vocabulary and samples within the chosen tile. Up to the upstream gradient, dx = mean - target embedding, so the
+backward pass recomputes the logits only once, transposed, for the table and bias.
 
 Shapes: M masked slots, V vocabulary, E embedding, P = V padded to K whole tiles, S splits.
 """
@@ -19,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra_fast.kernels.occupancy import num_sms
+from electra_fast.kernels.launch import FUSION, num_sms, precision
 from electra_fast.kernels.rng import exponential, inverse_cdf, philox4, uniform
 
 TILE = 128
@@ -27,8 +26,6 @@ TILE = 128
 MAX_SPLITS = 16
 # Overhead of a split in units of tiles: its prologue and its partial results.
 SPLIT_COST = 6
-# Explicit because Triton is about to change the default.
-FUSION = {"enable_fp_fusion": True}
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -278,11 +275,6 @@ def choose_splits(num_row_blocks: int, num_tiles: int, num_sms: int) -> tuple[in
     return -(-num_tiles // tiles_per_split), tiles_per_split
 
 
-def _precision(x: Tensor) -> str:
-    # fp32 gets here only in the interpreter's tests.
-    return "ieee" if x.dtype == torch.float32 else "tf32"
-
-
 def forward(
     x_ME: Tensor, weight_PE: Tensor, bias_P: Tensor, target_M: Tensor, slot_M: Tensor,
     seed_and_step: Tensor | None, temperature: float, disallow_correct: bool, with_gradient: bool,
@@ -317,7 +309,7 @@ def forward(
     _lse_sample_kernel[(num_row_blocks, num_splits)](
         x_ME, weight_PE, bias_P, target_M, noise, statistics, tiles, mean,
         num_rows, num_tiles, tiles_per_split, *adjustment, BLOCK_M=blocks.rows, STAGES=blocks.num_stages,
-        PRECISION=_precision(x_ME), num_warps=blocks.num_warps, **constants,
+        PRECISION=precision(x_ME.dtype), num_warps=blocks.num_warps, **constants,
     )  # fmt: skip
     _combine_kernel[(num_rows,)](
         x_ME, weight_PE, bias_P, target_M, noise[-1], statistics, tiles, mean,
@@ -347,6 +339,6 @@ def backward(
     _table_gradient_kernel[(triton.cdiv(vocab_size, blocks.entries),)](
         x_ME, weight_PE, bias_P, rows, padded_target, table_grad_VE, bias_grad_V, num_rows, num_padded, vocab_size,
         WIDTH=width, BLOCK_E=block_e, BLOCK_M=blocks.rows, BLOCK_V=blocks.entries, STAGES=blocks.num_stages,
-        PRECISION=_precision(x_ME), num_warps=blocks.num_warps, **FUSION,
+        PRECISION=precision(x_ME.dtype), num_warps=blocks.num_warps, **FUSION,
     )  # fmt: skip
     return x_grad_ME, table_grad_VE, bias_grad_V

@@ -1,4 +1,5 @@
-"""All launchers that `electra_fast.ops` and `electra_fast.sublayers` dispatch to; importing it imports Triton."""
+# ruff: noqa: F401
+"""The launchers that `electra_fast.ops` and `electra_fast.model.sublayers` call; importing them imports Triton."""
 
 from electra_fast.kernels.bias_gelu import bias_gelu, bias_gelu_backward, geglu
 from electra_fast.kernels.corrupt import corrupt
@@ -6,41 +7,10 @@ from electra_fast.kernels.discriminator_head import discriminator_loss, gelu_log
 from electra_fast.kernels.dropout import dropout
 from electra_fast.kernels.embedding_norm import embedding_norm
 from electra_fast.kernels.generator_head import generator_head
-from electra_fast.kernels.matmul_gelu import (
-    matmul_geglu,
-    matmul_geglu_backward,
-    matmul_gelu,
-    matmul_gelu_backward,
-)
-from electra_fast.kernels.matmul_gelu import pays as matmul_gelu_pays
-from electra_fast.kernels.narrow_feed_forward import fits as narrow_feed_forward_fits
+from electra_fast.kernels.matmul_gelu import is_profitable as matmul_gelu_is_profitable
+from electra_fast.kernels.matmul_gelu import matmul_geglu, matmul_geglu_backward, matmul_gelu, matmul_gelu_backward
 from electra_fast.kernels.narrow_feed_forward import narrow_feed_forward, narrow_feed_forward_gradients
+from electra_fast.kernels.narrow_feed_forward import supports as narrow_feed_forward_supports
 from electra_fast.kernels.residual_norm import layer_norm, residual_norm, residual_norm_backward
 from electra_fast.kernels.sample_alias import sample_alias
 from electra_fast.kernels.short_attention import short_attention, short_attention_backward
-
-__all__ = [
-    "bias_gelu",
-    "bias_gelu_backward",
-    "corrupt",
-    "discriminator_loss",
-    "dropout",
-    "embedding_norm",
-    "geglu",
-    "gelu_logit",
-    "generator_head",
-    "layer_norm",
-    "matmul_geglu",
-    "matmul_geglu_backward",
-    "matmul_gelu",
-    "matmul_gelu_backward",
-    "matmul_gelu_pays",
-    "narrow_feed_forward",
-    "narrow_feed_forward_fits",
-    "narrow_feed_forward_gradients",
-    "residual_norm",
-    "residual_norm_backward",
-    "sample_alias",
-    "short_attention",
-    "short_attention_backward",
-]

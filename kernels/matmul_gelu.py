@@ -1,7 +1,7 @@
 """gelu(x @ weight.T + bias), and GeGLU's gelu(a) * b, in the epilogue of their matmul, forward and backward (Triton).
 
-For narrow inputs (`pays`), whose matmuls are bound by memory, so that a pass over [T, F] costs as much again; wider
-ones are left to cuBLAS and `bias_gelu`. The forward kernel stores the product h, for the backward pass, and the
+For narrow inputs (`is_profitable`), whose matmuls are bound by memory, so that a pass over [T, F] costs as much again;
+wider ones are left to cuBLAS and `bias_gelu`. The forward kernel stores the product h, for the backward pass, and the
 activation, both from the fp32 accumulator. The backward kernel multiplies the next linear layer's gradient by its
 weight and by gelu'(h): the activation's gradient is never stored. Each program sums the bias gradient over its tokens,
 and the programs are added in a fixed order, so that results are bitwise reproducible.
@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from electra_fast.kernels.gelu import gelu, gelu_and_derivative
-from electra_fast.kernels.occupancy import resident_programs
+from electra_fast.kernels.launch import precision, resident_programs
 
 # Derived, not measured: at 65 % of cuBLAS's 790 TFLOP/s the products take as long as the bytes at 4.3 TB/s (H200) at
 # D = 269, F = 4 D.
@@ -136,8 +136,8 @@ def _matmul_gelu_backward_kernel(
         tl.store(partial_ptr + f, tl.sum(dbias, axis=0), mask=f < num_columns)
 
 
-def pays(width: int) -> bool:
-    """Whether inputs of this width gain from the fusion."""
+def is_profitable(width: int) -> bool:
+    """Tells if the fusion speeds up inputs of this width."""
     return width <= MAX_WIDTH
 
 
@@ -148,14 +148,12 @@ def blocks(width: int, gated: bool = False, itemsize: int = 2) -> dict[str, int]
     if width <= 128:
         columns = max(16, triton.next_power_of_2(width))
         return {"BLOCK_T": 64, "BLOCK_D": columns, "BLOCK_F": 64, "STAGES": 2, "num_warps": 4}
-    if width <= MAX_WIDTH:
-        return {"BLOCK_T": 64, "BLOCK_D": MAX_WIDTH, "BLOCK_F": 64 if gated else 128, "STAGES": 1, "num_warps": 4}
-    return {"BLOCK_T": 128, "BLOCK_D": 64, "BLOCK_F": 32 if gated else 64, "STAGES": 3, "num_warps": 8}
+    return {"BLOCK_T": 64, "BLOCK_D": MAX_WIDTH, "BLOCK_F": 64 if gated else 128, "STAGES": 1, "num_warps": 4}
 
 
 def programs_per_sm(width: int) -> int:
-    """How many programs fit on a multiprocessor of an H100 or H200 by registers and, at D = 256, by shared memory."""
-    return 3 if width <= 128 else 2 if width <= MAX_WIDTH else 1
+    """Programs that fit on a multiprocessor of an H100 or H200 by registers and, at D = 256, by shared memory."""
+    return 3 if width <= 128 else 2
 
 
 def _launch(x_TD: Tensor, width: int, gated: bool) -> tuple[tuple[int, int], dict[str, Any]]:
@@ -164,8 +162,7 @@ def _launch(x_TD: Tensor, width: int, gated: bool) -> tuple[tuple[int, int], dic
     column_blocks = triton.cdiv(width, tile["BLOCK_F"])
     along_tokens = max(1, resident_programs(x_TD.device, programs_per_sm(x_TD.shape[1])) // column_blocks)
     grid = column_blocks, min(triton.cdiv(x_TD.shape[0], tile["BLOCK_T"]), along_tokens)
-    precision = "ieee" if x_TD.dtype == torch.float32 else "tf32"
-    return grid, {"D": x_TD.shape[1], "F": width, "GATED": gated, "PRECISION": precision, **tile}
+    return grid, {"D": x_TD.shape[1], "F": width, "GATED": gated, "PRECISION": precision(x_TD.dtype), **tile}
 
 
 @torch.library.custom_op("electra_fast::matmul_gelu", mutates_args=())

@@ -25,13 +25,11 @@ from torch import Tensor
 
 from electra_fast.kernels.dropout import keep_scale, threshold
 from electra_fast.kernels.gelu import gelu, gelu_and_derivative
-from electra_fast.kernels.occupancy import resident_programs
+from electra_fast.kernels.launch import FUSION, precision, resident_programs
 from electra_fast.kernels.residual_norm import residual_norm_backward
 
 # Resident programs of four warps, two of which share a multiprocessor's memory and its 65,536 registers.
 PROGRAMS_PER_SM = 2
-# Explicit because Triton is about to change the default.
-FUSION = {"enable_fp_fusion": True}
 
 
 @triton.jit
@@ -162,13 +160,13 @@ def _weight_gradient_kernel(
     tl.store(partial_ptr + 2 * INNER * WIDTH + inner, db1)
 
 
-def fits(x_TD: Tensor, inner_width: int) -> bool:
-    """Whether there are kernels for x's width, dtype and device: on GPUs without wgmma the weights would spill."""
+def supports(x_TD: Tensor, inner_width: int) -> bool:
+    """Tells if there are kernels for x's width, dtype and device: on GPUs without wgmma the weights would spill."""
     shape_fits = x_TD.shape[1] in (16, 32, 64) and inner_width in (64, 128, 256)
-    if not x_TD.is_cuda:  # the interpreter
+    if not x_TD.is_cuda:  # the interpreter, which takes fp32 too
         return shape_fits
-    hopper = torch.cuda.get_device_capability(x_TD.device)[0] == 9
-    return shape_fits and hopper and x_TD.dtype in (torch.bfloat16, torch.float16)
+    is_hopper = torch.cuda.get_device_capability(x_TD.device)[0] == 9
+    return shape_fits and is_hopper and x_TD.dtype in (torch.bfloat16, torch.float16)
 
 
 def blocks(width: int, inner_width: int) -> dict[str, int]:
@@ -181,11 +179,6 @@ def weight_gradient_blocks(width: int, inner_width: int) -> dict[str, int]:
     return {"WIDTH": width, "INNER": inner_width, "BLOCK_T": 64, "BLOCK_F": min(inner_width, 128)}
 
 
-def _precision(x: Tensor) -> str:
-    # fp32 gets here only in the interpreter's tests.
-    return "ieee" if x.dtype == torch.float32 else "tf32"
-
-
 def _weights(x_TD: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     return tuple(weight.to(x_TD.dtype).contiguous() for weight in weights)
 
@@ -195,10 +188,10 @@ def narrow_feed_forward(
     x_TD: Tensor, w1_FD: Tensor, b1_F: Tensor, w2_DF: Tensor, b2_D: Tensor, norm_weight_D: Tensor, norm_bias_D: Tensor,
     eps: float, probability: float, key: Tensor | None, call_index: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The sublayer's output [T, D] in x's dtype, and what its backward pass needs.
+    """The sublayer's output [T, D] in x's dtype, and tensors for its backward pass.
 
-    That is the second product without its bias [T, D], and mean and 1 / standard deviation, fp32 [T]. The two
-    weights are used in x's dtype, the vectors are fp32. `key` and `call_index` as in `dropout`.
+    These are the second product without its bias [T, D], and mean and 1 / standard deviation, fp32 [T]. The two
+    weights are used in x's dtype, the vectors are fp32. `key` and `call_index` are those of `dropout`.
     """
     num_tokens, width = x_TD.shape
     x_TD, tile = x_TD.contiguous(), blocks(width, w1_FD.shape[0])
@@ -208,7 +201,7 @@ def narrow_feed_forward(
     grid = min(triton.cdiv(num_tokens, tile["BLOCK_T"]), resident_programs(x_TD.device, PROGRAMS_PER_SM))
     _narrow_feed_forward_forward_kernel[(grid,)](
         x_TD, w1_FD, b1_F, w2_DF, b2_D, norm_weight_D, norm_bias_D, key, y_TD, ff_TD, mean_T, rstd_T,
-        num_tokens, eps, call_index, **tile, THRESHOLD=threshold(probability), PRECISION=_precision(x_TD),
+        num_tokens, eps, call_index, **tile, THRESHOLD=threshold(probability), PRECISION=precision(x_TD.dtype),
         num_warps=4, num_stages=2, **FUSION,
     )  # fmt: skip
     return y_TD, ff_TD, mean_T, rstd_T
@@ -221,7 +214,7 @@ def narrow_feed_forward_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of x, and fp32 [N] of W1, W2 and b1, and [3, D] of norm_weight, norm_bias and b2."""
     (num_tokens, width), inner_width = x_TD.shape, w1_FD.shape[0]
-    x_TD, precision = x_TD.contiguous(), _precision(x_TD)
+    x_TD = x_TD.contiguous()
     w1_FD, w2_DF = _weights(x_TD, w1_FD, w2_DF)
     dff_TD, dz_TD, sums_3D = residual_norm_backward(
         dy_TD, ff_TD, b2_D, x_TD, norm_weight_D, mean_T, rstd_T, True, probability, key, call_index
@@ -230,7 +223,7 @@ def narrow_feed_forward_backward(
     num_tiles = triton.cdiv(num_tokens, tile["BLOCK_T"])
     _input_gradient_kernel[(min(num_tiles, resident_programs(x_TD.device, PROGRAMS_PER_SM)),)](
         dff_TD, dz_TD if dz_TD.numel() else dff_TD, x_TD, w1_FD, b1_F, w2_DF, dx_TD, num_tokens,
-        **tile, PRECISION=precision, num_warps=4, num_stages=2, **FUSION,
+        **tile, PRECISION=precision(x_TD.dtype), num_warps=4, num_stages=2, **FUSION,
     )  # fmt: skip
     tile = weight_gradient_blocks(width, inner_width)
     along_inner, num_warps = inner_width // tile["BLOCK_F"], tile["BLOCK_F"] // 16
@@ -239,7 +232,7 @@ def narrow_feed_forward_backward(
     partial_PN = x_TD.new_empty((along_tokens, 2 * inner_width * width + inner_width), dtype=torch.float32)
     _weight_gradient_kernel[(along_tokens, along_inner)](
         dff_TD, x_TD, w1_FD, b1_F, w2_DF, partial_PN, num_tokens,
-        **tile, PRECISION=precision, num_warps=num_warps, num_stages=3, **FUSION,
+        **tile, PRECISION=precision(x_TD.dtype), num_warps=num_warps, num_stages=3, **FUSION,
     )  # fmt: skip
     return dx_TD, partial_PN.sum(0), sums_3D
 

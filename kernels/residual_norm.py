@@ -1,10 +1,9 @@
 """LayerNorm(residual + dropout(x + bias)), and plain LayerNorm, one pass forward and one backward (Triton).
 
-Contracts and references: `residual_norm` and `layer_norm` in `electra_fast.ops`. x is a linear
-layer's product without its bias: the backward pass reads every row anyway, and sums the bias gradient
-on the way. It saves the inputs and two statistics per row; the sum and the dropout mask are
-recomputed. Vector gradients are summed per program, then over the programs in a fixed order, so that
-results are bitwise reproducible.
+Contracts and references: `residual_norm` and `layer_norm` in `electra_fast.ops.operations`. x is a linear layer's
+product without its bias: the backward pass reads every row anyway, so the bias gradient costs nothing. The inputs and
+two statistics per row are saved; the sum and the dropout mask are recomputed. Vector gradients are summed per program,
+then over the programs in a fixed order, so that results are bitwise reproducible.
 
 Shapes: T tokens, D hidden, P programs, S vectors with gradients (of weight, norm bias, bias).
 """
@@ -17,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from electra_fast.kernels.dropout import keep_scale, threshold
-from electra_fast.kernels.occupancy import resident_programs
+from electra_fast.kernels.launch import resident_programs
 
 TILE = 1024  # elements per four warps and iteration: one 16-byte load per thread and operand
 # Resident programs of four warps: 62 registers per thread forward, 96 backward.

@@ -1,6 +1,6 @@
-"""Philox draws and what samplers make of them, shared by the kernels that sample (Triton).
+"""Philox draws and the distributions made from them, shared by the kernels that sample (Triton).
 
-The counters' layout and the reference are in `electra_fast.sampling`.
+The layout of the counters and the reference are in `electra_fast.ops.sampling`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Samples of a fixed distribution by the alias method, in one pass over the slots (Triton).
 
-Takes the place of the generator head where the proposal distribution does not depend on the input. Contract:
-`ops.sample_alias`; table and reference: `electra_fast.sampling`.
+Replaces the generator head where the proposal distribution does not depend on the input. Contract:
+`sample_alias` in `electra_fast.ops.operations`; table and reference: `electra_fast.ops.sampling`.
 
 Shapes: M masked slots, V vocabulary.
 """
@@ -29,7 +29,7 @@ def _sample_alias_kernel(
     seed = tl.load(seed_and_step_ptr)
     step = tl.load(seed_and_step_ptr + 1)
     word, coin, _, _ = philox4(seed, step, slot, 0, 2)
-    # 2^32 * V is below 2^63. Threads past the last slot read the table too, at some entry that exists.
+    # 2^32 * V is below 2^63. Threads past the last slot read the table too, at a valid entry.
     entry = (word.to(tl.uint32).to(tl.int64) * vocab_size) >> 32
     # Two loads from one 32-byte sector. One load of 16 bytes would pass through shared memory to be split.
     threshold = tl.load(table_ptr + 2 * entry)

@@ -1,6 +1,6 @@
 """Attention within the segments of short rows: one pass forward, one backward (Triton).
 
-Contract and reference: `self_attention` and `short_attention_reference` in `electra_fast.attention`. A row of
+Contract and reference: `self_attention` and `short_attention_reference` in `electra_fast.model.attention`. A row of
 at most 128 tokens fits into a program, of which there is one per row and head: no online softmax, no atomics.
 It reads the qkv layer's product in place, adds the bias, rotates queries and keys, and writes the gradient packed
 as the product is; the bias gradient is summed per row on the way, then over the rows in a fixed order. The backward
@@ -23,14 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from electra_fast.kernels.dropout import RESOLUTION, philox_words, threshold
+from electra_fast.kernels.launch import FUSION, precision
 
 MAX_LENGTH, MAX_HEAD_DIM = 128, 64
 NUM_WARPS = 4
 # Tiles are at least as high and wide as Hopper's matrix instructions; narrower heads are padded.
 PART, BLOCK_H = 64, 64
 LOG2E = tl.constexpr(1.4426950408889634)
-# Explicit because Triton is about to change the default.
-FUSION = {"enable_fp_fusion": True}
 
 
 @triton.jit
@@ -38,10 +37,10 @@ def _load(
     ptr, bias_ptr, cos_ptr, sin_ptr, first, position,
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """[positions, H] of one head, with bias and rotation where there are any; past the row's end finite.
+    """[positions, H] of one head, with bias and rotation if given; finite past the row's end.
 
     Rotated tiles have the two dimensions of a pair, i and i + H/2, side by side: products of queries and keys do not
-    depend on the order, and a thread that holds gradients of neighbours can rotate them back.
+    depend on the order, and a thread that holds gradients of neighbors can rotate them back.
     """
     dtype = ptr.dtype.element_ty
     if cos_ptr is None:
@@ -193,7 +192,7 @@ def _part_gradients(
     LENGTH: tl.constexpr, BLOCK_L: tl.constexpr, WIDTH: tl.constexpr,
     WINDOW: tl.constexpr, THRESHOLD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The weights after dropout but for its scale, and the gradient of the scores but for theirs; [queries, keys]."""
+    """The weights after dropout and the gradient of the scores, both without their scales; [queries, keys]."""
     if THRESHOLD > 0:
         sign = _kept_sign(key_ptr, call_index, first + query, head, LENGTH, BLOCK_L, THRESHOLD, q.dtype)
     # Past the row's end the weights are 0, and so is every gradient.
@@ -294,10 +293,8 @@ def _constants(
     length, width = segment_ids_BL.shape[1], qkv_TX.shape[1] // (3 * num_heads)
     if length > MAX_LENGTH or width > MAX_HEAD_DIM:
         raise ValueError(f"rows of {length} tokens and heads of {width}; at most {MAX_LENGTH} and {MAX_HEAD_DIM}")
-    # fp32 is for tests: this backend is chosen for 16-bit activations only.
-    precision = "ieee" if qkv_TX.dtype == torch.float32 else "tf32"
     constants = {"NUM_HEADS": num_heads, "WIDTH": width, "WINDOW": window, "THRESHOLD": threshold(probability)}
-    return constants | blocks(length) | {"PRECISION": precision, "num_warps": NUM_WARPS, **FUSION}
+    return constants | blocks(length) | {"PRECISION": precision(qkv_TX.dtype), "num_warps": NUM_WARPS, **FUSION}
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Any]:
@@ -311,7 +308,7 @@ def short_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax attention within the segments of rows of at most 128 tokens; [T, N*H] in qkv's dtype.
 
-    Also the logsumexp of each query's scores, fp32 [N, T], in base 2 and without what softmax ignores.
+    Also returns the logsumexp of each query's scores, fp32 [N, T], in base 2 and without terms that softmax ignores.
 
     Args:
         qkv_TX: The qkv layer's product without its bias, [T, 3, N, H] flattened; H is even and at most 64.
@@ -321,7 +318,7 @@ def short_attention(
         sin_TH: Their sine.
         num_heads: N.
         window: A token attends to this many tokens to each side; None for no limit.
-        probability: Of dropout on the attention weights, which are elements [T, N*L].
+        probability: The dropout probability of the attention weights, which are elements [T, N*L].
         key: int64 [3], `ops.Dropout.key`.
         call_index: `ops.Dropout.call_index`.
     """

@@ -1,64 +1,93 @@
-"""Compiles kernels for GPUs other than this machine's, and reports what their machine code uses.
+"""Compiles the kernels that a call launches for GPUs other than this machine's, and reports what their code uses.
 
-It does so in a separate process, because the tests' own may run Triton's interpreter, which compiles nothing. That
-process serves all requests of a test run: starting one takes longer than compiling most kernels.
+A launch is only recorded: the types, alignment and constants of its arguments are what Triton would specialize for.
+A separate process compiles, because the tests' own may run Triton's interpreter, which compiles nothing. It serves all
+requests of a test run: starting one takes longer than compiling most kernels.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import json
 import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-MAX_SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
+import torch
+
+# Bytes of shared memory that the programs of a multiprocessor may use, and what each of them takes beside its own.
+SHARED_BYTES, RESERVED_BYTES = {90: 228 * 1024, 80: 164 * 1024}, 1024
+NUM_REGISTERS = 65_536
+POINTERS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
+POINTERS |= {torch.bool: "i1", torch.int32: "i32", torch.int64: "i64"}
 
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What one compiled kernel uses: registers and spilled bytes per thread, shared bytes per program."""
+    """Resources of a compiled kernel: registers and spilled bytes per thread, shared bytes per program."""
 
+    capability: int
+    num_warps: int
     registers: int
     spilled_bytes: int
     shared_bytes: int
     tensor_core_instructions: int
 
+    def check(self, programs_per_sm: int, max_spilled_bytes: int = 0) -> None:
+        """Asserts that as many programs fit on a multiprocessor as the launcher assumes, without spills."""
+        assert self.spilled_bytes <= max_spilled_bytes, self
+        assert self.registers * 32 * self.num_warps * programs_per_sm <= NUM_REGISTERS, self
+        assert (self.shared_bytes + RESERVED_BYTES) * programs_per_sm <= SHARED_BYTES[self.capability], self
 
-def compile_kernel(
-    module: str,
-    kernel: str,
-    signature: dict[str, str],
-    constants: dict[str, Any],
-    *,
-    capability: int = 90,
-    num_warps: int = 4,
-    num_stages: int = 3,
-) -> MachineCode:
-    """Compiles `electra_fast.kernels.<module>.<kernel>` for sm_<capability>.
 
-    `signature` gives the type of each run-time argument ("*bf16", "i32", …), `constants` the value of each
-    `tl.constexpr`. A type with a trailing "!" is compiled as divisible by 16, as the launcher specializes
-    aligned pointers and such integers.
-    """
+def compile_launches(call: Callable[[], Any], capability: int = 90) -> dict[str, MachineCode]:
+    """The code for sm_<capability> of every kernel that a call launches, by the kernel's name; runs none of them."""
+    import pytest
+
+    from electra_fast.kernels.corrupt import _corrupt_kernel
+
+    requests = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        requests.append(json.dumps((*_specialization(kernel, args, options), capability)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(_corrupt_kernel), "run", record)
+        call()
+    assert requests
+    return {json.loads(request)[1]: _compiled(request) for request in requests}
+
+
+def _specialization(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """(module, name, types, constants, options): a type with a trailing "!" is divisible by 16."""
+    parameters = inspect.signature(kernel.fn).parameters
+    values = dict(zip(parameters, args, strict=False)) | options
+    types, constants = {}, {}
+    for name, parameter in parameters.items():
+        value = values.pop(name)
+        if value is None or "constexpr" in str(parameter.annotation):
+            constants[name] = value
+        elif isinstance(value, torch.Tensor):
+            types[name] = f"*{POINTERS[value.dtype]}" + "!" * (value.data_ptr() % 16 == 0)
+        else:
+            types[name] = "fp32" if isinstance(value, float) else "i32" + "!" * (value % 16 == 0)
+    return kernel.fn.__module__, kernel.fn.__name__, types, constants, values
+
+
+@functools.cache
+def _compiled(request: str) -> MachineCode:
     process = _compiler()
-    process.stdin.write(json.dumps((module, kernel, signature, constants, capability, num_warps, num_stages)) + "\n")
+    process.stdin.write(request + "\n")
     process.stdin.flush()
     answer = json.loads(process.stdout.readline() or '{"error": "the compiler process ended"}')
     assert "error" not in answer, answer["error"]
     return MachineCode(**answer)
-
-
-def compile_kernels(requests: list[tuple[Any, ...]]) -> list[MachineCode]:
-    """`compile_kernel` for several tuples of arguments."""
-    return [
-        compile_kernel(*names, capability=capability, num_warps=num_warps, num_stages=num_stages)
-        for *names, capability, num_warps, num_stages in requests
-    ]
 
 
 @functools.cache
@@ -72,7 +101,7 @@ def _compiler() -> subprocess.Popen[str]:
 
 
 def _compile(
-    module: str, kernel: str, signature: dict[str, str], constants: dict[str, Any], capability: int, *options: int
+    module: str, name: str, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any], capability: int
 ) -> MachineCode:
     import importlib
     import re
@@ -83,19 +112,12 @@ def _compile(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = getattr(importlib.import_module(f"electra_fast.kernels.{module}"), kernel)
-    types = {name: type_.rstrip("!") for name, type_ in signature.items()}
-    types |= dict.fromkeys(constants, "constexpr")
-    types = {name: types[name] for name in function.arg_names}
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(function.arg_names)
-        if signature.get(name, "").endswith("!")
-    }
+    kernel = getattr(importlib.import_module(module), name)
+    signature = {each: types.get(each, "constexpr").rstrip("!") for each in kernel.arg_names}
+    aligned = [each for each, type_ in types.items() if type_.endswith("!")]
+    attributes = {(kernel.arg_names.index(each),): [["tt.divisibility", 16]] for each in aligned}
     compiled = triton.compile(
-        ASTSource(function, types, constants, aligned),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": options[0], "num_stages": options[1]},
+        ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", capability, 32), options=options
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -104,6 +126,8 @@ def _compile(
         usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
     found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout))
     return MachineCode(
+        capability=capability,
+        num_warps=compiled.metadata.num_warps,
         registers=int(found["REG"]),
         spilled_bytes=int(found["STACK"]) + int(found["LOCAL"]),
         shared_bytes=compiled.metadata.shared,

@@ -4,6 +4,7 @@ The interpreter must be enabled before Triton is imported.
 """
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -15,3 +16,10 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True)
 def _poisoned(poisoned_memory: None) -> None:
     """Uninitialized floats are NaN in these tests."""
+
+
+@pytest.fixture(autouse=True)
+def _warnings_of_others() -> None:
+    """Triton 3.6's interpreter converts arrays in a way that NumPy deprecates; torch's opcheck reads `.grad`."""
+    warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)

@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-from ahead_of_time import MAX_SHARED_BYTES, compile_kernel
+from ahead_of_time import compile_launches
+from comparison import DEVICE
 
 from electra_fast.kernels import corrupt
 from electra_fast.ops import operations as ops
-
-# Triton 3.6's interpreter converts arrays in a way that NumPy deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_arguments(num_rows, length, num_slots, vocab=50, id_dtype=torch.int32, seed=0):
@@ -34,11 +30,10 @@ def assert_equals_reference(arguments):
         assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-# One token, rows shorter and longer than a block of tokens, slots fewer and more than a block of slots.
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 12, 3), (5, 128, 20), (2, 507, 77), (7, 255, 33), (2, 300, 0)])
-@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
-def test_equals_reference(shape, id_dtype):
-    arguments = make_arguments(*shape, id_dtype=id_dtype)
+# One token, rows shorter and longer than a block of tokens, slots fewer and more than a block of slots, none.
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 12, 3), (5, 128, 20), (2, 507, 77), (2, 300, 0)])
+def test_equals_reference(shape):
+    arguments = make_arguments(*shape, id_dtype=torch.int64 if shape[1] == 128 else torch.int32)
     assert_equals_reference(arguments)
     replaced_T = corrupt.corrupt(*arguments)[1]
     assert shape[2] < 3 or 0 < replaced_T.sum() < replaced_T.numel()
@@ -71,14 +66,6 @@ def test_custom_op():
 
 
 @pytest.mark.parametrize("capability", [90, 80])
-@pytest.mark.parametrize(("id_type", "length_type"), [("i32", "i32!"), ("i64", "i32")])
-def test_compiles_ahead_of_time(id_type, length_type, capability):
-    types = {"position_ptr": "*i64!", "original_ptr": "*i64!", "sample_ptr": "*i64!", "replaced_ptr": "*i1!"}
-    types |= {"masked_ids_ptr": f"*{id_type}!", "corrupted_ptr": f"*{id_type}!"}
-    types |= {"length": length_type, "num_slots": "i32"}
-    constants = {"TOKENS": corrupt.TOKENS, "SLOTS": corrupt.SLOTS}
-    code = compile_kernel(
-        "corrupt", "_corrupt_kernel", types, constants, capability=capability, num_warps=corrupt.NUM_WARPS
-    )
-    assert code.spilled_bytes == 0 and code.registers <= 64
-    assert code.shared_bytes <= MAX_SHARED_BYTES[capability]
+def test_compiles_ahead_of_time(capability):
+    (code,) = compile_launches(lambda: corrupt.corrupt(*make_arguments(2, 128, 20)), capability).values()
+    code.check(programs_per_sm=8)

@@ -5,19 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from ahead_of_time import MAX_SHARED_BYTES, compile_kernel
+from ahead_of_time import compile_launches
+from comparison import DEVICE
 
-from electra_fast.config.config import Config
 from electra_fast.kernels import discriminator_head as head
-from electra_fast.model.heads import DiscriminatorHead
-from electra_fast.ops import dispatch
 from electra_fast.ops import operations as ops
-
-# Triton 3.6's interpreter converts arrays in a way that NumPy deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WIDTHS = (64, 256, 768, 1024)
 
 
 def make_head(num_tokens, width, dtype=torch.float32, seed=0):
@@ -43,8 +35,18 @@ def results(compute, arguments, upstream_T):
     return [x.double() for x in (logits_T.detach(), *(leaf.grad for leaf in leaves))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("num_tokens", "width"), [(1, 64), (507, 64), (255, 256), (37, 768), (33, 1024), (70, 100)])
+# One token; partial tiles; several blocks of columns; a width that no block divides.
+@pytest.mark.parametrize(
+    ("num_tokens", "width", "dtype"),
+    [
+        (1, 64, torch.float32),
+        (507, 64, torch.bfloat16),
+        (255, 256, torch.float16),
+        (37, 768, torch.float32),
+        (33, 1024, torch.bfloat16),
+        (70, 100, torch.float32),
+    ],
+)
 def test_head_is_no_worse_than_eager(num_tokens, width, dtype):
     arguments = make_head(num_tokens, width, dtype)
     upstream_T = torch.randn(num_tokens, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -62,8 +64,7 @@ def test_head_is_no_worse_than_eager(num_tokens, width, dtype):
         assert error <= (theirs - true).abs().max().item() + 4 * rounding * scale, name
 
 
-@pytest.mark.parametrize("width", [64, 256, 768])
-def test_logits_of_bf16_activations_are_fp32(width):
+def test_logits_of_bf16_activations_are_fp32(width=256):
     """They equal the exact sum to fp32's rounding and none tie; in bf16 only a few hundred would be distinct."""
     h_TD, bias_D, weight_1D, constant = make_head(2000, width, torch.bfloat16)
     weight_1D = weight_1D.detach() * 1e-2
@@ -137,11 +138,20 @@ def loss_results(compute, arguments, scale):
     return loss.detach().double(), logits_T.grad, totals
 
 
-CASES = ("mixed", "extreme", "small", "all valid", "none valid", "all replaced")
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("num_tokens", [1, 255, 507, 3000])
+# One token, one program and several.
+@pytest.mark.parametrize(
+    ("num_tokens", "case"),
+    [
+        (1, "mixed"),
+        (1, "extreme"),
+        (255, "small"),
+        (255, "all valid"),
+        (255, "none valid"),
+        (255, "all replaced"),
+        (3000, "mixed"),
+        (3000, "extreme"),
+    ],
+)
 def test_loss_equals_truth(num_tokens, case):
     arguments, scale = make_loss(num_tokens, case), 50 / num_tokens
     z, y, valid = (x.double() for x in arguments)
@@ -150,8 +160,9 @@ def test_loss_equals_truth(num_tokens, case):
     loss, dlogits_T, totals = loss_results(head.discriminator_loss, arguments, scale)
     eager, _, expected_totals = loss_results(ops.discriminator_loss_reference, arguments, scale)
     assert totals.dtype == expected_totals.dtype and torch.equal(totals, expected_totals)
-    rounding = 4 * torch.finfo(torch.float32).eps
-    assert (loss - losses.sum()).abs() <= (eager - losses.sum()).abs() + rounding * losses.sum()
+    # Below 2^-126 floats are multiples of 2^-149: log1p's argument is rounded to one, its half too, and then doubled.
+    rounding = 4 * torch.finfo(torch.float32).eps * losses.sum() + 1.5 * 2.0**-149 * num_tokens
+    assert (loss - losses.sum()).abs() <= (eager - losses.sum()).abs() + rounding
     # Relative for each token: sigmoid - y must not cancel.
     assert ((dlogits_T - gradient).abs() <= 1e-6 * gradient.abs() * (1 + z.abs()) + 1e-37).all()
 
@@ -175,9 +186,10 @@ def test_loss_of_half_precision_logits(dtype):
     torch.testing.assert_close(dlogits_T, expected_dlogits_T, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_loss_of_more_programs_than_one_tile():
+def test_loss_of_more_programs_than_one_tile(monkeypatch):
     """The second reduction takes several iterations; totals stay exact."""
-    arguments = make_loss(head.SUM_ROWS * head.LOSS_TOKENS + 5)
+    monkeypatch.setattr(head, "SUM_ROWS", 4)
+    arguments = make_loss(9 * head.LOSS_TOKENS + 5)
     loss, _, totals = loss_results(head.discriminator_loss, arguments, 1.0)
     eager, _, expected_totals = loss_results(ops.discriminator_loss_reference, arguments, 1.0)
     assert loss.item() == pytest.approx(eager.item(), rel=1e-6) and torch.equal(totals, expected_totals)
@@ -199,7 +211,6 @@ def test_is_reproducible():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # opcheck's own
 def test_custom_ops():
     arguments = make_head(9, 64)
     torch.library.opcheck(head.gelu_logit, tuple(arguments))
@@ -210,65 +221,20 @@ def test_custom_ops():
     torch.library.opcheck(head.discriminator_loss_backward, (one, logits_T.detach(), replaced_T, valid_T))
 
 
-def test_module_by_kernels_equals_module_by_references():
-    shape = Config.preset("tiny", "google").model
-    random = torch.Generator().manual_seed(0)
-    module = DiscriminatorHead(shape).to(DEVICE)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.3)
-    x_TD = torch.randn(40, shape.hidden_size, generator=random).to(DEVICE)
-    _, replaced_T, valid_T = make_loss(40)
-    found = []
-    for impl in ("reference", "kernel"):
-        module.zero_grad()
-        with dispatch.use_impl(impl):
-            logits_T = module(x_TD)
-            loss, totals = ops.discriminator_loss(logits_T, replaced_T, valid_T)
-        loss.backward()
-        gradients = [p.grad.clone() for p in module.parameters()]
-        found.append([logits_T.detach(), loss.detach(), totals, *gradients])
-    for eager, kernel in zip(*found, strict=True):
-        torch.testing.assert_close(kernel, eager, rtol=1e-5, atol=1e-5)
+# The backward pass is bounded by memory as long as five programs fit on a multiprocessor.
+@pytest.mark.parametrize("capability", [90, 80])
+def test_compiles_ahead_of_time(capability):
+    h, bias, weight, constant = (x.detach() for x in make_head(64, 256, torch.bfloat16))
+    loss = make_loss(64)
+    one = torch.ones((), device=DEVICE)
 
+    def launch():
+        logits = head.gelu_logit(h, bias, weight, constant)
+        head.gelu_logit_backward(logits, h, bias, weight)
+        head.discriminator_loss(*loss)
+        head.discriminator_loss_backward(one, *loss)
 
-HEAD_TYPES = {"bias_ptr": "*fp32!", "weight_ptr": "*fp32!", "num_tokens": "i32"}
-FORWARD_TYPES = HEAD_TYPES | {"classifier_bias_ptr": "*fp32!", "logits_ptr": "*fp32!"}
-BACKWARD_TYPES = HEAD_TYPES | {"dlogits_ptr": "*fp32!", "partial_ptr": "*fp32!"}
-BACKWARD_TYPES |= {"rows_per_program": "i32", "partial_stride": "i32"}
-
-
-def compile_both(kernel, types, constants, most_registers, num_warps=head.NUM_WARPS):
-    for capability in (90, 80):
-        code = compile_kernel(
-            "discriminator_head", kernel, types, constants, capability=capability, num_warps=num_warps
-        )
-        assert code.spilled_bytes == 0 and code.registers <= most_registers
-        assert code.shared_bytes <= min(16 * 1024, MAX_SHARED_BYTES[capability])
-
-
-# The gate of the backward pass keeps five programs of 128 threads on a multiprocessor, in fp32 four.
-@pytest.mark.parametrize(("width", "dtype"), [*((width, "bf16") for width in WIDTHS), (256, "fp32")])
-def test_head_compiles_ahead_of_time(width, dtype):
-    columns = head.block_columns(width)
-    shape = {"D": width, "COLUMNS": columns}
-    types = FORWARD_TYPES | {"h_ptr": f"*{dtype}!"}
-    compile_both("_gelu_logit_forward_kernel", types, shape | {"ROWS": head.FORWARD_TILE // columns}, 96)
-    types = BACKWARD_TYPES | {"h_ptr": f"*{dtype}!", "dh_ptr": f"*{dtype}!"}
-    shape["ROWS"] = head.BACKWARD_TILE // columns
-    compile_both("_gelu_logit_backward_kernel", types, shape, 128 if dtype == "fp32" else 102)
-
-
-def test_sums_of_the_loss_compile_ahead_of_time():
-    types = {"partial_ptr": "*fp64!", "loss_ptr": "*fp32!", "totals_ptr": "*i64!", "num_partials": "i32"}
-    constants = {"ROWS": head.SUM_ROWS, "NUM_TOTALS": head.NUM_TOTALS, "COLUMNS": head.LOSS_COLUMNS}
-    compile_both("_loss_sums_kernel", types, constants, 128, head.SUM_WARPS)
-
-
-def test_loss_compiles_ahead_of_time():
-    types = {"logits_ptr": "*fp32!", "replaced_ptr": "*i1!", "valid_ptr": "*i1!", "num_tokens": "i32"}
-    constants = {"TOKENS": head.LOSS_TOKENS}
-    forward = types | {"partial_ptr": "*fp64!"}
-    compile_both("_loss_forward_kernel", forward, constants | {"COLUMNS": head.LOSS_COLUMNS}, 64)
-    backward = types | {"dloss_ptr": "*fp32!", "dlogits_ptr": "*fp32!"}
-    compile_both("_loss_backward_kernel", backward, constants, 64)
+    codes = compile_launches(launch, capability)
+    assert len(codes) == 5
+    for name, code in codes.items():
+        code.check(1 if name == "_loss_sums_kernel" else head.BACKWARD_PROGRAMS_PER_SM)

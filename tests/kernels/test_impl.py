@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comparison import DEVICE, zeros
 from test_sublayers import LAUNCHERS_OF_SUBLAYERS
 
 from electra_fast.kernels import launchers
@@ -9,12 +10,7 @@ from electra_fast.ops import cpu_ops, dispatch
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEY = torch.tensor([5, 11, 0], device=DEVICE)
-
-
-def zeros(*shape, dtype=torch.float32):
-    return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
 def ids(*shape):
@@ -47,7 +43,7 @@ CALLS = [
 
 
 class Called(Exception):
-    """What was called."""
+    """The name of the implementation that was called."""
 
 
 def refuse(name):
@@ -74,9 +70,8 @@ def test_selects_kernel_or_reference(monkeypatch, name, launcher, arguments):
 
 def test_covers_every_launcher():
     of_sublayers = {launcher for _, launcher in LAUNCHERS_OF_SUBLAYERS}
-    backward = {name for name in launchers.__all__ if name.endswith(("_backward", "_gradients"))}
-    conditions = {name for name in launchers.__all__ if name.endswith(("_pays", "_fits"))}
-    forward = set(launchers.__all__) - backward - conditions
+    others = ("_backward", "_gradients", "_is_profitable", "_supports")
+    forward = {name for name, each in vars(launchers).items() if callable(each) and not name.endswith(others)}
     assert {launcher for _, launcher, _ in CALLS} | of_sublayers == forward
 
 

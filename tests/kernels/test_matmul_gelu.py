@@ -3,22 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from ahead_of_time import MAX_SHARED_BYTES, compile_kernels
-from test_bias_gelu import assert_no_worse, eager_geglu
+from ahead_of_time import compile_launches
+from comparison import DEVICE, DOT_DTYPES, assert_no_worse, assert_same_bits, sum_roundings, zeros
+from test_bias_gelu import eager_geglu
 
 from electra_fast.kernels import matmul_gelu as kernels
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter's products of bf16 are wrong.
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 # Tokens, D, F. In 16 bits D up to 256 is one block. In fp32 even 64 takes two, so that larger shapes would take long.
-SHAPES = [(1, 64, 256), (255, 96, 64), (33, 20, 24)]
-LARGER_SHAPES = [(507, 256, 200), (70, 256, 1000), (130, 320, 100)]
-CASES = [
-    (*shape, dtype) for dtype in DTYPES for shape in SHAPES + (LARGER_SHAPES if dtype != torch.float32 else [])
-]  # fmt: skip
+SHAPES = {torch.float32: [(1, 64, 256), (255, 96, 64), (33, 20, 24)]}
+SHAPES |= dict.fromkeys((torch.float16, torch.bfloat16), [(1, 64, 256), (255, 96, 64), (70, 256, 200), (130, 320, 100)])
+CASES = [(*shape, dtype) for dtype in dict.fromkeys((torch.float32, *DOT_DTYPES)) for shape in SHAPES[dtype]]
 by_case = pytest.mark.parametrize(("num_tokens", "width", "columns", "dtype"), CASES)
 
 
@@ -55,14 +49,19 @@ def double(*tensors):
     return [None if x is None else x.double() for x in tensors]
 
 
+def check(found, eager, truth, num_terms):
+    in_fp32 = found[0].dtype == torch.float32
+    assert_no_worse(found, eager, truth, 1.5, sum_roundings(num_terms) if in_fp32 else 1.0)
+
+
 @by_case
 def test_matmul_gelu_equals_reference(num_tokens, width, columns, dtype):
     x, weight, bias, next_weight, dz = random_inputs(num_tokens, width, columns, dtype)
     for inputs in ((x, weight, bias), (x, weight, None)):
         found = kernels.matmul_gelu(*inputs)
-        assert_no_worse(found, forward(*inputs), forward(*double(*inputs)))
+        check(found, forward(*inputs), forward(*double(*inputs)), width)
     inputs = dz, next_weight, found[0]
-    assert_no_worse(kernels.matmul_gelu_backward(*inputs), backward(*inputs), backward(*double(*inputs)))
+    check(kernels.matmul_gelu_backward(*inputs), backward(*inputs), backward(*double(*inputs)), width)
 
 
 @by_case
@@ -73,10 +72,10 @@ def test_matmul_geglu_equals_reference(num_tokens, width, columns, dtype):
         return (h := F.linear(x, weight)), eager_geglu(h)
 
     found = kernels.matmul_geglu(x, weight)
-    assert_no_worse(found, reference(x, weight), reference(*double(x, weight)))
+    check(found, reference(x, weight), reference(*double(x, weight)), width)
     inputs = dz, next_weight, found[0]
     ours = kernels.matmul_geglu_backward(*inputs)
-    assert_no_worse([ours], geglu_backward(*inputs), geglu_backward(*double(*inputs)))
+    check([ours], geglu_backward(*inputs), geglu_backward(*double(*inputs)), width)
 
 
 def test_what_is_not_stored_is_not_rounded():
@@ -122,45 +121,36 @@ def test_more_tiles_than_programs_and_strided_inputs(monkeypatch):
             # Only the order of the bias gradient's sum depends on the number of programs.
             torch.testing.assert_close(one, other, rtol=1e-6 if one.ndim == 1 else 0, atol=1e-5 if one.ndim == 1 else 0)
             assert torch.equal(other, same) and other.is_contiguous()
+        assert_same_bits(outputs(operation, inputs), expected)
         assert all(x is None or torch.equal(x, y) for x, y in zip(inputs, saved, strict=True))
 
 
-def test_bit_equal_repeats():
-    for operation, inputs in calls(70, torch.float16):
-        first, second = (outputs(operation, inputs) for _ in range(2))
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch 2.15's own opcheck
 def test_registered_for_compilation():
     for operation, inputs in calls(5, torch.float16):
         torch.library.opcheck(operation, inputs, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("width", [1, 64, 96, 128, 200, 256, 257, 768])
-def test_pays_where_the_weight_stays_in_shared_memory(width):
-    assert kernels.pays(width) == (kernels.blocks(width)["BLOCK_D"] >= width)
+@pytest.mark.parametrize(("width", "columns", "capability"), [(256, 1024, 90), (256, 1024, 80), (64, 256, 90)])
+def test_compiles_ahead_of_time(width, columns, capability):
+    """D and F of `small` and its generator."""
+    x, weight, next_weight = (zeros(*shape).bfloat16() for shape in ((128, width), (columns, width), (width, columns)))
+
+    def launch():
+        h, _ = kernels.matmul_gelu(x, weight, zeros(columns))
+        kernels.matmul_gelu_backward(x, next_weight, h)
+
+    check_machine_code(launch, width, capability)
 
 
-@pytest.mark.parametrize("capability", [90, 80])
-def test_compiles_ahead_of_time(capability):
-    types = dict.fromkeys(("x_ptr", "dz_ptr", "weight_ptr", "h_ptr", "y_ptr", "dh_ptr"), "*bf16!")
-    types |= {"bias_ptr": "*fp32!", "partial_ptr": "*fp32!", "num_tokens": "i32!"}
-    # D and F of `small`, its generator, `base` and, where it is likely to run, `small` with GeGLU.
-    shapes = [(256, 1024, False), (64, 256, False), (768, 3072, False)]
-    for width, columns, gated in shapes + ([(256, 704, True)] if capability == 90 else []):
-        tile = kernels.blocks(width, gated)
-        constants = {"D": width, "F": columns, "GATED": gated, "PRECISION": "tf32", **tile}
-        num_warps = constants.pop("num_warps")
-        forward_constants = constants | ({"bias_ptr": None} if gated else {})
-        backward_constants = constants | ({"partial_ptr": None} if gated else {})
-        for code in compile_kernels([
-            ("matmul_gelu", "_matmul_gelu_forward_kernel", types, forward_constants, capability, num_warps, 3),
-            ("matmul_gelu", "_matmul_gelu_backward_kernel", types, backward_constants, capability, num_warps, 3),
-        ]):  # fmt: skip
-            assert code.tensor_core_instructions > 0 and code.spilled_bytes == 0, (width, code)
-            assert code.shared_bytes <= MAX_SHARED_BYTES[capability]
-            if capability == 90:  # as many programs fit into a multiprocessor as the launcher assumes
-                num_programs = kernels.programs_per_sm(width)
-                assert code.registers * 32 * num_warps * num_programs <= 65_536, (width, code)
-                assert (code.shared_bytes + 1024) * num_programs <= 228 * 1024, (width, code)
+def test_geglu_compiles_ahead_of_time():
+    x, weight, next_weight = (zeros(*shape).bfloat16() for shape in ((128, 256), (1408, 256), (256, 704)))
+    check_machine_code(lambda: kernels.matmul_geglu(x, weight), 256, 90)
+    h = zeros(128, 1408).bfloat16()
+    check_machine_code(lambda: kernels.matmul_geglu_backward(x, next_weight, h), 256, 90)
+
+
+def check_machine_code(launch, width, capability):
+    for code in compile_launches(launch, capability).values():
+        # The launcher counts on the memory of Hopper.
+        code.check(kernels.programs_per_sm(width) if capability == 90 else 1)
+        assert code.tensor_core_instructions > 0

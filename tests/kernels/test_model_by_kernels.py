@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from comparison import DEVICE, assert_same_bits
 
 from electra_fast.config.config import Config
 from electra_fast.model.attention import AttentionMask
@@ -14,9 +15,6 @@ from electra_fast.objectives.objective import MicroBatch
 from electra_fast.ops import dispatch
 from electra_fast.ops import operations as ops
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_ROWS, LENGTH, VOCAB = 3, 16, 90
 KEY = torch.tensor([5, 11, 0], device=DEVICE)
 
@@ -62,7 +60,7 @@ def logits_and_gradients(model, key=KEY):
     return [x.detach() for x in logits], {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
-@pytest.mark.parametrize(("architecture", "tying"), [("bert", "embeddings"), ("bert", "all"), ("modern", "none")])
+@pytest.mark.parametrize(("architecture", "tying"), [("bert", "all"), ("modern", "none")])
 def test_kernels_equal_references(architecture, tying):
     model = tiny_model(architecture, tying)
     with dispatch.use_impl("reference"):
@@ -89,7 +87,7 @@ def test_compiles_without_a_graph_break(architecture):
         found = torch.compile(replaced_logits, backend="aot_eager", fullgraph=True)(model, *tokens(), KEY)
         found.sum().backward()
     assert torch.equal(found, expected)
-    assert all(torch.equal(a, b.grad) for a, b in zip(gradients, model.discriminator.parameters(), strict=True))
+    assert_same_bits([x.grad for x in model.discriminator.parameters()], gradients)
 
 
 def spy_on_dropout(monkeypatch, *names):

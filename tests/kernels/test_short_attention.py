@@ -1,39 +1,31 @@
 """Attention of short rows equals its reference with every gradient, and compiles for supported GPUs."""
 
-import itertools
-
 import pytest
 import torch
-from ahead_of_time import MAX_SHARED_BYTES, compile_kernels
-from test_bias_gelu import assert_no_worse, output_and_gradients
+from ahead_of_time import compile_launches
+from comparison import DEVICE, DOT_DTYPES, KEY, assert_no_worse, assert_same_bits, output_and_gradients
 
 from electra_fast.kernels import short_attention as kernels
-from electra_fast.kernels.dropout import threshold
 from electra_fast.model.attention import MAX_SHORT_HEAD, MAX_SHORT_ROW, short_attention_reference
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter's bf16 products are wrong; on a GPU the kernels have 16-bit activations only.
-DTYPES = [torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32, torch.float16]
-DROPOUT = Dropout(0.1, torch.tensor([2**40 + 7, 12, 770], device=DEVICE), 5)
+DROPOUT = Dropout(0.1, KEY, 5)
 # Row length, heads, head dimension, bias, rotary positions, window, dropout.
 SETTINGS = {
-    "small": (128, 2, 64, True, False, None, Dropout()),
-    "small, dropout": (128, 2, 64, True, False, None, DROPOUT),
-    "generator": (128, 1, 64, True, False, None, DROPOUT),
+    "small": (128, 2, 64, True, False, None, DROPOUT),
     "modern": (128, 2, 64, False, True, None, Dropout()),
-    "modern, dropout, local": (128, 2, 32, False, True, 9, DROPOUT),
     "tiny": (32, 2, 32, True, False, None, DROPOUT),
     "rotary with a bias": (20, 3, 16, True, True, None, DROPOUT),
-    "one part": (64, 2, 16, True, False, None, DROPOUT),
-    "odd": (17, 3, 16, True, False, 4, DROPOUT),
-    "longer than a part": (100, 2, 32, True, False, None, DROPOUT),
+    "one part": (64, 1, 16, True, False, None, Dropout()),
+    "odd, local": (17, 3, 16, True, False, 4, DROPOUT),
     "heads that begin within a quad": (70, 2, 24, True, True, None, DROPOUT),
+    "longer than a part, local": (100, 2, 32, False, True, 9, DROPOUT),
     "one token": (1, 2, 16, True, False, None, Dropout()),
 }
+# Both precisions where blocks are full, and at the edge of a part.
+CASES = [(name, DOT_DTYPES[i % 2]) for i, name in enumerate(SETTINGS)]
+CASES += [("small", DOT_DTYPES[1]), ("modern", DOT_DTYPES[0])]
 
 
 def segment_ids(num_rows, length):
@@ -76,20 +68,19 @@ def functions(name):
     return reference, kernel, [product] if bias is None else [product, bias], dout
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_equals_reference(name, dtype):
     reference, kernel, inputs, dout = functions(name)
-    truth = output_and_gradients(reference, dout, *inputs)
+    truth = output_and_gradients(reference, dout, inputs)
     inputs = [inputs[0].to(dtype), *(x.float() for x in inputs[1:])]
-    eager = output_and_gradients(reference, dout, *inputs)
-    assert_no_worse(output_and_gradients(kernel, dout, *inputs), eager, truth)
+    eager = output_and_gradients(reference, dout, inputs)
+    assert_no_worse(output_and_gradients(kernel, dout, inputs), eager, truth, factor=1.5)
 
 
 def test_a_row_depends_on_nothing_else():
     """Neither on the other rows, nor on its place in a micro-batch, given the key of its first token."""
     product, bias, ids, _, dout = random_inputs(32, 2, 16, True, False)
-    product, bias, dout = product.to(DTYPES[1]), bias.float(), dout.to(DTYPES[1])
+    product, bias, dout = product.to(DOT_DTYPES[1]), bias.float(), dout.to(DOT_DTYPES[1])
     options = (None, None, 2, None)
     whole = kernels.short_attention(product, bias, ids, *options, *DROPOUT.arguments)
     key = DROPOUT.key + torch.tensor([0, 0, 64], device=DEVICE)
@@ -102,21 +93,21 @@ def test_a_row_depends_on_nothing_else():
 
 
 def test_past_the_end_of_a_row_nothing_counts():
-    """Neither positions up to the block's end nor the neighbouring row, whatever they hold."""
+    """Neither positions up to the block's end nor the neighboring row, whatever they hold."""
     _, kernel, (product, bias), dout = functions("rotary with a bias")
-    product, bias, dout = product.to(DTYPES[1]), bias.float(), dout.to(DTYPES[1])
-    expected = output_and_gradients(kernel, dout, product, bias)
+    product, bias, dout = product.to(DOT_DTYPES[1]), bias.float(), dout.to(DOT_DTYPES[1])
+    expected = output_and_gradients(kernel, dout, (product, bias))
     product[40:], dout[40:] = 1e4, torch.nan
-    found = output_and_gradients(kernel, dout, product, bias)
-    assert all(torch.equal(a[:40], b[:40]) for a, b in zip(found[:2], expected[:2], strict=True))
+    found = output_and_gradients(kernel, dout, (product, bias))
+    assert_same_bits([x[:40] for x in found[:2]], [x[:40] for x in expected[:2]])
 
 
 def test_strides_do_not_matter_and_bits_repeat():
     _, kernel, (product, bias), dout = functions("tiny")
-    product, bias, dout = product.to(DTYPES[1]), bias.float(), dout.to(DTYPES[1])
-    expected = output_and_gradients(kernel, dout, product, bias)
-    found = output_and_gradients(kernel, dout.T.contiguous().T, product.T.contiguous().T, bias)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    product, bias, dout = product.to(DOT_DTYPES[1]), bias.float(), dout.to(DOT_DTYPES[1])
+    expected = output_and_gradients(kernel, dout, (product, bias))
+    found = output_and_gradients(kernel, dout.T.contiguous().T, (product.T.contiguous().T, bias))
+    assert_same_bits(found, expected)
 
 
 def test_refuses_what_it_has_no_kernel_for():
@@ -128,7 +119,6 @@ def test_refuses_what_it_has_no_kernel_for():
             kernels.short_attention(torch.zeros(length, 3 * width, device=DEVICE), None, ids, *options)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch 2.15's own opcheck
 def test_registered_for_autograd_and_compilation():
     product, bias, ids, angles, dout = random_inputs(16, 2, 16, True, True)
     product, bias, dout = product.half().requires_grad_(), bias.float().requires_grad_(), dout.half()
@@ -141,23 +131,18 @@ def test_registered_for_autograd_and_compilation():
         torch.library.opcheck(kernels.short_attention_backward, arguments, test_utils=shapes)
 
 
-def test_compiles_ahead_of_time():
-    types = {name: "*bf16!" for name in ("qkv_ptr", "out_ptr", "dout_ptr", "dqkv_ptr")}
-    types |= {name: "*fp32!" for name in ("bias_ptr", "cos_ptr", "sin_ptr", "lse_ptr", "partial_ptr")}
-    types |= {"ids_ptr": "*i32!", "key_ptr": "*i64!", "num_rows": "i32!", "call_index": "i32"}
-    no_rotary, no_bias = {"cos_ptr": None, "sin_ptr": None}, {"bias_ptr": None}
-    of_small = kernels.blocks(128) | {"NUM_HEADS": 4, "WIDTH": 64, "WINDOW": None, "PRECISION": "tf32"}
-    requests = []
-    for absent, probability in itertools.product((no_rotary, no_bias), (0.0, 0.1)):
-        constants = (
-            of_small | absent | {"THRESHOLD": threshold(probability)} | ({} if probability else {"key_ptr": None})
-        )
-        no_sums = {"partial_ptr": None} if absent is no_bias else {}
-        for name, more in (("forward", {}), ("backward", no_sums)):
-            call = (f"_short_attention_{name}_kernel", types, constants | more)
-            requests.append(("short_attention", *call, 90, kernels.NUM_WARPS, 3))
-    for code in compile_kernels(requests):
-        assert code.spilled_bytes == 0 and code.tensor_core_instructions > 0
-        # Two programs per multiprocessor: registers are given in eights, and each program takes a kilobyte more.
-        assert -(-code.registers // 8) * 8 * 32 * kernels.NUM_WARPS * 2 <= 65_536
-        assert 2 * (code.shared_bytes + 1024) <= MAX_SHARED_BYTES[90] + 1024
+@pytest.mark.parametrize("name", ["small", "modern"])
+def test_compiles_ahead_of_time(name):
+    """At the largest row and head, with what each architecture has and dropout, which takes the most registers."""
+    length, _, head_dim, has_bias, is_rotary, window, _ = SETTINGS[name]
+    product, bias, ids, angles, dout = random_inputs(length, 4, head_dim, has_bias, is_rotary)
+    product, dout, bias = product.bfloat16(), dout.bfloat16(), None if bias is None else bias.float()
+    options = (4, window, *DROPOUT.arguments)
+
+    def launch():
+        _, lse = kernels.short_attention(product, bias, ids, *angles, *options)
+        kernels.short_attention_backward(dout, product, bias, ids, *angles, lse, *options)
+
+    for code in compile_launches(launch).values():
+        code.check(programs_per_sm=2)
+        assert code.tensor_core_instructions > 0

@@ -1,9 +1,9 @@
 """Sublayers: norm(x + dropout(attention(x))) and norm(x + dropout(feed_forward(x))) of post-norm layers; GeGLU.
 
-By kernels, each is one node of autograd with its backward pass written out, because what is to be saved crosses the
-borders of operations: the last product adds the gradients of x as input and as residual, the derivative of the GELU is
-applied where its gradient is computed, and no weight gradient is cast. Elsewhere they are compositions of operations,
-which are also their references.
+With kernels, each is one node of autograd with its backward pass written out, because the savings span operations: the
+last product adds the gradients of x as input and as residual, the derivative of the GELU is applied where its gradient
+is computed, and no weight gradient is cast. Elsewhere they are compositions of operations, which are also their
+references.
 
 Shapes: T packed tokens, D hidden, F feed-forward, X = 3D.
 """
@@ -23,10 +23,9 @@ from electra_fast.ops.operations import Dropout
 
 
 class SublayerWeights(NamedTuple):
-    """The parameters of a sublayer, fp32: into it, out of it, and of the norm that ends it.
+    """The parameters of a sublayer, fp32: its first and last linear layers, and the norm that ends it.
 
-    X (of the attention) or F (of the feed-forward) is what `in_weight` makes of D: [X or F, D], [X or F], [D, D or F],
-    and [D] three times.
+    Shapes: [X, D], [X], [D, D] in attention, [F, D], [F], [D, F] in the feed-forward; then [D] three times.
     """
 
     in_weight: Tensor
@@ -59,7 +58,7 @@ def attention(
 def feed_forward(x_TD: Tensor, weights: SublayerWeights, eps: float, dropout: Dropout) -> Tensor:
     """norm(x + dropout(gelu(x @ in_weight.T + in_bias) @ out_weight.T + out_bias)); [T, D] → [T, D]."""
     if uses_kernels(x_TD) and dropout.has_kernel:
-        is_narrow = kernels().narrow_feed_forward_fits(x_TD, weights.in_weight.shape[0])
+        is_narrow = kernels().narrow_feed_forward_supports(x_TD, weights.in_weight.shape[0])
         function = _NarrowFeedForward if is_narrow else _FeedForward
         y_TD: Tensor = function.apply(x_TD, *weights, eps, *dropout.arguments)
         return y_TD
@@ -69,7 +68,7 @@ def feed_forward(x_TD: Tensor, weights: SublayerWeights, eps: float, dropout: Dr
 
 def gated_feed_forward(x_TD: Tensor, in_weight: Tensor, out_weight_DF: Tensor) -> Tensor:
     """(gelu(a) * b) @ out_weight.T, where [a, b] = x @ in_weight.T; [T, D], [2F, D], [D, F] → [T, D]."""
-    if uses_kernels(x_TD) and kernels().matmul_gelu_pays(x_TD.shape[1]):
+    if uses_kernels(x_TD) and kernels().matmul_gelu_is_profitable(x_TD.shape[1]):
         z_TD: Tensor = _GatedFeedForward.apply(x_TD, in_weight, out_weight_DF)
         return z_TD
     return linear(ops.geglu(x_TD, in_weight), out_weight_DF)
@@ -229,8 +228,8 @@ def _residual_norm_backward(
 
 
 def _linear_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> tuple[Tensor, Tensor]:
-    """What the backward pass needs (with or without the bias), and gelu(x @ weight.T + bias); [T, F] each."""
-    if kernels().matmul_gelu_pays(x_TD.shape[1]):
+    """The GELU's input for the backward pass (with or without the bias), and gelu(x @ weight.T + bias); [T, F] each."""
+    if kernels().matmul_gelu_is_profitable(x_TD.shape[1]):
         h_TF, y_TF = kernels().matmul_gelu(x_TD, weight_FD, bias_F)
         return h_TF, y_TF
     h_TF = x_TD @ weight_FD.T
@@ -238,8 +237,8 @@ def _linear_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> tuple[Tenso
 
 
 def _linear_gelu_backward(dz_TD: Tensor, out_weight_DF: Tensor, h_TF: Tensor, bias_F: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `_linear_gelu`'s product and bias by that of its output times `out_weight`."""
-    if kernels().matmul_gelu_pays(dz_TD.shape[1]):
+    """Gradients of `_linear_gelu`'s product and bias, given the gradient of the linear layer that follows it."""
+    if kernels().matmul_gelu_is_profitable(dz_TD.shape[1]):
         dh_TF, dbias_F = kernels().matmul_gelu_backward(dz_TD, out_weight_DF, h_TF)
     else:
         dh_TF, dbias_F = kernels().bias_gelu_backward(dz_TD @ out_weight_DF, h_TF, bias_F)

@@ -157,8 +157,8 @@ def embedding_norm(
 ) -> Tensor:
     """dropout(LayerNorm(token + position + type embedding)) in `dtype`; → [T, E].
 
-    `ids` are int [T]: tokens, positions and types (0 or 1). `tables` are fp32 [V, E], [L, E] and [2, E]. `sparse` applies
-    to the token table, as in `gather_rows`.
+    `ids` are int [T]: tokens, positions and types (0 or 1). `tables` are fp32 [V, E], [L, E] and [2, E]. `sparse`
+    applies to the token table, as in `gather_rows`.
     """
     if uses_kernels(ids[0]) and dropout.has_kernel:
         return kernels().embedding_norm(*ids, *tables, norm_weight_E, norm_bias_E, eps, dtype, *dropout.arguments)[0]
