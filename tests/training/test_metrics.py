@@ -9,7 +9,8 @@ import pytest
 from electra_fast.config.config import Config
 from electra_fast.files.json_files import JsonLines, read_records
 from electra_fast.objectives import objective_of
-from electra_fast.training.diagnostics import MIN_STEPS, LastingWarning, area_under_curve, warning
+from electra_fast.training.diagnostics import MIN_STEPS, LastingWarning, warning
+from electra_fast.training.evaluate import area_under_curve
 
 # 1000 tokens, 100 masked, 80 replaced; 70 called replaced, 49 of them rightly.
 TOTALS = {

@@ -131,7 +131,7 @@ def test_muon_iterates_in_the_precision_of_the_run(tiny_corpus, tmp_path, monkey
     work = PretrainingWork(
         config, type(objective_of(config)), ComputeConfig("sdpa", dtype), "eager", {}, config.model.vocab_size
     )
-    assert work.share(1, 2)[1].matrix_dtype == dtype
+    assert work.share(1, 2)[1]._state.matrix_dtype == dtype
 
 
 @pytest.mark.usefixtures("two_cores")

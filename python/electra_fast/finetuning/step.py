@@ -142,7 +142,7 @@ class FinetuneStep:
         self._processes: StepProcesses | None = None
         if num_processes > 1:
             self._processes = StepProcesses(self._backward, self.optimizer, work, num_processes)
-        self._graphs = GraphRunner(self.run, device, work.captures(device))
+        self._graphs: GraphRunner[tuple[Tensor, Tensor]] = GraphRunner(device, work.captures(device))
         self._static_batches: dict[torch.Size, TrainingInputs] = {}
 
     def __call__(self, batch: StepBatch, step: int, lr_scale: float) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ class FinetuneStep:
         self._backward.load(batch, step)
         self.optimizer.set_step_scalars(lr_scale)
         with self._graphs.on_stream():
-            loss, norm = self._graphs.run(step, self._use_static_batch())
+            loss, norm = self._graphs.run(self.run, step, self._use_static_batch())
             loss, norm = loss.clone(), norm.clone()  # a replay of the graph overwrites them
         self._graphs.join()
         return loss, norm

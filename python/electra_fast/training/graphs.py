@@ -42,7 +42,6 @@ class GraphRunner(Generic[T]):
     must not hold, such as collectives, to `outside`. The outputs of a replay are the tensors of the capture.
 
     Args:
-        function: Takes no arguments.
         device: The device that it runs on.
         captures: Capture after `WARM_UP` eager runs; on CUDA only.
 
@@ -50,13 +49,13 @@ class GraphRunner(Generic[T]):
     must run where the capture does; None on a CPU. `captures_graphs` is False where all runs are eager.
     """
 
-    def __init__(self, function: Callable[[], T], device: torch.device, captures: bool) -> None:
+    def __init__(self, device: torch.device, captures: bool) -> None:
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
         self.captures: list[Preparation] = []
         self.captures_graphs = captures and device.type == "cuda"
-        self._function, self._reason = function, ""
+        self._reason = ""
         self._runs: dict[Hashable, _Runs[T]] = {}
         self._replays: list[Callable[[], None]] | None = None
         self._open_graph = contextlib.ExitStack()
@@ -76,20 +75,21 @@ class GraphRunner(Generic[T]):
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
-    def run(self, step: int = 0, key: Hashable = None) -> T:
+    def run(self, function: Callable[[], T], step: int = 0, key: Hashable = None) -> T:
         """Runs, captures or replays the function; call it within `on_stream`.
 
         Args:
+            function: Takes no arguments; the same one in each call.
             step: The step's number, for `captures`.
             key: Identifies tensors at other addresses, which need graphs of their own.
         """
         runs = self._runs.setdefault(key, _Runs())
         if not self.captures_graphs or (not runs.replays and runs.num_eager < WARM_UP):
             runs.num_eager += 1
-            return self._function()
+            return function()
         if not runs.replays:
             start = time.perf_counter()
-            runs.replays, runs.outputs = self._capture()
+            runs.replays, runs.outputs = self._capture(function)
             self.captures.append(Preparation(step, time.perf_counter() - start, self._reason))
         for replay in runs.replays:
             replay()
@@ -110,13 +110,13 @@ class GraphRunner(Generic[T]):
         self._reason = reason if any(runs.replays for runs in self._runs.values()) else ""
         self._runs.clear()
 
-    def _capture(self) -> tuple[list[Callable[[], None]], T]:
+    def _capture(self, function: Callable[[], T]) -> tuple[list[Callable[[], None]], T]:
         replays: list[Callable[[], None]] = []
         self._replays = replays
         try:
             with self._open_graph:
                 self._begin_graph()
-                outputs = self._function()
+                outputs = function()
         finally:
             self._replays = None
         return replays, outputs

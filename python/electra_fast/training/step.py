@@ -78,7 +78,7 @@ class TrainStep(ABC):
         names = (*self.objective.metric_totals, GRAD_NORM, SKIPPED)
         self._totals_vector = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         self._totals = dict(zip(names, self._totals_vector.unbind(), strict=True))
-        self.graphs = GraphRunner(self.run, self.device, captures=execution != "eager")
+        self.graphs: GraphRunner[None] = GraphRunner(self.device, captures=execution != "eager")
         self.compilations: list[Preparation] = []
         self._batches_version, self._is_first_of_stage = 0, True
         self._ends: deque[torch.cuda.Event] = deque()
@@ -131,7 +131,7 @@ class TrainStep(ABC):
             self.graphs.drop("a batch has more segments than any before it")
             self._batches_version = self.backward.micro_batches.version
         start = time.perf_counter()
-        self.graphs.run(step)
+        self.graphs.run(self.run, step)
         if self.backward.is_compiled and self._is_first_of_stage:
             self.compilations.append(Preparation(step, time.perf_counter() - start))
         self._is_first_of_stage = False
