@@ -19,9 +19,8 @@ from electra_fast.config.config import Config, ModelConfig
 from electra_fast.errors import InputError
 from electra_fast.model import sublayers
 from electra_fast.model.attention import AttentionMask, Queries, query_attention, self_attention
-from electra_fast.model.heads import HEADS, DiscriminatorHead, LogitHead, MaskedLMHead
 from electra_fast.model.initialization import initialize
-from electra_fast.model.layers import Linear, Norm
+from electra_fast.model.layers import HEADS, DiscriminatorHead, Linear, LogitHead, MaskedLMHead, Norm
 from electra_fast.model.networks import networks_of
 from electra_fast.model.proposal import Proposal
 from electra_fast.model.sublayers import SublayerWeights

@@ -17,7 +17,7 @@ from torch import Tensor
 from electra_fast.config.config import Config
 from electra_fast.model.attention import AttentionMask, reads_offsets
 from electra_fast.model.compute import RngKey
-from electra_fast.model.heads import MaskedLMHead
+from electra_fast.model.layers import MaskedLMHead
 from electra_fast.model.model import Electra
 from electra_fast.objectives.objective import MicroBatch
 from electra_fast.ops import operations as ops
