@@ -43,7 +43,7 @@ PACKAGE_LAYERS = [
     {"errors", "messages"},
 ]
 # Who may import the Rust extension, to use it or to report its version.
-EXTENSION_USERS = {"__init__", "data", "training"}
+EXTENSION_USERS = {"__init__", "config", "data", "training"}
 KERNEL_IMPORTS = {"torch", "triton", "__future__"} | sys.stdlib_module_names
 
 # Rust: the folders of electra-data, and which other folders each may use. Modules are private to their folder,
@@ -57,7 +57,7 @@ CRATE_USES = {
     "loader": {"format", "store"},
 }
 # Single files beside the folders, usable from all of them.
-CRATE_GROUND = {"error", "panics", "philox", "regular_file", "threads"}
+CRATE_GROUND = {"choice", "error", "panics", "philox", "regular_file", "threads"}
 
 
 def room(path: Path) -> str:
@@ -128,6 +128,17 @@ def crate_uses(path: Path) -> set[str]:
     return set(re.findall(r"(?<=\bcrate::)\w+|\bcrate::\{|\bsuper::super::", path.read_text(encoding="utf-8")))
 
 
+def module_uses(folder: str) -> dict[str, set[str]]:
+    """The modules of a folder of the crate, and which of their siblings each uses outside of tests."""
+    uses: dict[str, set[str]] = {}
+    for path in (CRATE / folder).rglob("*.rs"):
+        module, *below = path.relative_to(CRATE / folder).with_suffix("").parts
+        code = path.read_text(encoding="utf-8").partition("#[cfg(test)]\nmod ")[0]
+        prefix = rf"\b(?:super|crate::{folder})::" if below in ([], ["mod"]) else rf"\bcrate::{folder}::"
+        uses.setdefault(module, set()).update(re.findall(rf"{prefix}(\w+)::", code))
+    return {module: names & uses.keys() - {module} for module, names in uses.items() if "test" not in module}
+
+
 def source_files() -> list[Path]:
     folders = [PACKAGE, KERNELS, TREE / "tests", TREE / "bench", TREE / "crates"]
     return sorted(file for folder in folders for kind in ("*.py", "*.pyi", "*.rs") for file in folder.rglob(kind))
@@ -187,6 +198,11 @@ def test_parallel_iterators_run_on_the_pool_that_survives_a_fork(path: Path) -> 
 
 def test_the_crate_table_has_no_circle() -> None:
     graphlib.TopologicalSorter(CRATE_USES).prepare()
+
+
+@pytest.mark.parametrize("folder", CRATE_USES)
+def test_the_modules_of_a_crate_folder_have_no_circle(folder: str) -> None:
+    graphlib.TopologicalSorter(module_uses(folder)).prepare()
 
 
 def test_the_crate_is_pure_rust() -> None:

@@ -33,13 +33,13 @@ class Tokenizer:
     @property
     def path(self) -> Path: ...
     @property
-    def case_is_guessed(self) -> bool: ...
+    def casing_inferred(self) -> bool: ...
     @property
     def vocab_size(self) -> int: ...
     @property
     def fast(self) -> bool: ...
     @property
-    def why_not_fast(self) -> str | None: ...
+    def fallback_reason(self) -> str | None: ...
     @property
     def settings(self) -> tuple[bool | None, bool | None]: ...
     @property
@@ -79,23 +79,21 @@ class Corpus:
     @property
     def token_bytes(self) -> int: ...
 
+# `reading` of these functions: documents, text_fields, invalid_utf8, format, skip_bad_records.
+
 def prepare(
     tokenizer: Tokenizer,
     out: str,
     *,
     files: list[str] | None = None,
-    documents: Iterator[str] | None = None,
-    separator: str = "blank-line",
-    text_fields: list[str],
-    invalid_utf8: str = "error",
-    format: str = "auto",
-    skip_bad_records: int = 0,
+    texts: Iterator[str] | None = None,
     holdout: float = 0.0,
     partition: tuple[int, int] | None = None,
     verify_inputs: bool = False,
     threads: int | None = None,
     progress: Callable[[int, int, int, int], None] | None = None,
     _part_bytes: int | None = None,
+    **reading: Any,
 ) -> dict[str, Any]: ...
 
 class PrepareJob:
@@ -107,59 +105,54 @@ class PrepareJob:
         out: str,
         *,
         files: list[str],
-        separator: str = "blank-line",
-        text_fields: list[str],
-        invalid_utf8: str = "error",
-        format: str = "auto",
-        skip_bad_records: int = 0,
         holdout: float = 0.0,
         verify_inputs: bool = False,
         _part_bytes: int | None = None,
+        **reading: Any,
     ) -> None: ...
-    def units(self) -> list[tuple[int, int]]: ...
+    def input_groups(self) -> list[tuple[int, int]]: ...
     def settings(self) -> str: ...
-    def unit(self, number: int) -> str: ...
+    def input_group(self, number: int) -> str: ...
     def finish(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 def job_tokenizer(settings: str) -> Tokenizer: ...
-def prepare_units(settings: str, units: list[str], tokenizer: Tokenizer, threads: int = 1) -> tuple[int, int, int]: ...
+def prepare_input_groups(
+    settings: str, input_groups: list[str], tokenizer: Tokenizer, threads: int = 1
+) -> tuple[int, int, int]: ...
 def text_sample(
     run: tuple[Tokenizer, str] | None = None,
     *,
     files: list[str],
-    separator: str,
-    text_fields: list[str],
-    invalid_utf8: str,
-    format: str,
-    skip_bad_records: int,
+    **reading: Any,
 ) -> list[str]: ...
 def text_coverage(tokenizer: Tokenizer, texts: list[str]) -> tuple[int, int, int | None, list[tuple[str, int]]]: ...
 def train_vocab(
     out: str,
     *,
     files: list[str] | None = None,
-    documents: Iterator[str] | None = None,
+    texts: Iterator[str] | None = None,
     size: int,
     lowercase: bool,
     strip_accents: bool,
     character_coverage: float,
     min_frequency: int,
-    separator: str = "blank-line",
-    text_fields: list[str],
-    invalid_utf8: str = "error",
-    format: str = "auto",
-    skip_bad_records: int = 0,
     threads: int | None = None,
     sample: int | None = None,
     seed: int = 0,
     progress: Callable[[int, int, int, int], None] | None = None,
     counted: Callable[[int, tuple[int, int], tuple[int, int, int, int], tuple[int, int], str], None] | None = None,
+    **reading: Any,
 ) -> dict[str, Any]: ...
 def url_of(path: str) -> str | None: ...
 def verify(path: str) -> tuple[int, int, list[str]]: ...
 
 # --- loading -----------------------------------------------------------------------------------
+
+# The names that `masking`, `packing` and `cut_at` can have.
+MASKINGS: tuple[str, ...]
+PACKINGS: tuple[str, ...]
+CUTS: tuple[str, ...]
 
 class RecordBatch:
     """Rows of a batch, for any Arrow library: `pyarrow.record_batch(batch)` copies nothing.
@@ -183,21 +176,7 @@ class BatchLoader:
     def __init__(
         self,
         corpora: Sequence[tuple[str | Path, float | None]],
-        *,
-        sequence_length: int,
-        batch_size: int,
-        seed: int,
-        masking: str,
-        mask_prob: float,
-        packing: str,
-        cut_at: str,
-        rank: int,
-        world_size: int,
-        num_threads: int,
-        prefetch: int,
-        epochs: int | None,
-        cache_dir: str | None = None,
-        cache_bytes: int | None = None,
+        options: dict[str, Any],
     ) -> None: ...
     @property
     def corpora(self) -> list[tuple[str, float | None]]: ...

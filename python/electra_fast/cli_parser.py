@@ -100,7 +100,7 @@ def build_parser() -> Parser:
     case = sub.add_mutually_exclusive_group()
     case.add_argument("--cased", dest="lowercase", action="store_const", const=False, help="keep capitals")
     case.add_argument("--uncased", dest="lowercase", action="store_const", const=True, help="lower the text's case")
-    sub.add_argument("--partition", metavar="I/N", help="only every N-th unit of the input, starting with the I-th")
+    sub.add_argument("--partition", metavar="I/N", help="only every N-th input group, starting with the I-th")
     sub.add_argument(
         "--verify-inputs",
         action="store_true",

@@ -14,7 +14,7 @@ from electra_fast import _data
 from electra_fast.data.corpus import verify
 from electra_fast.errors import InputError
 
-# A unit is 4 MiB of input, mostly blank lines here to keep the tests fast.
+# An input group is 4 MiB of input, mostly blank lines here to keep the tests fast.
 BLANK_LINE = b" " * 1023 + b"\n"
 PADDING = BLANK_LINE * 2048
 
@@ -48,7 +48,7 @@ def only_in_time(path):
 
 @pytest.fixture
 def text(tmp_path):
-    """Three files of one unit each, with an "a" at the beginning and one at 1 MiB."""
+    """Three files of one input group each, with an "a" at the beginning and one at 1 MiB."""
     (tmp_path / "text").mkdir()
     for number in range(3):
         middle = b"a c\n\na" if number == 1 else b"a"
@@ -73,8 +73,10 @@ def run(tmp_path):
         with ThreadPoolExecutor(1) as pool:
             settings = job.settings()
             tasks = [
-                pool.submit(_data.prepare_units, settings, [job.unit(number)], _data.job_tokenizer(settings))
-                for number, _ in job.units()
+                pool.submit(
+                    _data.prepare_input_groups, settings, [job.input_group(number)], _data.job_tokenizer(settings)
+                )
+                for number, _ in job.input_groups()
             ]
         assert not any(task.exception() for task in tasks)
         report = job.finish()
@@ -117,7 +119,7 @@ def test_a_finished_corpus_of_a_changed_input_is_refused(text, run, tmp_path, ed
     ],
 )
 def test_an_interrupted_run_never_mixes_old_and_new_text(text, run, tmp_path, edit, way):
-    """The first of two partitions leaves what an interruption does: some units are finished."""
+    """The first of two partitions leaves what an interruption does: some input groups are finished."""
     options = {"_part_bytes": 600_000} if way == "in parts" else {}
     changed = text / "0.txt"
     run(text, "out", partition=(1, 2), **options)
@@ -127,7 +129,7 @@ def test_an_interrupted_run_never_mixes_old_and_new_text(text, run, tmp_path, ed
     resume = run.by_tasks if way == "by tasks" else run
     if way == "other partition":
         report = run(text, "out", partition=(2, 2), **options)
-        assert report["missing_units"] == (0 if edit is only_in_time else 1)
+        assert report["missing_input_groups"] == (0 if edit is only_in_time else 1)
         report = run(text, "out", partition=(1, 2), **options)
     else:
         report = resume(text, "out", **options)
@@ -135,9 +137,9 @@ def test_an_interrupted_run_never_mixes_old_and_new_text(text, run, tmp_path, ed
     assert report["complete"] and report["content_hash"] == undisturbed["content_hash"]
     assert verify(tmp_path / "out")
     if edit is only_in_time and way != "in parts":
-        assert (report["rebuilt_units"], report["changed_input"]) == (0, None)
+        assert (report["rebuilt_input_groups"], report["changed_input"]) == (0, None)
     if edit is not only_in_time:
-        assert report["rebuilt_units"] > 0 and report["changed_input"] == str(changed)
+        assert report["rebuilt_input_groups"] > 0 and report["changed_input"] == str(changed)
 
 
 def test_a_change_anywhere_in_a_table_counts_for_all_its_parts(run, tmp_path):
@@ -148,7 +150,7 @@ def test_a_change_anywhere_in_a_table_counts_for_all_its_parts(run, tmp_path):
     run(path, "out", partition=(1, 2), _part_bytes=30_000)
     replace_byte(path, path.read_bytes().rindex(b"a b c"))
     report = run(path, "out", _part_bytes=30_000)
-    assert report["rebuilt_units"] == 2 and report["changed_input"] == str(path)
+    assert report["rebuilt_input_groups"] == 2 and report["changed_input"] == str(path)
 
 
 def test_what_older_releases_left_counts_by_names_and_sizes(text, run, tmp_path):

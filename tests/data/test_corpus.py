@@ -115,10 +115,10 @@ def test_other_rules_go_to_the_crate_and_prepare_says_so(vocab, tmp_path, capfd,
     (tmp_path / "text.txt").write_text(text)
     for name, fast in (("fast", True), ("slow", False)):
         tokenizer = Tokenizer(tmp_path / f"{name}.json")
-        assert (tokenizer.fast, tokenizer.why_not_fast is None) == (fast, fast)
+        assert (tokenizer.fast, tokenizer.fallback_reason is None) == (fast, fast)
         prepare([tmp_path / "text.txt"], vocab=tokenizer, out=tmp_path / name)
         assert ("tokenizers crate" in capfd.readouterr().err) is not fast
-    assert reason in tokenizer.why_not_fast
+    assert reason in tokenizer.fallback_reason
     assert tokenizer.encode_batch([text])[0].tolist() == saved.encode(text, add_special_tokens=False).ids
 
 

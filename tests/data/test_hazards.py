@@ -83,7 +83,7 @@ def test_an_input_that_changes_under_the_run_is_refused(vocab, tmp_path, how):
 
 @pytest.fixture
 def stuck(tmp_path, vocab):
-    """A folder of three units whose last file is a pipe, on which a run blocks until something is written."""
+    """A folder of three input groups whose last file is a pipe, on which a run blocks until something is written."""
     text = tmp_path / "text"
     text.mkdir()
     for name in "abc":
@@ -91,7 +91,7 @@ def stuck(tmp_path, vocab):
     os.mkfifo(text / "d.txt")
     command = [sys.executable, "-c", RUN, text, vocab, tmp_path / "out"]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
-        records = [tmp_path / f"out/parts/unit-{unit:06}.json" for unit in range(2)]
+        records = [tmp_path / f"out/parts/input-group-{group:06}.json" for group in range(2)]
         deadline = time.monotonic() + 60
         while not all(path.exists() for path in records):
             assert process.poll() is None and time.monotonic() < deadline, process.communicate()
@@ -104,7 +104,7 @@ def test_finished_units_survive_a_kill_untouched(stuck, vocab, tmp_path):
     process, text, out = stuck
     process.kill()
     process.wait()
-    finished = [path for unit in range(2) for path in out.glob(f"shard-{unit:06}-*")]
+    finished = [path for group in range(2) for path in out.glob(f"shard-{group:06}-*")]
     before = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in finished}
     assert len(before) == 4
     (text / "d.txt").unlink()
@@ -119,13 +119,13 @@ def test_a_damaged_record_is_done_again(stuck, vocab, tmp_path):
     process, text, out = stuck
     process.kill()
     process.wait()
-    record = out / "parts/unit-000001.json"
+    record = out / "parts/input-group-000001.json"
     record.write_text(record.read_text().replace('"documents": 1', '"documents": 2'))
-    inodes = [(out / f"shard-00000{unit}-000.tokens").stat().st_ino for unit in range(2)]
+    inodes = [(out / f"shard-00000{group}-000.tokens").stat().st_ino for group in range(2)]
     (text / "d.txt").unlink()
     (text / "d.txt").write_text("")
     prepare([text], vocab=vocab, out=out, progress=False)
-    same = [(out / f"shard-00000{unit}-000.tokens").stat().st_ino == inodes[unit] for unit in range(2)]
+    same = [(out / f"shard-00000{group}-000.tokens").stat().st_ino == inodes[group] for group in range(2)]
     assert same == [True, False]
     prepare([text], vocab=vocab, out=tmp_path / "undisturbed", progress=False)
     assert contents(out) == contents(tmp_path / "undisturbed")

@@ -174,13 +174,13 @@ def test_a_damaged_arrow_file_is_an_error_or_text(vocab, tmp_path, capfd):
 @pytest.mark.parametrize("array", [pa.array(["w1 w2 " * 500]), pa.array(["w1 w2 " * 500]).dictionary_encode()])
 @pytest.mark.parametrize("open_writer", [pa.ipc.new_stream, pa.ipc.new_file])
 def test_a_compressed_batch_cannot_fill_the_memory(vocab, tmp_path, open_writer, array, codec):
-    """Each buffer begins with the length that it unfolds to, which is believed up to a bound."""
+    """Each buffer begins with its decompressed length, which is trusted up to a bound."""
     table, path = pa.table({"text": array}), tmp_path / "a.arrow"
     with open_writer(path, table.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
         writer.write_table(table)
     assert prepare([path], vocab=vocab, out=tmp_path / "out", progress=False).num_documents == 1
     sound = path.read_bytes()
-    for length, message in ((2**30 + 3000, "a compressed batch of .* unfolds to 107374"), (3001, "length")):
+    for length, message in ((2**30 + 3000, "a compressed batch of .* decompresses to 107374"), (3001, "length")):
         path.write_bytes(sound.replace((3000).to_bytes(8, "little"), length.to_bytes(8, "little")))
         assert path.read_bytes() != sound
         with pytest.raises(ValueError, match=rf"a\.arrow: cannot be read as Arrow .*{message}"):

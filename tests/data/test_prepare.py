@@ -28,16 +28,16 @@ RUN = f"""{IMPORT}
 print("ready", flush=True)
 prepare([sys.argv[1]], vocab=sys.argv[2], out=sys.argv[3])
 """
-UNITS = 5
-# A unit is 4 MiB of input, mostly blank lines here to keep the tests fast.
+GROUPS = 5
+# An input group is 4 MiB of input, mostly blank lines here to keep the tests fast.
 PADDING = "\n" * (4 << 20)
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A folder of files of one unit each, with 60 documents per file."""
+    """A folder of files of one input group each, with 60 documents per file."""
     folder, rng = tmp_path_factory.mktemp("text"), random.Random(5)
-    for number in range(UNITS):
+    for number in range(GROUPS):
         documents = [" ".join(f"w{rng.randrange(500)}" for _ in range(rng.randint(1, 900))) for _ in range(60)]
         (folder / f"{number}.txt").write_text("\n\n".join(documents) + PADDING)
     return folder
@@ -67,7 +67,7 @@ def ids_of(folder):
 
 
 def test_a_corpus_has_these_files(whole):
-    shards = [f"shard-{unit:06}-000.{kind}" for unit in range(UNITS) for kind in ("tokens", "lines")]
+    shards = [f"shard-{group:06}-000.{kind}" for group in range(GROUPS) for kind in ("tokens", "lines")]
     names = [*shards, "manifest.json", "vocab.txt"]
     assert sorted(contents(whole)) == sorted([*names, "inputs.json", *(f"holdout/{name}" for name in names)])
     assert verify(whole)
@@ -91,7 +91,7 @@ def test_partitions_make_one_corpus(text, vocab, whole, tmp_path, together):
         for index in (1, 2, 3):
             shutil.copytree(tmp_path / str(index), tmp_path / "all", dirs_exist_ok=True)
         reports.append(prepare([text], out=tmp_path / "all", **common))
-    assert reports[0].missing_units == 4 and reports[-1].complete
+    assert reports[0].missing_input_groups == 4 and reports[-1].complete
     assert reports[-1].content_hash == Corpus(whole).content_hash
     assert contents(tmp_path / "all") == contents(whole)
 
@@ -109,8 +109,8 @@ def test_the_end_tells_what_each_packing_keeps_and_drops(text, vocab, tmp_path, 
 
 def test_missing_parts_are_counted(text, vocab, tmp_path, capfd):
     report = prepare([text], vocab=vocab, out=tmp_path / "out", partition="2/4")
-    assert (report.complete, report.missing_units, report.num_units) == (False, 4, UNITS)
-    assert "4 of 5 units are still missing" in capfd.readouterr().err
+    assert (report.complete, report.missing_input_groups, report.num_input_groups) == (False, 4, GROUPS)
+    assert "4 of 5 input groups are still missing" in capfd.readouterr().err
     with pytest.raises(FileNotFoundError, match="unfinished"):
         Corpus(tmp_path / "out")
 
@@ -125,25 +125,25 @@ prepare([sys.argv[1]], vocab=sys.argv[2], out=sys.argv[3], threads=1, progress=F
 """
 
 
-def test_killed_in_any_unit_it_goes_on(vocab, tmp_path):
-    """Each unit's tokens are more than those before, so that a limit on the size of files kills in a certain one."""
+def test_killed_in_any_group_it_goes_on(vocab, tmp_path):
+    """Each input group has more tokens than those before, so a limit on file sizes kills the run in a certain one."""
     text, out = tmp_path / "text", tmp_path / "out"
     text.mkdir()
-    for unit in range(UNITS):
-        (text / f"{unit}.txt").write_text("\n\n".join(["w1 w2 w3 " * 3000] * (unit + 1)) + PADDING)
+    for group in range(GROUPS):
+        (text / f"{group}.txt").write_text("\n\n".join(["w1 w2 w3 " * 3000] * (group + 1)) + PADDING)
     prepare([text], vocab=vocab, out=tmp_path / "undisturbed", progress=False)
-    sizes = [(tmp_path / f"undisturbed/shard-{unit:06}-000.tokens").stat().st_size for unit in range(UNITS)]
-    for unit, limit in enumerate([size - 1 for size in sizes]):
+    sizes = [(tmp_path / f"undisturbed/shard-{group:06}-000.tokens").stat().st_size for group in range(GROUPS)]
+    for group, limit in enumerate([size - 1 for size in sizes]):
         killed = subprocess.run([sys.executable, "-c", KILLED, text, vocab, out, str(limit)], stderr=subprocess.PIPE)
         assert killed.returncode == -signal.SIGXFSZ, killed.stderr
-        finished = [path.name for path in sorted((out / "parts").glob("unit-*"))]
-        assert finished == [f"unit-{each:06}.json" for each in range(unit)]
+        finished = [path.name for path in sorted((out / "parts").glob("input-group-*"))]
+        assert finished == [f"input-group-{each:06}.json" for each in range(group)]
         assert len(list(out.glob(".tmp-*.tokens"))) == 1
     prepare([text], vocab=vocab, out=out, progress=False)
     assert contents(out) == contents(tmp_path / "undisturbed")
 
 
-def test_an_interruption_keeps_finished_units(text, vocab, whole, tmp_path):
+def test_an_interruption_keeps_finished_groups(text, vocab, whole, tmp_path):
     class Stop(Exception):
         pass
 
@@ -154,7 +154,7 @@ def test_an_interruption_keeps_finished_units(text, vocab, whole, tmp_path):
 
     arguments = {"text_fields": ["text"], "holdout": 0.2, "threads": 1}
     tokenizer = _data.Tokenizer(str(vocab))
-    for _ in range(UNITS):
+    for _ in range(GROUPS):
         try:
             _data.prepare(tokenizer, str(tmp_path / "out"), files=[str(text)], progress=stop_late, **arguments)
             break
@@ -307,8 +307,8 @@ def test_documents_from_python(vocab, tmp_path):
         ({"holdout": float("nan")}, "holdout is NaN"),
         ({"partition": "0/3"}, "partition is '0/3'; write I/N"),
         ({"partition": "a"}, "partition is 'a'; write I/N"),
-        ({"documents": "page"}, 'documents is "page"; it can be one of "blank-line"'),
-        ({"invalid_utf8": "ignore"}, 'invalid_utf8 is "ignore"'),
+        ({"documents": "page"}, 'documents = "page": unknown; choose "blank-line", "file" or "line"'),
+        ({"invalid_utf8": "ignore"}, 'invalid_utf8 = "ignore": unknown; choose "error" or "replace"'),
         ({"threads": -1}, "threads is -1"),
         ({"text_field": " "}, "no text field is named"),
         ({"kind": "dirs"}, "kind is 'dirs'"),

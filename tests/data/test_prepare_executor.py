@@ -22,14 +22,14 @@ from electra_fast.data.prepare import prepare
 from electra_fast.errors import ExecutorFailed, InputError
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(500))]
-UNITS = 6
+GROUPS = 6
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A folder of files of one unit each: 4 MiB, mostly blank lines."""
+    """A folder of files of one input group each: 4 MiB, mostly blank lines."""
     folder = tmp_path_factory.mktemp("text")
-    for number in range(UNITS):
+    for number in range(GROUPS):
         documents = "\n\n".join(f"w{number} w{n}" for n in range(100))
         (folder / f"{number}.txt").write_text(documents + "\n" * (4 << 20))
     return folder
@@ -50,7 +50,7 @@ def whole(text, vocab, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def unit_per_task(monkeypatch):
+def group_per_task(monkeypatch):
     monkeypatch.setattr(prepare_executor, "TASK_BYTES", 1)
 
 
@@ -101,7 +101,7 @@ def test_the_corpus_does_not_depend_on_the_executor(text, vocab, whole, tmp_path
     out = tmp_path / "out"
     with make() as executor:
         report = prepare([text], vocab=vocab, out=out, holdout=0.1, executor=executor, progress=False)
-    assert report.complete and report.num_units == UNITS and contents(out) == contents(whole)
+    assert report.complete and report.num_input_groups == GROUPS and contents(out) == contents(whole)
     again = prepare([text], vocab=vocab, out=out, holdout=0.1, executor=Immediate(), progress=False)
     assert again.already_complete and again.content_hash == report.content_hash
 
@@ -111,7 +111,7 @@ def test_small_units_share_a_task(text, vocab, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_executor, "MAX_SUBMITTED", 1)
     executor = Immediate()
     prepare([text], vocab=vocab, out=tmp_path / "out", holdout=0.1, executor=executor, progress=False)
-    assert executor.tasks == UNITS / 2 and contents(tmp_path / "out") == contents(whole)
+    assert executor.tasks == GROUPS / 2 and contents(tmp_path / "out") == contents(whole)
 
 
 def test_a_failed_run_is_resumed(text, vocab, whole, tmp_path):
@@ -127,14 +127,14 @@ def test_a_failed_run_is_resumed(text, vocab, whole, tmp_path):
     assert executor.tasks == 1 and contents(tmp_path / "out") == contents(whole)
 
 
-def test_a_bad_unit_says_what_is_wrong_in_one_line(vocab, tmp_path):
+def test_a_bad_group_says_what_is_wrong_in_one_line(vocab, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "w1"}\n' + "\n" * (4 << 20))
     (tmp_path / "b.jsonl").write_text('\n\n{"text": 5}\n')
     arguments = {"vocab": vocab, "out": tmp_path / "out", "progress": False}
     with processes(1) as executor, pytest.raises(InputError, match="b.jsonl: line 3: .*is a number") as caught:
         prepare([tmp_path], executor=executor, **arguments)
     assert "\n" not in str(caught.value)
-    assert list((tmp_path / "out/parts").glob("unit-*")), "the good unit is kept"
+    assert list((tmp_path / "out/parts").glob("input-group-*")), "the good input group is kept"
     assert not list((tmp_path / "out").glob(".lock*"))
     report = prepare([tmp_path], executor=Immediate(), skip_bad_records=1, **arguments)
     assert report.complete and report.skipped_records == 1
@@ -156,7 +156,7 @@ def test_skipped_records_count_over_all_tasks(vocab, tmp_path, allowed):
     "error",
     [
         lambda folder: _data.Tokenizer(str(folder / "none.txt")),
-        lambda folder: _data.prepare_units("{}", [], None),
+        lambda folder: _data.prepare_input_groups("{}", [], None),
         lambda folder: _data.job_tokenizer("{}"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_killed_pool_says_to_run_again(text, vocab, whole, tmp_path):
     arguments = {"vocab": vocab, "out": tmp_path / "out", "holdout": 0.1, "progress": False}
     with pytest.raises(ExecutorFailed, match=r"the executor failed \(Broken.* run again") as caught:
         prepare([text], executor=Killed(), **arguments)
-    assert "\n" not in str(caught.value) and len(list((tmp_path / "out/parts").glob("unit-*"))) == 2
+    assert "\n" not in str(caught.value) and len(list((tmp_path / "out/parts").glob("input-group-*"))) == 2
     prepare([text], **arguments)
     assert contents(tmp_path / "out") == contents(whole)
 
@@ -204,11 +204,11 @@ def test_ctrl_c_cancels_what_has_not_begun(text, vocab, whole, tmp_path):
 
         def submit(self, task, /, *arguments):
             future = Future()
-            if self.waiting or list((tmp_path / "out/parts").glob("unit-*")):
+            if self.waiting or list((tmp_path / "out/parts").glob("input-group-*")):
                 self.waiting.append(future)
             else:
                 future.set_result(task(*arguments))
-            if len(self.waiting) == UNITS - 1:
+            if len(self.waiting) == GROUPS - 1:
                 signal.raise_signal(signal.SIGINT)
             return future
 
@@ -216,7 +216,7 @@ def test_ctrl_c_cancels_what_has_not_begun(text, vocab, whole, tmp_path):
     executor = Slow()
     with pytest.raises(KeyboardInterrupt):
         prepare([text], executor=executor, **arguments)
-    assert sum(future.cancelled() for future in executor.waiting) >= UNITS - 2
+    assert sum(future.cancelled() for future in executor.waiting) >= GROUPS - 2
     prepare([text], **arguments)
     assert contents(tmp_path / "out") == contents(whole)
 

@@ -61,7 +61,7 @@ def test_parts_hold_the_same_documents(vocab, tmp_path, name):
         report = prepare_parts(
             tmp_path / name, vocab, out, part_bytes, progress=lambda *values, p=progress: p.append(values)
         )
-        assert report["num_units"] == -(-len(text.encode()) // part_bytes)
+        assert report["num_input_groups"] == -(-len(text.encode()) // part_bytes)
         assert [ids.tolist() for ids in Corpus(out)] == whole and verify(out)
         assert progress[-1][:2] == (len(text.encode()), len(text.encode()))
         jobs.add(manifest(out)["job"])
@@ -86,7 +86,7 @@ def documents():
     print("reading", flush=True)
     sys.stdin.read()
 
-_data.prepare(_data.Tokenizer(sys.argv[1]), sys.argv[2], documents=documents(), text_fields=["text"])
+_data.prepare(_data.Tokenizer(sys.argv[1]), sys.argv[2], texts=documents(), text_fields=["text"])
 """
 
 

@@ -84,7 +84,7 @@ class TestReading:
         vocab = write_vocab(tmp_path / "vocab.txt", "a", "A")
         prepare(iter(["A a"]), vocab=vocab, lowercase=True, out=tmp_path / "shards", progress=False)
         assert Tokenizer(tmp_path / "shards").options == UNCASED
-        assert not Tokenizer(tmp_path / "shards").case_is_guessed
+        assert not Tokenizer(tmp_path / "shards").casing_inferred
 
 
 class TestCase:
@@ -102,7 +102,7 @@ class TestCase:
         names = ["tokenizer.json", "tokenizer_config.json", "vocab.txt"]
         assert sorted(path.name for path in vocab.parent.iterdir()) == names
         tokenizer = Tokenizer(vocab)
-        assert tokenizer.options == options and tokenizer.fast and not tokenizer.case_is_guessed
+        assert tokenizer.options == options and tokenizer.fast and not tokenizer.casing_inferred
         assert Tokenizer(vocab.parent).path.name == "tokenizer.json" and Tokenizer(vocab.parent).fast
         done = command("prepare", text, "--vocab", vocab, "--out", tmp_path / "shards")
         assert done.returncode == 0 and "judging" not in done.stderr, done.stderr

@@ -5,8 +5,8 @@ use pyo3::prelude::*;
 
 use crate::errors::raise;
 
-/// Does `work` without the GIL, on a thread of its own, while this one handles signals: what a handler raises ends all
-/// waiting for stores and is the result.
+/// Runs `work` without the GIL on a thread of its own, while this one handles signals. An exception that a handler
+/// raises cancels all requests to stores and is the result.
 pub(crate) fn interruptible<T: Send>(
     py: Python,
     work: impl FnOnce() -> Result<T, Error> + Send,

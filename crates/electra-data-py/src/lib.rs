@@ -1,12 +1,13 @@
 //! The Python module `electra_fast._data`. Each function converts its arguments, releases the GIL and calls
 //! `electra-data`.
 
-use pyo3::prelude::*;
+use pyo3::pymodule;
 
 mod corpus;
 mod errors;
 mod interruption;
 mod loader;
+mod options;
 mod prepare;
 mod prepare_job;
 mod process;
@@ -15,8 +16,23 @@ mod tokenizer;
 
 #[pymodule]
 mod _data {
+    use electra_data::{Choice, CutAt, Masking, Packing};
+    use pyo3::prelude::*;
+    use pyo3::types::PyTuple;
+
     #[pymodule_export]
     const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+    /// Adds the names that options of the loader can have.
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        fn names<C: Choice>() -> impl ExactSizeIterator<Item = &'static str> {
+            C::NAMES.iter().map(|&(name, _)| name)
+        }
+        module.add("MASKINGS", PyTuple::new(module.py(), names::<Masking>())?)?;
+        module.add("PACKINGS", PyTuple::new(module.py(), names::<Packing>())?)?;
+        module.add("CUTS", PyTuple::new(module.py(), names::<CutAt>())?)
+    }
 
     #[pymodule_export]
     use crate::corpus::{Corpus, url_of, verify};
@@ -25,7 +41,7 @@ mod _data {
     #[pymodule_export]
     use crate::prepare::{prepare, text_coverage, text_sample, train_vocab};
     #[pymodule_export]
-    use crate::prepare_job::{PrepareJob, job_tokenizer, prepare_units};
+    use crate::prepare_job::{PrepareJob, job_tokenizer, prepare_input_groups};
     #[pymodule_export]
     use crate::record_batch::RecordBatch;
     #[pymodule_export]

@@ -5,16 +5,16 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
-use crate::errors::InputError;
-use electra_data::{CacheOptions, Corpus, Error, Loader, LoaderOptions, LoaderState, Poll, Tokenizer};
+use electra_data::{Corpus, Error, Loader, LoaderOptions, LoaderState, Poll, Tokenizer};
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
-use crate::errors::{absolute, raise};
+use crate::errors::{InputError, absolute, raise};
 use crate::interruption::interruptible;
 use crate::process::PerProcess;
 use crate::record_batch::RecordBatch;
 
-/// The longest that Ctrl-C goes unnoticed while a batch is awaited.
+/// How long Ctrl-C can go unnoticed while waiting for a batch.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 
 const IN_USE: &str = "a thread was taking a batch when this process was forked, so the loader's position is unknown \
@@ -28,60 +28,19 @@ type Weighted = (PathBuf, Option<f64>);
 pub struct BatchLoader {
     corpora: Vec<Weighted>,
     options: LoaderOptions,
-    cache: Option<CacheOptions>,
     loader: PerProcess<Mutex<Loader>>,
 }
 
 #[pymethods]
 impl BatchLoader {
     #[new]
-    #[pyo3(signature = (
-        corpora, *, sequence_length, batch_size, seed, masking, mask_prob, packing, cut_at, rank, world_size,
-        num_threads, prefetch, epochs, cache_dir=None, cache_bytes=None
-    ))]
-    #[expect(clippy::too_many_arguments, reason = "keyword-only, one per option")]
-    fn new(
-        py: Python<'_>,
-        corpora: Vec<Weighted>,
-        sequence_length: i64,
-        batch_size: i64,
-        seed: i64,
-        masking: String,
-        mask_prob: f64,
-        packing: String,
-        cut_at: String,
-        rank: i64,
-        world_size: i64,
-        num_threads: i64,
-        prefetch: i64,
-        epochs: Option<i64>,
-        cache_dir: Option<PathBuf>,
-        cache_bytes: Option<i64>,
-    ) -> PyResult<Self> {
-        let options = LoaderOptions {
-            sequence_length,
-            batch_size,
-            seed,
-            masking,
-            mask_prob,
-            packing,
-            cut_at,
-            word_starts: None,
-            rank,
-            world_size,
-            num_threads,
-            prefetch,
-            epochs,
-        };
-        let bytes = cache_bytes.map(u64::try_from).transpose();
-        let bytes = bytes.map_err(|_| InputError::new_err("cache_bytes must not be negative"))?;
-        let cache = cache_dir.zip(bytes).map(|(dir, bytes)| CacheOptions { dir, bytes });
-        let loader = interruptible(py, || open(&corpora, &options, cache.as_ref()))?;
+    fn new(py: Python<'_>, corpora: Vec<Weighted>, options: &Bound<'_, PyDict>) -> PyResult<Self> {
+        let options: LoaderOptions = crate::options::options(Some(options))?;
+        let loader = interruptible(py, || open(&corpora, &options))?;
         let corpora = corpora.into_iter().map(|(path, weight)| Ok((absolute(&path)?, weight)));
         Ok(Self {
             corpora: corpora.collect::<PyResult<_>>()?,
             options,
-            cache,
             loader: PerProcess::new(Mutex::new(loader)),
         })
     }
@@ -150,29 +109,23 @@ impl BatchLoader {
                 Err(TryLockError::Poisoned(parent)) => parent.into_inner().state(),
                 Err(TryLockError::WouldBlock) => return Err(InputError::new_err(IN_USE)),
             };
-            let mut loader = open(&self.corpora, &self.options, self.cache.as_ref()).map_err(raise)?;
+            let mut loader = open(&self.corpora, &self.options).map_err(raise)?;
             loader.restore(&state).map_err(raise)?;
             Ok(Mutex::new(loader))
         })
     }
 }
 
-/// The weights of a mixture as integers in lowest terms; refuses corpora that are none.
+/// The weights of a mixture as integers in lowest terms; raises if the corpora cannot be mixed.
 #[pyfunction]
 pub(crate) fn mixture_weights(py: Python<'_>, corpora: Vec<Weighted>) -> PyResult<Vec<u64>> {
-    let weights = || open(&corpora, &LoaderOptions::default(), None).map(|loader| loader.weights().to_vec());
+    let weights = || open(&corpora, &LoaderOptions::default()).map(|loader| loader.weights().to_vec());
     interruptible(py, weights)
 }
 
-/// The cache's bytes are divided among the corpora, which all have the same vocabulary.
-fn open(
-    corpora: &[Weighted],
-    options: &LoaderOptions,
-    cache: Option<&CacheOptions>,
-) -> Result<Loader, Error> {
-    let share =
-        |cache: &CacheOptions| CacheOptions { bytes: cache.bytes / corpora.len() as u64, ..cache.clone() };
-    let cache = cache.map(share);
+fn open(corpora: &[Weighted], options: &LoaderOptions) -> Result<Loader, Error> {
+    options.check()?;
+    let cache = options.cache(corpora.len());
     let corpora = corpora
         .iter()
         .map(|(path, weight)| Ok((Arc::new(Corpus::open_with(path, cache.as_ref())?), *weight)));

@@ -3,45 +3,40 @@
 use std::path::PathBuf;
 use std::sync::mpsc::{Sender, channel};
 
-use crate::errors::InputError;
 use electra_data::{
-    Coverage, DocumentSeparator, Error, InputFormat, InvalidUtf8, PrepareOptions, PrepareReport, Progress,
-    ReadOptions, SkippedRecord, TextSource, VocabOptions, VocabReport,
+    Coverage, Error, PrepareOptions, PrepareReport, Progress, ReadOptions, SkippedRecord, TextSource,
+    VocabOptions, VocabReport,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::errors::raise;
 use crate::interruption::interruptible;
+use crate::options::options;
 use crate::tokenizer::Tokenizer;
 
-/// Makes a corpus from either `files` or `documents`.
+/// Makes a corpus from either `files` or `texts`, an iterator; `reading` says how to read files.
 #[pyfunction]
-#[pyo3(signature = (tokenizer, out, *, files=None, documents=None, separator="blank-line", text_fields,
-                    invalid_utf8="error", format="auto", skip_bad_records=0, holdout=0.0, partition=None, verify_inputs=false, threads=None,
-                    progress=None, _part_bytes=None))]
+#[pyo3(signature = (tokenizer, out, *, files=None, texts=None, holdout=0.0, partition=None, verify_inputs=false,
+                    threads=None, progress=None, _part_bytes=None, **reading))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
 pub(crate) fn prepare<'py>(
     py: Python<'py>,
     tokenizer: &Tokenizer,
     out: PathBuf,
     files: Option<Vec<PathBuf>>,
-    documents: Option<Py<PyAny>>,
-    separator: &str,
-    text_fields: Vec<String>,
-    invalid_utf8: &str,
-    format: &str,
-    skip_bad_records: u64,
+    texts: Option<Py<PyAny>>,
     holdout: f64,
     partition: Option<(usize, usize)>,
     verify_inputs: bool,
     threads: Option<usize>,
     progress: Option<Py<PyAny>>,
     _part_bytes: Option<u64>,
+    reading: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
+    let reading = options::<ReadOptions>(reading)?;
     let part_bytes = _part_bytes;
-    let options = PrepareOptions {
+    let settings = PrepareOptions {
         reading,
         validation_fraction: holdout,
         partition,
@@ -50,8 +45,8 @@ pub(crate) fn prepare<'py>(
         part_bytes,
     };
     let tokenizer = tokenizer.get(py)?;
-    let report = PythonCallbacks::new(progress).run(py, files, documents, |source, report| {
-        electra_data::prepare(source, &tokenizer, &out, &options, report)
+    let report = PythonCallbacks::new(progress).run(py, files, texts, |source, report| {
+        electra_data::prepare(source, &tokenizer, &out, &settings, report)
     })?;
     report_dict(py, report)
 }
@@ -64,15 +59,15 @@ pub(crate) fn report_dict(py: Python, report: PrepareReport) -> PyResult<Bound<P
     result.set_item("num_files", report.num_files)?;
     result.set_item("skipped_files", report.skipped_files)?;
     result.set_item("skipped_splits", PyTuple::new(py, report.skipped_splits)?)?;
-    result.set_item("num_units", report.num_input_groups)?;
-    result.set_item("missing_units", report.missing_input_groups)?;
+    result.set_item("num_input_groups", report.num_input_groups)?;
+    result.set_item("missing_input_groups", report.missing_input_groups)?;
     result.set_item("num_documents", report.num_documents)?;
     result.set_item("num_tokens", report.num_tokens)?;
     result.set_item("empty_documents", report.empty_documents)?;
     result.set_item("holdout_documents", report.validation_documents)?;
     result.set_item("skipped_records", report.skipped_records)?;
     result.set_item("first_skipped", tuples(py, report.first_skipped)?)?;
-    result.set_item("rebuilt_units", report.rebuilt_input_groups)?;
+    result.set_item("rebuilt_input_groups", report.rebuilt_input_groups)?;
     result.set_item("changed_input", report.changed_input.map(|path| path.to_string_lossy().into_owned()))?;
     result.set_item("content_hash", report.content_hash)?;
     Ok(result)
@@ -80,19 +75,14 @@ pub(crate) fn report_dict(py: Python, report: PrepareReport) -> PyResult<Bound<P
 
 /// A sample of files, for a run with this tokenizer and output folder, or to train a vocabulary on.
 #[pyfunction]
-#[pyo3(signature = (run=None, *, files, separator, text_fields, invalid_utf8, format, skip_bad_records))]
-#[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
+#[pyo3(signature = (run=None, *, files, **reading))]
 pub(crate) fn text_sample(
     py: Python,
     run: Option<(PyRef<Tokenizer>, PathBuf)>,
     files: Vec<PathBuf>,
-    separator: &str,
-    text_fields: Vec<String>,
-    invalid_utf8: &str,
-    format: &str,
-    skip_bad_records: u64,
+    reading: Option<&Bound<PyDict>>,
 ) -> PyResult<Vec<String>> {
-    let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
+    let reading = options::<ReadOptions>(reading)?;
     let run = run.map(|(tokenizer, out)| Ok::<_, PyErr>((tokenizer.get(py)?, out))).transpose()?;
     interruptible(py, || {
         let run = run.as_ref().map(|(tokenizer, out)| (&**tokenizer, &**out));
@@ -120,33 +110,28 @@ pub(crate) fn coverage_tuple(found: Coverage) -> CoverageTuple {
 
 /// Trains a vocabulary; `counted` is called after counting words and before learning merges.
 #[pyfunction]
-#[pyo3(signature = (out, *, files=None, documents=None, size, lowercase, strip_accents, character_coverage,
-                    min_frequency, separator="blank-line", text_fields, invalid_utf8="error", format="auto",
-                    skip_bad_records=0, threads=None, sample=None, seed=0, progress=None, counted=None))]
+#[pyo3(signature = (out, *, files=None, texts=None, size, lowercase, strip_accents, character_coverage,
+                    min_frequency, threads=None, sample=None, seed=0, progress=None, counted=None, **reading))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
 pub(crate) fn train_vocab<'py>(
     py: Python<'py>,
     out: PathBuf,
     files: Option<Vec<PathBuf>>,
-    documents: Option<Py<PyAny>>,
+    texts: Option<Py<PyAny>>,
     size: usize,
     lowercase: bool,
     strip_accents: bool,
     character_coverage: f64,
     min_frequency: u64,
-    separator: &str,
-    text_fields: Vec<String>,
-    invalid_utf8: &str,
-    format: &str,
-    skip_bad_records: u64,
     threads: Option<usize>,
     sample: Option<u64>,
     seed: u64,
     progress: Option<Py<PyAny>>,
     counted: Option<Py<PyAny>>,
+    reading: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
-    let options = VocabOptions {
+    let reading = options::<ReadOptions>(reading)?;
+    let settings = VocabOptions {
         reading,
         size,
         lowercase,
@@ -158,7 +143,7 @@ pub(crate) fn train_vocab<'py>(
         seed,
     };
     let mut raised = None;
-    let report = PythonCallbacks::new(progress).run(py, files, documents, |source, progress| {
+    let report = PythonCallbacks::new(progress).run(py, files, texts, |source, progress| {
         let mut call_counted = |report: &VocabReport| {
             let (found, bytes) = (&report.alphabet, (report.counted_bytes, report.text_bytes));
             let letters = (found.num_letters(), found.num_dropped, found.dropped_letters, found.text_letters);
@@ -167,7 +152,7 @@ pub(crate) fn train_vocab<'py>(
             raised = counted.as_ref().and_then(call);
             raised.is_none()
         };
-        electra_data::train_vocab(source, &out, &options, progress, &mut call_counted)
+        electra_data::train_vocab(source, &out, &settings, progress, &mut call_counted)
     });
     if let Some(error) = raised {
         return Err(error);
@@ -186,35 +171,6 @@ fn tuples(py: Python<'_>, records: impl IntoIterator<Item = SkippedRecord>) -> P
     PyTuple::new(py, records)
 }
 
-pub(crate) fn reading(
-    separator: &str,
-    text_fields: Vec<String>,
-    invalid_utf8: &str,
-    format: &str,
-    skip_bad_records: u64,
-) -> PyResult<ReadOptions> {
-    let unknown = |name, value, known| {
-        Err(InputError::new_err(format!("{name} is {value:?}; it can be one of {known}")))
-    };
-    let separator = match separator {
-        "blank-line" => DocumentSeparator::BlankLine,
-        "file" => DocumentSeparator::File,
-        "line" => DocumentSeparator::Line,
-        other => return unknown("documents", other, "\"blank-line\", \"file\", \"line\""),
-    };
-    let invalid_utf8 = match invalid_utf8 {
-        "error" => InvalidUtf8::Error,
-        "replace" => InvalidUtf8::Replace,
-        other => return unknown("invalid_utf8", other, "\"error\", \"replace\""),
-    };
-    let format = match (format, InputFormat::from_name(format)) {
-        ("auto", _) => None,
-        (_, Some(format)) => Some(format),
-        _ => return unknown("format", format, "\"auto\", \"text\", \"jsonl\", \"parquet\", \"arrow\""),
-    };
-    Ok(ReadOptions { format, separator, text_fields, invalid_utf8, skip_bad_records })
-}
-
 /// The Python side of a long run: the progress callback.
 pub(crate) struct PythonCallbacks {
     progress: Option<Py<PyAny>>,
@@ -231,11 +187,11 @@ impl PythonCallbacks {
         &self,
         py: Python,
         files: Option<Vec<PathBuf>>,
-        documents: Option<Py<PyAny>>,
+        texts: Option<Py<PyAny>>,
         work: impl FnOnce(TextSource, &mut dyn FnMut(Progress) -> bool) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
         let failure = std::sync::Mutex::new(None);
-        let source = match documents {
+        let source = match texts {
             Some(iterator) => TextSource::Documents(Box::new(PyDocuments { iterator, failure: &failure })),
             None => TextSource::Files(files.unwrap_or_default()),
         };

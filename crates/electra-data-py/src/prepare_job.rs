@@ -1,4 +1,4 @@
-//! `PrepareJob` and `prepare_units`: one corpus by many processes.
+//! `PrepareJob` and `prepare_input_groups`: one corpus by many processes.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,7 +8,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::{InputError, raise};
-use crate::prepare::{PythonCallbacks, reading, report_dict};
+use crate::options::options;
+use crate::prepare::{PythonCallbacks, report_dict};
 use crate::tokenizer::Tokenizer;
 
 /// The parent's side of a corpus that tasks prepare.
@@ -22,26 +23,20 @@ pub(crate) struct PrepareJob {
 #[pymethods]
 impl PrepareJob {
     #[new]
-    #[pyo3(signature = (tokenizer, out, *, files, separator="blank-line", text_fields, invalid_utf8="error",
-                        format="auto", skip_bad_records=0, holdout=0.0, verify_inputs=false, _part_bytes=None))]
+    #[pyo3(signature = (tokenizer, out, *, files, holdout=0.0, verify_inputs=false, _part_bytes=None, **reading))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         py: Python,
         tokenizer: &Tokenizer,
         out: PathBuf,
         files: Vec<PathBuf>,
-        separator: &str,
-        text_fields: Vec<String>,
-        invalid_utf8: &str,
-        format: &str,
-        skip_bad_records: u64,
         holdout: f64,
         verify_inputs: bool,
         _part_bytes: Option<u64>,
+        reading: Option<&Bound<PyDict>>,
     ) -> PyResult<Self> {
-        let reading = reading(separator, text_fields, invalid_utf8, format, skip_bad_records)?;
         let options = PrepareOptions {
-            reading,
+            reading: options(reading)?,
             validation_fraction: holdout,
             verify_inputs,
             part_bytes: _part_bytes,
@@ -54,9 +49,9 @@ impl PrepareJob {
         Ok(Self { tokenizer, opened: Some(opened) })
     }
 
-    /// (number, bytes of input) of each unit that is missing; none if the corpus was complete before.
-    fn units(&self) -> Vec<(usize, u64)> {
-        self.unfinished().map(electra_data::PrepareJob::units).unwrap_or_default()
+    /// (number, bytes of input) of each input group that is missing; none if the corpus was complete before.
+    fn input_groups(&self) -> Vec<(usize, u64)> {
+        self.unfinished().map(electra_data::PrepareJob::input_groups).unwrap_or_default()
     }
 
     /// What all tasks share, as text.
@@ -64,12 +59,12 @@ impl PrepareJob {
         self.unfinished()?.settings(&self.tokenizer).map_err(raise)
     }
 
-    /// A unit as text, for a task.
-    fn unit(&self, number: usize) -> PyResult<String> {
-        self.unfinished()?.unit(number).map_err(raise)
+    /// An input group as text, for a task.
+    fn input_group(&self, number: usize) -> PyResult<String> {
+        self.unfinished()?.input_group(number).map_err(raise)
     }
 
-    /// Makes the corpus of what the tasks have built; the report of `prepare`.
+    /// Makes the corpus from what the tasks have built; returns the report of `prepare`.
     fn finish<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         if let Some(OpenedJob::Complete(report)) = &self.opened {
             return report_dict(py, (**report).clone());
@@ -78,7 +73,7 @@ impl PrepareJob {
         report_dict(py, py.detach(|| job.finish(&self.tokenizer)).map_err(raise)?)
     }
 
-    /// Leaves the folder to others.
+    /// Releases the folder.
     fn close(&mut self, py: Python) {
         let opened = self.opened.take();
         py.detach(|| drop(opened));
@@ -100,19 +95,19 @@ pub(crate) fn job_tokenizer(py: Python, settings: String) -> PyResult<Tokenizer>
     py.detach(|| electra_data::job_tokenizer(&settings)).map(Tokenizer::of).map_err(raise)
 }
 
-/// (documents, tokens, bytes of input) of the units of a task, which it builds unless they are finished.
+/// (documents, tokens, bytes of input) of the input groups of a task, which it builds unless they are finished.
 #[pyfunction]
-#[pyo3(signature = (settings, units, tokenizer, threads=1))]
-pub(crate) fn prepare_units(
+#[pyo3(signature = (settings, input_groups, tokenizer, threads=1))]
+pub(crate) fn prepare_input_groups(
     py: Python,
     settings: String,
-    units: Vec<String>,
+    input_groups: Vec<String>,
     tokenizer: &Tokenizer,
     threads: usize,
 ) -> PyResult<(u64, u64, u64)> {
     let tokenizer = tokenizer.get(py)?;
     let done = PythonCallbacks::new(None).run(py, None, None, |_, progress| {
-        electra_data::prepare_units(&settings, &units, &tokenizer, threads, progress)
+        electra_data::prepare_input_groups(&settings, &input_groups, &tokenizer, threads, progress)
     })?;
     Ok((done.documents, done.tokens, done.bytes))
 }

@@ -30,7 +30,7 @@ impl Tokenizer {
         lowercase: Option<bool>,
         strip_accents: Option<bool>,
     ) -> PyResult<Self> {
-        url_of(path.clone())?; // a secret in it must not be in the error that there is no such file
+        url_of(path.clone())?; // the error for a missing file must not show a secret in it
         let inner = py
             .detach(|| electra_data::Tokenizer::from_file(&path, lowercase, strip_accents))
             .map_err(raise)?;
@@ -114,8 +114,8 @@ impl Tokenizer {
 
     /// A clause, or None if the fast path is used.
     #[getter]
-    fn why_not_fast(&self, py: Python) -> PyResult<Option<&'static str>> {
-        Ok(self.get(py)?.why_not_fast())
+    fn fallback_reason(&self, py: Python) -> PyResult<Option<&'static str>> {
+        Ok(self.get(py)?.fallback_reason())
     }
 
     /// (lowercase, strip_accents)
@@ -124,10 +124,10 @@ impl Tokenizer {
         Ok(self.get(py)?.settings())
     }
 
-    /// Whether the settings were guessed from the entries.
+    /// Whether the settings were inferred from the entries.
     #[getter]
-    fn case_is_guessed(&self, py: Python) -> PyResult<bool> {
-        Ok(self.get(py)?.case_is_guessed())
+    fn casing_inferred(&self, py: Python) -> PyResult<bool> {
+        Ok(self.get(py)?.casing_inferred())
     }
 
     #[getter]

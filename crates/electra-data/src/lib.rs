@@ -3,6 +3,7 @@
 //! Building a corpus: `input` (files to lines) → `tokenizer` → `format`, driven by `prepare`.
 //! Reading it: `format` → `loader`.
 
+mod choice;
 mod error;
 mod format;
 mod input;
@@ -15,13 +16,14 @@ mod store;
 mod threads;
 mod tokenizer;
 
+pub use choice::{Choice, options_from};
 pub use error::{Error, Result};
 pub use format::{CacheOptions, Corpus, Shard, SpecialTokens, Verified, verify, write_sparse};
 pub use input::{DocumentSeparator, InputFormat, InvalidUtf8, ReadOptions, SkippedRecord, TextSource};
-pub use loader::{Contents, Loader, LoaderOptions, LoaderState, Poll};
+pub use loader::{Contents, CutAt, Loader, LoaderOptions, LoaderState, Masking, Packing, Poll};
 pub use prepare::{
     Alphabet, Coverage, OpenedJob, PrepareJob, PrepareOptions, PrepareReport, Progress, TaskReport,
-    VocabOptions, VocabReport, job_tokenizer, prepare, prepare_units, text_sample, train_vocab,
+    VocabOptions, VocabReport, job_tokenizer, prepare, prepare_input_groups, text_sample, train_vocab,
 };
 pub use store::{attended, check_url, url_of};
 pub use tokenizer::{Encoder, Pieces, Tokenizer};

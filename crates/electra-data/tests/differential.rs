@@ -1,8 +1,8 @@
-//! The fast tokenizer gives the ids of the `tokenizers` crate for any text and options.
+//! The fast tokenizer and encoding with offsets give the ids of the `tokenizers` crate for any text and options.
 
 mod strings;
 
-use electra_data::Tokenizer;
+use electra_data::{Pieces, Tokenizer};
 use proptest::prelude::*;
 use strings::{Numbers, random_string, tokenizers};
 
@@ -15,7 +15,7 @@ fn assert_same(name: &str, tokenizer: &Tokenizer, text: &str) {
 fn all() -> Vec<(String, Tokenizer)> {
     let all = tokenizers(None, tempfile::tempdir().expect("a temporary folder").path());
     for (name, tokenizer) in &all {
-        assert!(tokenizer.is_fast(), "{name}: {:?}", tokenizer.why_not_fast());
+        assert!(tokenizer.is_fast(), "{name}: {:?}", tokenizer.fallback_reason());
     }
     all
 }
@@ -26,6 +26,29 @@ fn random_strings() {
     for (name, tokenizer) in all() {
         for _ in 0..2_000 {
             assert_same(&name, &tokenizer, &random_string(&mut numbers));
+        }
+    }
+}
+
+fn assert_in_order(name: &str, text: &str, pieces: &Pieces) {
+    assert_eq!((pieces.offsets.len(), pieces.words.len()), (pieces.ids.len(), pieces.ids.len()));
+    let length = text.chars().count() as u32;
+    assert!(pieces.offsets.iter().all(|&[start, end]| start <= end && end <= length), "{name}: {text:?}");
+    assert!(pieces.offsets.is_sorted_by_key(|&[start, _]| start), "{name}: {text:?}");
+    assert!(pieces.words.is_sorted(), "{name}: {text:?}");
+}
+
+#[test]
+fn offsets_of_random_strings() {
+    let mut numbers = Numbers(20_270_314);
+    for (name, tokenizer) in all() {
+        let texts: Vec<String> = (0..500).map(|_| random_string(&mut numbers)).collect();
+        let expected = tokenizer.encode_batch(&texts).expect("ids");
+        let found = tokenizer.encode_batch_with_offsets(&texts).expect("pieces");
+        assert_eq!(found.len(), texts.len());
+        for ((text, pieces), ids) in texts.iter().zip(&found).zip(expected) {
+            assert_eq!(pieces.ids, ids, "{name}: {text:?}");
+            assert_in_order(&name, text, pieces);
         }
     }
 }

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Self
 
+from electra_fast import _data
 from electra_fast.config.file import Scalar, Value, did_you_mean, read_toml
 from electra_fast.config.objectives import OBJECTIVE_SPECS, OPTION_NEEDS, check_needs
 from electra_fast.config.presets import DEFAULT_RECIPE, RECIPES, SIZE_RECIPES, SIZES
@@ -145,15 +146,21 @@ class DataConfig(Section):
         takes_several=True,
     )
     sequence_length: int = config_key(128, "tokens per row, [CLS] and [SEP] included", low=8, high=32768)
-    masking: Literal["paper", "google", "bert", "whole-word", "span"] = config_key(
-        "google", "how positions are drawn and masked: single tokens, whole words, or one to three words together"
+    masking: str = config_key(
+        "google",
+        "how positions are drawn and masked: single tokens, whole words, or one to three words together",
+        choices=_data.MASKINGS,
     )
     mask_prob: float = config_key(0.15, "share of a row's tokens to mask", low=0, high=0.9, open_low=True)
-    packing: Literal["best-fit", "google"] = config_key(
-        "best-fit", "how documents become rows: every token kept, or as the published code builds examples"
+    packing: str = config_key(
+        "best-fit",
+        "how documents become rows: every token kept, or as the published code builds examples",
+        choices=_data.PACKINGS,
     )
-    cut_at: Literal["token", "word", "line"] = config_key(
-        "token", "where packing best-fit may cut a document: anywhere, or only before a word or line of it"
+    cut_at: str = config_key(
+        "token",
+        "where packing best-fit may cut a document: anywhere, or only before a word or line of it",
+        choices=_data.CUTS,
     )
     num_threads: int = config_key(1, "threads that fill batches, beside one that plans", low=1, high=1024)
     prefetch: int = config_key(4, "batches prepared ahead", low=1, high=1024)

@@ -101,9 +101,9 @@ class Tokenizer:
         return self._inner.fast
 
     @property
-    def why_not_fast(self) -> str | None:
+    def fallback_reason(self) -> str | None:
         """Why the crate is used, as a clause such as "its model is not WordPiece"; `None` on the fast path."""
-        return self._inner.why_not_fast
+        return self._inner.fallback_reason
 
     @property
     def vocab_size(self) -> int:
@@ -135,9 +135,9 @@ class Tokenizer:
         return self._inner.to_json()
 
     @property
-    def case_is_guessed(self) -> bool:
+    def casing_inferred(self) -> bool:
         """Whether no file states the settings of a `vocab.txt`, so that they were inferred from its entries."""
-        return self._inner.case_is_guessed
+        return self._inner.casing_inferred
 
     @property
     def options(self) -> dict[str, bool | None]:

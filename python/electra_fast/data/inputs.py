@@ -16,7 +16,7 @@ LONGEST_PATH = 4096
 
 
 def source(inputs: Any, kind: Kind, text_fields: list[str]) -> dict[str, Any]:
-    """The argument `files` or `documents` of the Rust functions, by the rule that `prepare` documents."""
+    """The argument `files` or `texts` of the Rust functions, by the rule that `prepare` documents."""
     if kind not in ("auto", "files", "documents"):
         raise InputError(f"kind is {kind!r}; it can be one of 'auto', 'files', 'documents'")
     _reject_tables(inputs)
@@ -25,7 +25,7 @@ def source(inputs: Any, kind: Kind, text_fields: list[str]) -> dict[str, Any]:
     elif not isinstance(inputs, Iterable):
         raise TypeError(f"inputs is {_abbreviated(inputs)}: give a path, a list of paths, or an iterable of str")
     if kind == "documents" or (kind == "auto" and not _are_paths(inputs)):
-        return {"documents": _texts(inputs, text_fields)}
+        return {"texts": _texts(inputs, text_fields)}
     files = [_path(position, path) for position, path in enumerate(inputs)]
     if kind == "auto":
         _reject_short_texts(inputs)

@@ -8,9 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from electra_fast import _data
 from electra_fast.data.corpus import Corpus, Tokenizer
 from electra_fast.data.loader import BatchLoader, to_torch
-from electra_fast.data.prepare_report import PACKINGS, contents
+from electra_fast.data.prepare_report import contents
 from electra_fast.messages import printable
 
 
@@ -47,7 +48,7 @@ def inspect(directory: str | Path, *, sequence_length: int = 128) -> dict[str, A
 
 def _packings(directory: str | Path, sequence_length: int, num_tokens: int) -> dict[str, Any]:
     report: dict[str, Any] = {}
-    for packing in PACKINGS:
+    for packing in _data.PACKINGS:
         kept, name = contents(directory, packing, sequence_length), packing.replace("-", "_")
         report |= {
             f"{name}_rows": kept.rows,

@@ -6,6 +6,7 @@ Sits between the Rust data engine (`_data`), which shuffles, packs and masks, an
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
@@ -113,42 +114,17 @@ class BatchLoader(Iterator[RecordBatch]):
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int = 1 << 34,
     ) -> None:
-        self._options: dict[str, Any] = {
-            "sequence_length": sequence_length,
-            "batch_size": batch_size,
-            "seed": seed,
-            "masking": masking,
-            "mask_prob": mask_prob,
-            "packing": packing,
-            "cut_at": cut_at,
-            "rank": rank,
-            "world_size": world_size,
-            "num_threads": num_threads,
-            "prefetch": prefetch,
-            "epochs": epochs,
-            "cache_dir": os.path.abspath(cache_dir or default_cache_dir()),
-            "cache_bytes": min(cache_bytes, 2**63 - 1),  # more than any disk
-        }
-        self._loader = _data.BatchLoader(weighted_folders(corpus), **self._options)
+        options = {name: value for name, value in locals().items() if name not in ("self", "corpus")}
+        options["cache_dir"] = os.path.abspath(cache_dir or default_cache_dir())
+        options["cache_bytes"] = min(cache_bytes, 2**63 - 1)  # more than any disk
+        self._options: dict[str, Any] = options
+        self._loader = _data.BatchLoader(weighted_folders(corpus), options)
 
     @classmethod
     def from_config(cls, config: Config, **changes: Any) -> Self:
         """The loader of a configuration; `changes` override the constructor's arguments."""
-        data, train = config.data, config.train
-        arguments: dict[str, Any] = {
-            "corpus": data.corpus,
-            "sequence_length": data.sequence_length,
-            "batch_size": train.batch_size,
-            "seed": train.seed,
-            "masking": data.masking,
-            "mask_prob": data.mask_prob,
-            "packing": data.packing,
-            "cut_at": data.cut_at,
-            "cache_dir": data.cache_dir or None,
-            "cache_bytes": data.cache_bytes,
-            "num_threads": data.num_threads,
-            "prefetch": data.prefetch,
-        }
+        keys = vars(config.data) | vars(config.train)
+        arguments = {name: keys[name] for name in inspect.signature(cls).parameters if name in keys}
         return cls(**arguments | changes)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,7 +132,7 @@ class BatchLoader(Iterator[RecordBatch]):
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         self._options = pickled["options"]
-        self._loader = _data.BatchLoader(pickled["corpora"], **self._options)
+        self._loader = _data.BatchLoader(pickled["corpora"], self._options)
         self.restore(pickled["state"])
 
     def __iter__(self) -> Self:

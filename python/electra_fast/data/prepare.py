@@ -72,7 +72,7 @@ def prepare(
             malformed, lack the text field or have no text in it. They are listed in `out/skipped.jsonl`.
         holdout: Fraction of documents, at least 0 and below 1, set aside for validation as the corpus `out/holdout`.
             The choice depends only on their positions; of two or more documents, at least one is chosen.
-        partition: `"I/N"`, counted from 1: process only every N-th unit of the input. When the files of all N
+        partition: `"I/N"`, counted from 1: process only every N-th input group. When the files of all N
             parts are in one folder, a run without `partition` completes it; parts run in the same folder do so
             by themselves.
         verify_inputs: Inputs that have changed since work in `out` was finished are noticed by size, modification time
@@ -81,9 +81,9 @@ def prepare(
             file that kept its size and time. Of objects in a store, the ETag is compared in any case.
         threads: Tokenizer threads; 0 means one per core, or one per task of an executor. The result does not depend on
             it.
-        executor: Build the units in tasks of this executor, on other cores or machines: `ProcessPoolExecutor`, Dask's
-            `Client.get_executor()`, mpi4py's `MPIPoolExecutor`. Its workers must see `inputs` and `out` under the same
-            paths. The result does not depend on it. Not for documents, and not with `partition`.
+        executor: Build the input groups in tasks of this executor, on other cores or machines: `ProcessPoolExecutor`,
+            Dask's `Client.get_executor()`, mpi4py's `MPIPoolExecutor`. Its workers must see `inputs` and `out`
+            under the same paths. The result does not depend on it. Not for documents, and not with `partition`.
         kind: What `inputs` is, where the rule above gets it wrong: `files` or `documents` (a list of short ones).
         progress: Show a progress bar with ETA on standard error, or a line every ten seconds if it is not a
             terminal; warn if the vocabulary does not cover a sample of the text; print a summary.
@@ -104,7 +104,7 @@ def prepare(
     reading = reading_options(documents, text_field, invalid_utf8, format, skip_bad_records)
     text = source(inputs, kind, reading["text_fields"])
     with ReadingProgress("prepare", shown=progress) as bar:
-        if progress and tokenizer.case_is_guessed:
+        if progress and tokenizer.casing_inferred:
             bar.say(guess(tokenizer))
         beginning: list[str] = []
         sample = None
@@ -132,16 +132,16 @@ def prepare(
             if sample is not None:
                 coverage = replace(coverage, unknown_words=sample.unknown_words)
             bar.warn(unknown_warning(coverage, beginning, inner))
-        if report.rebuilt_units:
+        if report.rebuilt_input_groups:
             bar.warn(
-                f"warning: {report.rebuilt_units:,} finished units were prepared again, because their input has "
-                f"changed; {report.changed_input} is one of these files"
+                f"warning: {report.rebuilt_input_groups:,} finished input groups were prepared again, because their "
+                f"input has changed; {report.changed_input} is one of these files"
             )
         if report.skipped_records:
             listed = os.path.join(out, "skipped.jsonl") if report.complete else None
             bar.warn(skipped_lines(report.skipped_records, report.first_skipped, listed))
         if progress:  # counting what each packing keeps takes seconds for a large corpus
-            for line in summary(report, out, tokenizer.why_not_fast).splitlines():
+            for line in summary(report, out, tokenizer.fallback_reason).splitlines():
                 bar.say(line)
     return report
 

@@ -1,4 +1,4 @@
-"""`prepare` on an executor: the parent divides the work into tasks, each of which builds units of the corpus.
+"""`prepare` on an executor: the parent divides the work into tasks, each of which builds input groups of the corpus.
 
 Any `concurrent.futures.Executor` will do whose workers see the inputs and the output folder under the same paths.
 A task that runs twice, even at the same time, writes the same files, so an executor may repeat tasks as it likes.
@@ -16,7 +16,7 @@ from electra_fast import _data
 from electra_fast.errors import ElectraFastError, ExecutorFailed, InputError
 from electra_fast.progress import ReadingProgress
 
-# Small units share a task up to so many bytes: some seconds of work for a core.
+# Small input groups share a task up to so many bytes: some seconds of work for a core.
 TASK_BYTES = 64 << 20
 # Tasks submitted at a time; each holds the names of its files.
 MAX_SUBMITTED = 10_000
@@ -29,36 +29,38 @@ def prepare_on(
     executor: Executor, tokenizer: _data.Tokenizer, out: str, bar: ReadingProgress, **arguments: Any
 ) -> dict[str, Any]:
     """The report of `_data.prepare`, whose keyword arguments it takes; `threads` are per task, 1 by default."""
-    if arguments.pop("documents", None) is not None:
+    if arguments.pop("texts", None) is not None:
         raise InputError("executor needs files as inputs: a stream of documents is read by one process")
     if arguments.pop("partition") is not None:
         raise InputError("give executor or partition, not both: the tasks of an executor make the whole corpus")
     threads = arguments.pop("threads") or 1
     job = _data.PrepareJob(tokenizer, out, **arguments)
     try:
-        if units := job.units():
-            _run_tasks(executor, job, units, threads, bar)
+        if groups := job.input_groups():
+            _run_tasks(executor, job, groups, threads, bar)
         return job.finish()
     finally:
         job.close()
 
 
 def _run_tasks(
-    executor: Executor, job: _data.PrepareJob, units: list[tuple[int, int]], threads: int, bar: ReadingProgress
+    executor: Executor, job: _data.PrepareJob, groups: list[tuple[int, int]], threads: int, bar: ReadingProgress
 ) -> None:
     """Runs all tasks. An error cancels those that have not begun and waits for the others: what they finish counts.
 
     Ctrl-C and a failure of the executor end it at once.
     """
-    settings, total = job.settings(), sum(size for _, size in units)
-    tasks = _tasks(units)
+    settings, total = job.settings(), sum(size for _, size in groups)
+    tasks = _tasks(groups)
     submitted: set[Future[Done]] = set()
     finished: queue.SimpleQueue[Future[Done]] = queue.SimpleQueue()
     documents = tokens = size = 0
     try:
         while True:
             while len(submitted) < MAX_SUBMITTED and (numbers := next(tasks, None)):
-                future = executor.submit(_prepare_units, settings, [job.unit(number) for number in numbers], threads)
+                future = executor.submit(
+                    _prepare_groups, settings, [job.input_group(number) for number in numbers], threads
+                )
                 submitted.add(future)
                 future.add_done_callback(finished.put)
             if not submitted:
@@ -78,11 +80,11 @@ def _run_tasks(
         raise
 
 
-def _tasks(units: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
-    """The numbers of consecutive units of up to `TASK_BYTES` together."""
+def _tasks(groups: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
+    """The numbers of consecutive input groups of up to `TASK_BYTES` together."""
     task: list[int] = []
     size = 0
-    for number, num_bytes in units:
+    for number, num_bytes in groups:
         if task and size + num_bytes > TASK_BYTES:
             yield task
             task, size = [], 0
@@ -92,9 +94,9 @@ def _tasks(units: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
         yield task
 
 
-def _prepare_units(settings: str, units: list[str], threads: int) -> Done:
-    """A task, in any process: builds the units that are not finished, and says what they hold."""
-    return _data.prepare_units(settings, units, _tokenizer_of(settings), threads)
+def _prepare_groups(settings: str, groups: list[str], threads: int) -> Done:
+    """A task, in any process: builds the input groups that are not finished, and says what they hold."""
+    return _data.prepare_input_groups(settings, groups, _tokenizer_of(settings), threads)
 
 
 @functools.lru_cache(maxsize=1)

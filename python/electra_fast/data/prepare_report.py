@@ -10,7 +10,6 @@ from electra_fast import _data
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.data.mixture import Corpora, weighted_folders
 
-PACKINGS = ("best-fit", "google")
 # The row lengths of the published presets.
 LENGTHS = (128, 512)
 
@@ -20,7 +19,7 @@ class PrepareReport:
     """What `prepare` did; counts exclude validation documents."""
 
     complete: bool
-    """The folder is a complete corpus; `False` if units of other partitions are missing."""
+    """The folder is a complete corpus; `False` if input groups of other partitions are missing."""
     already_complete: bool
     """It was complete before, with the same inputs and options."""
     num_files: int
@@ -28,9 +27,9 @@ class PrepareReport:
     """Files of unknown kinds in folders or matched by globs."""
     skipped_splits: tuple[str, ...]
     """Splits of saved datasets that were ignored in favor of `train`."""
-    num_units: int
-    """Groups of files that are processed as a whole."""
-    missing_units: int
+    num_input_groups: int
+    """Files, or parts of a large one, that are processed as a whole."""
+    missing_input_groups: int
     num_documents: int
     num_tokens: int
     empty_documents: int
@@ -40,8 +39,8 @@ class PrepareReport:
     """Records that could not be read and were skipped; a complete corpus lists them in `skipped.jsonl`."""
     first_skipped: tuple[tuple[str, int, str], ...] = ()
     """File, line and reason of the first ten skipped records."""
-    rebuilt_units: int = 0
-    """Units that an interrupted run had finished and this one prepared again, because their input had changed."""
+    rebuilt_input_groups: int = 0
+    """Input groups that an interrupted run had finished; prepared again, because their input had changed."""
     changed_input: str | None = None
     """One of the files that had changed."""
     content_hash: str
@@ -65,21 +64,8 @@ class Contents:
 
 def contents(corpora: Corpora, packing: str, sequence_length: int, *, seed: int = 0, cut_at: str = "token") -> Contents:
     """What a packing keeps of corpora in the first epoch; reads no tokens, except for cuts at words."""
-    loader = _data.BatchLoader(
-        weighted_folders(corpora),
-        sequence_length=sequence_length,
-        batch_size=1,
-        seed=seed,
-        masking="google",
-        mask_prob=0.15,
-        packing=packing,
-        cut_at=cut_at,
-        rank=0,
-        world_size=1,
-        num_threads=1,
-        prefetch=1,
-        epochs=1,
-    )
+    options = {"sequence_length": sequence_length, "seed": seed, "packing": packing, "cut_at": cut_at}
+    loader = _data.BatchLoader(weighted_folders(corpora), options)
     rows, tokens, positions = loader.contents()
     return Contents(rows=rows, tokens=tokens, fill=positions / max(1, rows * sequence_length))
 
@@ -114,7 +100,7 @@ def alphabet(letters: tuple[int, int, int, int], words: tuple[int, int], most: s
     )
 
 
-def summary(report: PrepareReport, out: str | os.PathLike[str], why_not_fast: str | None) -> str:
+def summary(report: PrepareReport, out: str | os.PathLike[str], fallback_reason: str | None) -> str:
     """The result of `prepare` as text: what was written, what was left out, what is still missing."""
     skipped = f"; {report.skipped_files} files of other kinds were passed over" if report.skipped_files else ""
     if report.skipped_splits:
@@ -127,10 +113,10 @@ def summary(report: PrepareReport, out: str | os.PathLike[str], why_not_fast: st
     if report.already_complete:
         return f"{os.fspath(out)}: already complete: {counts}{skipped}"
     crate_note = ""
-    if why_not_fast:
-        crate_note = f"; tokenized by the tokenizers crate, which is many times slower, because {why_not_fast}"
+    if fallback_reason:
+        crate_note = f"; tokenized by the tokenizers crate, which is many times slower, because {fallback_reason}"
     if not report.complete:
-        missing = f"{report.missing_units} of {report.num_units} units are still missing"
+        missing = f"{report.missing_input_groups} of {report.num_input_groups} input groups are still missing"
         remedy = "when all parts are done, copy their files into one folder and run prepare without --partition"
         return f"{os.fspath(out)}: {counts} so far; {missing}: {remedy}{skipped}{crate_note}"
     empty = f", {report.empty_documents:,} empty ones left out" if report.empty_documents else ""
@@ -141,7 +127,7 @@ def summary(report: PrepareReport, out: str | os.PathLike[str], why_not_fast: st
 
 
 def _packing_lines(report: PrepareReport, out: str | os.PathLike[str]) -> Iterator[str]:
-    for packing in PACKINGS:
+    for packing in _data.PACKINGS:
         parts = []
         for length in LENGTHS:
             kept = contents(out, packing, length)

@@ -19,10 +19,10 @@ def reading_options(
 ) -> dict[str, Any]:
     """Arguments of the Rust functions that say how to read files."""
     return {
-        "separator": documents,
+        "documents": documents,
         "text_fields": [field.strip() for field in text_field.split(",") if field.strip()],
         "invalid_utf8": invalid_utf8,
-        "format": format,
+        "format": None if format == "auto" else format,
         "skip_bad_records": not_negative("skip_bad_records", skip_bad_records),
     }
 

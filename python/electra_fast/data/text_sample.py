@@ -31,16 +31,16 @@ def sample_texts(source: dict[str, Any], run: tuple[_data.Tokenizer, str] | None
 
     `run` is the tokenizer and the output folder of `prepare`, which its inputs must not contain.
     """
-    if "documents" not in source:
+    if "texts" not in source:
         return _data.text_sample(run, **source, **reading)
     taken: list[Any] = []
     characters = 0
-    for text in source["documents"]:
+    for text in source["texts"]:
         taken.append(text)
         characters += len(text) if isinstance(text, str) else SAMPLE_CHARACTERS  # the run raises the error
         if len(taken) == SAMPLE_DOCUMENTS or characters >= SAMPLE_CHARACTERS:
             break
-    source["documents"] = chain(taken, source["documents"])
+    source["texts"] = chain(taken, source["texts"])
     return [text[:SAMPLE_CHARACTERS] for text in taken if isinstance(text, str)]
 
 

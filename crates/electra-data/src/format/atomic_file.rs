@@ -124,7 +124,7 @@ mod tests {
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
-    /// Takes from this thread what lets root open any folder.
+    /// Drops the capabilities that let root open any folder, for this thread.
     fn drop_capabilities() {
         let (header, none) = ([0x2008_0522_u32, 0], [0_u32; 6]);
         // SAFETY: version 3 of the call reads a header of two words and sets of six.
@@ -136,7 +136,7 @@ mod tests {
         use std::os::unix::fs::PermissionsExt;
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path();
-        // It can be written to, and not be opened.
+        // Files can be created in it, but it cannot be opened.
         std::fs::set_permissions(dir, PermissionsExt::from_mode(0o300)).unwrap();
         let outcomes = std::thread::scope(|scope| {
             let attempt = || {

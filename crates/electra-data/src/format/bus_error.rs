@@ -1,5 +1,4 @@
-//! A message where a mapped file is cut off, or its disk fails, while it is read: the system's answer is SIGBUS, which
-//! ends a process in silence.
+//! Explains SIGBUS, which silently ends a process that reads a mapped file after it was truncated or its disk failed.
 
 use std::ffi::{c_int, c_void};
 use std::sync::Once;
@@ -9,14 +8,14 @@ static EXPLAINED: Once = Once::new();
 /// Whether a thread is about to end the process.
 static ENDING: AtomicBool = AtomicBool::new(false);
 const STANDARD_ERROR: c_int = 2;
-/// The exit code, which is that of other errors in a user's files.
+/// The exit code of errors in a user's files.
 const EXIT_CODE: c_int = 2;
 const BEGINNING: &[u8] = b"electra-fast: error: ";
 const REASON: &[u8] =
     b": cannot be read where it is mapped into memory: it was cut off while it was in use, or its disk \
 is full or failing; restore the file from a copy and run again\n";
 
-/// Has the process say which file it was before it ends. Another handler that is there already stays.
+/// Makes the process name the file before it ends. An existing handler is left in place.
 pub(super) fn explain() {
     // SAFETY: the structures are plain data, of which zeros are a valid value; the handler makes system calls only.
     EXPLAINED.call_once(|| unsafe {
@@ -32,8 +31,8 @@ pub(super) fn explain() {
     });
 }
 
-/// Runs in the thread that read the page. Where the page is of no file, the same fault, no longer handled, ends the
-/// process as it would have.
+/// Runs in the thread that read the page. If the page belongs to no file, the default action is restored, and the same
+/// fault ends the process.
 extern "C" fn handle(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
     // SAFETY: the system passes a valid structure, and all calls are async-signal-safe.
     unsafe {
@@ -41,7 +40,7 @@ extern "C" fn handle(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
             libc::pause();
         }
         let maps = libc::open(c"/proc/self/maps".as_ptr(), libc::O_RDONLY);
-        let (mut line, mut length, mut byte) = ([0_u8; 4_600], 0, 0_u8); // of fields and a path of 4,096 bytes
+        let (mut line, mut length, mut byte) = ([0_u8; 4_600], 0, 0_u8); // for the fields and a path of up to 4,096 bytes
         while libc::read(maps, (&raw mut byte).cast(), 1) == 1 {
             if byte != b'\n' {
                 line[length.min(line.len() - 1)] = byte;

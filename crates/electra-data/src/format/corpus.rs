@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use tempfile::TempDir;
-use xxhash_rust::xxh3::xxh3_128;
 
 use super::atomic_file::{write_atomically, write_error};
 use super::block_cache::{BlockCache, CacheOptions, Pins};
+use super::checksum::hash_hex;
+use super::damage::{access_error, damaged};
 use super::header::BLOCK_BYTES;
-use super::manifest::{MANIFEST, MAX_TOKENIZER_BYTES, Manifest, SpecialTokens, hex128, saturating_sum};
-use super::mmap::{MappedFile, access_error, damaged};
+use super::manifest::{MANIFEST, MAX_TOKENIZER_BYTES, Manifest, SpecialTokens, saturating_sum};
+use super::mmap::MappedFile;
 use super::shard::Shard;
 use crate::error::{Error, Result};
 use crate::store::{Cancel, Store, url_of};
@@ -35,7 +36,7 @@ pub struct Corpus {
     manifest: Manifest,
     cache: Option<Arc<BlockCache>>,
     store: Option<Store>,
-    /// The copy of the tokenizer's file, in a folder of its own if the cache has none.
+    /// The local copy of the tokenizer's file, and the temporary folder that holds it if the cache has no folder.
     tokenizer: OnceLock<(PathBuf, Option<TempDir>)>,
     shards: Vec<Mutex<Option<Arc<Shard>>>>,
     /// The number of documents before each shard, and the total at the end.
@@ -49,7 +50,8 @@ impl Corpus {
         Self::open_with(dir, None)
     }
 
-    /// The same; a corpus in an object store is cached as `options` say, or else in a private temporary folder.
+    /// As [`Corpus::open`]; a corpus in an object store is cached according to `options`, or in a private temporary
+    /// file.
     pub fn open_with(dir: &Path, options: Option<&CacheOptions>) -> Result<Self> {
         let url = url_of(dir);
         let dir = url.as_ref().map_or(dir.to_owned(), PathBuf::from);
@@ -114,8 +116,8 @@ impl Corpus {
         }
     }
 
-    /// Has everything fetched that is needed to read these ranges of tokens, with the line lengths of their documents
-    /// if `lines`. It stays until the result is dropped. `None` for a corpus on disk.
+    /// Fetches everything that is needed to read these ranges of tokens and, with `lines`, the line lengths of their
+    /// documents. It is not evicted until the result is dropped. `None` for a corpus on disk.
     pub(crate) fn prefetch(
         &self,
         parts: &[(usize, Range<u32>)],
@@ -152,8 +154,8 @@ impl Corpus {
         self.cache.as_ref().and_then(|cache| cache.limit())
     }
 
-    /// Has the tables of a shard fetched, with those of its lines if `lines`. They stay until the result is dropped.
-    /// `None` for a corpus on disk.
+    /// Fetches the tables of a shard's tokens and, with `lines`, of its lines. They are not evicted until the result is
+    /// dropped. `None` for a corpus on disk.
     pub(crate) fn prefetch_tables(&self, shard: usize, lines: bool) -> Result<Option<Pins>> {
         let Some(cache) = &self.cache else { return Ok(None) };
         let shard = self.shard(shard);
@@ -165,15 +167,15 @@ impl Corpus {
         Ok(Some(pins))
     }
 
-    /// What [`Corpus::prefetch`] fetches of a shard for `tokens` of its tokens, about, and for the tables that all of
-    /// them share.
+    /// Estimates how many bytes [`Corpus::prefetch`] fetches for `tokens` tokens of a shard, and for the shard's
+    /// tables.
     pub(crate) fn prefetch_bytes(&self, shard: usize, tokens: u64, lines: bool) -> (u64, u64) {
         let Some(cache) = &self.cache else { return (0, 0) };
         let files = (0..=usize::from(lines)).map(|file| cache.geometry(2 * shard + file));
         files.fold((0, 0), |(body, tables), geometry| {
             let tail = geometry.bytes_of(&geometry.tail());
             let share = geometry.index.saturating_mul(tokens) / self.shard_size(shard).1.max(1);
-            // A range begins and ends within a block of a checksum.
+            // A range may begin and end inside a checksummed block.
             (body + (share + 2 * BLOCK_BYTES as u64).min(geometry.bytes), tables + tail.end - tail.start)
         })
     }
@@ -193,7 +195,7 @@ impl Corpus {
         self.manifest.num_documents
     }
 
-    /// Documents without any token, which were left out when the corpus was made.
+    /// Documents without tokens, which `prepare` left out.
     pub fn empty_documents(&self) -> u64 {
         self.manifest.empty_documents
     }
@@ -228,8 +230,8 @@ impl Corpus {
         self.dir.join(&self.manifest.tokenizer.file)
     }
 
-    /// The corpus's copy of the tokenizer's file; of one in a store, a local copy that lasts as long as the corpus is
-    /// open or its cache exists.
+    /// The corpus's copy of the tokenizer's file. For a corpus in a store, a local copy that exists as long as the
+    /// corpus is open or its cache exists.
     pub fn tokenizer_path(&self) -> Result<PathBuf> {
         let entry = &self.manifest.tokenizer;
         let (Some(store), Some(cache)) = (&self.store, &self.cache) else { return Ok(self.tokenizer_name()) };
@@ -238,21 +240,21 @@ impl Corpus {
         }
         let bytes = store.read(&entry.file, MAX_TOKENIZER_BYTES)?;
         self.verify_tokenizer(&bytes)?;
-        // Of this reader alone: threads share a process, and containers its number.
+        // Unique to this reader: threads share a process, and containers may share its number.
         let tag = format!("{:016x}", RandomState::new().build_hasher().finish());
         let private = || TempDir::with_prefix("electra-fast-");
         let private = if cache.dir().is_none() { Some(private()) } else { None };
         let private = private.transpose().map_err(|error| write_error(&std::env::temp_dir(), error))?;
         let dir = cache.dir().or(private.as_ref().map(TempDir::path)).unwrap_or(Path::new("")).to_owned();
         write_atomically(&dir, &entry.file, &tag, &bytes)?;
-        // Its settings would otherwise be guessed from the vocabulary.
+        // Without it, the settings would be inferred from the vocabulary.
         write_atomically(&dir, MANIFEST, &tag, self.manifest.canonical().as_bytes())?;
         Ok(self.tokenizer.get_or_init(|| (dir.join(&entry.file), private)).0.clone())
     }
 
-    /// Refuses bytes that are not those of the tokenizer's file as it was written.
+    /// Rejects bytes that are not the tokenizer's file as it was written.
     pub(crate) fn verify_tokenizer(&self, bytes: &[u8]) -> Result<()> {
-        if hex128(xxh3_128(bytes)) == self.manifest.tokenizer.file_hash {
+        if hash_hex(bytes) == self.manifest.tokenizer.file_hash {
             return Ok(());
         }
         Err(damaged(&self.tokenizer_name(), "not the bytes written".into()))

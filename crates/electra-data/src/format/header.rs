@@ -7,8 +7,6 @@
 //! ```
 //! Everything is little-endian; padding is zeros up to a multiple of 8 bytes; every byte is covered by a checksum.
 
-use xxhash_rust::xxh3::xxh3_64;
-
 #[cfg(target_endian = "big")]
 compile_error!("shards are memory-mapped, and their byte order is little-endian");
 
@@ -79,8 +77,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// The offsets of all parts of a file of this length, whose table of documents has so many bytes; `None` if no
-    /// file is like that.
+    /// The layout of a file with this length and with a document table of this size; `None` if there can be no such
+    /// file.
     pub fn from_length(file_length: u64, index_bytes: u64) -> Option<Self> {
         let rest = file_length.checked_sub(8)?;
         let num_blocks = rest.div_ceil(BLOCK_BYTES as u64 + 8);
@@ -167,11 +165,6 @@ impl Header {
 /// The first eight bytes as a little-endian number. Panics if there are fewer.
 pub(super) fn read_u64(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(*bytes.first_chunk().expect("eight bytes"))
-}
-
-/// The checksum of one block.
-pub(super) fn block_hash(block: &[u8]) -> u64 {
-    xxh3_64(block)
 }
 
 #[cfg(test)]

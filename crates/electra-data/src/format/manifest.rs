@@ -1,12 +1,13 @@
-//! `manifest.json`, which makes a folder a corpus. It is written last and rejected if any byte has changed.
+//! `manifest.json`, which makes a folder a corpus. It is written last, and rejected if any byte has changed.
 
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+use xxhash_rust::xxh3::Xxh3;
 
+use super::checksum::{hash_hex, hex128};
+use super::damage::damaged;
 use super::header::{FORMAT_VERSION, FileKind, HEADER_BYTES, Header};
-use super::mmap::damaged;
 use crate::error::{Error, Result};
 use crate::regular_file;
 use crate::store::Store;
@@ -25,7 +26,7 @@ pub(crate) const PARTS: &str = "parts";
 pub struct SpecialTokens {
     /// Fills the end of a row.
     pub pad: u32,
-    /// Stands for a word that the vocabulary cannot spell.
+    /// Stands for a word that the vocabulary cannot represent.
     pub unk: u32,
     /// Begins an attention segment.
     pub cls: u32,
@@ -107,7 +108,7 @@ pub(crate) struct Manifest {
     pub content_hash: String,
     pub num_tokens: u64,
     pub num_documents: u64,
-    /// Documents without any token, which were left out.
+    /// Documents without tokens, which were left out.
     pub empty_documents: u64,
     /// Unreadable records of the input, which were left out.
     #[serde(default, skip_serializing_if = "is_zero")]
@@ -115,8 +116,8 @@ pub(crate) struct Manifest {
     /// Bytes per token id: 2 or 4.
     pub token_bytes: u16,
     pub tokenizer: TokenizerEntry,
-    /// Hash of the inputs' names and sizes and of every option that decides the content. Tells whether a
-    /// finished corpus is the one that was asked for.
+    /// Hash of the inputs' names and sizes and of every option that determines the content. A finished corpus with the
+    /// same one need not be made again.
     #[serde(rename = "job")]
     pub fingerprint: String,
     pub options: serde_json::Value,
@@ -155,7 +156,7 @@ impl Manifest {
         self.num_documents = saturating_sum(self.shards.iter().map(|shard| shard.num_documents));
         self.content_hash = self.hash_content();
         self.checksum = String::new();
-        self.checksum = hex128(xxh3_128(self.canonical().as_bytes()));
+        self.checksum = hash_hex(self.canonical().as_bytes());
         self
     }
 
@@ -212,7 +213,7 @@ impl Manifest {
         }
     }
 
-    /// What contradicts itself in this manifest. A forged one may have the right checksum.
+    /// Describes the first contradiction in this manifest. A forged one may have a valid checksum.
     fn inconsistency(&self) -> Option<String> {
         let TokenizerEntry { file, hash, vocab_size, special_tokens: s, .. } = &self.tokenizer;
         if !matches!(self.token_bytes, 2 | 4) {
@@ -248,11 +249,6 @@ fn is_zero(count: &u64) -> bool {
 /// A sum of counts from a file, which may be forged and must not panic on overflow.
 pub(crate) fn saturating_sum(counts: impl Iterator<Item = u64>) -> u64 {
     counts.fold(0, u64::saturating_add)
-}
-
-/// 128 bits as 32 hexadecimal digits.
-pub(crate) fn hex128(hash: u128) -> String {
-    format!("{hash:032x}")
 }
 
 fn no_manifest(dir: &Path, error: std::io::Error) -> Error {

@@ -1,8 +1,9 @@
-//! A memory-mapped file of a corpus. Each block is checked the first time it is read, and now and then whether somebody
-//! has written to the file since. Where one is cut off under a reader, `bus_error` says so.
+//! A memory-mapped file of a corpus. Each block is verified when it is first read, and readers check now and then
+//! whether the file has been written to since. If a file is truncated while it is mapped, `bus_error` explains the
+//! crash.
 //!
-//! The file is one on disk, or the sparse copy of one in an object store (see `block_cache`), whose blocks are
-//! fetched when they are read unless somebody has had them fetched before.
+//! The file is on disk, or it is the sparse local copy of one in an object store (see `block_cache`), whose blocks are
+//! fetched when they are first read unless they have been prefetched.
 
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
@@ -12,12 +13,12 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::SystemTime;
 
 use memmap2::Mmap;
-use xxhash_rust::xxh3::xxh3_128;
 
 use super::block_cache::{BlockCache, FileGeometry};
 use super::bus_error;
-use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header, Layout, block_hash, read_u64};
-use super::manifest::hex128;
+use super::checksum::{block_hash, hash_hex};
+use super::damage::{access_error, damaged};
+use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header, Layout, read_u64};
 use crate::error::{Error, Result};
 use crate::regular_file;
 
@@ -27,7 +28,6 @@ static NUM_MAPPED: AtomicUsize = AtomicUsize::new(0);
 /// Bytes per cache line.
 #[cfg(target_arch = "x86_64")]
 const CACHE_LINE: usize = 64;
-const REMEDY: &str = "restore the file from a copy or prepare the corpus again";
 
 /// A read-only mapping with a parsed header and a checked length.
 #[derive(Debug)]
@@ -57,8 +57,8 @@ impl MappedFile {
         }
         bus_error::explain();
         // SAFETY: the map is read-only and private to this struct; this crate never modifies finished shards in place
-        // (they are replaced by rename). Somebody else may: every read copies what it then checks, `expect_unchanged`
-        // finds out soon, and a page that is gone ends the process with a message.
+        // (they are replaced by rename). Other programs may: every read copies what it then checks, `expect_unchanged`
+        // notices soon, and a missing page ends the process with a message.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, e))?;
         let start: &[u8; HEADER_BYTES] =
             map.first_chunk().ok_or_else(|| damaged(path, "it was cut off while being opened".into()))?;
@@ -81,8 +81,8 @@ impl MappedFile {
         Self { path, map, header, layout, backing }
     }
 
-    /// Maps the copy of a file in an object store, whose header must be `expected`; line files say themselves how
-    /// long their body is. Fetches the tables at its end, unless they are present.
+    /// Maps the cached copy of a file in an object store. Its header must be `expected`, except that a line file's
+    /// header gives the length of its body. Fetches the tables at the file's end unless they are present.
     pub fn cached(cache: &Arc<BlockCache>, file: usize, expected: Header) -> Result<Self> {
         let (geometry, path) = (cache.geometry(file), cache.url(file));
         cache.require(geometry.tail())?;
@@ -107,7 +107,7 @@ impl MappedFile {
         NUM_MAPPED.load(Ordering::Relaxed)
     }
 
-    /// Rejects a sound file that is not the one named by the manifest.
+    /// Rejects an intact file that is not the one that the manifest names.
     pub fn expect(self, kind: FileKind, num_tokens: u64, num_documents: u64, tokenizer: u64) -> Result<Self> {
         let header = &self.header;
         let found = (header.kind, header.num_tokens, header.num_documents, header.tokenizer_hash);
@@ -117,8 +117,8 @@ impl MappedFile {
         Err(damaged(&self.path, "block 0: it belongs to another corpus than the manifest".into()))
     }
 
-    /// Rejects a file that was written to after it was mapped, as its length and modification time tell: verified
-    /// blocks are not verified again. To remove it, or to put another file in its place, leaves the mapped bytes alone.
+    /// Rejects a file that was written to after it was mapped, judging by its length and modification time, because
+    /// verified blocks are not verified again. Removing or replacing the file does not change the mapped bytes.
     pub fn expect_unchanged(&self) -> Result<()> {
         let Backing::Local { modified, inode, .. } = &self.backing else {
             return Ok(()); // nobody but this crate writes to the cache
@@ -166,7 +166,7 @@ impl MappedFile {
         }
     }
 
-    /// Has absent blocks fetched.
+    /// Fetches absent blocks.
     fn require(&self, blocks: Range<usize>) -> Result<()> {
         match &self.backing {
             Backing::Local { .. } => Ok(()),
@@ -197,7 +197,7 @@ impl MappedFile {
         &self.map[self.layout.table..self.layout.file_length - 8]
     }
 
-    /// The numbers of all blocks whose checksum is wrong. Fetches a whole file in a store.
+    /// The numbers of all blocks whose checksum is wrong. Fetches the whole file if it is in a store.
     pub fn damaged_blocks(&self) -> Result<Vec<usize>> {
         self.require(0..self.layout.num_blocks)?;
         Ok((0..self.layout.num_blocks).filter(|&block| self.check_block(block).is_err()).collect())
@@ -221,7 +221,7 @@ impl MappedFile {
         self.expect_unchanged()?;
         if !self.is_sound(block) {
             if let Backing::Cached { cache, first, .. } = &self.backing {
-                cache.restore(first + block as u64)?; // a crash of the machine lost what had been written
+                cache.restore(first + block as u64)?; // a machine crash lost what had been written
             }
             if !self.is_sound(block) {
                 let count = self.layout.num_blocks;
@@ -240,10 +240,10 @@ impl MappedFile {
 
     /// The table of checksums must be the one that the manifest names.
     fn check_cached_table(&self, cache: &BlockCache, geometry: &FileGeometry) -> Result<()> {
-        if hex128(xxh3_128(self.table())) != geometry.hash {
+        if hash_hex(self.table()) != geometry.hash {
             cache.restore(geometry.table_block())?;
         }
-        if hex128(xxh3_128(self.table())) == geometry.hash {
+        if hash_hex(self.table()) == geometry.hash {
             return Ok(());
         }
         Err(damaged(&self.path, "the table of checksums is damaged".into()))
@@ -253,18 +253,5 @@ impl MappedFile {
 impl Drop for MappedFile {
     fn drop(&mut self) {
         NUM_MAPPED.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// An error about a damaged file, with the remedy that all of these share.
-pub(super) fn damaged(path: &Path, reason: String) -> Error {
-    Error::Damaged { path: path.to_owned(), reason: format!("{reason}; {REMEDY}") }
-}
-
-/// An error about accessing a file that the manifest names; a missing one counts as damage.
-pub(super) fn access_error(path: &Path, error: std::io::Error) -> Error {
-    match error.kind() {
-        std::io::ErrorKind::NotFound => damaged(path, "missing, though the manifest names it".into()),
-        _ => Error::io(path, error),
     }
 }

@@ -5,7 +5,9 @@
 mod atomic_file;
 mod block_cache;
 mod bus_error;
+mod checksum;
 mod corpus;
+mod damage;
 mod header;
 mod manifest;
 mod mmap;
@@ -28,7 +30,8 @@ pub use verify::{Verified, verify};
 pub(crate) use atomic_file::{
     create_folder, is_temp, temp_path, write_all_atomically, write_atomically, write_error,
 };
+pub(crate) use checksum::{hash_hex, hex128};
 pub(crate) use corpus::VALIDATION;
 pub(crate) use header::FORMAT_VERSION;
-pub(crate) use manifest::{MANIFEST, Manifest, PARTS, ShardEntry, TokenizerEntry, hex128, saturating_sum};
+pub(crate) use manifest::{MANIFEST, Manifest, PARTS, ShardEntry, TokenizerEntry, saturating_sum};
 pub(crate) use writer::{DocumentWriter, ShardSpec};

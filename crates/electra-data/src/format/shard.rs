@@ -8,9 +8,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use super::block_cache::BlockCache;
+use super::damage::damaged;
 use super::header::{FileKind, HEADER_BYTES, Header, read_u64};
 use super::manifest::{Manifest, ShardEntry};
-use super::mmap::{MappedFile, damaged};
+use super::mmap::MappedFile;
 use crate::error::{Error, Result};
 
 /// A sequence of documents on disk. Opened lazily: nothing is read before it is needed.
@@ -48,7 +49,7 @@ impl Shard {
         }
     }
 
-    /// The same in an object store: the shard with this number of a corpus.
+    /// The shard with this number of a corpus in an object store.
     pub(super) fn cached(cache: &Arc<BlockCache>, number: usize, manifest: &Manifest) -> Self {
         let local = Self::new(Path::new(""), manifest, &manifest.shards[number]);
         Self {
@@ -97,9 +98,9 @@ impl Shard {
             .try_for_each(MappedFile::expect_unchanged)
     }
 
-    /// Copies `out.len()` token ids from `start` on, widened to i32. Blocks read for the first time are
-    /// verified, and each id every time: it indexes an embedding, and the file may have changed since. A range outside
-    /// the shard is an error.
+    /// Copies `out.len()` token ids starting at `start`, widened to i32. Blocks read for the first time are verified,
+    /// and each id every time: it indexes an embedding, and the file may have changed since. A range outside the shard
+    /// is an error.
     #[inline]
     pub fn copy_tokens(&self, start: u64, out: &mut [i32]) -> Result<()> {
         let file = self.tokens()?;
@@ -162,7 +163,7 @@ impl Shard {
         damaged(&self.lines_path, reason)
     }
 
-    /// The error for the first of these ids, from token `start` on, that is too large for the vocabulary.
+    /// The error for the first of these ids that is too large for the vocabulary; they begin at token `start`.
     #[cold]
     fn outside_vocabulary(&self, start: u64, ids: &[i32]) -> Error {
         let size = self.vocab_size;
@@ -202,7 +203,7 @@ impl Shard {
         Ok(cell.get_or_init(|| found))
     }
 
-    /// What the header of a file is by the manifest, which does not know how long the lines' body is.
+    /// The header that a file has according to the manifest, which does not give the length of a line file's body.
     fn header(&self, kind: FileKind) -> Header {
         let &Self { num_tokens, num_documents, tokenizer_hash, .. } = self;
         Header {
@@ -214,8 +215,7 @@ impl Shard {
         }
     }
 
-    /// The blocks of the cache that hold the tables of this shard: of its tokens, or of its lines, which begin with
-    /// a header that is needed too.
+    /// The cache blocks that hold the tables of this shard's token file or line file, whose header is needed as well.
     pub(super) fn table_blocks(&self, cache: &BlockCache, lines: bool) -> Vec<Range<u64>> {
         let Some((_, number)) = self.cache else { return Vec::new() };
         let file = cache.geometry(2 * number + usize::from(lines));
@@ -223,19 +223,19 @@ impl Shard {
         header.into_iter().chain([file.tail()]).collect()
     }
 
-    /// The blocks of the cache that hold these tokens.
+    /// The cache blocks that hold these tokens.
     pub(super) fn token_blocks(&self, cache: &BlockCache, tokens: &Range<u32>) -> Option<Range<u64>> {
         let (_, number) = self.cache.as_ref()?;
         let at = |token: u32| HEADER_BYTES as u64 + u64::from(token) * u64::from(self.width);
         Some(cache.geometry(2 * number).blocks_of(at(tokens.start)..at(tokens.end)))
     }
 
-    /// The blocks of the cache that hold the line lengths of the documents that these tokens touch.
+    /// The cache blocks that hold the line lengths of the documents that overlap these tokens.
     pub(super) fn line_blocks(&self, cache: &BlockCache, tokens: &Range<u32>) -> Result<Option<Range<u64>>> {
         let Some((_, number)) = self.cache else { return Ok(None) };
         let ends = self.document_ends()?;
         let first = ends.partition_point(|&end| end <= tokens.start);
-        // One more than begin there: the first document after the block may be asked for.
+        // One document more: the first one after the range may be read too.
         let last = (ends.partition_point(|&end| end < tokens.end) + 1).min(ends.len() - 1);
         let start = self.line_offset(first as u64)?;
         let end = if last + 1 < ends.len() {

@@ -6,11 +6,10 @@ use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
 
-use xxhash_rust::xxh3::xxh3_128;
-
 use super::atomic_file::write_atomically;
-use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header, block_hash};
-use super::manifest::{FileEntry, MANIFEST, Manifest, ShardEntry, SpecialTokens, TokenizerEntry, hex128};
+use super::checksum::{block_hash, hash_hex};
+use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header};
+use super::manifest::{FileEntry, MANIFEST, Manifest, ShardEntry, SpecialTokens, TokenizerEntry};
 use super::writer::leb128;
 use crate::error::{Error, Result};
 use crate::philox::{Purpose, Stream};
@@ -36,7 +35,7 @@ pub fn write_sparse(dir: &Path, num_tokens: u64, mean_document: u32) -> Result<(
     write_atomically(dir, "vocab.txt", TAG, VOCAB)?;
     let tokenizer = TokenizerEntry {
         file: "vocab.txt".into(),
-        file_hash: hex128(xxh3_128(VOCAB)),
+        file_hash: hash_hex(VOCAB),
         hash: format!("{TOKENIZER_HASH:016x}"),
         lowercase: Some(true),
         strip_accents: Some(true),
@@ -103,7 +102,7 @@ fn write_file(dir: &Path, file: String, header: Header, start: usize, content: &
         block_hash(&bytes)
     };
     let mut table: Vec<u8> = (0..layout.num_blocks).flat_map(|block| hash(block).to_le_bytes()).collect();
-    let entry = FileEntry { file, bytes: layout.file_length as u64, hash: hex128(xxh3_128(&table)) };
+    let entry = FileEntry { file, bytes: layout.file_length as u64, hash: hash_hex(&table) };
     table.extend(block_hash(&table).to_le_bytes());
     let write = || {
         let mut output = File::create_new(&path)?;

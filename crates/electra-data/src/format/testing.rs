@@ -2,12 +2,11 @@
 
 use std::path::Path;
 
-use xxhash_rust::xxh3::xxh3_128;
-
 use super::atomic_file::write_atomically;
+use super::checksum::{block_hash, hash_hex};
 pub(crate) use super::header::HEADER_BYTES;
-use super::header::{BLOCK_BYTES, Header, block_hash, read_u64};
-use super::manifest::{MANIFEST, Manifest, SpecialTokens, TokenizerEntry, hex128};
+use super::header::{BLOCK_BYTES, Header, read_u64};
+use super::manifest::{MANIFEST, Manifest, SpecialTokens, TokenizerEntry};
 use super::writer::{DocumentWriter, ShardSpec};
 
 /// Writes documents (lists of lines, which are lists of ids) as a finished corpus whose shards end after
@@ -58,7 +57,7 @@ pub(crate) fn forge(dir: &Path, shard: usize, lines: bool, change: impl FnOnce(&
         bytes.truncate(table);
         bytes.extend_from_slice(&hashes);
         bytes.extend_from_slice(&block_hash(&hashes).to_le_bytes());
-        file.hash = hex128(xxh3_128(&hashes));
+        file.hash = hash_hex(&hashes);
         std::fs::write(&path, &bytes).unwrap();
         if !lines {
             // The manifest takes its counts from the header.

@@ -14,8 +14,8 @@ const CHUNK_TOKENS: u64 = 1 << 15;
 const MIN_CHUNKS: usize = 32;
 
 impl Corpus {
-    /// How often each id occurs in all documents, of [`Corpus::vocab_size`] ids. Every block is verified, as
-    /// for [`Corpus::document`].
+    /// How often each of the [`Corpus::vocab_size`] ids occurs in all documents. Every block is verified, as for
+    /// [`Corpus::document`].
     pub fn token_counts(&self) -> Result<Vec<u64>> {
         let chunks: Vec<(usize, u64)> = (0..self.num_shards())
             .flat_map(|shard| {

@@ -4,12 +4,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rayon::prelude::*;
-use xxhash_rust::xxh3::xxh3_128;
 
 use super::block_cache::BlockCache;
+use super::checksum::hash_hex;
 use super::corpus::VALIDATION;
-use super::manifest::{FileEntry, MAX_TOKENIZER_BYTES, Manifest, hex128, saturating_sum};
-use super::mmap::{MappedFile, damaged};
+use super::damage::damaged;
+use super::manifest::{FileEntry, MAX_TOKENIZER_BYTES, Manifest, saturating_sum};
+use super::mmap::MappedFile;
 use super::shard::Shard;
 use crate::error::{Error, Result};
 use crate::store::{Cancel, Store, url_of};
@@ -33,13 +34,13 @@ pub struct Verified {
 ///
 /// Damage to files is collected; a manifest that is missing or damaged is an error.
 pub fn verify(dir: &Path) -> Result<Verified> {
-    let mut place = Place::of(dir)?;
-    let mut verified = place.verify()?;
-    if place.manifest.has_validation {
-        match Place::of(&place.dir.join(VALIDATION)) {
+    let mut verifier = Verifier::open(dir)?;
+    let mut verified = verifier.verify()?;
+    if verifier.manifest.has_validation {
+        match Verifier::open(&verifier.dir.join(VALIDATION)) {
             Ok(validation) => {
-                place = validation;
-                verified.add(place.verify()?);
+                verifier = validation;
+                verified.add(verifier.verify()?);
             }
             Err(error) => verified.damaged.push(error.to_string()),
         }
@@ -47,8 +48,8 @@ pub fn verify(dir: &Path) -> Result<Verified> {
     Ok(verified)
 }
 
-/// A corpus on disk or in an object store.
-struct Place {
+/// A corpus to verify, on disk or in an object store.
+struct Verifier {
     dir: PathBuf,
     store: Option<Store>,
     manifest: Manifest,
@@ -62,8 +63,8 @@ impl Verified {
     }
 }
 
-impl Place {
-    fn of(dir: &Path) -> Result<Self> {
+impl Verifier {
+    fn open(dir: &Path) -> Result<Self> {
         let Some(url) = url_of(dir) else {
             return Ok(Self { dir: dir.to_owned(), store: None, manifest: Manifest::read(dir)? });
         };
@@ -96,14 +97,14 @@ impl Place {
             }
         };
         match tokenizer {
-            Ok(bytes) if hex128(xxh3_128(&bytes)) == manifest.tokenizer.file_hash => {}
+            Ok(bytes) if hash_hex(&bytes) == manifest.tokenizer.file_hash => {}
             Ok(_) => verified.damaged.push(damaged(&path, "not the bytes written".into()).to_string()),
             Err(error) => verified.damaged.push(damaged(&path, error).to_string()),
         }
         Ok(verified)
     }
 
-    /// Every shard in a store has a cache of its own, which is removed with it: a corpus may be larger than the disk.
+    /// A shard in a store gets a cache of its own, which is then removed: a corpus may be larger than the disk.
     fn check_shard(&self, number: usize) -> Vec<Error> {
         let entry = &self.manifest.shards[number];
         let shard = match &self.store {
@@ -144,7 +145,7 @@ fn check_file(file: Result<&MappedFile>, entry: &FileEntry) -> Vec<Error> {
         .into_iter()
         .map(|block| damaged(file.path(), format!("block {block} of {count} is damaged")))
         .collect();
-    if errors.is_empty() && hex128(xxh3_128(file.table())) != entry.hash {
+    if errors.is_empty() && hash_hex(file.table()) != entry.hash {
         errors.push(damaged(file.path(), "it is not the file that the manifest means".into()));
     }
     errors
@@ -181,7 +182,7 @@ mod tests {
     use crate::format::testing::{HEADER_BYTES, forge, write_corpus};
 
     #[test]
-    fn what_no_checksum_of_a_file_tells_is_found() {
+    fn damage_under_valid_checksums_is_found() {
         type Change = fn(&Path);
         let changes: [(&str, Change); 3] = [
             ("000.tokens", |dir| forge(dir, 0, false, |bytes| bytes[HEADER_BYTES] = 200)),

@@ -3,11 +3,10 @@
 use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use xxhash_rust::xxh3::xxh3_128;
-
 use super::atomic_file::{AtomicFile, write_error};
-use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header, block_hash};
-use super::manifest::{FileEntry, ShardEntry, hex128};
+use super::checksum::{block_hash, hash_hex};
+use super::header::{BLOCK_BYTES, FileKind, HEADER_BYTES, Header};
+use super::manifest::{FileEntry, ShardEntry};
 use crate::error::{Error, Result};
 
 /// Settings shared by all shards of a corpus.
@@ -287,7 +286,7 @@ impl BlockWriter {
         let bytes = self.position + self.block.len() as u64;
         self.rewrite_header(&header)?;
         self.output.commit()?;
-        Ok(FileEntry { file, bytes, hash: hex128(xxh3_128(&table)) })
+        Ok(FileEntry { file, bytes, hash: hash_hex(&table) })
     }
 
     fn rewrite_header(&mut self, header: &Header) -> Result<()> {

@@ -21,16 +21,17 @@ use super::read_options::ReadOptions;
 use super::tables::{send_row, text_columns, unreadable};
 use crate::error::Result;
 
-/// What a compressed batch may unfold to: this, or so many times its own size if that is more.
-const MAX_UNFOLDED: (u64, u64) = (1 << 30, 100);
+/// The most bytes that a compressed batch may decompress to: the first number, or the second times its own size if that
+/// is more.
+const MAX_DECOMPRESSED: (u64, u64) = (1 << 30, 100);
 
 /// The first eight bytes of an Arrow IPC file.
 const FILE_MAGIC: &[u8] = b"ARROW1\0\0";
 
 type ArrowResult<T> = std::result::Result<T, ArrowError>;
 
-/// Sends each row of an Arrow IPC stream or file (a stream between two magic numbers) as a document. Of a
-/// file, the batches that begin in a part are read by themselves; a stream can be read only from its start.
+/// Sends each row of an Arrow IPC stream or file (a stream between two magic numbers) as a document. For a part of a
+/// file, only the batches that begin in it are read; a stream can be read only from its start.
 pub(super) fn read_arrow(
     file: &InputFile,
     part: Option<&Part>,
@@ -119,10 +120,10 @@ fn open_batches(file: &InputFile, input: &mut impl Read, reading: &ReadOptions) 
 }
 
 /// An offset and a length in a file.
-type Span = (u64, u64);
+type Extent = (u64, u64);
 
-/// Where the dictionaries and the record batches lie that the footer of an Arrow IPC file lists.
-fn blocks(input: &mut (impl Read + Seek)) -> ArrowResult<(Vec<Span>, Vec<Span>)> {
+/// The locations of dictionaries and record batches in the footer of an Arrow IPC file.
+fn blocks(input: &mut (impl Read + Seek)) -> ArrowResult<(Vec<Extent>, Vec<Extent>)> {
     let mut end = [0; 10];
     input.seek(SeekFrom::End(-10))?;
     input.read_exact(&mut end)?;
@@ -146,7 +147,8 @@ struct Message {
 }
 
 impl Message {
-    /// Reads the next one; `None` at the mark of a stream's end. Memory holds only what there is, whatever the lengths say.
+    /// Reads the next message; `None` at the end-of-stream marker. Allocates memory only for bytes that exist, whatever
+    /// the lengths say.
     fn read(input: &mut impl Read) -> ArrowResult<Option<Self>> {
         let mut bytes = Vec::new();
         take(input, 4, &mut bytes)?;
@@ -177,7 +179,7 @@ impl Message {
         let batch = metadata.header_as_record_batch().or_else(|| dictionary?.data());
         let body = &self.bytes[self.metadata.end..];
         if let Some(batch) = batch.filter(|batch| batch.compression().is_some()) {
-            check_unfolded(&batch, body)?;
+            check_decompressed(&batch, body)?;
         }
         let block = Block::new(0, self.metadata.end as i32, body.len() as i64);
         let bytes = Buffer::from_vec(self.bytes);
@@ -188,7 +190,7 @@ impl Message {
     }
 }
 
-/// Appends so many bytes of a stream.
+/// Appends `length` bytes of a stream.
 fn take(input: &mut impl Read, length: i64, to: &mut Vec<u8>) -> ArrowResult<()> {
     let length = u64::try_from(length).map_err(|_| ArrowError::IpcError(format!("a length is {length}")))?;
     if input.take(length).read_to_end(to)? as u64 == length {
@@ -197,18 +199,19 @@ fn take(input: &mut impl Read, length: i64, to: &mut Vec<u8>) -> ArrowResult<()>
     Err(ArrowError::IpcError("it is cut off: the mark of its end is missing".to_owned()))
 }
 
-/// Refuses a batch that is small and says that it unfolds to far more: each compressed buffer begins with its length.
-fn check_unfolded(batch: &arrow_ipc::RecordBatch<'_>, body: &[u8]) -> ArrowResult<()> {
-    let unfolded = |buffer: &arrow_ipc::Buffer| {
+/// Rejects a small batch that claims to decompress to far more: each compressed buffer begins with its decompressed
+/// length.
+fn check_decompressed(batch: &arrow_ipc::RecordBatch<'_>, body: &[u8]) -> ArrowResult<()> {
+    let decompressed = |buffer: &arrow_ipc::Buffer| {
         let length = body.get(usize::try_from(buffer.offset()).ok()?..)?.first_chunk()?;
         (buffer.length() > 0).then(|| i64::from_le_bytes(*length).max(0) as u64)
     };
-    let total = batch.buffers().into_iter().flatten().filter_map(unfolded).fold(0, u64::saturating_add);
-    if total <= MAX_UNFOLDED.0.max(MAX_UNFOLDED.1 * body.len() as u64) {
+    let total = batch.buffers().into_iter().flatten().filter_map(decompressed).fold(0, u64::saturating_add);
+    if total <= MAX_DECOMPRESSED.0.max(MAX_DECOMPRESSED.1 * body.len() as u64) {
         return Ok(());
     }
     Err(ArrowError::IpcError(format!(
-        "a compressed batch of {} bytes unfolds to {total}; if that is right, write it in smaller batches",
+        "a compressed batch of {} bytes decompresses to {total}; if that is right, write it in smaller batches",
         body.len()
     )))
 }

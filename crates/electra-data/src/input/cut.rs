@@ -1,5 +1,8 @@
 //! Where a long line may be cut into fragments without changing what a tokenizer makes of it.
 
+/// Longer lines are returned in fragments where the tokenizer allows it.
+pub(super) const FRAGMENT_BYTES: usize = 64 << 10;
+
 /// Where a long line may be cut.
 #[derive(Clone, Copy)]
 pub(crate) enum Cut<'a> {

@@ -1,20 +1,20 @@
 //! Input groups, the unit of resuming and of partitions: consecutive files, or a part of a huge file.
 //!
-//! Which files form a group depends on their names and sizes alone, so every machine forms the same groups
-//! without opening a file. A part is a range of bytes; what is read for it is decided by a rule on which the
-//! readers of neighboring parts agree without talking: text begins at the first line (blank line) that ends
-//! (begins) at or after the part's first byte, a row group or record batch belongs to the part in which its
-//! first byte lies. So a part may turn out empty, and nothing is read twice.
+//! Which files form a group depends on their names and sizes alone, so every machine forms the same groups without
+//! opening a file. A part is a range of bytes; what is read for it follows a rule on which the readers of neighboring
+//! parts agree without communicating: text begins at the first line (blank line) that ends (begins) at or after the
+//! part's first byte; a row group or record batch belongs to the part that contains its first byte. So a part may turn
+//! out empty, and nothing is read twice.
 
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use super::cut::FRAGMENT_BYTES;
 use super::files::Inputs;
 use super::input_file::{Compression, InputFile};
 use super::read_options::{DocumentSeparator, InputFormat, ReadOptions};
-use super::text::FRAGMENT_BYTES;
 use crate::error::Result;
 
 /// Consecutive files form one input group until they hold this many bytes.
@@ -73,7 +73,7 @@ impl Inputs {
 }
 
 impl InputFile {
-    /// Whether it is read in parts, as far as name and size tell.
+    /// Whether it is read in parts, judging by its name and size.
     pub fn is_divided(&self, reading: &ReadOptions, part_bytes: u64) -> bool {
         let is_one_document =
             self.format == InputFormat::Text && reading.separator == DocumentSeparator::File;
@@ -86,7 +86,7 @@ impl Part {
         InputGroup { files: index..index + 1, part: Some(self) }
     }
 
-    /// Whether it begins the file; then it is read for all parts if the file turns out not to be divisible.
+    /// Whether it begins the file. If the file turns out to be indivisible, the first part's reader reads all of it.
     pub fn is_first(&self) -> bool {
         self.start == 0
     }
@@ -104,9 +104,9 @@ fn parts(size: u64, part_bytes: u64) -> impl Iterator<Item = Part> {
     (0..count).map(move |index| Part { start: bound(index), end: bound(index + 1) })
 }
 
-/// Where text is divided.
+/// Where text is divided into parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Boundary {
+pub(super) enum SplitPoint {
     /// After the first "\n" at or after the nominal offset.
     Line,
     /// Before the first blank line that begins at or after it. Lines as long as a fragment do not count, even
@@ -114,7 +114,7 @@ pub(super) enum Boundary {
     BlankLine,
 }
 
-impl Boundary {
+impl SplitPoint {
     /// The bytes of text to read for a part, `None` if there are none. The lines must end in "\n".
     pub fn text_of(self, part: &Part, file: &InputFile) -> Result<Option<Range<u64>>> {
         let failed = |e| file.unreadable(&e);
@@ -187,23 +187,4 @@ fn blank_line(input: &mut impl BufRead, mut start: u64, limit: u64) -> std::io::
         }
     }
     Ok(None)
-}
-
-/// The number of "\n" in the first bytes of a file.
-pub(super) fn count_lines(file: &InputFile, bytes: u64) -> Result<u64> {
-    let failed = |e| file.unreadable(&e);
-    if bytes == 0 {
-        return Ok(0);
-    }
-    let mut input = BufReader::with_capacity(1 << 18, file.raw()?.take(bytes));
-    let mut lines = 0;
-    loop {
-        let chunk = input.fill_buf().map_err(failed)?;
-        if chunk.is_empty() {
-            return Ok(lines);
-        }
-        lines += memchr::memchr_iter(b'\n', chunk).count() as u64;
-        let length = chunk.len();
-        input.consume(length);
-    }
 }

@@ -7,14 +7,14 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use super::arrow::read_arrow;
 use super::cut::Cut;
-use super::division::{Boundary, Part};
+use super::division::{Part, SplitPoint};
 use super::identity::InputIdentity;
 use super::input_file::{Compression, InputFile};
 use super::pipeline::{Batcher, Mark};
 use super::read_options::{DocumentSeparator, InputFormat, ReadOptions, missing_field};
 use super::skipped::SkippedRecord;
 use super::tables::read_parquet;
-use super::text::{InvalidBytes, LineEndings, Lines};
+use super::text::{InvalidBytes, LineEndings, Lines, is_indivisible};
 use crate::error::{Error, Result};
 use crate::panics::caught;
 use crate::store::Cancel;
@@ -40,7 +40,7 @@ pub(crate) fn read_file(
     result
 }
 
-/// Sends the documents of an input group, and notes what identifies its files.
+/// Sends the documents of an input group, and records the identities of its files.
 pub(crate) fn read_input_group(
     files: &[InputFile],
     part: Option<&Part>,
@@ -74,10 +74,10 @@ fn read_text(
     to: &mut Batcher,
 ) -> Result<()> {
     let boundary = match reading.separator {
-        DocumentSeparator::Line => Boundary::Line,
-        DocumentSeparator::BlankLine | DocumentSeparator::File => Boundary::BlankLine,
+        DocumentSeparator::Line => SplitPoint::Line,
+        DocumentSeparator::BlankLine | DocumentSeparator::File => SplitPoint::BlankLine,
     };
-    let is_whole = part.is_some() && file.is_indivisible_text(false)?;
+    let is_whole = part.is_some() && is_indivisible(file, false)?;
     let (input, begin, line_ends) = match part.filter(|_| !is_whole) {
         Some(part) => match boundary.text_of(part, file)? {
             Some(range) => (file.open_range(&range, bytes)?, range.start, LineEndings::Newline),
@@ -117,9 +117,9 @@ fn read_json_lines(
     bytes: &AtomicU64,
     to: &mut Batcher,
 ) -> Result<()> {
-    let is_whole = part.is_some() && file.is_indivisible_text(true)?;
+    let is_whole = part.is_some() && is_indivisible(file, true)?;
     let (input, begin) = match part.filter(|_| !is_whole) {
-        Some(part) => match Boundary::Line.text_of(part, file)? {
+        Some(part) => match SplitPoint::Line.text_of(part, file)? {
             Some(range) => (file.open_range(&range, bytes)?, range.start),
             None => return Ok(()),
         },

@@ -5,10 +5,10 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// How much of a file's beginning tells its encoding.
+/// How much of a file's beginning is examined.
 pub(super) const HEAD_BYTES: usize = 4 << 10;
 
-/// An encoding that is read.
+/// A supported encoding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Encoding {
     Utf8,
@@ -47,8 +47,8 @@ fn zeros(head: &[u8]) -> [usize; 2] {
     [0, 1].map(|first| head.iter().skip(first).step_by(2).filter(|&&byte| byte == 0).count())
 }
 
-/// How many characters make sense if the bytes are UTF-16, little-endian or big-endian; 0 if the bytes are no such text.
-/// Of UTF-16, spaces, line ends and Latin letters have a zero byte, which text in no other encoding has.
+/// The number of plausible characters if the bytes are UTF-16, little-endian or big-endian; 0 if they are not such
+/// text. In UTF-16, spaces, line ends and Latin letters have a zero byte, which text in other encodings does not have.
 fn utf16_likeness(head: &[u8]) -> [usize; 2] {
     let num_zeros: usize = zeros(head).iter().sum();
     // The head may end within a character.
@@ -72,15 +72,14 @@ fn unit(pair: [u8; 2], big_endian: bool) -> u16 {
     if big_endian { u16::from_be_bytes(pair) } else { u16::from_le_bytes(pair) }
 }
 
-/// UTF-8 from UTF-16. A unit that is no character becomes a byte that is invalid in UTF-8, which `text` reports or
-/// replaces.
+/// UTF-8 from UTF-16. An unpaired surrogate becomes a byte that is invalid in UTF-8, which `text` reports or replaces.
 pub(super) struct Utf16Reader<R> {
     input: R,
     big_endian: bool,
-    /// Bytes of a unit or pair of units that has not been read to its end.
+    /// Bytes of an incomplete unit or surrogate pair.
     rest: Vec<u8>,
     decoded: Vec<u8>,
-    /// Start of what is left of `decoded`.
+    /// Start of the unread rest of `decoded`.
     start: usize,
 }
 
@@ -118,7 +117,7 @@ impl<R: BufRead> Utf16Reader<R> {
         Ok(())
     }
 
-    /// The number of bytes at hand without half a unit or half a pair of surrogates at their end.
+    /// The number of buffered bytes without an incomplete unit or surrogate pair at their end.
     fn whole_length(&self) -> usize {
         let units = self.rest.as_chunks::<2>().0;
         let is_half = units.last().is_some_and(|&pair| unit(pair, self.big_endian) & 0xfc00 == 0xd800);

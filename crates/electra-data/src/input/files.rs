@@ -24,7 +24,7 @@ pub(crate) struct Inputs {
     pub skipped: usize,
     /// Splits of saved datasets that are not read because another one is.
     pub skipped_splits: Vec<String>,
-    /// Ends waiting for the stores of these files.
+    /// Cancels requests to the stores of these files.
     pub cancel: Cancel,
 }
 

@@ -42,20 +42,20 @@ pub(crate) struct InputIdentity {
     content: Option<String>,
 }
 
-/// How an input compares with the identity that was recorded of it.
+/// The result of comparing an input with its recorded identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Comparison {
     Same,
-    /// The file was written to, but these bytes of it, which are only a part, are the same.
+    /// The file was written to, but the bytes of this part are the same.
     SamePart,
     Changed,
-    /// The content was to be compared, but none was recorded.
+    /// The content was to be compared, but no hash of it was recorded.
     Unknown,
 }
 
 impl InputIdentity {
-    /// The identity of a file, or of a part of it, that has just been read; `None` for a pipe. Reads it once more:
-    /// most formats are not read from beginning to end.
+    /// The identity of a file, or of a part of it, that has just been read; `None` for a pipe. Reads it once more,
+    /// because most formats are not read from beginning to end.
     pub fn of(file: &InputFile, part: Option<&Part>, cancel: &Cancel) -> Result<Option<Self>> {
         if !file.regular {
             return Ok(None);
@@ -76,8 +76,8 @@ impl InputIdentity {
         Ok(Self { file: file_name, part, bytes, modified, etag, samples, content: None })
     }
 
-    /// Compares the file, as it is now, with this record. The content is read if the modification time is another one,
-    /// or in any case, `verify`.
+    /// Compares the file, as it is now, with this record. Reads its content if the modification time differs, or always
+    /// with `verify`.
     pub fn compare(&self, file: &InputFile, verify: bool, cancel: &Cancel) -> Result<Comparison> {
         if file.size != self.bytes {
             return Ok(Comparison::Changed);

@@ -1,4 +1,4 @@
-//! One input file: what is known of it before it is read, and opening it, unpacked, in whole or in part.
+//! One input file: its metadata before it is read, and opening it, decompressed, as a whole or in part.
 
 use std::fs::File;
 use std::io::ErrorKind::{NotFound, QuotaExceeded, StorageFull};
@@ -14,7 +14,6 @@ use super::encoding::{Encoding, HEAD_BYTES, Utf16Reader};
 use super::raw_file::RawFile;
 use super::read_options::InputFormat;
 use super::stored::StoredObject;
-use super::text::{FRAGMENT_BYTES, has_old_line_ends};
 use crate::error::{Error, Result};
 use crate::format::write_error;
 use crate::store::Cancel;
@@ -70,7 +69,7 @@ pub(crate) struct InputFile {
     pub modified: Option<SystemTime>,
     pub format: InputFormat,
     pub compression: Compression,
-    /// The object that it is, if it is in a store.
+    /// The object, if the file is in a store.
     #[serde(default)]
     pub object: Option<StoredObject>,
 }
@@ -90,7 +89,7 @@ impl Read for CountingReader<'_> {
 }
 
 impl InputFile {
-    /// Has `cancel` end waiting for the file's store.
+    /// Makes `cancel` cancel requests to the file's store.
     pub fn cancel_with(&mut self, cancel: &Cancel) {
         if let Some(object) = &mut self.object {
             object.cancel = cancel.clone();
@@ -133,7 +132,7 @@ impl InputFile {
     pub fn open_text<'a>(&self, bytes: &'a AtomicU64) -> Result<Box<dyn BufRead + 'a>> {
         let mut input = self.open(bytes)?;
         let mut head = input.fill_buf().map_err(|e| self.unreadable(&e))?.to_vec();
-        // Chunks end where they always do, except behind a pipe that begins with less than a byte order mark.
+        // Chunks end at their usual offsets, except for a pipe whose first read is shorter than a byte order mark.
         if head.len() < 4 {
             input.consume(head.len());
             let rest = &mut input.by_ref().take(HEAD_BYTES as u64);
@@ -167,15 +166,6 @@ impl InputFile {
         Ok(Box::new(raw.take(range.end - range.start)))
     }
 
-    /// Whether the text must be read as a whole, judging by the file's beginning: its lines end as on old Macs
-    /// (unless only "\n" is a line end, `newline`), or it is UTF-16.
-    pub fn is_indivisible_text(&self, newline: bool) -> Result<bool> {
-        let mut head = Vec::new();
-        self.raw()?.take(FRAGMENT_BYTES as u64).read_to_end(&mut head).map_err(|e| self.unreadable(&e))?;
-        let is_utf8 = Encoding::of(&head, &self.path)? == Encoding::Utf8;
-        Ok(!is_utf8 || (!newline && has_old_line_ends(&head)))
-    }
-
     /// The file itself, or an unpacked temporary copy of a compressed one, because seeking is needed.
     pub(super) fn open_seekable(&self) -> Result<RawFile> {
         if self.compression == Compression::None {
@@ -191,8 +181,8 @@ impl InputFile {
         Ok(RawFile::Local(unpacked))
     }
 
-    /// An error if the file changed since it was listed: what was read may be a mix of old and new. A store
-    /// refuses to send bytes of another version than the one that was listed, which is a failure of the store.
+    /// Fails if the file changed since it was listed, because what was read may be a mix of old and new. For an object,
+    /// fails with the store's error: a store refuses to send bytes of a version other than the listed one.
     pub fn check_unchanged(&self) -> Result<()> {
         if let Some(object) = &self.object {
             return object.failure().map_or(Ok(()), Err);

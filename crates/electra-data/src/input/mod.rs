@@ -20,9 +20,8 @@ mod stored;
 mod tables;
 mod text;
 
-pub use read_options::{DocumentSeparator, InputFormat, ReadOptions, TextSource};
+pub use read_options::{DocumentSeparator, InputFormat, InvalidUtf8, ReadOptions, TextSource};
 pub use skipped::SkippedRecord;
-pub use text::InvalidUtf8;
 
 pub(crate) use cut::{Cut, character_boundary};
 pub(crate) use division::{InputGroup, PART_BYTES, Part};

@@ -7,11 +7,10 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
 
-use super::cut::{Cut, character_boundary};
+use super::cut::{Cut, FRAGMENT_BYTES, character_boundary};
 use super::identity::InputIdentity;
 use super::sampler::{Sampled, Sampler};
 use super::skipped::{SkipLog, SkippedRecord};
-use super::text::FRAGMENT_BYTES;
 use crate::error::{Error, Result};
 
 const BATCH_BYTES: usize = 1 << 20;
@@ -19,20 +18,20 @@ const BATCH_TEXTS: usize = 1 << 16;
 /// How long the consumer waits before it reports progress and checks for signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What ends where a text ends.
+/// What ends at the end of a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Mark {
     /// Nothing: the line continues.
     Partial,
     Line,
     Document,
-    /// Nothing: here begins the input group with this number.
+    /// Nothing: the input group with this number begins here.
     Begin(usize),
     /// An input group.
     InputGroup(GroupEnd),
 }
 
-/// What is known of an input group when all of it has been read.
+/// What is known of an input group once all of it has been read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct GroupEnd {
     pub skipped: Vec<SkippedRecord>,
@@ -54,7 +53,7 @@ pub(crate) struct MarkedText<'a> {
 pub(crate) struct TextBatch {
     text: String,
     texts: Vec<(usize, Mark, u8)>,
-    /// What was sampled of all text up to the end of this batch.
+    /// How much has been sampled up to the end of this batch.
     pub sampled: Sampled,
 }
 
@@ -96,7 +95,7 @@ pub(crate) struct Batcher<'a> {
     /// A batch is sent once it has this many bytes of text.
     batch_bytes: usize,
     intake: Intake<'a>,
-    /// What the current input group was read from.
+    /// The inputs of the current input group.
     inputs: Vec<InputIdentity>,
     send: &'a mut dyn FnMut(TextBatch) -> Result<()>,
 }
@@ -132,7 +131,7 @@ impl<'a> Batcher<'a> {
         self.intake.skips.add(record, error)
     }
 
-    /// Notes what the current input group was read from.
+    /// Records an input of the current input group.
     pub fn note_input(&mut self, identity: Option<InputIdentity>) {
         self.inputs.extend(identity);
     }
@@ -185,17 +184,17 @@ fn cut_near(text: &str, cut: Cut) -> Option<usize> {
 
 /// Workers that one or more lanes share. A lane reads on one thread and consumes on another, in order.
 ///
-/// Workers belong to no lane, so that all of them work on a single remaining input, too.
+/// Workers are not tied to lanes, so all of them can work on a single remaining input.
 pub(crate) struct Workers<T> {
     batches: Sender<(TextBatch, Sender<Result<T>>)>,
     /// Holds an entry for each batch between reader and consumer, in any lane: its capacity bounds memory.
     in_flight: (Sender<()>, Receiver<()>),
 }
 
-/// Keeps the place of a batch between reader and consumer.
-struct Place<'a>(&'a Receiver<()>);
+/// Counts a batch as in flight until it is dropped.
+struct Permit<'a>(&'a Receiver<()>);
 
-impl Drop for Place<'_> {
+impl Drop for Permit<'_> {
     fn drop(&mut self) {
         let _ = self.0.try_recv();
     }
@@ -236,9 +235,9 @@ impl<T: Send> Workers<T> {
             scope.spawn(move || {
                 let mut send = |batch| {
                     self.in_flight.0.send(()).map_err(|_| Error::Interrupted)?;
-                    let place = Place(&self.in_flight.1);
+                    let permit = Permit(&self.in_flight.1);
                     let (result, slot) = bounded(1);
-                    slot_sender.send((slot, Some(place))).map_err(|_| Error::Interrupted)?;
+                    slot_sender.send((slot, Some(permit))).map_err(|_| Error::Interrupted)?;
                     self.batches.send((batch, result)).map_err(|_| Error::Interrupted)
                 };
                 let mut batcher = Batcher::new(BATCH_BYTES, intake, &mut send);
@@ -250,7 +249,7 @@ impl<T: Send> Workers<T> {
                     let _ = slot_sender.send((slot, None));
                 }
             });
-            while let Some((slot, _place)) = wait(&slots, &mut consume)? {
+            while let Some((slot, _permit)) = wait(&slots, &mut consume)? {
                 // Without this error, an input group could be finished without the text of the lost batch.
                 let result = wait(&slot, &mut consume)?.ok_or_else(worker_stopped)?;
                 consume(Some(result?))?;

@@ -17,7 +17,8 @@ use crate::store::{Cancel, Object, Request, Store};
 const FIRST_REQUEST: u64 = 256 << 10;
 /// … up to this.
 const LAST_REQUEST: u64 = 8 << 20;
-/// Requests in flight ahead of a sequential reader, once it has read two: a store sends one stream at some 100 MB/s.
+/// Requests in flight ahead of a sequential reader, once it has read two: a store sends a single stream at only about
+/// 100 MB/s.
 const REQUESTS_AHEAD: usize = 3;
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -38,7 +39,7 @@ pub(super) struct StoredFile {
     failure: Failure,
     /// Offset of the next byte to be read.
     position: u64,
-    /// Bytes at hand, and the offset of their first.
+    /// Buffered bytes, and the offset of the first one.
     chunk: Vec<u8>,
     chunk_start: u64,
     /// Requests whose bytes follow the chunk, with the offset after them.
@@ -47,7 +48,7 @@ pub(super) struct StoredFile {
 }
 
 impl StoredFile {
-    /// An object, which is read when its bytes are asked for. `cancel` ends waiting for the store.
+    /// An object, which is read when its bytes are requested. `cancel` cancels the requests.
     pub fn new(store: Store, object: Object, cancel: Cancel, failure: Failure) -> Self {
         let (chunk, ahead) = (Vec::new(), VecDeque::new());
         Self {
@@ -88,11 +89,11 @@ impl StoredFile {
         }
     }
 
-    /// Makes the byte at the position part of the chunk.
+    /// Loads the chunk that contains the byte at the current position.
     fn fill(&mut self) -> IoResult<()> {
         let end = self.chunk_start + self.chunk.len() as u64;
         if self.position != end {
-            // Somebody has sought.
+            // After a seek.
             (self.chunk_start, self.request_bytes) = (self.position, FIRST_REQUEST);
             self.ahead.clear();
         } else {
@@ -198,7 +199,6 @@ impl ChunkReader for RawFile {
 }
 
 #[cfg(test)]
-#[cfg(feature = "object-store")]
 mod tests {
     use proptest::prelude::*;
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::text::InvalidUtf8;
+use crate::choice::choice;
 use crate::error::Result;
 
 /// Where text comes from.
@@ -16,7 +16,7 @@ pub enum TextSource<'a> {
 }
 
 /// What separates documents in text files.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DocumentSeparator {
     /// One or more blank lines (and the end of a file).
     #[default]
@@ -27,8 +27,10 @@ pub enum DocumentSeparator {
     Line,
 }
 
+choice!(DocumentSeparator { "blank-line" => BlankLine, "file" => File, "line" => Line });
+
 /// The format of an input file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InputFormat {
     /// Plain text, in any language or markup.
     Text,
@@ -40,29 +42,28 @@ pub enum InputFormat {
     Arrow,
 }
 
-impl InputFormat {
-    /// The format with this name, as [`InputFormat::name`] gives it.
-    pub fn from_name(name: &str) -> Option<Self> {
-        [Self::Text, Self::JsonLines, Self::Parquet, Self::Arrow].into_iter().find(|f| f.name() == name)
-    }
+choice!(InputFormat { "text" => Text, "jsonl" => JsonLines, "parquet" => Parquet, "arrow" => Arrow });
 
-    /// Its name as an option: `text`, `jsonl`, `parquet` or `arrow`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Text => "text",
-            Self::JsonLines => "jsonl",
-            Self::Parquet => "parquet",
-            Self::Arrow => "arrow",
-        }
-    }
+/// What to do with invalid UTF-8.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum InvalidUtf8 {
+    /// Fail, naming the offset.
+    #[default]
+    Error,
+    /// Replace each invalid sequence by U+FFFD.
+    Replace,
 }
+
+choice!(InvalidUtf8 { "error" => Error, "replace" => Replace });
 
 /// How files are read.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct ReadOptions {
     /// The format of every file. By default the extension decides, and files with unknown ones are skipped.
     pub format: Option<InputFormat>,
     /// What separates documents in text files.
+    #[serde(rename = "documents")]
     pub separator: DocumentSeparator,
     /// Fields (columns) that hold the text; several are joined by line ends.
     pub text_fields: Vec<String>,

@@ -16,7 +16,7 @@ const SPLITS: &str = "dataset_dict.json";
 /// The split that is read if there are several.
 const TRAIN: &str = "train";
 
-/// What a saved folder holds.
+/// The contents of a saved folder.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum SavedDataset {
     /// The files of one dataset.

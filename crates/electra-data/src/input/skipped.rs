@@ -23,8 +23,7 @@ pub struct SkippedRecord {
     pub reason: String,
 }
 
-/// The records skipped in the current input group, and the limit for the whole run. Logs that were cloned
-/// count together.
+/// The records skipped in the current input group, and the limit for the whole run. Clones share one count.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SkipLog {
     allowed: u64,

@@ -19,7 +19,7 @@ pub(crate) struct StoredObject {
     modified: Option<i64>,
     #[serde(skip)]
     store: Option<Store>,
-    /// Ends waiting for the store when the run ends.
+    /// Cancels requests when the run ends.
     #[serde(skip)]
     pub cancel: Cancel,
     #[serde(skip)]
@@ -37,7 +37,7 @@ impl StoredObject {
         self.size
     }
 
-    /// What identifies its version, if the store says so.
+    /// The identifier of its version, if the store gives one.
     pub fn version(&self) -> Option<String> {
         self.version.clone()
     }
@@ -76,8 +76,8 @@ impl StoredObject {
     }
 }
 
-/// The objects that a URL names: one, all below a folder, or those that match a glob. `visible`: leave hidden ones out
-/// of a glob too.
+/// The objects that a URL names: one, all below a folder, or those that match a glob. With `visible`, globs do not
+/// match hidden ones either.
 pub(super) fn find(url: &str, visible: bool) -> Result<Vec<StoredObject>> {
     check_url(url)?;
     let is_glob = |part: &str| part.contains(['*', '?', '[']);
@@ -136,7 +136,7 @@ fn matching(store: &Store, folder: &str, url: &str, visible: bool) -> Result<Vec
     Ok(objects.map(|object| object_of(store, &url_in(folder, &object.name), object)).collect())
 }
 
-/// The URL of an object in a folder. What has a meaning in URLs is escaped.
+/// The URL of an object in a folder, with special characters escaped.
 fn url_in(folder: &str, name: &str) -> String {
     format!("{folder}/{}", name.replace('%', "%25").replace('#', "%23").replace('?', "%3F"))
 }

@@ -17,7 +17,7 @@ use super::read_options::{ReadOptions, missing_field};
 use super::text::MAX_LINE_BYTES;
 use crate::error::{Error, Result};
 
-/// Progress is counted after so many rows.
+/// Rows between updates of the progress.
 const PROGRESS_ROWS: u64 = 256;
 
 /// Sends each row of a Parquet file, or of those row groups that begin in a part of it, as a document.

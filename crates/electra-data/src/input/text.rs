@@ -1,34 +1,21 @@
 //! Bytes to lines: checks UTF-8, strips BOM and CR, cuts very long lines (where: `cut`).
 
 use std::borrow::Cow;
-use std::io::BufRead;
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
-
-use super::cut::Cut;
-use super::division::count_lines;
+use super::cut::{Cut, FRAGMENT_BYTES};
+use super::encoding::Encoding;
 use super::input_file::InputFile;
+use super::read_options::InvalidUtf8;
 use crate::error::{Error, Result};
 
-/// Longer lines are returned in fragments where the tokenizer allows it.
-pub(super) const FRAGMENT_BYTES: usize = 64 << 10;
 /// How much is kept of a word longer than a fragment: enough to be too long for any vocabulary.
 const WORD_HEAD: usize = 4 << 10;
 /// The largest line, or row of a table, that is kept in memory.
 pub(super) const MAX_LINE_BYTES: usize = 1 << 30;
 
 const BOM: &[u8] = b"\xef\xbb\xbf";
-
-/// What to do with invalid UTF-8.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum InvalidUtf8 {
-    /// Fail, naming the offset.
-    #[default]
-    Error,
-    /// Replace each invalid sequence by U+FFFD.
-    Replace,
-}
 
 /// A line or, if lines may be cut, part of one.
 pub(super) struct Fragment<'a> {
@@ -50,8 +37,36 @@ pub(super) enum LineEndings {
 }
 
 /// Whether lines end in "\r" alone, as in files of old Macs, judging by the first 64 KiB.
-pub(super) fn has_old_line_ends(head: &[u8]) -> bool {
+fn has_old_line_ends(head: &[u8]) -> bool {
     memchr::memchr(b'\n', head).is_none() && memchr::memchr(b'\r', head).is_some()
+}
+
+/// Whether a text must be read as a whole, judging by the file's beginning: its lines end as on old Macs (unless only
+/// "\n" is a line end, `newline`), or it is UTF-16.
+pub(super) fn is_indivisible(file: &InputFile, newline: bool) -> Result<bool> {
+    let mut head = Vec::new();
+    file.raw()?.take(FRAGMENT_BYTES as u64).read_to_end(&mut head).map_err(|e| file.unreadable(&e))?;
+    let is_utf8 = Encoding::of(&head, &file.path)? == Encoding::Utf8;
+    Ok(!is_utf8 || (!newline && has_old_line_ends(&head)))
+}
+
+/// The number of "\n" in the first bytes of a file.
+fn count_lines(file: &InputFile, bytes: u64) -> Result<u64> {
+    let failed = |e| file.unreadable(&e);
+    if bytes == 0 {
+        return Ok(0);
+    }
+    let mut input = BufReader::with_capacity(1 << 18, file.raw()?.take(bytes));
+    let mut lines = 0;
+    loop {
+        let chunk = input.fill_buf().map_err(failed)?;
+        if chunk.is_empty() {
+            return Ok(lines);
+        }
+        lines += memchr::memchr_iter(b'\n', chunk).count() as u64;
+        let length = chunk.len();
+        input.consume(length);
+    }
 }
 
 /// Reads lines from a decompressed stream.

@@ -10,8 +10,9 @@ use super::contents::Contents;
 use super::mixture::Mixture;
 use super::options::LoaderOptions;
 use super::pack::{Packer, RngCounter};
+use super::position::{CorpusPosition, RowPosition};
 use super::shuffle_window::Blocks;
-use super::state::{LoaderState, Place, Position};
+use super::state::LoaderState;
 use super::workers::{Pipeline, Poll, Shared, stopped};
 use crate::error::{Error, Result};
 use crate::format::Corpus;
@@ -26,7 +27,7 @@ const MAX_WAITING: u64 = 7;
 /// order.
 pub struct Loader {
     shared: Arc<Shared>,
-    places: Vec<Place>,
+    positions: Vec<CorpusPosition>,
     pipeline: Option<Pipeline>,
 }
 
@@ -41,15 +42,16 @@ impl Loader {
     /// tokens. A corpus that has been read `epochs` times leaves its share to the others. Corpora with different
     /// vocabularies, the same one twice, and weights that are not above 0 are [`Error::Input`].
     pub fn mixture(corpora: Vec<(Arc<Corpus>, Option<f64>)>, options: &LoaderOptions) -> Result<Self> {
-        let settings = options.check()?;
-        let mixture = Mixture::new(corpora, settings.seed)?;
-        settings.check_words(mixture.streams()[0].corpus())?;
-        let places = vec![Place::default(); mixture.streams().len()];
-        let lines = settings.packer(settings.seed).reads_lines();
-        let waiting = mixture.streams().iter().map(|blocks| windows_waiting(blocks, lines, places.len()));
+        options.check()?;
+        let mixture = Mixture::new(corpora, options.seed as u64)?;
+        options.check_words(mixture.corpora()[0].corpus())?;
+        let positions = vec![CorpusPosition::default(); mixture.corpora().len()];
+        let lines = Packer::new(options, 0).reads_lines();
+        let waiting = mixture.corpora().iter().map(|blocks| windows_waiting(blocks, lines, positions.len()));
         let windows_waiting = waiting.collect::<Result<_>>()?;
-        let shared = Arc::new(Shared { mixture, settings, pool: Arc::default(), windows_waiting });
-        Ok(Self { shared, places, pipeline: None })
+        let options = options.clone();
+        let shared = Arc::new(Shared { mixture, options, pool: Arc::default(), windows_waiting });
+        Ok(Self { shared, positions, pipeline: None })
     }
 
     /// Waits for the next batch for at most `timeout`. After an error, the loader is at the position before
@@ -57,11 +59,11 @@ impl Loader {
     pub fn poll_next(&mut self, timeout: Duration) -> Result<Poll> {
         let pipeline = match &mut self.pipeline {
             Some(pipeline) => pipeline,
-            empty => empty.insert(Pipeline::start(&self.shared, &self.places)?),
+            empty => empty.insert(Pipeline::start(&self.shared, &self.positions)?),
         };
         match pipeline.poll_next(Instant::now() + timeout) {
             Ok(poll) => {
-                self.places.clone_from(&pipeline.places);
+                self.positions.clone_from(&pipeline.positions);
                 Ok(poll)
             }
             Err(error) => {
@@ -71,57 +73,62 @@ impl Loader {
         }
     }
 
-    /// Where the loader stands after the last batch that was returned.
+    /// The position after the last batch that was returned.
     pub fn state(&self) -> LoaderState {
-        LoaderState::new(&self.places, &self.shared.settings, &self.shared.mixture)
+        LoaderState::new(&self.positions, &self.shared.options, &self.shared.mixture)
     }
 
-    /// How often each corpus has been read: finished epochs and a share of the current one.
+    /// How often each corpus has been read: finished epochs and the fraction of the current one.
     pub fn passes(&self) -> Vec<f64> {
-        let streams = self.shared.mixture.streams();
-        streams.iter().zip(&self.places).map(|(blocks, place)| blocks.passes(place)).collect()
+        self.shared
+            .mixture
+            .corpora()
+            .iter()
+            .zip(&self.positions)
+            .map(|(blocks, position)| blocks.passes(position))
+            .collect()
     }
 
     /// Resumes from the state of a loader with the same corpora, weights, seed and row options; batch size, ranks
     /// and threads may differ. An error leaves the loader as it was.
     pub fn restore(&mut self, state: &LoaderState) -> Result<()> {
-        let Shared { mixture, settings, .. } = &*self.shared;
-        let mut places = state.places(settings, mixture)?;
-        for (place, blocks) in places.iter_mut().zip(mixture.streams()) {
-            place.window_rows = self.rows_of_window(blocks, place.position)?;
-            if place.position.row > place.window_rows {
-                return Err(beyond("row", place.position.row));
+        let Shared { mixture, options, .. } = &*self.shared;
+        let mut positions = state.positions(options, mixture)?;
+        for (position, blocks) in positions.iter_mut().zip(mixture.corpora()) {
+            position.window_rows = self.rows_of_window(blocks, position.at)?;
+            if position.at.row > position.window_rows {
+                return Err(beyond("row", position.at.row));
             }
         }
         self.pipeline = None;
-        self.places = places;
+        self.positions = positions;
         Ok(())
     }
 
     /// The rows of the window at a position; 0 at the end of the last epoch.
-    fn rows_of_window(&self, blocks: &Blocks, position: Position) -> Result<u64> {
-        let settings = &self.shared.settings;
-        if settings.epochs == Some(position.epoch) && position.window == 0 {
+    fn rows_of_window(&self, blocks: &Blocks, position: RowPosition) -> Result<u64> {
+        let options = &self.shared.options;
+        if options.epochs == Some(position.epoch.into()) && position.window == 0 {
             return Ok(0);
         }
-        if settings.epochs.is_some_and(|epochs| position.epoch >= epochs) {
+        if position.epoch >= options.last_epoch() {
             return Err(beyond("epoch", u64::from(position.epoch)));
         }
         if position.window >= blocks.num_windows() {
             return Err(beyond("group", u64::from(position.window))); // its name in the JSON
         }
-        blocks.count_window(&mut settings.packer(blocks.seed()), position.epoch, position.window)
+        blocks.count_window(&mut Packer::new(options, blocks.seed()), position.epoch, position.window)
     }
 
-    /// Rows per epoch, over all corpora; in the first one, where the number depends on the epoch (`google` packing, and
-    /// cuts at words or lines). Reads where documents end, for `google` and cuts at lines all line lengths, for cuts
-    /// at words some tokens of every row.
+    /// Rows per epoch, over all corpora. Where the number depends on the epoch (`google` packing, and cuts at words or
+    /// lines), rows of the first one. Reads the ends of all documents; for `google` and cuts at lines also all line
+    /// lengths, for cuts at words some tokens of every row.
     pub fn num_rows(&self) -> Result<u64> {
         self.sum_over_blocks(|blocks, packer, counter| blocks.count_rows(packer, counter))
     }
 
-    /// What the rows of the first epoch hold, over all corpora. Packs all blocks, which reads no token, except for cuts
-    /// at words.
+    /// What the rows of the first epoch contain, over all corpora. Packs all blocks, which reads no tokens except for
+    /// cuts at words.
     pub fn contents(&self) -> Result<Contents> {
         self.sum_over_blocks(|blocks, packer, counter| Ok(Contents::of(&blocks.rows(packer, counter)?)))
     }
@@ -131,10 +138,10 @@ impl Loader {
         &self,
         of: impl Fn(&Blocks, &mut Packer, RngCounter) -> Result<T> + Sync,
     ) -> Result<T> {
-        let Shared { mixture, settings, .. } = &*self.shared;
+        let Shared { mixture, options, .. } = &*self.shared;
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(16) as u32);
         let sum_of = |blocks: &Blocks, first: u32| -> Result<T> {
-            let mut packer = settings.packer(blocks.seed());
+            let mut packer = Packer::new(options, blocks.seed());
             let ours = (first..blocks.len()).step_by(threads as usize);
             let of_block = |block| {
                 let _pins = blocks.pin_tables(block, packer.reads_lines())?;
@@ -144,7 +151,7 @@ impl Loader {
         };
         let cancel = Cancel::default();
         let sum =
-            |first: u32| cancel.carry(|| mixture.streams().iter().map(|blocks| sum_of(blocks, first)).sum());
+            |first: u32| cancel.carry(|| mixture.corpora().iter().map(|blocks| sum_of(blocks, first)).sum());
         std::thread::scope(|scope| {
             let sum = &sum;
             let threads: Vec<_> = (0..threads).map(|first| scope.spawn(move || sum(first))).collect();
@@ -173,10 +180,11 @@ impl Iterator for Loader {
     }
 }
 
-/// How many planned windows of a corpus may wait between the planner and the caller.
+/// How many planned windows of a corpus may wait between the planner and the caller: one for a corpus on disk, none in
+/// a mixture.
 ///
-/// On disk one, in a mixture none. The cache of a corpus in an object store must hold two windows for the caller, which
-/// may be between them, and the one that is being fetched; if it holds more, more are fetched ahead.
+/// The cache of a corpus in an object store must hold two windows for the caller, whose batch may span both, and the
+/// one that is being fetched; if it holds more, more are fetched ahead.
 fn windows_waiting(blocks: &Blocks, lines: bool, num_corpora: usize) -> Result<usize> {
     let Some(limit) = blocks.corpus().cache_limit() else { return Ok(usize::from(num_corpora == 1)) };
     let window = blocks.window_bytes(lines);

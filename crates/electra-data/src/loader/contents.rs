@@ -4,12 +4,12 @@ use std::iter::Sum;
 
 use super::pack::{Rows, Span};
 
-/// What the rows of an epoch hold.
+/// What the rows of an epoch contain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
     /// Number of rows.
     pub rows: u64,
-    /// Tokens of the corpus in them.
+    /// Tokens of the corpus, without special tokens.
     pub tokens: u64,
     /// Positions that are not padding: these tokens and the special ones.
     pub positions: u64,

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use serde_json::Value;
-use xxhash_rust::xxh3::xxh3_128;
 
 use super::batch_loader::Loader;
+use super::tests::named;
 use super::{LoaderOptions, LoaderState};
 use crate::format::testing::{HEADER_BYTES, forge, rewrite_manifest, write_corpus};
-use crate::format::{Corpus, MANIFEST, Manifest, Shard, hex128, verify};
+use crate::format::{Corpus, MANIFEST, Manifest, Shard, hash_hex, verify};
 
 /// Seven documents, one with a blank line and one with a long line, in two shards.
 fn small_corpus() -> tempfile::TempDir {
@@ -30,7 +30,7 @@ fn corpus_of(documents: &[Vec<Vec<u32>>]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     write_corpus(dir.path(), 100, documents, 25);
     std::fs::write(dir.path().join("vocab.txt"), "the words").unwrap();
-    rewrite_manifest(dir.path(), |manifest| manifest.tokenizer.file_hash = hex128(xxh3_128(b"the words")));
+    rewrite_manifest(dir.path(), |manifest| manifest.tokenizer.file_hash = hash_hex(b"the words"));
     dir
 }
 
@@ -55,7 +55,7 @@ fn read_all(dir: &Path) -> Vec<String> {
         |shard: &Shard| (0..shard.num_documents()).find_map(|document| shard.line_lengths(document).err());
     let lines = corpus.shards().find_map(|shard| lines(&shard));
     let batches = |cut_at: &str| {
-        let options = LoaderOptions { cut_at: cut_at.into(), ..options() };
+        let options = LoaderOptions { cut_at: named(cut_at), ..options() };
         match Loader::new(corpus.clone(), &options) {
             Ok(mut loader) => loader.num_rows().err().or_else(|| loader.find_map(Result::err)),
             Err(error) => Some(error),
@@ -94,7 +94,9 @@ fn every_flipped_bit_is_noticed() {
         // Loading reads neither the vocabulary nor, with best-fit packing, the line lengths.
         let loaded = path.extension().is_some_and(|kind| kind == "tokens" || kind == "json");
         let sound = std::fs::read(&path).unwrap();
-        for bit in 0..sound.len() * 8 {
+        // Of the manifest, every 61st: its own test flips the others.
+        let step = if path.ends_with(MANIFEST) { 61 } else { 1 };
+        for bit in (0..sound.len() * 8).step_by(step) {
             let mut flipped = sound.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);
             std::fs::write(&path, &flipped).unwrap();

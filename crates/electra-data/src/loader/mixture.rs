@@ -5,8 +5,8 @@
 
 use std::sync::Arc;
 
+use super::position::CorpusPosition;
 use super::shuffle_window::Blocks;
-use super::state::Place;
 use crate::error::{Error, Result};
 use crate::format::Corpus;
 use crate::philox::philox4x32;
@@ -20,7 +20,7 @@ type Weighted = (Arc<Corpus>, Option<f64>);
 /// The corpora of a loader: one, or several with weights.
 #[derive(Debug)]
 pub(super) struct Mixture {
-    streams: Vec<Blocks>,
+    corpora: Vec<Blocks>,
     weights: Vec<u64>,
 }
 
@@ -34,16 +34,16 @@ impl Mixture {
         let weights = weights_of(&corpora)?;
         check_corpora(&corpora)?;
         let is_alone = corpora.len() == 1;
-        let stream = |(corpus, _): Weighted| {
+        let blocks = |(corpus, _): Weighted| {
             let seed = if is_alone { seed } else { derived_seed(seed, corpus.content_hash()) };
             Blocks::new(corpus, seed)
         };
-        Ok(Self { streams: corpora.into_iter().map(stream).collect::<Result<_>>()?, weights })
+        Ok(Self { corpora: corpora.into_iter().map(blocks).collect::<Result<_>>()?, weights })
     }
 
     /// The blocks of each corpus.
-    pub fn streams(&self) -> &[Blocks] {
-        &self.streams
+    pub fn corpora(&self) -> &[Blocks] {
+        &self.corpora
     }
 
     /// The weights in lowest terms.
@@ -51,11 +51,11 @@ impl Mixture {
         &self.weights
     }
 
-    /// Whose turn it is where the corpora stand at `places`, if each is read `epochs` times.
-    pub fn turns(&self, places: &[Place], epochs: u32) -> Turns {
-        let weights = self.weights.iter().zip(places);
-        let weights = weights.map(|(&weight, place)| if place.position.epoch < epochs { weight } else { 0 });
-        Turns::new(weights.collect(), places.iter().map(|place| place.turns).collect())
+    /// The turns of corpora that are at `positions`, if each is read `epochs` times.
+    pub fn turns(&self, positions: &[CorpusPosition], epochs: u32) -> Turns {
+        let weights = self.weights.iter().zip(positions);
+        let weights = weights.map(|(&weight, position)| if position.at.epoch < epochs { weight } else { 0 });
+        Turns::new(weights.collect(), positions.iter().map(|position| position.turns).collect())
     }
 }
 
@@ -138,7 +138,7 @@ fn check_corpora(corpora: &[Weighted]) -> Result<()> {
     Ok(())
 }
 
-/// Two corpora of a mixture have the same ids, and are not the same.
+/// Rejects two corpora that do not have the same ids, or are the same corpus.
 fn check_pair(first: &Corpus, second: &Corpus) -> Result<()> {
     let (hashes, names) = (first.tokenizer_hash(), format!("{} and {}", named(first), named(second)));
     let difference = if hashes != second.tokenizer_hash() {

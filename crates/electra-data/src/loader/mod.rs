@@ -13,8 +13,8 @@ mod mixture_tests;
 mod options;
 mod pack;
 mod permutation;
+mod position;
 #[cfg(test)]
-#[cfg(feature = "object-store")]
 mod remote_tests;
 mod shuffle_window;
 mod state;
@@ -24,6 +24,6 @@ mod workers;
 
 pub use batch_loader::Loader;
 pub use contents::Contents;
-pub use options::LoaderOptions;
+pub use options::{CutAt, LoaderOptions, Masking, Packing};
 pub use state::LoaderState;
 pub use workers::Poll;

@@ -1,38 +1,82 @@
-//! The options of a loader, checked.
+//! The options of a loader.
 
-use std::ops::RangeInclusive;
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::mask::{Masker, Masking};
-use super::pack::{CutAt, Packer, Packing};
-use crate::error::{Error, Result};
-use crate::format::Corpus;
+use serde::Deserialize;
 
-/// Upper bound on the tokens of one rank's part of a batch (16 bytes each).
+use crate::choice::{Choice, choice};
+use crate::error::{Error, Result};
+use crate::format::{CacheOptions, Corpus};
+
+/// Upper bound on the tokens of one rank's slice of a batch (16 bytes each).
 const MAX_TOKENS: u64 = 1 << 28;
 
-/// Options of a loader, not yet checked.
-#[derive(Clone, Debug)]
+/// How positions are chosen and what replaces their tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Masking {
+    /// As in the paper: `ceil(p n)` distinct positions, all `[MASK]`.
+    Paper,
+    /// As in the published code: `round(p n)` draws with replacement, each replaced by `[MASK]` with
+    /// probability 0.85 and otherwise unchanged.
+    Google,
+    /// `round(p n)` distinct positions: 80 % `[MASK]`, 10 % a random token, 10 % unchanged.
+    Bert,
+    /// Whole words in random order, all `[MASK]`, up to `round(p n)` tokens.
+    WholeWord,
+    /// The same with runs of one to three words.
+    Span,
+}
+
+choice!(Masking { "paper" => Paper, "google" => Google, "bert" => Bert, "whole-word" => WholeWord, "span" => Span });
+
+/// How documents become rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Packing {
+    /// Keeps every token and fills rows with as many documents as fit.
+    BestFit,
+    /// As the published code: one or two texts from the lines of one document; truncates the overflow.
+    Google,
+}
+
+choice!(Packing { "best-fit" => BestFit, "google" => Google });
+
+/// Where rows may begin, besides at the start of a document.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CutAt {
+    /// At any token.
+    Token,
+    /// At the start of a word.
+    Word,
+    /// At the start of a line.
+    Line,
+}
+
+choice!(CutAt { "token" => Token, "word" => Word, "line" => Line });
+
+/// Options of a loader. The loader checks them.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct LoaderOptions {
-    /// Tokens in a row, special tokens included (8 to 32,768).
+    /// Tokens per row, special tokens included (8 to 32,768).
     pub sequence_length: i64,
-    /// Rows in a batch, over all ranks.
+    /// Rows per batch, over all ranks.
     pub batch_size: i64,
     /// Seed of order, cuts and masks.
     pub seed: i64,
-    /// `paper`, `google`, `bert`, `whole-word` or `span`.
-    pub masking: String,
+    /// Which tokens are masked.
+    pub masking: Masking,
     /// Fraction of a row's tokens that are masked, between 0 and 1, both excluded.
     pub mask_prob: f64,
-    /// How documents become rows: `best-fit` or `google`.
-    pub packing: String,
-    /// Where documents are cut into rows: `token` (anywhere), `word` or `line`; the latter two with
-    /// `best-fit` packing only.
-    pub cut_at: String,
+    /// How documents become rows.
+    pub packing: Packing,
+    /// Where documents are cut into rows; at words and lines with best-fit packing only.
+    pub cut_at: CutAt,
     /// For each id, whether it begins a word (`Tokenizer::word_starts`, of the corpus's tokenizer). Required
     /// if [`LoaderOptions::needs_word_starts`].
+    #[serde(skip)]
     pub word_starts: Option<Arc<[bool]>>,
-    /// Which of the `world_size` parts of each batch to load, from 0.
+    /// Which of the `world_size` slices of each batch to load, from 0.
     pub rank: i64,
     /// Number of ranks.
     pub world_size: i64,
@@ -40,8 +84,12 @@ pub struct LoaderOptions {
     pub num_threads: i64,
     /// Number of batches prepared in advance.
     pub prefetch: i64,
-    /// Number of passes over the corpus; `None` for no end.
+    /// Number of passes over the corpus; `None` for no limit.
     pub epochs: Option<i64>,
+    /// The folder of the caches of corpora in object stores; `None` for private ones.
+    pub cache_dir: Option<PathBuf>,
+    /// The most bytes of all corpora that are kept there.
+    pub cache_bytes: i64,
 }
 
 impl Default for LoaderOptions {
@@ -50,103 +98,82 @@ impl Default for LoaderOptions {
             sequence_length: 128,
             batch_size: 128,
             seed: 0,
-            masking: "google".into(),
+            masking: Masking::Google,
             mask_prob: 0.15,
-            packing: "best-fit".into(),
-            cut_at: "token".into(),
+            packing: Packing::BestFit,
+            cut_at: CutAt::Token,
             word_starts: None,
             rank: 0,
             world_size: 1,
             num_threads: 1,
             prefetch: 4,
             epochs: None,
+            cache_dir: None,
+            cache_bytes: 1 << 34,
         }
     }
 }
 
-/// Options that have been checked.
-#[derive(Clone, Debug)]
-pub(super) struct Settings {
-    pub sequence_length: usize,
-    pub batch_size: u64,
-    pub seed: u64,
-    pub masking: Masking,
-    pub mask_prob: f64,
-    pub packing: Packing,
-    pub cut_at: CutAt,
-    pub word_starts: Option<Arc<[bool]>>,
-    pub rank: u64,
-    pub world_size: u64,
-    pub num_threads: usize,
-    pub prefetch: usize,
-    pub epochs: Option<u32>,
-}
-
 impl LoaderOptions {
-    /// The checked settings. The first option out of range is an error with its name, value and range.
-    pub(super) fn check(&self) -> Result<Settings> {
-        let world_size = in_range("world_size", self.world_size, 1..=1 << 20)?;
-        if !(self.mask_prob > 0.0 && self.mask_prob < 1.0) {
-            let prob = self.mask_prob;
+    /// Checks the options. The first one out of range is an error with its name, value and range.
+    pub fn check(&self) -> Result<()> {
+        for (name, value, min, max) in [
+            ("world_size", self.world_size, 1, 1 << 20),
+            ("rank", self.rank, 0, self.world_size.saturating_sub(1)),
+            ("sequence_length", self.sequence_length, 8, 32_768),
+            ("batch_size", self.batch_size, 1, 1 << 24),
+            ("seed", self.seed, 0, i64::MAX),
+            ("num_threads", self.num_threads, 1, 256),
+            ("prefetch", self.prefetch, 1, 1024),
+            ("epochs", self.epochs.unwrap_or(1), 1, u32::MAX.into()),
+            ("cache_bytes", self.cache_bytes, 0, i64::MAX),
+        ] {
+            if !(min..=max).contains(&value) {
+                return Err(Error::Input(format!("{name} = {value}: must be from {min} to {max}")));
+            }
+        }
+        let (prob, rows) = (self.mask_prob, self.batch_size);
+        if !(prob > 0.0 && prob < 1.0) {
             return Err(Error::Input(format!("mask_prob = {prob}: must lie between 0 and 1, both excluded")));
         }
-        let max_epochs = i64::from(u32::MAX);
-        let settings = Settings {
-            sequence_length: in_range("sequence_length", self.sequence_length, 8..=32_768)? as usize,
-            batch_size: in_range("batch_size", self.batch_size, 1..=1 << 24)?,
-            seed: in_range("seed", self.seed, 0..=i64::MAX)?,
-            masking: Masking::from_name(&self.masking)?,
-            mask_prob: self.mask_prob,
-            packing: Packing::from_name(&self.packing)?,
-            cut_at: CutAt::from_name(&self.cut_at)?,
-            word_starts: self.word_starts.clone(),
-            rank: in_range("rank", self.rank, 0..=world_size as i64 - 1)?,
-            world_size,
-            num_threads: in_range("num_threads", self.num_threads, 1..=256)? as usize,
-            prefetch: in_range("prefetch", self.prefetch, 1..=1024)? as usize,
-            epochs: self.epochs.map(|n| in_range("epochs", n, 1..=max_epochs)).transpose()?.map(|n| n as u32),
-        };
-        settings.check_size()?;
-        settings.check_cuts()?;
-        Ok(settings)
+        if self.cut_at != CutAt::Token && self.packing != Packing::BestFit {
+            let (cut_at, packing) = (self.cut_at.name(), self.packing.name());
+            return Err(Error::Input(format!(
+                "cut_at = {cut_at:?} needs packing = \"best-fit\"; packing {packing:?} is made of lines already"
+            )));
+        }
+        let tokens = (rows as u64).div_ceil(self.world_size as u64) * self.sequence_length as u64;
+        if tokens > MAX_TOKENS {
+            return Err(Error::Input(format!(
+                "batch_size = {rows}: {tokens} tokens per rank; at most {MAX_TOKENS} are possible"
+            )));
+        }
+        Ok(())
     }
 
     /// Whether a loader with these options needs `word_starts`.
     pub fn needs_word_starts(&self) -> bool {
-        Masking::from_name(&self.masking).is_ok_and(Masking::needs_word_starts)
-            || CutAt::from_name(&self.cut_at).is_ok_and(|cut_at| cut_at == CutAt::Word)
-    }
-}
-
-fn in_range(name: &str, value: i64, range: RangeInclusive<i64>) -> Result<u64> {
-    if range.contains(&value) {
-        return Ok(value as u64);
-    }
-    let (min, max) = range.into_inner();
-    Err(Error::Input(format!("{name} = {value}: must be from {min} to {max}")))
-}
-
-impl Settings {
-    /// A packer for these settings, with the seed of a corpus.
-    pub fn packer(&self, seed: u64) -> Packer {
-        Packer::new(self.packing, self.cut_at, self.word_starts.clone(), self.sequence_length, seed)
+        self.masks_words() || self.cut_at == CutAt::Word
     }
 
-    /// The number of epochs after which a corpus is finished.
-    pub fn last_epoch(&self) -> u32 {
-        self.epochs.unwrap_or(u32::MAX)
+    fn masks_words(&self) -> bool {
+        matches!(self.masking, Masking::WholeWord | Masking::Span)
     }
 
-    /// A masker of the corpus's rows for these settings.
-    pub fn masker(&self, corpus: &Corpus) -> Masker {
-        let (tokens, vocab_size) = (corpus.special_tokens(), corpus.vocab_size());
-        let word_starts = self.word_starts.as_deref();
-        Masker::new(self.masking, self.mask_prob, self.sequence_length, tokens, vocab_size, word_starts)
+    /// The cache of each of `num_corpora` corpora in object stores; `None` for private ones.
+    pub fn cache(&self, num_corpora: usize) -> Option<CacheOptions> {
+        let bytes = self.cache_bytes.max(0) as u64 / num_corpora.max(1) as u64;
+        self.cache_dir.clone().map(|dir| CacheOptions { dir, bytes })
     }
 
-    /// Rejects a corpus whose tokenizer does not mark words, if these settings are about words.
-    pub fn check_words(&self, corpus: &Corpus) -> Result<()> {
-        let (what, others) = if self.masking.needs_word_starts() {
+    /// The epoch at which a corpus is finished.
+    pub(super) fn last_epoch(&self) -> u32 {
+        self.epochs.map_or(u32::MAX, |epochs| epochs as u32)
+    }
+
+    /// Rejects a corpus whose tokenizer does not mark words, if these options depend on words.
+    pub(super) fn check_words(&self, corpus: &Corpus) -> Result<()> {
+        let (what, others) = if self.masks_words() {
             (format!("masking = {:?}", self.masking.name()), "\"paper\", \"google\" or \"bert\"")
         } else if self.cut_at == CutAt::Word {
             ("cut_at = \"word\"".to_owned(), "\"token\" or \"line\"")
@@ -168,36 +195,13 @@ impl Settings {
         }
     }
 
-    /// Rejects cuts that the packing does not have.
-    fn check_cuts(&self) -> Result<()> {
-        let (cut_at, packing) = (self.cut_at.name(), self.packing.name());
-        if self.cut_at == CutAt::Token || self.packing == Packing::BestFit {
-            return Ok(());
-        }
-        Err(Error::Input(format!(
-            "cut_at = {cut_at:?} needs packing = \"best-fit\"; packing {packing:?} is made of lines already"
-        )))
-    }
-
-    /// Rejects a batch too large for any memory.
-    fn check_size(&self) -> Result<()> {
-        let tokens = self.batch_size.div_ceil(self.world_size) * self.sequence_length as u64;
-        if tokens <= MAX_TOKENS {
-            return Ok(());
-        }
-        let rows = self.batch_size;
-        Err(Error::Input(format!(
-            "batch_size = {rows}: {tokens} tokens per rank; at most {MAX_TOKENS} are possible"
-        )))
-    }
-
-    /// The settings that decide the content of rows, besides corpus and seed. Batch size, ranks and threads
+    /// The options that determine the content of rows, besides corpus and seed. Batch size, ranks and threads
     /// do not, so they may change when a run is resumed.
-    pub fn content(&self) -> String {
+    pub(super) fn content(&self) -> String {
         let (length, prob) = (self.sequence_length, self.mask_prob);
         let (masking, packing) = (self.masking.name(), self.packing.name());
         let cut_at = match self.cut_at {
-            CutAt::Token => String::new(), // as states were before there were others
+            CutAt::Token => String::new(), // as in states from before this option existed
             cut_at => format!(" cut_at={}", cut_at.name()),
         };
         format!("sequence_length={length} masking={masking} mask_prob={prob} packing={packing}{cut_at}")
@@ -207,6 +211,7 @@ impl Settings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::choice::options_from;
 
     fn complaint(change: impl FnOnce(&mut LoaderOptions)) -> String {
         let mut options = LoaderOptions::default();
@@ -220,20 +225,41 @@ mod tests {
         assert_eq!(complaint(|o| o.rank = 1), "rank = 1: must be from 0 to 0");
         assert!(complaint(|o| o.rank = -1).starts_with("rank = -1: must be from 0"));
         assert!(complaint(|o| o.batch_size = 0).starts_with("batch_size = 0: must be from 1"));
-        assert!(complaint(|o| o.world_size = 0).starts_with("world_size = 0: must be from 1"));
+        assert!(
+            complaint(|o| o.world_size = i64::MIN).starts_with("world_size = -9223372036854775808: must be")
+        );
         assert!(complaint(|o| o.seed = -4).starts_with("seed = -4: must be from 0"));
         assert!(complaint(|o| o.num_threads = 0).starts_with("num_threads = 0"));
         assert!(complaint(|o| o.prefetch = 0).starts_with("prefetch = 0"));
         assert!(complaint(|o| o.epochs = Some(0)).starts_with("epochs = 0: must be from 1"));
+        assert!(complaint(|o| o.cache_bytes = -1).starts_with("cache_bytes = -1: must be from 0"));
         for prob in [0.0, 1.0, -0.5, f64::NAN] {
             assert!(complaint(|o| o.mask_prob = prob).starts_with("mask_prob = "));
         }
-        assert!(complaint(|o| o.masking = "roberta".into()).contains("\"bert\", \"whole-word\" or \"span\""));
-        assert!(complaint(|o| o.packing = "none".into()).contains("\"best-fit\" or \"google\""));
-        assert!(complaint(|o| o.cut_at = "page".into()).contains("\"token\", \"word\" or \"line\""));
-        for cut_at in ["word", "line"] {
-            let message = complaint(|o| (o.cut_at, o.packing) = (cut_at.into(), "google".into()));
+        for cut_at in [CutAt::Word, CutAt::Line] {
+            let message = complaint(|o| (o.cut_at, o.packing) = (cut_at, Packing::Google));
             assert!(message.contains("needs packing = \"best-fit\""), "{message}");
+        }
+    }
+
+    #[test]
+    fn options_are_read_by_name() {
+        let read = |json: &str| options_from::<LoaderOptions>(serde_json::from_str(json).unwrap());
+        let options =
+            read(r#"{"masking": "whole-word", "mask_prob": 0, "epochs": null, "seed": 7}"#).unwrap();
+        assert_eq!((options.masking, options.mask_prob, options.epochs), (Masking::WholeWord, 0.0, None));
+        assert_eq!((options.seed, options.batch_size), (7, 128));
+        for (json, expected) in [
+            (
+                r#"{"masking": "roberta"}"#,
+                r#"masking = "roberta": unknown; choose "paper", "google", "bert", "whole-word" or "span""#,
+            ),
+            (r#"{"packing": "none"}"#, r#"packing = "none": unknown; choose "best-fit" or "google""#),
+            (r#"{"seed": "a"}"#, r#"seed = "a": invalid type: string "a", expected i64"#),
+            (r#"{"seeds": 1}"#, "seeds = 1: unknown field `seeds`, expected one of `sequence_length`, "),
+        ] {
+            let error = read(json).unwrap_err().to_string();
+            assert!(error.starts_with(expected), "{error}");
         }
     }
 }

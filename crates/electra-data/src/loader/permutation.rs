@@ -121,15 +121,15 @@ mod tests {
     fn indices_and_neighbors_are_uncorrelated() {
         let n = 10_007;
         let order = whole(n, 3);
-        let centre = (n - 1) as f64 / 2.0;
+        let center = (n - 1) as f64 / 2.0;
         let variance = (n * n - 1) as f64 / 12.0;
         let correlation = |lag: usize| -> f64 {
             let pairs = order.iter().zip(order.iter().cycle().skip(lag));
-            pairs.map(|(&a, &b)| (a as f64 - centre) * (b as f64 - centre)).sum::<f64>()
+            pairs.map(|(&a, &b)| (a as f64 - center) * (b as f64 - center)).sum::<f64>()
                 / (n as f64 * variance)
         };
         let with_index: f64 =
-            (0..).zip(&order).map(|(i, &v)| (f64::from(i) - centre) * (v as f64 - centre)).sum::<f64>()
+            (0..).zip(&order).map(|(i, &v)| (f64::from(i) - center) * (v as f64 - center)).sum::<f64>()
                 / (n as f64 * variance);
         for value in [with_index, correlation(1), correlation(2)] {
             assert!(value.abs() < 0.04, "{value}"); // 4 standard deviations

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::tests::{hashes, loader_of, rows};
+use super::tests::{hashes, loader_of, named, rows};
 use super::{Loader, LoaderOptions};
 use crate::error::{Error, Result};
 use crate::format::testing::write_corpus;
@@ -64,8 +64,8 @@ fn batches_are_those_from_disk_in_any_packing() {
         [("best-fit", "token"), ("best-fit", "word"), ("best-fit", "line"), ("google", "token")]
     {
         let word_starts = (cut_at == "word").then(|| (0..30_005).map(|id| id % 3 > 0).collect());
-        let cuts = LoaderOptions { cut_at: cut_at.into(), word_starts, ..options() };
-        let options = LoaderOptions { packing: packing.into(), ..cuts };
+        let cuts = LoaderOptions { cut_at: named(cut_at), word_starts, ..options() };
+        let options = LoaderOptions { packing: named(packing), ..cuts };
         let local = hashes(loader_of(corpus.path(), &options));
         assert_eq!(hashes(cached(&server, scratch.path(), GENEROUS, &options).unwrap()), local, "{packing}");
         let private = Corpus::open(Path::new(&server.url)).unwrap();
@@ -153,7 +153,8 @@ fn passing_faults_change_nothing() {
     let local = hashes(loader_of(corpus.path(), &options()));
     for fault in [Fault::Unavailable, Fault::Cut, Fault::Stall, Fault::Short, Fault::Corrupt] {
         let server = TestServer::start(corpus.path());
-        server.log().faults = [fault; 2].into();
+        // A stall takes as long as the timeout.
+        server.log().faults = vec![fault; if fault == Fault::Stall { 1 } else { 2 }].into();
         let dir = scratch.path().join(format!("{fault:?}"));
         assert_eq!(hashes(cached(&server, &dir, GENEROUS, &options()).unwrap()), local, "{fault:?}");
         assert!(server.log().faults.is_empty());

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::pack::{Packer, RngCounter, Rows, Span};
 use super::permutation::Permutation;
-use super::state::Place;
+use super::position::CorpusPosition;
 use crate::error::{Error, Result};
 use crate::format::{Corpus, Pins, Shard};
 use crate::philox::Purpose;
@@ -53,13 +53,13 @@ impl Blocks {
         self.seed
     }
 
-    /// How often the corpus has been read at a place of its stream: finished epochs and a share of the next.
-    pub fn passes(&self, place: &Place) -> f64 {
-        let Place { position, window_rows, .. } = place;
-        let (total, before) = (u64::from(self.len()), u64::from(position.window) * BLOCKS_PER_WINDOW);
+    /// How often the corpus has been read at a position: finished epochs and a fraction of the next.
+    pub fn passes(&self, position: &CorpusPosition) -> f64 {
+        let CorpusPosition { at, window_rows, .. } = position;
+        let (total, before) = (u64::from(self.len()), u64::from(at.window) * BLOCKS_PER_WINDOW);
         let blocks = BLOCKS_PER_WINDOW.min(total.saturating_sub(before));
-        let current = blocks as f64 * position.row as f64 / (*window_rows).max(1) as f64;
-        f64::from(position.epoch) + (before as f64 + current) / total.max(1) as f64
+        let current = blocks as f64 * at.row as f64 / (*window_rows).max(1) as f64;
+        f64::from(at.epoch) + (before as f64 + current) / total.max(1) as f64
     }
 
     /// Number of blocks.

@@ -1,38 +1,17 @@
-//! Where a loader stands: the state from which it resumes.
+//! The state from which a loader resumes.
 
 use serde::{Deserialize, Serialize};
 
 use super::mixture::Mixture;
-use super::options::Settings;
+use super::options::LoaderOptions;
+use super::position::{CorpusPosition, RowPosition};
 use crate::error::{Error, Result};
 
 /// No loader has given more rows than this, so that products with weights fit into 128 bits.
 const MAX_TURNS: u64 = 1 << 48;
 
-/// A position between two rows of a corpus's stream.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Position {
-    /// Number of finished epochs.
-    pub epoch: u32,
-    /// Number of finished windows of this epoch.
-    pub window: u32,
-    /// Number of finished rows of this window.
-    pub row: u64,
-}
-
-/// A corpus's position, and its turns in the mixture.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Place {
-    /// The position.
-    pub position: Position,
-    /// Rows of the window; 0 at its start, where they may not be known yet.
-    pub window_rows: u64,
-    /// Rows given since a corpus last left the mixture; without a meaning for a corpus alone.
-    pub turns: u64,
-}
-
-/// Where a loader stands and what that belongs to: all that it needs to resume. As JSON, less than 256 bytes for
-/// one corpus, and about 110 per corpus of a mixture.
+/// The position of a loader, with what identifies its corpora and options: all that it needs to resume. As JSON, less
+/// than 256 bytes for one corpus, and about 110 per corpus of a mixture.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LoaderState(Saved);
 
@@ -76,20 +55,20 @@ struct Member {
 }
 
 impl LoaderState {
-    /// The state of a loader with these settings whose corpora stand at `places`.
-    pub(super) fn new(places: &[Place], settings: &Settings, mixture: &Mixture) -> Self {
-        let members = places.iter().zip(mixture.streams()).zip(mixture.weights());
+    /// The state of a loader with these options whose corpora are at `positions`.
+    pub(super) fn new(positions: &[CorpusPosition], options: &LoaderOptions, mixture: &Mixture) -> Self {
+        let members = positions.iter().zip(mixture.corpora()).zip(mixture.weights());
         let mut corpora: Vec<Member> = members
-            .map(|((place, blocks), &weight)| Member {
+            .map(|((position, blocks), &weight)| Member {
                 corpus: blocks.corpus().content_hash().into(),
                 weight,
-                epoch: place.position.epoch,
-                window: place.position.window,
-                row: place.position.row,
-                turns: place.turns,
+                epoch: position.at.epoch,
+                window: position.at.window,
+                row: position.at.row,
+                turns: position.turns,
             })
             .collect();
-        let (seed, options) = (settings.seed, settings.content());
+        let (seed, options) = (options.seed as u64, options.content());
         if corpora.len() > 1 {
             return Self(Saved::Mixture(Several { corpora, seed, options }));
         }
@@ -116,16 +95,20 @@ impl LoaderState {
         serde_json::to_string(self).map_err(|error| Error::Input(format!("state: {error}")))
     }
 
-    /// The corpora's places, if the state belongs to a loader of this mixture with these settings.
-    pub(super) fn places(&self, settings: &Settings, mixture: &Mixture) -> Result<Vec<Place>> {
-        let count = mixture.streams().len();
-        let ours = Self::new(&vec![Place::default(); count], settings, mixture);
+    /// The corpora's positions, if the state is that of a loader of this mixture with these options.
+    pub(super) fn positions(
+        &self,
+        options: &LoaderOptions,
+        mixture: &Mixture,
+    ) -> Result<Vec<CorpusPosition>> {
+        let count = mixture.corpora().len();
+        let ours = Self::new(&vec![CorpusPosition::default(); count], options, mixture);
         require_same_corpora(&self.0, &ours.0)?;
         let (seed, options) = self.0.stream();
         let (our_seed, our_options) = ours.0.stream();
         require_same("seed", &seed.to_string(), &our_seed.to_string())?;
         require_same("options", options, our_options)?;
-        self.0.places()
+        self.0.positions()
     }
 }
 
@@ -153,20 +136,20 @@ impl Saved {
         }
     }
 
-    fn places(&self) -> Result<Vec<Place>> {
+    fn positions(&self) -> Result<Vec<CorpusPosition>> {
         let members = match self {
-            Self::Single(state) => return Ok(vec![place(state.epoch, state.window, state.row, 0)]),
+            Self::Single(state) => return Ok(vec![position(state.epoch, state.window, state.row, 0)]),
             Self::Mixture(state) => &state.corpora,
         };
         if let Some(Member { turns, .. }) = members.iter().find(|member| member.turns > MAX_TURNS) {
             return Err(Error::Input(format!("state: turns {turns}: no loader has given so many rows")));
         }
-        Ok(members.iter().map(|m| place(m.epoch, m.window, m.row, m.turns)).collect())
+        Ok(members.iter().map(|m| position(m.epoch, m.window, m.row, m.turns)).collect())
     }
 }
 
-fn place(epoch: u32, window: u32, row: u64, turns: u64) -> Place {
-    Place { position: Position { epoch, window, row }, window_rows: 0, turns }
+fn position(epoch: u32, window: u32, row: u64, turns: u64) -> CorpusPosition {
+    CorpusPosition { at: RowPosition { epoch, window, row }, window_rows: 0, turns }
 }
 
 fn joined(parts: impl Iterator<Item = impl ToString>) -> String {
@@ -196,8 +179,7 @@ mod tests {
     use super::*;
     use crate::format::Corpus;
     use crate::format::testing::write_corpus;
-    use crate::loader::LoaderOptions;
-    use crate::loader::pack::{CutAt, Packing};
+    use crate::loader::options::{CutAt, Masking, Packing};
 
     /// A mixture of corpora of one token each.
     fn mixture(dir: &Path, weighted: &[(u32, f64)]) -> Mixture {
@@ -210,8 +192,8 @@ mod tests {
             .unwrap()
     }
 
-    fn state(mixture: &Mixture, settings: &Settings) -> LoaderState {
-        LoaderState::new(&vec![Place::default(); mixture.streams().len()], settings, mixture)
+    fn state(mixture: &Mixture, options: &LoaderOptions) -> LoaderState {
+        LoaderState::new(&vec![CorpusPosition::default(); mixture.corpora().len()], options, mixture)
     }
 
     #[test]
@@ -221,15 +203,15 @@ mod tests {
             sequence_length: 32_768,
             mask_prob: 1.0 / 3.0,
             seed: i64::MAX,
-            masking: "whole-word".into(),
-            cut_at: "line".into(),
+            masking: Masking::WholeWord,
+            cut_at: CutAt::Line,
             ..LoaderOptions::default()
         };
-        let position = Position { epoch: u32::MAX, window: u32::MAX, row: u64::MAX };
-        let place = Place { position, turns: 1 << 40, ..Place::default() };
+        let at = RowPosition { epoch: u32::MAX, window: u32::MAX, row: u64::MAX };
+        let position = CorpusPosition { at, turns: 1 << 40, ..CorpusPosition::default() };
         for (weighted, longest) in [(&[(5, 1.0)][..], 256), (&[(5, 1e15), (6, 1.0), (7, 0.3)], 620)] {
             let mixture = mixture(dir.path(), weighted);
-            let state = LoaderState::new(&vec![place; weighted.len()], &options.check().unwrap(), &mixture);
+            let state = LoaderState::new(&vec![position; weighted.len()], &options, &mixture);
             let json = state.to_json().unwrap();
             assert!(json.len() < longest, "{}: {json}", json.len());
             assert_eq!(LoaderState::from_json(&json).unwrap(), state);
@@ -240,8 +222,8 @@ mod tests {
     fn the_state_of_one_corpus_has_its_first_form() {
         let dir = tempfile::tempdir().unwrap();
         let mixture = mixture(dir.path(), &[(5, 0.5)]);
-        let hash = mixture.streams()[0].corpus().content_hash();
-        let json = state(&mixture, &LoaderOptions::default().check().unwrap()).to_json().unwrap();
+        let hash = mixture.corpora()[0].corpus().content_hash();
+        let json = state(&mixture, &LoaderOptions::default()).to_json().unwrap();
         let options = "sequence_length=128 masking=google mask_prob=0.15 packing=best-fit";
         let fields =
             format!(r#""epoch":0,"group":0,"row":0,"seed":0,"corpus":"{hash}","options":"{options}""#);
@@ -252,10 +234,10 @@ mod tests {
     fn a_state_of_another_loader_is_rejected() {
         let dir = tempfile::tempdir().unwrap();
         let [a, b] = [5, 6].map(|token| mixture(dir.path(), &[(token, 1.0)]));
-        let [hash_a, hash_b] = [&a, &b].map(|mixture| mixture.streams()[0].corpus().content_hash());
-        let ours = LoaderOptions::default().check().unwrap();
-        let message = |state: &LoaderState, settings: &Settings, mixture: &Mixture| {
-            state.places(settings, mixture).unwrap_err().to_string()
+        let [hash_a, hash_b] = [&a, &b].map(|mixture| mixture.corpora()[0].corpus().content_hash());
+        let ours = LoaderOptions::default();
+        let message = |state: &LoaderState, options: &LoaderOptions, mixture: &Mixture| {
+            state.positions(options, mixture).unwrap_err().to_string()
         };
         let single = state(&a, &ours);
         let expected = format!("saved with corpus \"{hash_a}\" but this loader has \"{hash_b}\"");
@@ -275,7 +257,7 @@ mod tests {
         // Mixtures: with one corpus, in another order, with other weights.
         let several = mixture(dir.path(), &[(5, 0.7), (6, 0.3)]);
         let saved = state(&several, &ours);
-        assert!(saved.places(&ours, &mixture(dir.path(), &[(5, 70.0), (6, 30.0)])).is_ok());
+        assert!(saved.positions(&ours, &mixture(dir.path(), &[(5, 70.0), (6, 30.0)])).is_ok());
         let both = format!("corpora \"{hash_a}, {hash_b}\"");
         assert!(message(&saved, &ours, &a).contains(&format!("{both} but this loader has \"{hash_a}\"")));
         assert!(message(&single, &ours, &several).contains(&format!("saved with corpora \"{hash_a}\" but")));

@@ -1,7 +1,7 @@
 //! The threads of a loader: one per corpus plans windows, the others write batches.
 //!
 //! A planner works one window ahead. The caller's thread cuts the stream of rows into global batches and
-//! sends the share of this rank to the workers. Batches are returned in the order in which they were
+//! sends the slice of this rank to the workers. Batches are returned in the order in which they were
 //! requested, so scheduling never changes the result.
 
 use std::collections::VecDeque;
@@ -13,28 +13,30 @@ use arrow_array::RecordBatch;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, unbounded};
 
 use super::batch::{BatchWriter, BufferPool, RowRange};
-use super::batch_cutter::{BatchCutter, Cut, next_window, rank_share};
+use super::batch_cutter::{BatchCutter, NextBatch, rank_slice};
+use super::mask::Masker;
 use super::mixture::Mixture;
-use super::options::Settings;
+use super::options::LoaderOptions;
+use super::pack::Packer;
+use super::position::{CorpusPosition, RowPosition};
 use super::shuffle_window::ShuffleWindow;
-use super::state::{Place, Position};
 use crate::error::{Error, Result};
 use crate::store::Cancel;
 
 /// What the threads of a loader share.
 pub(super) struct Shared {
     pub mixture: Mixture,
-    pub settings: Settings,
+    pub options: LoaderOptions,
     pub pool: Arc<BufferPool>,
-    /// For each corpus, how many planned windows may wait for the caller. Each corpus of a mixture keeps one window
-    /// besides the one that is cut, a corpus alone two.
+    /// For each corpus, how many planned windows may wait for the caller. A corpus of a mixture has one window besides
+    /// the current one, a corpus alone two.
     pub windows_waiting: Vec<usize>,
 }
 
-/// What a loader has after waiting.
+/// The result of waiting for a batch.
 #[derive(Debug)]
 pub enum Poll {
-    /// This rank's part of the next batch; without rows if the batch has fewer rows than there are ranks.
+    /// This rank's slice of the next batch, which may be empty if the batch has fewer rows than there are ranks.
     Batch(RecordBatch),
     /// The batch is not ready yet.
     Pending,
@@ -47,23 +49,23 @@ struct BatchRequest {
     reply: Sender<Result<RecordBatch>>,
 }
 
-/// A batch that is being written, and where the corpora stand after it.
+/// A batch that is being written, and the positions of the corpora after it.
 struct PendingBatch {
     reply: Receiver<Result<RecordBatch>>,
-    after: Vec<Place>,
+    after: Vec<CorpusPosition>,
 }
 
 type Planned = Result<Arc<ShuffleWindow>>;
 
 /// The running threads. Dropping it closes their channels and joins them.
 pub(super) struct Pipeline {
-    /// Where the corpora stand after the last batch that was returned.
-    pub places: Vec<Place>,
+    /// The positions of the corpora after the last batch that was returned.
+    pub positions: Vec<CorpusPosition>,
     shared: Arc<Shared>,
     cutter: BatchCutter,
     /// The windows of each corpus, in order.
     plans: Vec<Receiver<Planned>>,
-    /// The corpus whose window the cutter awaits.
+    /// The corpus whose next window the cutter needs.
     awaited: usize,
     requests: Option<Sender<BatchRequest>>,
     pending: VecDeque<PendingBatch>,
@@ -75,12 +77,12 @@ pub(super) struct Pipeline {
 }
 
 impl Pipeline {
-    pub fn start(shared: &Arc<Shared>, places: &[Place]) -> Result<Self> {
+    pub fn start(shared: &Arc<Shared>, positions: &[CorpusPosition]) -> Result<Self> {
         let (requests, request_receiver) = unbounded();
         let mut pipeline = Self {
-            places: places.to_vec(),
+            positions: positions.to_vec(),
             shared: shared.clone(),
-            cutter: BatchCutter::new(places, &shared.mixture, &shared.settings),
+            cutter: BatchCutter::new(positions, &shared.mixture, &shared.options),
             plans: Vec::new(),
             awaited: 0,
             requests: Some(requests),
@@ -90,13 +92,13 @@ impl Pipeline {
             cancel: Cancel::default(),
             threads: Vec::new(),
         };
-        for (corpus, place) in places.iter().enumerate() {
-            let (shared, position, cancel) = (shared.clone(), place.position, pipeline.cancel.clone());
+        for (corpus, position) in positions.iter().enumerate() {
+            let (shared, start, cancel) = (shared.clone(), position.at, pipeline.cancel.clone());
             let (sender, plans) = bounded(shared.windows_waiting[corpus]);
             pipeline.plans.push(plans);
-            pipeline.spawn("electra-plan", move || plan(&shared, corpus, position, &sender, &cancel))?;
+            pipeline.spawn("electra-plan", move || plan(&shared, corpus, start, &sender, &cancel))?;
         }
-        for _ in 0..shared.settings.num_threads {
+        for _ in 0..shared.options.num_threads {
             let (shared, requests) = (shared.clone(), request_receiver.clone());
             pipeline.spawn("electra-load", move || work(&shared, &requests))?;
         }
@@ -121,7 +123,7 @@ impl Pipeline {
                 let after = std::mem::take(&mut pending.after);
                 self.pending.pop_front();
                 let batch = result?;
-                self.places = after;
+                self.positions = after;
                 return Ok(Poll::Batch(batch));
             }
             if let Some(failure) = self.failure.take() {
@@ -140,11 +142,14 @@ impl Pipeline {
 
     /// Requests batches up to the prefetch limit, without waiting for a planner.
     fn request_ahead(&mut self) {
-        while self.pending.len() < self.shared.settings.prefetch && !self.ended && self.failure.is_none() {
-            match self.cutter.cut() {
-                Cut::Batch(rows) => self.request(rows),
-                Cut::Ended => self.ended = true,
-                Cut::Awaits(corpus) => {
+        while self.pending.len() < self.shared.options.prefetch as usize
+            && !self.ended
+            && self.failure.is_none()
+        {
+            match self.cutter.next() {
+                NextBatch::Ready(rows) => self.request(rows),
+                NextBatch::Finished => self.ended = true,
+                NextBatch::NeedsWindow(corpus) => {
                     self.awaited = corpus;
                     match self.plans[corpus].try_recv() {
                         Ok(planned) => self.accept(planned),
@@ -164,12 +169,12 @@ impl Pipeline {
     }
 
     fn request(&mut self, rows: Vec<RowRange>) {
-        let Settings { rank, world_size, .. } = self.shared.settings;
+        let LoaderOptions { rank, world_size, .. } = self.shared.options;
         let (sender, reply) = bounded(1);
-        let request = BatchRequest { rows: rank_share(rows, rank, world_size), reply: sender };
+        let request = BatchRequest { rows: rank_slice(rows, rank as u64, world_size as u64), reply: sender };
         // If no worker is left, the reply channel closes, which `poll_next` reports.
         let _ = self.requests.as_ref().map(|requests| requests.send(request));
-        self.pending.push_back(PendingBatch { reply, after: self.cutter.places() });
+        self.pending.push_back(PendingBatch { reply, after: self.cutter.positions() });
     }
 }
 
@@ -185,25 +190,26 @@ impl Drop for Pipeline {
     }
 }
 
-/// A planning thread: packs a corpus's windows from `position` on until the receiver is gone.
-fn plan(shared: &Shared, corpus: usize, mut position: Position, plans: &Sender<Planned>, cancel: &Cancel) {
-    let blocks = &shared.mixture.streams()[corpus];
-    let mut packer = shared.settings.packer(blocks.seed());
-    while position.epoch < shared.settings.last_epoch() {
+/// A planning thread: packs a corpus's windows from `position` onward until the receiver is gone.
+fn plan(shared: &Shared, corpus: usize, mut position: RowPosition, plans: &Sender<Planned>, cancel: &Cancel) {
+    let blocks = &shared.mixture.corpora()[corpus];
+    let mut packer = Packer::new(&shared.options, blocks.seed());
+    while position.epoch < shared.options.last_epoch() {
         let window = blocks.plan(&mut packer, position.epoch, position.window, cancel);
         let failed = window.is_err();
         if plans.send(window.map(Arc::new)).is_err() || failed {
             return;
         }
-        position = next_window(position, blocks.num_windows());
+        position = position.next_window(blocks.num_windows());
     }
 }
 
 /// A worker thread: writes batches until there are no more requests.
 fn work(shared: &Shared, requests: &Receiver<BatchRequest>) {
-    let corpus = shared.mixture.streams()[0].corpus(); // all have the same vocabulary
-    let masker = shared.settings.masker(corpus);
-    let mut writer = BatchWriter::new(corpus, shared.settings.sequence_length, masker, shared.pool.clone());
+    let corpus = shared.mixture.corpora()[0].corpus(); // all have the same vocabulary
+    let masker = Masker::for_corpus(&shared.options, corpus);
+    let mut writer =
+        BatchWriter::new(corpus, shared.options.sequence_length as usize, masker, shared.pool.clone());
     for request in requests {
         let _ = request.reply.send(writer.write(&request.rows)); // the loader may be gone
     }

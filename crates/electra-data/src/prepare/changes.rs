@@ -1,6 +1,6 @@
-//! Inputs that have changed since finished work was made of them, and `inputs.json`, which says of what a corpus was
-//! made. It lies beside the manifest, not in it: there can be a million files, modification times differ between
-//! machines that make the same corpus, and no reader of the corpus needs it.
+//! Detects inputs that have changed since they were processed, and writes `inputs.json`, the list of a corpus's inputs.
+//! It is not part of the manifest: there can be a million files, modification times differ between machines that make
+//! the same corpus, and no reader of the corpus needs it.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -9,13 +9,12 @@ use std::time::Duration;
 use crossbeam_channel::{RecvTimeoutError, bounded};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::xxh3_128;
 
 use super::output_dir::{InputGroupRecord, OutputDir, remove_if_exists};
+use super::plan::Plan;
 use super::progress::Progress;
-use super::run::Plan;
 use crate::error::{Error, Result};
-use crate::format::{hex128, write_atomically};
+use crate::format::{hash_hex, write_atomically};
 use crate::input::{Comparison, InputFile, InputFormat, InputIdentity};
 use crate::regular_file;
 use crate::threads::on_all_cores;
@@ -23,10 +22,10 @@ use crate::threads::on_all_cores;
 const INPUTS: &str = "inputs.json";
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Compares inputs with what was recorded of them.
+/// Compares inputs with their recorded identities.
 pub(super) struct Comparer<'a> {
     pub plan: &'a Plan,
-    /// Compare all content, also where size, time and samples are the same.
+    /// Compare all content, even where size, time and samples are the same.
     pub verify: bool,
 }
 
@@ -38,8 +37,8 @@ struct InputList {
 }
 
 impl Comparer<'_> {
-    /// The input groups whose records may not hold for the inputs as they are now, each with a file that differs.
-    /// Records of older releases, which name no inputs, hold unless all content is to be compared.
+    /// The input groups whose records may not match the inputs as they are now, each with a file that differs. Records
+    /// of older releases, which name no inputs, are accepted unless all content is to be compared.
     pub fn stale(
         &self,
         records: &[Option<InputGroupRecord>],
@@ -124,7 +123,7 @@ impl Comparer<'_> {
         self.plan.groups.get(group).map_or(&[], |group| &self.plan.inputs.files[group.files.clone()])
     }
 
-    /// The other parts of a group's file that must be the same for its text to be the same: a part's text ends within
+    /// The other parts of a group's file that must be unchanged for its text to be unchanged: a part's text ends within
     /// the next part, and a table has a directory and may have dictionaries anywhere.
     fn decisive_parts(&self, group: usize) -> Vec<usize> {
         let groups = &self.plan.groups;
@@ -137,7 +136,7 @@ impl Comparer<'_> {
         }
     }
 
-    /// The files of these identities, with the results; those that are not inputs any more are left out.
+    /// The results for these identities, with their files.
     fn compare(
         &self,
         identities: Vec<&InputIdentity>,
@@ -181,7 +180,7 @@ fn changed(file: &InputFile, dir: &Path) -> Error {
     ))
 }
 
-/// Writes the list of what the corpus was made of; none if nothing is known of it.
+/// Writes the list of the corpus's inputs; no file if it is empty.
 pub(super) fn write(out: &OutputDir, inputs: Vec<InputIdentity>) -> Result<()> {
     let path = out.dir.join(INPUTS);
     if inputs.is_empty() {
@@ -210,5 +209,5 @@ fn read(dir: &Path) -> Result<Option<Vec<InputIdentity>>> {
 }
 
 fn checksum(inputs: &[InputIdentity]) -> serde_json::Result<String> {
-    Ok(hex128(xxh3_128(&serde_json::to_vec(inputs)?)))
+    Ok(hash_hex(&serde_json::to_vec(inputs)?))
 }

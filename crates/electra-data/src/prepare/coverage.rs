@@ -9,7 +9,7 @@ use ahash::AHashMap;
 use rayon::prelude::*;
 
 use super::input_group::line_cut;
-use super::run::refuse_vocabulary;
+use super::plan::refuse_vocabulary;
 use crate::error::{Error, Result};
 use crate::format::Corpus;
 use crate::input::{
@@ -80,7 +80,7 @@ impl Coverage {
         Ok(coverage)
     }
 
-    /// Coverage of a corpus: of all tokens, or of 2^24 of them spread evenly over it.
+    /// Coverage of a corpus: of all its tokens, or of 2^24 tokens spread evenly over it.
     pub fn of_corpus(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Self> {
         let stretches: Vec<(usize, u64)> = (0..corpus.num_shards())
             .flat_map(|shard| {

@@ -1,30 +1,28 @@
 //! From finished input groups to a corpus: the last steps of `prepare`. The manifest is written last, and only
 //! then is anything removed.
 //!
-//! Several runs may finalize at once: they write the same bytes, and what one of them no longer finds, the
-//! manifest of another one has made obsolete.
+//! Several runs may finalize at once: they write the same bytes, and files that one of them finds missing have been
+//! removed by another one that has written the manifest.
 
 use std::path::Path;
-
-use xxhash_rust::xxh3::xxh3_128;
 
 use super::changes;
 use super::output_dir::{InputGroupRecord, OutputDir, clean_up, remove_folder, remove_if_exists, warn_of};
 use crate::error::{Error, Result};
 use crate::format::{
     DocumentWriter, MANIFEST, Manifest, Shard, ShardEntry, ShardSpec, TokenizerEntry, VALIDATION,
-    create_folder, hex128, saturating_sum, write_atomically,
+    create_folder, hash_hex, saturating_sum, write_atomically,
 };
 use crate::input::{SKIPPED, SkippedRecord, skipped_to_jsonl};
 use crate::tokenizer::Tokenizer;
 
-/// What the manifest holds besides the shards.
+/// Makes a corpus of finished input groups; its fields are what the manifest needs besides the shards.
 pub(super) struct Finalizer<'a> {
     pub out: &'a OutputDir,
     pub tokenizer: &'a Tokenizer,
     pub spec: ShardSpec,
     pub options: serde_json::Value,
-    /// Whether a validation split was asked for.
+    /// Whether a validation split was requested.
     pub wants_validation: bool,
 }
 
@@ -69,7 +67,7 @@ impl Finalizer<'_> {
         let (lowercase, strip_accents) = self.tokenizer.settings();
         let tokenizer = TokenizerEntry {
             file: file.to_owned(),
-            file_hash: hex128(xxh3_128(bytes)),
+            file_hash: hash_hex(bytes),
             hash: format!("{:016x}", self.tokenizer.hash()),
             lowercase,
             strip_accents,
@@ -100,8 +98,8 @@ impl Finalizer<'_> {
         Ok(manifest)
     }
 
-    /// Moves the last document to the validation split, if the random choice took none. The last shard is copied
-    /// without it under another name, so that whoever reads the old one meanwhile finds it whole.
+    /// Moves the last document to the validation split, for when the random choice took none. Copies the rest of the
+    /// last shard under another name, so that another run that reads the old one finds it complete.
     pub(super) fn move_last_to_validation(&self, records: &mut [InputGroupRecord]) -> Result<()> {
         let record = records.iter_mut().rfind(|record| !record.shards.is_empty());
         let record = record.expect("a record with documents names their shards");

@@ -11,14 +11,14 @@ use crate::input::{Cut, GroupEnd, Mark, TextBatch};
 use crate::store::Cancel;
 use crate::tokenizer::{Encoder, Tokenizer};
 
-/// What all input groups of a run share.
+/// Settings that all input groups of a run share.
 pub(super) struct InputGroupBuilder<'a> {
     pub out: &'a OutputDir,
     pub tokenizer: &'a Tokenizer,
     pub spec: ShardSpec,
     /// Fraction of documents that go to the validation split.
     pub validation_fraction: f64,
-    /// Ends waiting for a store when the run ends.
+    /// Cancels requests to stores when the run ends.
     pub cancel: Cancel,
 }
 
@@ -75,7 +75,7 @@ impl<'a> LaneWriter<'a> {
     }
 }
 
-/// Where lines may be cut without changing what this tokenizer makes of them.
+/// Where lines may be cut without changing the ids that this tokenizer gives them.
 pub(super) fn line_cut(tokenizer: &Tokenizer) -> Cut<'static> {
     if tokenizer.splits_at_whitespace() { Cut::Blanks } else { Cut::Nowhere }
 }

@@ -1,9 +1,9 @@
 //! Running input groups in lanes: several are read and written at once, each from beginning to end in one lane.
 //!
-//! A reader delivers about 500 MB/s of plain text, or half as much unpacked, a worker tokenizes 150 to 250 MB/s,
-//! and a writer waits for the disk after each group. So there is a lane for every two workers. Workers
-//! belong to no lane: thousands of small groups keep all of them busy, and so does a single large one. Lanes
-//! and workers live as long as the run, and with them the workers' caches.
+//! A reader delivers about 500 MB/s of plain text, or half as much of compressed text, a worker tokenizes 150 to 250
+//! MB/s, and a writer waits for the disk after each group. So there is a lane for every two workers. Workers are not
+//! tied to lanes: thousands of small groups keep all of them busy, and so does a single large one. Lanes and workers
+//! live as long as the run, and with them the workers' caches.
 //!
 //! The bytes of a group do not depend on the lane or on what else is being read.
 
@@ -158,7 +158,7 @@ impl Shared<'_> {
         Progress {
             bytes_done: if bytes_total > 0 { bytes_done.min(bytes_total) } else { bytes_done },
             bytes_total,
-            // Tokens are counted before the document that they are of.
+            // Tokens are counted before their document is.
             documents: self.written.documents.load(Ordering::Acquire),
             tokens: self.written.tokens.load(Ordering::Acquire),
         }

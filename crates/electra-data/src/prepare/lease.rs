@@ -22,10 +22,11 @@ use crate::format::write_error;
 
 /// How often a lease is rewritten.
 const HEARTBEAT: Duration = Duration::from_secs(5);
-/// A lease that was not rewritten for so long has lost its process. Longer than network file systems cache.
+/// A lease that was not rewritten for this long has lost its process. Longer than network file systems cache
+/// attributes.
 const EXPIRY: Duration = Duration::from_secs(60);
 
-/// What a lease says.
+/// The content of a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Holder {
     #[serde(flatten)]
@@ -45,7 +46,7 @@ pub(super) struct Lease {
 enum Found {
     Gone,
     Held(String),
-    /// What it said, to recognize it.
+    /// The lease's content, to recognize it.
     Abandoned(Vec<u8>),
 }
 
@@ -76,7 +77,7 @@ impl Lease {
         let (stop, stopped) = bounded::<()>(0);
         let beat = move || {
             while stopped.recv_timeout(HEARTBEAT) == Err(RecvTimeoutError::Timeout) {
-                // Written, not touched: then it is the server that says when. A failure makes the lease old.
+                // Written, not touched, so that the server sets the time. If it fails, the lease expires.
                 let _ = file.write_all_at(&bytes, 0).and_then(|()| file.sync_all());
             }
         };
@@ -113,7 +114,7 @@ pub(super) fn refuse_held(path: &Path) -> Result<()> {
 }
 
 fn examine(path: &Path) -> Result<Found> {
-    // Opened, not only looked up: that makes a network file system ask the server.
+    // Opened, not only looked up, which makes a network file system ask the server.
     let mut file = match File::open(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Found::Gone),
         file => file.map_err(|e| Error::io(path, e))?,
@@ -147,8 +148,8 @@ fn now_beside(path: &Path) -> Result<std::time::SystemTime> {
     written.map_err(|e| write_error(&probe, e))
 }
 
-/// Removes an abandoned lease. Of several that try, one removes it; if another one has taken the lease
-/// meanwhile, it gets it back.
+/// Removes an abandoned lease. If several processes try, one succeeds; if it removes a lease that another process has
+/// just taken, it puts it back.
 fn remove_abandoned(path: &Path, said: &[u8]) -> Result<()> {
     let aside = path.with_file_name(format!(".tmp-{}-lease", Process::current().attempt()));
     match std::fs::rename(path, &aside) {
@@ -156,7 +157,7 @@ fn remove_abandoned(path: &Path, said: &[u8]) -> Result<()> {
         moved => moved.map_err(|e| write_error(path, e))?,
     }
     if std::fs::read(&aside).map_err(|e| Error::io(&aside, e))? != said {
-        // A link fails where a third one was faster; nothing is lost then but a warning to the one in between.
+        // The link fails if a third process was faster; then the one in between is not warned, but nothing is lost.
         let _ = std::fs::hard_link(&aside, path);
     }
     std::fs::remove_file(&aside).map_err(|e| write_error(&aside, e))
@@ -175,7 +176,7 @@ mod tests {
 
     use super::*;
 
-    /// A lease of a process on another host, last rewritten so long ago.
+    /// A lease of a process on another host, last rewritten this many seconds ago.
     fn forge(path: &Path, seconds_ago: u64) {
         let ours = serde_json::to_value(Holder { process: Process::current(), nonce: 1 }).unwrap();
         let mut theirs = ours;

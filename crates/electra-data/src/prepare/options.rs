@@ -1,13 +1,11 @@
 //! The options of `prepare`, and the fingerprint of everything that the resulting bytes depend on.
 
 use serde_json::{Value, json};
-use xxhash_rust::xxh3::xxh3_128;
 
+use crate::choice::Choice;
 use crate::error::{Error, Result};
-use crate::format::{FORMAT_VERSION, ShardSpec, hex128};
-use crate::input::{
-    DocumentSeparator, InputFile, Inputs, InvalidUtf8, PART_BYTES, ReadOptions, default_threads,
-};
+use crate::format::{FORMAT_VERSION, ShardSpec, hash_hex};
+use crate::input::{InputFile, Inputs, PART_BYTES, ReadOptions, default_threads};
 use crate::tokenizer::Tokenizer;
 
 /// A shard ends at the first document boundary after this many tokens …
@@ -72,7 +70,7 @@ impl PrepareOptions {
     /// Everything that the resulting bytes depend on, in one hash.
     pub(super) fn fingerprint(&self, tokenizer: &Tokenizer, inputs: &Value) -> String {
         let parts = json!([FORMAT_VERSION, tokenizer.hash(), self.to_json(), inputs]);
-        hex128(xxh3_128(parts.to_string().as_bytes()))
+        hash_hex(parts.to_string().as_bytes())
     }
 
     /// The fingerprint for these files: the size of parts counts only where there are parts.
@@ -93,16 +91,9 @@ impl PrepareOptions {
     pub(super) fn to_json(&self) -> Value {
         let reading = &self.reading;
         let mut options = json!({
-            "documents": match reading.separator {
-                DocumentSeparator::BlankLine => "blank-line",
-                DocumentSeparator::File => "file",
-                DocumentSeparator::Line => "line",
-            },
+            "documents": reading.separator.name(),
             "text_fields": reading.text_fields,
-            "invalid_utf8": match reading.invalid_utf8 {
-                InvalidUtf8::Error => "error",
-                InvalidUtf8::Replace => "replace",
-            },
+            "invalid_utf8": reading.invalid_utf8.name(),
             "holdout": self.validation_fraction,
         });
         if let Some(format) = reading.format {

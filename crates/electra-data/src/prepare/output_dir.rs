@@ -1,7 +1,6 @@
-//! The output folder while a corpus is being prepared: what it is for, what is finished, which runs are
-//! active.
+//! The output folder of an unfinished corpus: which run it belongs to, what is finished, and who is working in it.
 //!
-//! `parts/job.json` stores the fingerprint of inputs and options, `parts/unit-N.json` records that input
+//! `parts/job.json` stores the fingerprint of inputs and options, `parts/input-group-N.json` records that input
 //! group N is finished, `.lock-TAG` is the lease of a run. All are removed once the manifest exists.
 //!
 //! Several processes may build the same input group at once: they write the same bytes under temporary names
@@ -14,13 +13,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use xxhash_rust::xxh3::xxh3_128;
-
 use super::lease::{Lease, refuse_held};
 use super::process::Process;
 use crate::error::{Error, Result};
 use crate::format::{
-    MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hex128, is_temp, saturating_sum,
+    MANIFEST, Manifest, PARTS, ShardEntry, VALIDATION, create_folder, hash_hex, is_temp, saturating_sum,
     temp_path, write_atomically,
 };
 use crate::input::{InputIdentity, SkippedRecord};
@@ -31,13 +28,14 @@ pub(super) const ALL: &str = "all";
 
 const FINGERPRINT: &str = "job.json";
 const LEASE: &str = ".lock-";
+/// The beginning of the names of records.
+const RECORD: &str = "input-group-";
 
-/// What a finished input group has on disk.
+/// What a finished input group has written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct InputGroupRecord {
     #[serde(rename = "job")]
     pub fingerprint: String,
-    #[serde(rename = "unit")]
     pub input_group: usize,
     pub documents: u64,
     pub empty_documents: u64,
@@ -47,7 +45,7 @@ pub(super) struct InputGroupRecord {
     /// Records that were skipped because they could not be read.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub skipped: Vec<SkippedRecord>,
-    /// What it was read from; empty for documents, pipes, and in records of older releases.
+    /// Its inputs; empty for documents, pipes, and in records of older releases.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub inputs: Vec<InputIdentity>,
     /// xxh3-128 of this file with the empty string here, hexadecimal; [`InputGroupRecord::sealed`] sets it.
@@ -63,7 +61,7 @@ impl InputGroupRecord {
     /// The bytes of the record, with its checksum.
     pub fn sealed(&self) -> serde_json::Result<Vec<u8>> {
         let unsealed = Self { checksum: String::new(), ..self.clone() };
-        let checksum = hex128(xxh3_128(&serde_json::to_vec_pretty(&unsealed)?));
+        let checksum = hash_hex(&serde_json::to_vec_pretty(&unsealed)?);
         serde_json::to_vec_pretty(&Self { checksum, ..unsealed })
     }
 
@@ -91,11 +89,11 @@ pub(super) struct OutputDir {
     pub fingerprint: String,
     /// In the names of temporary files, so that no two runs write the same one.
     pub attempt: String,
-    /// Held by a run of its own; a process that works for another run has none.
+    /// `None` in a process that works for another run.
     _lease: Option<Lease>,
 }
 
-/// What the output folder turned out to be.
+/// The outcome of claiming the output folder.
 pub(super) enum Claim {
     /// It holds a finished corpus, possibly of other inputs or options.
     Finished(Box<Manifest>),
@@ -225,7 +223,7 @@ impl OutputDir {
 
 /// Whether there is a record of any input group.
 fn has_records(parts: &Path) -> Result<bool> {
-    Ok(names_in(parts)?.iter().any(|name| name.starts_with("unit-")))
+    Ok(names_in(parts)?.iter().any(|name| name.starts_with(RECORD)))
 }
 
 /// The names of all entries of a folder.
@@ -248,7 +246,7 @@ pub(super) fn clean_up(dir: &Path, manifest: &Manifest) -> Result<()> {
     Ok(())
 }
 
-/// Says on standard error what could not be removed: tidying is no reason to fail.
+/// Warns on standard error about what could not be removed: a failed cleanup is not an error.
 pub(super) fn warn_of(removed: Result<()>) {
     if let Err(error) = removed {
         // Not `eprintln`, which panics where standard error is closed.
@@ -266,8 +264,8 @@ fn remove_strays(dir: &Path, manifest: &Manifest) -> Result<()> {
     Ok(())
 }
 
-/// Removes unfinished files, if the processes that were writing them are of this kind. `None` stands for an
-/// unknown process.
+/// Removes unfinished files if `of` is true of the processes that were writing them. `None` stands for an unknown
+/// process.
 fn remove_temps(dir: &Path, of: impl Fn(Option<Process>) -> bool) {
     for name in names_in(dir).unwrap_or_default().iter().filter(|name| is_temp(name)) {
         if of(name.strip_prefix(".tmp-").and_then(Process::of_attempt)) {
@@ -277,8 +275,8 @@ fn remove_temps(dir: &Path, of: impl Fn(Option<Process>) -> bool) {
     }
 }
 
-/// Removes the folder `dir/name` if it exists. It gets a temporary name first: a process that is late with its
-/// work finds no folder to write to, and leaves nothing behind.
+/// Removes the folder `dir/name` if it exists. It gets a temporary name first: a late process finds no folder to write
+/// to, and leaves nothing behind.
 pub(super) fn remove_folder(dir: &Path, name: &str) -> Result<()> {
     let (path, temp) = (dir.join(name), temp_path(dir, name, &Process::current().attempt()));
     match std::fs::rename(&path, &temp) {
@@ -288,7 +286,7 @@ pub(super) fn remove_folder(dir: &Path, name: &str) -> Result<()> {
     }
 }
 
-/// Removes a folder and what it holds if it exists; another process may be removing it too.
+/// Removes a folder with its contents if it exists; another process may be removing it too.
 fn remove_tree(path: &Path) -> Result<()> {
     match std::fs::remove_dir_all(path) {
         Err(error) if error.kind() != NotFound => Err(Error::io(path, error)),
@@ -305,7 +303,7 @@ pub(super) fn remove_if_exists(path: &Path) -> Result<()> {
 }
 
 fn record_name(input_group: usize) -> String {
-    format!("unit-{input_group:06}.json")
+    format!("{RECORD}{input_group:06}.json")
 }
 
 /// Refuses a folder without a fingerprint, unless it holds only what a run leaves before it stores one.
@@ -405,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_late_leaves_nothing_in_a_removed_folder() {
+    fn a_late_writer_leaves_nothing_in_a_removed_folder() {
         let dir = tempfile::tempdir().unwrap();
         for round in 0..50 {
             let parts = dir.path().join(PARTS);
@@ -442,7 +440,7 @@ mod tests {
         write_corpus(dir.path(), 100, &[vec![vec![5, 6]]], 2);
         let names = ["shard-9.tokens", ".tmp-x", ".lock-all", "shard-8.tokens"];
         let [folder, link, lease, file] = names.map(|name| dir.path().join(name));
-        create_folder(&folder).unwrap(); // stands for a file that the system refuses to remove
+        create_folder(&folder).unwrap(); // stands in for a file that cannot be removed
         std::os::unix::fs::symlink(dir.path(), &link).unwrap();
         for path in [&lease, &file] {
             std::fs::write(path, "old").unwrap();

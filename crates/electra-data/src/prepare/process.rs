@@ -1,4 +1,4 @@
-//! Which process this is, and whether another one is still alive: for leases and for names of temporary files.
+//! Identifies processes and tells whether they are alive, for leases and for names of temporary files.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -6,13 +6,13 @@ use std::hash::{BuildHasher, Hasher};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// A process, told apart from those of other hosts, containers and boots, and from later ones with its number.
+/// A process, distinguished from those of other hosts, containers and boots, and from later ones with the same pid.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Process {
     /// The host's name, for messages.
     pub host: String,
-    /// Hash of the boot's id and the namespace of process numbers, in which `pid` has a meaning; empty where
-    /// the system does not tell them.
+    /// Hash of the boot's id and the namespace of process numbers, in which `pid` has a meaning; empty where the system
+    /// does not provide them.
     machine: String,
     pub pid: u32,
     /// When it was started, in ticks since the boot.
@@ -32,7 +32,8 @@ impl Process {
         }
     }
 
-    /// Whether it is, or was, of the same host and namespace, so that this process can tell its end.
+    /// Whether it runs, or ran, on the same host and in the same namespace, so that this process can tell whether it
+    /// has ended.
     pub fn is_neighbor(&self) -> bool {
         machine().is_some_and(|machine| machine == self.machine)
     }
@@ -42,12 +43,12 @@ impl Process {
         self.is_neighbor() && (self.started == 0 || started(self.pid) != self.started)
     }
 
-    /// A name for the temporary files of one attempt of this process, which no other attempt has.
+    /// A name for the temporary files of one attempt of this process, unique among all attempts.
     pub fn attempt(&self) -> String {
         format!("{}-{}-{}-{:016x}", self.machine, self.pid, self.started, nonce())
     }
 
-    /// The process that an attempt was of; `None` if this is not a name of an attempt.
+    /// The process that made an attempt; `None` if this is not the name of one.
     pub fn of_attempt(name: &str) -> Option<Self> {
         let mut parts = name.splitn(4, '-');
         let machine = parts.next().filter(|machine| machine.len() == 16)?.to_owned();
@@ -68,7 +69,7 @@ fn machine() -> Option<String> {
     Some(format!("{:016x}", xxh3_64(&both)))
 }
 
-/// When a process was started; 0 if it has ended, even if nobody has waited for it yet.
+/// When a process was started; 0 if it has ended, even if its parent has not waited for it yet.
 fn started(pid: u32) -> u64 {
     let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return 0 };
     // The second field is the command in parentheses, which may have blanks and parentheses of its own.
@@ -84,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_living_and_the_dead_are_told_apart() {
+    fn a_dead_process_is_told_from_a_live_one() {
         let ours = Process::current();
         assert!(ours.started > 0 && !ours.is_certainly_dead());
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();

@@ -17,19 +17,18 @@ use super::input_group::InputGroupBuilder;
 use super::lanes::{self, Todo};
 use super::options::{PrepareOptions, shard_spec};
 use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir, clean_up};
+use super::plan::Plan;
 use super::progress::Progress;
 use crate::error::{Error, Result};
 use crate::format::{MANIFEST, Manifest, ShardEntry, VALIDATION, create_folder, saturating_sum};
-use crate::input::{
-    Batcher, InputGroup, Inputs, SkipLog, SkippedRecord, TextSource, read_first_skipped, read_input_group,
-};
+use crate::input::{Batcher, SkipLog, SkippedRecord, TextSource, read_first_skipped, read_input_group};
 use crate::store::Cancel;
 use crate::tokenizer::Tokenizer;
 
 /// How many skipped records a report lists.
 const MAX_LISTED: usize = 10;
 
-/// What a run did.
+/// The outcome of a run.
 #[derive(Clone, Debug, Default)]
 pub struct PrepareReport {
     /// Whether the corpus is complete; otherwise other partitions are missing.
@@ -50,7 +49,7 @@ pub struct PrepareReport {
     pub num_documents: u64,
     /// Tokens in them.
     pub num_tokens: u64,
-    /// Documents without any token, which were left out.
+    /// Documents without tokens, which were left out.
     pub empty_documents: u64,
     /// Documents in the validation split.
     pub validation_documents: u64,
@@ -60,7 +59,7 @@ pub struct PrepareReport {
     pub first_skipped: Vec<SkippedRecord>,
     /// Input groups that were finished and had to be built again, because their input had changed …
     pub rebuilt_input_groups: usize,
-    /// … with one of those files.
+    /// … and one of those inputs.
     pub changed_input: Option<PathBuf>,
     /// The corpus's content hash; empty if it is not complete.
     pub content_hash: String,
@@ -81,7 +80,7 @@ pub fn prepare(
     let run = PrepareRun { tokenizer, out, options };
     match source {
         TextSource::Files(inputs) => {
-            let plan = run.plan(&inputs)?;
+            let plan = Plan::new(&inputs, tokenizer, out, options)?;
             match run.claim(&plan, progress)? {
                 Claimed::Complete(report) => Ok(*report),
                 Claimed::Unfinished(work) => {
@@ -101,53 +100,24 @@ pub(super) struct PrepareRun<'a> {
     pub options: &'a PrepareOptions,
 }
 
-/// The inputs of a run as input groups.
-pub(super) struct Plan {
-    pub inputs: Inputs,
-    pub groups: Vec<InputGroup>,
-    pub fingerprint: String,
-}
-
-/// What the output folder needs.
+/// The outcome of claiming the output folder.
 pub(super) enum Claimed {
-    /// Nothing: the corpus is there.
+    /// The corpus is complete.
     Complete(Box<PrepareReport>),
-    Unfinished(Box<Work>),
+    Unfinished(Box<RemainingWork>),
 }
 
-/// What is left to do in a folder that is claimed.
-pub(super) struct Work {
+/// What is left to do in a claimed folder.
+pub(super) struct RemainingWork {
     pub out: OutputDir,
     pub todo: Vec<Todo>,
-    /// Records that were skipped before.
+    /// Number of records skipped by earlier runs.
     pub skipped: u64,
-    /// What was finished and is to do again, with a file that has changed.
+    /// Finished groups that must be built again, each with a file that has changed.
     pub stale: Vec<(usize, PathBuf)>,
 }
 
-impl Plan {
-    /// What is known before anything is read.
-    pub fn report(&self) -> PrepareReport {
-        PrepareReport {
-            num_files: self.inputs.files.len(),
-            skipped_files: self.inputs.skipped,
-            skipped_splits: self.inputs.skipped_splits.clone(),
-            num_input_groups: self.groups.len(),
-            ..PrepareReport::default()
-        }
-    }
-}
-
 impl PrepareRun<'_> {
-    /// Lists the inputs; opens none of them.
-    pub fn plan(&self, inputs: &[PathBuf]) -> Result<Plan> {
-        let inputs = Inputs::expand(inputs, Some(self.out), self.options.reading.format)?;
-        refuse_vocabulary(&inputs, self.tokenizer.path())?;
-        let groups = inputs.input_groups(&self.options.reading, self.options.part_bytes());
-        let fingerprint = self.options.fingerprint_of(self.tokenizer, &inputs);
-        Ok(Plan { inputs, groups, fingerprint })
-    }
-
     /// Claims the folder and finds the input groups of this run's partition that are missing.
     pub fn claim(&self, plan: &Plan, progress: &mut dyn FnMut(Progress) -> bool) -> Result<Claimed> {
         let comparer = Comparer { plan, verify: self.options.verify_inputs };
@@ -155,7 +125,7 @@ impl PrepareRun<'_> {
             Claim::Finished(manifest) if manifest.fingerprint == plan.fingerprint => {
                 clean_up(self.out, &manifest)?;
                 comparer.check_finished(self.out, progress)?;
-                let report = PrepareReport { already_complete: true, ..plan.report() };
+                let report = PrepareReport { already_complete: true, ..report_of(plan) };
                 return self.complete(&manifest, report).map(|report| Claimed::Complete(Box::new(report)));
             }
             Claim::Finished(_) => {
@@ -179,12 +149,12 @@ impl PrepareRun<'_> {
             .map(|number| Todo { number, bytes: plan.groups[number].num_bytes(&plan.inputs) })
             .collect();
         self.create_validation(&out)?;
-        Ok(Claimed::Unfinished(Box::new(Work { out, todo, skipped, stale })))
+        Ok(Claimed::Unfinished(Box::new(RemainingWork { out, todo, skipped, stale })))
     }
 
     pub(super) fn build_files(
         &self,
-        work: &Work,
+        work: &RemainingWork,
         plan: &Plan,
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<()> {
@@ -249,13 +219,13 @@ impl PrepareRun<'_> {
     /// Makes a corpus of the records of all input groups, or counts what is missing.
     pub fn finalize(
         &self,
-        work: &Work,
+        work: &RemainingWork,
         plan: &Plan,
         progress: &mut dyn FnMut(Progress) -> bool,
     ) -> Result<PrepareReport> {
         let mut records: Vec<_> = (0..plan.groups.len()).map(|group| work.out.record(group)).collect();
-        // Runs of other partitions may have read the inputs at another time. They know better when to build a group
-        // again: to this run, one that does not fit is missing.
+        // Runs of other partitions may have read the inputs at another time, and decide themselves when to build a
+        // group again. To this run, a group that does not match is missing.
         if self.options.partition.is_some() && records.iter().all(Option::is_some) {
             let comparer = Comparer { plan, verify: self.options.verify_inputs };
             for (number, _) in comparer.stale(&records, progress)? {
@@ -265,7 +235,7 @@ impl PrepareRun<'_> {
         let report = PrepareReport {
             rebuilt_input_groups: work.stale.len(),
             changed_input: work.stale.first().map(|(_, path)| path.clone()),
-            ..plan.report()
+            ..report_of(plan)
         };
         self.corpus_of(&work.out, records, report)
     }
@@ -309,13 +279,13 @@ impl PrepareRun<'_> {
         self.complete(&manifest, report)
     }
 
-    /// The outcome of a run. An error does not count if another run has finished the same corpus meanwhile: it
-    /// has removed what this one was looking for.
+    /// The outcome of a run. An error is ignored if another run has meanwhile finished the same corpus and removed the
+    /// files that this run was looking for.
     pub fn unless_finished(&self, outcome: Result<PrepareReport>, plan: &Plan) -> Result<PrepareReport> {
         let Err(error) = outcome else { return outcome };
         match Manifest::read(self.out) {
             Ok(manifest) if manifest.fingerprint == plan.fingerprint => {
-                self.complete(&manifest, plan.report())
+                self.complete(&manifest, report_of(plan))
             }
             _ => Err(error),
         }
@@ -383,13 +353,13 @@ impl PrepareRun<'_> {
     }
 }
 
-/// Refuses a vocabulary among the inputs: it is not text and is there by mistake.
-pub(super) fn refuse_vocabulary(inputs: &Inputs, vocabulary: &Path) -> Result<()> {
-    if vocabulary.exists() && inputs.contains(vocabulary)? {
-        let path = vocabulary.display();
-        return Err(Error::Input(format!(
-            "{path}: the vocabulary itself is among the inputs; move it out of their folder, or name the text files"
-        )));
+/// The report before anything is read.
+fn report_of(plan: &Plan) -> PrepareReport {
+    PrepareReport {
+        num_files: plan.inputs.files.len(),
+        skipped_files: plan.inputs.skipped,
+        skipped_splits: plan.inputs.skipped_splits.clone(),
+        num_input_groups: plan.groups.len(),
+        ..PrepareReport::default()
     }
-    Ok(())
 }

@@ -1,8 +1,8 @@
 //! One corpus by many processes: a parent divides the work into tasks for whatever executor there is.
 //!
 //! The parent ([`PrepareJob`]) lists the inputs, claims the folder and makes the corpus in the end; a task
-//! ([`prepare_units`]), in any process that sees the same files, builds input groups. What passes between them
-//! is text. A task that runs twice, even at the same time, writes the same files.
+//! ([`prepare_input_groups`]), in any process that sees the same files, builds input groups. They exchange text. A task
+//! that runs twice, even at the same time, writes the same files.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
@@ -12,8 +12,9 @@ use serde::{Deserialize, Serialize};
 use super::lanes::{self, Todo};
 use super::options::PrepareOptions;
 use super::output_dir::OutputDir;
+use super::plan::Plan;
 use super::progress::Progress;
-use super::run::{Claimed, Plan, PrepareReport, PrepareRun, Work};
+use super::run::{Claimed, PrepareReport, PrepareRun, RemainingWork};
 use crate::error::{Error, Result};
 use crate::format::{Manifest, SpecialTokens, write_atomically};
 use crate::input::{Batcher, InputFile, Part, ReadOptions, SkipLog, read_input_group};
@@ -25,7 +26,7 @@ pub struct PrepareJob {
     out: PathBuf,
     options: PrepareOptions,
     plan: Plan,
-    work: Box<Work>,
+    work: Box<RemainingWork>,
 }
 
 /// What opening a job found.
@@ -55,14 +56,14 @@ struct TaskSettings {
 
 /// An input group as a task gets it.
 #[derive(Serialize, Deserialize)]
-struct Unit {
+struct AssignedGroup {
     number: usize,
     bytes: u64,
     files: Vec<InputFile>,
     part: Option<Part>,
 }
 
-/// What a task has done.
+/// The outcome of a task.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TaskReport {
     /// Documents with at least one token, the validation split included.
@@ -85,12 +86,12 @@ impl PrepareJob {
     ) -> Result<OpenedJob> {
         options.check()?;
         let run = PrepareRun { tokenizer, out, options: &options };
-        let plan = run.plan(inputs)?;
+        let plan = Plan::new(inputs, tokenizer, out, &options)?;
         let work = match run.claim(&plan, progress)? {
             Claimed::Complete(report) => return Ok(OpenedJob::Complete(report)),
             Claimed::Unfinished(work) => work,
         };
-        // Beside the records, not in every task: a tokenizer has up to some megabytes.
+        // Stored beside the records, not sent with every task: a tokenizer can have several megabytes.
         let (name, bytes) = tokenizer.file();
         write_atomically(&work.out.parts(), name, &work.out.attempt, bytes)?;
         let out = std::path::absolute(out).map_err(|e| Error::io(out, e))?;
@@ -116,19 +117,19 @@ impl PrepareJob {
     }
 
     /// (number, bytes of input) of each input group that is missing, in order.
-    pub fn units(&self) -> Vec<(usize, u64)> {
+    pub fn input_groups(&self) -> Vec<(usize, u64)> {
         self.work.todo.iter().map(|todo| (todo.number, todo.bytes)).collect()
     }
 
     /// An input group as text, for a task.
-    pub fn unit(&self, number: usize) -> Result<String> {
+    pub fn input_group(&self, number: usize) -> Result<String> {
         let group = &self.plan.groups[number];
         let mut files = self.plan.inputs.files[group.files.clone()].to_vec();
         for file in &mut files {
             file.path = std::path::absolute(&file.path).map_err(|e| Error::io(&file.path, e))?;
         }
         let (bytes, part) = (group.num_bytes(&self.plan.inputs), group.part.clone());
-        self.to_text(&Unit { number, bytes, files, part })
+        self.to_text(&AssignedGroup { number, bytes, files, part })
     }
 
     /// Makes the corpus of what the tasks have built; incomplete if one of them has not run.
@@ -164,19 +165,19 @@ pub fn job_tokenizer(settings: &str) -> Result<Tokenizer> {
 }
 
 /// Builds the input groups of one task. `progress` works as for [`crate::prepare()`].
-pub fn prepare_units(
+pub fn prepare_input_groups(
     settings: &str,
-    units: &[String],
+    groups: &[String],
     tokenizer: &Tokenizer,
     threads: usize,
     progress: &mut dyn FnMut(Progress) -> bool,
 ) -> Result<TaskReport> {
     let settings: TaskSettings = parse(settings)?;
-    let mut units: Vec<Unit> = units.iter().map(|unit| parse(unit)).collect::<Result<_>>()?;
+    let mut groups: Vec<AssignedGroup> = groups.iter().map(|group| parse(group)).collect::<Result<_>>()?;
     let cancel = Cancel::default();
-    units.iter_mut().flat_map(|unit| &mut unit.files).for_each(|file| file.cancel_with(&cancel));
-    let outcome = settings.build(&units, tokenizer, threads, &cancel, progress);
-    // Somebody else has done this work, and the corpus is finished: nothing is left to record it in.
+    groups.iter_mut().flat_map(|group| &mut group.files).for_each(|file| file.cancel_with(&cancel));
+    let outcome = settings.build(&groups, tokenizer, threads, &cancel, progress);
+    // If another process has finished the corpus meanwhile, there is nowhere left to record this work.
     let is_finished =
         || Manifest::read(&settings.out).is_ok_and(|found| found.fingerprint == settings.fingerprint);
     match outcome {
@@ -189,7 +190,7 @@ pub fn prepare_units(
 impl TaskSettings {
     fn build(
         &self,
-        units: &[Unit],
+        groups: &[AssignedGroup],
         tokenizer: &Tokenizer,
         threads: usize,
         cancel: &Cancel,
@@ -202,23 +203,24 @@ impl TaskSettings {
             ..PrepareOptions::default()
         };
         let run = PrepareRun { tokenizer, out: &self.out, options: &options };
-        let unfinished = units.iter().filter(|unit| out.record(unit.number).is_none());
+        let unfinished = groups.iter().filter(|group| out.record(group.number).is_none());
         let todo: Vec<Todo> =
-            unfinished.map(|unit| Todo { number: unit.number, bytes: unit.bytes }).collect();
+            unfinished.map(|group| Todo { number: group.number, bytes: group.bytes }).collect();
         let read = |number: usize, bytes: &AtomicU64, to: &mut Batcher<'_>| {
-            let unit = units.iter().find(|unit| unit.number == number);
-            let (files, part) = unit.map_or((&[][..], None), |unit| (&unit.files[..], unit.part.as_ref()));
+            let group = groups.iter().find(|group| group.number == number);
+            let (files, part) =
+                group.map_or((&[][..], None), |group| (&group.files[..], group.part.as_ref()));
             read_input_group(files, part, &self.reading, bytes, cancel, to)
         };
         let skips = SkipLog::new(self.reading.skip_bad_records, self.skipped);
         let num_lanes = lanes::num_lanes(threads, todo.len());
         lanes::build(&run.builder(&out, cancel), threads, num_lanes, &todo, &skips, &read, progress)?;
         let mut report = TaskReport::default();
-        for unit in units {
-            let Some(record) = out.record(unit.number) else { continue };
+        for group in groups {
+            let Some(record) = out.record(group.number) else { continue };
             report.documents += record.documents;
             report.tokens += record.num_tokens();
-            report.bytes += unit.bytes;
+            report.bytes += group.bytes;
         }
         Ok(report)
     }

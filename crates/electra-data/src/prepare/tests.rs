@@ -11,7 +11,8 @@ use super::input_group::InputGroupBuilder;
 use super::lanes::{self, Todo};
 use super::options::shard_spec;
 use super::output_dir::{ALL, Claim, InputGroupRecord, OutputDir};
-use super::run::{Claimed, Plan, PrepareRun, Work};
+use super::plan::Plan;
+use super::run::{Claimed, PrepareRun, RemainingWork};
 use super::*;
 use crate::error::{Error, Result};
 use crate::format::{MANIFEST, verify};
@@ -150,20 +151,21 @@ fn tasks_make_the_same_corpus() {
     };
     let OpenedJob::Unfinished(job) = open() else { panic!("there is no corpus yet") };
     let settings = job.settings(&tokenizer).unwrap();
-    let units: Vec<String> = job.units().iter().map(|&(number, _)| job.unit(number).unwrap()).collect();
-    assert!(units.len() >= 20);
-    let run = |units: &[String]| {
+    let groups: Vec<String> =
+        job.input_groups().iter().map(|&(number, _)| job.input_group(number).unwrap()).collect();
+    assert!(groups.len() >= 20);
+    let run = |groups: &[String]| {
         let own = job_tokenizer(&settings).unwrap();
-        prepare_units(&settings, units, &own, 1, &mut |_| true).unwrap()
+        prepare_input_groups(&settings, groups, &own, 1, &mut |_| true).unwrap()
     };
-    assert_eq!(job.finish(&tokenizer).unwrap().missing_input_groups, units.len());
-    // Each unit by two tasks at once.
+    assert_eq!(job.finish(&tokenizer).unwrap().missing_input_groups, groups.len());
+    // Each group by two tasks at once.
     let done: Vec<TaskReport> = std::thread::scope(|scope| {
         let tasks: Vec<_> = [0, 0, 1, 1]
             .iter()
             .map(|&odd| {
-                let units: Vec<String> = units.iter().skip(odd).step_by(2).cloned().collect();
-                scope.spawn(move || run(&units))
+                let groups: Vec<String> = groups.iter().skip(odd).step_by(2).cloned().collect();
+                scope.spawn(move || run(&groups))
             })
             .collect();
         tasks.into_iter().map(|task| task.join().unwrap()).collect()
@@ -173,7 +175,7 @@ fn tasks_make_the_same_corpus() {
     let found = job.finish(&tokenizer).unwrap();
     assert_eq!((found.complete, found.content_hash), (true, local.content_hash));
     // A task that comes late finds nothing to do, and the folder is as it should be.
-    let late = prepare_units(&settings, &units[..1], &tokenizer, 1, &mut |_| true).unwrap();
+    let late = prepare_input_groups(&settings, &groups[..1], &tokenizer, 1, &mut |_| true).unwrap();
     assert_eq!(late, TaskReport::default());
     drop(job);
     assert!(matches!(open(), OpenedJob::Complete(_)));
@@ -190,10 +192,11 @@ fn a_task_of_another_run_is_refused() {
         PrepareJob::open(std::slice::from_ref(&text), &tokenizer, &out, options, &mut |_| true).unwrap()
     };
     let OpenedJob::Unfinished(first) = open(options.clone()) else { panic!("there is no corpus yet") };
-    let (settings, unit) = (first.settings(&tokenizer).unwrap(), first.unit(0).unwrap());
+    let (settings, group) = (first.settings(&tokenizer).unwrap(), first.input_group(0).unwrap());
     drop(first);
     let _second = open(PrepareOptions { validation_fraction: 0.5, ..options });
-    let error = prepare_units(&settings, &[unit], &tokenizer, 1, &mut |_| true).unwrap_err().to_string();
+    let error =
+        prepare_input_groups(&settings, &[group], &tokenizer, 1, &mut |_| true).unwrap_err().to_string();
     assert!(error.contains("the run that this work belongs to has ended"), "{error}");
 }
 
@@ -206,12 +209,13 @@ fn several_can_finalize_at_once() {
         let expected = prepared(&text, &dir.path().join("alone"), &tokenizer, &options);
         let out = dir.path().join("out");
         let run = PrepareRun { tokenizer: &tokenizer, out: &out, options: &options };
-        let plan = run.plan(std::slice::from_ref(&text)).unwrap();
+        let plan = Plan::new(std::slice::from_ref(&text), &tokenizer, &out, &options).unwrap();
         let claimed = run.claim(&plan, &mut |_| true).unwrap();
         let Claimed::Unfinished(work) = claimed else { panic!("there is no corpus yet") };
         run.build_files(&work, &plan, &mut |_| true).unwrap();
         let join = || OutputDir::join(&out, &plan.fingerprint).unwrap();
-        let works = [(); 4].map(|()| Work { out: join(), todo: Vec::new(), skipped: 0, stale: Vec::new() });
+        let works =
+            [(); 4].map(|()| RemainingWork { out: join(), todo: Vec::new(), skipped: 0, stale: Vec::new() });
         let start = Barrier::new(works.len());
         std::thread::scope(|scope| {
             for work in &works {
@@ -237,12 +241,12 @@ fn several_can_finalize_at_once() {
 }
 
 /// Has a test look at the work of a run whose input groups are built and not yet a corpus.
-fn with_built(validation_fraction: f64, check: impl FnOnce(&PrepareRun<'_>, &Plan, &Work)) {
+fn with_built(validation_fraction: f64, check: impl FnOnce(&PrepareRun<'_>, &Plan, &RemainingWork)) {
     let dir = tempfile::tempdir().unwrap();
     let (tokenizer, (text, options)) = (tokenizer(dir.path()), text(dir.path()));
     let (out, options) = (dir.path().join("out"), PrepareOptions { validation_fraction, ..options });
     let run = PrepareRun { tokenizer: &tokenizer, out: &out, options: &options };
-    let plan = run.plan(std::slice::from_ref(&text)).unwrap();
+    let plan = Plan::new(std::slice::from_ref(&text), &tokenizer, &out, &options).unwrap();
     let claimed = run.claim(&plan, &mut |_| true).unwrap();
     let Claimed::Unfinished(work) = claimed else { panic!("there is no corpus yet") };
     run.build_files(&work, &plan, &mut |_| true).unwrap();

@@ -1,5 +1,5 @@
-//! The files that `vocab` writes: `vocab.txt` with a `tokenizer.json` and a `tokenizer_config.json` that store its
-//! case and are what `transformers` reads, or only a `tokenizer.json`.
+//! The files that `vocab` writes: `vocab.txt` with a `tokenizer.json` and a `tokenizer_config.json` that store its case
+//! and that `transformers` reads, or only a `tokenizer.json`.
 //!
 //! Existing files are never overwritten; this is checked before any text is read.
 
@@ -119,7 +119,7 @@ mod tests {
             for name in ["vocab.txt", "tokenizer.json", "", "deep/alone.json"] {
                 let tokenizer = Tokenizer::from_file(&dir.path().join(name), None, None).unwrap();
                 assert_eq!(tokenizer.encode_batch(&["が か"]).unwrap(), [ids], "{name}");
-                assert!(tokenizer.is_fast() && !tokenizer.case_is_guessed(), "{name}");
+                assert!(tokenizer.is_fast() && !tokenizer.casing_inferred(), "{name}");
                 hashes.push(tokenizer.content_hash().unwrap());
             }
             hashes.dedup();

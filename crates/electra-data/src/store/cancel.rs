@@ -1,4 +1,4 @@
-//! A signal that ends waiting for a store: of a run that ends, or of a caller that is interrupted.
+//! A signal that cancels requests to stores, because a run ends or its caller is interrupted.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,15 +10,16 @@ use crate::error::{Error, Result};
 
 /// How often a caller is asked whether it is interrupted.
 const ATTEND_INTERVAL: Duration = Duration::from_millis(50);
-/// The stack of a main thread, since the work may come from one.
+/// The stack size of a main thread, because the work may expect one.
 const STACK_BYTES: usize = 8 << 20;
 
 thread_local! {
-    /// What ends the call that this thread works for.
+    /// The signal of the call that this thread works for.
     static CALL: RefCell<Option<Arc<Signal>>> = const { RefCell::new(None) };
 }
 
-/// Ends all requests that were given a clone of it. A new one is also raised with the call that it was made in.
+/// Cancels all requests that were given a clone of it. It also counts as raised once the call in which it was made is
+/// canceled.
 #[derive(Clone, Debug)]
 pub(crate) struct Cancel {
     signal: Arc<Signal>,
@@ -47,12 +48,12 @@ impl Default for Cancel {
 }
 
 impl Cancel {
-    /// Ends the requests.
+    /// Cancels the requests.
     pub fn raise(&self) {
         self.signal.raise();
     }
 
-    /// Whether the requests are to end.
+    /// Whether the requests are canceled.
     pub fn is_raised(&self) -> bool {
         let raised = |signal: &Arc<Signal>| signal.raised.load(Ordering::Acquire);
         raised(&self.signal) || self.call.as_ref().is_some_and(raised)
@@ -64,7 +65,7 @@ impl Cancel {
         let _held = self.signal.changed.wait_timeout_while(held, time, |()| !self.is_raised());
     }
 
-    /// Does `work` for the call that this was made in, on another thread.
+    /// Runs `work` on another thread on behalf of the call in which this was made.
     pub fn carry<T>(&self, work: impl FnOnce() -> T) -> T {
         struct Restore(Option<Arc<Signal>>);
         impl Drop for Restore {
@@ -77,8 +78,8 @@ impl Cancel {
     }
 }
 
-/// Does `work` on a thread of its own. Meanwhile `attend` is called on this one, with what the work sends, and else
-/// every 50 ms; its first error ends all waiting for stores and becomes the result.
+/// Runs `work` on a thread of its own. Meanwhile, calls `attend` on this thread with every value that the work sends,
+/// and otherwise every 50 ms; its first error cancels all requests to stores and becomes the result.
 pub fn attended<T: Send, V: Send, E>(
     work: impl FnOnce(Sender<V>) -> Result<T> + Send,
     mut attend: impl FnMut(Option<V>) -> std::result::Result<(), E>,

@@ -1,7 +1,7 @@
 //! A store and the requests to it: blocking calls over the asynchronous crate `object_store`.
 //!
 //! That crate repeats a request by itself for half a minute. Here it is repeated for longer, because a training run
-//! should outlive a store's bad minutes, and also if an answer is shorter than what was asked for.
+//! should survive a few bad minutes of a store, and also if a response is shorter than requested.
 
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Once};
@@ -21,30 +21,26 @@ use object_store::{
 use tokio::runtime::Runtime;
 use url::{Position, Url};
 
-use super::connection::Connector;
+use super::connection::{Connector, TIMEOUT};
 use super::errors::{Refused, explain, is_transient, said};
 use super::{Cancel, Object, Request, check_url};
 use crate::error::{Error, Result};
 
-/// Requests in flight: a whole shuffle window, since what limits a reader is a store's latency.
+/// Requests in flight: a whole shuffle window, because a store's latency is what limits a reader.
 const CONCURRENT: usize = 64;
 /// Threads that wait for the network.
 const NETWORK_THREADS: usize = 2;
-/// For how many seconds a failing request is repeated, if the environment does not say.
+/// How many seconds a failing request is repeated, unless the environment sets it.
 const RETRY_SECONDS: u64 = 180;
 const RETRY_VARIABLE: &str = "ELECTRA_FAST_RETRY_SECONDS";
-/// For how long the requests are repeated that open a corpus or list files: a user waits for them.
+/// How long requests that open a corpus or list files are repeated: a user is waiting for them.
 const OPENING_RETRY: Duration = Duration::from_secs(15);
-/// For how long the crate repeats a request before this file does. Short, so that missing credentials are reported
-/// soon.
+/// How long the crate repeats a request before this file does. Short, so that missing credentials are reported soon.
 const INNER_RETRY: Duration = Duration::from_secs(5);
-/// How long a request may wait for more bytes before it counts as stalled. Not the time of the whole request: over a
-/// slow line those in flight take long, and would be repeated forever.
-pub(super) const TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 6 } else { 30 });
-/// Memory that is reserved for an answer because of the length that it announces.
+/// The most memory that is reserved for a response because of the length that it announces.
 const MAX_RESERVED: u64 = 8 << 20;
 const MAX_PAUSE: Duration = Duration::from_secs(10);
-/// How often a waiting caller looks for a cancellation.
+/// How often a waiting caller checks for cancellation.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A folder in an object store, of this process.
@@ -80,7 +76,7 @@ impl Store {
         Ok(Self { url: url.to_owned(), inner, prefix, retry })
     }
 
-    /// Another folder or object of the same bucket or host, by the same connections.
+    /// Another folder or object of the same bucket or host, over the same connections.
     pub fn at(&self, url: &str) -> Result<Self> {
         let prefix = Url::parse(url).ok().and_then(|url| ObjectStoreScheme::parse(&url).ok());
         let (_, prefix) = prefix.ok_or_else(|| Error::Input(format!("{url}: not a URL")))?;
@@ -98,7 +94,7 @@ impl Store {
         self.wait(name, &Cancel::default(), async || bytes_of(self.inner.get(&path).await?, limit).await)
     }
 
-    /// What the store says of an object.
+    /// The metadata of an object.
     pub fn head(&self, name: &str) -> Result<Object> {
         let path = self.path(name)?;
         let found = self.wait(name, &Cancel::default(), async || self.inner.head(&path).await)?;
@@ -126,7 +122,7 @@ impl Store {
         Ok(objects)
     }
 
-    /// Sends all requests, up to 64 at a time, and calls `each` with the number and the bytes of every answer, in the
+    /// Sends all requests, up to 64 at a time, and calls `each` with the number and the bytes of every response, in the
     /// order in which they arrive. [`Error::Interrupted`] after a cancellation.
     pub fn read_ranges(
         &self,
@@ -151,7 +147,7 @@ impl Store {
         })
     }
 
-    /// Sends a request; the answer arrives in the channel.
+    /// Sends a request; the response arrives in the channel.
     pub fn start(&self, request: Request) -> Result<Receiver<Result<Vec<u8>>>> {
         let (sender, answer) = bounded(1);
         let store = self.clone();
@@ -159,7 +155,7 @@ impl Store {
         // A thread of its own, because the future holds borrows that a task cannot.
         runtime.spawn_blocking(move || {
             let bytes = runtime.block_on(store.read_range(&request));
-            let _ = sender.send(bytes); // nobody may wait for it any more
+            let _ = sender.send(bytes); // the receiver may be gone
         });
         Ok(answer)
     }
@@ -202,7 +198,7 @@ impl Store {
         })
     }
 
-    /// Repeats a request while its errors may pass.
+    /// Repeats a request while its errors may be transient.
     async fn repeat<T>(
         &self,
         name: &str,
@@ -243,7 +239,7 @@ impl Store {
     }
 }
 
-/// The bytes of an answer. Reading ends at the first piece after `limit` bytes.
+/// The bytes of a response. Reading ends at the first piece after `limit` bytes.
 async fn bytes_of(answer: GetResult, limit: u64) -> std::result::Result<Vec<u8>, StoreError> {
     let refused = || StoreError::Generic { store: "answer", source: Refused::TooLong(limit).into() };
     let announced = answer.range.end - answer.range.start;
@@ -261,7 +257,7 @@ async fn bytes_of(answer: GetResult, limit: u64) -> std::result::Result<Vec<u8>,
     Ok(bytes)
 }
 
-/// A weak tag does not say whether the bytes are the same, so servers refuse it as a condition.
+/// The ETag, unless it is a weak one: that does not guarantee equal bytes, so servers refuse it as a condition.
 fn version_of(meta: ObjectMeta) -> Option<String> {
     meta.e_tag.filter(|tag| !tag.starts_with("W/"))
 }
@@ -272,7 +268,7 @@ fn build(
     retry: Duration,
 ) -> std::result::Result<Arc<dyn ObjectStore>, StoreError> {
     static CRYPTOGRAPHY: Once = Once::new();
-    // Fails only if the process has installed one already, which is as good.
+    // Fails only if the process has installed one already, which will do.
     CRYPTOGRAPHY.call_once(|| drop(rustls::crypto::ring::default_provider().install_default()));
     let retry = RetryConfig { retry_timeout: retry.min(INNER_RETRY), ..RetryConfig::default() };
     let client =

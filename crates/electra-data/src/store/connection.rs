@@ -1,5 +1,4 @@
-//! How requests are sent: no answer is longer than anything that is asked for, and a web server cannot have another
-//! one asked.
+//! Sending requests: the length of responses is limited, and a web server cannot redirect requests to another one.
 
 use std::future::Future;
 use std::path::PathBuf;
@@ -16,24 +15,26 @@ use object_store::{ClientOptions, Result};
 use reqwest::redirect::{Action, Attempt, Policy};
 use url::Url;
 
-use super::client::TIMEOUT;
 use super::errors::Refused;
 
-/// The longest answer: a list, or a whole object. Ranges and objects have tighter limits where they are read.
+/// The longest response: a list, or a whole object. Ranges and objects have tighter limits where they are read.
 const MAX_ANSWER: usize = 1 << 30;
-/// The longest part of a refusal that is read. Only its code and message are shown.
+/// The longest part of an error response that is read. Only its code and message are shown.
 const MAX_REFUSAL: usize = 64 << 10;
 
-/// For how long a web server may be connected to, as the crate has it for other stores.
+/// Timeout of connecting to a web server, the same as the crate's for other stores.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a request may wait for more bytes before it counts as stalled. There is no timeout for a whole request:
+/// over a slow line, requests in flight take long and would be repeated forever.
+pub(super) const TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 4 } else { 30 });
 const MAX_REDIRECTS: usize = 10;
 
 /// Makes the clients of a store.
 #[derive(Debug)]
 pub(super) enum Connector {
-    /// Those of a cloud's store, or of what its endpoint is set to.
+    /// Clients of a cloud store, or of its configured endpoint.
     Cloud,
-    /// Those of the web server of this URL.
+    /// Clients of the web server of this URL.
     Web(Url),
 }
 
@@ -50,8 +51,8 @@ impl HttpConnector for Connector {
     }
 }
 
-/// A client that follows redirects within the server and to hosts that the user trusts, and sends what `.netrc` says of
-/// the server; then to that alone.
+/// A client that follows redirects within the server and to hosts that the user trusts. If `.netrc` has a password for
+/// the server, it sends that and follows redirects within the server only.
 fn web_client(url: &Url) -> reqwest::Result<reqwest::Client> {
     let builder = |trusted: Vec<String>| {
         reqwest::Client::builder()
@@ -60,7 +61,7 @@ fn web_client(url: &Url) -> reqwest::Result<reqwest::Client> {
             .read_timeout(TIMEOUT)
             .redirect(Policy::custom(move |attempt| redirect(attempt, &trusted)))
             .http1_only()
-            // A length is that of the object.
+            // Without compression, a response is as long as the object.
             .no_gzip()
             .no_brotli()
             .no_zstd()
@@ -112,7 +113,7 @@ fn login_in(netrc: &str, host: &str) -> Option<(String, String)> {
     Some((login?.to_owned(), password?.to_owned()))
 }
 
-/// A client whose answers have a limit, because the crate reads lists and refusals whole.
+/// A client that limits the length of responses, because the crate reads lists and error responses as a whole.
 #[derive(Debug)]
 struct Bounded(HttpClient);
 

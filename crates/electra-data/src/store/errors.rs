@@ -1,4 +1,4 @@
-//! A store's errors as one line each, with the remedy.
+//! A store's errors in one line each, with the remedy.
 
 use std::error::Error as _;
 use std::path::PathBuf;
@@ -7,10 +7,10 @@ use object_store::Error as StoreError;
 
 use crate::error::Error;
 
-/// The longest part of a server's answer that is shown.
+/// The longest part of a server's response that is shown.
 const SHOWN: usize = 240;
 
-/// An answer that is not accepted, and would not be later either.
+/// A response that is rejected, and would be again.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Refused {
     #[error(
@@ -41,7 +41,7 @@ pub(super) fn is_transient(error: &StoreError) -> bool {
         && !lacks_credentials(error)
 }
 
-/// Why this crate did not accept the answer.
+/// Why this crate rejected the response.
 fn refused(error: &StoreError) -> Option<&Refused> {
     let mut cause = error.source();
     while let Some(inner) = cause {
@@ -111,7 +111,7 @@ fn lacks_credentials(error: &StoreError) -> bool {
     .any(|sign| text.contains(sign))
 }
 
-/// What the error says, in one short line: the code and message of an XML answer, or else the innermost cause.
+/// The error in one short line: the code and message of an XML response, or else the innermost cause.
 pub(super) fn said(error: &StoreError) -> String {
     let text = chain(error);
     let mut innermost: &dyn std::error::Error = error;

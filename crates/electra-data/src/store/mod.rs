@@ -1,32 +1,23 @@
 //! Object stores: reading ranges of objects at `s3://`, `gs://`, `az://` and `http(s)://`.
 //!
 //! A location is a path everywhere in this crate; one that begins with a URL's scheme lies in a store. This folder
-//! is the only one that knows the crate `object_store`, which the Cargo feature `object-store` compiles in.
+//! is the only one that knows the crate `object_store`.
 
 mod cancel;
-#[cfg(feature = "object-store")]
 mod client;
-#[cfg(feature = "object-store")]
 mod connection;
-#[cfg(feature = "object-store")]
 mod errors;
 mod secrets;
 #[cfg(test)]
-#[cfg(feature = "object-store")]
 pub(crate) mod test_server;
-#[cfg(not(feature = "object-store"))]
-mod unavailable;
 
 use std::ops::Range;
 use std::path::Path;
 
 pub(crate) use cancel::Cancel;
 pub use cancel::attended;
-#[cfg(feature = "object-store")]
 pub(crate) use client::Store;
 pub use secrets::check_url;
-#[cfg(not(feature = "object-store"))]
-pub(crate) use unavailable::Store;
 
 /// An object in a store.
 #[derive(Clone, Debug)]
@@ -35,7 +26,7 @@ pub(crate) struct Object {
     pub name: String,
     /// Its length in bytes.
     pub size: u64,
-    /// What identifies its version, if the store says so.
+    /// The identifier of its version, if the store gives one.
     pub version: Option<String>,
     /// When it was last modified, in nanoseconds since 1970.
     pub modified: Option<i64>,
@@ -43,7 +34,6 @@ pub(crate) struct Object {
 
 /// A range of an object's bytes.
 #[derive(Clone, Debug)]
-#[cfg_attr(not(feature = "object-store"), expect(dead_code, reason = "nothing sends one"))]
 pub(crate) struct Request {
     /// The object's name below the store's URL.
     pub name: String,

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 pub fn check_url(url: &str) -> Result<()> {
     let Some((scheme, rest)) = url.split_once("://") else { return Ok(()) };
     let authority = rest.split(['/', '?', '#']).next().unwrap_or(rest);
-    // A key may hold a slash, before which there seems to be a port then.
+    // A key may contain a slash; then the part before it looks like a port.
     let port = authority.rsplit_once(':').map_or("", |(_, port)| port);
     let is_port = port.ends_with(']') || port.bytes().all(|byte| byte.is_ascii_digit());
     let names_container = scheme.starts_with("abfs") && !authority.contains(':');

@@ -1,13 +1,15 @@
 //! A web server for tests: serves the files of a folder by ranges, counts what is asked for, and misbehaves on demand.
 
 use std::collections::VecDeque;
+use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-/// How an answer is wrong.
+/// A fault in a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
     /// "503 Service Unavailable".
@@ -22,7 +24,7 @@ pub(crate) enum Fault {
     Cut,
     /// The body stops in its middle, and the connection stays open.
     Stall,
-    /// The body takes eight seconds.
+    /// The body comes in six pieces, a second apart.
     Slow,
     /// The body is shorter than the range, and the header agrees.
     Short,
@@ -30,16 +32,16 @@ pub(crate) enum Fault {
     Corrupt,
 }
 
-/// What the server has seen, and what it is to do.
+/// The requests that the server has seen, and the faults that it is to inject.
 #[derive(Debug, Default)]
 pub(crate) struct Log {
-    /// The ranges of files that were answered as asked.
+    /// The ranges of files that were served as requested.
     pub served: Vec<(String, Range<u64>)>,
-    /// How the names of the files end that faults concern, if not those of tokens.
+    /// The ending of the names of files that faults affect; by default that of token files.
     pub faulty: Option<&'static str>,
-    /// What happens to the next requests for these files.
+    /// Faults of the next requests for these files.
     pub faults: VecDeque<Fault>,
-    /// What happens to all requests for them after these.
+    /// The fault of all requests for them after these.
     pub always: Option<Fault>,
     /// Whether a client has read a body that does not end for long.
     pub was_flooded: bool,
@@ -155,7 +157,7 @@ fn answer(
     let mut send = |status: &str, headers: &str, length: usize, body: &[u8]| {
         let head = format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\n{headers}\r\n");
         connection.write_all(head.as_bytes()).ok()?;
-        for piece in body.chunks(if slow { body.len().div_ceil(8) } else { body.len() }.max(1)) {
+        for piece in body.chunks(if slow { body.len().div_ceil(6) } else { body.len() }.max(1)) {
             connection.write_all(piece).ok()?;
             std::thread::sleep(std::time::Duration::from_secs(slow.into()));
         }
@@ -166,10 +168,11 @@ fn answer(
         Some(Fault::Forbidden) => return send("403 Forbidden", "", 0, b""),
         _ => {}
     }
-    let Ok(bytes) = std::fs::read(path) else { return send("404 Not Found", "", 0, b"") };
-    let total = bytes.len() as u64;
+    let Ok(file) = File::open(path) else { return send("404 Not Found", "", 0, b"") };
+    let total = file.metadata().unwrap().len();
     let wanted = range.clone().unwrap_or(0..total);
-    let mut body = bytes[wanted.start as usize..wanted.end as usize].to_vec();
+    let mut body = vec![0; (wanted.end - wanted.start) as usize];
+    file.read_exact_at(&mut body, wanted.start).unwrap();
     let (mut length, mut end) = (body.len(), wanted.end);
     match fault {
         Some(Fault::Cut | Fault::Stall) => body.truncate(length / 2),

@@ -1,7 +1,7 @@
-//! What the other files of a Hugging Face folder say about its tokenizer: `tokenizer_config.json`,
+//! The tokenizer settings in the other files of a Hugging Face folder: `tokenizer_config.json`,
 //! `special_tokens_map.json`, `added_tokens.json`, and `config.json` for the class of tokenizers.
 //!
-//! A setting that changes ids in `transformers` 4 or 5 is honoured, or refused by its name.
+//! A setting that changes ids in `transformers` 4 or 5 is honored, or rejected by name.
 
 use std::path::{Path, PathBuf};
 
@@ -33,11 +33,11 @@ const BERT: [&str; 10] = [
 const BERT_MODELS: [&str; 8] =
     ["bert", "electra", "distilbert", "convbert", "mobilebert", "squeezebert", "megatron-bert", "ernie"];
 
-/// Classes with byte-level rules, of which `transformers` 5 keeps nothing else.
+/// Classes with byte-level rules; `transformers` 5 ignores any other rules in their files.
 const BYTE_LEVEL: [&str; 5] =
     ["RobertaTokenizer", "GPT2Tokenizer", "LongformerTokenizer", "BartTokenizer", "LEDTokenizer"];
 
-/// Classes with SentencePiece's rules, of which `transformers` 5 keeps the characters' normalization alone.
+/// Classes with SentencePiece's rules; `transformers` 5 keeps only the character normalization of their files.
 const SENTENCE_PIECE: [&str; 2] = ["XLMRobertaTokenizer", "CamembertTokenizer"];
 
 /// Classes written in Python, which `transformers` uses even beside a `tokenizer.json`.
@@ -64,7 +64,7 @@ const IN_PYTHON: [&str; 20] = [
     "XLMTokenizer",
 ];
 
-/// Settings that only tokenizers in Python follow. Their absence, null, an empty list and `true` change nothing.
+/// Settings that only tokenizers in Python follow. Null, an empty list and `true` have no effect.
 const OF_PYTHON: [&str; 6] = [
     "never_split",
     "do_basic_tokenize",
@@ -81,7 +81,7 @@ pub(super) const ROLES: [&str; 5] = ["pad_token", "unk_token", "cls_token", "sep
 pub(super) struct Folder {
     file: PathBuf,
     config: Object,
-    /// `special_tokens_map.json`, which counts only without `added_tokens_decoder`, as `added_tokens.json` does.
+    /// `special_tokens_map.json`; like `added_tokens.json`, it is ignored if there is an `added_tokens_decoder`.
     special: Object,
     added: Object,
     class: Option<Class>,
@@ -95,7 +95,7 @@ struct Class {
 }
 
 impl Folder {
-    /// Reads the files beside `file`; refuses settings that no tokenizer here can have.
+    /// Reads the files beside `file`; rejects settings that no tokenizer here can have.
     pub fn beside(file: &Path) -> Result<Self> {
         let config = object(&file.with_file_name("tokenizer_config.json"))?;
         let legacy = !config.contains_key("added_tokens_decoder");
@@ -138,8 +138,8 @@ impl Folder {
         (flag("do_lower_case"), strip_accents, flag("tokenize_chinese_chars"))
     }
 
-    /// Lays the settings over the rules of a `tokenizer.json`, as its class in `transformers` does. Returns
-    /// whether they change it.
+    /// Applies the settings to the rules of a `tokenizer.json`, as its class in `transformers` does. Returns whether
+    /// that changes them.
     pub fn change_rules(&self, tokenizer: &mut Tokenizer, special: SpecialTokens) -> Result<bool> {
         let class = self.class.as_ref().map_or("", |class| &class.name);
         self.check_unknown(tokenizer, special)?;
@@ -243,7 +243,7 @@ impl Folder {
         )))
     }
 
-    /// Adds the tokens that the other files add. Returns whether there were any.
+    /// Adds the tokens that the other files add. Returns whether there are any.
     pub fn add_tokens(&self, tokenizer: &mut Tokenizer, five: [u32; 5]) -> Result<bool> {
         let wanted = self.added_tokens()?;
         let decoder = self.config.contains_key("added_tokens_decoder");
@@ -376,7 +376,7 @@ impl Folder {
         tokens
     }
 
-    /// `transformers` 5 adds what is named by any other key in `_token`, 4 does not.
+    /// `transformers` 5 also adds the tokens of all other keys that end in `_token`; 4 does not.
     fn check_named(&self, tokenizer: &Tokenizer) -> Result<()> {
         let added = tokenizer.get_added_vocabulary().get_vocab();
         let standard = |key: &str| ROLES.contains(&key) || matches!(key, "bos_token" | "eos_token");

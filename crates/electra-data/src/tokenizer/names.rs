@@ -1,8 +1,8 @@
-//! The rule for names in text: a text never yields pad, cls, sep or mask, nor unk by its name; every other
-//! added token, special or not, stays whole.
+//! The rule for names of special tokens in text: a text never yields pad, cls, sep or mask, nor unk by its name; every
+//! other added token, special or not, stays whole.
 //!
-//! A tokenizer for text is a copy that knows the five by names that no text has: spelled out, their real names
-//! are split like other words, and are unknown only if the vocabulary has no pieces for them.
+//! A tokenizer for text is a copy in which the five have names that occur in no text. So their real names are split
+//! like other words, and are unknown only if the vocabulary has no pieces for them.
 
 use serde_json::Value;
 use tokenizers::{AddedToken, AddedVocabulary, Model as _, ModelWrapper, PreTokenizerWrapper, Tokenizer};
@@ -13,7 +13,7 @@ use crate::format::SpecialTokens;
 /// Noncharacters, which Unicode reserves for use within a program.
 const HIDDEN: &str = "\u{10ffff}\u{10fffe}\u{10ffff}";
 
-/// The ids of the five tokens that the model uses for itself.
+/// The ids of the five special tokens.
 pub(super) fn five(special: SpecialTokens) -> [u32; 5] {
     [special.pad, special.unk, special.cls, special.sep, special.mask]
 }
@@ -23,7 +23,7 @@ pub(super) fn for_text(tokenizer: &mut Tokenizer, special: SpecialTokens) -> Res
     let five = five(special);
     let names: Vec<String> = five.iter().filter_map(|&id| tokenizer.id_to_token(id)).collect();
     let mut added: Vec<(u32, AddedToken)> = tokenizer.get_added_tokens_decoder().into_iter().collect();
-    // BERT's splitter leaves no piece of a word that has a punctuation character and another one.
+    // BERT's splitter never leaves a punctuation character and another one in the same piece.
     let split = matches!(tokenizer.get_pre_tokenizer(), Some(PreTokenizerWrapper::BertPreTokenizer(_)))
         && names.iter().all(|name| {
             name.chars().count() > 1

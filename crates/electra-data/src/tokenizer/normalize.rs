@@ -1,8 +1,8 @@
 //! What BERT's normalizer and pre-tokenizer make of each character, according to the `tokenizers` crate.
 //!
 //! Nearly every character has the same meaning in any context, so meanings are computed once, in pages of 256
-//! characters, when the first of them is needed. The exception are combining marks that are not stripped and
-//! that canonical ordering could move past each other; text with such marks is left to the crate.
+//! characters, when the first of them is needed. The exceptions are combining marks that are not stripped and that
+//! canonical ordering could move past each other; text with such marks is left to the crate.
 
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
@@ -86,7 +86,7 @@ impl Characters {
         let first = (c as usize / PAGE * PAGE) as u32;
         // Surrogates are not characters; their slots are never read.
         let characters: Vec<char> = (first..first + PAGE as u32).map_while(char::from_u32).collect();
-        // If the crate fails, all is unclear: `words` fails in the same way and returns the error.
+        // If the crate fails, all meanings are unclear: `words` then fails in the same way and returns the error.
         let mut page = Page { meanings: [Meaning::Unclear; PAGE], letters: Vec::new() };
         let Ok(results) = change_each(&characters, |text| Ok(self.normalized(text)?.get().to_owned())) else {
             return page;
@@ -129,9 +129,9 @@ impl Characters {
     }
 }
 
-/// What normalized characters outside ASCII are to the crate.
+/// Properties of normalized characters outside ASCII, according to the crate.
 struct Traits {
-    /// Punctuation to the pre-tokenizer.
+    /// Punctuation according to the pre-tokenizer.
     split_off: BTreeSet<char>,
     /// Characters that canonical ordering could move: their combining class is not zero.
     movable: BTreeSet<char>,

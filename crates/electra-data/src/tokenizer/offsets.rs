@@ -1,5 +1,5 @@
-//! Encoding with the place of each piece in its text, by the `tokenizers` crate. Slower than `Tokenizer::encode_batch`, and
-//! meant for texts whose pieces are labelled or shown to a reader.
+//! Encoding with the offsets of each piece in its text, by the `tokenizers` crate. Slower than
+//! `Tokenizer::encode_batch`, and meant for texts whose pieces are labeled or shown to a reader.
 
 use rayon::prelude::*;
 
@@ -8,7 +8,7 @@ use super::vocab_txt::guarded;
 use crate::error::Result;
 use crate::threads::on_all_cores;
 
-/// The pieces of a text in order, and where they stand in it. All fields have one entry per piece.
+/// The pieces of a text in order, and their positions in it. All fields have one entry per piece.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pieces {
     /// The ids that [`Tokenizer::encode_batch`] gives.

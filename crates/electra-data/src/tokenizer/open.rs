@@ -1,7 +1,7 @@
-//! Opening tokenizers: a `vocab.txt` means BERT's tokenizer, a `tokenizer.json` describes any, and the other files
-//! of their folder may change both.
+//! Opening tokenizers: a `vocab.txt` implies BERT's tokenizer, a `tokenizer.json` describes any, and the other files of
+//! their folder may modify both.
 //!
-//! What a corpus keeps, and other processes get, is one file with all of it: a `vocab.txt` with its case, or a
+//! A corpus keeps, and other processes get, a single file with all of this: a `vocab.txt` with its case, or a
 //! `tokenizer.json` into which everything else has been written.
 
 use std::path::{Path, PathBuf};
@@ -20,17 +20,16 @@ use crate::error::{Error, Result};
 use crate::format::{Corpus, Manifest, SpecialTokens, TokenizerEntry};
 
 const JSON: &str = "tokenizer.json";
-/// Sixteen times the entries of the largest published vocabularies.
+/// Sixteen times as many as the largest published vocabularies have.
 const MAX_VOCAB_SIZE: u32 = 1 << 24;
 
 impl Tokenizer {
     /// Opens a `vocab.txt` or a `tokenizer.json` (by extension), or the one in a folder.
     ///
-    /// Settings in other files of the folder are honoured as `transformers` does, or refused by their names.
-    /// `lowercase` and `strip_accents` are for `vocab.txt` only. Without them, a file beside it decides: a
-    /// `tokenizer.json`, a `tokenizer_config.json`, or the manifest of its corpus. Without such a file, text is
-    /// lowercased unless that would change an ordinary entry, and accents of lowercased text are stripped unless
-    /// that would.
+    /// Settings in other files of the folder are honored as in `transformers`, or rejected by name. `lowercase` and
+    /// `strip_accents` are for `vocab.txt` only. Without them, a file beside it decides: a `tokenizer.json`, a
+    /// `tokenizer_config.json`, or the manifest of its corpus. Without such a file, text is lowercased unless that
+    /// would change an ordinary entry, and accents of lowercased text are stripped unless that would.
     ///
     /// A missing file is [`Error::NotFound`]; one that is no usable tokenizer is [`Error::Input`].
     pub fn from_file(path: &Path, lowercase: Option<bool>, strip_accents: Option<bool>) -> Result<Self> {
@@ -72,7 +71,7 @@ impl Tokenizer {
         })
     }
 
-    /// Makes a tokenizer again from its [`Tokenizer::file`], [`Tokenizer::settings`], special tokens and path.
+    /// Restores a tokenizer from its [`Tokenizer::file`], [`Tokenizer::settings`], special tokens and path.
     pub fn restored(
         path: &Path,
         (name, file): (&str, Vec<u8>),
@@ -107,7 +106,7 @@ impl Tokenizer {
             Some(lowercase) => {
                 Case { lowercase, strip_accents: vocabulary.strips_accents(lowercase)?, chinese: true }
             }
-            None => vocabulary.guessed_case()?,
+            None => vocabulary.inferred_case()?,
         };
         case.strip_accents = strip_accents.unwrap_or(case.strip_accents);
         let inner = vocabulary.tokenizer(case)?;
@@ -119,7 +118,7 @@ impl Tokenizer {
         }
         let vocab_size = vocabulary.entries.len() as u32;
         let tokenizer = Self::new(path, "vocab.txt", inner, special, vocab_size, hash.digest())?;
-        Ok(Self { file, case: Some(case), case_is_guessed: lowercase.is_none(), ..tokenizer })
+        Ok(Self { file, case: Some(case), casing_inferred: lowercase.is_none(), ..tokenizer })
     }
 
     fn of_json(
@@ -154,7 +153,7 @@ impl Tokenizer {
     ) -> Result<Self> {
         let text = for_text(&mut inner, special_tokens)?;
         let fast = FastWordPiece::new(text.as_ref().unwrap_or(&inner));
-        let (path, file, case, case_is_guessed) = (path.to_owned(), Vec::new(), None, false);
+        let (path, file, case, casing_inferred) = (path.to_owned(), Vec::new(), None, false);
         Ok(Self {
             inner,
             text,
@@ -163,24 +162,28 @@ impl Tokenizer {
             file_name,
             file,
             case,
-            case_is_guessed,
+            casing_inferred,
             special_tokens,
             vocab_size,
             hash,
         })
     }
 
-    /// A `tokenizer.json` with what the other files of its folder say.
+    /// A `tokenizer.json` with the settings in the other files of its folder.
     fn from_json_folder(path: &Path, file: Vec<u8>) -> Result<Self> {
         if let Some(entry) = own_entry(path) {
             return Self::of_json(path, file.clone(), parse(path, &file)?, entry.special_tokens);
         }
-        let changed = Changed::of(path, &file)?;
-        let file = if changed.any { complete(&changed.inner, changed.special)?.into_bytes() } else { file };
-        Self::of_json(path, file, changed.inner, changed.special)
+        let configured = ConfiguredTokenizer::open(path, &file)?;
+        let file = if configured.changed {
+            complete(&configured.inner, configured.special)?.into_bytes()
+        } else {
+            file
+        };
+        Self::of_json(path, file, configured.inner, configured.special)
     }
 
-    /// A `vocab.txt` with what the other files of its folder say.
+    /// A `vocab.txt` with the settings in the other files of its folder.
     fn from_vocab_folder(
         path: &Path,
         mut file: Vec<u8>,
@@ -206,7 +209,7 @@ impl Tokenizer {
             Some(json) => case_of_json(&vocabulary, json, given)?,
             None => case_of_folder(&vocabulary, &folder, given)?,
         };
-        let mut case = known.map_or_else(|| vocabulary.guessed_case(), Ok)?;
+        let mut case = known.map_or_else(|| vocabulary.inferred_case(), Ok)?;
         case.strip_accents = strip_accents.unwrap_or(case.strip_accents);
         let mut inner = vocabulary.tokenizer(case)?;
         let added = match json {
@@ -221,21 +224,21 @@ impl Tokenizer {
             let inner = parse(path, &file)?;
             Self::of_json(path, file, inner, special)?
         };
-        Ok(Self { case_is_guessed: known.is_none(), ..tokenizer })
+        Ok(Self { casing_inferred: known.is_none(), ..tokenizer })
     }
 }
 
 /// A `tokenizer.json` under the settings of its folder.
-struct Changed {
+struct ConfiguredTokenizer {
     path: PathBuf,
     inner: tokenizers::Tokenizer,
     special: SpecialTokens,
-    /// Whether they change it.
-    any: bool,
+    /// Whether the folder changes it.
+    changed: bool,
 }
 
-impl Changed {
-    fn of(path: &Path, file: &[u8]) -> Result<Self> {
+impl ConfiguredTokenizer {
+    fn open(path: &Path, file: &[u8]) -> Result<Self> {
         let mut inner = parse(path, file)?;
         let folder = Folder::beside(path)?;
         let special = special_of_folder(path, &folder, &|name| inner.token_to_id(name))?;
@@ -244,14 +247,14 @@ impl Changed {
             drop_byte_order_mark(&mut other);
             vocabulary(&txt, &other, |_| Ok(special))?.0.check_agrees(path, &inner)?;
         }
-        let mut any = folder.change_rules(&mut inner, special)?;
-        any |= folder.add_tokens(&mut inner, five(special))?;
-        Ok(Self { path: path.to_owned(), inner, special, any })
+        let mut changed = folder.change_rules(&mut inner, special)?;
+        changed |= folder.add_tokens(&mut inner, five(special))?;
+        Ok(Self { path: path.to_owned(), inner, special, changed })
     }
 }
 
 /// The `tokenizer.json` beside a vocabulary with the same entries.
-fn json_beside(vocabulary: &Vocabulary) -> Result<Option<Changed>> {
+fn json_beside(vocabulary: &Vocabulary) -> Result<Option<ConfiguredTokenizer>> {
     let path = vocabulary.path.with_file_name(JSON);
     let Some(file) = read_if_there(&path)? else { return Ok(None) };
     // A vocabulary by another name may have nothing to do with it.
@@ -259,13 +262,14 @@ fn json_beside(vocabulary: &Vocabulary) -> Result<Option<Changed>> {
     if !is_pair && vocabulary.check_agrees(&path, &parse(&path, &file)?).is_err() {
         return Ok(None);
     }
-    Changed::of(&path, &file).map(Some)
+    ConfiguredTokenizer::open(&path, &file).map(Some)
 }
 
-/// Whether accents are stripped if only `lowercase` is given: as the folder says of the same case, or the entries.
+/// Whether accents are stripped if only `lowercase` is given: as the folder's files say if they have the same case, or
+/// else inferred from the entries.
 fn strips_accents(
     vocabulary: &Vocabulary,
-    json: Option<&Changed>,
+    json: Option<&ConfiguredTokenizer>,
     folder: &Folder,
     lowercase: bool,
 ) -> Result<bool> {
@@ -282,10 +286,10 @@ fn strips_accents(
     }
 }
 
-/// The case that a `tokenizer.json` stores, unless one is given.
+/// The given case, or else the one that a `tokenizer.json` stores.
 fn case_of_json(
     vocabulary: &Vocabulary,
-    json: &Changed,
+    json: &ConfiguredTokenizer,
     given: Option<(bool, bool)>,
 ) -> Result<Option<Case>> {
     let (case, json, path) = (bert_case(&json.inner), json.path.display(), vocabulary.path.display());
@@ -301,7 +305,7 @@ fn case_of_json(
     }
 }
 
-/// The case that a Hugging Face folder without `tokenizer.json` stores, unless one is given.
+/// The given case, or else the one that a Hugging Face folder without `tokenizer.json` stores.
 fn case_of_folder(
     vocabulary: &Vocabulary,
     folder: &Folder,
@@ -309,7 +313,7 @@ fn case_of_folder(
 ) -> Result<Option<Case>> {
     folder.check_vocab_txt()?;
     let (lowercase, strip_accents, chinese) = folder.case();
-    let guess = vocabulary.guessed_case()?;
+    let guess = vocabulary.inferred_case()?;
     if given.is_none() && lowercase.is_none() && folder.is_bert() && !guess.strip_accents {
         return Err(folder.refused(&format!(
             "no do_lower_case, so transformers lowercases and strips accents, but {} has entries with capitals or accents; add \"do_lower_case\": false, or \
@@ -342,14 +346,13 @@ fn add_tokens_of(
     Ok(any)
 }
 
-/// What the manifest of the corpus to which this file belongs says about it. Errors are ignored: other programs
-/// write a manifest.json too.
+/// The entry for this file in the manifest of its corpus. Errors are ignored: other programs write a manifest.json too.
 fn own_entry(path: &Path) -> Option<TokenizerEntry> {
     let entry = Manifest::read(path.parent()?).ok()?.tokenizer;
     (path.file_name()? == entry.file.as_str()).then_some(entry)
 }
 
-/// One more than the highest id; an error where that is absurd, since tables have a row per id.
+/// One more than the highest id; an error if that is absurdly large, because tables have a row per id.
 fn vocab_size(path: &Path, tokenizer: &tokenizers::Tokenizer) -> Result<u32> {
     match tokenizer.get_vocab(true).into_iter().max_by_key(|&(_, id)| id) {
         Some((token, id)) if id >= MAX_VOCAB_SIZE => {
@@ -362,10 +365,10 @@ fn vocab_size(path: &Path, tokenizer: &tokenizers::Tokenizer) -> Result<u32> {
 }
 
 fn parse(path: &Path, file: &[u8]) -> Result<tokenizers::Tokenizer> {
-    // The crate panics at some mistakes, and names no place.
+    // The crate panics at some mistakes, and does not locate them.
     serde_json::from_slice::<IgnoredAny>(file).map_err(|e| unusable(path, &e))?;
     let mut inner = tokenizers::Tokenizer::from_bytes(file).map_err(|e| unusable(path, &e))?;
-    // Truncation would silently drop tokens, padding would add some.
+    // Truncation would silently drop tokens, and padding would add some.
     inner.with_truncation(None).map_err(|e| unusable(path, &e))?;
     inner.with_padding(None);
     if let ModelWrapper::BPE(model) = inner.get_model()
@@ -377,7 +380,7 @@ fn parse(path: &Path, file: &[u8]) -> Result<tokenizers::Tokenizer> {
     Ok(inner)
 }
 
-/// The vocabulary of a `vocab.txt`, with its special tokens as `find` finds them among its entries.
+/// The vocabulary of a `vocab.txt`, with the special tokens that `find` finds among its entries.
 fn vocabulary<'a>(
     path: &'a Path,
     file: &'a [u8],

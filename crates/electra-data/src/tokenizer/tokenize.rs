@@ -13,14 +13,14 @@ use super::tokenizer_json::{complete, content_hash};
 use super::vocab_txt::{Case, guarded};
 use super::wordpiece::{FastWordPiece, WordPieceEncoder};
 use crate::error::{Error, Result};
-use crate::format::{SpecialTokens, hex128};
+use crate::format::SpecialTokens;
 use crate::threads::on_all_cores;
 
 /// Text to ids. The same file and settings give the same ids everywhere.
 pub struct Tokenizer {
-    /// As the file has it.
+    /// As in the file.
     pub(super) inner: tokenizers::Tokenizer,
-    /// What encodes text instead of it, if it would make special tokens of their names.
+    /// Encodes text instead of `inner`, if that would turn names of special tokens into these tokens.
     pub(super) text: Option<tokenizers::Tokenizer>,
     /// The fast path, or why there is none.
     pub(super) fast: std::result::Result<FastWordPiece, &'static str>,
@@ -29,7 +29,7 @@ pub struct Tokenizer {
     pub(super) file: Vec<u8>,
     /// The settings of a `vocab.txt`.
     pub(super) case: Option<Case>,
-    pub(super) case_is_guessed: bool,
+    pub(super) casing_inferred: bool,
     pub(super) special_tokens: SpecialTokens,
     pub(super) vocab_size: u32,
     pub(super) hash: u64,
@@ -83,10 +83,10 @@ impl Tokenizer {
         self.hash
     }
 
-    /// A hash of everything that decides the ids of a text, in whichever file: entries, their ids, and the
+    /// A hash of everything that determines the ids of a text, whichever file it is in: entries, their ids, and the
     /// rules, case included. 32 hexadecimal digits.
     pub fn content_hash(&self) -> Result<String> {
-        guarded(&self.path, || content_hash(&self.inner, self.special_tokens)).map(hex128)
+        guarded(&self.path, || content_hash(&self.inner, self.special_tokens))
     }
 
     /// A complete `tokenizer.json`: with marked special tokens and the template `[CLS] text [SEP]`.
@@ -105,11 +105,11 @@ impl Tokenizer {
     }
 
     /// Why the `tokenizers` crate is used, if it is: a clause such as "its model is not WordPiece".
-    pub fn why_not_fast(&self) -> Option<&'static str> {
+    pub fn fallback_reason(&self) -> Option<&'static str> {
         self.fast.as_ref().err().copied()
     }
 
-    /// The parts of a text that become unknown tokens, as they stand in it.
+    /// The parts of a text that become unknown tokens, as they are written in it.
     pub(crate) fn unknown_words(&self, text: &str) -> Result<Vec<String>> {
         let encode = || self.for_text().encode(text, false).map_err(|error| failed_on(text, &error));
         let encoding = guarded(&self.path, encode)?;
@@ -123,9 +123,9 @@ impl Tokenizer {
         (self.case.map(|case| case.lowercase), self.case.map(|case| case.strip_accents))
     }
 
-    /// Whether the settings of a `vocab.txt` were guessed from its entries.
-    pub fn case_is_guessed(&self) -> bool {
-        self.case_is_guessed
+    /// Whether the settings of a `vocab.txt` were inferred from its entries.
+    pub fn casing_inferred(&self) -> bool {
+        self.casing_inferred
     }
 
     /// The name and bytes under which a corpus or a run keeps a copy of this tokenizer.

@@ -3,11 +3,10 @@
 use ahash::AHashMap;
 use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, NormalizerWrapper, Tokenizer};
-use xxhash_rust::xxh3::xxh3_128;
 
 use super::names::five;
 use crate::error::{Error, Result};
-use crate::format::SpecialTokens;
+use crate::format::{SpecialTokens, hash_hex};
 
 /// A `tokenizer.json` that any library can load, with marked special tokens. Has the template `[CLS] text
 /// [SEP]` unless the tokenizer has one of its own.
@@ -39,11 +38,11 @@ pub(super) fn complete(tokenizer: &Tokenizer, special: SpecialTokens) -> Result<
     Ok(text)
 }
 
-/// A hash of everything that decides the ids of a text: entries, their ids, added tokens that stay whole, and the
+/// A hash of everything that determines the ids of a text: entries, their ids, added tokens that stay whole, and the
 /// rules, case included.
 ///
 /// A `vocab.txt` with its settings and every `tokenizer.json` made from it have the same hash.
-pub(super) fn content_hash(tokenizer: &Tokenizer, special: SpecialTokens) -> Result<u128> {
+pub(super) fn content_hash(tokenizer: &Tokenizer, special: SpecialTokens) -> Result<String> {
     let normalizer = match tokenizer.get_normalizer() {
         Some(&NormalizerWrapper::BertNormalizer(mut bert)) => {
             bert.strip_accents.get_or_insert(bert.lowercase);
@@ -61,7 +60,7 @@ pub(super) fn content_hash(tokenizer: &Tokenizer, special: SpecialTokens) -> Res
     let model = tokenizer.get_model();
     let rules = (normalizer, tokenizer.get_pre_tokenizer(), model, entries, added);
     let text = serde_json::to_string(&rules).map_err(|e| failed(&e))?;
-    Ok(xxh3_128(text.as_bytes()))
+    Ok(hash_hex(text.as_bytes()))
 }
 
 fn failed(error: &dyn std::fmt::Display) -> Error {

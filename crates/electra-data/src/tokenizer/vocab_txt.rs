@@ -1,7 +1,7 @@
 //! `vocab.txt`: its entries, BERT's rules, and the case, which the file itself does not store.
 //!
-//! The case comes from a file beside it, written by `vocab`, Hugging Face or `prepare`, and is guessed from
-//! the entries only if there is none.
+//! The case comes from a file beside it, written by `vocab`, Hugging Face or `prepare`. Only if there is none, it is
+//! inferred from the entries.
 
 use std::path::Path;
 
@@ -22,7 +22,7 @@ pub(super) const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 pub(super) struct Case {
     pub lowercase: bool,
     pub strip_accents: bool,
-    /// Chinese characters are words by themselves.
+    /// Whether Chinese characters are words by themselves.
     pub chinese: bool,
 }
 
@@ -59,7 +59,7 @@ impl Vocabulary<'_> {
         Ok(tokenizer)
     }
 
-    /// Refuses a `tokenizer.json` that has other entries, or the same with other ids.
+    /// Rejects a `tokenizer.json` that has other entries, or the same entries with other ids.
     pub fn check_agrees(&self, json: &Path, tokenizer: &Tokenizer) -> Result<()> {
         let added = tokenizer.get_added_tokens_decoder();
         let mut here: Vec<(&String, u32)> = self.ids.iter().map(|(entry, &id)| (entry, id)).collect();
@@ -89,7 +89,7 @@ impl Vocabulary<'_> {
     }
 
     /// Lowercased unless that would change an ordinary entry; accents are then stripped unless that would.
-    pub fn guessed_case(&self) -> Result<Case> {
+    pub fn inferred_case(&self) -> Result<Case> {
         let ordinary: Vec<&str> = self.entries.iter().copied().filter(|entry| !is_bracketed(entry)).collect();
         let text = ordinary.join("\n");
         let leaves_alone = |strip_accents, lowercase| {
@@ -102,9 +102,9 @@ impl Vocabulary<'_> {
         Ok(Case { lowercase, strip_accents: lowercase && leaves_alone(true, false)?, chinese: true })
     }
 
-    /// Whether accents are stripped if only `lowercase` is given: as the entries tell, or by BERT's rule.
+    /// Whether accents are stripped if only `lowercase` is given: inferred from the entries, or by BERT's rule.
     pub fn strips_accents(&self, lowercase: bool) -> Result<bool> {
-        let guess = self.guessed_case()?;
+        let guess = self.inferred_case()?;
         Ok(if guess.lowercase == lowercase { guess.strip_accents } else { lowercase })
     }
 }
@@ -156,8 +156,8 @@ mod tests {
     }
 
     #[test]
-    fn the_case_is_guessed_from_what_the_rules_would_change() {
-        let guess = |words: &[&str]| vocabulary(Path::new("vocab.txt"), words).guessed_case().unwrap();
+    fn the_casing_inferred_from_what_the_rules_would_change() {
+        let guess = |words: &[&str]| vocabulary(Path::new("vocab.txt"), words).inferred_case().unwrap();
         for word in ["A", "Ä", "##É", "İ"] {
             assert_eq!(guess(&["a", word, "b"]), CASED, "{word}");
         }

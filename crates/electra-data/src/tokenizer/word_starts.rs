@@ -37,7 +37,7 @@ impl Tokenizer {
         prefix.map(String::as_str).filter(|prefix| !prefix.is_empty())
     }
 
-    /// What the rules turn a space before a word into, if they keep it.
+    /// The mark into which the rules turn a space before a word, if they keep it.
     fn word_start_mark(&self) -> Option<&'static str> {
         let rules = (self.inner.get_normalizer(), self.inner.get_pre_tokenizer());
         let rules = serde_json::to_string(&rules).unwrap_or_default();

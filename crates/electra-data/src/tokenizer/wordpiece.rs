@@ -67,7 +67,7 @@ impl FastWordPiece {
         let ModelWrapper::WordPiece(model) = tokenizer.get_model() else {
             return Err("its model is not WordPiece");
         };
-        // Those that are special are skipped in text.
+        // Special ones are not searched for in text.
         let added = tokenizer.get_added_tokens_decoder().into_values().filter(|token| !token.special);
         let added: Vec<_> = added.collect();
         if added.len() > MAX_ADDED || added.iter().any(|token| token.normalized) {
@@ -134,7 +134,7 @@ impl Scratch {
         Self { cache: WordCache::new(), ..Self::without_cache() }
     }
 
-    /// What is left in an encoder that is being dropped.
+    /// A placeholder for the memory of an encoder that is being dropped.
     fn without_cache() -> Self {
         let (word, ids) = (Vec::new(), Vec::new());
         Self { cache: WordCache::unallocated(), buffer: Box::new([0; BUFFER]), word, ids }

@@ -58,50 +58,12 @@ const RANGES: [(u32, u32); 30] = [
     (0xe_0000, 0xe_0200),
 ];
 /// Combining marks that are not stripped, and characters that may occur between them.
-const MARKS: [char; 16] = [
-    '\u{302e}',
-    '\u{302f}',
-    '\u{1d165}',
-    '\u{1d16d}',
-    '\u{16ff0}',
-    '\u{16ff1}',
-    '\u{301}',
-    '\u{334}',
-    '\u{345}',
-    '\u{34f}',
-    '\u{1df9}',
-    '\u{8d3}',
-    '\u{11a34}',
-    '\u{0}',
-    '\u{200d}',
-    '\u{1e2ec}',
-];
-const CHOSEN: [char; 24] = [
-    '[',
-    ']',
-    '#',
-    '\u{fffd}',
-    '\u{feff}',
-    '\u{d7ff}',
-    '\u{e000}',
-    '\u{10ffff}',
-    '\u{85}',
-    '\u{a0}',
-    '\u{2028}',
-    '\u{3000}',
-    '\u{130}',
-    '\u{3a3}',
-    '\u{3c2}',
-    '\u{1e9e}',
-    '\u{212a}',
-    '\u{fb01}',
-    '\u{37e}',
-    '\u{1fef}',
-    '\u{2001}',
-    '\u{f900}',
-    '\u{2f800}',
-    '\u{e0001}',
-];
+const MARKS: &str = "\
+    \u{302e}\u{302f}\u{1d165}\u{1d16d}\u{16ff0}\u{16ff1}\u{301}\u{334}\u{345}\u{34f}\u{1df9}\u{8d3}\
+    \u{11a34}\u{0}\u{200d}\u{1e2ec}";
+const CHOSEN: &str = "\
+    []#\u{fffd}\u{feff}\u{d7ff}\u{e000}\u{10ffff}\u{85}\u{a0}\u{2028}\u{3000}\u{130}\u{3a3}\u{3c2}\
+    \u{1e9e}\u{212a}\u{fb01}\u{37e}\u{1fef}\u{2001}\u{f900}\u{2f800}\u{e0001}";
 const WORDS: [&str; 20] = [
     "the",
     "The",
@@ -128,13 +90,13 @@ const WORDS: [&str; 20] = [
 /// A string of up to about 60 characters; one in fifty has a very long word.
 pub fn random_string(numbers: &mut Numbers) -> String {
     let mut text = String::new();
-    let (parts, flavour) = (1 + numbers.below(24), numbers.below(8));
+    let (parts, flavor) = (1 + numbers.below(24), numbers.below(8));
     for _ in 0..parts {
-        match (flavour, numbers.below(16)) {
+        match (flavor, numbers.below(16)) {
             (_, 0..3) => text.push(numbers.one_of(&[' ', ' ', '\t', '\n', '.', ',', '-', '\''])),
             (0, _) | (_, 3) => text.push(any_char(numbers, 0, 0x11_0000)),
-            (1, _) | (_, 4) => text.push(numbers.one_of(&MARKS)),
-            (2, _) | (_, 5) => text.push(numbers.one_of(&CHOSEN)),
+            (1, _) | (_, 4) => text.push(numbers.one_of(&chars(MARKS))),
+            (2, _) | (_, 5) => text.push(numbers.one_of(&chars(CHOSEN))),
             (3 | 4, _) | (_, 6..9) => {
                 let (from, to) = numbers.one_of(&RANGES);
                 text.push(any_char(numbers, from, to));
@@ -152,6 +114,10 @@ pub fn random_string(numbers: &mut Numbers) -> String {
         text.extend(std::iter::repeat_n(c, length));
     }
     text
+}
+
+fn chars(text: &str) -> Vec<char> {
+    text.chars().collect()
 }
 
 fn any_char(numbers: &mut Numbers, from: u32, to: u32) -> char {

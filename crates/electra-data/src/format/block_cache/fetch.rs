@@ -2,18 +2,24 @@
 
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use xxhash_rust::xxh3::xxh3_128;
-
-use super::{ATTEMPTS, BlockCache, PATIENCE, POLL_INTERVAL, REQUEST_BLOCKS};
+use super::BlockCache;
+use super::locks::PATIENCE;
 use crate::error::{Error, Result};
-use crate::format::header::{BLOCK_BYTES, block_hash, read_u64};
-use crate::format::manifest::hex128;
+use crate::format::checksum::{block_hash, hash_hex};
+use crate::format::header::{BLOCK_BYTES, read_u64};
 use crate::store::{Cancel, Request};
 
+/// The most that one request asks for.
+const REQUEST_BLOCKS: u64 = 128;
+/// How often a damaged block is fetched before it becomes an error.
+const ATTEMPTS: usize = 3;
+/// How often a reader checks whether another one has fetched a block.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
 impl BlockCache {
-    /// Makes all blocks of these ranges present. Other readers of the node fetch some of them, if they need them too.
+    /// Makes all blocks of these ranges present. Readers of the same node that need the same blocks share the work.
     pub fn fetch(&self, ranges: &[Range<u64>], cancel: &Cancel) -> Result<()> {
         let ranges = self.with_tables(ranges);
         let (mut num_absent, mut since) = (u64::MAX, Instant::now());
@@ -26,7 +32,7 @@ impl BlockCache {
             if now_absent != num_absent {
                 (num_absent, since) = (now_absent, Instant::now());
             }
-            // A suspended process never gets further: after a while without any progress another one has its turn.
+            // A suspended process makes no progress: after a while another one takes its turn.
             let turn = since.elapsed().as_secs() / PATIENCE.as_secs();
             absent.retain(|run| self.can_be_verified(run));
             let (mut ours, mut bytes) = (Vec::new(), 0);
@@ -60,7 +66,7 @@ impl BlockCache {
         ranges.flat_map(|range| [range.clone(), table(range)]).collect()
     }
 
-    /// Whether the table of checksums for these blocks is present, or one of them.
+    /// Whether the table of checksums for these blocks is present or among them.
     fn can_be_verified(&self, run: &Range<u64>) -> bool {
         let table = self.files[self.file_of(run.start)].table_block();
         run.contains(&table) || self.state.is_present(table)
@@ -115,8 +121,8 @@ impl BlockCache {
         Ok(())
     }
 
-    /// Verifies a run of blocks, writes them and says that they are present. They stay absent if the table that
-    /// verifies them is gone, which is fetched first then.
+    /// Verifies a run of blocks, writes them and marks them as present. If the table that verifies them has been lost,
+    /// they stay absent, and the table is fetched first.
     pub(super) fn accept(&self, run: &Range<u64>, bytes: &[u8]) -> Result<()> {
         let number = self.file_of(run.start);
         let geometry = &self.files[number];
@@ -126,17 +132,17 @@ impl BlockCache {
         let mut table = vec![0; 8 * geometry.num_blocks as usize + 8];
         if run.contains(&geometry.table_block()) {
             table.copy_from_slice(&bytes[(geometry.table - start) as usize..]);
-            if hex128(xxh3_128(&table[..table.len() - 8])) != geometry.hash {
+            if hash_hex(&table[..table.len() - 8]) != geometry.hash {
                 return Err(self.damaged(number, "the table of checksums is not that of the manifest".into()));
             }
         } else {
             if !self.can_be_verified(run) {
-                return Ok(()); // another run of this reader has it
+                return Ok(()); // another run of this reader fetches it
             }
             file.read_exact_at(&mut table, geometry.base + geometry.table)
                 .map_err(|error| Error::io(&path, error))?;
-            if hex128(xxh3_128(&table[..table.len() - 8])) != geometry.hash {
-                self.clear(&self.state.hold()?, geometry.table_block()); // a crash of the machine lost it
+            if hash_hex(&table[..table.len() - 8]) != geometry.hash {
+                self.clear(&self.state.hold()?, geometry.table_block()); // a machine crash lost it
                 return Ok(());
             }
         }

@@ -1,4 +1,4 @@
-//! The files of a corpus as ranges of blocks, from the manifest alone: nothing has to be asked of the store.
+//! The files of a corpus as ranges of blocks, computed from the manifest without requests to the store.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -7,9 +7,9 @@ use std::path::Path;
 use super::state::{LOCK, STATE};
 use crate::error::Result;
 use crate::format::atomic_file::is_temp;
+use crate::format::damage::damaged;
 use crate::format::header::{BLOCK_BYTES, Layout};
 use crate::format::manifest::{FileEntry, MANIFEST, Manifest};
-use crate::format::mmap::damaged;
 
 /// A file of the corpus. Its blocks have consecutive numbers over all files; the last one is the table of checksums.
 #[derive(Clone, Debug)]
@@ -27,15 +27,14 @@ pub(in crate::format) struct FileGeometry {
     pub index: u64,
     /// Offset of the table of checksums.
     pub table: u64,
-    /// Where the file begins in that of a private cache.
+    /// Offset of the file in the single file of a private cache.
     pub base: u64,
 }
 
 /// More blocks than any corpus has: 70 PB.
 const MAX_BLOCKS: u64 = 1 << 40;
 
-/// All files, two per shard. In the cache's folder each must have a name of its own, which also the cache's files do not
-/// have.
+/// All files, two per shard. Their names must be unique in the cache's folder, which also holds the cache's own files.
 pub(super) fn files_of(manifest: &Manifest, url: &str) -> Result<Vec<FileGeometry>> {
     let mut files = Vec::with_capacity(2 * manifest.shards.len());
     let mut names = HashSet::from([STATE, LOCK, MANIFEST]);

@@ -6,7 +6,9 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-use super::PATIENCE;
+/// How long a reader waits for another one that makes no progress before it counts that one as suspended: as long as a
+/// request may take without a byte.
+pub(super) const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
 
 /// Locks a byte of a file for this open file; `false` if another one has it.
 pub(super) fn try_lock(file: &File, byte: u64) -> Result<bool> {
@@ -19,7 +21,7 @@ pub(super) fn try_lock(file: &File, byte: u64) -> Result<bool> {
     }
 }
 
-/// Waits for the lock of a byte, which others hold for moments only: the error that it takes longer is `TimedOut`.
+/// Waits for the lock of a byte, which others hold only briefly. If it takes longer, the error is `TimedOut`.
 pub(super) fn lock(file: &File, byte: u64) -> Result<()> {
     let start = Instant::now();
     while !try_lock(file, byte)? {
@@ -59,7 +61,7 @@ fn control(file: &File, command: libc::c_int, kind: libc::c_int, byte: u64) -> R
     }
 }
 
-/// Takes disk space for a range, where the file system can: a full disk is an error here, but kills a process that
+/// Allocates disk space for a range, if the file system can: a full disk is an error here, but kills a process that
 /// writes to a mapped hole.
 pub(super) fn allocate(file: &File, bytes: Range<u64>) -> Result<()> {
     match fallocate(file, 0, bytes) {
@@ -68,7 +70,7 @@ pub(super) fn allocate(file: &File, bytes: Range<u64>) -> Result<()> {
     }
 }
 
-/// Gives the disk space of a range back: it reads as zeros from now on.
+/// Frees the disk space of a range, which then reads as zeros.
 pub(super) fn punch_hole(file: &File, bytes: Range<u64>) -> Result<()> {
     fallocate(file, libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, bytes)
 }

@@ -1,10 +1,10 @@
 //! A local cache of a corpus in an object store: one sparse file per file of the corpus, filled block by block.
 //!
-//! A block is what a checksum covers (64 KiB), or the table of checksums at the end of a file. A reader says which
-//! blocks it is about to use (`BlockCache::pin`) and has those that are absent fetched (`fetch`). Each is
-//! verified before it counts as present. When the cache is full, blocks that no reader on the node uses give way, and
-//! holes take their place. Nothing on disk is trusted: a process verifies every block once more on first use, because
-//! a crash of the machine may lose what the state calls present.
+//! A block is what a checksum covers (64 KiB), or the table of checksums at the end of a file. A reader pins the blocks
+//! that it is about to use (`BlockCache::pin`) and fetches those that are absent (`fetch`). Each is verified before it
+//! counts as present. When the cache is full, blocks that no reader on the node has pinned are evicted by punching
+//! holes in the files. Nothing on disk is trusted: every process verifies each block again on first use, because a
+//! machine crash may lose blocks that the state lists as present.
 
 mod fetch;
 mod geometry;
@@ -16,67 +16,58 @@ use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use memmap2::{Mmap, MmapOptions};
 
 use self::locks::punch_hole;
 use self::state::SharedState;
 use super::atomic_file::write_error;
+use super::damage::damaged;
 use super::manifest::Manifest;
-use super::mmap::damaged;
 use crate::error::{Error, Result};
 use crate::store::{Cancel, Store};
 
 pub(super) use self::geometry::FileGeometry;
 pub(super) use self::state::Words;
 
-/// The most that one request asks for.
-const REQUEST_BLOCKS: u64 = 128;
-/// Unannounced ranges that stay pinned.
+/// How many ranges that were read without being pinned first stay pinned.
 const MAX_UNANNOUNCED: usize = 4_096;
-/// How often a block is fetched before its damage is believed.
-const ATTEMPTS: usize = 3;
-/// How long a reader waits in vain for what another one does, before it counts as suspended: as long as a request may
-/// take without a byte.
-const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 30 });
-/// How often a reader looks whether another one has fetched a block.
-const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Where a corpus in a store is cached, and how much of it.
 #[derive(Clone, Debug)]
 pub struct CacheOptions {
     /// The folder of all caches, on a local disk; each corpus has a folder in it.
     pub dir: PathBuf,
-    /// The most bytes of this corpus that are kept.
+    /// The most bytes of a corpus that are kept.
     pub bytes: u64,
 }
 
 /// The cache of one corpus, opened by one reader.
 #[derive(Debug)]
 pub(super) struct BlockCache {
-    /// The folder of the files, or a file without a name that has all of them: a private cache ends with its reader,
-    /// however that ends.
-    place: Place,
+    storage: Storage,
     store: Store,
     files: Vec<FileGeometry>,
     state: SharedState,
     limit: u64,
     /// How often each range of blocks is pinned by this reader.
     pins: Mutex<BTreeMap<(u64, u64), usize>>,
-    /// The ranges that were read without being announced, which stay pinned until many others were.
+    /// Ranges that were read without being pinned first, which stay pinned until many others have been.
     unannounced: Mutex<VecDeque<(u64, u64)>>,
     /// One bit per block: set once this process has verified it, and cleared when it is no longer pinned.
     pub verified: Words,
 }
 
+/// Where the blocks are kept.
 #[derive(Debug)]
-enum Place {
+enum Storage {
+    /// A folder with one sparse file per file of the corpus, shared by the readers of this node.
     Folder(PathBuf),
+    /// An unnamed file that holds all of them: the system removes it when its only reader ends, however that ends.
     Private(File),
 }
 
-/// Blocks that stay present until this is dropped.
+/// Blocks that are not evicted until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Pins {
     cache: Arc<BlockCache>,
@@ -88,28 +79,28 @@ impl BlockCache {
     pub fn open(store: Store, manifest: &Manifest, options: Option<&CacheOptions>) -> Result<Self> {
         let mut files = geometry::files_of(manifest, store.url())?;
         let num_blocks = files.last().map_or(0, |file| file.blocks().end);
-        let (place, limit) = match options {
+        let (storage, limit) = match options {
             Some(options) => {
-                // Of the whole manifest: the content's hash says nothing of lengths.
+                // The checksum of the manifest, because the content hash does not cover lengths.
                 let dir = options.dir.join(&manifest.checksum);
                 std::fs::create_dir_all(&dir).map_err(|error| write_error(&dir, error))?;
                 files.iter_mut().for_each(|file| file.base = 0);
-                (Place::Folder(dir), options.bytes)
+                (Storage::Folder(dir), options.bytes)
             }
             None => {
                 let length = files.last().map_or(0, |file| file.base + file.bytes);
                 let file = tempfile::tempfile().and_then(|file| file.set_len(length).map(|()| file));
-                (Place::Private(file.map_err(|error| write_error(&std::env::temp_dir(), error))?), u64::MAX)
+                (Storage::Private(file.map_err(|error| write_error(&std::env::temp_dir(), error))?), u64::MAX)
             }
         };
-        let state = SharedState::open(place.dir(), num_blocks, |block| {
+        let state = SharedState::open(storage.dir(), num_blocks, |block| {
             let file = &files[file_of(&files, block)];
             let bytes = file.bytes_of(&(block..block + 1));
             bytes.end - bytes.start
         })?;
         let verified = Words::private(num_blocks.div_ceil(64) as usize)?;
         let (pins, unannounced) = (Mutex::default(), Mutex::default());
-        Ok(Self { place, store, files, state, limit, pins, unannounced, verified })
+        Ok(Self { storage, store, files, state, limit, pins, unannounced, verified })
     }
 
     /// The geometry of a file: number 2 s is the `.tokens` of shard s, 2 s + 1 its `.lines`.
@@ -119,7 +110,7 @@ impl BlockCache {
 
     /// The folder of the cached files; a private cache has none.
     pub fn dir(&self) -> Option<&Path> {
-        self.place.dir()
+        self.storage.dir()
     }
 
     /// The most bytes that are kept; a private cache has no limit.
@@ -137,7 +128,7 @@ impl BlockCache {
         PathBuf::from(format!("{}/{}", self.store.url(), self.files[file].name))
     }
 
-    /// A read-only map of what is present of a file.
+    /// A read-only map of a file's cached copy.
     pub fn map(&self, number: usize) -> Result<Mmap> {
         let (geometry, file) = (&self.files[number], self.local_file(number)?);
         let length = usize::try_from(geometry.bytes).unwrap_or(usize::MAX);
@@ -147,10 +138,10 @@ impl BlockCache {
         map.map_err(|error| Error::io(self.path(number), error))
     }
 
-    /// The sparse file that holds what is present of a file, from its `base` on.
+    /// The sparse file that holds the cached blocks of a file, starting at the file's `base`.
     fn local_file(&self, number: usize) -> Result<File> {
         let (geometry, path) = (&self.files[number], self.path(number));
-        if let Place::Private(file) = &self.place {
+        if let Storage::Private(file) = &self.storage {
             return file.try_clone().map_err(|error| Error::io(path, error));
         }
         let file = File::options().create(true).truncate(false).read(true).write(true).open(&path);
@@ -158,7 +149,7 @@ impl BlockCache {
         let length = || file.metadata().map(|found| found.len()).map_err(|error| Error::io(&path, error));
         if length()? != geometry.bytes {
             let held = self.state.hold()?;
-            // New, or somebody removed it, unless another reader has just made it.
+            // It is new or was removed, unless another reader has just created it.
             if length()? != geometry.bytes {
                 self.state.present(geometry.blocks()).for_each(|block| self.clear(&held, block));
                 file.set_len(geometry.bytes).map_err(|error| write_error(&path, error))?;
@@ -167,7 +158,7 @@ impl BlockCache {
         Ok(file)
     }
 
-    /// Keeps blocks present, once they are, until the result is dropped.
+    /// Protects blocks from eviction until the result is dropped.
     pub fn pin(self: &Arc<Self>, ranges: Vec<Range<u64>>) -> Result<Pins> {
         self.change_pins(|pins| {
             ranges.iter().for_each(|range| *pins.entry((range.start, range.end)).or_default() += 1);
@@ -175,10 +166,10 @@ impl BlockCache {
         Ok(Pins { cache: self.clone(), ranges })
     }
 
-    /// Fetches blocks that nobody announced, if they are absent, and pins them until thousands of others were read in
-    /// the same way.
+    /// Fetches blocks that are read without being pinned first, if they are absent, and pins them until thousands of
+    /// others have been read in the same way.
     ///
-    /// The table that verifies them stays as well: this process does so on their first use.
+    /// The table that verifies them stays pinned too, because this process verifies them on first use.
     pub fn require(&self, blocks: Range<u64>) -> Result<()> {
         let table = self.files[self.file_of(blocks.start)].table_block();
         for range in [table..table + 1, blocks.clone()] {
@@ -225,20 +216,20 @@ impl BlockCache {
         let mut pins = self.pins.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut pins);
         if self.dir().is_none() {
-            return Ok(()); // nobody evicts anything
+            return Ok(()); // a private cache evicts nothing
         }
         let ranges: Vec<Range<u64>> = pins.keys().map(|&(start, end)| start..end).collect();
         self.state.hold()?.set_in_use(ranges.iter())
     }
 
-    /// Fetches a block again whose bytes on disk are not what they were.
+    /// Fetches a block again whose bytes on disk have changed.
     pub fn restore(&self, block: u64) -> Result<()> {
         self.clear(&self.state.hold()?, block);
         self.fetch(std::slice::from_ref(&(block..block + 1)), &Cancel::default())
     }
 
-    /// Evicts blocks that no reader uses until there is room for so many bytes, those of tables last. If all are in
-    /// use, the cache outgrows its limit for a while.
+    /// Evicts blocks that no reader uses until there is room for this many bytes, tables last. If all are in use, the
+    /// cache exceeds its limit for a while.
     fn make_room(&self, bytes: u64) -> Result<()> {
         if self.state.used().saturating_add(bytes) <= self.limit {
             return Ok(());
@@ -287,7 +278,7 @@ impl BlockCache {
         self.forget(block..block + 1);
     }
 
-    /// Has blocks verified again on their next use by this process.
+    /// Makes this process verify blocks again on their next use.
     fn forget(&self, blocks: Range<u64>) {
         for block in blocks {
             let word = self.verified.at(block as usize / 64);
@@ -318,7 +309,7 @@ fn file_of(files: &[FileGeometry], block: u64) -> usize {
     files.partition_point(|file| file.first <= block) - 1
 }
 
-impl Place {
+impl Storage {
     fn dir(&self) -> Option<&Path> {
         match self {
             Self::Folder(dir) => Some(dir),
@@ -335,5 +326,4 @@ impl Drop for Pins {
 }
 
 #[cfg(test)]
-#[cfg(feature = "object-store")]
 mod tests;

@@ -1,14 +1,14 @@
-//! What all processes of a node share about a cache: which blocks are present, and which are in use.
+//! The state of a cache that all processes of a node share: which blocks are present, and which are in use.
 //!
 //! ```text
 //! state   header 4 KiB | slots | one bit per block: present
 //! header  magic | number of blocks | bytes present | where the last eviction ended
 //! slot    number of ranges | first block, end | first block, end | …     the blocks that one reader has in use
-//! lock    byte 0: the state · byte 16 + slot: its reader lives · byte 2^40 + block: it is being fetched, and 2^44 times
-//!         n further on: by the nth who waited in vain for the one before
+//! lock    byte 0: the state · byte 16 + slot: its reader is alive · byte 2^40 + block: the block is being fetched, at
+//!         n * 2^44 further by the nth reader that gave up waiting for the one before
 //! ```
-//! The file is mapped. Bits are set by whoever has fetched and verified a block. Slots are written, and bits are
-//! cleared, only with the state's lock held, so a reader whose slot names a block keeps it.
+//! The file is mapped. Bits are set by the reader that has fetched and verified a block. Slots are written, and bits
+//! are cleared, only with the state's lock held, so a reader whose slot names a block keeps it.
 
 use std::fs::File;
 use std::ops::Range;
@@ -32,7 +32,7 @@ const HEADER: usize = 512;
 const NUM_BLOCKS: usize = 1;
 const USED: usize = 2;
 const HAND: usize = 3;
-/// Readers of a cache at the same time, on one node.
+/// The most readers of a cache at the same time, on one node.
 const SLOTS: usize = 256;
 /// Ranges that one reader can have in use: those of more than 50 shuffle windows.
 const MAX_RANGES: usize = 16_384;
@@ -42,12 +42,12 @@ const SLOT_BYTE: u64 = 16;
 const FETCH_BYTE: u64 = 1 << 40;
 const TURN_BYTES: u64 = 1 << 44;
 
-/// Words of memory that threads or processes share, 0 at first. Pages that were never touched take no memory.
+/// Words of memory that threads or processes share, initially 0. Pages that were never touched take no memory.
 #[derive(Debug)]
 pub(in crate::format) struct Words(MmapMut);
 
 impl Words {
-    /// Words of this process.
+    /// Words of this process only.
     pub fn private(count: usize) -> Result<Self> {
         let map = MmapMut::map_anon(8 * count.max(1)).map_err(|error| Error::io("memory", error))?;
         Ok(Self(map))
@@ -78,7 +78,7 @@ pub(super) struct SharedState {
     named: Option<(PathBuf, u64)>,
     slot: usize,
     num_blocks: u64,
-    /// Locks of open files do not exclude the threads that share one.
+    /// File locks do not exclude threads that share an open file.
     threads: Mutex<()>,
 }
 
@@ -89,8 +89,8 @@ pub(super) struct Held<'a> {
 }
 
 impl SharedState {
-    /// Opens the state in `dir`, or a private one, which has no name. The first reader of all counts what is present:
-    /// `bytes_of` gives a block's length.
+    /// Opens the state in `dir`, or a private one, which has no name. A reader that is alone counts the bytes that are
+    /// present: `bytes_of` gives a block's length.
     pub fn open(dir: Option<&Path>, num_blocks: u64, bytes_of: impl Fn(u64) -> u64) -> Result<Self> {
         let path = dir.map_or_else(std::env::temp_dir, |dir| dir.join(STATE));
         let open = |name: &str| {
@@ -136,7 +136,7 @@ impl SharedState {
         Ok(state)
     }
 
-    /// Makes the state of a new cache, or corrects what a killed process left half-done.
+    /// Initializes the state of a new cache, or corrects what a killed process left incomplete.
     fn initialize(&self, bytes_of: &impl Fn(u64) -> u64) {
         let header = [MAGIC, self.num_blocks];
         if [self.words.at(0), self.words.at(NUM_BLOCKS)].map(|word| word.load(Ordering::Relaxed)) != header {
@@ -167,7 +167,7 @@ impl SharedState {
         })
     }
 
-    /// Says that a block of `bytes` bytes is present, whose bytes are in its file.
+    /// Marks a block of `bytes` bytes as present; its bytes must be in its file.
     pub fn set_present(&self, block: u64, bytes: u64) {
         let bit = 1 << (block % 64);
         if self.bits(block as usize / 64).fetch_or(bit, Ordering::AcqRel) & bit == 0 {
@@ -252,7 +252,7 @@ impl Held<'_> {
         Ok(ranges)
     }
 
-    /// Says that a block is not present any more.
+    /// Marks a block as absent.
     pub fn clear_present(&self, block: u64, bytes: u64) {
         let bit = 1 << (block % 64);
         if self.state.bits(block as usize / 64).fetch_and(!bit, Ordering::AcqRel) & bit != 0 {

@@ -7,8 +7,8 @@
 mod words;
 
 use self::words::WordMasker;
-use crate::error::{Error, Result};
-use crate::format::SpecialTokens;
+use super::options::{LoaderOptions, Masking};
+use crate::format::{Corpus, SpecialTokens};
 use crate::philox::{Stream, probability};
 
 /// The published code's probability that a drawn position becomes `[MASK]`.
@@ -20,46 +20,7 @@ const BERT_MASKED_OR_RANDOM: u32 = probability(0.9);
 /// Tokens checked at a time when candidates are listed.
 const CHUNK: usize = 8;
 
-/// How positions are chosen and what replaces their tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Masking {
-    /// As in the paper: `ceil(p n)` distinct positions, all `[MASK]`.
-    Paper,
-    /// As in the published code: `round(p n)` draws with replacement, each replaced by `[MASK]` with
-    /// probability 0.85 and otherwise unchanged.
-    Google,
-    /// `round(p n)` distinct positions: 80 % `[MASK]`, 10 % a random token, 10 % unchanged.
-    Bert,
-    /// Whole words in random order, all `[MASK]`, up to `round(p n)` tokens.
-    WholeWord,
-    /// The same with runs of one to three words.
-    Span,
-}
-
 impl Masking {
-    /// All maskings.
-    pub const ALL: [Self; 5] = [Self::Paper, Self::Google, Self::Bert, Self::WholeWord, Self::Span];
-
-    /// The masking with this name.
-    pub fn from_name(name: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|masking| masking.name() == name).ok_or_else(|| {
-            Error::Input(format!(
-                "masking = {name:?}: unknown; choose \"paper\", \"google\", \"bert\", \"whole-word\" or \"span\""
-            ))
-        })
-    }
-
-    /// Its name in configurations.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Paper => "paper",
-            Self::Google => "google",
-            Self::Bert => "bert",
-            Self::WholeWord => "whole-word",
-            Self::Span => "span",
-        }
-    }
-
     /// The most words that are masked together, if it masks words.
     fn max_words(self) -> Option<usize> {
         match self {
@@ -67,11 +28,6 @@ impl Masking {
             Self::WholeWord => Some(1),
             Self::Span => Some(words::MAX_SPAN),
         }
-    }
-
-    /// Whether it needs to know which tokens begin a word.
-    pub fn needs_word_starts(self) -> bool {
-        self.max_words().is_some()
     }
 
     /// Mask slots of a row of `sequence_length` tokens: the maximum number of masked tokens.
@@ -109,8 +65,8 @@ pub(super) struct Masker {
 }
 
 impl Masker {
-    /// A masker of rows of `sequence_length` tokens (at most 65,535). `word_starts` tells for each id whether
-    /// it begins a word, for the maskings that need it.
+    /// A masker of rows of `sequence_length` tokens (at most 65,535). `word_starts` says for each id whether it begins
+    /// a word, for the maskings that need it.
     pub fn new(
         masking: Masking,
         mask_prob: f64,
@@ -131,6 +87,13 @@ impl Masker {
             candidates: vec![0; sequence_length],
             words: words.map(|(max, starts)| WordMasker::new(starts, specials, max, sequence_length)),
         }
+    }
+
+    /// A masker of a corpus's rows.
+    pub fn for_corpus(options: &LoaderOptions, corpus: &Corpus) -> Self {
+        let (tokens, vocab_size) = (corpus.special_tokens(), corpus.vocab_size());
+        let (length, word_starts) = (options.sequence_length as usize, options.word_starts.as_deref());
+        Self::new(options.masking, options.mask_prob, length, tokens, vocab_size, word_starts)
     }
 
     /// Mask slots per row.
@@ -160,7 +123,7 @@ impl Masker {
         masked
     }
 
-    /// Masks up to `wanted` tokens whatever words they belong to, also where no word is short enough.
+    /// Masks up to `wanted` tokens regardless of words. Also used for rows in which no word is short enough.
     fn apply_to_tokens(
         &mut self,
         row: &mut [i32],

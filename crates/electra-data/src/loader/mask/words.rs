@@ -14,7 +14,7 @@ use crate::philox::Stream;
 /// The most words in an n-gram.
 pub(super) const MAX_SPAN: usize = 3;
 
-/// What a token is to words.
+/// The role of a token in words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Continues,
@@ -29,7 +29,7 @@ pub(super) struct WordMasker {
     max_words: usize,
     /// The kind of each id.
     kinds: Vec<Kind>,
-    /// Where each word begins and each special token is, ascending, and the end of the row.
+    /// The positions of word starts and special tokens, ascending, and the end of the row.
     starts: Vec<u16>,
     /// Indices of `starts` in the order of visits.
     order: Vec<u16>,

@@ -2,41 +2,11 @@
 
 use std::sync::Arc;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::format::Shard;
 
 /// Tokens read at a time when the start of a word is searched.
 const STRIDE: u32 = 16;
-
-/// Where rows may begin, besides at the start of a document.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::loader) enum CutAt {
-    /// At any token.
-    Token,
-    /// At the start of a word.
-    Word,
-    /// At the start of a line.
-    Line,
-}
-
-impl CutAt {
-    /// The value with this name.
-    pub fn from_name(name: &str) -> Result<Self> {
-        let all = [Self::Token, Self::Word, Self::Line];
-        all.into_iter().find(|cut_at| cut_at.name() == name).ok_or_else(|| {
-            Error::Input(format!("cut_at = {name:?}: unknown; choose \"token\", \"word\" or \"line\""))
-        })
-    }
-
-    /// Its name in configurations.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Token => "token",
-            Self::Word => "word",
-            Self::Line => "line",
-        }
-    }
-}
 
 /// Finds the cut points of shards: the starts of words or lines.
 pub(super) enum CutPoints {
@@ -46,7 +16,7 @@ pub(super) enum CutPoints {
     Lines {
         /// Working memory.
         lengths: Vec<u32>,
-        /// Those of the document that was entered last.
+        /// Line starts of the document that was entered last.
         starts: Vec<u32>,
     },
 }

@@ -1,50 +1,19 @@
 //! Packing documents into rows: the packers, and what they produce.
 //!
-//! A packer works on one block (a range of a shard's tokens) at a time. Its rows are a pure function of
-//! corpus, row length, seed, epoch and block. `best_fit` keeps every token and fills rows; `google` builds
-//! examples as the published code does.
+//! A packer works on one block (a range of a shard's tokens) at a time. Its rows are a pure function of corpus, row
+//! length, seed, epoch and block. `best_fit` keeps every token and fills rows; `google` builds examples as the
+//! published code does.
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use crate::error::{Error, Result};
+use self::cut_points::CutPoints;
+use super::options::{CutAt, LoaderOptions, Packing};
+use crate::error::Result;
 use crate::format::Shard;
 
 mod best_fit;
 mod cut_points;
 mod google;
-
-pub(super) use self::cut_points::CutAt;
-use self::cut_points::CutPoints;
-
-/// How documents become rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Packing {
-    /// Keeps every token and fills rows with as many documents as fit.
-    BestFit,
-    /// As the published code: one or two texts from the lines of one document; truncates the overflow.
-    Google,
-}
-
-impl Packing {
-    /// All packings.
-    pub const ALL: [Self; 2] = [Self::BestFit, Self::Google];
-
-    /// The packing with this name.
-    pub fn from_name(name: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|packing| packing.name() == name).ok_or_else(|| {
-            Error::Input(format!("packing = {name:?}: unknown; choose \"best-fit\" or \"google\""))
-        })
-    }
-
-    /// Its name in configurations.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::BestFit => "best-fit",
-            Self::Google => "google",
-        }
-    }
-}
 
 /// What lies between a span and the one before it in its row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -143,28 +112,20 @@ enum PackerKind {
 }
 
 impl Packer {
-    /// A packer of rows of `sequence_length` tokens (8 to 32,768), special tokens included. `cut_at` is for
-    /// best-fit packing, `word_starts` for cuts at words: for each id, whether it begins one.
-    pub fn new(
-        packing: Packing,
-        cut_at: CutAt,
-        word_starts: Option<Arc<[bool]>>,
-        sequence_length: usize,
-        seed: u64,
-    ) -> Self {
-        let points = match cut_at {
+    /// A packer for a corpus with this seed.
+    pub fn new(options: &LoaderOptions, seed: u64) -> Self {
+        let length = options.sequence_length as usize;
+        if options.packing == Packing::Google {
+            return Self(PackerKind::Google(google::GooglePacker::new(length, seed)));
+        }
+        let points = match options.cut_at {
             CutAt::Token => None,
-            CutAt::Word => word_starts.map(CutPoints::Words),
+            CutAt::Word => options.word_starts.clone().map(CutPoints::Words),
             CutAt::Line => Some(CutPoints::lines()),
         };
-        Self(match packing {
-            Packing::BestFit => match points {
-                Some(points) => {
-                    PackerKind::Snapped(best_fit::SnappedPacker::new(sequence_length, seed, points))
-                }
-                None => PackerKind::BestFit(best_fit::BestFitPacker::new(sequence_length, seed)),
-            },
-            Packing::Google => PackerKind::Google(google::GooglePacker::new(sequence_length, seed)),
+        Self(match points {
+            Some(points) => PackerKind::Snapped(best_fit::SnappedPacker::new(length, seed, points)),
+            None => PackerKind::BestFit(best_fit::BestFitPacker::new(length, seed)),
         })
     }
 
@@ -200,15 +161,6 @@ impl Packer {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn known_names_are_parsed_and_others_rejected() {
-        for packing in Packing::ALL {
-            assert_eq!(Packing::from_name(packing.name()).unwrap(), packing);
-        }
-        let message = Packing::from_name("none").unwrap_err().to_string();
-        assert_eq!(message, "packing = \"none\": unknown; choose \"best-fit\" or \"google\"");
-    }
 
     #[test]
     fn plans_are_small() {

@@ -1,6 +1,7 @@
 //! Loaders whose rows are cut at words or lines: blocks of large shards, ranks, interruptions, fixed bytes.
 
 use super::*;
+use crate::loader::CutAt;
 
 /// Ids that are no multiple of three begin a word.
 fn word_starts(vocab_size: u32) -> Option<Arc<[bool]>> {
@@ -17,7 +18,7 @@ fn corpus_of_lines(dir: &Path, count: u32) -> Arc<Corpus> {
 
 fn loader_with(corpus: &Arc<Corpus>, cut_at: &str, change: impl FnOnce(&mut LoaderOptions)) -> Loader {
     loader(corpus, |options| {
-        options.cut_at = cut_at.into();
+        options.cut_at = named(cut_at);
         options.word_starts = word_starts(corpus.vocab_size());
         change(options);
     })
@@ -32,7 +33,7 @@ fn the_bytes_of_batches_are_fixed_for_words_and_lines() {
     for (masking, cut_at) in
         [("whole-word", "token"), ("span", "token"), ("google", "word"), ("google", "line")]
     {
-        let all = hashes(loader_with(&corpus, cut_at, |options| options.masking = masking.into()));
+        let all = hashes(loader_with(&corpus, cut_at, |options| options.masking = named(masking)));
         let bytes: Vec<u8> = all.iter().flat_map(|hash| hash.to_le_bytes()).collect();
         lines.push(format!("{masking} {cut_at} {:016x}\n", xxh3_64(&bytes)));
     }
@@ -108,7 +109,7 @@ fn options_about_words_need_their_starts() {
         ("google", "word", "cut_at = \"word\": the entries of "),
     ] {
         let mut options =
-            LoaderOptions { masking: masking.into(), cut_at: cut_at.into(), ..LoaderOptions::default() };
+            LoaderOptions { masking: named(masking), cut_at: named(cut_at), ..LoaderOptions::default() };
         assert!(options.needs_word_starts());
         let error = |options: &LoaderOptions| Loader::new(corpus.clone(), options).err().unwrap().to_string();
         let message = error(&options);
@@ -119,5 +120,5 @@ fn options_about_words_need_their_starts() {
         options.word_starts = word_starts(7);
         assert!(error(&options).contains("vocab.txt has 7 entries, not 30000"), "{}", error(&options));
     }
-    assert!(!LoaderOptions { cut_at: "line".into(), ..LoaderOptions::default() }.needs_word_starts());
+    assert!(!LoaderOptions { cut_at: CutAt::Line, ..LoaderOptions::default() }.needs_word_starts());
 }

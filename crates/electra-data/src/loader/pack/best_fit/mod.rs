@@ -90,7 +90,7 @@ impl BestFitPacker {
         let used: usize = remainders.iter().map(|s| s.num_positions()).sum();
         let ideal = used.div_ceil(self.sequence_length);
         if self.open_rows.len() <= ideal + (full_rows + ideal) / WASTE_DIVISOR + 1 {
-            share_rows(remainders, &assigned, self.open_rows.len(), rows);
+            append_rows(remainders, &assigned, self.open_rows.len(), rows);
         } else {
             chain(remainders, self.sequence_length as u32, rows);
         }
@@ -98,7 +98,7 @@ impl BestFitPacker {
 }
 
 /// Appends `count` rows; `assigned` is the row of each remainder.
-fn share_rows(remainders: &[Span], assigned: &[u32], count: usize, rows: &mut Rows) {
+fn append_rows(remainders: &[Span], assigned: &[u32], count: usize, rows: &mut Rows) {
     let mut sizes = vec![0_u32; count];
     assigned.iter().for_each(|&row| sizes[row as usize] += 1);
     let mut next: Vec<u32> = Vec::with_capacity(count);

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use super::{BestFitPacker, CutPoints, RngCounter, Rows, Span, cut, parts, segment, share_rows};
+use super::{BestFitPacker, CutPoints, RngCounter, Rows, Span, append_rows, cut, parts, segment};
 use crate::error::Result;
 use crate::format::Shard;
 use crate::philox::{Purpose, Stream};
@@ -44,7 +44,7 @@ impl SnappedPacker {
         }
         self.best_fit.sort_remainders(&mut remainders, counter);
         let assigned = self.best_fit.place(&remainders);
-        share_rows(&remainders, &assigned, self.best_fit.open_rows.len(), &mut rows);
+        append_rows(&remainders, &assigned, self.best_fit.open_rows.len(), &mut rows);
         Ok(rows)
     }
 

@@ -1,0 +1,60 @@
+//! Options by name: enumerations whose values have names, and reading options from a map.
+
+use serde::de::{DeserializeOwned, Error as _};
+use serde::{Deserialize, Deserializer};
+use serde_json::{Map, Value};
+
+use crate::error::{Error, Result};
+
+/// An option that is one of several values, each with a name.
+pub trait Choice: Copy + PartialEq + 'static {
+    /// The values with their names in configurations.
+    const NAMES: &'static [(&'static str, Self)];
+
+    /// The value's name.
+    fn name(self) -> &'static str {
+        Self::NAMES.iter().find(|(_, value)| *value == self).map_or("", |(name, _)| name)
+    }
+}
+
+/// Gives the values of an enumeration their names, which are also how they are serialized.
+macro_rules! choice {
+    ($type:ty { $($name:literal => $value:ident),+ }) => {
+        impl $crate::choice::Choice for $type {
+            const NAMES: &'static [(&'static str, Self)] = &[$(($name, Self::$value)),+];
+        }
+
+        impl serde::Serialize for $type {
+            fn serialize<S: serde::Serializer>(&self, to: S) -> std::result::Result<S::Ok, S::Error> {
+                to.serialize_str($crate::choice::Choice::name(*self))
+            }
+        }
+
+        impl<'de> serde::Deserialize<'de> for $type {
+            fn deserialize<D: serde::Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+                $crate::choice::by_name(from)
+            }
+        }
+    };
+}
+pub(crate) use choice;
+
+pub(crate) fn by_name<'de, D: Deserializer<'de>, C: Choice>(from: D) -> std::result::Result<C, D::Error> {
+    let name = String::deserialize(from)?;
+    C::NAMES.iter().find(|(known, _)| *known == name).map(|&(_, value)| value).ok_or_else(|| {
+        let mut names: Vec<String> = C::NAMES.iter().map(|(name, _)| format!("{name:?}")).collect();
+        let last = names.pop().unwrap_or_default();
+        D::Error::custom(format!("unknown; choose {} or {last}", names.join(", ")))
+    })
+}
+
+/// Reads options by name; those that are not given have their defaults. An error names the option, its value and what
+/// is wrong.
+pub fn options_from<T: DeserializeOwned>(values: Map<String, Value>) -> Result<T> {
+    for (name, value) in &values {
+        let alone = Value::from(Map::from_iter([(name.clone(), value.clone())]));
+        serde_json::from_value::<T>(alone)
+            .map_err(|error| Error::Input(format!("{name} = {value}: {error}")))?;
+    }
+    serde_json::from_value(values.into()).map_err(|error| Error::Input(error.to_string()))
+}

@@ -1,0 +1,42 @@
+//! What a run has to read: its inputs, divided into input groups.
+
+use std::path::{Path, PathBuf};
+
+use super::options::PrepareOptions;
+use crate::error::{Error, Result};
+use crate::input::{InputGroup, Inputs};
+use crate::tokenizer::Tokenizer;
+
+/// The inputs of a run, with their input groups.
+pub(super) struct Plan {
+    pub inputs: Inputs,
+    pub groups: Vec<InputGroup>,
+    pub fingerprint: String,
+}
+
+impl Plan {
+    /// Lists the inputs of a run that writes to `out`; opens none of them.
+    pub fn new(
+        inputs: &[PathBuf],
+        tokenizer: &Tokenizer,
+        out: &Path,
+        options: &PrepareOptions,
+    ) -> Result<Self> {
+        let inputs = Inputs::expand(inputs, Some(out), options.reading.format)?;
+        refuse_vocabulary(&inputs, tokenizer.path())?;
+        let groups = inputs.input_groups(&options.reading, options.part_bytes());
+        let fingerprint = options.fingerprint_of(tokenizer, &inputs);
+        Ok(Self { inputs, groups, fingerprint })
+    }
+}
+
+/// Refuses a vocabulary among the inputs: it is not text, so it is there by mistake.
+pub(super) fn refuse_vocabulary(inputs: &Inputs, vocabulary: &Path) -> Result<()> {
+    if vocabulary.exists() && inputs.contains(vocabulary)? {
+        let path = vocabulary.display();
+        return Err(Error::Input(format!(
+            "{path}: the vocabulary itself is among the inputs; move it out of their folder, or name the text files"
+        )));
+    }
+    Ok(())
+}
