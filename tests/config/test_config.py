@@ -288,7 +288,7 @@ def test_differences_name_the_keys() -> None:
         ('preset = "small"\nrecipe = "gogle"', "unknown recipe 'gogle'; did you mean google?"),
         ('preset = "small"\n[objective]\nname = "mml"', "objective.name = 'mml' must be one of electra, mlm"),
         ('preset = "small"\nobjective = "mlm"', "[objective] is not a table"),
-        ('recipe = "google"', "recipe = 'google' needs a preset beside it"),
+        ('recipe = "google"', "recipe = 'google' needs a preset too"),
         ("[train\nsteps = 1", "Expected ']' at the end of a table declaration"),
     ],
 )
@@ -323,7 +323,7 @@ def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path: Path, text: str
         ({"train.steps": None}, "train.steps = None must be an integer, not NoneType"),
         ({"train.out": 3}, "train.out = 3 must be a string, not an integer"),
         *(
-            ({key: value}, f"{key} = {value!r} has bytes that are no UTF-8, or NUL; rename the file or folder")
+            ({key: value}, f"{key} = {value!r} contains NUL or invalid UTF-8; rename the file or folder")
             for text in ("caf\udce9", "a\0b")
             for key, value in (("train.out", text), ("data.corpus", [text]), ("data.corpus", {text: 1.0}))
         ),

@@ -88,7 +88,7 @@ def test_a_configuration_says_what_an_objective_needs(name):
             {"objective.name": "two-stage"},
             r'generator.fraction = 1.0 \(it is 0.5\), model.tying = "none" \(it is "embeddings"\)$',
         ),
-        (VARIANTS["two-stage"] | {"train.steps": "1"}, "needs train.steps = 2 or more, one for each stage"),
+        (VARIANTS["two-stage"] | {"train.steps": "1"}, "needs train.steps = 2 or more, one per stage"),
         ({"objective.name": "adversarial", "objective.temperature": "2"}, "needs objective.temperature = 1.0"),
         ({"objective.name": "adversarial", "generator.kind": "unigram"}, 'needs generator.kind = "model"'),
         ({"objective.name": "mlm", "objective.contrastive_weight": "1"}, 'needs objective.name = "electra"'),

@@ -280,7 +280,7 @@ class TestRates:
         assert Config.load(folder / "config.toml").optimizer.learning_rate == 2e-3
 
     def test_only_the_modern_encoder_has_a_rule(self):
-        with pytest.raises(ValueError, match="optimizer.learning_rate = 0 follows from train.steps only with"):
+        with pytest.raises(ValueError, match="optimizer.learning_rate = 0 .derived from train.steps. needs"):
             tiny_config("google", **{"optimizer.learning_rate": "0"})
 
 

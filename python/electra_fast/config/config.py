@@ -1,8 +1,7 @@
-"""A run's whole configuration: frozen dataclasses, read from presets, TOML and the command line.
+"""The configuration of a run: frozen dataclasses, read from presets, TOML and the command line.
 
 Defaults < preset and recipe < what the objective needs < TOML file < `--section.key value`. Validation raises and never
-rewrites a value, and the resolved configuration is saved with every run, so that `config.toml`
-alone tells what was trained.
+rewrites a value. Every run saves its resolved configuration as `config.toml`.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from electra_fast.errors import InputError
 Architecture = Literal["bert", "modern"]
 
 AUTO: Final = "auto"
-# Ten times the largest encoders that have been published: sizes beyond are mistakes, which would fill the memory.
+# Ten times the largest published encoders; larger sizes are mistakes that would fill the memory.
 MAX_WEIGHTS = 10**11
 # Epsilon of the norms in the published encoders.
 NORM_EPS: dict[Architecture, float] = {"bert": 1e-12, "modern": 1e-5}
-# Keys whose `auto` depends on the hardware. Chosen when a run starts, recorded in its config.toml, and then kept.
+# Keys whose `auto` depends on the hardware: resolved when a run starts, recorded in its config.toml, and then kept.
 HARDWARE_KEYS = ("train.matmul", "train.precision", "model.attention", "train.execution")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """`[model]`: the encoder that is the result; for replaced-token detection the discriminator."""
+    """`[model]`: the resulting encoder; with replaced-token detection, the discriminator."""
 
     architecture: Architecture = config_key(
-        "bert", "post-norm encoder with learned positions, or pre-norm with rotary positions and GeGLU"
+        "bert", "post-norm layers with learned positions, or pre-norm layers with rotary positions and GeGLU"
     )
-    vocab_size: int = config_key(0, "entries of the vocabulary; 0: taken from the corpus", low=0, high=1 << 24)
-    max_positions: int = config_key(512, "longest sequence the model can read, in tokens", low=8, high=32768)
+    vocab_size: int = config_key(0, "vocabulary size; 0: that of the corpus", low=0, high=1 << 24)
+    max_positions: int = config_key(512, "longest sequence in tokens", low=8, high=32768)
     num_layers: int = config_key(12, "transformer layers", low=1, high=1000)
     hidden_size: int = config_key(256, "width of the residual stream", low=1, high=1 << 16)
     intermediate_size: int = config_key(1024, "width of the feed-forward layer", low=1, high=1 << 18)
@@ -50,20 +49,22 @@ class ModelConfig(Section):
     attention_dropout: float = config_key(0.1, "dropout on attention probabilities", low=0, high=0.99)
     heads: Literal["dense", "plain"] = config_key(
         "dense",
-        "pre-training heads: a dense layer before the output, or plainly e(x)'h and w'h as in the paper's draft",
+        "pre-training heads: with a dense layer before the output, or plain e(x)'h and w'h as in the paper's draft",
     )
-    tying: Literal["none", "embeddings", "all"] = config_key("embeddings", "what generator and discriminator share")
+    tying: Literal["none", "embeddings", "all"] = config_key(
+        "embeddings", "weights shared by generator and discriminator"
+    )
     attention: Literal["auto", "sdpa", "short", "varlen", "flex", "xformers"] = config_key(
-        "auto", "attention backend; auto: in 16 bits short (rows up to 128, Hopper) or varlen on CUDA, else sdpa"
+        "auto", "attention backend; auto: on CUDA in 16 bits short (rows up to 128, Hopper) or varlen, else sdpa"
     )
     norm_eps: float = config_key(0.0, "epsilon of the norms; 0: 1e-12 in bert, 1e-5 in modern", low=0, high=1)
     rope_theta: float = config_key(10_000.0, "base of the rotary angles (modern)", low=1)
     local_rope_theta: float = config_key(10_000.0, "base of the rotary angles in layers with local attention", low=1)
     local_attention: int = config_key(
-        0, "window of local attention (modern): this many tokens, half to each side; 0: all layers are global", low=0
+        0, "window of local attention in tokens, half to each side (modern); 0: all layers are global", low=0
     )
     global_attention_every: int = config_key(
-        3, "with local attention, one in so many layers is global, beginning with the first", low=1
+        3, "with local attention, every N-th layer is global, starting with the first", low=1
     )
 
     def __post_init__(self) -> None:
@@ -94,7 +95,7 @@ class ModelConfig(Section):
         return self.norm_eps or NORM_EPS[self.architecture]
 
     def is_local(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has local attention."""
+        """Returns whether a layer, counted from 0, has local attention."""
         return self.local_attention > 0 and layer % self.global_attention_every > 0
 
 
@@ -103,10 +104,10 @@ class GeneratorConfig(Section):
     """`[generator]`: the network whose samples replace masked tokens."""
 
     kind: Literal["model", "uniform", "unigram"] = config_key(
-        "model", "what proposes replacements: a network, any entry of the vocabulary, or the corpus' token counts"
+        "model", "source of replacements: a network, a uniform distribution, or the corpus's token frequencies"
     )
     fraction: float = config_key(
-        0.25, "width, feed-forward and heads relative to the model's", low=0, high=1, open_low=True
+        0.25, "width, feed-forward width and heads, relative to the model's", low=0, high=1, open_low=True
     )
     num_layers: int = config_key(0, "transformer layers; 0: as many as the model", low=0, high=1000)
 
@@ -115,24 +116,22 @@ class GeneratorConfig(Section):
 class ObjectiveConfig(Section):
     """`[objective]`: the loss."""
 
-    name: str = config_key(
-        "electra", "what is trained: replaced-token detection or one of its variants", choices=tuple(OBJECTIVE_SPECS)
-    )
+    name: str = config_key("electra", "replaced-token detection or one of its variants", choices=tuple(OBJECTIVE_SPECS))
     gen_weight: float = config_key(1.0, "weight of the generator's loss", low=0)
     disc_weight: float = config_key(50.0, "weight of the discriminator's loss", low=0)
     encoder_weight: float = config_key(1.0, "weight of the encoder's loss in replace-mlm and all-tokens-mlm", low=0)
     corrective_weight: float = config_key(
         0.0,
-        "weight of the loss by which the discriminator predicts the original tokens at the masked positions (electra)",
+        "weight of the discriminator's loss for predicting the original tokens at masked positions (electra)",
         low=0,
     )
     contrastive_weight: float = config_key(
-        0.0, "weight of the loss that tells segments without replacements (electra); 0: none are kept whole", low=0
+        0.0, "weight of the loss for recognizing unchanged segments (electra); 0: no segments are left unchanged", low=0
     )
     disc_positions: Literal["masked", "random"] = config_key(
         "masked", "tokens of electra15's discriminator loss: the masked ones, or as many drawn independently"
     )
-    temperature: float = config_key(1.0, "temperature of the generator's samples", low=0, open_low=True)
+    temperature: float = config_key(1.0, "sampling temperature of the generator", low=0, open_low=True)
     disallow_correct: bool = config_key(False, "never sample the original token")
 
 
@@ -142,31 +141,29 @@ class DataConfig(Section):
 
     corpus: str | list[str] | dict[str, float] = config_key(
         "",
-        'folder written by `electra-fast prepare` (--data), or several: ["FOLDER:WEIGHT", ...], {FOLDER = WEIGHT, ...}',
+        'corpus folder (--data), or several to mix: ["FOLDER:WEIGHT", ...] or {FOLDER = WEIGHT, ...}',
         takes_several=True,
     )
-    sequence_length: int = config_key(128, "tokens per row, [CLS] and [SEP] included", low=8, high=32768)
+    sequence_length: int = config_key(128, "tokens per row, including [CLS] and [SEP]", low=8, high=32768)
     masking: str = config_key(
-        "google",
-        "how positions are drawn and masked: single tokens, whole words, or one to three words together",
-        choices=_data.MASKINGS,
+        "google", "masking of single tokens, whole words, or spans of one to three words", choices=_data.MASKINGS
     )
-    mask_prob: float = config_key(0.15, "share of a row's tokens to mask", low=0, high=0.9, open_low=True)
+    mask_prob: float = config_key(0.15, "fraction of a row's tokens to mask", low=0, high=0.9, open_low=True)
     packing: str = config_key(
         "best-fit",
-        "how documents become rows: every token kept, or as the published code builds examples",
+        "packing of documents into rows: keeping every token, or as in the published code",
         choices=_data.PACKINGS,
     )
     cut_at: str = config_key(
         "token",
-        "where packing best-fit may cut a document: anywhere, or only before a word or line of it",
+        "where best-fit packing may cut a document: anywhere, or only before a word or line",
         choices=_data.CUTS,
     )
-    num_threads: int = config_key(1, "threads that fill batches, beside one that plans", low=1, high=1024)
+    num_threads: int = config_key(1, "threads that fill batches, plus one that plans them", low=1, high=1024)
     prefetch: int = config_key(4, "batches prepared ahead", low=1, high=1024)
-    cache_dir: str = config_key("", "local disk for corpora in object stores; default: ~/.cache/electra-fast/corpora")
+    cache_dir: str = config_key("", "local cache of corpora in object stores; empty: ~/.cache/electra-fast/corpora")
     cache_bytes: int = config_key(
-        1 << 34, "most bytes of a corpus in an object store that a node keeps", low=1, high=1 << 60
+        1 << 34, "most bytes of an object-store corpus that a node caches", low=1, high=1 << 60
     )
 
 
@@ -175,30 +172,28 @@ class OptimizerConfig(Section):
     """`[optimizer]`: the update rule and its schedule."""
 
     name: Literal["adamw", "lamb", "muon"] = config_key("adamw", "update rule")
-    learning_rate: float = config_key(
-        5e-4, "peak learning rate; 0 (recipe modern): 0.2 / sqrt(steps), at most 0.004", low=0
-    )
-    warmup_steps: int = config_key(-1, "steps of linear warmup; -1: a twentieth of the steps, at most 10,000", low=-1)
+    learning_rate: float = config_key(5e-4, "peak learning rate; 0 (modern): 0.2 / sqrt(steps), at most 0.004", low=0)
+    warmup_steps: int = config_key(-1, "steps of linear warmup; -1: 5% of the steps, at most 10,000", low=-1)
     schedule: Literal["linear", "product"] = config_key(
         "product", "linear: warmup, then decay to 0; product: warmup times a decay that starts at step 0"
     )
-    weight_decay: float = config_key(0.01, "decoupled decay of all but norms and biases", low=0)
+    weight_decay: float = config_key(0.01, "decoupled weight decay of all but norms and biases", low=0)
     clip_norm: float = config_key(1.0, "largest global gradient norm; 0: no clipping", low=0)
     bias_correction: bool = config_key(False, "Adam's bias correction")
-    beta1: float = config_key(0.9, "decay of the first moment", low=0, high=0.999999)
-    beta2: float = config_key(0.999, "decay of the second moment", low=0, high=0.999999)
+    beta1: float = config_key(0.9, "decay rate of the first moment", low=0, high=0.999999)
+    beta2: float = config_key(0.999, "decay rate of the second moment", low=0, high=0.999999)
     epsilon: float = config_key(1e-6, "Adam's epsilon", low=0, open_low=True)
     muon_learning_rate: float = config_key(
-        0.02, "peak learning rate of the matrices under muon; 0: 0.5 / sqrt(steps), at most 0.02", low=0
+        0.02, "peak learning rate of Muon's matrices; 0: 0.5 / sqrt(steps), at most 0.02", low=0
     )
-    muon_momentum: float = config_key(0.95, "momentum of the matrices under muon", low=0, high=0.999999)
+    muon_momentum: float = config_key(0.95, "momentum of Muon's matrices", low=0, high=0.999999)
 
     def num_warmup_steps(self, num_steps: int) -> int:
-        """Steps of warmup in a run of `num_steps`."""
+        """Returns the steps of warmup in a run of `num_steps`."""
         return self.warmup_steps if self.warmup_steps >= 0 else min(10_000, num_steps // 20)
 
     def for_steps(self, num_steps: int) -> Self:
-        """A copy for a run of `num_steps`, in which the keys of `unresolved_keys` have numbers."""
+        """Returns a copy for a run of `num_steps` with `unresolved_keys` filled in."""
         rate, muon_rate = (float(f"{peak / math.sqrt(num_steps):.3g}") for peak in (0.2, 0.5))
         return dataclasses.replace(
             self,
@@ -209,7 +204,7 @@ class OptimizerConfig(Section):
 
     @property
     def unresolved_keys(self) -> list[str]:
-        """The keys that are left to follow from the number of steps."""
+        """The keys whose values still have to be derived from the number of steps."""
         left = {
             "warmup_steps": self.warmup_steps < 0,
             "learning_rate": self.learning_rate == 0,
@@ -220,56 +215,54 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
-    """`[train]`: the run's folder, length, batch, precision and cadence."""
+    """`[train]`: the run's folder, length, batch, precision and intervals."""
 
-    out: str = config_key("", "the run's folder (--out)")
+    out: str = config_key("", "run folder (--out)")
     steps: int = config_key(1_000_000, "optimizer steps", low=1)
-    batch_size: int = config_key(128, "rows of sequence_length per step, over all ranks", low=1, high=1 << 20)
+    batch_size: int = config_key(128, "rows per step, over all ranks", low=1, high=1 << 20)
     accumulate: int = config_key(1, "micro-batches per step and rank", low=1)
-    seed: int = config_key(0, "the one seed of everything random", low=0, high=2**63 - 1)
+    seed: int = config_key(0, "random seed", low=0, high=2**63 - 1)
     precision: Literal["auto", "fp32", "bf16"] = config_key(
-        "auto", "dtype of activations; auto: bf16 on CUDA, on a CPU the one that a short measurement finds faster"
+        "auto", "dtype of activations; auto: bf16 on CUDA, the faster one in a short test on a CPU"
     )
     matmul: Literal["auto", "default", "onednn"] = config_key(
-        "auto", "library of fp32 products on a CPU: torch's default or oneDNN; auto: the faster in a short measurement"
+        "auto", "library for fp32 matmul on a CPU: torch's default or oneDNN; auto: the faster one in a short test"
     )
     execution: Literal["auto", "eager", "compile", "graph"] = config_key(
-        "auto", "how a step runs: eager, compile, or graph (captured once and replayed, CUDA only); auto: graph on CUDA"
+        "auto", "how a step runs: eager, compile, or as a CUDA graph; auto: graph on CUDA, else eager"
     )
     log_every: int = config_key(100, "steps between lines of metrics.jsonl", low=1)
-    eval_every: int = config_key(5_000, "steps between evaluations of the validation data; 0: none", low=0)
-    eval_batches: int = config_key(50, "batches of an evaluation while training; 0: all", low=0)
+    eval_every: int = config_key(5_000, "steps between evaluations on validation data; 0: none", low=0)
+    eval_batches: int = config_key(50, "batches per evaluation during training; 0: all", low=0)
     checkpoint_every: int = config_key(5_000, "steps between checkpoints", low=1)
     keep_checkpoints: int = config_key(
-        2, "newest checkpoints to keep, beside the best by validation (by training loss in a run without it)", low=1
+        2, "newest checkpoints to keep, plus the best by validation loss (or training loss, without validation)", low=1
     )
     stop_on_divergence: bool = config_key(
         True,
-        "end the run, without another checkpoint, when its loss is twice that of uniform guesses or all that it had "
-        "learned is lost",
+        "end the run, without another checkpoint, if its loss reaches twice that of uniform guesses or it loses all "
+        "that it had learned",
     )
-    max_minutes: float = config_key(
-        0.0, "stop, with a checkpoint and exit code 75, before a session has taken so long; 0: no limit", low=0
-    )
+    max_minutes: float = config_key(0.0, "session time limit; checkpoints, then exits with code 75; 0: no limit", low=0)
     reduce: Literal["fast", "exact"] = config_key(
-        "fast", "sum of gradients over ranks: fast, or exact, which gives equal bits on 1, 2 and 4 ranks"
+        "fast", "gradient sum over ranks: fast, or exact for bitwise equal results on 1, 2 and 4 ranks"
     )
     sharding: Literal["none", "full"] = config_key(
-        "none", "weights and moments on every rank, or divided among the ranks (FSDP2)"
+        "none", "whole weights and moments on every rank, or sharded over the ranks (FSDP2)"
     )
     skip_spikes: int = config_key(
         0,
-        "skip steps whose loss or gradient norm is not finite or 6 sigma above the last 128, at most so many in a row: "
-        "one more ends the run; 0: skip none",
+        "most consecutive steps to skip because their loss or gradient norm is not finite or 6 sigma above the last "
+        "128; one more ends the run; 0: skip none",
         low=0,
     )
-    timeout_seconds: int = config_key(600, "longest wait for another rank; then the run ends", low=1, high=10**7)
-    capture_collectives: bool = config_key(False, "hold the collectives in the CUDA graph too, instead of between two")
+    timeout_seconds: int = config_key(600, "longest wait for another rank before the run ends", low=1, high=10**7)
+    capture_collectives: bool = config_key(False, "capture collectives inside the CUDA graph")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Configuration):
-    """Everything that a run depends on besides its corpus. Sections as in `config.toml`."""
+    """Everything that a run depends on besides its corpus, in the sections of `config.toml`."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     generator: GeneratorConfig = dataclasses.field(default_factory=GeneratorConfig)
@@ -290,10 +283,10 @@ class Config(Configuration):
                 f"train.accumulate = {train.accumulate} does not divide train.batch_size = {train.batch_size}"
             )
         if train.sharding == "full" and train.reduce == "exact":
-            raise InputError('train.sharding = "full" needs train.reduce = "fast": its sums have another order')
+            raise InputError('train.sharding = "full" needs train.reduce = "fast", since it sums in another order')
         if self.optimizer.learning_rate == 0 and model.architecture != "modern":
             raise InputError(
-                'optimizer.learning_rate = 0 follows from train.steps only with model.architecture = "modern"; '
+                'optimizer.learning_rate = 0 (derived from train.steps) needs model.architecture = "modern"; '
                 "give a rate above 0"
             )
         self._check_objective()
@@ -303,7 +296,7 @@ class Config(Configuration):
         check_needs(name, self.value)
         num_stages = OBJECTIVE_SPECS[name].num_stages
         if self.train.steps < num_stages:
-            raise InputError(f'objective.name = "{name}" needs train.steps = {num_stages} or more, one for each stage')
+            raise InputError(f'objective.name = "{name}" needs train.steps = {num_stages} or more, one per stage')
         if self.generator.kind == "model" and len(OBJECTIVE_SPECS[name].roles) > 1:
             shape = self.generator_shape()
             same = (shape.hidden_size, shape.num_layers) == (model.hidden_size, model.num_layers)
@@ -314,7 +307,7 @@ class Config(Configuration):
                 )
 
     def generator_shape(self) -> ModelConfig:
-        """The generator's sizes: `generator.fraction` of width, feed-forward and heads; head_dim is kept."""
+        """Returns the generator's sizes: `generator.fraction` of the widths and heads, the same head_dim."""
         model, hidden_fraction = self.model, self.generator.fraction
         num_heads = round(model.num_heads * hidden_fraction)
         if num_heads < 1 or abs(model.num_heads * hidden_fraction - num_heads) > 1e-3:
@@ -332,16 +325,16 @@ class Config(Configuration):
 
     @property
     def schedule_steps(self) -> int:
-        """Steps of the learning rate's schedule: `train.steps`, or those of the longest stage, for each has its own."""
+        """Steps of the learning-rate schedule: `train.steps`, or those of the longest stage, since each has its own."""
         return -(-self.train.steps // OBJECTIVE_SPECS[self.objective.name].num_stages)
 
     def resolved(self) -> Config:
-        """With the warmup and the learning rates that follow from the steps of the schedule filled in."""
+        """Returns a copy with the warmup and learning rates that depend on `schedule_steps` filled in."""
         return dataclasses.replace(self, optimizer=self.optimizer.for_steps(self.schedule_steps))
 
     def with_objective(self, name: str) -> Config:
-        """The same with another objective, and with what that needs wherever this has something else."""
-        ObjectiveConfig(name=name)  # raises where there is none of this name
+        """Returns a copy with another objective and the settings that it needs."""
+        ObjectiveConfig(name=name)  # raises for an unknown name
         changes: dict[str, Scalar] = {"objective.name": name}
         for key, (off, needs) in OPTION_NEEDS.items():
             if name not in needs.get("objective.name", (name,)):
@@ -353,14 +346,14 @@ class Config(Configuration):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
-        """Reads a TOML file. A top-level `preset` and `recipe` name what its keys are laid over.
+        """Reads a TOML file, whose keys override its top-level `preset` and `recipe`.
 
-        Raises FileNotFoundError, or ValueError naming the file, key, value and what is allowed.
+        Raises FileNotFoundError, or ValueError naming the file, key, value and allowed values.
         """
         table = read_toml(Path(path))
         preset, recipe = table.pop("preset", None), table.pop("recipe", None)
         if recipe is not None and preset is None:
-            raise InputError(f"{path}: recipe = {recipe!r} needs a preset beside it")
+            raise InputError(f"{path}: recipe = {recipe!r} needs a preset too")
         try:
             tables = (table, cls.tables_of(overrides or {}))
             if preset is None:
@@ -375,9 +368,9 @@ class Config(Configuration):
 
     @classmethod
     def preset(cls, name: str, recipe: str = DEFAULT_RECIPE, objective: str = "electra") -> Config:
-        """A preset size (`tiny`, `mini`, `small`, `base`, `large`, `xlarge`) in a recipe, with what an objective needs.
+        """Returns a size (tiny, mini, small, base, large, xlarge) in a recipe (modern, google, paper).
 
-        Recipes are `modern`, `google` and `paper`.
+        The settings that the objective needs replace those of the recipe.
         """
         if name not in SIZES:
             raise InputError(f"unknown preset {name!r}{did_you_mean(name, SIZES)}")
@@ -388,7 +381,7 @@ class Config(Configuration):
 
 
 def by_section(values: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
-    """Values by `section.key` as a table of sections."""
+    """Groups values named `section.key` by section."""
     tables: dict[str, dict[str, Value]] = {}
     for name, value in values.items():
         section, _, key = name.partition(".")

@@ -1,4 +1,4 @@
-"""Configuration as text: TOML files, `--section.key value` on the command line, and what a mistake may have meant."""
+"""Configuration as text: TOML, `--section.key value` on the command line, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from electra_fast.files.json_files import check_depth, reason_of
 
 Scalar = bool | int | float | str
 Value = Scalar | list[str] | dict[str, float]
-"""A key's value: a scalar, or for a key that takes several values also a list or a table with weights."""
+"""A key's value: a scalar or, for a key that takes several, a list or a table with weights."""
 
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
-# What a number's suffix multiplies it by, by the unit that a key's name ends in. Bytes and times in lower case.
+# Factors of a number's suffixes, by the unit that a key's name ends in. Bytes and times are in lower case.
 _FACTORS: dict[str, Mapping[str, int | Fraction]] = {
     "count": {"k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9},
     "bytes": {"b": 1}
@@ -37,7 +37,7 @@ _EXAMPLES = {"count": "10000 or 10k", "bytes": "200GB or 16GiB", "seconds": "90 
 # A number and its suffix, matched without backtracking.
 _PART = r"([+-]?(?>[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)(?>[eE][+-]?[0-9]{1,3})?) *([A-Za-z]*+) *"
 
-# What other tools call a key or flag of ours.
+# Other tools' names for our keys and flags.
 _ALIASES = {
     **dict.fromkeys(("lr", "peak_lr", "max_lr"), ("learning_rate",)),
     **dict.fromkeys(("bs", "train_batch_size", "per_device_train_batch_size", "micro_batch_size"), ("batch_size",)),
@@ -65,7 +65,7 @@ TYPE_NAMES: dict[type, str] = {bool: "true or false", int: "an integer", float: 
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a file; FileNotFoundError, or ValueError that names it."""
+    """Reads a TOML file. Raises FileNotFoundError, or ValueError naming the file."""
     try:
         return parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -77,7 +77,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a text; ValueError also for what is nested too deeply, and for numbers that cannot be written."""
+    """Parses TOML. Raises ValueError also for deep nesting and for numbers that cannot be printed."""
     try:
         table = tomllib.loads(text)
         repr(table)  # a hexadecimal number may have more digits than Python writes in decimal
@@ -90,7 +90,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def format_value(value: Value) -> str:
-    """A value as TOML, on one line."""
+    """Returns a value as one line of TOML."""
     if isinstance(value, list):
         return f"[{', '.join(map(_quoted, value))}]"
     if isinstance(value, dict):
@@ -101,23 +101,23 @@ def format_value(value: Value) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A basic string of TOML, whose escapes are JSON's; DEL is the one character that only TOML wants escaped."""
+    """Returns a basic string of TOML: escapes are as in JSON, except that TOML also requires DEL to be escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def parse_several(name: str, text: str) -> str | list[str] | dict[str, float]:
-    """A value of the command line for a key that takes several: TOML's list or inline table, or a string as it is."""
+    """Parses the value of a key that takes several: a TOML list or inline table; other text is a single string."""
     if not text.startswith(("[", "{")):
         return text
     try:
         value: list[str] | dict[str, float] = parse_toml(f"value = {text}")["value"]
     except ValueError as error:
-        raise InputError(f"{name} = {text!r}: neither a list nor a table of TOML: {error}") from None
+        raise InputError(f"{name} = {text!r}: not a TOML list or table: {error}") from None
     return value
 
 
 def parse_value(name: str, text: str, kind: type) -> Scalar:
-    """A string as a key's type; a number in the unit (bytes, minutes, seconds) that the key's name ends in, if any."""
+    """Converts a string to a key's type; numbers may have suffixes of the unit that the key's name ends in."""
     if kind is str:
         return text
     if kind is bool:
@@ -132,9 +132,9 @@ def parse_value(name: str, text: str, kind: type) -> Scalar:
 
 
 def parse_number(text: str, kind: type, unit: str = "count") -> int | float:
-    """The int or float that a string such as 1e5, 100k, 1_000, 1/3, 200GB (bytes) or 1h30m (minutes, seconds) means.
+    """Parses a number such as 1e5, 100k, 1_000, 1/3, 200GB (bytes) or 1h30m (minutes, seconds).
 
-    Raises ValueError where the suffix is none of the unit's, or an int would be a fraction.
+    Raises ValueError for suffixes that the unit lacks and for ints that are fractions.
     """
     value, slash, divisor = (part.strip() for part in text.partition("/"))
     try:
@@ -153,7 +153,7 @@ def parse_number(text: str, kind: type, unit: str = "count") -> int | float:
 
 
 def _quantity(text: str, factors: Mapping[str, int | Fraction]) -> Fraction:
-    """A number and its suffix; several of them, as in 1h30m, where all have one that is a time's."""
+    """Parses a number with its suffix, or several with suffixes of time, as in 1h30m."""
     parts = re.findall(_PART, text)
     if not re.fullmatch(f"(?>{_PART})+", text) or (len(parts) > 1 and any(each[1] not in _SECONDS for each in parts)):
         raise ValueError(text)
@@ -169,7 +169,7 @@ def _quantity(text: str, factors: Mapping[str, int | Fraction]) -> Fraction:
 def take_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Takes `--section.key value` and `--section.key=value` out of the arguments.
 
-    argparse can't: it would read the value of an option that it doesn't know as a positional.
+    argparse cannot: it reads the value of an unknown option as a positional argument.
     """
     rest: list[str] = []
     overrides: dict[str, str] = {}
@@ -189,13 +189,13 @@ def take_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]
 
 
 def comma_separated(text: str) -> tuple[str, ...]:
-    """The parts of a list without blanks around them; one that contains a comma is written in double quotes."""
+    """Splits a list at its commas and strips each part; double quotes protect a comma."""
     (record,) = csv.reader([text], skipinitialspace=True)
     return tuple(part.strip() for part in record)
 
 
 def nearest(argument: str, *known: Iterable[str]) -> list[str]:
-    """The known keys and flags that an argument such as `--batch-size`, `--lr` or `--optimizer.lr` may mean."""
+    """Returns the known keys and flags that an argument such as `--batch-size`, `--lr` or `--optimizer.lr` may mean."""
     name = _plain(argument.partition("=")[0])
     words: dict[str, list[str]] = {}
     for each in itertools.chain(*known):
@@ -208,12 +208,12 @@ def nearest(argument: str, *known: Iterable[str]) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """The last part of a key or flag, in a key's spelling."""
+    """Returns the last part of a key or flag, spelled as a key."""
     return name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name."""
+    """Returns the end of an error message about an unknown name."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:

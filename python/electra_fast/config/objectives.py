@@ -1,4 +1,4 @@
-"""The objectives by name, and the settings that each of them and its options need."""
+"""The objectives by name, and the settings that they and their options require."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from electra_fast.config.file import Scalar, Value, format_value
 from electra_fast.errors import InputError
 
 Needs = Mapping[str, tuple[Scalar, ...]]
-"""Values that are allowed, by configuration key; the first is the usual one."""
+"""Allowed values by configuration key, the usual one first."""
 
 DISTINCT = ("paper", "bert", "whole-word", "span")
 """The values of `data.masking` that draw no position twice."""
-_WHY_DISTINCT = "google draws some positions twice and averages their samples, which then have no probability"
+_WHY_DISTINCT = "google draws some positions twice and averages their samples, whose probability is then undefined"
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class ObjectiveSpec:
     """An objective's contract with the configuration; its loss is in `objectives/`, its networks in `model.networks`.
 
     Args:
-        roles: The networks that it trains, in the order in which they are built, the result last.
-        needs: The settings that it can be trained with, where that is not everything.
-        num_stages: Stages of training, each of which needs a step.
+        roles: Networks that it trains, in the order in which they are built; the last one is the result.
+        needs: Settings that it requires.
+        num_stages: Training stages, each at least one step long.
     """
 
     roles: tuple[str, ...] = ("generator", "discriminator")
@@ -62,11 +62,11 @@ OPTION_NEEDS: dict[str, tuple[Scalar, Needs]] = {
     "objective.disc_positions": ("masked", {"objective.name": ("electra15",)}),
     "generator.kind": ("model", {"objective.temperature": (1.0,), "objective.disallow_correct": (False,)}),
 }
-"""What an option needs wherever it has another value than this."""
+"""Per option, the value that turns it off, and what any other value requires."""
 
 
 def check_needs(name: str, value: Callable[[str], Value]) -> None:
-    """Raises ValueError where an objective or an option lacks a setting that it needs.
+    """Raises ValueError if an objective or an option lacks a setting that it requires.
 
     Args:
         name: The objective.

@@ -1,4 +1,4 @@
-"""Sizes and recipes as tables of configuration keys, laid over the defaults of `config`."""
+"""Sizes and recipes: tables of configuration keys that override the defaults of `config`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES: dict[str, dict[str, Scalar]] = {
         "train.eval_every": 500,
         "train.checkpoint_every": 500,
     },
-    # What two cores can learn something with in an hour or two: 20 M tokens at 4,096 per step.
+    # Learns something in an hour or two on two cores: 20 M tokens at 4,096 per step.
     "mini": {
         "model.num_layers": 4,
         "train.batch_size": 32,
@@ -54,7 +54,7 @@ SIZES: dict[str, dict[str, Scalar]] = {
         "train.steps": 400_000,
         "optimizer.learning_rate": 2e-4,
     },
-    # 1.35 G parameters, to plan with: nobody has published such a model, and its learning rate is a guess.
+    # 1.35 G parameters, for planning: no such model has been published, and its learning rate is a guess.
     "xlarge": {
         "model.num_layers": 24,
         "model.hidden_size": 2048,
@@ -86,9 +86,9 @@ RECIPES: dict[str, dict[str, Scalar]] = {
         "optimizer.schedule": "product",
         "optimizer.bias_correction": False,
     },
-    # Weights were tuned at `tiny`, the share of masks also at `mini` (bench/LOG.md). Learning rates of 0 follow from
-    # the number of steps: Muon's best one falls with its square root, at `tiny` and `mini`, with one to four times the
-    # tokens per step, and its updates have the same spectral norm at any width.
+    # Loss weights were tuned at `tiny`, the mask probability also at `mini` (bench/LOG.md). Learning rates of 0 depend
+    # on the number of steps: at both sizes Muon's optimum falls with its square root, for one to four times the tokens
+    # per step, and its updates have the same spectral norm at any width.
     "modern": {
         "model.architecture": "modern",
         "model.dropout": 0.0,
@@ -108,8 +108,8 @@ RECIPES: dict[str, dict[str, Scalar]] = {
 
 SIZE_RECIPES: dict[tuple[str, str], dict[str, Scalar]] = {
     ("large", "google"): {"data.mask_prob": 0.25},
-    # GeGLU has three matrices where the published encoder has two: two thirds of the width, in whole tiles of the
-    # generator too, for the same FLOPs.
+    # GeGLU has three matrices instead of two: two thirds of the width for the same FLOPs, rounded to whole tiles, also
+    # in the generator.
     ("tiny", "modern"): {"model.intermediate_size": 176},
     ("mini", "modern"): {"model.intermediate_size": 704},
     ("small", "modern"): {"model.intermediate_size": 704},

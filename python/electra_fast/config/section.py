@@ -1,6 +1,6 @@
-"""What configurations are made of: sections of checked keys, read from TOML and the command line.
+"""Sections of checked keys, read from TOML and the command line, that make up a configuration.
 
-A `Configuration` is a frozen dataclass of `Section`s, these are frozen dataclasses of `config_key`s. `config` has the
+A `Configuration` is a frozen dataclass of `Section`s, which are frozen dataclasses of `config_key`s. `config` has the
 sections of pre-training, `finetuning.config` that of fine-tuning.
 """
 
@@ -36,10 +36,10 @@ def config_key(
     open_low: bool = False,
     takes_several: bool = False,
 ) -> Any:
-    """One configuration key: its default, meaning and allowed range (`open_low`: low itself excluded).
+    """Declares a configuration key: its default, meaning and allowed range (`open_low` excludes `low` itself).
 
-    `choices` is for names that a table holds; others are the key's Literal type. A string that `takes_several` may
-    also be a list of strings or a table of weights by string.
+    `choices` are the allowed names where the type is no Literal. A string that `takes_several` may also be a list of
+    strings or a table of weights by string.
     """
     bounds = {"low": low, "high": high, "open_low": open_low}
     metadata = {"doc": doc, "choices": choices, "takes_several": takes_several, **bounds}
@@ -48,7 +48,7 @@ def config_key(
 
 @dataclass(frozen=True)
 class Section:
-    """Checks every field of a section against its declared type, choices and range."""
+    """Keys that are checked against their declared type, choices and range."""
 
     def __post_init__(self) -> None:
         choices = _choices(type(self))
@@ -63,14 +63,14 @@ class Configuration:
 
     @classmethod
     def key_names(cls) -> list[str]:
-        """Every key as `section.key`, in order."""
+        """Returns every key as `section.key`, in order."""
         return [
             f"{name}.{field.name}" for name, section in _sections(cls).items() for field in dataclasses.fields(section)
         ]
 
     @classmethod
     def describe_key(cls, name: str) -> str:
-        """A key's meaning and, where there are any, its choices: for help texts."""
+        """Returns a key's meaning and choices for help texts."""
         section_name, _, key = name.partition(".")
         choices = _choices(_sections(cls)[section_name]).get(key)
         return str(cls._field(name).metadata["doc"]) + (f" ({', '.join(choices)})" if choices else "")
@@ -82,7 +82,7 @@ class Configuration:
         return field
 
     def replace(self, *tables: Mapping[str, Any]) -> Self:
-        """A copy with each `table[section][key]` laid over it, in order; unknown names raise with the nearest match."""
+        """Returns a copy with each `table[section][key]` replaced; unknown names raise with the nearest match."""
         sections = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name, values in itertools.chain.from_iterable(table.items() for table in tables):
             if name not in sections:
@@ -98,12 +98,12 @@ class Configuration:
         return type(self)(**sections)
 
     def override(self, overrides: Mapping[str, object]) -> Self:
-        """A copy with values by `section.key`, e.g. `{"train.steps": 100}`, or strings as on the command line."""
+        """Returns a copy with values by `section.key`, e.g. `{"train.steps": 100}`; strings as on the command line."""
         return self.replace(self.tables_of(overrides))
 
     @classmethod
     def tables_of(cls, overrides: Mapping[str, object]) -> dict[str, dict[str, object]]:
-        """Such values as `table[section][key]`; unknown keys raise with the nearest match."""
+        """Returns values by `section.key` as `table[section][key]`; unknown keys raise with the nearest match."""
         table: dict[str, dict[str, object]] = {}
         known = cls.key_names()
         for name, value in overrides.items():
@@ -117,7 +117,7 @@ class Configuration:
         return table
 
     def to_toml(self) -> str:
-        """The whole configuration as TOML, each key with its meaning; `replace` takes the table back exactly."""
+        """Returns the whole configuration as TOML, each key with its meaning; `replace` restores it exactly."""
         lines = []
         for section in dataclasses.fields(self):
             lines.append(f"[{section.name}]")
@@ -129,12 +129,12 @@ class Configuration:
         return "\n".join(lines)
 
     def differences(self, other: Self) -> dict[str, tuple[Value, Value]]:
-        """Keys whose values differ: `{"train.steps": (own value, other value)}`."""
+        """Returns the keys whose values differ: `{"train.steps": (own value, other value)}`."""
         pairs = {name: (self.value(name), other.value(name)) for name in self.key_names()}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def value(self, name: str) -> Value:
-        """The value of `section.key`."""
+        """Returns the value of `section.key`."""
         section, _, key = name.partition(".")
         value: Value = getattr(getattr(self, section), key)
         return value
@@ -145,7 +145,7 @@ _HINTS: dict[type, dict[str, Any]] = {}
 
 
 def _type_hints(owner: type) -> dict[str, Any]:
-    """`get_type_hints` of a class, once: it evaluates source text, and every configuration that is made asks."""
+    """Caches `get_type_hints`, which evaluates source text and is needed for every new configuration."""
     if owner not in _HINTS:
         _HINTS[owner] = get_type_hints(owner)
     return _HINTS[owner]
@@ -157,7 +157,7 @@ def _sections(configuration: type[Configuration]) -> dict[str, type[Section]]:
 
 
 def _choices(section: type[Section]) -> dict[str, tuple[str, ...]]:
-    """The values that a key may have, of those that are names: its Literal type, or what its table holds."""
+    """Returns the allowed names of each key that has any: its `choices` or its Literal type."""
     hints = _type_hints(section)
     literal = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
     found = {field.name: field.metadata["choices"] or literal.get(field.name) for field in dataclasses.fields(section)}
@@ -165,7 +165,7 @@ def _choices(section: type[Section]) -> dict[str, tuple[str, ...]]:
 
 
 def _read(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
-    """A value for a key; of its type where a string says it (100k, 4h, true), and whole numbers as int (1e5)."""
+    """Returns a key's value, with strings (100k, 4h, true) and whole floats (1e5) converted to its type."""
     kind = type(field.default)
     if isinstance(value, str):
         return parse_value(name, value, kind)
@@ -186,7 +186,7 @@ def _check(name: str, field: dataclasses.Field[Any], value: object, choices: tup
         if isinstance(value, int) and value > _MAX_INT:
             high = min(high, _MAX_INT)
         below = value <= low if field.metadata["open_low"] else value < low
-        # First the bounds: an integer may be too large to become a float.
+        # Bounds first: an integer may be too large to become a float.
         if below or value > high or not math.isfinite(value):
             bound = f"above {low:g}" if field.metadata["open_low"] else f"at least {low:g}"
             upper = f" and at most {high if isinstance(high, int) else format(high, 'g')}" if high < math.inf else ""
@@ -194,7 +194,7 @@ def _check(name: str, field: dataclasses.Field[Any], value: object, choices: tup
 
 
 def _check_several(name: str, value: object) -> None:
-    """Raises ValueError unless a value is a list of strings, or a table of numbers, and not empty."""
+    """Raises ValueError unless a value is a nonempty list of strings or table of numbers."""
     is_list = isinstance(value, list) and all(isinstance(each, str) for each in value)
     is_table = isinstance(value, dict) and all(
         type(each) in (int, float) and abs(each) <= _MAX_INT for each in value.values()
@@ -206,10 +206,10 @@ def _check_several(name: str, value: object) -> None:
 
 
 def _check_text(name: str, value: object) -> None:
-    """Raises ValueError for strings that a TOML file or a file name cannot hold."""
+    """Raises ValueError for strings that TOML or a file name cannot hold."""
     for text in [value] if isinstance(value, str) else value if isinstance(value, (list, dict)) else ():
         if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text):
-            raise InputError(f"{name} = {value!r} has bytes that are no UTF-8, or NUL; rename the file or folder")
+            raise InputError(f"{name} = {value!r} contains NUL or invalid UTF-8; rename the file or folder")
 
 
 def _type_name(value: object) -> str:
@@ -217,7 +217,7 @@ def _type_name(value: object) -> str:
 
 
 def integers_as_floats(section: Section | type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
-    """TOML writes 1 where a float may be meant; the reverse (1.5 for an integer) stays an error."""
+    """Converts integers given for float keys, as TOML may have 1 for 1.0; 1.5 for an integer stays an error."""
     return {
         key: float(value)
         if type(value) is int and abs(value) <= _MAX_INT and type(getattr(section, key)) is float
