@@ -77,7 +77,7 @@ def test_evaluate_json(folder, source, how):
 def test_evaluate_says_first_what_compares(folder):
     done = run("evaluate", folder / "run", "--data", folder / "shards")
     compares, auc, does_not, own, *_ = done.stdout.splitlines()
-    assert compares.startswith("Compares between models") and auc.split()[0] == "unigram_auc"
+    assert compares.startswith("Comparable between models") and auc.split()[0] == "unigram_auc"
     assert does_not.startswith("Does not compare") and own.split()[0] == "discriminator_auc"
     assert "was trained on rows of 32 tokens and is judged by rows of 128" in done.stderr
     fixed = json.loads(
@@ -147,7 +147,7 @@ def test_a_run_goes_on_from_anywhere(folder, tmp_path, monkeypatch):
     saved = tmp_path / "run/config.toml"
     saved.write_text(saved.read_text().replace(str(folder / "shards"), "moved"))
     said = fails("pretrain", "--out", tmp_path / "run")
-    assert f'{saved}: data.corpus = "moved": no such folder; say where the corpus is now with --data DIR' in said
+    assert f'{saved}: data.corpus = "moved": no such folder; give its new location with --data DIR' in said
     assert run("pretrain", "--out", tmp_path / "run", "--data", folder / "shards").returncode == 0
 
 
@@ -189,7 +189,7 @@ def test_flops_counts_every_objective_and_pretrain_takes_it(recipe):
 )
 def test_flops_names_the_keys_that_an_objective_cannot_have(given, counted_with):
     done = run("flops", "--objective.name", *given)
-    assert done.returncode == 0 and done.stderr == f"{given[0]} is counted with {counted_with}\n"
+    assert done.returncode == 0 and done.stderr == f"{given[0]} : counted with {counted_with}\n"
     assert "objective.name = 'mml' must be one of" in fails("flops", "--objective.name", "mml", *given[1:])
 
 
@@ -214,7 +214,7 @@ def test_a_bug_is_not_dressed_up_as_bad_input(folder, monkeypatch):
     monkeypatch.setattr("electra_fast.data.corpus.verify", verify)
     with pytest.raises(ValueError, match="axis 3") as caught:
         run("verify", folder / "shards")
-    assert "this is a bug, not a mistake of yours" in caught.value.__notes__[0]
+    assert "this is a bug; please report it" in caught.value.__notes__[0]
 
 
 def test_metrics_of_the_training_text_are_labelled(folder, tmp_path):
@@ -238,7 +238,7 @@ class TestMistakes:
         assert "must be an integer" in fails(*data, "--train.steps", "many")
         assert "must be at least 1" in fails(*data, "--train.steps", 0)
         assert "--train.steps needs a value" in fails(*data, "--train.steps")
-        assert "unrecognized arguments: --fast; `electra-fast --help` tells more" in fails(*data, "--fast")
+        assert "unrecognized arguments: --fast; see `electra-fast --help`" in fails(*data, "--fast")
         for given, meant in (
             ("--steps", "--train.steps"),
             ("--max-steps=5", "--train.steps"),

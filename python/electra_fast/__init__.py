@@ -1,7 +1,6 @@
 """Pre-train text encoders by replaced-token detection (ELECTRA).
 
-The names here are the library's contract; each is documented where it is defined. They are imported
-when first asked for, so that `electra-fast prepare` needs neither torch's memory nor its seconds.
+The names here are the public API. They are imported on first use, so that `electra-fast prepare` does not load torch.
 """
 
 import os
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from electra_fast.training.evaluate import evaluate
     from electra_fast.training.pretrain import pretrain
 
-# Before torch loads OpenMP: let threads that wait for each other sleep. Spinning ones are up to fifteen times
-# slower when the machine has anything else to do (bench/LOG.md); training hardly waits (`training.step_processes`).
+# Before torch loads OpenMP: let waiting threads sleep. On a busy machine, spinning ones are up to fifteen times slower
+# (bench/LOG.md), and training hardly waits (`training.step_processes`).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _MODULES = {
@@ -88,5 +87,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, imported or not: what a notebook completes."""
+    """Returns the public names, imported or not, for completion in notebooks."""
     return list(__all__)

@@ -1,7 +1,7 @@
-"""The tensors of checkpoints: model and optimizer into a folder that is whole or absent, and back.
+"""Saves and loads the tensors of checkpoints: model and optimizer.
 
-A checkpoint is written under a temporary name, synced to disk and renamed, so a kill at any moment leaves the
-previous ones intact and no half-written one that looks whole. `checkpoint_folder` has names and checksums.
+A checkpoint is written under a temporary name, synced to disk and renamed, so a kill at any moment leaves earlier
+checkpoints intact and no partial one. `checkpoint_folder` has names and checksums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from electra_fast.model.model import Electra
 
 
 def save(run: Path, model: Electra, optimizer: Mapping[str, Tensor] | None, state: TrainState, keep: int) -> Path:
-    """Writes the checkpoint of a model as it is now; see `write`."""
+    """Writes a checkpoint of a model; see `write`."""
     return write(run, model.config, stored(model), optimizer, state, keep)
 
 
@@ -37,8 +37,8 @@ def write(
 ) -> Path:
     """Writes the checkpoint of `state.step` atomically, then removes all but the `keep` newest and the best.
 
-    `tensors` are what `stored` returns, and must not change meanwhile. `optimizer` None (an imported model) makes a
-    checkpoint from which training starts afresh. Raises OSError where the disk is full or refuses.
+    `tensors` are those of `stored` and must not change meanwhile. Training from a checkpoint without `optimizer`, that
+    of an imported model, starts afresh. Raises OSError if writing fails.
     """
     final = checkpoint_folder.path_of(run, state.step)
 
@@ -68,7 +68,7 @@ def _write_model(directory: Path, config: Config, tensors: Mapping[str, Tensor])
 
 
 def load_model(directory: Path) -> Electra:
-    """The model of a checkpoint, on the CPU, with the configuration stored beside it."""
+    """Returns the model of a checkpoint, on the CPU."""
     checkpoint_folder.verify(directory, "config.toml", "model.safetensors")
     model = Electra(Config.load(directory / "config.toml"))
     load_parameters(model, directory)
@@ -76,7 +76,7 @@ def load_model(directory: Path) -> Electra:
 
 
 def load_parameters(model: Electra, directory: Path) -> None:
-    """Fills a model from a checkpoint; ValueError names the first parameter that doesn't fit."""
+    """Fills a model from a checkpoint. Raises ValueError naming the first parameter that does not fit."""
     found = read_parameters(model, directory)
     with torch.no_grad():
         for name, parameter in stored(model).items():
@@ -84,31 +84,31 @@ def load_parameters(model: Electra, directory: Path) -> None:
 
 
 def read_parameters(model: Electra, directory: Path) -> dict[str, Tensor]:
-    """What a checkpoint has for a model, by name; ValueError names the first parameter that doesn't fit."""
+    """Returns a model's parameters from a checkpoint. Raises ValueError naming the first one that does not fit."""
     path = directory / "model.safetensors"
     found = read_tensors(path)
     own = stored(model)
     for name in sorted(own.keys() | found.keys()):
         if name not in found or name not in own:
             where = "missing from" if name not in found else "unknown to this configuration but in"
-            raise InputError(f"{path}: parameter {name} is {where} the checkpoint; it is of another model")
+            raise InputError(f"{path}: parameter {name} is {where} the checkpoint, which is of another model")
         if own[name].shape != found[name].shape:
             raise InputError(
                 f"{path}: parameter {name} is {list(found[name].shape)} in the checkpoint and "
-                f"{list(own[name].shape)} in this configuration; it is of another model"
+                f"{list(own[name].shape)} in this configuration; the checkpoint is of another model"
             )
     return found
 
 
 def stored(model: Electra) -> dict[str, Tensor]:
-    """What a checkpoint has of a model: its parameters, shared ones once, and its persistent buffers; not copied."""
+    """Returns the tensors that a checkpoint keeps: parameters, shared ones once, and persistent buffers; not copied."""
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {**dict(model.named_parameters()), **buffers}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """A safetensors file, on the CPU; ValueError where it is damaged or has values that are not numbers."""
+    """Reads a safetensors file to the CPU. Raises ValueError if it is damaged or has values that are not finite."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: missing; {path.parent} is not a whole checkpoint")
     try:
@@ -120,14 +120,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def require_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError naming the first tensor of a file that has values which are not numbers in fp32."""
+    """Raises ValueError naming the first tensor of a file with values that are not finite in fp32."""
     for name, tensor in tensors.items():
         if not tensor.float().isfinite().all():
-            raise InputError(f"{path}: {name} has values that are nan or infinite; the model is broken")
+            raise InputError(f"{path}: {name} has nan or infinite values; the model is broken")
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a safetensors file with the permissions that the umask gives; `save_file` lets its owner alone read it."""
+    """Writes a safetensors file with the umask's permissions; `save_file` alone makes it readable by its owner only."""
     path.touch()
     mode = path.stat().st_mode
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

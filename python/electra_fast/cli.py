@@ -1,8 +1,7 @@
-"""The command line: parse, call one function, report the result.
+"""The command line: parses arguments, calls one function, and reports the result.
 
-Results go to standard output, for people and for programs (`--json`), progress and notes to standard error. A user's
-mistake is one line and exit code 2; set ELECTRA_FAST_TRACEBACK=1 to see where it was raised. A bug keeps its
-traceback.
+Results go to standard output, progress and notes to standard error. A user's mistake is one line and exit code 2; set
+ELECTRA_FAST_TRACEBACK=1 for its traceback. A bug keeps its traceback.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.interruption import interrupt_at_once
 from electra_fast.messages import error_line, printable, say
 
-# The commands that take `--section.key value`.
+# Commands that take `--section.key value`.
 CONFIGURED: dict[str, tuple[type[Configuration], ...]] = {
     "pretrain": (Config,),
     "flops": (Config,),
@@ -38,16 +37,16 @@ CONFIGURED: dict[str, tuple[type[Configuration], ...]] = {
     "reproduce": (Config, FinetuningConfig),
 }
 
-# The exit code where `train.max_minutes` has stopped a run: EX_TEMPFAIL of sysexits.h, to be tried again.
+# Exit code of a run that `train.max_minutes` stopped: EX_TEMPFAIL of sysexits.h, meaning "try again".
 TIME_IS_UP = 75
 
-# What the system says of a disk that takes no more: it, a user's share or a file is full. Libraries pass it on as text.
+# The system's messages for a full disk, quota or file, which libraries pass on as text.
 DISK_FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 
-# The commands that resume where they were interrupted; any other has written nothing (`pretrain` speaks for itself).
+# Commands that resume after an interruption. Others have written nothing; `pretrain` has a message of its own.
 RESUMABLE = ("demo", "prepare", "finetune", "reproduce")
 
-# What takes less memory.
+# Ways to use less memory.
 LESS_MEMORY = {
     "pretrain": "raise train.accumulate (the same batch in smaller parts), or choose a smaller model",
     "finetune": "lower finetune.batch_size or finetune.sequence_length",
@@ -55,7 +54,7 @@ LESS_MEMORY = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code, which is 128 + the signal's number after an interruption."""
+    """Runs one command; returns the exit code, which is 128 plus the signal's number after an interruption."""
     interrupt_at_once()
     options = argparse.Namespace(command=None)
     try:
@@ -69,25 +68,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         number = interruption.signal if isinstance(interruption, Interrupted) else signal.SIGINT
         is_reported = isinstance(interruption, Interrupted) and interruption.is_reported
         resumes = options.command in RESUMABLE
-        kept = "what was finished is kept, run again to resume" if resumes else "nothing was written"
+        kept = "finished work is kept; rerun to resume" if resumes else "nothing was written"
         message = str(interruption).strip() or f"interrupted; {kept}"
         if not is_reported:
-            with contextlib.suppress(OSError):  # the terminal may be what has gone
+            with contextlib.suppress(OSError):  # the terminal may be gone
                 say(f"electra-fast: {message}")
         return 128 + number
     except BrokenPipeError:
-        # Whoever read our output (`head`, say) has closed it: not an error.
+        # The reader of our output, such as `head`, has closed it: not an error.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # closed by the interpreter
         return 0
     except ReportedElsewhere:
         return 2
     except Exception as error:
         if _is_out_of_memory(error):
-            message = f"out of memory: {error}; {LESS_MEMORY.get(options.command, 'free some, and run it again')}"
+            message = f"out of memory: {error}; {LESS_MEMORY.get(options.command, 'free some memory and rerun')}"
         elif isinstance(error, (ElectraFastError, OSError)):
             message = _message(error, getattr(options, "out", None))
         else:
-            error.add_note("electra-fast: this is a bug, not a mistake of yours; please report it with the lines above")
+            error.add_note("electra-fast: this is a bug; please report it with the lines above")
             raise
         if os.environ.get("ELECTRA_FAST_TRACEBACK"):
             raise
@@ -96,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether torch, pyarrow or Python could not allocate memory; torch says so in the text of a RuntimeError."""
+    """Returns whether torch, pyarrow or Python failed to allocate memory; torch raises a RuntimeError that says so."""
     said = any(text in str(error) for text in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and said)
 
@@ -105,18 +104,18 @@ def _message(error: Exception, out: object) -> str:
     text = str(error)
     is_full = any(name in text for name in DISK_FULL)
     if isinstance(error, OSError) and error.errno is not None:
-        # Of two names the second is that of the file being written.
+        # With two file names, the second is that of the file being written.
         name = (is_full and error.filename2) or error.filename or (is_full and out)
         text = f"{name}: {error.strerror}" if name else text
-    if is_full and "free some space" not in text:  # as the data engine says itself
+    if is_full and "free some space" not in text:  # the data engine's message has it
         text += "; free some space there, or choose another disk, and run the same command again"
     return text
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The parsed arguments; an unknown command or flag is refused with what it may mean.
+    """Parses the arguments, after checking for unknown commands and flags, for which it suggests known ones.
 
-    That comes first, since argparse would rather complain that what a misspelt flag was to give is missing.
+    For a misspelled flag, argparse alone would report that a required argument is missing.
     """
     parser = build_parser()
     words = list(itertools.takewhile(lambda word: word != "--", arguments))
@@ -127,25 +126,25 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     keys = [f"--{name}" for each in CONFIGURED.get(command or "", ()) for name in each.key_names()]
     for word in words:
         name = word.partition("=")[0]
-        is_known = any(flag.startswith(name) for flag in flags)  # argparse takes a prefix
+        is_known = any(flag.startswith(name) for flag in flags)  # argparse accepts prefixes
         if word.startswith("--") and not is_known and (meant := nearest(name, flags, keys)):
             raise InputError(f"unrecognized arguments: {name}; did you mean {' or '.join(meant)}?")
     return parser.parse_args(arguments)
 
 
 def _print_report(report: Mapping[str, Any], as_json: bool) -> None:
-    """One JSON object, or a line per value; tables are indented."""
+    """Prints one JSON object, or one line per value with nested tables indented."""
     print(json.dumps(dict(report)) if as_json else "\n".join(map(printable, _report_lines(report))))
 
 
 def _evaluation_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """An evaluation, first what compares between models."""
+    """Yields the lines of an evaluation, metrics that compare between models first."""
     rest = dict(report)
     if report["unigram_auc"] is not None and "corruption" not in report:
         auc, length = rest.pop("unigram_auc"), rest.pop("unigram_sequence_length")
-        yield f"Compares between models (replacements by frequency, rows of {length} tokens):"
+        yield f"Comparable between models (replacements by frequency, rows of {length} tokens):"
         yield from _report_lines({"unigram_auc": auc}, "  ")
-        yield "Does not compare between models (replacements by each one's own generator):"
+        yield "Not comparable between models (replacements by each model's own generator):"
     yield from _report_lines(rest, "  ")
 
 
@@ -166,7 +165,7 @@ def _number(value: Any) -> str:
 
 
 def _config(options: argparse.Namespace) -> Config:
-    """From the command line and the file that it names; by default a run's own, where there is one."""
+    """Returns the configuration that the command line asks for; by default that of the run, if it exists."""
     if options.command == "pretrain" and options.out and not (options.config or options.preset or options.recipe):
         if options.from_step is not None:
             from electra_fast.training.run import config_at
@@ -174,11 +173,11 @@ def _config(options: argparse.Namespace) -> Config:
             return config_at(options.out, options.from_step).override(options.overrides)
         options.config = _own_config(options.out)
         if options.config is not None:
-            # What suits the hardware is kept as recorded where it can run, and else chosen anew.
+            # Recorded choices for the hardware are kept if they run here, and made anew otherwise.
             return Config.load(options.config, dict.fromkeys(HARDWARE_KEYS, AUTO) | options.overrides)
     if options.config is not None:
         if options.preset or options.recipe:
-            raise InputError("give CONFIG.toml or --preset, not both (a file may name `preset` and `recipe` itself)")
+            raise InputError("give CONFIG.toml or --preset, not both (the file itself may set `preset` and `recipe`)")
         return Config.load(options.config, options.overrides)
     objective = options.overrides.get("objective.name", "electra")
     preset = Config.preset(options.preset or "small", options.recipe or DEFAULT_RECIPE, objective)
@@ -186,7 +185,7 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _own_config(run: Path) -> Path | None:
-    """The configuration that a run was started with; None where there is no run yet."""
+    """Returns the path of a run's configuration, or None if there is no run yet."""
     from electra_fast.files.checkpoint_folder import require_config
 
     path = run / "config.toml"
@@ -197,18 +196,18 @@ def _own_config(run: Path) -> Path | None:
 
 
 def _require_corpus(options: argparse.Namespace, config: Config) -> None:
-    """FileNotFoundError names the file that says where the corpus is, if it isn't there."""
+    """Raises FileNotFoundError, naming the configuration file, if the corpus that it names is missing."""
     from electra_fast.data.mixture import missing_folder
 
     named_here = options.data is not None or "data.corpus" in options.overrides
     if options.config and not named_here and (missing := missing_folder(config.data.corpus)):
         raise FileNotFoundError(
-            f'{options.config}: data.corpus = "{missing}": no such folder; say where the corpus is now with --data DIR'
+            f'{options.config}: data.corpus = "{missing}": no such folder; give its new location with --data DIR'
         )
 
 
 def _corpora(folders: list[str]) -> str | list[str]:
-    """The folders given with --data; one alone is taken as it is, colons and all."""
+    """Returns the folders given with --data; a single one may contain colons."""
     return folders if len(folders) > 1 else folders[0]
 
 
@@ -294,7 +293,7 @@ def _pretrain(options: argparse.Namespace) -> int:
     from electra_fast.training.launch import is_restarted
     from electra_fast.training.pretrain import pretrain
 
-    if is_restarted():  # it has gone back already
+    if is_restarted():  # the first attempt has gone back already
         options.from_step = None
     config = _config(options)
     _require_corpus(options, config)
@@ -341,13 +340,13 @@ def _import(options: argparse.Namespace) -> None:
 
     import_folder(options.directory, options.out)
     say(
-        f"{options.out}: a run at step 0, with a new schedule of the learning rate and no optimizer state; "
+        f"{options.out}: a run at step 0 with a new learning-rate schedule and no optimizer state; "
         f"train it with `electra-fast pretrain --out {options.out} --data DIR`"
     )
 
 
 def _flops(options: argparse.Namespace) -> None:
-    """Counts any objective: keys that it cannot have get what it needs, and are named."""
+    """Prints the FLOPs of any objective; names the keys that had to change for it."""
     from electra_fast.training.flops import report
 
     given, name = options.overrides, options.overrides.get("objective.name")
@@ -364,7 +363,7 @@ def _flops(options: argparse.Namespace) -> None:
         before = _config(options) if name else config
     changed = {key: now for key, (_, now) in before.differences(config).items() if key not in given}
     if changed:
-        say(f"{name} is counted with {', '.join(f'{key} = {format_value(now)}' for key, now in changed.items())}")
+        say(f"{name}: counted with {', '.join(f'{key} = {format_value(now)}' for key, now in changed.items())}")
     _print_report(report(config), options.json)
 
 

@@ -1,13 +1,10 @@
-"""The package's own exceptions. The command line shows them in one line; any other exception is a bug of ours.
-
-What the operating system refuses stays an `OSError`, a missing file a `FileNotFoundError`.
-"""
+"""The package's exceptions, which the command line reports in one line; any other exception but OSError is a bug."""
 
 from __future__ import annotations
 
 
 class ElectraFastError(Exception):
-    """Base of the errors whose message tells what is wrong, where, and what to do."""
+    """Base of errors whose message says what is wrong, where, and what to do."""
 
 
 class InputError(ElectraFastError, ValueError):
@@ -15,7 +12,7 @@ class InputError(ElectraFastError, ValueError):
 
 
 class ExecutorFailed(ElectraFastError, RuntimeError):
-    """An executor lost its workers or cannot reach them; running again resumes."""
+    """An executor lost its workers or cannot reach them; rerunning resumes."""
 
 
 class TrainingFailed(ElectraFastError, ArithmeticError):
@@ -23,20 +20,20 @@ class TrainingFailed(ElectraFastError, ArithmeticError):
 
 
 class Diverged(TrainingFailed):
-    """The loss, the gradient or the outputs are not numbers; the same training would end so again."""
+    """The loss, gradient or outputs are not finite, or the loss rose too high; retrying would fail again."""
 
 
 class ReportedElsewhere(ElectraFastError):
-    """Ends a rank because of an error that another one reports."""
+    """Ends a rank because of an error that another rank reports."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal stopped the work. A `KeyboardInterrupt`, so that a notebook stops there as at Ctrl-C.
+    """A signal stopped the work. A `KeyboardInterrupt`, so that it stops a notebook as Ctrl-C does.
 
     Args:
-        signal: The signal's number; the command line exits with 128 plus that.
-        message: What is kept, and how to resume.
-        is_reported: Whether another rank says so.
+        signal: The signal's number; the command line exits with 128 plus this number.
+        message: Says what is kept and how to resume.
+        is_reported: True if another rank prints the message.
     """
 
     def __init__(self, signal: int, message: str = "", *, is_reported: bool = False) -> None:

@@ -14,19 +14,19 @@ from types import FrameType
 
 from electra_fast.errors import Interrupted
 
-# In order: a scheduler or shell, Ctrl-C, a closed terminal, warnings before a time limit.
+# From a scheduler or shell, Ctrl-C, a closed terminal, and warnings before a time limit.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# Within so many seconds, a signal to a launched process is the first one again.
+# A launched process treats a signal repeated within this time as an echo of the first.
 ECHO_SECONDS = 5.0
-# Of the `stop_requests` that handle signals now, the innermost last.
+# Requests of the `stop_requests` contexts that are open, the innermost last.
 _active: list[StopRequest] = []
-# How often a process looks whether its parent is still there.
+# Interval at which a process checks that its parent is alive.
 PARENT_SECONDS = 1.0
 
 
 @dataclass
 class StopRequest:
-    """The signal that requested a stop; 0 if none has."""
+    """The signal that requested a stop; 0 if none did."""
 
     signal: int = 0
 
@@ -36,10 +36,10 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_requests(*, is_launched: bool = False) -> Iterator[StopRequest]:
-    """Turns the first of each of `SIGNALS` into a stop request; a repeated signal gets its previous handler.
+    """Turns the first of each of `SIGNALS` into a stop request; repeated signals reach their previous handler.
 
-    With `is_launched`, by torchrun say, a signal that comes again at once is the same one: launchers forward what
-    their processes get themselves. Signals that the process ignores (`nohup`, a shell's background job) stay ignored.
+    With `is_launched`, by torchrun for example, an immediate repetition is ignored, because launchers forward signals
+    that their processes receive anyway. Signals that the process ignores (`nohup`, background jobs) stay ignored.
     Outside the main thread, where Python allows no signal handlers, a stop is never requested.
     """
     stop = StopRequest()
@@ -52,9 +52,9 @@ def stop_requests(*, is_launched: bool = False) -> Iterator[StopRequest]:
             signal.signal(number, before[signal.Signals(number)])
         if is_launched and seconds > ECHO_SECONDS:
             signal.raise_signal(number)
-        # Not `print`, which is not reentrant; and a closed terminal must not end the run.
+        # `print` is not reentrant, and a closed terminal must not end the run.
         with contextlib.suppress(OSError):
-            os.write(2, b"stopping after this step; once more to stop at once\n")
+            os.write(2, b"stopping after this step; repeat to stop at once\n")
 
     before = {number: signal.getsignal(number) for number in SIGNALS} if _is_main_thread() else {}
     caught = [number for number, handler in before.items() if handler != signal.SIG_IGN]
@@ -70,12 +70,12 @@ def stop_requests(*, is_launched: bool = False) -> Iterator[StopRequest]:
 
 
 def requested_stop() -> int:
-    """The signal that asks to stop after the current step; 0 without one. For what may keep a step from ending."""
+    """Returns the signal that requested a stop, or 0. For code that may keep a step from ending."""
     return _active[-1].signal if _active else 0
 
 
 def stop_with_parent() -> None:
-    """Sends this process SIGTERM when its parent, such as torchrun, has ended without telling it."""
+    """Sends this process SIGTERM when its parent, such as torchrun, dies without notice."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -87,10 +87,10 @@ def stop_with_parent() -> None:
 
 
 def launcher_seconds() -> float:
-    """How long this process' parent has been running; 0 where the system does not tell."""
+    """Returns how long this process's parent has been running, or 0 if unknown."""
     try:
         fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-        start = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine's start: proc(5), field 22
+        start = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since boot: proc(5), field 22
         return time.clock_gettime(time.CLOCK_BOOTTIME) - start
     except (OSError, AttributeError):
         return 0.0

@@ -1,4 +1,4 @@
-"""What is said to the user: text from files and arguments never moves the cursor or reorders a line of the terminal."""
+"""Messages to the user, in which text from files and arguments cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ UNSAFE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud8
 
 
 def printable(text: str) -> str:
-    r"""The text with what would do something to a terminal or begin a line, written as in Python: \n, \x1b, \u202e."""
+    r"""Escapes line breaks and whatever would control a terminal, as Python does: \n, \x1b, \u202e."""
     return UNSAFE.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def error_line(text: str) -> str:
-    """An error's message as one printable line; the middle of a very long one is left out."""
+    """Returns an error message as one printable line, without the middle of a very long one."""
     line = printable(text.strip())
     half = MAX_ERROR_LENGTH // 2
     return line if len(line) <= MAX_ERROR_LENGTH else f"{line[:half]}…{line[1 - half :]}"

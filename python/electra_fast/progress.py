@@ -36,7 +36,7 @@ LINE_SECONDS = 10.0
 
 
 class LastingStream:
-    """A text stream that survives the loss of its terminal: output that cannot be written is dropped.
+    """A text stream that survives the loss of its terminal by dropping output that cannot be written.
 
     A run that is stopped because its terminal closed (SIGHUP) must still write its checkpoint.
     """
@@ -60,22 +60,22 @@ class LastingStream:
 
 
 class _StatusColumn(ProgressColumn):
-    """The task's field `status` on one line, truncated to fit."""
+    """Shows the task's field `status` on one line, truncated to fit."""
 
     def render(self, task: Task) -> Text:
-        """The status text, never wrapped."""
+        """Returns the status text, never wrapped."""
         return Text(printable(task.fields["status"]), no_wrap=True, overflow="ellipsis")
 
 
 class _WorkProgress:
-    """Context manager of a live line: name, bar, count, status, elapsed time, ETA; the status is truncated first."""
+    """A live line with name, bar, count, status, elapsed time and ETA, as a context manager; truncates the status."""
 
     def __init__(self, name: str, count: type[ProgressColumn], total: int | None, done: int, *, shown: bool) -> None:
         self.name = name
         self.console = Console(file=cast(TextIO, LastingStream(sys.stderr)), quiet=not shown)
         self.is_live = shown and self.console.is_terminal
         self.start = time.monotonic()
-        fixed = Column(no_wrap=True)  # a table shrinks the columns that may wrap first
+        fixed = Column(no_wrap=True)  # a table first shrinks columns that may wrap
         self._progress = Progress(
             TextColumn(name),
             BarColumn(bar_width=20),
@@ -193,18 +193,18 @@ class FinetuningProgress(_WorkProgress):
 
 
 class RunsProgress(_WorkProgress):
-    """Runs of a comparison done, and where those that run now stand; a permanent line per finished run."""
+    """Finished runs of a comparison and the status of running ones; a permanent line per finished run."""
 
     def __init__(self, num_runs: int, num_done: int) -> None:
         super().__init__("reproduce", MofNCompleteColumn, num_runs, num_done, shown=True)
         self._num_runs, self._num_done = num_runs, num_done
 
     def show(self, standing: Sequence[str]) -> None:
-        """Shows where the runs stand."""
+        """Shows the status of the running runs."""
         self._move(status="  |  ".join(standing))
 
     def finish(self, message: str, seconds_per_run: float) -> None:
-        """Counts a run, and says what came of it and about how long the others take."""
+        """Counts a finished run, and prints its result and the time remaining."""
         self._num_done += 1
         self._move(completed=self._num_done)
         remaining = timedelta(seconds=round(seconds_per_run * (self._num_runs - self._num_done)))
@@ -221,7 +221,7 @@ _SHOWN = (
 
 
 def metrics_text(record: Mapping[str, Any]) -> str:
-    """Losses, the discriminator's recall, tokens/s and MFU as one short text."""
+    """Returns losses, the discriminator's recall, tokens/s and MFU as one short text."""
     parts = [f"loss {record['loss']:.3f}"]
     for name, label, form in _SHOWN:
         if record.get(name) is not None:
@@ -236,7 +236,7 @@ def metrics_text(record: Mapping[str, Any]) -> str:
 
 
 def _reading_text(done: int, total: int, seconds: float) -> str:
-    """Bytes read, percentage, rate and ETA."""
+    """Returns bytes read, percentage, rate and ETA."""
     rate = f"{decimal(round(done / seconds))}/s"
     if not total:
         return f"{decimal(done)}, {rate}"

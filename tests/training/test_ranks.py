@@ -142,7 +142,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(server, exact_run, v
     ranks[1].kill(number)
     said = server.end(ranks, 128 + number)
     assert "checkpoint written; run again to resume" in said[0] and "Traceback" not in said[0] + said[1]
-    assert said[1] == "stopping after this step; once more to stop at once\n"
+    assert said[1] == "stopping after this step; repeat to stop at once\n"
     assert 0 < checkpoint_folder.steps(out)[-1] < STEPS
     server.run(2, validation_corpus, out, **EXACT)
     assert_equal_bits(out, exact_run)
