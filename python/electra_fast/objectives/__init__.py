@@ -1,6 +1,6 @@
-"""The objectives: one frozen class per objective, and the table that names them.
+"""The objectives: one frozen class each, and the table that names them.
 
-`objective` has the contract; `losses` and `contrastive` have the pieces that objectives share.
+`objective` has their interface; `losses` and `contrastive` have shared parts.
 """
 
 from __future__ import annotations

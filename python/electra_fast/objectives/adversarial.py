@@ -21,9 +21,9 @@ class AdversarialObjective(ElectraObjective):
     """gen_weight * REINFORCE of the generator + its baseline's cross-entropy + disc_weight * replaced-token detection.
 
     The reward of a sample is the discriminator's cross-entropy at its position, R = -log q, where q is the probability
-    that the discriminator gives to what is true. (In the draft's formula the loss has no minus sign; followed to the
-    letter, the generator would help.) The baseline -log sigmoid(w'h) predicts it: sigmoid(w'h) learns q by
-    cross-entropy, and passes nothing on to h, so that the generator has the policy's gradient only.
+    that the discriminator gives to the true label. (The draft's formula lacks the minus sign, with which the generator
+    would help the discriminator.) The baseline -log sigmoid(w'h) predicts the reward: sigmoid(w'h) learns q by
+    cross-entropy and passes no gradient to h, so the generator's only gradient is the policy's.
     """
 
     name = "adversarial"
@@ -67,11 +67,11 @@ class AdversarialObjective(ElectraObjective):
     lowered_losses: ClassVar[tuple[str, ...]] = ()
 
     def comparable_loss(self, metrics: Mapping[str, Number]) -> float:
-        """The discriminator's, since the policy's is no measure of anything."""
+        """Returns the discriminator's loss, since the policy's measures no progress."""
         return self.config.objective.disc_weight * float(metrics["discriminator_loss"] or 0)
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """As `electra`; the generator's loss is its cross-entropy, which is measured and not trained."""
+        """Adds to the metrics of `electra`; the generator's cross-entropy is measured but not trained."""
         weights = self.config.objective
         policy_loss = ratio(totals, "policy_loss", "masked_weight")
         baseline_loss = ratio(totals, "baseline_loss", "masked_weight")

@@ -19,10 +19,10 @@ from electra_fast.ops.vocabulary_nll import vocabulary_nll
 
 @dataclass(frozen=True)
 class AllTokensMLMObjective(ReplaceMLMObjective):
-    """As `replace-mlm`, with the encoder's loss over all tokens: -log(D [x = input] + (1 - D) softmax(x)), their mean.
+    """`replace-mlm` with the encoder's loss over all tokens: the mean of -log(D [x = input] + (1 - D) softmax(x)).
 
-    D = sigmoid(c) is the probability to copy the input. -c is therefore a detector of replaced tokens, whose accuracy,
-    precision, recall and AUC are reported as a discriminator's.
+    D = sigmoid(c) is the probability of copying the input, so -c detects replaced tokens. Its accuracy, precision,
+    recall and AUC are reported as those of a discriminator.
     """
 
     name = "all-tokens-mlm"
@@ -33,7 +33,7 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
     encoder_denominator = "tokens"
 
     def describe(self, role: str) -> tuple[str, str]:
-        """By role."""
+        """Returns the text for a role."""
         title, summary = super().describe(role)
         copies = " Its logits are those of the softmax; the head that decides whether to copy a token is left out."
         return title, summary + (copies if role == "encoder" else "")
@@ -55,7 +55,7 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
         loss = batch.mean(self.gen_weight * generated.loss, "masked_weight")
         loss = loss + batch.mean(weights.encoder_weight * encoder_loss, "tokens")
         _, copy_totals = losses.rtd_loss(-copy_T.detach(), replaced_T, inputs.valid_T)
-        del copy_totals["discriminator_loss"]  # of a probability that the softmax completes
+        del copy_totals["discriminator_loss"]  # D is only part of the predicted probability
         totals = generated.totals(inputs.slots, "generator") | copy_totals
         totals |= {
             "encoder_loss": encoder_loss.detach(),
@@ -64,5 +64,5 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
         return Output(loss, totals, Predictions(corrupted_T, replaced_T, -copy_T.detach(), inputs.valid_T))
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """The encoder's loss in nats per token; its accuracy is that of the softmax at the masked positions."""
+        """Reports the encoder's loss in nats per token, and the softmax's accuracy at the masked positions."""
         return super().metrics(totals) | detection_metrics(totals, "tokens")

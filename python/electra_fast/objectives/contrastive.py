@@ -1,4 +1,4 @@
-"""The sentence-level contrastive loss of the paper's Appendix H, which asks whether a text is as it was written.
+"""The sentence-level contrastive loss of the paper's Appendix H, which detects changed segments.
 
 Shapes: B rows, L row length, T = B*L flat tokens, M masked slots, D hidden.
 """
@@ -14,14 +14,14 @@ from electra_fast.objectives.losses import NetworkInputs, Totals, random_words
 from electra_fast.ops import operations as ops
 
 WHOLE = 0.2
-"""The probability that a segment is left as it was."""
+"""The probability that a segment is left unchanged."""
 _STREAM = 4
 
 
 def keep_some_whole(inputs: NetworkInputs, sample_M: Tensor, rng_key: RngKey) -> Tensor:
-    """The samples, with the original tokens in their place in a fifth of the attention segments; int64 [M].
+    """Replaces the samples by the original tokens in a fifth of the attention segments; int64 [M].
 
-    Which segments depends on seed, step, row within the step and the column of their first token.
+    The choice depends on seed, step, row within the step and the column of the segment's first token.
     """
     is_whole_T = (random_words(rng_key, _first_column(inputs), _STREAM) < round(WHOLE * 2**32)).flatten()
     return torch.where(inputs.slots.of_tokens(is_whole_T), inputs.slots.target_M, sample_M)
@@ -30,7 +30,7 @@ def keep_some_whole(inputs: NetworkInputs, sample_M: Tensor, rng_key: RngKey) ->
 def sentence_loss(
     model: Electra, inputs: NetworkInputs, hidden_TD: Tensor, replaced_T: Tensor
 ) -> tuple[Tensor, Totals]:
-    """Binary cross-entropy of `sentence_head` summed over all [CLS]; positive = a token of the segment is replaced."""
+    """Sums the binary cross-entropy of `sentence_head` over all [CLS]; positive: a token of the segment is replaced."""
     first_BL = _first_column(inputs)
     num_rows, length = first_BL.shape
     first_T = (first_BL + torch.arange(num_rows, device=first_BL.device)[:, None] * length).flatten()
@@ -46,6 +46,6 @@ def sentence_loss(
 
 
 def _first_column(inputs: NetworkInputs) -> Tensor:
-    """The column of the [CLS] of each token's segment, since positions count from there; int64 [B, L]."""
+    """Returns the column of each token's [CLS], from which its position counts; int64 [B, L]."""
     positions_BL = inputs.context[0].view(inputs.masked_ids_BL.shape).long()
     return torch.arange(positions_BL.shape[1], device=positions_BL.device) - positions_BL

@@ -1,4 +1,4 @@
-"""`electra`: replaced-token detection. A small generator fills the masks, the discriminator finds what it changed."""
+"""`electra`: replaced-token detection. A small generator fills the masks; the discriminator finds its changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from electra_fast.objectives.objective import MicroBatch, Number, Objective, Out
 
 @dataclass(frozen=True)
 class GeneratorObjective(Objective):
-    """Has a generator beside the network that is its result: a smaller network, or a fixed distribution."""
+    """An objective that has a generator, a smaller network or a fixed distribution, besides its result."""
 
     @property
     def gen_weight(self) -> float:
@@ -26,25 +26,25 @@ class GeneratorObjective(Objective):
         return self.config.objective.gen_weight
 
     def generator_metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Loss in nats per masked token, and accuracy; None for a fixed distribution."""
+        """Returns loss in nats per masked token, and accuracy; None for a fixed distribution."""
         is_network = self.config.generator.kind == "model"
         names = {"generator_loss": "generator_loss", "generator_accuracy": "generator_correct"}
         return {name: ratio(totals, total, "masked_weight") if is_network else None for name, total in names.items()}
 
     def generator_loss(self, totals: Mapping[str, float]) -> float:
-        """Its part of the loss."""
+        """Returns the generator's part of the loss."""
         return self.gen_weight * ratio(totals, "generator_loss", "masked_weight")
 
 
 @dataclass(frozen=True)
 class ElectraObjective(GeneratorObjective):
-    """gen_weight * masked language modelling of the generator + disc_weight * replaced-token detection.
+    """gen_weight * masked language modeling of the generator + disc_weight * replaced-token detection.
 
     No gradient flows from the discriminator to the generator through the samples. With a corrective weight, the
     discriminator also predicts the original tokens at the masked positions of the corrupted text, through a head of its
-    own and its embedding table (after the corrective language modelling of COCO-LM, arXiv 2102.08473, which has a loss
-    over all tokens and a copy mechanism). With a contrastive weight, a fifth of the segments stay whole, and a head on
-    [CLS] tells them (`contrastive`).
+    own and its embedding table (after the corrective language modeling of COCO-LM, arXiv 2102.08473, which has a loss
+    over all tokens and a copy mechanism). With a contrastive weight, a fifth of the segments stay unchanged, and a head
+    on [CLS] recognizes them (`contrastive`).
     """
 
     name = "electra"
@@ -68,14 +68,14 @@ class ElectraObjective(GeneratorObjective):
     """The total that counts the tokens of the discriminator's loss."""
 
     def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weight of the masked slots and the number of tokens; of segments where they have a loss."""
+        """Adds the number of segments if they have a loss."""
         found = super().loss_denominators(batch)
         if self.config.objective.contrastive_weight:
             found["segments"] = ((batch["position_ids"] == 0) & (batch["segment_ids"] > 0)).sum().double()
         return found
 
     def counted(self, inputs: NetworkInputs, rng_key: RngKey) -> Tensor:
-        """The tokens of the discriminator's loss, bool [T]: all that are not padding."""
+        """Returns the mask of the discriminator's loss: all tokens except padding; bool [T]."""
         return inputs.valid_T
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
@@ -110,9 +110,9 @@ class ElectraObjective(GeneratorObjective):
         return Output(loss, totals, Predictions(corrupted_T, replaced_T, logits_T.detach(), counted_T))
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Losses in nats per masked token and per token, accuracies, precision and recall of "replaced".
+        """Returns losses in nats per masked token and per token, accuracies, precision and recall of "replaced".
 
-        The discriminator's are over the tokens that its loss is over.
+        The discriminator's metrics cover the tokens of its loss.
         """
         weights = self.config.objective
         discriminator_loss = ratio(totals, "discriminator_loss", self.denominator)
@@ -135,7 +135,7 @@ class ElectraObjective(GeneratorObjective):
         return report(found | {"loss": loss})
 
     def describe(self, role: str) -> tuple[str, str]:
-        """By role."""
+        """Returns the text for a role."""
         if role == "discriminator":
             summary = "A text encoder pre-trained to tell which tokens of its input a generator replaced."
         else:
@@ -144,7 +144,7 @@ class ElectraObjective(GeneratorObjective):
 
 
 def detection_metrics(totals: Mapping[str, float], denominator: str) -> dict[str, Number]:
-    """Accuracy, precision and recall of "replaced" over the tokens that a total counts, and how many of them are."""
+    """Returns accuracy, precision and recall of "replaced" over the tokens of `denominator`, and their fraction."""
     return {
         "discriminator_accuracy": ratio(totals, "discriminator_correct", denominator),
         "discriminator_precision": ratio(totals, "true_positives", "predicted_positives"),

@@ -1,7 +1,7 @@
-"""The pieces that objectives share: what the networks read, the samples, the corrupted text, and the losses.
+"""Shared parts of objectives: network inputs, samples, corrupted text, and losses.
 
-All shapes are static (unused mask slots write to a spare position after the flat buffer), and nothing is read back
-to the host. Losses are sums; an objective divides them by the denominators of the whole step.
+All shapes are static (unused mask slots write to a spare position after the flat buffer), and nothing synchronizes
+with the host. Losses are sums; an objective divides them by the denominators of the whole step.
 
 Shapes: B rows, L row length, T = B*L flat tokens, M = B*N masked slots, D hidden.
 """
@@ -39,11 +39,11 @@ class Slots:
     weight_M: Tensor
 
     def of_tokens(self, x_T: Tensor) -> Tensor:
-        """What stands at the slots; unused ones read any token, since their weight is 0; [T] → [M]."""
+        """Gathers values at the slots; unused slots, whose weight is 0, read any token; [T] → [M]."""
         return x_T[self._readable(x_T.shape[0])]
 
     def of_states(self, x_TD: Tensor) -> Tensor:
-        """`of_tokens` of differentiable vectors; [T, D] → [M, D]."""
+        """Gathers vectors as `of_tokens`, differentiably; [T, D] → [M, D]."""
         return ops.gather_rows(x_TD, self._readable(x_TD.shape[0]))
 
     def _readable(self, num_tokens: int) -> Tensor:
@@ -52,9 +52,9 @@ class Slots:
 
 @dataclass(frozen=True)
 class NetworkInputs:
-    """A micro-batch as the networks read it: the masked ids, what stands beside them, and the masked slots.
+    """A micro-batch as the networks read it.
 
-    `context` is what `Electra.hidden` takes after the ids. `sampled_M` are samples that come with the batch, int64.
+    `context` has the arguments of `Electra.hidden` after the ids. `sampled_M` are samples given with the batch, int64.
     """
 
     masked_ids_BL: Tensor
@@ -65,12 +65,12 @@ class NetworkInputs:
 
 
 def read_inputs(model: Electra, batch: MicroBatch) -> NetworkInputs:
-    """The inputs of a packed micro-batch.
+    """Returns the inputs of a packed micro-batch.
 
-    An entry `sampled_ids` (int64, as `masked_ids`) has samples that take the place of the generator's own.
+    Its entry `sampled_ids` (int64, shaped as `masked_ids`), if present, replaces the generator's samples.
     """
     tensors = batch.tensors
-    # Compiled code must not depend on the number of offsets, which grows with the batches, where nothing reads them.
+    # Compiled code must not depend on the varying number of offsets if nothing reads them.
     cu_seqlens = tensors["cu_seqlens"] if reads_offsets(batch.compute.attention) else None
     shape = model.config.model
     mask = AttentionMask.packed(tensors["segment_ids"], cu_seqlens, batch.compute.attention, shape.local_attention)
@@ -102,7 +102,7 @@ def _slots(batch: Mapping[str, Tensor], first_row: int | Tensor) -> Slots:
 
 @dataclass(frozen=True)
 class Generated:
-    """Answers at the masked slots: their summed cross-entropy, samples if wanted, whether the argmax is right."""
+    """Predictions at the masked slots: summed cross-entropy, samples if requested, correctness of the argmax."""
 
     loss: Tensor
     sample_M: Tensor | None
@@ -110,12 +110,12 @@ class Generated:
 
     @property
     def drawn_M(self) -> Tensor:
-        """The samples, which were wanted."""
+        """The samples; they must have been requested."""
         assert self.sample_M is not None
         return self.sample_M
 
     def totals(self, slots: Slots, role: str) -> Totals:
-        """The loss, the weight of the slots and the weight of those where the argmax is right."""
+        """Returns the loss, the slots' weight, and the weight of slots with a correct argmax."""
         return {
             f"{role}_loss": self.loss.detach(),
             "masked_weight": slots.weight_M.sum(),
@@ -124,10 +124,10 @@ class Generated:
 
 
 def generate(model: Electra, inputs: NetworkInputs, rng_key: RngKey | None) -> Generated:
-    """Runs the generator over the masked text; without a key nothing is sampled.
+    """Runs the generator over the masked text; samples nothing without a key.
 
-    A generator that is a fixed distribution has samples only, and a loss of 0; so has a model without a generator
-    whose batch brings samples.
+    With a fixed distribution, or without a generator but with samples in the batch, there are only samples, and the
+    loss is 0.
     """
     slots, given_M = inputs.slots, inputs.sampled_M
     if given_M is not None and "generator" not in model.networks:
@@ -149,7 +149,7 @@ def _samples_alone(sample_M: Tensor) -> Generated:
 def predict(
     config: Config, head: MaskedLMHead, table_VE: Tensor, hidden_MD: Tensor, slots: Slots, rng_key: RngKey | None
 ) -> Generated:
-    """What a head makes of the hidden states at the masked slots, against the tokens that are masked there."""
+    """Predicts the masked tokens from the hidden states at the masked slots; samples only with a key."""
     objective = config.objective
     return Generated(
         *ops.generator_head(
@@ -167,13 +167,13 @@ def predict(
 
 
 def corrupt(inputs: NetworkInputs, sample_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The text with the samples in place of the masks, and which of its tokens differ from the original; [T] each."""
+    """Returns the text with samples in place of masks, and which tokens differ from the original; [T] each."""
     slots = inputs.slots
     return ops.corrupt(inputs.masked_ids_BL, slots.position_M, slots.target_M, sample_M)
 
 
 def rtd_loss(logits_T: Tensor, replaced_T: Tensor, counted_T: Tensor) -> tuple[Tensor, Totals]:
-    """The discriminator's binary cross-entropy summed over the tokens that count, and its totals over them."""
+    """Sums the discriminator's binary cross-entropy and its metric totals over the tokens that count."""
     loss, totals_5 = ops.discriminator_loss(logits_T, replaced_T, counted_T)
     return loss, {
         "discriminator_loss": loss.detach(),
@@ -182,13 +182,13 @@ def rtd_loss(logits_T: Tensor, replaced_T: Tensor, counted_T: Tensor) -> tuple[T
 
 
 def random_words(rng_key: RngKey, column_BL: Tensor, stream: int) -> Tensor:
-    """32 random bits for each element, a function of seed, step, row within the step and column; int64 [B, L].
+    """Returns 32 random bits per element, a function of seed, step, row within the step and column; int64 [B, L].
 
     Args:
-        rng_key: Of the micro-batch.
-        column_BL: Elements of a row with the same number have the same bits, int64.
-        stream: Tells apart what is drawn: the last word of Philox' counter. 0 to 2 belong to `sampling`, 5 to
-            `training.corruptor`, 2^16 and more to dropout.
+        rng_key: The micro-batch's key.
+        column_BL: Column numbers, int64; elements of a row with the same number get the same bits.
+        stream: Last word of Philox' counter, one per purpose: 0 to 2 belong to `sampling`, 5 to `training.corruptor`,
+            2^16 and more to dropout.
     """
     seed, step = rng_key.seed_and_step.unbind()
     row_B1 = torch.arange(column_BL.shape[0], device=column_BL.device)[:, None] + rng_key.first_row

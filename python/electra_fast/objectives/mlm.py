@@ -1,4 +1,4 @@
-"""`mlm`: masked language modelling of one full-size encoder, the BERT baseline."""
+"""`mlm`: masked language modeling of one full-size encoder, the BERT baseline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MaskedLMObjective(Objective):
         return Output(loss, generated.totals(inputs.slots, "generator") | {"tokens": inputs.valid_T.sum()})
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Loss in nats per masked token, and accuracy."""
+        """Returns loss in nats per masked token, and accuracy."""
         generator_loss = ratio(totals, "generator_loss", "masked_weight")
         return report(
             {
@@ -36,5 +36,5 @@ class MaskedLMObjective(Objective):
         )
 
     def describe(self, role: str) -> tuple[str, str]:
-        """Of the one encoder."""
-        return "Masked language model", "A text encoder pre-trained by masked language modelling."
+        """Returns the text for the encoder."""
+        return "Masked language model", "A text encoder pre-trained by masked language modeling."

@@ -1,4 +1,4 @@
-"""The contract of an objective: all that the training step, reports and exports ask it.
+"""The interface of an objective to the training step, reports and exports.
 
 A new objective is a subclass in a file of its own, an entry in `OBJECTIVES` and `config.objectives`, and its networks
 in `model.networks`.
@@ -31,12 +31,12 @@ METRICS = (
     "discriminator_recall",
     "replaced_fraction",
 )
-"""What every objective reports, None where it has no such thing; an objective may report more."""
+"""Metrics that every objective reports, None where they do not apply; an objective may report more."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch, and what its loss depends on besides the model.
+    """A micro-batch, and all else that its loss depends on besides the model.
 
     Args:
         tensors: Tensors of `data.loader.to_torch`.
@@ -52,13 +52,13 @@ class MicroBatch:
     denominators: Mapping[str, Tensor] = field(default_factory=dict)
 
     def mean(self, loss_sum: Tensor, denominator: str) -> Tensor:
-        """A sum of losses over one of the denominators, in fp32; a step without such tokens divides by 1."""
+        """Divides a sum of losses by a denominator, in fp32; by 1 if the step has no such tokens."""
         return loss_sum / self.denominators[denominator].clamp(min=1).float()
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What the discriminator read and answered, flat [T]: ids, labels, fp32 logits, and what is not padding."""
+    """The discriminator's inputs, labels and outputs, flat [T]; logits are fp32."""
 
     corrupted_ids_T: Tensor
     replaced_T: Tensor
@@ -68,7 +68,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Output:
-    """What a forward pass gives: the loss to minimize (scalar), metric totals (scalars on the device), predictions."""
+    """The result of a forward pass: the loss (scalar), metric totals (scalars on the device), predictions."""
 
     loss: Tensor
     totals: dict[str, Tensor]
@@ -81,14 +81,14 @@ Forward = Callable[[Electra, MicroBatch], Output]
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive steps that train the same parameters by the same loss, under a learning rate schedule of their own.
+    """Consecutive steps that train the same parameters by the same loss, with a learning-rate schedule of their own.
 
     Args:
-        name: What a run calls it when it begins.
-        objective: Whose `forward` computes the loss.
+        name: Its name in messages.
+        objective: Computes the loss.
         first_step: The stage's first step, counted from the run's start.
         num_steps: Length of the stage and of its schedule.
-        frozen: Submodules of the model that do not train, by name.
+        frozen: Names of the model's submodules that do not train.
     """
 
     name: str
@@ -109,16 +109,16 @@ class Objective(ABC):
     metric_totals: ClassVar[tuple[str, ...]]
     """Names of the totals that `forward` may return."""
     lowered_losses: ClassVar[tuple[str, ...]] = ("generator_loss", "encoder_loss", "discriminator_loss")
-    """Metrics, where an objective has them, that do not all rise for long while training goes well."""
+    """Metrics that, while training goes well, do not all rise for long."""
 
     def networks(self) -> dict[str, Network]:
-        """The networks by role."""
+        """Returns the networks by role."""
         return networks_of(self.config, self.name)
 
     def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the losses of a batch are divided by: fp64 scalars, to be added up over the micro-batches of a step.
+        """Returns the divisors of a batch's losses, fp64 scalars to be summed over the micro-batches of a step.
 
-        Unless an objective says otherwise, the weight of the masked slots and the number of tokens.
+        By default, the weight of the masked slots and the number of tokens.
         """
         return {
             "masked_weight": batch["masked_weights"].sum(dtype=torch.float64),
@@ -130,39 +130,39 @@ class Objective(ABC):
         """Computes the loss and the metric totals of one micro-batch, without synchronizing with the host.
 
         Args:
-            model: The networks. Dropout is applied in training mode.
-            batch: On the model's device.
+            model: The networks, which apply dropout in training mode.
+            batch: The micro-batch, on the model's device.
         """
 
     @abstractmethod
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """The metrics of a log window or an evaluation, from the metric totals over it."""
+        """Returns the metrics of a log window or an evaluation from its metric totals."""
 
     def comparable_loss(self, metrics: Mapping[str, Number]) -> float:
-        """By which the checkpoints of a run compare: the loss, unless an objective says otherwise."""
+        """Returns the loss by which checkpoints of a run are compared."""
         return float(metrics["loss"] or 0)
 
     @abstractmethod
     def describe(self, role: str) -> tuple[str, str]:
-        """Title and first sentence of the model card of an exported network."""
+        """Returns title and first sentence of an exported network's model card."""
 
     def stages(self) -> tuple[Stage, ...]:
-        """Its stages, in order; where one ends, the next begins. The last one ends with the run."""
+        """Returns the consecutive stages that make up the run."""
         return (Stage("pre-training", self, first_step=0, num_steps=self.config.train.steps),)
 
     def stage(self, step: int) -> Stage:
-        """The stage that a step (0-based) belongs to. Where it changes, the optimizer starts afresh."""
+        """Returns the stage of a step (0-based). The optimizer starts afresh with each stage."""
         return [stage for stage in self.stages() if stage.first_step <= step][-1]
 
     def begin_stage(self, model: Electra) -> None:  # noqa: B027  # most objectives have one stage
-        """Prepares a model that an earlier stage has trained, before the first step of a later one."""
+        """Prepares the model, trained by the stage before, for the first step of this stage."""
 
 
 def report(metrics: Mapping[str, Number]) -> dict[str, Number]:
-    """Some metrics, and None for those of `METRICS` that are not among them."""
+    """Adds None for absent `METRICS`."""
     return dict.fromkeys(METRICS) | dict(metrics)
 
 
 def ratio(totals: Mapping[str, float], numerator: str, denominator: str) -> float:
-    """The quotient of two totals; 0/0 is 0."""
+    """Divides two totals; 0/0 is 0."""
     return totals[numerator] / totals[denominator] if totals[denominator] else 0.0

@@ -1,4 +1,4 @@
-"""`replace-mlm`: masked language modelling of text in which a generator's samples stand for the masks (section 3.5)."""
+"""`replace-mlm`: masked language modeling with a generator's samples in place of [MASK] (section 3.5)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from electra_fast.objectives.objective import MicroBatch, Number, Output, ratio,
 
 @dataclass(frozen=True)
 class ReplaceMLMObjective(GeneratorObjective):
-    """gen_weight * masked language modelling of the generator + encoder_weight * the same of the encoder.
+    """gen_weight * masked language modeling of the generator + encoder_weight * the same of the encoder.
 
-    The encoder, of the model's size, reads the corrupted text and predicts the originals at the masked positions, also
-    where the sample is right. No gradient flows to the generator through the samples.
+    The full-size encoder reads the corrupted text and predicts the original tokens at all masked positions, including
+    those where the sample is correct. No gradient flows to the generator through the samples.
     """
 
     name = "replace-mlm"
@@ -43,7 +43,7 @@ class ReplaceMLMObjective(GeneratorObjective):
         return Output(loss, totals | {"replaced": replaced_T.sum(), "tokens": inputs.valid_T.sum()})
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Losses in nats per token that they are over, and accuracies at the masked positions."""
+        """Returns losses in nats per token of the loss, and accuracies at the masked positions."""
         encoder_loss = ratio(totals, "encoder_loss", self.encoder_denominator)
         return report(
             {
@@ -56,7 +56,7 @@ class ReplaceMLMObjective(GeneratorObjective):
         )
 
     def describe(self, role: str) -> tuple[str, str]:
-        """By role."""
+        """Returns the text for a role."""
         if role == "encoder":
             summary = "A text encoder pre-trained to predict the original tokens of text that a generator corrupted."
             return "Masked language model of corrupted text", summary

@@ -13,25 +13,25 @@ from electra_fast.objectives.objective import Stage
 
 @dataclass(frozen=True)
 class TwoStageObjective(ElectraObjective):
-    """Half of the steps masked language modelling, half replaced-token detection against a frozen generator.
+    """Masked language modeling for half of the steps, then replaced-token detection against the frozen generator.
 
-    As an objective of its own it is the second stage, whose loss is the discriminator's.
+    The class itself is the objective of the second stage, whose loss is the discriminator's.
     """
 
     name = "two-stage"
-    lowered_losses = ("discriminator_loss",)  # the generator's stays as it is
+    lowered_losses = ("discriminator_loss",)  # the generator's stays constant
 
     @property
     def gen_weight(self) -> float:
-        """The generator does not train beside the discriminator."""
+        """0: the generator does not train together with the discriminator."""
         return 0.0
 
     def stages(self) -> tuple[Stage, ...]:
-        """The generator's and the discriminator's; of an odd number of steps the second has one more."""
+        """Returns the generator's and the discriminator's stage, which gets the extra step of an odd number."""
         steps = self.config.train.steps
         first, name = steps // 2, "replaced-token detection against the frozen generator"
         return (
-            Stage("masked language modelling", MaskedLMObjective(self.config), 0, first, frozen=PARTS["discriminator"]),
+            Stage("masked language modeling", MaskedLMObjective(self.config), 0, first, frozen=PARTS["discriminator"]),
             Stage(name, self, first, steps - first, frozen=PARTS["generator"]),
         )
 
