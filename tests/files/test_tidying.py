@@ -157,7 +157,7 @@ def test_leftovers_that_are_busy_end_nothing(tmp_path, busy, capsys, left):
     (tmp_path / "checkpoints/step-9").rmdir()
     (tmp_path / "checkpoints/step-2/state.json").write_text("{")
     directory, (warning,) = checkpoint_folder.recover_run(tmp_path)
-    assert directory.name == "step-1" and "now called damaged-damaged-step-2" in warning
+    assert directory.name == "step-1" and "renamed to damaged-damaged-step-2" in warning
     said = capsys.readouterr().err
     assert all(f"warning: {path}: not removed" in said for path in leftovers) and len(said.splitlines()) == 3
     assert all(os.path.lexists(path) for path in leftovers)

@@ -146,7 +146,7 @@ class TestGoingBack:
         again = ("pretrain", "--out", out, "--train.steps", 24)
         done = cli(*again, "--from", "step-21", "--train.max_minutes", 1e-9)
         assert done.returncode == 75 and "checkpoint written at step 22 of 24" in done.stderr
-        assert "step-27: left; now called left-step-27" in done.stderr
+        assert "step-27: renamed to left-step-27" in done.stderr
         assert cli(*again, "--train.max_minutes", 0).returncode == 0
         assert_same_run(out, whole_run)
         assert (out / "changes.jsonl").read_text() == "" and checkpoint_folder.steps(out) == [21, 22, 24]

@@ -1,1 +1,1 @@
-"""Files that appear whole or not at all, JSON files, and folders of checkpoints."""
+"""Atomic files, JSON files, and folders of checkpoints."""

@@ -1,7 +1,4 @@
-"""Atomic replacement of files and folders: written under a temporary name, synced to disk, then renamed.
-
-`foreign_names` tells what a kill or a full disk has left of that from what belongs to somebody.
-"""
+"""Atomic replacement of files and folders: written under a temporary name, synced to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def errors_named(path: Path) -> Iterator[None]:
-    """Gives an `OSError` of `write` or `fsync`, which know no names, that of the file being written."""
+    """Adds the name of the file being written to an `OSError` of `write` or `fsync`, which lacks one."""
     try:
         yield
     except OSError as error:
@@ -39,8 +36,8 @@ def errors_named(path: Path) -> Iterator[None]:
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Calls `write` with an empty temporary folder, which then replaces `folder`.
 
-    If `write` raises, `folder` is unchanged. After a kill it is the old one, the new one, or, between
-    the two renames, the old one under a temporary name, which `recover` restores.
+    If `write` raises, `folder` is unchanged. After a kill, `folder` is old or new; or, between the two renames, the old
+    one has a temporary name, from which `recover` restores it.
     """
     final = folder.resolve()
     temporary, replaced = _temporary_names(final)
@@ -65,37 +62,31 @@ def recover(folder: Path) -> None:
     if replaced.exists() and not folder.exists():
         os.replace(replaced, folder)
     for leftover in (temporary, replaced):
-        remove(leftover)  # of a file: the one that it was to replace is there or never was
+        remove(leftover)  # a temporary file's original is intact or never existed
 
 
 def recover_all(parent: Path) -> None:
-    """Calls `recover` for all in `parent` that has leftovers; nothing else may write to `parent`."""
+    """Calls `recover` for everything in `parent` that has leftovers; nothing else may write to `parent` meanwhile."""
     names, endings = [path.name for path in parent.glob(".*")], (_WRITING, _REPLACED)
     for name in {name[1:].removesuffix(end) for name in names for end in endings if name.endswith(end)}:
         recover(parent / name)
 
 
 def remove(path: Path) -> None:
-    """Removes a file or folder that is no longer needed, if it exists; of a symbolic link, the link alone.
-
-    What cannot be removed is a warning on standard error: tidying is no reason to lose work.
-    """
+    """Removes a file, folder or symbolic link that is no longer needed, if it exists; warns if that fails."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
     except FileNotFoundError:
-        pass  # somebody else is removing it too
+        pass  # removed concurrently
     except OSError as error:
         print(f"warning: {path}: not removed ({error.strerror}); it is no longer needed", file=sys.stderr)
 
 
 def foreign_names(folder: Path) -> list[str]:
-    """Names of what a folder holds, except for a lock, temporary files and folders of this module, and empty folders.
-
-    Those are what a kill or a full disk leaves of work that has only just begun. Nothing if there is no folder.
-    """
+    """Returns a folder's entries other than leftovers of interrupted work: lock, temporary names and empty folders."""
     return sorted(path.name for path in folder.iterdir() if not _is_leftover(path)) if folder.exists() else []
 
 

@@ -1,8 +1,8 @@
-"""A run's checkpoints as folders: which there are, their state, and whether every byte is as it was written.
+"""The folders of a run's checkpoints, their state and checksums.
 
-`RUN/checkpoints/step-N/` holds config.toml, model.safetensors, optimizer.safetensors and state.json; the
-last has the training state and the checksums of all. What is in the tensors is `checkpoint`'s business.
-The folder of a seed that is fine-tuned has checkpoints of the same form, without config.toml.
+`RUN/checkpoints/step-N/` holds config.toml, model.safetensors, optimizer.safetensors and state.json, which has the
+training state and all checksums. `checkpoint` reads and writes the tensors. Each seed of a fine-tuning has checkpoints
+of the same form without config.toml.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DAMAGED, _LEFT = "damaged-", "left-"
 
 @dataclass
 class LogWindow:
-    """What has added up since the last line of metrics.jsonl: metric totals by name, steps, seconds of training."""
+    """Sums since the last line of metrics.jsonl: metric totals by name, steps, seconds of training."""
 
     totals: dict[str, float] = field(default_factory=dict)
     steps: int = 0
@@ -40,7 +40,7 @@ class LogWindow:
 
 @dataclass
 class LossHistory:
-    """The losses of a stage in averages over many steps, by the metric's name: what tells a run that has diverged."""
+    """The losses of a stage, averaged over many steps and keyed by metric, for detecting divergence."""
 
     lowest: dict[str, float] = field(default_factory=dict)
     """The lowest averages so far."""
@@ -48,51 +48,51 @@ class LossHistory:
     """Sums over the steps since the last average."""
     steps: int = 0
     num_lost: int = 0
-    """How many averages in a row were far above the lowest."""
+    """Consecutive averages far above the lowest."""
 
 
 @dataclass
 class TrainState:
-    """Where a run stands, besides its tensors: what state.json of a checkpoint stores."""
+    """The state of a run besides its tensors, stored in state.json of a checkpoint."""
 
     step: int = 0
     tokens: int = 0
-    """Tokens trained on, up to the last line of metrics.jsonl."""
+    """Tokens trained on up to the last line of metrics.jsonl."""
     seconds: float = 0.0
     """Time spent on steps."""
     log_window: LogWindow = field(default_factory=LogWindow)
     corpus: str | None = None
-    """Content hash of the corpus; of several, HASH:WEIGHT of each."""
+    """Content hash of the corpus; for several, HASH:WEIGHT of each."""
     loader: dict[str, Any] | None = None
     """`BatchLoader.state`; None for an imported model whose training has not started."""
     imported: bool = False
-    """Whether the run continued from Hugging Face folders."""
+    """True if the run started from Hugging Face folders."""
     token_type_1_trained: bool = False
-    """Whether token type 1 has occurred in training, here or before an import."""
+    """True if token type 1 has occurred in training, here or before an import."""
     best_step: int | None = None
-    """Of the checkpoint with the lowest loss of the current stage, which is not removed; the newest that has not
-    diverged until a loss has been measured."""
+    """Step of the best checkpoint, which is kept: that with the lowest loss of the current stage or, before any loss is
+    measured, the newest that has not diverged."""
     best_loss: float | None = None
-    """That loss; None until then."""
+    """Its loss; None before any is measured."""
     best_by: str = ""
-    """Where it was measured: "validation", or "training" in a run without evaluations."""
+    """Data of that loss: "validation", or "training" in a run without evaluations."""
     history: LossHistory = field(default_factory=LossHistory)
 
 
 def steps(run: Path) -> list[int]:
-    """Steps of a run's checkpoints, ascending."""
+    """Returns the steps of a run's checkpoints, ascending."""
     folder = run / "checkpoints"
     names = (_NAME.fullmatch(entry.name) for entry in folder.iterdir()) if folder.is_dir() else ()
     return sorted(int(match[1]) for match in names if match)
 
 
 def path_of(run: Path, step: int) -> Path:
-    """The folder of a run's checkpoint."""
+    """Returns the folder of a run's checkpoint."""
     return run / "checkpoints" / f"step-{step}"
 
 
 def latest(run: Path) -> Path:
-    """A run's newest checkpoint; FileNotFoundError when it has none."""
+    """Returns a run's newest checkpoint. Raises FileNotFoundError if it has none."""
     known = steps(run)
     if not known:
         raise FileNotFoundError(f"{run}: no checkpoint here (looked for {run / 'checkpoints' / 'step-N'})")
@@ -100,7 +100,7 @@ def latest(run: Path) -> Path:
 
 
 def at_step(run: Path, step: int) -> Path:
-    """A run's checkpoint of a step; FileNotFoundError names those that it has."""
+    """Returns a run's checkpoint of a step. Raises FileNotFoundError naming the existing ones."""
     known = steps(run)
     if step not in known:
         kept = f"it has {', '.join(f'step-{each}' for each in known)}" if known else "it has none"
@@ -109,7 +109,7 @@ def at_step(run: Path, step: int) -> Path:
 
 
 def require_config(run: Path) -> None:
-    """FileNotFoundError where a folder has checkpoints but lacks the config.toml that makes it a run."""
+    """Raises FileNotFoundError if a folder has checkpoints but no config.toml."""
     if steps(run) and not (run / "config.toml").exists():
         raise FileNotFoundError(
             f"{run / 'config.toml'}: missing, though there are checkpoints; copy {latest(run) / 'config.toml'} there"
@@ -117,20 +117,20 @@ def require_config(run: Path) -> None:
 
 
 def seal(directory: Path, state: DataclassInstance) -> None:
-    """Writes state.json, with the checksums of all files that are there already."""
+    """Writes state.json with the checksums of all files in the folder."""
     content = {"version": STATE_VERSION, **asdict(state)}
     write_object(directory / STATE, sealed(content, directory, sorted(directory.iterdir())))
 
 
 def sealed(content: Mapping[str, Any], directory: Path, files: Iterable[Path]) -> dict[str, Any]:
-    """A JSON object with the checksums of files in a folder, and its own, as `verify` expects it there."""
+    """Adds the checksums of files in a folder, and its own, to a JSON object."""
     hashes = {file.relative_to(directory).as_posix(): _sha256(file) for file in files}
     content = {**content, "files": hashes}
     return content | {"checksum": _checksum(content)}
 
 
 def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
-    """What `sealed` made, without its own checksum; FileNotFoundError or ValueError where it is not as written."""
+    """Reads an object of `sealed`. Raises FileNotFoundError or ValueError if it is missing or damaged."""
     try:
         content = read_object(path)
     except FileNotFoundError:
@@ -143,7 +143,7 @@ def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def read_state(directory: Path) -> TrainState:
-    """A checkpoint's state; FileNotFoundError or ValueError where it is not as written, or not of this format."""
+    """Reads a checkpoint's state. Raises FileNotFoundError, or ValueError for damage or another format."""
     content = read_sealed(directory / STATE, _remedy(directory))
     if content.get("version") != STATE_VERSION:
         raise InputError(
@@ -154,7 +154,7 @@ def read_state(directory: Path) -> TrainState:
 
 
 def verify(directory: Path, *names: str) -> None:
-    """Compares files of a checkpoint (all of them by default) with their checksums.
+    """Checks files of a checkpoint, by default all, against their checksums.
 
     Raises FileNotFoundError or ValueError naming the first file that is missing or damaged.
     """
@@ -163,7 +163,7 @@ def verify(directory: Path, *names: str) -> None:
 
 
 def verify_files(directory: Path, checksums: Mapping[str, str | None], remedy: str) -> None:
-    """Compares files with their checksums; FileNotFoundError or ValueError names the first missing or damaged one."""
+    """Checks files. Raises FileNotFoundError or ValueError naming the first missing or damaged one."""
     for name, expected in checksums.items():
         path = directory / name
         if not path.is_file():
@@ -173,9 +173,9 @@ def verify_files(directory: Path, checksums: Mapping[str, str | None], remedy: s
 
 
 def recover_run(run: Path, or_else: str = "start again with another --out") -> tuple[Path, list[str]]:
-    """The newest intact checkpoint of a run, and what is wrong with newer ones, which are renamed.
+    """Returns the newest intact checkpoint of a run, and warnings about damaged newer ones, which it renames.
 
-    Raises ValueError where no checkpoint is intact, and then renames none; `or_else` is what to do if there is no copy.
+    Raises ValueError, without renaming any, if no checkpoint is intact; its message suggests `or_else`.
     """
     damaged: list[tuple[Path, str]] = []
     for step in reversed(steps(run)):
@@ -191,25 +191,25 @@ def recover_run(run: Path, or_else: str = "start again with another --out") -> t
 
 
 def remove_unfinished(run: Path) -> None:
-    """Removes what a kill left half-written."""
+    """Removes partial writes."""
     if (run / "checkpoints").is_dir():
         atomic_files.recover_all(run / "checkpoints")
 
 
 def set_aside_after(run: Path, step: int) -> list[str]:
-    """Renames a run's checkpoints after a step, the newest first, and tells which."""
+    """Renames a run's checkpoints after a step, the newest first; returns messages about them."""
     later = reversed([path_of(run, each) for each in steps(run) if each > step])
-    return [f"{path}: left; now called {_rename(path, _LEFT).name}, which you may remove" for path in later]
+    return [f"{path}: renamed to {_rename(path, _LEFT).name}; you may remove it" for path in later]
 
 
 def _set_aside(directory: Path, reason: str) -> str:
-    return f"{reason}; that checkpoint is not used and now called {_rename(directory, _DAMAGED).name}"
+    return f"{reason}; the checkpoint is not used and renamed to {_rename(directory, _DAMAGED).name}"
 
 
 def _rename(directory: Path, prefix: str) -> Path:
     target = directory.with_name(prefix + directory.name)
     atomic_files.remove(target)
-    while os.path.lexists(target):  # it could not be removed
+    while os.path.lexists(target):  # removal failed
         target = target.with_name(prefix + target.name)
     os.replace(directory, target)
     return target

@@ -1,4 +1,4 @@
-"""JSON files: single objects, and logs of one record per line that a resumed run truncates to its step."""
+"""JSON files: single objects, and logs with one record per line, which a resumed run truncates to its step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import errors_named, replace_file
 from electra_fast.messages import UNSAFE
 
-# Nothing here is nested half as deep, and Python's recursion ends at a thousand.
+# Our files are nested less than half as deep; Python's recursion limit is a thousand.
 _MAX_DEPTH = 100
 
 T = TypeVar("T")
 
 
 def check_depth(content: Any) -> None:
-    """Raises ValueError for objects and lists that are nested too deeply to be handled."""
+    """Raises ValueError for objects and lists that are nested too deeply."""
     level = [content]
     for _ in range(_MAX_DEPTH):
         nested = [each for each in level if isinstance(each, (dict, list))]
@@ -31,12 +31,12 @@ def check_depth(content: Any) -> None:
 
 
 def reason_of(error: ValueError | RecursionError) -> str:
-    """Why Python does not parse what is valid JSON or TOML."""
+    """Returns why Python fails to parse valid JSON or TOML."""
     return "nested too deeply" if isinstance(error, RecursionError) else "an integer of thousands of digits"
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON says; ValueError also for what is nested too deeply."""
+    """Parses JSON. Raises ValueError also for deep nesting."""
     try:
         content = json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -48,7 +48,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises FileNotFoundError, or ValueError naming the file."""
+    """Reads the JSON object in a file. Raises FileNotFoundError, or ValueError naming the file."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -61,9 +61,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def record_of(kind: type[T], table: Any, place: str) -> T:
-    """The dataclass of which `asdict` made an object; absent fields have their defaults.
+    """Makes a dataclass from an object of `asdict`; absent fields get their defaults.
 
-    Raises ValueError, which begins with `place` and the field's name, where a value is not of the field's type.
+    Raises ValueError, naming `place` and the field, if a value is not of the field's type.
     """
     if not isinstance(table, dict):
         raise InputError(f"{place}: not an object")
@@ -94,7 +94,7 @@ def _is_of(value: Any, hint: Any) -> bool:
 
 
 def json_text(content: Mapping[str, Any]) -> str:
-    """An object on one line, with its newline; only what would do something to a terminal is escaped."""
+    """Returns an object as a line of JSON in which only terminal control characters are escaped."""
     text = json.dumps(content, ensure_ascii=False)
     return UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], text) + "\n"
 
@@ -106,12 +106,12 @@ def write_object(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class JsonLines:
-    """A log of one JSON object per line, each with a `step`; flushed after every line, truncated on resume."""
+    """A log with one JSON object per line, each with a `step`; flushed after every line, truncated on resume."""
 
     def __init__(self, path: Path, last_step: int) -> None:
         """Opens for appending, after dropping records past `last_step` and an incomplete last line.
 
-        Raises ValueError, naming the line, if another line is not a record; nothing is dropped then.
+        Raises ValueError naming the line, and drops nothing, if another line is not a record.
         """
         kept = [line for line, record in _complete_lines(path) if record["step"] <= last_step]
         replace_file(path, b"".join(kept))
@@ -134,12 +134,12 @@ class JsonLines:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a `JsonLines` file; none if it is missing. Raises ValueError naming a damaged line."""
+    """Returns the records of a `JsonLines` file, if it exists. Raises ValueError naming a damaged line."""
     return [record for _, record in _complete_lines(path)]
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The complete lines of a log with their records; a kill may leave an incomplete one."""
+    """Yields the complete lines of a log with their records; a kill may leave an incomplete line."""
     if not path.exists():
         return
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
