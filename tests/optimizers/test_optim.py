@@ -276,7 +276,7 @@ def test_frozen_parameters_are_left_out(rule):
     other = Optimizer(named.items(), config)
     other.load_state_dict(state)
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in state.items())
-    with pytest.raises(ValueError, match="only one of the two has exp_avg.wide.weight"):
+    with pytest.raises(ValueError, match="only one of them has exp_avg.wide.weight"):
         Optimizer(parameters().items(), config).load_state_dict(state)
 
 

@@ -243,7 +243,7 @@ def check_transfers(changes):
             parameter.mul_(2)
         assert run(model, micro_batch).loss == objective.forward(expected, micro_batch).loss != before
     if rank == 0:
-        with pytest.raises(ValueError, match=r"embeddings.token is \[51, 32\], and what is to fill it \[2, 2\]"):
+        with pytest.raises(ValueError, match=r"embeddings.token is \[51, 32\], but its new value is \[2, 2\]"):
             name = next(name for name in whole if name.endswith("embeddings.token"))
             shards.scatter(name, torch.zeros(2, 2), moments[name])
 

@@ -1,1 +1,1 @@
-"""Optimizers: one file per update rule, the contract that rules share, and the optimizer that applies one of them."""
+"""Optimizers: one file per update rule, their common interface, and the optimizer that applies a rule."""

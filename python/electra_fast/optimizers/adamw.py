@@ -1,4 +1,4 @@
-"""AdamW, with and without bias correction; without, as in the published code of BERT and ELECTRA."""
+"""AdamW, with bias correction or, as in the published code of BERT and ELECTRA, without."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from electra_fast.optimizers.rule import UpdateRule
 
 
 class AdamW(UpdateRule):
-    """AdamW by torch's fused operator, which passes over memory once instead of ten times."""
+    """AdamW by torch's fused operator, in one pass over memory instead of ten."""
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """Updates all parameters; norms and biases without weight decay."""

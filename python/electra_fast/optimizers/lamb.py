@@ -15,10 +15,10 @@ from electra_fast.optimizers.rule import UpdateRule
 
 
 class Lamb(UpdateRule):
-    """Adam's update, of each matrix in proportion to its norm."""
+    """Adam's update, scaled to each matrix's norm."""
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
-        """Updates all parameters; norms and biases without weight decay and trust ratio."""
+        """Updates all parameters; norms and biases without weight decay or trust ratio."""
         state, config = self.state, self.state.config
         names, grads = list(gradients), list(gradients.values())
         parameters: list[Tensor] = [state.parameters[name] for name in names]
@@ -64,5 +64,5 @@ class Lamb(UpdateRule):
 
 
 def _trust_ratios(sizes: Tensor, lengths: Tensor) -> Tensor:
-    """|parameter| / |update| by the norms of both, 1 where either is 0."""
+    """Returns |parameter| / |update| from both norms; 1 where either is 0."""
     return torch.where((sizes > 0) & (lengths > 0), sizes / lengths, torch.ones_like(sizes))

@@ -16,12 +16,12 @@ from electra_fast.optimizers.adamw import AdamW
 from electra_fast.optimizers.rule import OptimizerState, UpdateRule
 from electra_fast.optimizers.shards import Shards
 
-# 2-D parameters that Muon leaves to AdamW: tables and the classifier.
+# 2-D parameters that AdamW updates: tables and the classifier.
 _NOT_MATRICES = (".token", ".position", ".token_type", "classifier.weight")
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Approximately the nearest (semi-)orthogonal matrices; [K, m, n] → the same, in the same dtype.
+    """Returns approximately the nearest (semi-)orthogonal matrices; [K, m, n] → the same, in the same dtype.
 
     Five Newton-Schulz iterations, computed in `dtype`; bf16 suffices (Jordan et al., 2024).
     """
@@ -38,7 +38,7 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def num_blocks(name: str) -> int:
-    """How many matrices of the published layout a parameter fuses: query, key and value, or GeGLU's two halves."""
+    """Returns how many matrices of the published layout a parameter fuses: query, key and value, or GeGLU's halves."""
     return {"qkv": 3, "geglu_in": 2}.get(name.split(".")[-2], 1)
 
 
@@ -52,21 +52,21 @@ class Stack:
 
     @property
     def num_matrices(self) -> int:
-        """Matrices of all its parameters."""
+        """The matrices of all its parameters."""
         return sum(self.num_blocks)
 
     def join(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The matrices of its parameters; [K, m, n]."""
+        """Stacks the matrices of its parameters; [K, m, n]."""
         pairs = zip(self.num_blocks, self.names, strict=True)
         return torch.cat([parameters[name].view(k, *self.shape) for k, name in pairs])
 
     def split(self, matrices_Kmn: Tensor) -> dict[str, Tensor]:
-        """The inverse of `join`: each parameter's matrices, by name."""
+        """Inverts `join`: returns each parameter's matrices by name."""
         return dict(zip(self.names, torch.split(matrices_Kmn, list(self.num_blocks)), strict=True))
 
 
 def stacks(parameters: Mapping[str, Tensor]) -> list[Stack]:
-    """Muon's parameters, grouped by the shape of their matrices."""
+    """Groups Muon's parameters by the shape of their matrices."""
     names: dict[tuple[int, int], list[str]] = {}
     for name, parameter in parameters.items():
         shape = (parameter.shape[0] // num_blocks(name), parameter.shape[1])
@@ -79,10 +79,10 @@ class MatrixDivision:
     """The division of the matrices among ranks.
 
     Args:
-        num_groups: Groups of each stack. Each is one batched computation, so that with the same number of groups any
-            number of ranks gets the same bits.
-        own: The numbers of this rank's groups.
-        gather: Concatenates the ranks' flat tensors, [n] each, into one; None where this rank has all groups.
+        num_groups: Groups per stack. Each is one batched computation, so results for the same number of groups are
+            bitwise equal for any number of ranks.
+        own: This rank's groups.
+        gather: Concatenates the ranks' flat tensors, [n] each, into one; None if this rank has all groups.
     """
 
     num_groups: int = 1
@@ -91,7 +91,7 @@ class MatrixDivision:
 
 
 class Orthogonalization:
-    """Orthogonalizes stacks of matrices, each matrix on one of the ranks, and gathers the results on all.
+    """Orthogonalizes stacks of matrices, each matrix on one rank, and gathers the results on all ranks.
 
     Args:
         stacks: All stacks.
@@ -114,7 +114,7 @@ class Orthogonalization:
         ]
         numels = [math.prod(stack.shape) for stack in stacks]
         length = max(sum(count * numel for count, numel in zip(row, numels, strict=True)) for row in counts)
-        # A message has rows of one length; the own part is apart from what it becomes a part of.
+        # All ranks send equally long rows; the gathered result needs a buffer of its own.
         self._all_GN = torch.zeros(num_groups, length, dtype=self._dtype, device=device)
         self._own_GN = torch.zeros_like(self._all_GN[: len(own)]) if self._gather else self._all_GN
         self._views = [_views(row, counts[group], stacks) for group, row in enumerate(self._all_GN)]
@@ -131,12 +131,12 @@ class Orthogonalization:
                 views[number].copy_(orthogonalize(matrices_Kmn[rows.start : rows.stop], self._dtype))
 
     def exchange(self) -> None:
-        """Gets the other ranks' parts: a message, which a CUDA graph need not hold."""
+        """Gathers the other ranks' parts, a collective that may stay outside a CUDA graph."""
         if self._gather is not None and self._num_groups > 1:
             self._gather(self._own_GN.view(-1), self._all_GN.view(-1))
 
     def result(self, number: int) -> Tensor:
-        """A whole stack, after `exchange`; fp32 [K, m, n]."""
+        """Returns a whole stack after `exchange`; fp32 [K, m, n]."""
         if self._num_groups == 1:
             return self._whole[number]
         return torch.cat([views[number] for views in self._views]).float()
@@ -147,14 +147,14 @@ def _part(total: int, part: int, num_parts: int) -> range:
 
 
 def _views(row_N: Tensor, counts: Sequence[int], stacks: Sequence[Stack]) -> list[Tensor]:
-    """The matrices of each stack in a flat buffer."""
+    """Returns views of each stack's matrices in a flat buffer."""
     sizes = [count * math.prod(stack.shape) for count, stack in zip(counts, stacks, strict=True)]
     parts = torch.split(row_N[: sum(sizes)], sizes)
     return [part.view(-1, *stack.shape) for part, stack in zip(parts, stacks, strict=True)]
 
 
 class Muon(UpdateRule):
-    """Momentum orthogonalized for the matrices of the encoders and heads; AdamW for all else."""
+    """Orthogonalized momentum for the matrices of encoders and heads; AdamW for everything else."""
 
     def __init__(self, state: OptimizerState) -> None:
         super().__init__(state)
@@ -182,7 +182,7 @@ class Muon(UpdateRule):
         )
 
     def divide_matrices(self, division: MatrixDivision) -> None:
-        """Divides the iterations among ranks: `update` does this rank's part, `exchange` gets the others'."""
+        """Divides the iterations among ranks: `update` computes this rank's part, `exchange` gathers the others'."""
         self._division = division
         self.choose(self._chosen)
 
@@ -222,11 +222,11 @@ class Muon(UpdateRule):
         return dict(zip(names, torch._foreach_lerp(grads, exp_avgs, momentum), strict=True))
 
     def _scale(self, stack: Stack) -> Tensor:
-        """Minus the learning rate; an update's size becomes independent of the matrix's shape (Jordan et al.)."""
+        """Returns minus the learning rate, scaled so that updates do not depend on the matrix's shape (Jordan et al.)."""
         return self.state.negative_lr(1) * math.sqrt(max(1.0, stack.shape[0] / stack.shape[1]))
 
     def _update_sharded(self, shards: Shards, gradients: Mapping[str, Tensor]) -> None:
-        """Updates matrices of which this rank has some rows: each whole matrix goes to one rank and back."""
+        """Updates the matrices of a sharded model, sending each whole matrix to one rank and back."""
         owners = shards.assign_owners({name: self.cost(name, shards.shapes[name]) for name in gradients})
         wholes = shards.to_owners(self._nesterov(list(gradients), gradients), owners)
         updates: dict[str, Tensor] = {}

@@ -1,7 +1,6 @@
-"""An optimizer over named parameters, by one of the update rules, and the learning-rate schedules.
+"""The optimizer, which applies an update rule to named parameters, and the learning-rate schedules.
 
-The moments are fp32 and known by parameter name, so that the state is a flat dictionary of tensors, which a checkpoint
-can store.
+Its state is a flat dictionary of tensors for checkpoints: fp32 moments by parameter name.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon
 
 
 class Schedule(Protocol):
-    """A configuration that says how the learning rate changes."""
+    """A configuration of the learning-rate schedule."""
 
     @property
     def schedule(self) -> str:
         """`linear` or `product`."""
 
     def num_warmup_steps(self, num_steps: int) -> float:
-        """Steps of warmup in a run of `num_steps`."""
+        """Returns the steps of warmup in a run of `num_steps`."""
 
 
 def lr_scale(config: Schedule, step: int, num_steps: int) -> float:
-    """The learning rate at a step (0-based) of `num_steps`, as a fraction of its peak.
+    """Returns the learning rate at a step (0-based) of `num_steps` as a fraction of its peak.
 
     With t the step, T the number of steps and W the warmup steps: `product`, of the published code, is
     (1 - t/T) * min(1, t/W). `linear` rises linearly over W steps and then falls to 0.
@@ -50,24 +49,24 @@ def lr_scale(config: Schedule, step: int, num_steps: int) -> float:
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Euclidean norm of all tensors concatenated; fp32 scalar."""
+    """Returns the Euclidean norm of all tensors concatenated; fp32 scalar."""
     norm: Tensor = torch.stack(torch._foreach_norm(list(tensors))).norm()
     return norm
 
 
 class Optimizer:
-    """Updates named parameters in place from their `.grad`; frozen ones (`requires_grad=False`) are left out.
+    """Updates named parameters in place from their `.grad`; skips frozen ones (`requires_grad=False`).
 
-    `parameters` are those that it trains, `own_names` those that this process updates, `exp_avg` and `exp_avg_sq` the
-    moments by parameter name, of frozen ones too. Call `reset` or `choose_parameters` after freezing or unfreezing
+    `parameters` are the trained parameters, `own_names` those that this process updates, `exp_avg` and `exp_avg_sq` the
+    moments by parameter name, including frozen ones. Call `reset` or `choose_parameters` after freezing or unfreezing
     parameters.
 
     Args:
         named_parameters: The model's parameters by name.
         config: Update rule and its settings.
-        lr_factors: Multiples of the learning rate by parameter name, where not 1.
-        shards: Where the parameters are only this rank's rows of a sharded model's.
-        matrix_dtype: Dtype of Muon's iterations: that of the activations, as bf16 suffices for both.
+        lr_factors: Learning-rate factors other than 1, by parameter name.
+        shards: The shards of a sharded model, whose rows on this rank are the parameters.
+        matrix_dtype: Dtype of Muon's iterations, usually that of the activations: bf16 suffices for both.
 
     Raises:
         ValueError: No parameter requires a gradient.
@@ -91,14 +90,14 @@ class Optimizer:
             config, parameters, self.exp_avg, self.exp_avg_sq, scalars, dict(lr_factors or {}), shards, matrix_dtype
         )
         self.config, self.rule = config, rule(self._state)
-        # Where gradients came as sparse tensors: the rows that are not zero, and the whole tables.
+        # For sparse gradients: the rows that are not zero, and the whole tables.
         self.gradient_rows: dict[str, Tensor] = {}
         self._tables: dict[str, Tensor] = {}
         self.num_updates, self._rank, self._num_processes = 0, 0, 1
         self.choose_parameters()
 
     def divide(self, rank: int, num_processes: int) -> None:
-        """Lets `step` update only the parameters of this process, where others update the rest of the same memory."""
+        """Divides the update of parameters in shared memory among processes."""
         self._rank, self._num_processes = rank, num_processes
         self.choose_parameters()
 
@@ -108,14 +107,14 @@ class Optimizer:
             self.rule.divide_matrices(division)
 
     def reset(self) -> None:
-        """Starts again, with the parameters that require a gradient now: zero moments, no update counted."""
+        """Chooses the parameters that require a gradient now, and resets moments and the number of updates."""
         self.choose_parameters()
         self.num_updates = 0
         for moment in (*self.exp_avg.values(), *self.exp_avg_sq.values()):
             moment.zero_()
 
     def choose_parameters(self) -> None:
-        """Trains the parameters that require a gradient now, divided among the processes at about equal cost."""
+        """Chooses the parameters that require a gradient now, divided among processes at about equal cost."""
         self.parameters = {name: p for name, p in self._state.parameters.items() if p.requires_grad}
         if not self.parameters:
             raise ValueError("no parameter requires a gradient: there is nothing to optimize")
@@ -140,11 +139,13 @@ class Optimizer:
     def set_step_scalars(self, lr_scale: float) -> None:
         """Prepares the next `step`, at `lr_scale` times the peak learning rate: counts it and copies its scalars.
 
-        This is the part of an update that a CUDA graph cannot contain. ValueError if a learning rate is 0.
+        A CUDA graph cannot contain this part of an update. Raises ValueError if a learning rate is 0.
         """
         config = self.config
         if config.learning_rate == 0 or (config.name == "muon" and config.muon_learning_rate == 0):
-            raise ValueError("a learning rate is 0, to follow from the number of steps: use Config.resolved")
+            raise ValueError(
+                "a learning rate is 0, which stands for one derived from the number of steps: use Config.resolved"
+            )
         self.num_updates += 1
         # After infinitely many updates both bias corrections are exactly 1.
         num_updates = self.num_updates if config.bias_correction else math.inf
@@ -155,7 +156,7 @@ class Optimizer:
         self._state.scalars.copy_(host, non_blocking=True)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients by parameter name, none of them sparse; RuntimeError names a parameter without one."""
+        """Returns dense gradients by parameter name. Raises RuntimeError naming a parameter without one."""
         found = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
@@ -166,7 +167,7 @@ class Optimizer:
         return found
 
     def add_rows(self, name: str, rows: Tensor, values: Tensor) -> None:
-        """Adds to some rows of a gradient."""
+        """Adds values to rows of a gradient."""
         grad = self.parameters[name].grad
         assert grad is not None
         grad.index_add_(0, rows, values)
@@ -174,12 +175,12 @@ class Optimizer:
             self.gradient_rows[name] = torch.cat((self.gradient_rows[name], rows))
 
     def forget_rows(self, name: str) -> None:
-        """A whole gradient was added to that of a parameter."""
+        """Marks a parameter's gradient as dense."""
         if name in self.gradient_rows:
             del self.gradient_rows[name], self._tables[name]
 
     def _filled_table(self, name: str, sparse: Tensor) -> Tensor:
-        """A sparse gradient as a whole one, in a table that is kept; `zero_grad` zeroes these rows of it."""
+        """Returns a sparse gradient as a dense one, in a table that is reused; `zero_grad` zeroes its rows."""
         if name not in self._tables:
             self._tables[name] = torch.zeros_like(self.parameters[name])
         self.gradient_rows[name] = sparse.indices()[0]
@@ -226,7 +227,7 @@ class Optimizer:
         self.rule.finish()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`exp_avg.NAME` and `exp_avg_sq.NAME` of every trained parameter, and `num_updates`; not copied."""
+        """Returns `exp_avg.NAME` and `exp_avg_sq.NAME` of every trained parameter, and `num_updates`; not copied."""
         moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         state = {
             f"{kind}.{name}": each[name] for kind, each in moments.items() for name in self.parameters if name in each
@@ -234,7 +235,7 @@ class Optimizer:
         return state | {"num_updates": torch.tensor(self.num_updates)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restores what `state_dict` returned. ValueError if it is of other trained parameters or another rule."""
+        """Restores a state of `state_dict`. Raises ValueError if it is of other trained parameters or another rule."""
         self.check_state(state)
         for name, tensor in self.state_dict().items():
             if name != "num_updates":
@@ -244,4 +245,4 @@ class Optimizer:
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError if a state is of other trained parameters or another rule."""
         if odd := sorted(self.state_dict().keys() ^ state.keys()):
-            raise InputError(f"optimizer state of another model or rule: only one of the two has {odd[0]}")
+            raise InputError(f"optimizer state of another model or rule: only one of them has {odd[0]}")

@@ -1,4 +1,4 @@
-"""The contract of an update rule, and the state that it reads and changes.
+"""The interface of an update rule, and the state that it reads and changes.
 
 A new rule is a subclass in a file of its own, an entry in `optimizer.RULES`, and a name in `[optimizer]`.
 """
@@ -22,16 +22,16 @@ class OptimizerState:
 
     Args:
         config: The rule and its settings.
-        parameters: Of the model, whole or sharded.
+        parameters: The model's parameters, whole or sharded.
         exp_avg: First moments, fp32.
-        exp_avg_sq: Second moments, fp32, of parameters whose rule has one.
-        scalars: On the device, set before each update: -learning rate, -Muon's learning rate, Adam's two bias
+        exp_avg_sq: Second moments, fp32, of parameters that have one under the rule.
+        scalars: Set on the device before each update: -learning rate, -Muon's learning rate, Adam's two bias
             corrections, and the number of updates that they correct for; fp32 [5].
-        lr_factors: Multiples of the learning rate, where not 1.
-        shards: Where the parameters are only this rank's rows of a sharded model's.
+        lr_factors: Learning-rate factors other than 1, by parameter name.
+        shards: The shards of a sharded model, whose rows on this rank are the parameters.
         matrix_dtype: Dtype of Muon's iterations.
-        skipped: 1 where the update must change neither parameters nor moments, whose gradients are then 0; otherwise
-            0. An fp32 scalar, or None if no step is ever skipped.
+        skipped: 1 if the update must change neither parameters nor moments (gradients are then 0), else 0; an fp32
+            scalar. None if no step is ever skipped.
     """
 
     config: OptimizerConfig
@@ -45,16 +45,16 @@ class OptimizerState:
     skipped: Tensor | None = None
 
     def lr_factor(self, name: str) -> float:
-        """The multiple of the learning rate of a parameter."""
+        """Returns a parameter's learning-rate factor."""
         return self.lr_factors.get(name, 1.0)
 
     def negative_lr(self, number: int = 0) -> Tensor:
-        """Minus the learning rate (0) or Muon's (1): 0 where the step is skipped. An fp32 scalar."""
+        """Returns minus the learning rate (0) or Muon's (1), or 0 if the step is skipped; an fp32 scalar."""
         rate = self.scalars[number]
         return rate if self.skipped is None else rate * (1 - self.skipped)
 
     def update_exp_avg(self, gradients: Mapping[str, Tensor], beta: float) -> None:
-        """Moves first moments towards the gradients, unless the step is skipped."""
+        """Moves first moments toward the gradients, unless the step is skipped."""
         exp_avgs, used = [self.exp_avg[name] for name in gradients], list(gradients.values())
         if self.skipped is not None:
             used = list(torch._foreach_add(used, torch._foreach_mul(exp_avgs, self.skipped)))
@@ -62,7 +62,7 @@ class OptimizerState:
 
 
 class UpdateRule(ABC):
-    """Updates parameters in place, without synchronizing with the host, so that a CUDA graph can hold it."""
+    """Updates parameters in place. Never synchronizes with the host, so a CUDA graph can contain it."""
 
     def __init__(self, state: OptimizerState) -> None:
         self.state = state
@@ -83,11 +83,11 @@ class UpdateRule(ABC):
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """Updates parameters and moments from clipped gradients, by name."""
 
-    # A rule whose work is divided among ranks finishes an update after an exchange, which a CUDA graph need not hold.
+    # Rules that divide work among ranks finish an update after an exchange, which may stay outside a CUDA graph.
     exchanges = False
 
     def exchange(self) -> None:  # noqa: B027
-        """Gets other ranks' part of the update."""
+        """Gathers the other ranks' part of the update."""
 
     def finish(self) -> None:  # noqa: B027
-        """Applies what `exchange` got."""
+        """Applies the exchanged part of the update."""

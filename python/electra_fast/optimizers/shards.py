@@ -1,7 +1,7 @@
 """The rows of a sharded model's parameters that a process holds, as ordinary tensors.
 
-An optimizer that knows nothing of FSDP, and checkpoints, get from here what they need of the other processes. All
-processes must make the same calls in the same order.
+Optimizer and checkpoints use them, and the transfers here, without knowing FSDP. All processes must make the same calls
+in the same order.
 
 Shapes: L row length, K blocks of a fused parameter.
 """
@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_FIRST = 0  # The process that reads and writes files.
+_FIRST = 0  # the process that reads and writes files
 
 
 def local_rows(num_rows: int, rank: int, num_processes: int) -> slice:
-    """Rows (dimension 0) of a parameter that a process holds, as `torch.chunk` divides them; possibly none."""
+    """Returns the rows (dimension 0) of a parameter that a process holds, as divided by `torch.chunk`; maybe none."""
     size = -(-num_rows // num_processes)
     return slice(min(rank * size, num_rows), min((rank + 1) * size, num_rows))
 
@@ -28,17 +28,16 @@ def local_rows(num_rows: int, rank: int, num_processes: int) -> slice:
 class Shards:
     """The rows of a sharded model's parameters that this process holds, and sums and transfers over all processes.
 
-    `parameters` has them by name, shared ones once, as leaves that share memory with the model: an update of them in
-    place updates the model. `take_gradients` gives them the model's gradients, `follow` its `requires_grad`. `shapes`
-    has the shapes of the whole parameters. "Local" below means a process' rows of a parameter, its gradient or a
-    moment.
+    `parameters` has them by name, shared ones once, as leaves that share memory with the model, so in-place updates
+    update the model. `take_gradients` gives them the model's gradients, `follow` its `requires_grad`. `shapes` has
+    the shapes of the whole parameters. "Local" below means a process's rows of a parameter, its gradient or a moment.
 
     Args:
-        model: Sharded by FSDP2 (`training.sharding.shard_model`), before its first forward pass.
+        model: A model sharded by FSDP2 (`training.sharding.shard_model`), before its first forward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # DTensors. Held, since `model.named_parameters` has other ones while they are gathered.
+        # DTensors, kept because `model.named_parameters` returns others while they are gathered.
         self._sharded: dict[str, Any] = dict(model.named_parameters())
         mesh = next(iter(self._sharded.values())).device_mesh
         self.group, self.rank, self.num_processes = mesh.get_group(), mesh.get_local_rank(), mesh.size()
@@ -47,7 +46,7 @@ class Shards:
         self.follow()
 
     def follow(self) -> None:
-        """Marks as trained the parameters that the model trains now; call it after freezing or unfreezing some."""
+        """Copies `requires_grad` from the model; call it after freezing or unfreezing parameters."""
         for name, sharded in self._sharded.items():
             self.parameters[name].requires_grad_(sharded.requires_grad)
 
@@ -57,32 +56,32 @@ class Shards:
             sharded.grad = self.parameters[name].grad = None
 
     def take_gradients(self) -> None:
-        """Gives each parameter the gradient of its rows, summed over all processes; not copied."""
+        """Sets each parameter's gradient to that of its rows, summed over all processes; not copied."""
         for name, sharded in self._sharded.items():
             self.parameters[name].grad = None if sharded.grad is None else sharded.grad.to_local()
 
     def rows(self, name: str, rank: int | None = None) -> slice:
-        """The rows of a parameter that a process holds, by default this one."""
+        """Returns the rows of a parameter that a process, by default this one, holds."""
         return local_rows(self.shapes[name][0], self.rank if rank is None else rank, self.num_processes)
 
     # Norms.
 
     def norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Euclidean norms of tensors of which each process has a piece, possibly empty; fp32 [len(tensors)]."""
+        """Returns Euclidean norms of tensors of which each process has a (maybe empty) piece; fp32 [len(tensors)]."""
         squares = torch.stack(torch._foreach_norm(list(tensors))).square()
         dist.all_reduce(squares, group=self.group)
         return squares.sqrt()
 
     def global_norm(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Euclidean norm of all local tensors of all processes concatenated; fp32 scalar."""
+        """Returns the Euclidean norm of the local tensors of all processes concatenated; fp32 scalar."""
         square = torch.stack(torch._foreach_norm(list(tensors))).square().sum()
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
     def blocks(self, name: str, local: Tensor, num_blocks: int) -> list[Tensor]:
-        """The pieces of K equal blocks of rows of the whole parameter that this process holds, as K views of `local`.
+        """Returns this process's pieces of K equal blocks of the whole parameter's rows, as K views of `local`.
 
-        Where processes divide a fused parameter falls anywhere; a piece may be empty.
+        A piece may be empty, since shards of a fused parameter may start anywhere.
         """
         size, rows = self.shapes[name][0] // num_blocks, self.rows(name)
         edges = [min(max(k * size, rows.start), rows.stop) - rows.start for k in range(num_blocks + 1)]
@@ -91,7 +90,7 @@ class Shards:
     # Whole tensors, on one process.
 
     def gather(self, name: str, local: Tensor) -> Tensor | None:
-        """The whole tensor of which each process has its rows: on the first process' CPU, elsewhere None."""
+        """Returns the whole tensor on the first process's CPU, and None on the others."""
         chunk = self._chunk(name, local)
         chunks = [torch.empty_like(chunk) for _ in range(self.num_processes)] if self.rank == _FIRST else None
         dist.gather(chunk, chunks, group=self.group, group_dst=_FIRST)
@@ -101,29 +100,28 @@ class Shards:
 
     @torch.no_grad()
     def scatter(self, name: str, whole: Tensor | None, local: Tensor) -> None:
-        """Fills `local` on each process with its rows of the first process' whole tensor; others pass None.
+        """Fills `local` on each process with its rows of the first process's whole tensor; the others pass None.
 
-        ValueError, on the first process alone, if the tensor has another shape than the parameter: the others wait
-        until they are told.
+        Raises ValueError for a wrong shape on the first process only; the others keep waiting.
         """
         chunk, chunks = self._chunk(name, local), None
         if self.rank == _FIRST:
             if whole is None or whole.shape != self.shapes[name]:
                 found = None if whole is None else list(whole.shape)
-                raise ValueError(f"parameter {name} is {list(self.shapes[name])}, and what is to fill it {found}")
+                raise ValueError(f"parameter {name} is {list(self.shapes[name])}, but its new value is {found}")
             chunks = [self._chunk(name, whole[self.rows(name, rank)].to(chunk)) for rank in range(self.num_processes)]
         dist.scatter(chunk, chunks, group=self.group, group_src=_FIRST)
         local.copy_(chunk[: local.shape[0]])
 
     def _chunk(self, name: str, local: Tensor) -> Tensor:
-        """The rows with as many zeros after them as make all processes' equal in number."""
+        """Pads the rows with zeros so that all processes have equally many."""
         num_rows = self.rows(name, _FIRST).stop
         return torch.cat((local.detach(), local.new_zeros((num_rows - local.shape[0], *local.shape[1:]))))
 
     # Whole tensors, each on a process of its own.
 
     def assign_owners(self, costs: Mapping[str, float]) -> dict[str, int]:
-        """Assigns an owner to each name, so that costs are about equal; the same on all processes."""
+        """Assigns each name to a process so that costs are about equal; the same on all processes."""
         owners, loads = {}, [0.0] * self.num_processes
         for name in sorted(costs, key=lambda name: costs[name], reverse=True):
             owners[name] = loads.index(min(loads))
@@ -131,7 +129,7 @@ class Shards:
         return owners
 
     def to_owners(self, locals_: Mapping[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor]:
-        """Whole tensors by name, of those that `owners` gives to this process; each exchange is one `all_to_all`."""
+        """Returns the whole tensors that this process owns, by name, with one `all_to_all`."""
         names = [[name for name in locals_ if owners[name] == rank] for rank in range(self.num_processes)]
         sizes = [[self._size(name, rank) for name in names[self.rank]] for rank in range(self.num_processes)]
         received = self._exchange([[locals_[name] for name in each] for each in names], sizes)
@@ -141,7 +139,7 @@ class Shards:
         }
 
     def from_owners(self, wholes: Mapping[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor]:
-        """The inverse of `to_owners`: rows of all that `owners` names, from the whole tensors that processes own."""
+        """Inverts `to_owners`: returns this process's rows of all tensors in `owners`, by name."""
         names = [[name for name in owners if owners[name] == rank] for rank in range(self.num_processes)]
         ranks = range(self.num_processes)
         pieces = [[wholes[name][self.rows(name, rank)] for name in names[self.rank]] for rank in ranks]
@@ -153,13 +151,13 @@ class Shards:
         }
 
     def _size(self, name: str, rank: int) -> int:
-        """Elements of a parameter that a process holds."""
+        """Returns the number of a parameter's elements that a process holds."""
         rows = self.rows(name, rank)
         num_rows: int = rows.stop - rows.start
         return num_rows * int(math.prod(self.shapes[name][1:]))
 
     def _exchange(self, pieces: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]) -> list[list[Tensor]]:
-        """Sends pieces to each process and receives flat ones of known sizes from each."""
+        """Sends pieces to each process, and receives flat pieces of known sizes from each."""
         like = next(iter(self.parameters.values()))
         sent = [torch.cat([like.new_empty(0), *(piece.flatten() for piece in each)]) for each in pieces]
         received = like.new_empty(sum(map(sum, sizes)))
