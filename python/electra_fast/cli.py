@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         number = interruption.signal if isinstance(interruption, Interrupted) else signal.SIGINT
         is_reported = isinstance(interruption, Interrupted) and interruption.is_reported
         resumes = options.command in RESUMABLE
-        kept = "finished work is kept; rerun to resume" if resumes else "nothing was written"
+        kept = "finished work is kept; run again to resume" if resumes else "nothing was written"
         message = str(interruption).strip() or f"interrupted; {kept}"
         if not is_reported:
             with contextlib.suppress(OSError):  # the terminal may be gone

@@ -295,7 +295,7 @@ def test_the_frozen_generator_has_no_dropout(validation_corpus):
 def test_the_number_of_steps_of_two_stages_is_fixed(two_stages, validation_corpus, tmp_path):
     shutil.copytree(two_stages, tmp_path / "run")
     longer = two_stage_config().override({"train.steps": str(2 * STEPS)})
-    with pytest.raises(ValueError, match="train.steps = 24, now it is 48, which would move the border of its stages"):
+    with pytest.raises(ValueError, match="train.steps = 24, now it is 48, which would move the boundary of its stages"):
         pretrain(longer, data=validation_corpus, out=tmp_path / "run", allow_changes=True)
 
 

@@ -263,7 +263,7 @@ def test_its_rows_have_its_own_length_and_the_model_is_warned(runs, whole_run, v
     few = {"max_batches": 1}
     assert evaluate(whole_run, validation_corpus, corrupted_by=runs["google"], **few)["sequence_length"] == 32
     said = capsys.readouterr().err
-    assert f"warning: {whole_run}: was trained on rows of 16 tokens and is judged by rows of 32" in said
+    assert f"warning: {whole_run}: was trained on rows of 16 tokens and is judged on rows of 32" in said
     assert "pass --sequence-length 16" in said
     assert evaluate(runs["google"], validation_corpus, corrupted_by=whole_run, **few)["sequence_length"] == 16
     assert capsys.readouterr().err == ""
@@ -324,7 +324,7 @@ def test_what_cannot_corrupt_is_refused(whole_run, exported, runs, validation_co
         return message
 
     said = refusal(exported / "discriminator")
-    assert said.startswith(f"{exported / 'discriminator'}: the discriminator alone, which cannot corrupt text; name a ")
+    assert said.startswith(f"{exported / 'discriminator'}: only the discriminator, which cannot corrupt text; name a ")
     assert "no such folder; name a run" in refusal(tmp_path / "nothing", error=FileNotFoundError)
 
     entries = tiny_vocab.read_text().splitlines()
@@ -348,6 +348,8 @@ def test_what_cannot_corrupt_is_refused(whole_run, exported, runs, validation_co
         (runs["modern"], whole_run, whole_run),
     ]:
         said = refusal(corruptor, model, sequence_length=256)
-        assert said.startswith(f"{folder}: reads 128 tokens, and the rows have 256; pass --sequence-length 128 or less")
-        assert said.endswith("the same for all the models that are compared")
+        assert said.startswith(
+            f"{folder}: reads at most 128 tokens, but rows have 256; pass --sequence-length 128 or less"
+        )
+        assert said.endswith("the same for all compared models")
     assert refusal("unigram", mlm_examples=-1) == "mlm_examples = -1: must be 0 (none) or more"

@@ -174,7 +174,7 @@ BAD = {
     "WORLD_SIZE alone": ({"WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE is not set"),
     "WORLD_SIZE in a batch script": ({**BATCH_SCRIPT, "WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE is not set"),
     "RANK alone": ({"RANK": "1"}, "RANK = 1 without WORLD_SIZE"),
-    "a rank too high": ({**TORCHRUN, "RANK": "8"}, "RANK = 8: has to be a whole number from 0 to 7"),
+    "a rank too high": ({**TORCHRUN, "RANK": "8"}, "RANK = 8: must be a whole number from 0 to 7"),
     "a negative rank": ({**TORCHRUN, "RANK": "-1"}, "RANK = -1: "),
     "a fraction": ({**TORCHRUN, "RANK": "1.0"}, "RANK = 1.0: "),
     "underscores": ({**TORCHRUN, "MASTER_PORT": "29_500"}, "MASTER_PORT = 29_500: "),

@@ -72,22 +72,22 @@ def trained(corpus, config, num_processes, outgrow=False):
     return {name: tensor.clone() for name, tensor in step.model.state_dict().items()}, step.read_totals()
 
 
-def helpers_of(process):
-    """Process ids of the helpers that a process has started; it may have other children."""
+def workers_of(process):
+    """Process ids of the workers that a process has started; it may have other children."""
     found = []
     for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
         with contextlib.suppress(FileNotFoundError):
-            if b"help_with_steps" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"serve_steps" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(int(child))
     return found
 
 
-def helper_of(process):
-    """The one helper of a process, whose command appears a moment after its start."""
-    while not (found := helpers_of(process)):
+def worker_of(process):
+    """The one worker of a process, whose command appears a moment after its start."""
+    while not (found := workers_of(process)):
         time.sleep(0.01)
-    (helper,) = found
-    return helper
+    (worker,) = found
+    return worker
 
 
 def has_ended(process, seconds=20.0):
@@ -131,7 +131,7 @@ def test_muon_iterates_in_the_precision_of_the_run(tiny_corpus, tmp_path, monkey
     work = PretrainingWork(
         config, type(objective_of(config)), ComputeConfig("sdpa", dtype), "eager", {}, config.model.vocab_size
     )
-    assert work.share(1, 2)[1]._state.matrix_dtype == dtype
+    assert work.build_worker(1, 2)[1]._state.matrix_dtype == dtype
 
 
 @pytest.mark.usefixtures("two_cores")
@@ -184,16 +184,16 @@ def test_a_run_resumes_to_the_bit(validation_corpus, tmp_path):
     truncate(tmp_path / "run", checkpoint_folder.steps(tmp_path / "run")[0])
     assert ef.pretrain(config, data=validation_corpus, out=tmp_path / "run").step == STEPS
     assert_same_run(tmp_path / "run", tmp_path / "whole")
-    assert not helpers_of(os.getpid())
+    assert not workers_of(os.getpid())
 
 
-def test_a_helper_multiplies_as_its_run(monkeypatch):
+def test_a_worker_multiplies_as_its_run(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True})
     task = SimpleNamespace(work=SimpleNamespace(compute=ComputeConfig("sdpa", torch.float32, ONEDNN)))
     monkeypatch.setattr(step_processes, "Connection", lambda _: SimpleNamespace(recv=lambda: task))
     used = []
     monkeypatch.setattr(step_processes, "_help", lambda *_: used.append(torch.backends.mkldnn.matmul.fp32_precision))
-    step_processes.help_with_steps(0)
+    step_processes.serve_steps(0)
     assert used == ["bf16"]
 
 
@@ -225,39 +225,39 @@ def test_all_processes_sample_from_the_same_counts(validation_corpus, tmp_path):
 
 
 @pytest.mark.usefixtures("two_cores")
-def test_an_error_in_a_helper_is_raised(tiny_corpus):
+def test_an_error_in_a_worker_is_raised(tiny_corpus):
     step, rows = make_step(configured(tiny_corpus), 2), next(batches(tiny_corpus))
     step(rows, 0)
     batch = HostBatch.of(rows)
     step.processes.start(batch._replace(values=batch.values[:10], num_rows=7), 1, 1.0)
-    with pytest.raises(RuntimeError, match=r"helps with the step failed:\n(.*\n)*.*7 rows, where a step has 12"):
+    with pytest.raises(RuntimeError, match=r"a worker process failed:\n(.*\n)*.*7 rows, where a step has 12"):
         step.run()
-    assert torch.get_num_threads() == 2 and not helpers_of(os.getpid())
+    assert torch.get_num_threads() == 2 and not workers_of(os.getpid())
 
 
 @pytest.mark.usefixtures("two_cores")
-def test_a_killed_helper_ends_the_run_with_a_remedy(tiny_corpus):
+def test_a_killed_worker_ends_the_run_with_a_remedy(tiny_corpus):
     step, loader = make_step(configured(tiny_corpus), 2), batches(tiny_corpus)
     step(next(loader), 0)
-    helper = helper_of(os.getpid())
-    os.kill(helper, signal.SIGTERM)  # blocked: a scheduler that asks every process to stop gets a checkpoint
+    worker = worker_of(os.getpid())
+    os.kill(worker, signal.SIGTERM)  # blocked: a scheduler that asks every process to stop gets a checkpoint
     step(next(loader), 1)
-    os.kill(helper, signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
     with pytest.raises(TrainingFailed, match=r"was killed by SIGKILL; if it ran out of memory, use .*; run again"):
         step(next(loader), 2)
-    assert not helpers_of(os.getpid())
+    assert not workers_of(os.getpid())
 
 
 @pytest.mark.usefixtures("two_cores")
-def test_helpers_end_with_the_step(tiny_corpus):
+def test_workers_end_with_the_step(tiny_corpus):
     step = make_step(configured(tiny_corpus), 2)
-    helper = helper_of(os.getpid())
+    worker = worker_of(os.getpid())
     del step
-    assert has_ended(helper)
+    assert has_ended(worker)
 
 
 def started(corpus, out, **changes):
-    """A run by two processes in a process group of its own, when it has taken steps; and its helper."""
+    """A run by two processes in a process group of its own, when it has taken steps; and its worker."""
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     run = subprocess.Popen(
         command(corpus, out, **{"train.steps": "5000"} | changes),
@@ -269,45 +269,45 @@ def started(corpus, out, **changes):
     while not checkpoint_folder.steps(out) if out.exists() else True:
         assert run.poll() is None, run.stderr.read()
         time.sleep(0.05)
-    helper = helper_of(run.pid)
-    return run, helper
+    worker = worker_of(run.pid)
+    return run, worker
 
 
-def test_helpers_end_with_a_killed_run(tiny_corpus, tmp_path):
-    run, helper = started(tiny_corpus, tmp_path / "run")
+def test_workers_end_with_a_killed_run(tiny_corpus, tmp_path):
+    run, worker = started(tiny_corpus, tmp_path / "run")
     run.kill()
-    assert has_ended(helper)
+    assert has_ended(worker)
     run.communicate()
 
 
 def test_a_signal_to_all_processes_ends_in_a_checkpoint(tiny_corpus, tmp_path):
     """As a terminal's Ctrl-C does, or a scheduler."""
-    run, helper = started(tiny_corpus, tmp_path / "run")
+    run, worker = started(tiny_corpus, tmp_path / "run")
     os.killpg(run.pid, signal.SIGINT)
     _, said = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGINT and "checkpoint written; run again to resume" in said
-    assert "Traceback" not in said and has_ended(helper)
+    assert "Traceback" not in said and has_ended(worker)
 
 
-def test_a_suspended_helper_is_named_and_a_signal_ends_the_run(tiny_corpus, tmp_path):
-    run, helper = started(tiny_corpus, tmp_path / "run")
-    os.kill(helper, signal.SIGSTOP)
-    warning = f"process {helper}, which helps with the step, is suspended, and the run waits for it"
+def test_a_suspended_worker_is_named_and_a_signal_ends_the_run(tiny_corpus, tmp_path):
+    run, worker = started(tiny_corpus, tmp_path / "run")
+    os.kill(worker, signal.SIGSTOP)
+    warning = f"worker process {worker} is suspended, and the run waits for it"
     assert any(warning in line for line in run.stderr)
     run.terminate()
     _, said = run.communicate(timeout=60)
-    assert run.returncode == 128 + signal.SIGTERM and has_ended(helper)
-    assert f"process {helper}, which helps with the step, is suspended: the step cannot be finished, so there" in said
+    assert run.returncode == 128 + signal.SIGTERM and has_ended(worker)
+    assert f"worker process {worker} is suspended: the step cannot be finished, so no checkpoint" in said
     assert "Traceback" not in said and "run again to resume from the last one" in said.splitlines()[-1]
 
 
 @pytest.mark.usefixtures("two_cores")
-def test_a_suspended_helper_takes_no_batch_however_large(tiny_corpus, monkeypatch):
-    """It would block the run where it sends, until the helper goes on."""
+def test_a_suspended_worker_takes_no_batch_however_large(tiny_corpus, monkeypatch):
+    """It would block the run where it sends, until the worker goes on."""
     step = make_step(configured(tiny_corpus), 2)
-    helper = helper_of(os.getpid())
-    os.kill(helper, signal.SIGSTOP)
-    with stop_requests() as stop, pytest.raises(Interrupted, match=f"process {helper}, .*is suspended"):
+    worker = worker_of(os.getpid())
+    os.kill(worker, signal.SIGSTOP)
+    with stop_requests() as stop, pytest.raises(Interrupted, match=f"process {worker}, .*is suspended"):
         stop.signal = signal.SIGTERM
         step.processes.start(bytes(10_000_000), 0, 1.0)
     step.close()

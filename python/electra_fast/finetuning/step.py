@@ -117,7 +117,7 @@ class FinetuningWork(Work):
         factors = lr_factors(names, self.shape.num_layers, self.config)
         return Optimizer(model.named_parameters(), self.config.optimizer(), factors)
 
-    def share(self, rank: int, num_processes: int) -> tuple[TaskBackward, Optimizer]:
+    def build_worker(self, rank: int, num_processes: int) -> tuple[TaskBackward, Optimizer]:
         """The gradients of the process' part."""
         model = self.model()
         return TaskBackward(model, self.compute, rank), self.optimizer(model)

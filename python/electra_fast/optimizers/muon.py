@@ -222,7 +222,7 @@ class Muon(UpdateRule):
         return dict(zip(names, torch._foreach_lerp(grads, exp_avgs, momentum), strict=True))
 
     def _scale(self, stack: Stack) -> Tensor:
-        """Returns minus the learning rate, scaled so that updates do not depend on the matrix's shape (Jordan et al.)."""
+        """Returns minus the learning rate, scaled so that updates of all shapes have equal size (Jordan et al.)."""
         return self.state.negative_lr(1) * math.sqrt(max(1.0, stack.shape[0] / stack.shape[1]))
 
     def _update_sharded(self, shards: Shards, gradients: Mapping[str, Tensor]) -> None:

@@ -204,8 +204,8 @@ class Optimizer:
 
         Args:
             norm: The norm of all gradients, an fp32 scalar; computed by default.
-            skipped: 1 where the step must change neither parameters nor moments, whose gradients are then 0; otherwise
-                0. An fp32 scalar.
+            skipped: 1 if the step must change neither parameters nor moments (gradients are then 0), else 0; an fp32
+                scalar.
 
         Returns the norm before clipping.
         """

@@ -1,4 +1,4 @@
-"""Settings of the C library's allocator for a training step on a CPU."""
+"""Settings of the C library's memory allocator for training on a CPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def keep_freed_memory() -> None:
-    """Lets this process keep memory that it frees, for its next allocations.
+    """Lets this process reuse the memory that it frees.
 
     A step allocates and frees buffers of many megabytes. By default glibc returns them to the system, and the next
-    step pays for every page again: a quarter of the time of a step (bench/LOG.md). One arena serves all threads, since
-    others never grow beyond 64 MB. Does nothing where the C library has no `mallopt`.
+    step faults in every page again, which takes a quarter of its time (bench/LOG.md). All threads share one arena,
+    since others never grow beyond 64 MB. Does nothing if the C library has no `mallopt`.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

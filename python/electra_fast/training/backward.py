@@ -1,4 +1,4 @@
-"""Forward and backward passes of a step: what a process computes of it, and how pre-training does."""
+"""Forward and backward passes of a step in one process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from electra_fast.training.division import Division
 
 
 class GradientComputation(ABC):
-    """What adds the gradients of a step to a model's parameters; in one process, or in several with a share each.
+    """Computes one process's part of a step's gradients.
 
-    `model` has the parameters, `is_compiled` tells whether the forward pass is compiled.
+    `model` has the parameters; `is_compiled` is true if the forward pass is compiled.
     """
 
     model: nn.Module
@@ -33,25 +33,25 @@ class GradientComputation(ABC):
 
     @abstractmethod
     def load(self, batch: Any, step: int) -> None:
-        """Prepares for `run` a step's batch, which is one for all processes."""
+        """Prepares a step's batch, the same on all processes, for `run`."""
 
     @abstractmethod
     def run(self) -> list[dict[str, Tensor]]:
-        """Adds to the parameters' gradients those of the own share; returns metric totals."""
+        """Adds this process's part to the parameters' gradients; returns metric totals."""
 
     def enter(self, step: int) -> bool:
-        """Prepares for a step that may train other parameters than the one before; tells whether it does."""
+        """Prepares for a step. Returns whether it trains other parameters than the step before."""
         return False
 
 
 class Work(ABC):
-    """The work of a run's steps, of which any process can take a share: what it needs to know, without tensors."""
+    """Describes the steps of a run to worker processes, without tensors."""
 
     compute: ComputeConfig
 
     @abstractmethod
-    def share(self, rank: int, num_processes: int) -> tuple[GradientComputation, Optimizer]:
-        """One process' computation of gradients and its optimizer, of a model with parameters of any value."""
+    def build_worker(self, rank: int, num_processes: int) -> tuple[GradientComputation, Optimizer]:
+        """Returns a worker's gradient computation and optimizer, of a model whose parameters do not matter yet."""
 
 
 @dataclass(frozen=True)
@@ -60,42 +60,42 @@ class PretrainingWork(Work):
 
     config: Config
     objective: type[Objective]
-    """The class that the configuration names, which may be one that this package does not have."""
+    """The class that the configuration names, which may come from outside this package."""
     compute: ComputeConfig
     execution: str
     buffers: Mapping[str, NDArray[Any]]
-    """Of the model, by name."""
+    """The model's buffers, by name."""
     num_entries: int
-    """Of the vocabulary, which the model's tables may exceed."""
+    """Size of the vocabulary, which the model's tables may exceed."""
 
-    def share(self, rank: int, num_processes: int) -> tuple[Backward, Optimizer]:
-        """The gradients of the process' rows."""
+    def build_worker(self, rank: int, num_processes: int) -> tuple[Backward, Optimizer]:
+        """As in the base class."""
         OBJECTIVES[self.config.objective.name] = self.objective
         model = Electra(self.config)
         model.limit_vocabulary(self.num_entries)
         for name, values in self.buffers.items():
             model.get_buffer(name).copy_(torch.from_numpy(values))
         backward = Backward(model, self.config, self.compute, self.execution, rank, num_processes)
-        # Of what the first stage trains.
+        # Trains the parameters of the first stage.
         optimizer = Optimizer(model.named_parameters(), self.config.optimizer, matrix_dtype=self.compute.dtype)
         return backward, optimizer
 
 
 class Backward(GradientComputation):
-    """Computes the gradients of a rank's share of the steps, or one process' part of that share.
+    """Computes the gradients of a rank's rows, or one process's part of them.
 
     Args:
-        model: On its device.
+        model: The model, on its device.
         config: Objective, micro-batches and seed.
         compute: Attention backend and activation dtype.
         execution: `compile` for torch.compile; otherwise eager.
-        rank: Which of the processes this is that share each micro-batch.
-        num_processes: How many processes share each micro-batch.
-        division: What the rank computes of a step; by default all of it.
-        wrap: Wraps an objective's forward pass, if the model is sharded.
+        rank: Index of this process among those that share each micro-batch.
+        num_processes: Number of processes that share each micro-batch.
+        division: The rank's part of a step; by default all of it.
+        wrap: Wraps an objective's forward pass of a sharded model.
 
-    `denominators` are those of the step's losses, fp64 on the device, in the order of the objective's names. `loss` is
-    the loss of the last `run`, an fp32 scalar.
+    `denominators` are the divisors of the step's losses, fp64 on the device, in the order of the objective's names.
+    `loss` is the loss of the last `run`, an fp32 scalar.
     """
 
     model: Electra
@@ -128,12 +128,12 @@ class Backward(GradientComputation):
         self._first_rows_on_device = torch.tensor(self._first_rows, device=self._device)
         self._seed_and_step = torch.zeros(2, dtype=torch.int64, device=self._device)
         self.loss = torch.zeros((), device=self._device)
-        # What is compiled casts by itself, and sharded weights have no fixed addresses.
+        # Compiled code casts by itself, and sharded weights have no fixed addresses.
         self._casts = WeightCasts(model, compute.dtype, enabled=not self.is_compiled and wrap is None)
         self.set_stage(objective_of(config).stage(0))
 
     def set_stage(self, stage: Stage) -> None:
-        """Trains by a stage's loss what the stage does not freeze, which is put into evaluation mode."""
+        """Switches to a stage: its loss, and its frozen submodules, which go into evaluation mode."""
         self.stage = stage
         self.model.train().requires_grad_(True)
         for name in stage.frozen:
@@ -144,11 +144,11 @@ class Backward(GradientComputation):
         self.denominators = torch.ones(len(self._names), dtype=torch.float64, device=self._device)
 
     def forward(self, objective: Objective) -> Forward:
-        """An objective's forward pass of the model, which may be sharded."""
+        """Returns an objective's forward pass, wrapped if the model is sharded."""
         return objective.forward if self._wrap is None else self._wrap(objective.forward)
 
     def enter(self, step: int) -> bool:
-        """Switches to the stage of this step, if it is another."""
+        """Switches to the stage of this step, if that is another."""
         stage = objective_of(self._config).stage(step)
         if stage == self.stage:
             return False
@@ -156,7 +156,7 @@ class Backward(GradientComputation):
         return True
 
     def group_denominators(self, batch: HostBatch) -> Tensor:
-        """What each group of the rank adds to the step's denominators; fp64 on the host, [groups, denominators]."""
+        """Returns each group's contribution to the step's denominators; fp64 on the host, [groups, denominators]."""
         parts = [self.stage.objective.loss_denominators(part) for part in self.micro_batches.on_host(batch)]
         sums = torch.zeros(len(self._parts), len(self._names), dtype=torch.float64)
         for group, numbers in enumerate(self._parts):
@@ -167,7 +167,7 @@ class Backward(GradientComputation):
     def load(self, batch: HostBatch, step: int, denominators: Tensor | None = None) -> None:
         """Copies a step's batch and number to the device.
 
-        `denominators` are those of all ranks, fp64 on the host; by default the batch's own.
+        `denominators` are the sums over all ranks, fp64 on the host; by default those of the batch.
         """
         if denominators is None:
             denominators = self.group_denominators(batch).sum(0)
@@ -179,16 +179,16 @@ class Backward(GradientComputation):
         self._step = step
 
     def run(self, group: int = 0) -> list[dict[str, Tensor]]:
-        """Adds to the parameters' gradients those of one of the rank's groups.
+        """Adds the gradients of one of the rank's groups to the parameters' gradients.
 
-        Returns the metric totals of each micro-batch. Never synchronizes with the host, so a CUDA graph can hold it.
+        Returns the metric totals of each micro-batch. Never synchronizes with the host, so a CUDA graph can contain it.
         """
         batches = self.micro_batches.parts
         denominators = dict(zip(self._names, self.denominators.unbind(), strict=True))
         totals = []
         self.loss = torch.zeros((), device=self._device)
         if self._device.type == "cpu" and self._own_parts[group]:
-            # By the rows, so that a group draws the same on any rank.
+            # Seeded by row, so that a group draws the same on any rank.
             seed_generator(self._device, self._seed, self._first_rows[self._own_parts[group][0]], self._step)
         with self._casts.current():
             for part in self._own_parts[group]:
@@ -203,5 +203,5 @@ class Backward(GradientComputation):
         target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)
 
 
-# A batch of no rows, of which an objective tells the names of its denominators.
+# An empty batch, from which an objective returns the names of its denominators.
 _NO_ROWS = {name: torch.zeros(0, 1) for name in ("masked_weights", "segment_ids", "position_ids")}

@@ -1,7 +1,7 @@
-"""Checkpoints written while the training goes on: copied to host memory at once, then to disk by a thread.
+"""Asynchronous checkpoints: copied to host memory at once, then written to disk by a thread.
 
-The training waits for the copy, and for an earlier write that has not ended. `checkpoint` has what is written: it
-comes from the copies, so the trainer may change model, moments and state as soon as `save` has returned.
+Training waits only for the copy and for an unfinished earlier write. Once `save` has returned, the trainer may change
+model, moments and state.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from electra_fast.files.checkpoint_folder import TrainState
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints in order, one at a time, in a thread for which the interpreter's exit waits.
+    """Writes a run's checkpoints one at a time in a thread, for which the interpreter waits at exit.
 
-    It holds a copy of all tensors in host memory, page-locked where they come from a GPU.
+    It holds a copy of all tensors in host memory, pinned if they come from a GPU.
 
-    `num_written` and `write_seconds` count the writes that have ended, failed ones with their seconds only;
-    `last_write_seconds` is of the last. `blocked_seconds` is how long callers spent in `save`, `wait` and `close`.
+    `num_written` counts successful writes; `write_seconds` sums the time of all finished writes, `last_write_seconds`
+    is that of the last. `blocked_seconds` is the time that callers spent in `save`, `wait` and `close`.
 
     Args:
         run: The run's folder.
-        keep: How many checkpoints to keep.
+        keep: Number of checkpoints to keep.
     """
 
     def __init__(self, run: Path, keep: int) -> None:
         self._run, self._keep = run, keep
         self.num_written = 0
         self.write_seconds, self.last_write_seconds, self.blocked_seconds = 0.0, 0.0, 0.0
-        # Not a `Thread` of its own, whose `join` takes a running thread for a stopped one when a signal interrupts it
-        # (Python 3.9 to 3.12): the exit would not wait for the write.
+        # Not a `Thread`: in Python 3.9 to 3.12, a signal that interrupts `join` makes a running thread look stopped, so
+        # the interpreter would not wait for the write at exit.
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
-        # Where to copy the next checkpoint's model and optimizer; a write owns its buffers until it has ended, so that
-        # no interrupt can let them be overwritten before.
+        # Buffers for the next checkpoint's model and optimizer. A write owns its buffers until it ends, so that no
+        # interrupt can cause them to be overwritten early.
         self._buffers: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
 
     def save(
         self, config: Config, tensors: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: TrainState
     ) -> None:
-        """Copies all that makes the checkpoint of `state.step` and starts to write it.
+        """Copies the checkpoint of `state.step` and starts to write it.
 
-        Waits for an earlier write first and raises what that failed with; nothing new is started then.
+        First waits for an earlier write; if that failed, raises its error and writes nothing.
 
         Args:
-            config: Of the model.
-            tensors: What `checkpoint.stored` returns, on any device.
-            optimizer: Its state dictionary, on any device.
-            state: Copied with all that it refers to.
+            config: The model's configuration.
+            tensors: The tensors of `checkpoint.stored`, on any device.
+            optimizer: The optimizer's state dictionary, on any device.
+            state: The training state, which is copied deeply.
         """
         with self._blocked():
             self._finish()
@@ -70,17 +70,17 @@ class CheckpointWriter:
             self._pending = self._executor.submit(self._run_write, config, copies, copy.deepcopy(state))
 
     def check(self) -> None:
-        """Raises, once, what a write that has ended failed with: OSError naming the checkpoint; never waits."""
+        """Raises the error of a finished write that failed, an OSError naming the checkpoint, once; never waits."""
         if self._pending is not None and self._pending.done():
             self._finish()
 
     def wait(self) -> None:
-        """Waits for the write in progress and raises what it failed with."""
+        """Waits for the write in progress and raises its error."""
         with self._blocked():
             self._finish()
 
     def wait_up_to(self, seconds: float) -> bool:
-        """As `wait`, but no longer than so many seconds; tells whether no write is in progress."""
+        """Waits as `wait` for up to `seconds`; returns whether no write is in progress."""
         with self._blocked():
             if self._pending is not None:
                 futures.wait([self._pending], seconds)
@@ -88,7 +88,7 @@ class CheckpointWriter:
         return self._pending is None
 
     def close(self) -> None:
-        """As `wait`; there can be no `save` afterwards. Interrupted while waiting, it leaves the write to end."""
+        """Waits as `wait`; there can be no `save` afterwards. If interrupted, it lets the write finish."""
         try:
             self.wait()
         finally:
@@ -113,7 +113,7 @@ class CheckpointWriter:
         try:
             self._pending.result()
         finally:
-            if self._pending.done():  # or else a signal interrupted the wait
+            if self._pending.done():  # otherwise a signal interrupted the wait
                 self._pending = None
 
     def _run_write(
@@ -138,9 +138,9 @@ class CheckpointWriter:
 
 
 def _copy_to_host(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies into the buffers of the same names, or into new ones where those don't fit.
+    """Copies into the buffers of the same names, or into new ones if those do not fit.
 
-    Copies from a GPU have only been started; they are complete when the current stream is.
+    Copies from a GPU are asynchronous, on the current stream.
     """
     copies = {}
     for name, tensor in tensors.items():

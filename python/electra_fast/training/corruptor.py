@@ -1,6 +1,6 @@
 """A fixed corruptor: one source of replacements for all models of a comparison, so that they read the same text.
 
-Its samples are a function of the seed, the row's number in the loader's stream and the masked text alone.
+Its samples depend only on the seed, the row's number in the loader's stream and the masked text.
 
 Shapes: B rows, L row length, T = B*L flat tokens, N mask slots per row, M = B*N slots, V vocabulary, D hidden.
 """
@@ -32,16 +32,16 @@ from electra_fast.ops.sampling import alias_table, philox
 UNIGRAM = "unigram"
 """The name of the corruptor that samples from the token counts of the corpus."""
 UNIGRAM_LENGTH = 128
-"""Tokens per row that it is given by default."""
-# The last word of Philox' counter; `losses.random_words` lists whose the others are.
+"""Its default number of tokens per row."""
+# Last word of Philox' counter; `losses.random_words` lists the others.
 _STREAM = 5
 # Slots whose logits are in memory at a time: in fp64, 256 times 30,000 of them are 61 MB.
 _CHUNK = 256
 _MASK32 = 0xFFFFFFFF
 
-# A sample must not depend on batch size, threads or device, and sums of floating-point numbers do. In fp64 they do by
-# 1e-16, so that a sample flips once in some 10^10 slots; in fp32 it would flip in every longer evaluation. The
-# references alone compute in any dtype.
+# A sample must not depend on batch size, threads or device, but floating-point sums do: by 1e-16 in fp64, which flips
+# one sample in some 10^10 slots; fp32 would flip some in every longer evaluation. Only the reference operations compute
+# in any dtype.
 _COMPUTE = ComputeConfig("sdpa", torch.float64)
 
 
@@ -51,9 +51,9 @@ class Corruptor:
 
     Args:
         generator: A model with a generator, or the `sampling.alias_table` of the distribution, int64 [V, 2].
-        vocab_size: Samples are smaller than this, the size of the corpus's vocabulary.
-        sequence_length: Tokens per row that suit it.
-        seed: Of the samples.
+        vocab_size: Size of the corpus's vocabulary, which bounds the samples.
+        sequence_length: Suitable number of tokens per row.
+        seed: Seed of the samples.
     """
 
     generator: Electra | Tensor
@@ -63,16 +63,16 @@ class Corruptor:
 
     @classmethod
     def unigram(cls, corpus: Corpus | Mixture, seed: int, device: torch.device) -> Self:
-        """Samples in proportion to the token counts of a corpus or a mixture, which are read."""
+        """Samples in proportion to the token counts of a corpus or a mixture, which it reads."""
         table_V2 = alias_table(torch.from_numpy(corpus.token_counts())).to(device)
         return cls(table_V2, corpus.vocab_size, UNIGRAM_LENGTH, seed)
 
     @classmethod
     def load(cls, source: Path, corpus: Corpus, seed: int, device: torch.device) -> Self:
-        """The generator of a run, checkpoint or Hugging Face folder: a network, or the distribution in its place.
+        """Loads the generator of a run, checkpoint or Hugging Face folder, a network or a fixed distribution.
 
-        Raises FileNotFoundError where there is no model, and ValueError, naming the folder, where it has no generator
-        or another vocabulary than the corpus.
+        Raises FileNotFoundError if there is no model, and ValueError naming the folder if it has no generator or
+        another vocabulary than the corpus.
         """
         model = load(source).to(device)
         _check_vocabulary(source, model, corpus)
@@ -82,16 +82,16 @@ class Corruptor:
 
     @property
     def max_positions(self) -> int | None:
-        """The longest row that it reads, in tokens; None where there is no limit."""
+        """Longest row that it can read, in tokens; None without a limit."""
         return None if isinstance(self.generator, Tensor) else max_positions(self.generator)
 
     @torch.no_grad()
     def sample(self, batch: Mapping[str, Tensor], first_row: int) -> Tensor:
-        """A sample for each mask slot of a batch; those of unused slots mean nothing.
+        """Returns a sample for each mask slot of a batch, meaningless in unused slots.
 
         Args:
             batch: Tensors of `data.loader.to_torch`, masked at distinct positions.
-            first_row: The number of the batch's first row in the loader's stream.
+            first_row: Number of the batch's first row in the loader's stream.
 
         Returns:
             int64 [B, N].
@@ -120,19 +120,19 @@ class Corruptor:
 
 @torch.no_grad()
 def masked_states(model: Electra, batch: Mapping[str, Tensor]) -> Tensor:
-    """The generator's last hidden states at the mask slots, fp64 [M, D]; within `use_impl("reference")`."""
-    rng_key = RngKey(torch.zeros(2, dtype=torch.int64, device=batch["masked_ids"].device))  # nothing is drawn
+    """Returns the generator's last hidden states at the mask slots, fp64 [M, D]; use with `use_impl("reference")`."""
+    rng_key = RngKey(torch.zeros(2, dtype=torch.int64, device=batch["masked_ids"].device))  # unused
     inputs = losses.read_inputs(model, MicroBatch(batch, _COMPUTE, rng_key))
     hidden_TD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context)
     return inputs.slots.of_states(hidden_TD)
 
 
 def sample_softmax(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
-    """A sample of softmax(logits) per slot, by inverting the CDF in fp64 at 64 random bits; [M, V] → int64 [M].
+    """Samples softmax(logits) per slot by inverting the CDF in fp64 at 64 random bits; [M, V] → int64 [M].
 
-    `sampling.sample_categorical`, which trains, is in fp32 and takes logarithms of its random numbers, whose last bits
-    differ between devices. Here the first two words of Philox' counter (0, slot, step, 5) become the uniform number
-    exactly.
+    `sampling.sample_categorical`, used in training, is in fp32 and takes logarithms of random numbers, whose last bits
+    differ between devices. Here the first two words of Philox for the counter (0, slot, step, 5) make the uniform
+    number exactly.
     """
     seed, step = seed_and_step.unbind()
     counter = (torch.zeros_like(step), slot_M, step, torch.full_like(step, _STREAM))
@@ -144,7 +144,7 @@ def sample_softmax(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> 
 
 
 def corrupted_rows(batch: Mapping[str, Tensor]) -> list[Tensor]:
-    """The text of a batch with its `sampled_ids` in place of the masks, without padding: B tensors of int32 [≤ L]."""
+    """Returns the text of a batch with `sampled_ids` in place of masks, without padding: B tensors of int32 [≤ L]."""
     ids_BL = batch["input_ids"].clone()
     is_used_BN = batch["masked_weights"] > 0
     row_M = is_used_BN.nonzero()[:, 0]
@@ -153,7 +153,7 @@ def corrupted_rows(batch: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def max_positions(model: Electra) -> int | None:
-    """The longest row that a model reads, in tokens; None for rotary positions, which have no end."""
+    """Returns the longest row that a model can read, in tokens; None for rotary positions, which have no limit."""
     return model.config.model.max_positions if model.config.model.architecture == "bert" else None
 
 
@@ -169,12 +169,12 @@ def _generator(source: Path, model: Electra, vocab_size: int) -> Electra | Tenso
         return model
     if model.proposal is None:
         present = " and ".join(model.networks)
-        raise InputError(f"{source}: the {present} alone, which cannot corrupt text; name a folder with a generator")
+        raise InputError(f"{source}: only the {present}, which cannot corrupt text; name a folder with a generator")
     if not model.proposal.has_counts:
         raise InputError(
             f"{source}: a unigram generator's token counts are not exported; name the run or one of its checkpoints"
         )
     table_V2 = model.proposal.table_V2
-    if model.config.generator.kind == "uniform":  # the model's table may have more entries than the vocabulary
+    if model.config.generator.kind == "uniform":  # the model's table may be larger than the vocabulary
         return alias_table(torch.ones(vocab_size)).to(table_V2.device)
     return table_V2

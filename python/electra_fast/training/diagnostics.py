@@ -1,11 +1,11 @@
-"""Diagnostics of a run: divergence, a discriminator that stops learning, ranks that differ, and the verdict at the end.
+"""Diagnostics of a run: divergence, a stalled discriminator, differing ranks, and the verdict at the end.
 
-Divergence is measured against the loss of a model that answers uniformly, which every objective has. A healthy run is
-near it at its first step and soon below it, whatever its recipe and batch size, so noise cannot take it to twice this
-loss. Only the first updates may, before a short warmup or Adam without bias correction has settled.
+Divergence is measured against the loss of uniform predictions, which every objective has. A healthy run, whatever its
+recipe and batch size, starts near this loss and soon falls below it, so noise cannot take it to twice as much; only the
+first updates can, with a short warmup or with Adam without bias correction.
 
-Losses and AUCs against a run's own generator hide a discriminator that has stalled: the better the generator, the
-harder its samples. An AUC on replacements that stay the same shows it.
+Losses and AUCs against a run's own generator hide a stalled discriminator, since a better generator gives harder
+samples. An AUC on fixed replacements reveals it.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from electra_fast.files.checkpoint_folder import LossHistory, TrainState
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Number, Objective
 
-# Times the loss of uniform answers: above this, a run has exploded.
+# A run has exploded above this multiple of the loss of uniform predictions.
 _EXPLODED = 2.0
-# Of the way from the lowest loss to that of uniform answers: above this, what was learned is lost.
+# Learning is lost above this fraction of the way from the lowest loss to that of uniform predictions.
 _LOST = 0.4
-# Steps over which losses are averaged before they are compared with the lowest, and how many averages have to be lost.
+# Steps per average that is compared with the lowest, and how many averages in a row must be lost.
 _STEPS, _LASTING = 100, 2
 
 
 def has_exploded(objective: Objective, metrics: Mapping[str, Number]) -> bool:
-    """Whether the metrics of some steps, or of an evaluation, are those of a run that has exploded."""
+    """Returns whether the metrics of some steps or of an evaluation show that a run has exploded."""
     limit = _EXPLODED * objective.comparable_loss(uniform_metrics(objective))
-    return not objective.comparable_loss(metrics) <= limit  # nan is no better
+    return not objective.comparable_loss(metrics) <= limit  # also true for nan
 
 
 def what_is_lost(history: LossHistory, objective: Objective, metrics: Mapping[str, Number], steps: int) -> str | None:
-    """Adds the metrics of so many steps to the history; names the losses if all of them are lost for good.
+    """Adds the metrics of `steps` steps to the history. Returns a description of the losses if all have risen for good.
 
-    One alone may rise while a run goes well: the discriminator's, when its generator learns.
+    A single loss may rise in a healthy run, such as the discriminator's when its generator learns.
     """
     for name, value in _losses(objective, metrics).items():
         history.totals[name] = history.totals.get(name, 0.0) + steps * value
@@ -60,7 +60,7 @@ def what_is_lost(history: LossHistory, objective: Objective, metrics: Mapping[st
 
 
 def uniform_metrics(objective: Objective) -> dict[str, Number]:
-    """The metrics of a model that gives all tokens of the vocabulary, and both answers, the same probability."""
+    """Returns the metrics of uniform predictions over the vocabulary and over both labels."""
     vocabulary, answer = math.log(objective.config.model.vocab_size), math.log(2)
     losses = {"encoder_loss": vocabulary, "corrective_loss": vocabulary}
     losses["generator_loss"] = vocabulary if "generator" in objective.networks() else 0.0
@@ -69,7 +69,7 @@ def uniform_metrics(objective: Objective) -> dict[str, Number]:
 
 
 def way_back(run: Path, state: TrainState, optimizer: OptimizerConfig) -> str:
-    """Which checkpoint of a diverged run is good, and the command that goes back to it."""
+    """Returns a sentence that names a good checkpoint of a diverged run and the command that goes back to it."""
     kept = checkpoint_folder.steps(run)
     if not kept:
         return f"there is no checkpoint yet; start again with {_lower(optimizer, optimizer)} or a longer warmup"
@@ -82,7 +82,7 @@ def way_back(run: Path, state: TrainState, optimizer: OptimizerConfig) -> str:
 
 
 def _lower(before: OptimizerConfig, now: OptimizerConfig) -> str:
-    """Rates to try, as options: as before, those that have been raised since; if none has been, half of all."""
+    """Returns options for lower rates: the earlier values of rates raised since or, if none were, half of all rates."""
     names = ["learning_rate"] + ["muon_learning_rate"] * (now.name == "muon")
     rates = {name: getattr(now, name) / 2 for name in names}
     raised = {name: getattr(before, name) for name in names if 0 < getattr(before, name) < getattr(now, name)}
@@ -93,7 +93,7 @@ def _losses(objective: Objective, metrics: Mapping[str, Number]) -> dict[str, fl
     return {name: float(value) for name in objective.lowered_losses if (value := metrics.get(name)) is not None}
 
 
-# What a run does between one evaluation and the third one after it.
+# A stall is judged between an evaluation and the third one after it.
 _EVALUATIONS = 3
 _GENERATOR_IMPROVES = 0.01  # of its loss
 _DISCRIMINATOR_STAYS = 0.005  # of its AUC
@@ -102,10 +102,10 @@ _SATURATED = 0.9
 
 
 def stall_warning(evaluations: Sequence[Mapping[str, Number]], can_correct: bool = False) -> str | None:
-    """A warning in one line about the newest of a run's evaluations, in order, or None.
+    """Returns a one-line warning about the newest of a run's evaluations, given in order, or None.
 
-    Reads `step`, `generator_loss` and `unigram_auc`; None where one of the last two is missing, as in an objective
-    that has no such network. With `can_correct` it suggests the corrective loss, which a run cannot begin later.
+    Reads `step`, `generator_loss` and `unigram_auc`; None if an objective lacks one of these networks. With
+    `can_correct`, suggests the corrective loss, which needs a new run.
     """
     if len(evaluations) <= _EVALUATIONS:
         return None
@@ -119,16 +119,16 @@ def stall_warning(evaluations: Sequence[Mapping[str, Number]], can_correct: bool
     remedy = "objective.corrective_weight = 1, " if can_correct else ""
     return (
         f"the discriminator has stalled since step {first['step']}: the generator's loss fell from {loss_before:.3f} "
-        f"to {loss:.3f}, while the AUC on unigram replacements went from {auc_before:.3f} to {auc:.3f}; if that goes "
-        f"on, start again with {remedy}a smaller generator.fraction or a lower learning rate"
+        f"to {loss:.3f}, while the AUC on unigram replacements went from {auc_before:.3f} to {auc:.3f}; if this "
+        f"continues, start again with {remedy}a smaller generator.fraction or a lower learning rate"
     )
 
 
-# About the share of tokens that unigram replacements change.
+# Approximate fraction of tokens that unigram replacements change.
 _REPLACED = 0.14
-# An AUC up to this, or within three standard errors of chance, is nothing; one up to that is little.
+# An AUC below the first, or within three standard errors of chance, shows nothing learned; below the second, little.
 _NOTHING_AUC, _LITTLE_AUC = 0.52, 0.6
-# As shares of the loss of a model that knows token frequencies only.
+# Likewise, as fractions of the loss of a model that knows only token frequencies.
 _NOTHING_LOSS, _LITTLE_LOSS = 0.98, 0.9
 _SMALL_CORPUS = 10e6  # tokens
 
@@ -136,13 +136,13 @@ _SMALL_CORPUS = 10e6  # tokens
 def verdict(
     config: Config, found: Mapping[str, Number], entropy: float | None, trained_tokens: int, corpus_tokens: int
 ) -> list[str]:
-    """What a finished run has learned: a line, and another with the likely reasons if that is little or nothing.
+    """Returns a line on what a finished run has learned and, if that is little, another with likely reasons.
 
     Args:
-        config: Of the run.
+        config: The run's configuration.
         found: Its last evaluation.
-        entropy: For objectives without a discriminator: `evaluate.unigram_entropy`.
-        trained_tokens: What it was trained on, with repetitions.
+        entropy: `evaluate.unigram_entropy`, for objectives without a discriminator.
+        trained_tokens: Tokens trained on, including repetitions.
         corpus_tokens: Size of its corpora.
     """
     what = "the model finds replaced tokens"
@@ -168,13 +168,13 @@ def verdict(
 
 
 def auc_text(auc: float) -> str:
-    """The AUC of a discriminator on replacements by frequency, in words that say what it compares with."""
+    """Describes a discriminator's AUC on replacements by frequency."""
     return f"AUC {auc:.3f} with random tokens, by their frequency, as replacements (0.5 is chance)"
 
 
 def _auc_amount(auc: float, found: Mapping[str, Number]) -> str:
-    """How little an AUC is: "nothing", "little" or ""."""
-    # The standard error of chance (Hanley and McNeil, 1982).
+    """Returns how little an AUC shows: "nothing", "little" or ""."""
+    # Standard error at chance level (Hanley and McNeil, 1982).
     error = math.sqrt(1 / (12 * _REPLACED * (1 - _REPLACED) * float(found["tokens"] or 1)))
     if auc < max(_NOTHING_AUC, 0.5 + 3 * error):
         return "nothing"
@@ -186,18 +186,18 @@ def _reasons(config: Config, trained_tokens: int, corpus_tokens: int) -> Iterato
     longer = f"{'start again' if has_stages else 'continue'} with --train.steps {10 * steps}"
     yield f"too little training ({steps:,} steps, {trained_tokens / 1e6:.2f} M tokens): {longer}"
     if config.model.architecture == "bert":
-        yield "recipes google and paper begin to learn late: start again with --recipe modern"
+        yield "recipes google and paper learn late: start again with --recipe modern"
     yield f"a learning rate that does not suit (optimizer.learning_rate = {config.optimizer.learning_rate:g})"
     if corpus_tokens < _SMALL_CORPUS:
         yield f"a small corpus ({corpus_tokens / 1e6:.2f} M tokens): add text"
 
 
 MIN_STEPS = 100
-"""Before so many steps, and over fewer, no warning makes sense."""
+"""Warnings need at least this many steps before and during what they judge."""
 
 
 def warning(metrics: Mapping[str, Number]) -> str | None:
-    """A warning about a log window in one line, or None. Its thresholds make sense after the warmup only."""
+    """Returns a one-line warning about a log window, or None. Its thresholds hold only after the warmup."""
     replaced, recall = metrics["replaced_fraction"], metrics["discriminator_recall"]
     loss = metrics["discriminator_loss"]
     if replaced is None or recall is None or loss is None:
@@ -221,17 +221,14 @@ def warning(metrics: Mapping[str, Number]) -> str | None:
 
 
 class LastingWarning:
-    """Tells a warning that lasts from one that passes: at most one in `pause` steps.
-
-    It has to hold in two log windows in a row, and over `MIN_STEPS` steps.
-    """
+    """Passes on warnings that hold in two consecutive log windows and over `MIN_STEPS` steps, one per `pause` steps."""
 
     def __init__(self, pause: int) -> None:
         self._pause, self._next = pause, 0
         self._windows, self._steps = 0, 0
 
     def take(self, metrics: Mapping[str, Number], num_steps: int, first_step: int) -> str | None:
-        """The warning to give after a log window of so many steps, or None; windows before the first step are none."""
+        """Returns the warning to print after a log window of `num_steps` steps, or None, as before `first_step`."""
         step = int(metrics["step"] or 0)
         message = warning(metrics) if step - num_steps >= first_step else None
         self._windows, self._steps = (self._windows + 1, self._steps + num_steps) if message else (0, 0)
@@ -243,9 +240,9 @@ class LastingWarning:
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> int:
-    """64 bits of the values of all parameters; another value of any single one changes them.
+    """Returns a 64-bit checksum of all parameters that changes with any single value.
 
-    An exact sum of the values' bit patterns, each parameter's times an odd number of its own.
+    It is the exact sum of the values' bit patterns, times an odd number per parameter.
     """
     sums: list[Tensor] = [_bits(p).sum(dtype=torch.int64) * (2 * i + 1) for i, p in enumerate(model.parameters())]
     return int(torch.stack(sums).sum())
@@ -256,7 +253,7 @@ def _bits(parameter: Tensor) -> Tensor:
 
 
 def diverged_ranks(fingerprints: Sequence[int]) -> str:
-    """Which ranks differ, as a sentence; empty if none does."""
+    """Returns a sentence that names the ranks that differ; empty if none does."""
     counts = Counter(fingerprints)
     if len(counts) == 1:
         return ""
@@ -271,6 +268,6 @@ def diverged_ranks(fingerprints: Sequence[int]) -> str:
 
 
 def slowest(seconds: Sequence[float]) -> tuple[int, float]:
-    """The rank that has spent the most seconds, and these."""
+    """Returns the rank with the most seconds, and these seconds."""
     rank = max(range(len(seconds)), key=seconds.__getitem__)
     return rank, seconds[rank]

@@ -1,4 +1,4 @@
-"""How the rows of a step are divided: among ranks, into groups whose gradients are added up, into micro-batches."""
+"""The division of a step's rows among ranks, into groups whose gradients are summed, and into micro-batches."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from electra_fast.config.config import TrainConfig
 from electra_fast.errors import InputError
 
 NUM_EXACT_GROUPS = 4
-"""Groups of a step under `train.reduce = "exact"`, for any number of ranks that divides it."""
+"""Number of groups per step under `train.reduce = "exact"`; the number of ranks must divide it."""
 
 
 def share(total: int, part: int, num_parts: int) -> range:
-    """The part of `total` things that goes to one of `num_parts`, as `BatchLoader` divides the rows of a batch."""
+    """Returns one of `num_parts` parts of `range(total)`, divided as `BatchLoader` divides the rows of a batch."""
     return range(part * total // num_parts, (part + 1) * total // num_parts)
 
 
 @dataclass(frozen=True)
 class Division:
-    """What one rank computes of a step.
+    """One rank's part of a step.
 
     Args:
         rows: Its rows, numbered within the step.
-        groups: For each of its groups, the micro-batches: ranges of rows, none of them empty.
-        own: The numbers of its groups.
-        num_groups: Groups of all ranks.
+        groups: The micro-batches of each of its groups, as nonempty ranges of rows.
+        own: Indices of its groups.
+        num_groups: Number of groups on all ranks.
     """
 
     rows: range
@@ -34,11 +34,11 @@ class Division:
 
     @classmethod
     def of(cls, train: TrainConfig, rank: int = 0, world_size: int = 1, num_processes: int = 1) -> Division:
-        """The division of a step by `train.reduce` and `train.accumulate`.
+        """Divides a step according to `train.reduce` and `train.accumulate`.
 
-        `fast` has a group per rank. With `exact` the groups, and so the sums within them, are the same for any number
-        of ranks. `num_processes` processes of a rank share each micro-batch. ValueError if the ranks do not divide the
-        groups.
+        `fast` has one group per rank. With `exact`, groups and the sums within them are the same for any number of
+        ranks. `num_processes` processes of a rank share each micro-batch. Raises ValueError if the number of ranks does
+        not divide the number of groups.
         """
         num_groups = world_size
         if train.reduce == "exact":

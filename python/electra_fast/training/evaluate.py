@@ -1,8 +1,8 @@
 """Validation metrics of a model: losses, accuracies, the discriminator's AUCs, and masked-language-model accuracy.
 
-An AUC is that of telling a corruptor's samples from the text, so those of two models compare only if one corruptor
-serves both. `unigram_auc` has such a corruptor: samples by frequency. That of the rest is the model's own generator,
-as in training, or what `corrupted_by` names.
+An AUC measures how well a discriminator tells a corruptor's samples from the original text, so two models are
+comparable only with the same corruptor. `unigram_auc` has a common one, which samples by frequency. All other metrics
+use the model's own generator, as in training, or the source that `corrupted_by` names.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from electra_fast.training.division import share
 from electra_fast.training.mlm_accuracy import mlm_accuracy
 from electra_fast.training.world import World
 
-# Masks and samples of an evaluation come from this seed, whatever the run's own.
+# Seed of masks and samples in every evaluation, independent of the run's seed.
 SEED = 20_190_925
-# What is reported first.
+# Metrics that are reported first.
 FIRST = ("unigram_auc", "discriminator_auc", "discriminator_loss", "generator_loss")
 
-# The number of a batch's first row, and the tensors.
+# The index of a batch's first row, and its tensors.
 _Batches = Iterator[tuple[int, Mapping[str, Tensor]]]
 
 
@@ -56,37 +56,37 @@ def evaluate(
     corrupted_by: str | Path | None = None,
     mlm_examples: int = 0,
 ) -> dict[str, Number | str]:
-    """Validation metrics of a run, a checkpoint or an exported folder.
+    """Returns validation metrics of a run, a checkpoint or an exported folder.
 
     Args:
-        source: run, checkpoint or Hugging Face folder.
-        data: corpus; its validation part (`prepare --holdout`) where it has one, else all of it. Or several, as for
-            `pretrain`: the validation parts of those that have one, each read once; their weights count for
-            `corrupted_by` "unigram" alone.
-        sequence_length: tokens per row. By default 128 for `unigram_auc`, or as many as the model reads; for the rest
-            the run's own, or the corruptor's where there is one.
-        batch_size: rows per batch; the run's own by default.
-        max_batches: stop after so many; 0 for one whole pass.
-        device: e.g. "cpu"; CUDA where there is one by default.
-        corrupted_by: what replaces masked tokens, so that several models can be judged on the same text: the generator
-            of a run, checkpoint or Hugging Face folder; or "unigram" for the token counts of `data` (rows of 128
-            tokens by default). Rows are then packed, masked and sampled as the recipe `paper` does, whatever the
-            model's own, and every discriminator is judged over all tokens. By default the model's generator.
-        mlm_examples: rows of which one token is masked, for the masked-language-model accuracy; 0 for none.
+        source: Run, checkpoint or Hugging Face folder.
+        data: A corpus, of which the validation part (`prepare --holdout`) is used, or all if it has none. Or several,
+            as for `pretrain`: the validation parts of those that have one, each read once; weights matter only for
+            `corrupted_by` "unigram".
+        sequence_length: Tokens per row. By default 128 for `unigram_auc`, or the longest row that the model can read if
+            that is shorter; for the rest that of the run, or of the corruptor if given.
+        batch_size: Rows per batch; by default that of the run.
+        max_batches: Largest number of batches; 0: all.
+        device: E.g. "cpu"; by default CUDA if available.
+        corrupted_by: Source of replacements, so that several models are judged on the same text: the generator of a
+            run, checkpoint or Hugging Face folder, or "unigram" for the token counts of `data` (rows of 128 tokens by
+            default). Rows are then packed, masked and sampled as in the recipe `paper`, and every discriminator is
+            judged over all tokens. By default the model's own generator.
+        mlm_examples: Rows with one masked token, for the masked-language-model accuracy; 0: none.
 
     Returns:
-        First `unigram_auc`, which compares between models on the same data: the AUC on replacements drawn by the
-        frequency of the tokens that are masked. Then `discriminator_auc` and the means of `metrics.jsonl` by the
-        model's own generator, which do not compare, and the `rows` and `tokens` they are over. A discriminator alone
-        has None there. A warning says where the corpus is all that the model was trained on.
+        First `unigram_auc`, comparable between models on the same data: the AUC on replacements drawn by the frequency
+        of the masked tokens. Then `discriminator_auc` and the means of `metrics.jsonl` with the model's own generator,
+        which are not comparable (None for a discriminator alone), and the `rows` and `tokens` they cover.
 
-        With `corrupted_by`, `loss` is None, since weights differ between models, and there are `sequence_length` and
-        `corruption`, 16 hexadecimal digits: they are equal where two models read the same text, to the last token.
+        With `corrupted_by`, `loss` is None, since weights differ between models, and `sequence_length` and
+        `corruption` are added; the latter, 16 hexadecimal digits, are equal for models that read exactly the same text.
 
-        With `mlm_examples`, what `mlm_accuracy.mlm_accuracy` returns.
+        With `mlm_examples`, also the metrics of `mlm_accuracy.mlm_accuracy`.
 
-    Raises FileNotFoundError or ValueError where a folder is missing or not of the expected kind, where the corpus was
-    prepared with another vocabulary than the model's or the corruptor's, or where the model cannot read such rows.
+    Warns if the model was trained on all of the corpus. Raises FileNotFoundError or ValueError if a folder is missing
+    or of the wrong kind, if the vocabulary of the corpus is not that of the model or the corruptor, or if rows are too
+    long for the model.
     """
     if mlm_examples < 0:
         raise InputError(f"mlm_examples = {mlm_examples}: must be 0 (none) or more")
@@ -97,7 +97,7 @@ def evaluate(
     model.limit_vocabulary(mixture.vocab_size)
     rows_per_batch = batch_size or model.config.train.batch_size
     config = model.config.replace({"train": {"batch_size": rows_per_batch, "accumulate": 1}})
-    # fp32 and the backend that runs everywhere, whatever the model was trained with.
+    # fp32 and the backend that runs everywhere, independent of training.
     compute = ComputeConfig("sdpa", torch.float32, fastest_matmul(model.config.model, target))
     if checkpoint_of(Path(source)) is None:  # Hugging Face folders do not have this head
         config = config.replace({"objective": {"corrective_weight": 0.0}})
@@ -140,9 +140,9 @@ def _evaluate_own(
     compute: ComputeConfig,
     max_batches: int,
 ) -> dict[str, Number]:
-    """`evaluate_model` with the model's own source of replacements; None for all metrics where it has none."""
+    """Evaluates with the model's own source of replacements; all metrics are None if it has none."""
     if "discriminator" in model.networks and "generator" not in model.networks and model.proposal is None:
-        say(f"note: {source}: the discriminator alone; all but unigram_auc needs its generator too")
+        say(f"note: {source}: only a discriminator; all metrics but unigram_auc need its generator")
         return dict.fromkeys(METRICS)
     if model.proposal is not None and not model.proposal.has_counts:
         model.proposal.set_counts(torch.from_numpy(mixture.token_counts()))
@@ -160,10 +160,10 @@ def evaluate_model(
     world: World | None = None,
     forward: Forward | None = None,
 ) -> dict[str, Number]:
-    """One pass (or `max_batches` batches) over corpora, masked and sampled by `SEED`, by the configured objective.
+    """Evaluates one pass (or `max_batches` batches) over corpora, masked and sampled by `SEED`.
 
-    `objective` takes its place: that of a run's stage, and `forward` that of its forward pass, where the model is
-    sharded. The ranks of a `world` divide each batch; all get the metrics.
+    `objective`, a stage's, replaces the configured one, and `forward` its forward pass if the model is sharded. The
+    ranks of a `world` divide each batch, and all return the metrics.
     """
     world, objective = world or World(), objective or objective_of(config)
     batches = _batches(corpora, config, max_batches, next(model.parameters()).device, world)
@@ -179,10 +179,10 @@ def unigram_auc(
     world: World,
     wrapped: Callable[[Objective], Forward],
 ) -> Number:
-    """The AUC of a discriminator on replacements that are the same whatever it has learned.
+    """Returns the AUC of a discriminator over all tokens, on replacements that do not depend on its training.
 
-    As `evaluate_model`, in rows of the run's length, over all tokens. The replacements have the distribution of the
-    tokens that are masked in these rows. `wrapped` gives an objective's forward pass, where the model is sharded.
+    Rows have the run's length. Replacements have the distribution of the tokens masked in these rows. `wrapped` returns
+    an objective's forward pass, wrapped if the model is sharded.
     """
     config = _of_discriminator(_common_config(config, config.data.sequence_length))
     objective, device = objective_of(config), next(model.parameters()).device
@@ -195,15 +195,15 @@ def unigram_auc(
 
 
 def unigram_entropy(corpora: Corpora, config: Config, max_batches: int, world: World) -> float:
-    """The loss, in nats per masked token, of a model that knows nothing but how often each token occurs."""
+    """Returns the loss, in nats per masked token, of a model that knows only token frequencies."""
     counts_V = _masked_counts(corpora, config, max_batches, world)
     shares = counts_V[counts_V > 0] / counts_V.sum()
-    # A small sample has a lower entropy than its source, by about this (Miller, 1955).
+    # Corrects the bias of a small sample's entropy (Miller, 1955).
     return float(-(shares * shares.log()).sum() + (len(shares) - 1) / (2 * counts_V.sum()))
 
 
 def _masked_counts(corpora: Corpora, config: Config, max_batches: int, world: World) -> Tensor:
-    """How often each token is masked: fp64 [V], on the CPU."""
+    """Counts how often each token is masked; fp64 [V] on the CPU."""
     counts_V = torch.zeros(config.model.vocab_size, dtype=torch.float64)
     for _, batch in _batches(corpora, config, max_batches, torch.device("cpu"), world):
         masked_ids = batch["masked_ids"][batch["masked_weights"] > 0]
@@ -214,7 +214,7 @@ def _masked_counts(corpora: Corpora, config: Config, max_batches: int, world: Wo
 def _evaluate_corrupted(
     model: Electra, corpora: Corpora, config: Config, compute: ComputeConfig, max_batches: int, corruptor: Corruptor
 ) -> dict[str, Number | str]:
-    """`evaluate_model` of text that a corruptor fills, for the metrics that compare between models."""
+    """Evaluates on text with a corruptor's replacements, for metrics that compare between models."""
     digest = hashlib.sha256()
 
     def digested(batches: _Batches) -> _Batches:
@@ -236,19 +236,19 @@ def _evaluate_corrupted(
 
 
 def _of_discriminator(config: Config) -> Config:
-    """Judges the discriminator over all tokens and no segment kept whole, whatever it was trained over and for."""
+    """Returns a configuration that judges the discriminator over all tokens, with no segments kept unchanged."""
     own_heads = {"contrastive_weight": 0.0, "corrective_weight": 0.0}
     return config.with_objective("electra").replace({"objective": own_heads})
 
 
 def _filled(batches: _Batches, corruptor: Corruptor, batch_size: int) -> _Batches:
-    """The batches with a corruptor's samples, which depend on each row's number in the loader's stream."""
+    """Adds a corruptor's samples, which depend on each row's number in the loader's stream, to the batches."""
     for number, (first_row, batch) in enumerate(batches):
         yield first_row, {**batch, "sampled_ids": corruptor.sample(batch, number * batch_size + first_row)}
 
 
 def _batches(corpora: Corpora, config: Config, max_batches: int, device: torch.device, world: World) -> _Batches:
-    """A rank's rows of each batch, and the number of the first one within the batch."""
+    """Yields a rank's rows of each batch, with the index of the first one within the batch."""
     loader = BatchLoader.from_config(
         config, corpus=corpora, seed=SEED, epochs=1, rank=world.rank, world_size=world.size
     )
@@ -269,16 +269,16 @@ def _judge(
     world: World,
     forward: Forward,
 ) -> dict[str, Number]:
-    """The metrics of an objective over some batches, and the discriminator's AUC."""
+    """Returns the metrics of an objective over batches, and the discriminator's AUC."""
     device = next(model.parameters()).device
     totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in objective.metric_totals}
     logits, labels, num_rows = [np.empty(0, np.float32)], [np.empty(0, np.bool_)], 0
-    modes = {module: module.training for module in model.modules()}  # frozen parts are in evaluation mode
+    modes = {module: module.training for module in model.modules()}  # frozen parts are in evaluation mode already
     model.eval()
     for number, (first_row, batch) in enumerate(batches):
         num_rows += batch["input_ids"].shape[0]
         if batch["input_ids"].shape[0] == 0:
-            batch = padding_row(batch)  # other ranks have rows, and may need this one's part of the model
+            batch = padding_row(batch)  # other ranks have rows, and may need this rank's part of the model
         key = RngKey(torch.tensor([SEED, number], device=device), first_row)
         with use_matmul(compute.matmul):
             output = forward(model, MicroBatch(batch, compute, key, objective.loss_denominators(batch)))
@@ -300,8 +300,8 @@ def _judge(
 
 
 def area_under_curve(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.bool_]) -> float | None:
-    """Area under the ROC curve of the discriminator's logits; None where only one class occurs."""
-    from sklearn.metrics import roc_auc_score  # imported here: a second that only evaluation needs
+    """Returns the area under the ROC curve of the discriminator's logits; None if only one class occurs."""
+    from sklearn.metrics import roc_auc_score  # takes a second, which only evaluation needs
 
     if labels.all() or not labels.any():
         return None
@@ -309,13 +309,13 @@ def area_under_curve(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.boo
 
 
 def _validation_part(source: str | Path, mixture: Mixture) -> Corpora:
-    """The folders to judge a model by; warns where the model was trained on all of one."""
+    """Returns the folders to judge a model by; warns if the model was trained on all of one."""
     if mixture.holdout is not None:
         return mixture.holdout
     trained_on = origin(Path(source)).corpus or ""
     for folder, corpus in zip(mixture.folders, mixture.corpora, strict=True):
         if corpus.content_hash in trained_on:
-            remedy = "prepare the text with --holdout to have metrics of unseen text"
+            remedy = "prepare the text with --holdout to get metrics on unseen text"
             say(f"warning: {folder}: the model was trained on all of this corpus; {remedy}")
     return mixture.folders[0] if mixture.is_single else mixture.folders
 
@@ -327,12 +327,12 @@ def _corruptor(corrupted_by: str | Path, mixture: Mixture, device: torch.device)
 
 
 def _common_config(config: Config, length: int) -> Config:
-    """The rows that every model reads: none depends on how a model was trained."""
+    """Returns a configuration whose rows do not depend on how a model was trained."""
     rows = {
         **{"sequence_length": length, "packing": "best-fit", "cut_at": "token"},
         **{"masking": "paper", "mask_prob": 0.15},
     }
-    # The limit of this model's positions is `_check_length`'s to tell; a configuration has it for training.
+    # `_check_length` checks this model's positions, which the configuration would limit as for training.
     limit = {"max_positions": max(config.model.max_positions, length)}
     return config.replace({"data": rows, "model": limit})
 
@@ -344,16 +344,16 @@ def _check_length(
     corrupted_by: str | Path = UNIGRAM,
     corruptor: Corruptor | None = None,
 ) -> None:
-    """Raises ValueError where model or corruptor cannot read the rows; warns where the model was trained on shorter."""
+    """Raises ValueError if rows are too long for model or corruptor; warns if the model was trained on shorter ones."""
     limits = {source: max_positions(model), corrupted_by: corruptor.max_positions if corruptor else None}
     for folder, longest in limits.items():
         if longest is not None and length > longest:
             raise InputError(
-                f"{folder}: reads {longest} tokens, and the rows have {length}; pass --sequence-length {longest} "
-                "or less, the same for all the models that are compared"
+                f"{folder}: reads at most {longest} tokens, but rows have {length}; pass --sequence-length {longest} "
+                "or less, the same for all compared models"
             )
     trained = model.config.data.sequence_length
     if trained < length:
-        what = f"was trained on rows of {trained} tokens and is judged by rows of {length}"
-        remedy = f"pass --sequence-length {trained} for all the models that are compared"
+        what = f"was trained on rows of {trained} tokens and is judged on rows of {length}"
+        remedy = f"pass --sequence-length {trained} for all compared models"
         say(f"warning: {source}: {what}; {remedy}")

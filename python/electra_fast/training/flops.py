@@ -1,9 +1,8 @@
-"""FLOPs of a training run: the published count to the digit, and the true one.
+"""FLOPs of a training run: the published count, to the digit, and the true one.
 
-The published count (appendix E of the paper, `flops_computation.py` of its code) is for comparison
-with published totals. It counts embedding lookups as dense products and the backward pass as much as
-the forward pass, so MFU must not be computed from it: `flops_per_token` counts what the hardware
-multiplies.
+The published count (appendix E of the paper, `flops_computation.py` of its code) is for comparison with published
+totals. It counts embedding lookups as dense products and the backward pass like the forward pass, so MFU must not be
+computed from it: `flops_per_token` counts the operations that the hardware executes.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import Stage
 
 PUBLISHED_VOCABULARY = 30522
-# The published count has 20 of 128 positions predicted, whatever the masking probability.
+# The published count assumes 20 of 128 positions predicted, for any masking probability.
 PUBLISHED_PREDICTED = 0.15625
 
-# Dense bf16 peak in FLOP/s (V100: fp16), by words of the device's name; the first line that fits counts.
+# Dense bf16 peak in FLOP/s (V100: fp16) by words of the device's name; the first match counts.
 _PEAKS: tuple[tuple[set[str], float], ...] = (
     ({"H100", "PCIE"}, 756e12),
     ({"H100", "NVL"}, 835e12),
@@ -39,13 +38,13 @@ _PEAKS: tuple[tuple[set[str], float], ...] = (
     ({"RTX", "4090"}, 165e12),
     ({"RTX", "3090"}, 71e12),
 )
-# Slices and slower or faster variants of the same number, whose peak is another.
+# Slices and variants with another peak.
 _VARIANTS = {"MIG", "LAPTOP", "MAX", "TI", "D", "SUPER"}
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Training FLOPs per token of each part: matrix products and attention only. A discriminator includes its head."""
+    """Training FLOPs per token of each part, matrix products and attention only. A discriminator includes its head."""
 
     discriminator: float = 0.0
     generator: float = 0.0
@@ -55,19 +54,19 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """All parts together."""
+        """The sum of all parts."""
         return self.discriminator + self.generator + self.generator_head + self.encoder + self.encoder_head
 
 
 def flops_per_token(config: Config, stages: Sequence[Stage] | None = None) -> Flops:
-    """The true model FLOPs per token of training the objective's networks.
+    """Returns the true FLOPs per token of training the objective's networks.
 
-    A multiply-add counts as two operations, the backward pass as two forward passes, attention over the whole row
-    length or the window of local attention, lookups as nothing, and each head for its share of the tokens.
+    A multiply-add counts as two operations, the backward pass as two forward passes, attention over the row length or
+    the local window, lookups as nothing, and each head for its fraction of the tokens.
 
     Args:
-        config: Of the run.
-        stages: The mean over the steps of these; by default over the whole run.
+        config: The run's configuration.
+        stages: Stages over whose steps to average; by default the whole run.
     """
     stages, length = stages or objective_of(config).stages(), config.data.sequence_length
     num_steps = sum(stage.num_steps for stage in stages)
@@ -85,7 +84,7 @@ def flops_per_token(config: Config, stages: Sequence[Stage] | None = None) -> Fl
 
 
 def _encoder(shape: ModelConfig, length: int) -> int:
-    """Forward FLOPs per token."""
+    """Returns forward FLOPs per token."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     matrices = 3 if shape.architecture == "modern" else 2  # GeGLU has a second input matrix
     layer = 2 * 4 * hidden * hidden + 2 * matrices * hidden * inner
@@ -99,7 +98,7 @@ def _projection(shape: ModelConfig) -> int:
 
 
 def _head(kind: str, shape: ModelConfig) -> int:
-    """Forward FLOPs per token that a head computes for."""
+    """Returns a head's forward FLOPs per token that it predicts."""
     hidden, width, is_plain = shape.hidden_size, shape.embedding_size, shape.heads == "plain"
     if kind == "logit" or (kind == "replaced_token" and is_plain):
         return 2 * hidden
@@ -130,25 +129,25 @@ class _Published:
     v: int = PUBLISHED_VOCABULARY
 
     def layer(self) -> int:
-        """Forward FLOPs of a layer per token; the norm after attention counts 5 in all, as published."""
+        """Returns a layer's forward FLOPs per token; the norm after attention counts 5 in total, as published."""
         h, i, s, heads = self.h, self.i, self.s, self.heads
         attention = 6 * h * h + 3 * h + 2 * h * s + 10 * s * heads + 2 * h * s + 2 * h * h + h + 4 * h + h + 5
         return attention + 4 * h * i + 9 * i + h + 4 * h + h + 5 * h
 
     def embedding(self) -> int:
-        """Token, position and type lookups as dense products, sum, norm, dropout, projection."""
+        """Returns the FLOPs of lookups as dense products, sum, norm, dropout and projection."""
         e, h = self.e, self.h
         return 2 * e * self.v + 2 * e * (self.s + 2) + 11 * e + (2 * h * e + h if e != h else 0)
 
     def head(self, kind: str, token_fraction: float = PUBLISHED_PREDICTED) -> float:
-        """A head, per token of the input; a single logit is ours, the published count has none."""
+        """Returns a head's FLOPs per input token; the published count has no single logit."""
         h, e = self.h, self.e
         if kind == "masked_lm":
             return token_fraction * (2 * e * self.v + 2 * h * e + 14 * e + 7 * self.v)
         return 2 * h * h + 11 * h if kind == "replaced_token" else 2 * h
 
     def train(self, batch: int, steps: int, heads: float, num_passes: int = 2) -> float:
-        """FLOPs of a run whose encoder makes so many passes per step, and whose heads' passes cost so much."""
+        """Returns the FLOPs of a run, given the encoder's passes per step and the heads' cost."""
         encoder = num_passes * (self.layers * self.layer() + self.embedding())
         return float(batch * steps * (self.s * (encoder + heads)))
 
@@ -165,7 +164,7 @@ def _electra(h: int, generator: int, layers: int, s: int, e: int, batch: int, st
 
 
 def published_flops(name: str) -> float:
-    """A total that the published script prints, to the digit; ValueError lists the names."""
+    """Returns a total that the published script prints, to the digit. Raises ValueError listing the known names."""
     totals = {
         "electra_small": lambda: _electra(256, 64, 12, 128, 128, 128, 1_000_000),
         "electra_base": lambda: _electra(768, 256, 12, 512, 768, 256, 766_000),
@@ -182,13 +181,13 @@ def published_flops(name: str) -> float:
 
 
 def published_training_flops(config: Config) -> float:
-    """The published count of a `bert` configuration with dense heads; ValueError for others, which it doesn't know.
+    """Returns the published count of a `bert` configuration with dense heads. Raises ValueError for others.
 
-    The published script knows `electra` and `mlm`. Of other objectives it is what its formulas give for their networks
-    and heads: those that do not train run forward only, and a head on all tokens is counted for all.
+    The published script covers `electra` and `mlm`. For other objectives, its formulas are applied to their networks
+    and heads: frozen networks run forward only, and a head on all tokens counts for all.
     """
     if not _is_published(config):
-        raise InputError('the published count is of model.architecture = "bert" with model.heads = "dense" only')
+        raise InputError('the published count covers only model.architecture = "bert" with model.heads = "dense"')
 
     def total(network: Network, num_steps: int) -> float:
         shape, backward = network.shape, 1 if network.is_trained else 0
@@ -207,7 +206,7 @@ def published_training_flops(config: Config) -> float:
             heads += (head.num_forward + backward) * published.head(head.kind, fraction)
         return published.train(config.train.batch_size, num_steps, heads, 1 + backward)
 
-    # The discriminator first, as the published script adds.
+    # The discriminator first, in the published script's order of addition.
     return sum(
         total(network, stage.num_steps)
         for stage in objective_of(config).stages()
@@ -216,7 +215,7 @@ def published_training_flops(config: Config) -> float:
 
 
 def device_peak(name: str) -> float | None:
-    """Dense bf16 peak of a GPU in FLOP/s by its name (`torch.cuda.get_device_name`); None if unknown."""
+    """Returns a GPU's dense bf16 peak in FLOP/s by its name (`torch.cuda.get_device_name`); None if unknown."""
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
     if words & _VARIANTS:
         return None
@@ -224,9 +223,9 @@ def device_peak(name: str) -> float | None:
 
 
 def objectives_report(config: Config) -> dict[str, dict[str, float | None]]:
-    """FLOPs per token of every objective, and how many times those of `electra`: true and, where known, published.
+    """Returns each objective's FLOPs per token, and their ratios to `electra`: true and, if known, published.
 
-    None for an objective that the configuration cannot have.
+    Values are None for objectives that the configuration does not allow.
     """
     counts = {name: _counts(config, name) for name in OBJECTIVE_SPECS}
     electra = counts["electra"]
@@ -241,10 +240,10 @@ def objectives_report(config: Config) -> dict[str, dict[str, float | None]]:
 
 
 def _counts(config: Config, name: str) -> tuple[float | None, float | None]:
-    """The true count per token and the published total of a configuration with another objective."""
+    """Returns the true count per token and the published total of a configuration with another objective."""
     try:
         other = config.with_objective(name)
-    except InputError:  # such as one step, which two stages cannot share
+    except InputError:  # such as a single step, too few for two stages
         return None, None
     return flops_per_token(other).total, _published(other)
 
@@ -258,7 +257,7 @@ def _published(config: Config) -> float | None:
 
 
 def report(config: Config) -> dict[str, object]:
-    """What `electra-fast flops` prints: both counts, per token and in total (published: None where it knows none)."""
+    """Returns the report of `electra-fast flops`: both counts, per token and in total; published ones may be None."""
     per_token = flops_per_token(config)
     tokens_per_step = config.train.batch_size * config.data.sequence_length
     tokens = config.train.steps * tokens_per_step

@@ -1,9 +1,9 @@
 """The gradients of a step in one flat buffer, and their sum over groups and ranks.
 
-The buffer is why no DDP wrapper is needed: models of this size send all gradients in one message after the last
-micro-batch, at fixed addresses between two CUDA graphs.
+The buffer replaces DDP: models of this size send all gradients in one message after the last micro-batch, at fixed
+addresses between two CUDA graphs.
 
-Shapes: G groups of a rank, N numbers: all gradients and the loss, R ranks.
+Shapes: G groups of a rank, N elements (all gradients and the loss), R ranks.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from electra_fast.training.division import Division
 from electra_fast.training.world import World
 
-# Floats in a cache line, at which each tensor begins.
+# Floats per cache line, to which each tensor is aligned.
 _ALIGNMENT = 16
 
 
 class GradientBuffer:
-    """Collects the gradients of a rank's groups, adds them up over all, and hands them to the parameters.
+    """Collects the gradients of a rank's groups, sums them over all ranks, and hands them to the parameters.
 
     Args:
-        parameters: Those that train, by name.
-        division: Of the step.
-        is_exact: Add the groups up as a balanced binary tree, whose sums are the same for any number of ranks.
+        parameters: Trained parameters by name.
+        division: The division of the step.
+        is_exact: Sum the groups as a balanced binary tree, which gives the same sums for any number of ranks.
         world: The ranks.
 
     `loss` is the step's loss after `reduce`, an fp32 scalar.
@@ -41,7 +41,7 @@ class GradientBuffer:
         self._names = list(parameters)
         sizes = [math.ceil(p.numel() / _ALIGNMENT) * _ALIGNMENT for p in self._parameters]
         starts = [0, *itertools.accumulate(sizes)]
-        # The loss, and room so that each rank can have an equal part.
+        # The loss, and padding so that the buffer divides into equal parts per rank.
         unit = _ALIGNMENT * world.size
         length = math.ceil((starts[-1] + 1) / unit) * unit
         device = self._parameters[0].device
@@ -54,7 +54,7 @@ class GradientBuffer:
         self.flat_N, self.loss = self._buffer_GN[0], self._losses[0]
 
     def collect(self, group: int, loss: Tensor) -> None:
-        """Copies in the gradients of a group, which may be those of no rows, and the sum of its losses."""
+        """Copies in the gradients of a group, which may have no rows, and the sum of its losses."""
         gradients = [parameter.grad for parameter in self._parameters]
         if all(gradient is None for gradient in gradients):
             self._buffer_GN[group].zero_()
@@ -66,11 +66,11 @@ class GradientBuffer:
         self._losses[group].copy_(loss)
 
     def sum_groups(self) -> None:
-        """Adds up the rank's own groups."""
+        """Sums the rank's own groups."""
         _tree_sum(self._buffer_GN.unbind())
 
     def reduce(self) -> None:
-        """Adds up the sums of all ranks: messages, which a CUDA graph need not hold."""
+        """Sums over all ranks, by collectives that may stay outside a CUDA graph."""
         if self._world.size == 1:
             return
         if not self._is_exact:
@@ -81,17 +81,17 @@ class GradientBuffer:
         self._world.all_gather_into(parts_RN[0], self.flat_N)
 
     def discard(self, skipped: Tensor) -> None:
-        """Makes the gradients 0, whatever they are, where a scalar is 1."""
+        """Zeroes the gradients, even nan, if a scalar is 1."""
         self.flat_N.masked_fill_(skipped > 0, 0.0)
 
     def hand_over(self) -> None:
-        """Makes the sum the parameters' gradients."""
+        """Sets the parameters' gradients to the sum."""
         for parameter, view in zip(self._parameters, self._views[0], strict=True):
             parameter.grad = view
 
 
 def _tree_sum(tensors: Sequence[Tensor]) -> None:
-    """Adds tensors up in place, into the first, as a balanced binary tree: (0 + 1) + (2 + 3)."""
+    """Sums tensors into the first, in place, as a balanced binary tree: (0 + 1) + (2 + 3)."""
     distance = 1
     while distance < len(tensors):
         for i in range(0, len(tensors) - distance, 2 * distance):

@@ -1,4 +1,4 @@
-"""The settings that depend on the hardware: chosen when a run starts, recorded in it, and kept when it resumes."""
+"""Settings that depend on the hardware: chosen and recorded when a run starts, and kept when it resumes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from electra_fast.training.run import FREE_KEYS, Run
 from electra_fast.training.step import choose_execution
 from electra_fast.training.step_processes import choose_num_processes
 
-# How each key's value follows from the configuration, in this order: an attention backend may need 16 bits.
-# ValueError where the value cannot run on the device.
+# Resolve each key, in this order, since an attention backend may need 16 bits. They raise ValueError for values that
+# cannot run on the device.
 _RULES: dict[str, Callable[[Config, torch.device], str]] = {
     "train.matmul": lambda config, device: choose_matmul(config.train.matmul, device),
     "train.precision": lambda config, device: choose_precision(config.train.precision, device),
@@ -34,11 +34,10 @@ _RULES: dict[str, Callable[[Config, torch.device], str]] = {
 
 
 def settle_hardware(run: Run, device: torch.device) -> tuple[Run, list[str]]:
-    """The run with a value for every key that was `auto`, recorded in RUN/config.toml, and what to tell the user.
+    """Returns the run with every `auto` key resolved and recorded in RUN/config.toml, and messages to the user.
 
-    A new run gets what suits the device; on a CPU that may take a measurement of some seconds. A resumed one keeps
-    what it has recorded, unless that cannot run on this device. Raises ValueError where a value that was given, not
-    `auto`, cannot run.
+    A new run gets the best values for the device, which on a CPU may take a measurement of some seconds. A resumed run
+    keeps its recorded values unless they cannot run on this device. Raises ValueError if an explicit value cannot run.
     """
     config, lines = _without_impossible(run, device), []
     if choose_matmul(config.train.matmul, device) == AUTO:
@@ -58,14 +57,14 @@ def settle_hardware(run: Run, device: torch.device) -> tuple[Run, list[str]]:
 
 
 def _by_rules(config: Config, device: torch.device) -> Config:
-    """The configuration with `auto` resolved wherever that takes no measurement."""
+    """Resolves `auto` wherever that needs no measurement."""
     for name, rule in _RULES.items():
         config = config.override({name: rule(config, device)})
     return config
 
 
 def _without_impossible(run: Run, device: torch.device) -> Config:
-    """The run's configuration, with `auto` for kept values that cannot run on this device."""
+    """Returns the run's configuration with `auto` for kept values that cannot run on this device."""
     config = run.config
     for name in HARDWARE_KEYS:
         try:
@@ -78,7 +77,7 @@ def _without_impossible(run: Run, device: torch.device) -> Config:
 
 
 def _advice(run: Run, config: Config, device: torch.device) -> list[str]:
-    """A line about kept values for which a new run on this device would have others."""
+    """Returns a line about kept values that a new run on this device would choose differently."""
     fresh = _by_rules(config.override(dict.fromkeys(run.kept, AUTO)), device)
     others = {name: new for name, (_, new) in config.differences(fresh).items() if new != AUTO}
     if not others:
@@ -86,14 +85,14 @@ def _advice(run: Run, config: Config, device: torch.device) -> list[str]:
     kept = ", ".join(f"{name} = {config.value(name)}" for name in others)
     options = " ".join(f"--{name} {value}" for name, value in others.items())
     permission = "" if others.keys() <= FREE_KEYS else " --allow-changes"
-    return [f"{kept}: recorded in this run, and kept; a new run on this device would have {options}{permission}"]
+    return [f"{kept}: kept as recorded in this run; a new run on this device would have {options}{permission}"]
 
 
 CPU = torch.device("cpu")
 MAX_REPETITIONS = 3
-# No repetition but the first begins after this many seconds, the warm-up not counted.
+# No further repetition starts after this time, which excludes the warm-up.
 MAX_SECONDS = 3.0
-# A pass over more is cut to fewer rows: one to two seconds on two cores.
+# Larger passes are cut to fewer rows: one to two seconds on two cores.
 MAX_FLOPS = 3e11
 
 
@@ -115,22 +114,21 @@ class Measurement:
 
 
 def faster_precision(seconds: Mapping[str, float]) -> str:
-    """The precision of the shortest time."""
+    """Returns the precision of the shortest time."""
     return min(seconds, key=lambda precision: seconds[precision])
 
 
 def times_text(seconds: Mapping[str, float]) -> str:
-    """Times by precision, as `0.2 s in fp32, 0.1 s in bf16`."""
+    """Formats times by precision: `0.2 s in fp32, 0.1 s in bf16`."""
     return ", ".join(f"{each:.3g} s in {precision}" for precision, each in seconds.items())
 
 
 def measure(config: Config) -> Measurement:
     """Times the run's first micro-batch, or part of a large one, on the CPU in each precision.
 
-    Operations get as many threads as in training. Uses a model and a loader of its own and leaves torch's random state
-    as it was, so a run is the same to the bit whether its precision was measured or given. Steps are timed eagerly,
-    whatever `train.execution` is. Raises ValueError where the configured attention backend cannot run, or the corpus
-    is damaged.
+    Operations get as many threads as in training. A separate model and loader, and a preserved random state, make a run
+    bitwise the same whether its precision was measured or given. Passes run eagerly for any `train.execution`. Raises
+    ValueError if the configured attention backend cannot run or the corpus is damaged.
     """
     num_processes = choose_num_processes(config, CPU)
     num_rows = _num_rows(config, num_processes)
@@ -141,7 +139,7 @@ def measure(config: Config) -> Measurement:
 
 
 def measure_products(config: Config) -> MatmulMeasurement:
-    """Times fp32 products of the run's shapes, by as many threads as in training."""
+    """Times fp32 matmuls of the run's shapes, with as many threads as in training."""
     num_processes = choose_num_processes(config, CPU)
     num_rows = config.train.batch_size // config.train.accumulate // num_processes
     with threads_of(num_processes):
@@ -150,7 +148,7 @@ def measure_products(config: Config) -> MatmulMeasurement:
 
 @contextmanager
 def threads_of(num_processes: int) -> Iterator[None]:
-    """Within the context, operations have as many threads as in one of so many processes that share a step."""
+    """Gives operations as many threads as in one of `num_processes` processes that share a step."""
     num_cores = torch.get_num_threads()
     torch.set_num_threads(max(1, num_cores // num_processes))
     try:
@@ -160,7 +158,7 @@ def threads_of(num_processes: int) -> Iterator[None]:
 
 
 def shortest_times(passes: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Shortest time of each function in seconds: after a warm-up of all, they run in turn up to three times."""
+    """Returns each function's shortest time in seconds: after a warm-up, they run in turn up to three times."""
     for run_pass in passes.values():
         run_pass()
     start = time.perf_counter()
@@ -171,14 +169,14 @@ def shortest_times(passes: Mapping[str, Callable[[], object]]) -> dict[str, floa
 
 
 def _num_rows(config: Config, num_processes: int) -> int:
-    """Rows of a micro-batch that one of the processes gets, or as many as `MAX_FLOPS` allow."""
+    """Returns a process's rows of a micro-batch, or as many as `MAX_FLOPS` allows."""
     length = config.data.sequence_length
     affordable = int(MAX_FLOPS / (flops_per_token(config).total * length))
     return max(1, min(config.train.batch_size // config.train.accumulate // num_processes, affordable))
 
 
 def _training_pass(config: Config, num_rows: int) -> Callable[[str], None]:
-    """A function that computes the gradients of the run's first rows in a precision."""
+    """Returns a function that computes the gradients of the run's first rows in a precision."""
     loader = BatchLoader.from_config(config, batch_size=num_rows, num_threads=1, prefetch=1)
     batch, stage = to_torch(next(loader)), objective_of(config).stage(0)
     model = Electra(config).train()

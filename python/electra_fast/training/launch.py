@@ -1,6 +1,6 @@
-"""Which rank this process is, and of how many: read from the environment that torchrun or srun gives it.
+"""The rank of this process and the number of ranks, from the environment of torchrun or srun.
 
-Takes no torch, so that a wrong start is reported at once.
+Does not import torch, so that a wrong launch is reported at once.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from electra_fast.errors import InputError
 
 MAX_PORT = 2**16 - 1
-# Where the ranks of a job step meet, unless MASTER_PORT says otherwise.
+# Range of the default ports for the rendezvous of a job step.
 SLURM_PORTS = range(20_000, 60_000)
-# SLURM_MAX_NORMAL_STEP_ID in slurm.h; higher ones stand for the batch script, an interactive shell and the like.
+# SLURM_MAX_NORMAL_STEP_ID in slurm.h; higher numbers denote the batch script, an interactive shell and the like.
 MAX_SLURM_STEP = 0xFFFF_FFF0
 REMEDY = "start the ranks with torchrun or srun, or set WORLD_SIZE=1 to train on one device"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One of the processes that train one model; by default the only one."""
+    """One of the processes that train a model; by default the only one."""
 
     rank: int = 0
     """Number of this process among all, from 0."""
@@ -33,31 +33,30 @@ class Launch:
     local_world_size: int = 1
     """Processes on this node."""
     address: str = ""
-    """Host on which rank 0 can be reached; empty for a single process."""
+    """Host of rank 0; empty for a single process."""
     port: int = 0
-    """TCP port on that host where the ranks meet; 0 for a single process."""
+    """TCP port of the rendezvous on that host; 0 for a single process."""
     launcher: str = ""
-    """"torchrun", "srun", "env" where the variables were set by something else, or empty for a plain start."""
+    """"torchrun", "srun", "env" if something else set the variables, or empty for a plain start."""
     attempt: int = 0
-    """How often torchrun has restarted the ranks of this node. Other nodes may have another count."""
+    """How often torchrun has restarted the ranks of this node; may differ between nodes."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch:
         """Reads the variables of torchrun or, in a job step of several tasks, of srun.
 
-        Torchrun's come first, as it may itself be started by srun. A batch script or an interactive shell of SLURM
-        is a single process, however many tasks its job has. `WORLD_SIZE=1` makes every process a single one, such
-        as tasks of a job step that each train their own model.
+        Torchrun's take precedence, since srun may start torchrun. A batch script or an interactive shell of SLURM is a
+        single process for any number of tasks. With `WORLD_SIZE=1`, every process trains a model of its own.
 
         Args:
-            environ: The environment, by name. An empty value counts as none. torchrun: RANK, WORLD_SIZE, LOCAL_RANK,
+            environ: Environment variables; empty ones count as unset. torchrun: RANK, WORLD_SIZE, LOCAL_RANK,
                 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID and TORCHELASTIC_RESTART_COUNT
                 (https://docs.pytorch.org/docs/stable/elastic/run.html). srun: SLURM_STEP_ID, SLURM_STEP_NUM_TASKS,
                 SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_TASKS_PER_NODE, SLURM_STEP_NODELIST and
                 SLURM_JOB_ID (https://slurm.schedmd.com/srun.html), and MASTER_ADDR and MASTER_PORT if they are set.
 
         Raises:
-            InputError: There are several ranks, but a variable is missing or has an impossible value.
+            InputError: One of several ranks has a missing or impossible variable.
         """
         world_size = _integer(environ, "WORLD_SIZE", 1) if environ.get("WORLD_SIZE") else None
         if world_size == 1:
@@ -73,7 +72,7 @@ class Launch:
         return cls()
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that `torch.distributed.init_process_group("env://")` reads, by name."""
+        """Returns the variables that `torch.distributed.init_process_group("env://")` reads."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -85,7 +84,7 @@ class Launch:
 
 
 def is_restarted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun has restarted this process, or SLURM its job, with the command of the first time."""
+    """Returns whether torchrun has restarted this process, or SLURM its job, with the original command."""
     return any(environ.get(name, "") not in ("", "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
@@ -112,11 +111,10 @@ def _from_torchrun(environ: Mapping[str, str], world_size: int) -> Launch:
 
 
 def _num_slurm_tasks(environ: Mapping[str, str]) -> int:
-    """Tasks of the job step in which srun started this process; 0 outside of one.
+    """Returns the number of tasks of the job step in which srun started this process; 0 outside of one.
 
-    A batch script, too, has SLURM_PROCID, SLURM_LOCALID and SLURM_NODEID (all 0), and its SLURM_NTASKS is the job's.
-    But it has no SLURM_STEP_ID or, since newer versions of SLURM, one above `MAX_SLURM_STEP`, which may be printed
-    as a negative number.
+    A batch script also has SLURM_PROCID, SLURM_LOCALID and SLURM_NODEID (all 0) and the job's SLURM_NTASKS, but no
+    SLURM_STEP_ID or, in newer versions of SLURM, one above `MAX_SLURM_STEP`, which may appear as a negative number.
     """
     step = environ.get("SLURM_STEP_ID", "")
     if not _is_whole(step) or int(step) > MAX_SLURM_STEP:
@@ -130,7 +128,7 @@ def _from_srun(environ: Mapping[str, str], expected_world_size: int | None) -> L
     if expected_world_size not in (None, world_size):
         raise InputError(
             f"WORLD_SIZE = {expected_world_size}, but srun has started {world_size} tasks: unset WORLD_SIZE, "
-            "or set it to 1 for a run of its own in every task"
+            "or set it to 1 for a separate run in every task"
         )
     tasks_per_node = _tasks_per_node(_text(environ, "SLURM_STEP_TASKS_PER_NODE"))
     local_world_size = tasks_per_node[_integer(environ, "SLURM_NODEID", 0, len(tasks_per_node) - 1)]
@@ -146,13 +144,13 @@ def _from_srun(environ: Mapping[str, str], expected_world_size: int | None) -> L
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
-    """The same port for all tasks of a step, and another one for each step of neighbouring jobs on the same node."""
+    """Returns a port that is the same for all tasks of a step, and differs for neighboring jobs on the same node."""
     job, step = _integer(environ, "SLURM_JOB_ID", 0), _integer(environ, "SLURM_STEP_ID", 0)
     return SLURM_PORTS[(31 * job + step) % len(SLURM_PORTS)]
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Tasks on each node of a step: "4(x2),3" is [4, 4, 3]."""
+    """Parses the number of tasks on each node of a step: "4(x2),3" is [4, 4, 3]."""
     groups = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group) for group in text.split(",")]
     counts = [int(group[1]) for group in groups if group for _ in range(int(group[2] or 1))]
     if None in groups or not counts:
@@ -161,7 +159,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _first_host(text: str) -> str:
-    """The first host of a compressed list: "node[007-009,012]-ib,login1" gives "node007-ib"."""
+    """Returns the first host of a compressed list: "node[007-009,012]-ib,login1" gives "node007-ib"."""
     ranges = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
     host = re.match(rf"((?:[^\[\],\s]|{ranges})+)(?:,|$)", text)
     if host is None:
@@ -179,7 +177,7 @@ def _integer(environ: Mapping[str, str], name: str, low: int, high: int | None =
     text = _text(environ, name)
     if not _is_whole(text) or int(text) < low or (high is not None and int(text) > high):
         bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise InputError(f"{name} = {text}: has to be a whole number {bounds}; {REMEDY}")
+        raise InputError(f"{name} = {text}: must be a whole number {bounds}; {REMEDY}")
     return int(text)
 
 

@@ -1,11 +1,11 @@
-"""A model as a masked language model, by Appendix G of the paper: its discriminator judges its generator's candidates.
+"""Masked language modeling by Appendix G of the paper: the discriminator judges the generator's candidates.
 
-Each example is a text in which one token is masked. With D the probability that the discriminator gives to "original"
-for a candidate x in its context c, p_G the generator's, and a = (1 - p) / p unmasked tokens for every masked one,
+Each example is a text with one masked token. With D the discriminator's probability of "original" for a candidate x in
+its context c, p_G the generator's probability, and a = (1 - p) / p unmasked tokens per masked one,
 
     p_data(x | c) = D p_G / (a (1 - D) + p_G),
 
-and the prediction is the candidate of which that is largest.
+and the prediction is the candidate with the largest p_data.
 
 Shapes: C candidates, n tokens of a text, V vocabulary, D hidden.
 """
@@ -31,22 +31,22 @@ from electra_fast.objectives.objective import Number
 from electra_fast.progress import LINE_SECONDS
 
 NUM_CANDIDATES = 100
-"""How many of the generator's most likely tokens the paper lets the discriminator judge."""
-# Rows per batch of the loader, which has no say in what they hold.
+"""Number of the generator's most likely tokens that the discriminator judges in the paper."""
+# Rows per batch, which does not affect their contents.
 _BATCH = 32
-# So small that the masking `paper`, which rounds up, masks one token of every row.
+# Makes the masking `paper`, which rounds up, mask one token per row.
 _ONE_TOKEN = 1e-6
 
 
 @dataclass(frozen=True)
 class Example:
-    """A text, one token of which is masked.
+    """A text with one masked token.
 
     Args:
-        ids_n: What the generator reads, int32, with [MASK] at the position.
+        ids_n: The generator's input, int32, with [MASK] at the position.
         types_n: Token types, int32.
-        position: Of the masked token.
-        target: The token that was there.
+        position: Position of the masked token.
+        target: The original token.
     """
 
     ids_n: Tensor
@@ -57,11 +57,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model answers to an example.
+    """A model's prediction for an example.
 
     Args:
-        candidates_C: The generator's most likely tokens, the likeliest first, int64.
-        prediction: The token that the whole model predicts.
+        candidates_C: The generator's most likely tokens in descending order, int64.
+        prediction: The whole model's prediction.
     """
 
     candidates_C: Tensor
@@ -77,20 +77,20 @@ def mlm_accuracy(
     num_examples: int,
     num_candidates: int = NUM_CANDIDATES,
 ) -> dict[str, Number]:
-    """How often a model predicts a masked token, over the first `num_examples` rows of corpora.
+    """Measures how often a model predicts a masked token, over the first `num_examples` rows of corpora.
 
     Args:
-        model: In evaluation mode.
-        corpora: A prepared corpus, or several; the examples depend on them, the sequence length and the seed alone.
+        model: The model, in evaluation mode.
+        corpora: One or more prepared corpora; examples depend only on them, the sequence length and the seed.
         sequence_length: Tokens per row. The context is the masked token's segment of its row.
-        seed: Of the rows and masks.
-        num_examples: At most so many; a corpus may have fewer rows.
-        num_candidates: How many tokens the discriminator judges.
+        seed: Seed of rows and masks.
+        num_examples: Maximum number of examples; a corpus may have fewer rows.
+        num_candidates: Number of tokens that the discriminator judges.
 
     Returns:
-        `mlm_accuracy`, `mlm_recall_at_100` (the true token is a candidate), `mlm_generator_accuracy` (the likeliest
-        candidate is right; None where that is the model's prediction), and `mlm_examples`, how many there were. All
-        None, and 0 examples, for a model that is neither a generator and a discriminator nor a generator alone.
+        `mlm_accuracy`, `mlm_recall_at_100` (the true token is a candidate), `mlm_generator_accuracy` (the first
+        candidate is correct; None if it is the model's prediction), and `mlm_examples`, the number of examples. All
+        None, and 0 examples, for models other than a generator with or without a discriminator.
     """
     networks = model.networks.keys()
     examples: list[Example] = []
@@ -109,7 +109,7 @@ def mlm_accuracy(
 
 @torch.no_grad()
 def answer(model: Electra, example: Example, num_candidates: int) -> Answer:
-    """The generator's candidates for an example, and the discriminator's choice among them if there is one."""
+    """Returns the generator's candidates for an example, and the discriminator's choice among them, if it exists."""
     device = next(model.parameters()).device
     hidden_D = _hidden(model, "generator", example.ids_n[None].to(device), example)[0]
     logits_V = model.generator_head(hidden_D[None], model.generator_embeddings.token)[0]
@@ -125,17 +125,17 @@ def answer(model: Electra, example: Example, num_candidates: int) -> Answer:
 
 
 def log_odds(log_p_C: Tensor, logits_C: Tensor, mask_prob: float) -> Tensor:
-    """The logit of the candidates' p_data; fp64 [C] twice → fp64 [C].
+    """Returns the logit of the candidates' p_data; fp64 [C] twice → fp64 [C].
 
     Our logits z are positive for "replaced", so D = 1 / (1 + exp z). Appendix G's D p / (a (1 - D) + p) is then
-    1 / (1 + exp(z) (a + p) / p), whose logit does not round off to a tie where the discriminator is sure.
+    1 / (1 + exp(z) (a + p) / p), whose logit does not round to ties when the discriminator is certain.
     """
     unmasked_per_masked = (1 - mask_prob) / mask_prob
     return log_p_C - torch.log(unmasked_per_masked + log_p_C.exp()) - logits_C
 
 
 def _count(model: Electra, examples: list[Example], num_candidates: int) -> list[int]:
-    """How often the prediction, any of the candidates and the first of them are right."""
+    """Counts how often the prediction, any candidate and the first candidate are correct."""
     counts, start = [0, 0, 0], time.monotonic()
     last_line = start
     for number, example in enumerate(examples):
@@ -146,12 +146,12 @@ def _count(model: Electra, examples: list[Example], num_candidates: int) -> list
         if (now := time.monotonic()) - last_line >= LINE_SECONDS:
             last_line, done = now, number + 1
             eta = timedelta(seconds=round((now - start) / done * (len(examples) - done)))
-            print(f"masked language modelling: {done}/{len(examples)} examples, eta {eta}", file=sys.stderr)
+            print(f"masked language modeling: {done}/{len(examples)} examples, eta {eta}", file=sys.stderr)
     return counts
 
 
 def _examples(corpora: Corpora, sequence_length: int, seed: int) -> Iterator[Example]:
-    """One example per row that has an ordinary token, for one pass."""
+    """Yields one example per row with a maskable token, for one pass."""
     loader = BatchLoader(
         corpora,
         sequence_length=sequence_length,
@@ -177,7 +177,7 @@ def _examples(corpora: Corpora, sequence_length: int, seed: int) -> Iterator[Exa
 
 
 def _hidden(model: Electra, role: str, ids_Bn: Tensor, example: Example) -> Tensor:
-    """The hidden states at the masked position of an example's texts; int [B, n] → fp32 [B, D]."""
+    """Returns the hidden states at the masked position of an example's texts; int [B, n] → fp32 [B, D]."""
     num_rows, length = ids_Bn.shape
     window = model.config.model.local_attention
     mask = AttentionMask.padded(num_rows, length, torch.ones_like(ids_Bn) if window else None, window)

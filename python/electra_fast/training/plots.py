@@ -1,4 +1,4 @@
-"""Curves of a run against its steps: losses, rates and AUCs."""
+"""Curves of a run: losses, accuracies and AUCs by step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from matplotlib.figure import FigureBase
 
 from electra_fast.files.json_files import read_records
 
-# Colors that stay apart for color-blind readers (Okabe and Ito, 2008).
+# Colors that color-blind readers can distinguish (Okabe and Ito, 2008).
 BLUE, ORANGE, GREEN, AMBER, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#999999", "#000000"
 
 Record = dict[str, Any]
 
 
 def plot_curves(figure: FigureBase, run: Path) -> None:
-    """Plots what metrics.jsonl and evaluations.jsonl of a run with a generator and a discriminator hold."""
+    """Plots metrics.jsonl and evaluations.jsonl of a run with a generator and a discriminator."""
     records, validation = read_records(run / "metrics.jsonl"), read_records(run / "evaluations.jsonl")
     left, middle, right = figure.subplots(1, 3)
     _lines(left, records, validation, {"generator_loss": BLUE}, "Generator loss (nats per masked token)")

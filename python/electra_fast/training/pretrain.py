@@ -1,6 +1,6 @@
-"""The verb `pretrain`: from a configuration, a corpus and a folder to a trained run.
+"""`pretrain`: trains a run from a configuration and a corpus.
 
-Checks everything that it can before torch is imported, then leaves the work to `trainer`.
+Checks as much as possible before importing torch, then leaves the work to `trainer`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from electra_fast.training.run import Run, exclusive, open_run
 
 @dataclass(frozen=True)
 class Result:
-    """What a call of `pretrain` ended with."""
+    """The result of `pretrain`."""
 
     run: Path
     step: int
     is_finished: bool = True
-    """Whether that is the run's last step; if not, `train.max_minutes` stopped it, and the same call resumes."""
+    """True at the run's last step. Otherwise `train.max_minutes` stopped it, and the same call resumes."""
 
 
 def pretrain(
@@ -40,37 +40,35 @@ def pretrain(
     allow_changes: bool = False,
     from_step: int | None = None,
 ) -> Result:
-    """Trains a run to its end: from the start, or from where an earlier call was stopped.
+    """Trains a run to its end, from the start or from where an earlier call stopped.
 
-    Where torchrun or srun has started several processes, each calls it, and trains as one of the ranks.
+    With several processes, started by torchrun or srun, each calls it and trains as one rank.
 
     Args:
         config: The run's configuration. `train.steps` may differ from that of an earlier call: a run, finished
-            or not, is continued to the new number of steps, and the schedule of the learning rate is
-            stretched to it.
+            or not, continues to the new number of steps, and the learning-rate schedule is stretched to it.
         data: Corpus folder, or several: a list of "FOLDER:WEIGHT", or a mapping from folder to weight; `data.corpus`
             by default.
-        out: The run's folder; `train.out` by default.
-        allow_changes: Resume with other values of optimizer, objective, data and training keys, or with other
-            corpora of the same vocabulary, or other weights. Recorded in RUN/changes.jsonl. Model sizes can never
-            change.
-        from_step: Go back to the checkpoint of this step instead of the newest one. Later checkpoints are renamed,
-            later lines of the logs removed.
+        out: Run folder; `train.out` by default.
+        allow_changes: Resume with changed optimizer, objective, data and training keys, or other corpora of the same
+            vocabulary or other weights. Changes are recorded in RUN/changes.jsonl. Model sizes can never change.
+        from_step: Go back to the checkpoint of this step instead of the newest one. Renames later checkpoints and
+            removes later log lines.
 
     Returns:
-        The folder, the last step, and whether the run is finished: it is not where `train.max_minutes` stopped it.
+        The folder, the last step, and whether the run is finished or `train.max_minutes` stopped it.
 
     Raises:
-        ValueError, FileNotFoundError: The configuration, corpus and folder don't fit together.
-        Diverged: The loss is not a number, or so high that the run is lost (`train.stop_on_divergence`); the best
+        ValueError, FileNotFoundError: Configuration, corpus and folder do not fit together.
+        Diverged: The loss is not finite, or so high that the run is lost (`train.stop_on_divergence`); the best
             checkpoint is kept.
-        TrainingFailed: Another rank is gone; the last good checkpoint is kept.
-        Interrupted: A signal (SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2) asked to stop, this rank or another, and a
-            checkpoint was written. It is a `KeyboardInterrupt`, so a notebook stops at the cell.
+        TrainingFailed: Another rank is lost; the last good checkpoint is kept.
+        Interrupted: A signal (SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2) to any rank requested a stop, and a checkpoint
+            was written. It is a `KeyboardInterrupt`, so that a notebook stops.
     """
     config = config.replace(
         {
-            # Absolute, so that the saved configuration means the same folders wherever the run is resumed.
+            # Absolute, so that the run can be resumed from any directory.
             "data": {"corpus": absolute(data if data is not None else config.data.corpus)},
             "train": {"out": str(out if out is not None else config.train.out)},
         }
@@ -100,7 +98,7 @@ def pretrain(
 def _train_alone(
     config: Config, open_it: Callable[[Config, Mixture], Run], stop: StopRequest, start: float
 ) -> tuple[Run, int]:
-    """Trains on one device; finds what is wrong before torch, which takes seconds, is imported."""
+    """Trains on one device; reports mistakes before importing torch, which takes seconds."""
     mixture = Mixture(config.data.corpus)
     with exclusive(Path(config.train.out)):
         run = open_it(config, mixture)
@@ -111,13 +109,13 @@ def _train_alone(
 
 
 def _contents(mixture: Mixture) -> list[tuple[str, str | None]]:
-    """Content hashes of the corpora, with their weights, and of their validation parts."""
-    holdouts = [None if each.holdout is None else Corpus(each.holdout).content_hash for each in mixture.corpora]
-    return list(zip(mixture.content_hash.split(" "), holdouts, strict=True))
+    """Returns content hashes of the corpora, with their weights, and of their validation parts."""
+    validation = [None if each.holdout is None else Corpus(each.holdout).content_hash for each in mixture.corpora]
+    return list(zip(mixture.content_hash.split(" "), validation, strict=True))
 
 
 def _require_same(mixture: Mixture, rank: int, own: list[tuple[str, str | None]], first: Sequence[object]) -> None:
-    """Raises ValueError where a rank would read other text than the first."""
+    """Raises ValueError if a rank would read other text than the first rank."""
     if len(own) != len(first):
         raise InputError(
             f"{mixture}: {len(own)} corpora on rank {rank}, {len(first)} on the first; name the same there"
@@ -130,7 +128,7 @@ def _require_same(mixture: Mixture, rank: int, own: list[tuple[str, str | None]]
 def _train_among(
     launch: Launch, config: Config, open_it: Callable[[Config, Mixture], Run], stop: StopRequest, start: float
 ) -> tuple[Run, int]:
-    """Trains as one of several ranks, of which the first opens the run and writes its files."""
+    """Trains as one of several ranks; the first rank opens the run and writes its files."""
     try:
         Division.of(config.train, launch.rank, launch.world_size)
     except InputError:  # the same on each rank

@@ -1,4 +1,4 @@
-"""Where the ranks of a run find each other: a key-value store on the first one."""
+"""The rendezvous of a run's ranks: a key-value store on the first rank."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # t
 from electra_fast.training.launch import Launch
 
 _KEY = "electra-fast"
-# How long a try may take to reach a store that may be that of an attempt before.
+# Timeout of a connection to a store that may belong to an earlier attempt.
 _TRY_SECONDS = 5.0
 
 
 class Rendezvous:
     """The first rank's store, to which each rank can make several connections.
 
-    Torchrun has a store of its own, which outlives the ranks: after a restart it still has the keys of those that are
-    gone, and new ones would wait for them (pytorch issue 135712). So it only tells where the first rank's store is.
+    Torchrun's own store outlives the ranks: after a restart it still has the keys of lost ranks, for which new ones
+    would wait (pytorch issue 135712). So it only holds the address of the first rank's store.
 
     Args:
         address: Host of the store.
-        port: Its port.
+        port: Port of the store.
         seconds: Longest wait for a connection.
-        served: The store, which the first rank has to hold.
+        served: The store itself, kept by the first rank.
     """
 
     def __init__(self, address: str, port: int, seconds: float, served: Store | None = None) -> None:
@@ -34,7 +34,7 @@ class Rendezvous:
 
     @classmethod
     def find(cls, launch: Launch, seconds: float, environment: Mapping[str, str] = os.environ) -> Rendezvous:
-        """Makes the store on the first rank, and finds it on the others; RuntimeError if that takes too long."""
+        """Creates the store on the first rank and finds it on the others. Raises RuntimeError after `seconds`."""
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             served = _serve(launch.address, launch.port, seconds) if launch.rank == 0 else None
             return cls(launch.address, launch.port, seconds, served)
@@ -45,16 +45,16 @@ class Rendezvous:
             return cls(launch.address, served.port, seconds, served)
         end = time.monotonic() + seconds
         while True:
-            place = cls(launch.address, int(agent.get(_KEY)), seconds)
+            rendezvous = cls(launch.address, int(agent.get(_KEY)), seconds)
             try:
-                _connect(place._address, place._port, _TRY_SECONDS)
-                return place
-            except RuntimeError:  # a store of the attempt before; the first rank has yet to tell of its own
+                _connect(rendezvous._address, rendezvous._port, _TRY_SECONDS)
+                return rendezvous
+            except RuntimeError:  # the store of an earlier attempt; the first rank has not yet set its own
                 if time.monotonic() > end:
                     raise
 
     def connect(self) -> Store:
-        """A connection; one waits for nobody's request on another."""
+        """Returns a new connection, which does not wait for requests on others."""
         return _connect(self._address, self._port, self._seconds)
 
 

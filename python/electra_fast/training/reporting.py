@@ -1,4 +1,4 @@
-"""The lines that a run prints: its environment, where it stands, what is unusual about it, and what happens to it."""
+"""The messages of a run: environment, status, warnings and events."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from electra_fast.training.flops import device_peak, flops_per_token
 from electra_fast.training.graphs import Preparation
 from electra_fast.training.run import Run
 
-# Of how many rows the words are looked at, and which shares of their tokens are worth a warning.
+# Rows whose words are examined, and fractions of their tokens that cause a warning.
 WORD_ROWS, FEW_IN_LONGER_WORDS, MANY_IN_TOO_LONG = 64, 0.05, 0.1
-# A run whose learning rate never reaches this fraction of its peak is hardly what was meant.
+# Warns if the learning rate never reaches this fraction of its peak.
 LOW_PEAK = 0.5
 
 
 def startup(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) -> Iterator[str]:
-    """Says where the run stands, its size, and what may not be intended."""
+    """Yields the run's status and size, and warnings about likely mistakes."""
     config, steps = run.config, run.config.train.steps
     start = f"resumes at step {state.step} of {steps}" if state.step else f"starts; {steps} steps"
     yield (
@@ -62,10 +62,10 @@ def _shares(mixture: Mixture) -> str:
 
 
 def words_to_mask(config: Config, mixture: Mixture) -> Iterator[str]:
-    """What masks of words do to text in which words are single tokens, or too long to be masked."""
+    """Warns if masking whole words has little effect, because most words are single tokens or too long."""
     data, starts = config.data, mixture.tokenizer.word_starts()
     if starts is None:
-        return  # the loader refuses it
+        return  # the loader raises an error
     lengths = _word_lengths(config, mixture, torch.tensor(starts))
     budget = round(data.mask_prob * data.sequence_length)
     single, too_long = (float(lengths[which].sum() / lengths.sum()) for which in (lengths == 1, lengths > budget))
@@ -83,7 +83,7 @@ def words_to_mask(config: Config, mixture: Mixture) -> Iterator[str]:
 
 
 def _word_lengths(config: Config, mixture: Mixture, starts_V: torch.Tensor) -> torch.Tensor:
-    """Tokens of each word in the first rows."""
+    """Returns the number of tokens of each word in the first rows."""
     loader = BatchLoader.from_config(config, batch_size=WORD_ROWS, epochs=1)
     rows = {name: tensor.long() for name, tensor in to_torch(next(loader)).items()}
     special_tokens = mixture.tokenizer.special_tokens
@@ -97,7 +97,7 @@ def _word_lengths(config: Config, mixture: Mixture, starts_V: torch.Tensor) -> t
 
 
 def _rate_change(run: Run, step: int, num_steps: int) -> str:
-    """What stretching the schedule from `num_steps` does to the learning rate."""
+    """Describes the effect of stretching the schedule from `num_steps` on the learning rate."""
     optimizer, steps = run.config.optimizer, run.config.train.steps
     before, after = (
         lr_scale(optimizer, min(step, total), total) * optimizer.learning_rate for total in (num_steps, steps)
@@ -124,12 +124,12 @@ def _low_peak(run: Run) -> Iterator[str]:
 def settings(
     config: Config, device: torch.device, num_ranks: int, num_rows: int, notes: list[str], stream_change: str
 ) -> Iterator[str]:
-    """Describes how this session trains, after `startup`; `num_rows` are the first rank's rows per step."""
+    """Yields settings of this session, after `startup`; `num_rows` are the first rank's rows per step."""
     if num_ranks > 1:
         yield f"{num_ranks} ranks; the first has {num_rows} of {config.train.batch_size} rows per step"
     yield from notes
     if device.type != "cuda" or device_peak(torch.cuda.get_device_name(device)) is None:
-        yield "no known peak of this device, so no MFU"
+        yield "no MFU: the peak of this device is unknown"
     if stream_change:
         yield stream_change
     if config.train.execution == "compile":
@@ -138,8 +138,8 @@ def settings(
 
 
 def stage_begins(step: int, stage: Stage) -> str:
-    """Announces another stage of the objective."""
-    return f"step {step}: {stage.name} begins: the optimizer's moments are reset, the learning rate's schedule restarts"
+    """Reports a new stage of the objective."""
+    return f"step {step}: {stage.name} begins: the optimizer's moments are reset, the learning-rate schedule restarts"
 
 
 def compiled(compilation: Preparation) -> str:
@@ -183,7 +183,7 @@ def closing(run: Path, num_steps: int, memory: int, num_checkpoints: int, blocke
 
 
 def environment(device: torch.device, compute: ComputeConfig, execution: str, num_ranks: int = 1) -> dict[str, str]:
-    """Versions, device and backends by name."""
+    """Returns versions, device and backends by name."""
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     repeatable = "to the bit" if is_deterministic(compute.attention) else f"but for {compute.attention}'s gradient"
     return {

@@ -1,6 +1,6 @@
-"""A run's folder: made new, or reopened where the same run left off; anything else is refused.
+"""A run's folder: creates it, or reopens it where the same run left off; refuses anything else.
 
-Everything that can be wrong with a command is found here, before torch is imported.
+Checks a command completely before torch is imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from electra_fast.messages import say
 
 Changes = dict[str, tuple[Value, Value]]
 
-# Keys that may change between sessions of a run: locations, how steps are executed, how often something is written.
+# Keys that may change between sessions of a run: locations, execution of steps, intervals.
 FREE_KEYS = {
     "data.corpus",
     "data.num_threads",
@@ -48,13 +48,13 @@ FREE_KEYS = {
     "train.timeout_seconds",
     "train.capture_collectives",
 }
-# What decides which parameters and moments there are: no run can change it.
+# Keys that determine the parameters and moments, which a run can never change.
 FIXED_KEYS = {"objective.name", "optimizer.name"}
 FIXED_SECTIONS = ("model.", "generator.")
 NOT_FIXED = {"model.dropout", "model.attention_dropout", "model.attention"}
-# Losses through a head of their own, which is there from the start or not at all.
+# Weights of losses with a head, which exists from the start or not at all.
 HEAD_WEIGHTS = {"objective.corrective_weight", "objective.contrastive_weight"}
-# The corpora, identified by content hashes and weights, are listed among the changed keys under this name.
+# Name of the corpora, given as content hashes and weights, among the changed keys.
 CORPUS = "corpus"
 CHANGES_FILE = "changes.jsonl"
 
@@ -68,14 +68,14 @@ class Run:
     checkpoint: Path | None = None
     state: TrainState | None = None
     changes: Changes = field(default_factory=dict)
-    """What differs from the run that wrote the checkpoint, free keys left out: key → (was, is)."""
+    """Differences from the run that wrote the checkpoint, except free keys: key → (was, is)."""
     kept: frozenset[str] = frozenset()
     """Hardware keys given as `auto` that have the value recorded in the run."""
 
     def settle(self, config: Config) -> Run:
-        """The run with its hardware keys resolved to those of `config`, recorded in its folder.
+        """Returns the run with its hardware keys resolved to those of `config`, and records them in its folder.
 
-        Replacing a value that the run had recorded is a change like any other.
+        Replacing a recorded value counts as a change.
         """
         differences = self.config.differences(config)
         replaced = {name: pair for name, pair in differences.items() if name in self.kept and name not in FREE_KEYS}
@@ -88,7 +88,7 @@ class Run:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Holds a folder's lock; ValueError when another process trains there."""
+    """Holds a folder's lock. Raises ValueError if another process trains there."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; --out needs a folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,13 +101,13 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def open_run(config: Config, mixture: Mixture, *, allow_changes: bool = False, from_step: int | None = None) -> Run:
-    """Makes the folder `train.out`, or reopens it at its newest intact checkpoint, or at that of `from_step`.
+    """Creates the folder `train.out`, or reopens it at its newest intact checkpoint or at that of `from_step`.
 
-    In the latter case, the run is then as if it had been stopped there, with the later checkpoints set aside.
+    Going back to `from_step` renames later checkpoints.
 
-    Of an existing run, free keys and `train.steps` may change, others only with `allow_changes`;
-    what changed is kept in RUN/changes.jsonl. Raises ValueError where the folder holds something
-    else, or a run that cannot be resumed with this configuration or corpus.
+    In an existing run, free keys and `train.steps` may change, others only with `allow_changes`. RUN/changes.jsonl
+    records changes. Raises ValueError if the folder holds something else, or a run that cannot be resumed with this
+    configuration or corpus.
     """
     folder = Path(config.train.out)
     if from_step is not None:
@@ -121,34 +121,34 @@ def open_run(config: Config, mixture: Mixture, *, allow_changes: bool = False, f
         return _new_run(folder, config, mixture)
     checkpoint_folder.remove_unfinished(folder)
     if not checkpoint_folder.steps(folder):
-        # Stopped before its first checkpoint: nothing to keep, so begin again.
+        # Stopped before its first checkpoint: starts again.
         return _new_run(folder, config, mixture)
     check_vocabulary(run_tokenizer(folder), mixture.corpora[0])
     if from_step is None:
         directory, warnings = checkpoint_folder.recover_run(folder)
-        for warning in warnings:  # at once: whatever is refused below, the checkpoints have been renamed
+        for warning in warnings:  # at once: checkpoints have been renamed even if something is refused below
             say(f"warning: {warning}")
     return _resumed_run(folder, directory, config, mixture, allow_changes, goes_back=from_step is not None)
 
 
 def config_at(folder: Path, step: int) -> Config:
-    """The configuration of a run up to a checkpoint, with the number of steps and the free keys as they are now."""
+    """Returns a run's configuration at a checkpoint, with the current number of steps and free keys."""
     then, now = (Config.load(path / "config.toml") for path in (checkpoint_folder.at_step(folder, step), folder))
     return then.replace(by_section({name: now.value(name) for name in {*FREE_KEYS, "train.steps"}}))
 
 
 def _new_run(folder: Path, config: Config, mixture: Mixture) -> Run:
     config = _resolved(config, mixture)
-    replace_file(folder / "config.toml", config.to_toml())  # first of all: from then on, the folder is a run's
+    replace_file(folder / "config.toml", config.to_toml())  # first, since it marks the folder as a run
     with errors_named(folder / "tokenizer"):
         write_tokenizer(folder / "tokenizer", mixture.tokenizer, max_length=config.model.max_positions)
     return Run(folder, config)
 
 
 def _is_own_tokenizer(directory: Path, config: Config, mixture: Mixture) -> bool:
-    """Whether a folder has nothing but what a new run has there, or beginnings of it.
+    """Returns whether a folder holds only the tokenizer of a new run, or the beginning of it.
 
-    Earlier versions left that without a config.toml if they were killed.
+    Earlier versions, if killed, left it without a config.toml.
     """
     with TemporaryDirectory() as whole:
         length = _resolved(config, mixture).model.max_positions
@@ -165,7 +165,7 @@ def _resumed_run(
     state, saved = checkpoint_folder.read_state(directory), Config.load(directory / "config.toml")
     is_import = state.loader is None
     recorded = {} if goes_back else _recorded(folder, state.step)
-    if not is_import:  # what follows the steps follows those that the run was started with
+    if not is_import:  # values derived from the steps stay those of the run's start
         names = [f"optimizer.{key}" for key in config.optimizer.unresolved_keys]
         config = config.override({name: _last_value(name, saved, recorded) for name in names})
     kept = _hardware_choices(config, saved, recorded)
@@ -174,7 +174,7 @@ def _resumed_run(
     changes: Changes = {
         name: pair
         for name, pair in saved.differences(config).items()
-        # What an import does not fix is chosen when its training starts.
+        # Keys that an import does not fix are chosen when its training starts.
         if name not in FREE_KEYS and (not is_import or name.startswith(FIXED_SECTIONS)) and pair[0] != AUTO
     }
     if state.corpus not in (None, mixture.content_hash):
@@ -184,22 +184,22 @@ def _resumed_run(
             f"{folder}: train.steps = {config.train.steps}, but this run is at step {state.step} already; "
             "give at least that many, or another --out"
         )
-    news = _since(recorded, changes)
-    _refuse(folder, directory, news, config, allow_changes)
+    unrecorded = _since(recorded, changes)
+    _refuse(folder, directory, unrecorded, config, allow_changes)
     if goes_back:
         _forget_changes(folder, state.step)
-        for said in checkpoint_folder.set_aside_after(folder, state.step):
-            say(said)
-    if news:
-        _record(folder, state.step, news)
+        for message in checkpoint_folder.set_aside_after(folder, state.step):
+            say(message)
+    if unrecorded:
+        _record(folder, state.step, unrecorded)
     replace_file(folder / "config.toml", config.to_toml())
     return Run(folder, config, directory, state, changes, frozenset(kept))
 
 
 def _hardware_choices(config: Config, saved: Config, recorded: Changes) -> dict[str, str]:
-    """What the run has trained with, of the hardware keys that are `auto` now.
+    """Returns the run's recorded values of hardware keys that are `auto` now.
 
-    A checkpoint has `auto` itself if it is an import, or older than the recording: then it is chosen as for a new run.
+    Imports and old checkpoints have no recorded values; theirs are chosen as for a new run.
     """
     asked = [name for name in HARDWARE_KEYS if config.value(name) == AUTO]
     values = {name: _last_value(name, saved, recorded) for name in asked}
@@ -211,9 +211,9 @@ def _last_value(name: str, saved: Config, recorded: Changes) -> str:
 
 
 def _resolved(config: Config, mixture: Mixture) -> Config:
-    """The configuration with the corpus' vocabulary size, and what follows from `train.steps`, filled in.
+    """Fills in the corpus's vocabulary size and the values derived from `train.steps`.
 
-    A table may have more rows than the vocabulary: padding, as some frameworks make tables of a size that GPUs like.
+    A table may be larger than the vocabulary, as some frameworks pad it to a size that suits GPUs.
     """
     if 0 < config.model.vocab_size < mixture.vocab_size:
         raise InputError(
@@ -228,7 +228,7 @@ def _with(config: Config, section: str, **values: Scalar) -> Config:
 
 
 def _refuse(folder: Path, directory: Path, changes: Changes, config: Config, allow_changes: bool) -> None:
-    """Raises ValueError for the first change that is impossible, or was not allowed."""
+    """Raises ValueError for the first change that is impossible or not allowed."""
     for name, (was, now) in changes.items():
         has_other_heads = name in HEAD_WEIGHTS and (not was) != (not now)
         if name in FIXED_KEYS or has_other_heads or (name.startswith(FIXED_SECTIONS) and name not in NOT_FIXED):
@@ -239,7 +239,7 @@ def _refuse(folder: Path, directory: Path, changes: Changes, config: Config, all
         if name == "train.steps" and OBJECTIVE_SPECS[config.objective.name].num_stages > 1:
             raise InputError(
                 f"{folder}: this run was started with train.steps = {was}, now it is {now}, which would move the "
-                "border of its stages; leave it as it was to resume, or give another --out"
+                "boundary of its stages; leave it as it was to resume, or give another --out"
             )
         if allow_changes or name == "train.steps":
             continue
@@ -253,7 +253,7 @@ def _refuse(folder: Path, directory: Path, changes: Changes, config: Config, all
 
 
 def _how_to_resume(name: str, directory: Path) -> str:
-    """What to do about a key that cannot change. That of the encoder comes with a recipe, which is named."""
+    """Returns the remedy for a changed fixed key; for the architecture it names the run's recipe."""
     if name != "model.architecture":
         return "leave it as it was to resume"
     saved = Config.load(directory / "config.toml")
@@ -263,14 +263,14 @@ def _how_to_resume(name: str, directory: Path) -> str:
 
 
 def _since(recorded: Changes, changes: Changes) -> Changes:
-    """The part of `changes` that earlier sessions have not recorded, including values that were changed back."""
-    news = {name: (recorded.get(name, (was, was))[1], now) for name, (was, now) in changes.items()}
-    news |= {name: (now, was) for name, (was, now) in recorded.items() if name not in changes}
-    return {name: (before, now) for name, (before, now) in news.items() if before != now}
+    """Returns the part of `changes` that no earlier session recorded, including values that were changed back."""
+    unrecorded = {name: (recorded.get(name, (was, was))[1], now) for name, (was, now) in changes.items()}
+    unrecorded |= {name: (now, was) for name, (was, now) in recorded.items() if name not in changes}
+    return {name: (before, now) for name, (before, now) in unrecorded.items() if before != now}
 
 
 def _recorded(folder: Path, step: int) -> Changes:
-    """Changes made at this step or later, by sessions that left no newer checkpoint: key → (first was, last is)."""
+    """Returns changes made at this step or later, which no checkpoint includes: key → (first was, last is)."""
     found: Changes = {}
     path = folder / CHANGES_FILE
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), start=1):
@@ -284,7 +284,7 @@ def _recorded(folder: Path, step: int) -> Changes:
 
 
 def _forget_changes(folder: Path, step: int) -> None:
-    """Removes the records of changes that were made at this step or later."""
+    """Removes records of changes made at this step or later."""
     path = folder / CHANGES_FILE
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -292,7 +292,7 @@ def _forget_changes(folder: Path, step: int) -> None:
 
 
 def _record(folder: Path, step: int, changes: Changes) -> None:
-    """Appends what this session changes to RUN/changes.jsonl."""
+    """Appends changes to RUN/changes.jsonl."""
     path = folder / CHANGES_FILE
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,4 +1,4 @@
-"""What a session of a run writes and says while it trains: two logs and the progress line; one rank does it for all."""
+"""The logs and the progress line of a session; one rank writes them for all."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from electra_fast.progress import TrainingProgress
 
 
 class RunLog:
-    """Context manager of metrics.jsonl, evaluations.jsonl and the progress of a session.
+    """The files metrics.jsonl and evaluations.jsonl and the progress line, as a context manager.
 
     Args:
         run: The run's folder.
-        first_step: Step at which the session begins: what the files have of later ones is dropped.
+        first_step: Step at which the session begins; lines of later steps are dropped.
         num_steps: Steps of the run.
-        is_silent: Write and say nothing: another rank does.
+        is_silent: True on ranks that write and print nothing.
     """
 
     def __init__(self, run: Path, first_step: int, num_steps: int, *, is_silent: bool) -> None:
@@ -30,7 +30,7 @@ class RunLog:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        with ExitStack() as opened:  # closes what is open where the rest cannot be opened
+        with ExitStack() as opened:  # closes open files if another cannot be opened
             if not self._is_silent:
                 metrics, evaluations = (
                     opened.enter_context(JsonLines(self._run / name, self._first_step))
@@ -55,17 +55,17 @@ class RunLog:
         self._progress.advance(step)
 
     def write_metrics(self, record: dict[str, Any]) -> None:
-        """A line of metrics.jsonl, and of the progress."""
+        """Writes a line of metrics.jsonl, and shows it."""
         if self._files is not None:
             self._files[0].write(record)
         self._progress.report(record)
 
     def write_evaluation(self, record: dict[str, Number]) -> None:
-        """A line of evaluations.jsonl."""
+        """Writes a line of evaluations.jsonl."""
         if self._files is not None:
             self._files[1].write(record)
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """What evaluations.jsonl has; nothing on a silent rank."""
+        """The records of evaluations.jsonl; none on a silent rank."""
         return [] if self._files is None else read_records(self._run / "evaluations.jsonl")

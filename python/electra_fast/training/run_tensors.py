@@ -1,7 +1,7 @@
-"""The tensors of a run on all of its ranks: collected for a checkpoint, and filled from one.
+"""The tensors of a run on all ranks: collects them for a checkpoint and restores them from one.
 
-A checkpoint knows no number of ranks: it has whole tensors, which the first rank writes and reads. Other ranks get
-them from it, so that no other needs to see the run's folder.
+A checkpoint does not depend on the number of ranks: it has whole tensors, which the first rank writes and reads. Only
+this rank needs access to the run's folder.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _Tensors = dict[str, Tensor]
 
 
 class RunTensors:
-    """What a checkpoint has of a model, its optimizer and the guard against spikes.
+    """The tensors of model, optimizer and spike guard that a checkpoint has.
 
     Args:
-        model: Whole, or sharded.
-        optimizer: Of its parameters.
-        spikes: The guard, if there is one.
-        world: The ranks, which all make the same calls.
-        shards: Of the model, if it is sharded.
+        model: The model, whole or sharded.
+        optimizer: Its optimizer.
+        spikes: The spike guard, if any.
+        world: The ranks, which must all make the same calls.
+        shards: The shards of a sharded model.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RunTensors:
         self._world, self._shards = world, shards
 
     def collect(self) -> tuple[_Tensors, _Tensors]:
-        """The tensors of model.safetensors and of optimizer.safetensors, not copied; they matter on the first rank."""
+        """Returns the tensors of model.safetensors and of optimizer.safetensors, not copied; used on the first rank."""
         model, optimizer = self._local()
         optimizer["num_updates"] = torch.tensor(self._optimizer.num_updates)
         if self._shards is not None:
@@ -50,7 +50,7 @@ class RunTensors:
         return model, optimizer
 
     def restore(self, directory: Path, *, has_optimizer: bool) -> None:
-        """Fills all from a checkpoint, which the first rank reads.
+        """Restores all tensors from a checkpoint, which the first rank reads.
 
         `has_optimizer` is false for an imported model, whose training starts here.
         """
@@ -61,7 +61,7 @@ class RunTensors:
             sharded = self._sharded(tensors)
             for name, tensor in tensors.items():
                 if name.startswith("proposal."):
-                    continue  # counted in the corpus at hand, which may be another than the checkpoint's
+                    continue  # counted in the current corpus, which may differ from the checkpoint's
                 if self._shards is not None and name in sharded:
                     self._shards.scatter(sharded[name], wholes.get(name), tensor)
                     continue
@@ -70,7 +70,7 @@ class RunTensors:
                 self._world.broadcast(tensor)
 
     def _local(self) -> tuple[_Tensors, _Tensors]:
-        """The tensors of this rank on its device."""
+        """Returns this rank's tensors, on its device."""
         model = checkpoint.stored(self._model)
         if self._shards is not None:
             model |= self._shards.parameters
@@ -79,13 +79,13 @@ class RunTensors:
         return model, optimizer | ({} if self._spikes is None else self._spikes.state_dict())
 
     def _sharded(self, tensors: _Tensors) -> dict[str, str]:
-        """Names of tensors of which each rank has some rows, with the names of the parameters that they belong to."""
+        """Maps the names of sharded tensors to those of their parameters."""
         names = self._shards.shapes if self._shards is not None else {}
         found = {name: name.removeprefix("exp_avg_sq.").removeprefix("exp_avg.") for name in tensors}
         return {name: parameter for name, parameter in found.items() if parameter in names}
 
     def _read(self, directory: Path, has_optimizer: bool, found: tuple[_Tensors, _Tensors]) -> int:
-        """The whole tensors of a checkpoint, and how many updates it has seen."""
+        """Reads the whole tensors of a checkpoint into `found`; returns its number of updates."""
         model, optimizer = found
         model |= checkpoint.read_parameters(self._model, directory)
         if not has_optimizer:

@@ -1,9 +1,9 @@
-"""Forward and backward of a step on a CPU by several processes, each with rows and cores of its own.
+"""A CPU step shared by several processes, each with rows and cores of its own.
 
-OpenMP divides every single operation, and its threads wait for each other thousands of times per step: spinning,
-which is ruinous beside any other process, or sleeping, which costs more than small operations take. Threads with rows
-of their own share Python's lock and torch's random generator. Processes share nothing but the parameters, their
-moments and gradients, and wait for each other three times per step (bench/LOG.md).
+OpenMP divides every operation, and its threads wait for each other thousands of times per step: by spinning, which is
+ruinous next to other processes, or by sleeping, which takes longer than small operations. Threads with rows of their
+own would share Python's lock and torch's random generator. Processes share only parameters, moments and gradients, and
+wait for each other three times per step (bench/LOG.md).
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ from electra_fast.optimizers.optimizer import Optimizer, global_norm
 from electra_fast.training.allocator import keep_freed_memory
 from electra_fast.training.backward import GradientComputation, Work
 
-# Each further process holds some 300 MB and a copy of the gradients.
+# Each worker process takes some 300 MB and a copy of the gradients.
 MAX_PROCESSES = 8
-# After so long without an answer, a helper is named; the limits of one that is suspended, and of any other.
+# Time without an answer after which a worker is reported: if it is suspended, and otherwise.
 _SUSPENDED_SECONDS, _PATIENCE_SECONDS = 3, 60
-# Floats in a cache line, at which each shared tensor begins.
+# Floats per cache line, to which each shared tensor is aligned.
 _ALIGNMENT = 16
 _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from electra_fast.training import step_processes as s"
 
 
 def choose_num_processes(config: Config, device: torch.device) -> int:
-    """Among how many processes to divide each micro-batch: as many as there can be, but a divisor of its rows."""
+    """Returns the number of processes per micro-batch: the largest that divides its rows."""
     rows = config.train.batch_size // config.train.accumulate
     return max(n for n in range(1, max_processes(device) + 1) if rows % n == 0)
 
 
 def max_processes(device: torch.device) -> int:
-    """How many processes can share a step: as many as torch's threads, up to `MAX_PROCESSES`.
+    """Returns how many processes can share a step: the number of torch's threads, up to `MAX_PROCESSES`.
 
-    1 on devices other than the CPU, and where the system has no anonymous files (they are Linux').
+    1 on devices other than the CPU, and on systems without anonymous files (which Linux has).
     """
     if device.type != "cpu" or not hasattr(os, "memfd_create"):
         return 1
     return min(MAX_PROCESSES, torch.get_num_threads())
 
 
-class _Share:
-    """One process' share of a step: rows whose gradients it computes, and parameters that it updates.
+class _Worker:
+    """One process's part of a step: the rows whose gradients it computes, and the parameters that it updates.
 
     Args:
-        rank: Which process this is.
-        backward: Of the process' rows.
-        optimizer: Of the model's parameters, which like its moments move to the shared memory.
+        rank: Index of the process.
+        backward: Computes the gradients of the process's rows.
+        optimizer: Optimizer of the model, whose parameters and moments move to the shared memory.
         memory: Descriptor of the shared memory.
-        num_processes: How many share it.
+        num_processes: Number of processes that share the step.
     """
 
     def __init__(
@@ -90,61 +90,61 @@ class _Share:
         rest = iter(views[len(shared) :])
         self._gradients = [{name: next(rest) for name in self._parameters} for _ in range(num_processes)]
         self._norms = {name: next(rest) for name in self._parameters}
-        # How many rows of a gradient are given, and which; -1: all of them.
+        # The number of published rows of a gradient, and their indices; -1: all rows.
         self._rows = [{name: next(rest).view(torch.int32) for name in self._tables} for _ in range(num_processes)]
         optimizer.divide(rank, num_processes)
 
     def run(self, wait: Callable[[], None]) -> tuple[list[dict[str, Any]], Tensor]:
-        """Takes the step for which `backward` and `optimizer` are prepared; calls `wait` where all must have arrived.
+        """Takes the step that `backward` and `optimizer` are prepared for; calls `wait` as a barrier.
 
         Returns the metric totals of its micro-batches, and the norm of all gradients. Gradients are added in the order
-        of the processes, whichever ends first, so that a run repeats to the bit.
+        of the processes, so that results are deterministic.
         """
         optimizer = self.optimizer
         optimizer.zero_grad()
         totals = self.backward.run()
         gradients, own_names = optimizer.gradients(), optimizer.own_names
         for name in gradients.keys() - own_names:
-            self._give(name, gradients[name])
+            self._publish(name, gradients[name])
         wait()
         others = [rank for rank in range(len(self._gradients)) if rank != self._rank]
         for name in own_names:
             for rank in others:
-                self._add_given(name, rank, gradients[name])
+                self._add_published(name, rank, gradients[name])
             self._norms[name].copy_(gradients[name].norm())
         wait()
         return totals, optimizer.step(global_norm(self._norms[name] for name in optimizer.parameters))
 
-    def _give(self, name: str, gradient: Tensor) -> None:
-        """Copies a gradient, or the rows of it that are not zero, to where the other processes read it."""
+    def _publish(self, name: str, gradient: Tensor) -> None:
+        """Copies a gradient, or its nonzero rows, to shared memory."""
         shared, rows = self._gradients[self._rank][name], self.optimizer.gradient_rows.get(name)
         if rows is None:
             shared.copy_(gradient)
         else:
             shared.index_copy_(0, rows, gradient.index_select(0, rows))
         if name in self._tables:
-            given = self._rows[self._rank][name]
-            given[0] = -1 if rows is None else len(rows)
+            published = self._rows[self._rank][name]
+            published[0] = -1 if rows is None else len(rows)
             if rows is not None:
-                given[1 : 1 + len(rows)] = rows
+                published[1 : 1 + len(rows)] = rows
 
-    def _add_given(self, name: str, rank: int, gradient: Tensor) -> None:
-        """Adds what another process gave."""
+    def _add_published(self, name: str, rank: int, gradient: Tensor) -> None:
+        """Adds the gradient of another process."""
         shared, num_rows = self._gradients[rank][name], -1
         if name in self._tables:
-            given = self._rows[rank][name]
-            num_rows = int(given[0])
+            published = self._rows[rank][name]
+            num_rows = int(published[0])
         if num_rows < 0:
             gradient += shared
             self.optimizer.forget_rows(name)
             return
-        rows = given[1 : 1 + num_rows].long()
+        rows = published[1 : 1 + num_rows].long()
         self.optimizer.add_rows(name, rows, shared.index_select(0, rows))
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What a helper needs to know before the first step."""
+    """The first message to a worker process."""
 
     work: Work
     rank: int
@@ -154,29 +154,29 @@ class _Task:
 
 
 class StepProcesses:
-    """Helpers of the calling process, each of which takes a share of the steps as the calling process does.
+    """Worker processes that share steps with the calling process.
 
     They end with this object, with `close`, or with the calling process, however that ends.
 
     Args:
-        backward: Of the calling process, which is the first. The model's parameters and the optimizer's moments move
-            to memory that all processes share: what is copied to them is seen by all.
-        optimizer: Of the model's parameters.
-        work: Of which the helpers take shares.
-        num_processes: At least 2.
+        backward: The gradient computation of the calling process, the first. The model's parameters and the optimizer's
+            moments move to shared memory, so that all processes see what is copied to them.
+        optimizer: The optimizer of the model's parameters.
+        work: Describes the steps to the workers.
+        num_processes: Number of processes, at least 2.
     """
 
     def __init__(self, backward: GradientComputation, optimizer: Optimizer, work: Work, num_processes: int) -> None:
         self._num_cores = torch.get_num_threads()
         self._num_threads = max(1, self._num_cores // num_processes)
         memory = os.memfd_create("electra-fast")
-        self._share = _Share(0, backward, optimizer, memory, num_processes)
-        self._helpers: list[tuple[subprocess.Popen[bytes], _Link]] = []
-        self.close = weakref.finalize(self, _end, self._helpers)
+        self._worker = _Worker(0, backward, optimizer, memory, num_processes)
+        self._processes: list[tuple[subprocess.Popen[bytes], _Link]] = []
+        self.close = weakref.finalize(self, _end, self._processes)
         try:
             for rank in range(1, num_processes):
                 process, link = _start(memory)
-                self._helpers.append((process, link))
+                self._processes.append((process, link))
                 link.send(_Task(work, rank, num_processes, self._num_threads, memory))
             self._receive()  # all are ready
         except BaseException:
@@ -186,22 +186,22 @@ class StepProcesses:
             os.close(memory)
 
     def start(self, batch: Any, step: int, lr_scale: float) -> None:
-        """Lets the helpers begin with a step, before the optimizer's scalars are set for it."""
-        self._send((batch, step, lr_scale, self._share.optimizer.num_updates))
+        """Starts a step on the workers, before the optimizer's scalars are set for it."""
+        self._send((batch, step, lr_scale, self._worker.optimizer.num_updates))
 
     def run(self) -> tuple[list[dict[str, Any]], Tensor]:
-        """The calling process' share of the step, for which its batch and the optimizer's scalars are set by now.
+        """Runs the calling process's part of the step, after its batch and the optimizer's scalars are set.
 
-        Returns the metric totals of all micro-batches and the gradients' norm. Raises TrainingFailed where a helper has
-        died, and Interrupted at a stop that a helper keeps the step from reaching.
+        Returns the metric totals of all micro-batches and the gradients' norm. Raises TrainingFailed if a worker has
+        died, and Interrupted if a stop is requested while a worker does not answer.
         """
         try:
             torch.set_num_threads(self._num_threads)
-            totals, norm = self._share.run(self._wait)
+            totals, norm = self._worker.run(self._wait)
             for each in self._receive():
                 totals += each
         except BaseException:
-            self.close()  # a helper may be about to answer a question that nobody will ask again
+            self.close()  # a worker may still send an answer that nobody would read
             raise
         finally:
             torch.set_num_threads(self._num_cores)
@@ -212,19 +212,19 @@ class StepProcesses:
         self._send(None)
 
     def _receive(self) -> list[Any]:
-        """An answer of each helper; raises TrainingFailed or RuntimeError where one has none."""
+        """Receives an answer of each worker. Raises TrainingFailed or RuntimeError if one has failed."""
         answers = []
-        for process, connection in self._helpers:
+        for process, connection in self._processes:
             try:
                 answers.append(connection.recv())
             except (EOFError, OSError):
                 raise _death(process) from None
             if isinstance(answers[-1], str):
-                raise RuntimeError(f"a process that helps with the step failed:\n{answers[-1]}")
+                raise RuntimeError(f"a worker process failed:\n{answers[-1]}")
         return answers
 
     def _send(self, message: object) -> None:
-        for process, connection in self._helpers:
+        for process, connection in self._processes:
             try:
                 connection.send(message)
             except OSError:
@@ -232,7 +232,7 @@ class StepProcesses:
 
 
 def _views(memory: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors like these, one after another in the memory, each at the beginning of a cache line."""
+    """Returns tensors like these in consecutive memory, each aligned to a cache line."""
     sizes = [math.ceil(tensor.numel() / _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     os.ftruncate(memory, 4 * sum(sizes))
     flat = torch.frombuffer(mmap.mmap(memory, 0), dtype=torch.float32)
@@ -241,7 +241,7 @@ def _views(memory: int, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Link(Connection):
-    """The run's end of the connection to a helper, which may be suspended: neither end of a message waits for ever."""
+    """The run's end of the connection to a worker. Never waits forever, even if the worker is suspended."""
 
     process: subprocess.Popen[bytes]
 
@@ -259,17 +259,17 @@ class _Link(Connection):
                 self._wait(event)
 
     def _wait(self, event: int) -> None:
-        """Waits until there is something to read, or room to write; Interrupted if that keeps the run from stopping."""
+        """Waits until the connection is readable or writable. Raises Interrupted if that delays a requested stop."""
         poll, seconds, is_named = select.poll(), 0, False
         poll.register(self.fileno(), event)
         while not poll.poll(1000):
             seconds += 1
             is_suspended = _is_suspended(self.process.pid)
             limit = _SUSPENDED_SECONDS if is_suspended else _PATIENCE_SECONDS
-            who = f"process {self.process.pid}, which helps with the step,"
+            who = f"worker process {self.process.pid}"
             why = "is suspended" if is_suspended else f"has not answered for {seconds} s"
             if (number := requested_stop()) and (is_suspended or seconds >= limit):
-                lost = "the step cannot be finished, so there is no checkpoint of this moment"
+                lost = "the step cannot be finished, so no checkpoint was written"
                 raise Interrupted(number, f"interrupted; {who} {why}: {lost}; run again to resume from the last one")
             if seconds >= limit and not is_named:
                 is_named = True
@@ -285,15 +285,15 @@ def _is_suspended(pid: int) -> bool:
 
 
 def _start(memory: int) -> tuple[subprocess.Popen[bytes], _Link]:
-    """A helper, not forked, since torch computes nothing in a fork of a process in which it has computed gradients."""
+    """Starts a worker, without forking, since torch cannot compute in a fork after it has computed gradients."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     link = _Link(ours.detach())
-    # A stop is between the user and the run, which ends its helpers: signals stay blocked in them.
+    # The run handles stop signals and ends its workers, in which they stay blocked.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         process = link.process = subprocess.Popen(
-            [sys.executable, "-c", f"{_MAIN}; s.help_with_steps({theirs.fileno()})", json.dumps(sys.path)],
+            [sys.executable, "-c", f"{_MAIN}; s.serve_steps({theirs.fileno()})", json.dumps(sys.path)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), memory),
@@ -308,40 +308,40 @@ def _death(process: subprocess.Popen[bytes]) -> TrainingFailed:
     code = process.wait()
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return TrainingFailed(
-        f"a process that helps with the step {how}; if it ran out of memory, use fewer (OMP_NUM_THREADS=1: none) or a "
+        f"a worker process {how}; if it ran out of memory, use fewer (OMP_NUM_THREADS=1: none) or a "
         "larger train.accumulate; run again to resume"
     )
 
 
-def _end(helpers: list[tuple[subprocess.Popen[bytes], _Link]]) -> None:
-    for process, connection in helpers:
+def _end(processes: list[tuple[subprocess.Popen[bytes], _Link]]) -> None:
+    for process, connection in processes:
         connection.close()
-        process.kill()  # it holds nothing that is worth keeping
+        process.kill()  # it has no state worth keeping
         process.wait()
 
 
-def help_with_steps(descriptor: int) -> None:
-    """The main function of a helper: takes tasks from a connection until it closes."""
+def serve_steps(descriptor: int) -> None:
+    """Runs a worker process: takes steps from a connection until it closes."""
     connection = Connection(descriptor)
     try:
         task: _Task = connection.recv()
         with use_matmul(task.work.compute.matmul):
-            _help(connection, task)
+            _serve(connection, task)
     except (EOFError, ConnectionError):
         return  # the calling process has ended
     except BaseException:
         connection.send(traceback.format_exc())
 
 
-def _help(connection: Connection, task: _Task) -> None:
+def _serve(connection: Connection, task: _Task) -> None:
     def wait() -> None:
         connection.send(None)
         connection.recv()
 
     torch.set_num_threads(task.num_threads)
     keep_freed_memory()
-    backward, optimizer = task.work.share(task.rank, task.num_processes)
-    share = _Share(task.rank, backward, optimizer, task.memory, task.num_processes)
+    backward, optimizer = task.work.build_worker(task.rank, task.num_processes)
+    worker = _Worker(task.rank, backward, optimizer, task.memory, task.num_processes)
     connection.send(None)
     while True:
         batch, step, lr_scale, num_updates = connection.recv()
@@ -350,5 +350,5 @@ def _help(connection: Connection, task: _Task) -> None:
         optimizer.num_updates = num_updates
         optimizer.set_step_scalars(lr_scale)
         backward.load(batch, step)
-        totals, _ = share.run(wait)
+        totals, _ = worker.run(wait)
         connection.send([{name: total.item() for name, total in each.items()} for each in totals])

@@ -1,4 +1,4 @@
-"""The times of steps, and the time limit of a session."""
+"""Step times, and the time limit of a session."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class StepTimes:
 
 
 class StepTimer:
-    """Seconds of training without its pauses, and the times of single steps, measured on the device where there is one.
+    """Measures the time of training without pauses, and of single steps, on a GPU by its own clock.
 
-    Nothing is read from the device before `stop`, by when the caller has waited for it.
+    Reads nothing from the device before `stop`, when the caller has already waited for it.
     """
 
     def __init__(self, step: TrainStep) -> None:
@@ -34,7 +34,7 @@ class StepTimer:
         self._started = 0.0
 
     def start(self) -> None:
-        """Begins, or resumes after a pause."""
+        """Starts, or resumes after a pause."""
         self._started = time.perf_counter()
         self._marks = [self._mark()]
 
@@ -43,7 +43,7 @@ class StepTimer:
         self._marks.append(self._mark())
 
     def stop(self) -> float:
-        """Ends the span since `start` and returns its length in seconds."""
+        """Returns the seconds since `start`."""
         pairs = itertools.pairwise(self._marks)
         if self._stream is None:
             self._step_seconds += [end - begin for begin, end in pairs]
@@ -52,7 +52,7 @@ class StepTimer:
         return time.perf_counter() - self._started
 
     def take_step_times(self) -> StepTimes | None:
-        """The times of the steps since the last call; None where there was none."""
+        """Returns the times of the steps since the last call; None if there were none."""
         seconds, self._step_seconds = sorted(self._step_seconds), []
         return StepTimes(seconds[len(seconds) // 2], seconds[-1]) if seconds else None
 
@@ -64,16 +64,16 @@ class StepTimer:
         return event
 
 
-# Bytes per second at which a checkpoint is taken to be written until one was.
+# Assumed bytes per second for writing the first checkpoint.
 _SLOW_DISK = 200e6
 
 
 class TimeLimit:
-    """Tells when a session must stop.
+    """The time limit of a session.
 
     Args:
-        minutes: That the session may take; 0: any.
-        start: When it began, by `time.monotonic`.
+        minutes: Its length; 0: no limit.
+        start: When the session began, by `time.monotonic`.
         checkpoint_bytes: Size of a checkpoint.
     """
 
@@ -84,15 +84,15 @@ class TimeLimit:
         self._longest_step = 0.0
 
     def is_up(self, saving_seconds: float) -> bool:
-        """Asked before each step: whether the one after it, and then a checkpoint, may be too late.
+        """Returns, before each step, whether the step after it and a checkpoint may exceed the limit.
 
-        Steps are given four times the longest time that one has taken, a checkpoint twice `saving_seconds`, which is
-        what the last one took, or 0 if none was written yet.
+        Allows a step four times the longest step time so far, and a checkpoint twice `saving_seconds`, the time of the
+        last one (0 if none was written yet).
         """
         now = time.monotonic()
         self._longest_step, self._last = max(self._longest_step, now - self._last), now
         return now + 4 * self._longest_step + 2 * (saving_seconds or self._assumed_seconds) > self._end
 
     def pause(self) -> None:
-        """Leaves out of the steps' times what comes before the next question."""
+        """Excludes the time until the next `is_up` from the step times."""
         self._last = math.inf

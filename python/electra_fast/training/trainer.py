@@ -1,7 +1,7 @@
 """The training loop: from an open run and its corpora to checkpoints, metrics and curves.
 
-Everything random is a function of (seed, step), and the loader's position a few integers, so a
-run that was killed resumes from its newest checkpoint with the same losses to the last bit.
+Everything random is a function of (seed, step), and the loader's position is a few integers, so a killed run resumes
+from its newest checkpoint with bitwise identical losses.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from electra_fast.training.step import GRAD_NORM, SKIPPED, create_step
 from electra_fast.training.timing import StepTimer, TimeLimit
 from electra_fast.training.world import World
 
-# Keys with these prefixes make other losses, which cannot be compared with those before.
+# Changes of keys with these prefixes make losses incomparable.
 _OTHER_LOSSES = ("data.", "objective.", CORPUS)
-# Batches for the verdict on a run that has no evaluations.
+# Batches for the verdict on a run without evaluations.
 _VERDICT_BATCHES = 10
 
 
 class Trainer:
     """One session of a run on one of its ranks: the state that a checkpoint stores, and the loop.
 
-    Everything that waits for other ranks happens on all of them, in the same order; the first one reads and writes.
+    All ranks make the same collective calls in the same order; the first one reads and writes files.
     """
 
     def __init__(self, run: Run, mixture: Mixture, world: World) -> None:
@@ -77,7 +77,7 @@ class Trainer:
             self._count_tokens()
         shards, wrap = None, None
         if self.config.train.sharding == "full" and world.size > 1:
-            from electra_fast.training.sharding import shard_model  # here, because it takes seconds
+            from electra_fast.training.sharding import shard_model  # takes seconds
 
             wrap = shard_model(self.model, world.mesh(self.device.type)).run
             shards = Shards(self.model)
@@ -110,9 +110,9 @@ class Trainer:
             self.every["evaluation"] = train.eval_every
 
     def _check_exactness(self) -> None:
-        """Raises ValueError where sums in a fixed order would not be enough for equal bits."""
+        """Raises ValueError if sums in a fixed order would not suffice for bitwise equal results."""
         backend = self.compute.attention
-        # Of dropout on attention weights, only the masks of `short` do not depend on how rows are divided.
+        # With dropout on attention weights, only the masks of `short` do not depend on the division of rows.
         is_repeatable = is_deterministic(backend) and (backend == "short" or not self.config.model.attention_dropout)
         if self.config.train.reduce == "exact" and self.device.type == "cuda" and not is_repeatable:
             raise InputError(
@@ -121,7 +121,7 @@ class Trainer:
             )
 
     def _count_tokens(self) -> None:
-        """Gives the proposal the token counts of the mixture; seconds where that has billions."""
+        """Gives the proposal the token counts of the mixture, which takes seconds for billions of tokens."""
         assert self.model.proposal is not None
         start = time.perf_counter()
         self.model.proposal.set_counts(torch.from_numpy(self.world.from_first(self.mixture.token_counts)))
@@ -131,10 +131,10 @@ class Trainer:
         )
 
     def train(self, stop: StopRequest, start: float) -> int:
-        """Trains to the last step or to a stop; returns the step reached, of which there is a checkpoint.
+        """Trains to the last step or to a stop; returns the step reached, which has a checkpoint.
 
-        Reads back from the device only where it logs, evaluates or saves. All ranks stop after the same step: `stop`
-        becomes what they have agreed on. `start` is when the session began, by `time.monotonic`.
+        Synchronizes with the device only to log, evaluate or save. All ranks agree on `stop` and stop after the same
+        step. `start` is when the session began, by `time.monotonic`.
         """
         state, num_steps, first_step = self.state, self.config.train.steps, self.state.step
         limit = TimeLimit(self.config.train.max_minutes, start, 12 * self._num_parameters())
@@ -198,7 +198,7 @@ class Trainer:
         log.advance(self.state.step)
 
     def _due(self) -> set[str]:
-        """Returns what comes after this step. A log window does not span two stages."""
+        """Returns what is due after this step: at a stage's end everything, so that log windows do not span stages."""
         step, is_last = self.state.step, self.state.step == self.stage.first_step + self.stage.num_steps
         return {what for what, every in self.every.items() if step % every == 0 or is_last}
 
@@ -210,7 +210,7 @@ class Trainer:
             log.say(line)
 
     def _stop_timer(self) -> None:
-        """Waits for the device and counts the seconds; raises TrainingFailed where training must not go on."""
+        """Waits for the device and adds up the time. Raises TrainingFailed if training must not continue."""
         self.state.log_window.totals = self.train_step.read_totals()
         self._check_finite()
         self._check_loss()
@@ -246,7 +246,7 @@ class Trainer:
         self.training_loss = objective.comparable_loss(found) if self.is_sound else None
 
     def _may_stop(self, since: int) -> bool:
-        """Whether an explosion since a step ends the run. At first, when no checkpoint can be lost, it may pass."""
+        """Returns whether an explosion since a step ends the run. Early on, before any good checkpoint, it may pass."""
         is_late = since >= self.stage.first_step + MIN_STEPS
         return self.config.train.stop_on_divergence and (is_late or self.state.best_step is not None)
 
@@ -258,7 +258,7 @@ class Trainer:
         self._fail(lambda: Diverged(f"{run}: {what}; {way_back(run, self.state, optimizer)}"))
 
     def _check_ranks(self, own_seconds: float) -> None:
-        """Compares the ranks' parameters, and adds up the time that each has spent on its own work."""
+        """Compares the ranks' parameters, and adds up the time that each spent on its own work."""
         is_sharded = self.config.train.sharding == "full"  # no two ranks have the same parameters
         found = self.world.all_gather_object((0 if is_sharded else fingerprint(self.model), own_seconds))
         self.rank_seconds = [total + own for total, (_, own) in zip(self.rank_seconds, found, strict=True)]
@@ -272,8 +272,8 @@ class Trainer:
         return f"step-{kept[-1]} is the last good checkpoint" if kept else "there is no checkpoint yet"
 
     def _fail(self, error: Callable[[], TrainingFailed]) -> NoReturn:
-        """Ends all ranks, which have found the same; the first says so, after the write in progress."""
-        with contextlib.suppress(OSError):  # a checkpoint that cannot be written is not the news
+        """Ends all ranks, which have found the same error; the first reports it, after the write in progress."""
+        with contextlib.suppress(OSError):  # `error` matters more than a failed checkpoint
             self._await_writer()
         raise error() if self.world.is_first else ReportedElsewhere
 
@@ -290,11 +290,11 @@ class Trainer:
         self.train_step.set_totals({})
 
     def _num_taken(self) -> int:
-        """Steps of the log window that were not skipped."""
+        """Returns the steps of the log window that were not skipped."""
         return self.state.log_window.steps - int(self.state.log_window.totals[SKIPPED])
 
     def _record(self) -> dict[str, Any]:
-        """A line of metrics.jsonl: metrics over the log window, and where the run stands."""
+        """Returns a line of metrics.jsonl: metrics over the log window, and the run's progress."""
         state, window, times = self.state, self.state.log_window, self.timer.take_step_times()
         tokens, num_taken = int(window.totals["tokens"]), self._num_taken()
         state.tokens += tokens
@@ -331,7 +331,7 @@ class Trainer:
         return flops / self.peak / self.world.size
 
     def _measure(self, corpora: Corpora, num_batches: int) -> dict[str, Number]:
-        """The metrics of an evaluation."""
+        """Returns the metrics of an evaluation."""
         objective, wrapped = self.stage.objective, self.train_step.backward.forward
         settings = (self.model, corpora, self.config, self.compute, num_batches)
         with self.train_step.waits_for_ranks():
@@ -354,7 +354,7 @@ class Trainer:
             log.say(f"step {self.state.step}: warning: {message}")
 
     def _say_changes(self, log: RunLog) -> None:
-        """Reports a new stage, and each capture of the graph, which takes as long as many steps."""
+        """Reports a new stage, and slow compilations and captures."""
         if self.train_step.stage != self.stage:
             self.stage = self.train_step.stage
             self._forget_losses(None)
@@ -379,7 +379,7 @@ class Trainer:
         self.saved_step = state.step
 
     def _compare_losses(self) -> None:
-        """Finds whether the checkpoint to be written is the best of this stage so far."""
+        """Determines whether the next checkpoint is the best of this stage so far."""
         state, by = self.state, "validation" if "evaluation" in self.every else "training"
         # An evaluation counts for the first checkpoint after it.
         loss = self.validation_loss if by == "validation" else self.training_loss
@@ -390,11 +390,11 @@ class Trainer:
         self.validation_loss = None
 
     def _forget_losses(self, best_step: int | None) -> None:
-        """Begins the comparison of losses anew; keeps the checkpoint of a step until there is one to compare with."""
+        """Restarts the comparison of losses, and keeps the checkpoint of `best_step` until there is a better one."""
         self.state.best_step, self.state.best_loss, self.state.history = best_step, None, LossHistory()
 
     def _await_writer(self) -> None:
-        """Waits for the write in progress, in turns so short that no rank takes it for a rank that hangs."""
+        """Waits for the write in progress, in turns shorter than the watchdog's timeout."""
         turn = self.config.train.timeout_seconds / 4
         while not self.world.from_first(lambda: self.writer.wait_up_to(turn)):
             pass
@@ -406,7 +406,7 @@ class Trainer:
             self.train_step.resume(state.step)
         self.tensors.restore(directory, has_optimizer=is_started)
         if self.train_step.spikes is not None and self.run.changes.keys() - {"train.steps"}:
-            self.train_step.spikes.reset()  # other settings may make other losses
+            self.train_step.spikes.reset()  # other settings may change losses
         if not is_started or any(name.startswith(_OTHER_LOSSES) for name in self.run.changes):
             self._forget_losses(state.step)
         if state.loader is not None:
@@ -414,14 +414,14 @@ class Trainer:
             self._restore_loader(state.loader)
 
     def _restore_loader(self, state: dict[str, Any]) -> None:
-        """Restores the stream of rows; if an allowed change makes it another one, starts that at each next epoch."""
+        """Restores the stream of rows; a stream that an allowed change makes different starts at the next epoch."""
         fresh = self.loader.state()
         if self.run.changes and stream_of(fresh) != stream_of(state):
             state, self.stream_change = resumed_state(fresh, state)
         self.loader.restore(state)
 
     def _verdict(self, log: RunLog) -> list[str]:
-        """What the finished run has learned: measured by all ranks, said by the first."""
+        """Returns lines on what the finished run has learned, as measured by all ranks."""
         mixture, train, entropy = self.mixture, self.config.train, None
         corpora, num_batches = mixture.holdout or mixture.folders, train.eval_batches
         found: dict[str, Any] = {}

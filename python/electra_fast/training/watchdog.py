@@ -1,4 +1,4 @@
-"""Ends a rank that waits too long for others, after writing down where every thread of every rank is."""
+"""Ends ranks that wait too long for others, after writing the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's own
 
-# Seconds between two looks at the clock and at what other ranks have found.
+# Seconds between checks of the clock and of the other ranks' flag.
 _INTERVAL = 1.0
-# After a rank has told the others, they have so many seconds to write their stacks before it ends.
+# Time for the other ranks to write their stacks before the rank that set the flag ends.
 _GRACE = 3 * _INTERVAL
 _HUNG = "hung"
 
@@ -22,13 +22,13 @@ _HUNG = "hung"
 class Watchdog:
     """Threads that watch the waits of their process.
 
-    When a wait takes longer than the timeout, all ranks, also one that hangs elsewhere, write the stacks of their
-    threads to `FOLDER/rank-R.txt`, and end.
+    If a wait exceeds the timeout, all ranks, even one that hangs elsewhere, write the stacks of their threads to
+    `FOLDER/rank-R.txt` and end.
 
     Args:
-        folder: For the stacks.
-        rank: Of this process.
-        store: That all ranks see, by a connection of the watchdog's own: a request of another thread would block it.
+        folder: Folder for the stacks.
+        rank: Rank of this process.
+        store: The ranks' store, through a separate connection, since requests of other threads block theirs.
         timeout_seconds: Longest wait.
     """
 
@@ -36,7 +36,7 @@ class Watchdog:
         self._folder, self._rank, self._store, self._timeout = folder, rank, store, timeout_seconds
         self._waits: list[tuple[str, float]] = []
         self._closed, self._is_ending = threading.Event(), threading.Lock()
-        # Two threads: a request to the store of a rank that is frozen never returns.
+        # Two threads, since a request to the store of a frozen rank never returns.
         watches = (self._watch_the_clock, self._watch_the_store)
         self._threads = [threading.Thread(target=watch, name="watchdog", daemon=True) for watch in watches]
         for thread in self._threads:
@@ -44,7 +44,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Around a wait for other ranks; one may contain another."""
+        """Watches a wait for other ranks; waits may be nested."""
         self._waits.append((what, time.monotonic()))
         try:
             yield
@@ -52,39 +52,39 @@ class Watchdog:
             self._waits.pop()
 
     def close(self) -> None:
-        """Ends the watch."""
+        """Stops watching."""
         self._closed.set()
         for thread in self._threads:
-            # A thread within torch must not outlive the interpreter; one whose request is never answered cannot end.
+            # A thread inside torch must not outlive the interpreter, but one with an unanswered request cannot end.
             thread.join(2 * _INTERVAL)
 
     def _watch_the_clock(self) -> None:
         while not self._closed.wait(_INTERVAL):
             for what, start in self._waits[-1:]:
                 if time.monotonic() - start > self._timeout:
-                    threading.Thread(target=self._tell, daemon=True).start()
+                    threading.Thread(target=self._set_flag, daemon=True).start()
                     self._end(f"waited more than {self._timeout:g} s for {what}")
 
     def _watch_the_store(self) -> None:
         while not self._closed.wait(_INTERVAL):
-            if self._is_told():
+            if self._is_flagged():
                 self._end("another rank waited too long for this one")
 
-    def _tell(self) -> None:
+    def _set_flag(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._store.set(_HUNG, str(self._rank))
 
-    def _is_told(self) -> bool:
+    def _is_flagged(self) -> bool:
         try:
             return self._store.check([_HUNG])
-        except RuntimeError:  # the first rank, which has the store, is gone: the next message finds that out
+        except RuntimeError:  # the first rank, which has the store, is lost: the next collective reports it
             return False
 
     def _end(self, reason: str) -> None:
-        self._is_ending.acquire()  # never released: the other thread would say it again
+        self._is_ending.acquire()  # never released, so that the other thread does not report too
         try:
             stacks = f"stacks in {self._write_stacks(reason)}"
-        except OSError as error:  # only the first rank needs to see the run's folder
+        except OSError as error:  # only the first rank needs access to the run's folder
             stacks = f"no stacks ({error})"
         line = f"electra-fast: error: rank {self._rank}: {reason}; {stacks}; start again to resume\n"
         with contextlib.suppress(OSError):

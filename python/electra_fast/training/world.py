@@ -1,7 +1,7 @@
-"""The ranks that train one model: who they are and what they tell each other.
+"""The ranks that train one model, and their collectives.
 
-Messages of the host (loss denominators, stop flags, objects) go through gloo, tensors of the device through the
-device's own backend: NCCL on CUDA. A rank that is alone tells nobody anything.
+Host data (loss denominators, stop flags, objects) go through gloo, device tensors through the device's backend: NCCL on
+CUDA. A single rank does not communicate.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Gloo's own limit is longer than the watchdog's, which tells more.
+# Gloo's timeout as a multiple of the watchdog's, whose report is more helpful.
 _PATIENCE = 2
-# Longest wait for the ranks to come.
+# Longest wait for the rendezvous.
 _MEETING_SECONDS = 300.0
-# What torch says when a rank does not answer; other errors are this rank's own.
+# Matches torch's errors about lost ranks; other errors are this rank's own.
 _LOST = re.compile(r"onnection|closed|reset by peer|[Tt]imed out|[Tt]imeout|Broken pipe|remote|[Ss]ocket|NCCL.*abort")
 
 
 class World:
-    """One rank among those of a run; alone unless it is made by `join`.
+    """One rank of a run; the only one unless created by `join`.
 
-    `node_ranks` are the ranks of this machine, this one included; none unless each machine has as many. `wait_seconds`
-    is the time that the host has waited for other ranks, or for the device.
+    `node_ranks` are the ranks of this machine, including this one; empty unless all machines have equally many.
+    `wait_seconds` is the time that the host has waited for other ranks or the device.
     """
 
     rank, size = 0, 1
@@ -55,28 +55,28 @@ class World:
     @classmethod
     @contextlib.contextmanager
     def join(cls, launch: Launch, folder: Path, timeout_seconds: float) -> Iterator[Self]:
-        """The world of the processes that a launcher has started; each must enter.
+        """Joins the processes of a launcher, all of which must enter this context.
 
         Args:
-            launch: Which rank this is, and where to meet.
-            folder: Of the run; stacks go there if a rank waits too long.
+            launch: The rank of this process, and the rendezvous.
+            folder: The run's folder, for stacks of ranks that wait too long.
             timeout_seconds: Longest wait for another rank.
 
-        Raises TrainingFailed where the ranks do not meet, and later where one of them is gone.
+        Raises TrainingFailed if the ranks do not meet, and later if one is lost.
         """
         world = cls()
         if launch.world_size == 1:
             yield world
             return
-        place = world._meet(launch, timeout_seconds)
-        world._watchdog = Watchdog(folder / "stacks", world.rank, place.connect(), timeout_seconds)
+        rendezvous = world._meet(launch, timeout_seconds)
+        world._watchdog = Watchdog(folder / "stacks", world.rank, rendezvous.connect(), timeout_seconds)
         try:
             world._find_node_ranks()
             yield world
-            world.all_gather(torch.zeros(1))  # nobody leaves while another may still ask the first rank's store
+            world.all_gather(torch.zeros(1))  # no rank leaves while others may need the first rank's store
             dist.destroy_process_group()
         finally:
-            # After a failure the group is left as it is: to destroy it would wait for ranks that are gone.
+            # After a failure the group is not destroyed, since that would wait for lost ranks.
             world._watchdog.close()
 
     def _meet(self, launch: Launch, timeout_seconds: float) -> Rendezvous:
@@ -86,10 +86,10 @@ class World:
             torch.cuda.set_device(_device_number(launch))
             backend = "cpu:gloo,cuda:nccl"
         try:
-            place = Rendezvous.find(launch, _MEETING_SECONDS)
+            rendezvous = Rendezvous.find(launch, _MEETING_SECONDS)
             dist.init_process_group(
                 backend,
-                store=place.connect(),
+                store=rendezvous.connect(),
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timedelta(seconds=max(_PATIENCE * timeout_seconds, _MEETING_SECONDS)),
@@ -99,10 +99,10 @@ class World:
                 f"rank {self.rank}: the {self.size} ranks did not meet at {launch.address}:{launch.port}: "
                 f"{_first_line(error)}"
             ) from None
-        return place
+        return rendezvous
 
     def _find_node_ranks(self) -> None:
-        """Makes a group of the ranks of each machine, if all have as many."""
+        """Creates a group of the ranks of each machine, if all machines have equally many."""
         hosts = self.all_gather_object(socket.gethostname())
         machines = [[rank for rank, host in enumerate(hosts) if host == each] for each in dict.fromkeys(hosts)]
         if len({len(ranks) for ranks in machines}) > 1:
@@ -114,36 +114,36 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes files and reports."""
+        """True on the rank that writes files and reports."""
         return self.rank == 0
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """What every rank tells: fp64 on the host, the same shape on each; [...] → [ranks, ...]."""
+        """Gathers fp64 host tensors of the same shape from all ranks; [...] → [ranks, ...]."""
         if self.size == 1:
             return values[None]
         found = torch.empty(self.size * values.numel(), dtype=values.dtype)
-        with self.waiting("the other ranks' news of a step"):
+        with self.waiting("the other ranks' flags of a step"):
             dist.all_gather_into_tensor(found, values.flatten())
         return found.view(self.size, *values.shape)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replaces a tensor by its sum over the ranks, the same bits on each."""
+        """Replaces a tensor by its sum over the ranks, bitwise equal on all."""
         if self.size > 1:
             with self.waiting("a sum over the ranks"):
                 dist.all_reduce(tensor)
 
     def all_gather_into(self, own: Tensor, out: Tensor) -> None:
-        """Concatenates flat tensors of one size in the order of the ranks; [n], [ranks * n]."""
+        """Concatenates flat tensors of one size in rank order; [n], [ranks * n]."""
         with self.waiting("the other ranks' tensors"):
             dist.all_gather_into_tensor(out, own)
 
     def all_gather_in_node(self, own: Tensor, out: Tensor) -> None:
-        """`all_gather_into` from the ranks of this machine alone; [n], [node_ranks * n]."""
+        """Does `all_gather_into` among the ranks of this machine; [n], [node_ranks * n]."""
         with self.waiting("the tensors of this machine's ranks"):
             dist.all_gather_into_tensor(out, own, group=self._node_group)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Sends row r to rank r; the rows that the ranks have for this one, in their order; [ranks, n] → [ranks, n]."""
+        """Sends row r to rank r; returns the rows received, in rank order; [ranks, n] → [ranks, n]."""
         found = torch.empty_like(tensor)
         with self.waiting("the other ranks' tensors"):
             dist.all_to_all_single(found.view(-1), tensor.view(-1))
@@ -156,7 +156,7 @@ class World:
                 dist.broadcast(tensor.detach(), 0)
 
     def all_gather_object(self, own: Any) -> list[Any]:
-        """An object of each rank, in their order."""
+        """Gathers an object from each rank, in rank order."""
         if self.size == 1:
             return [own]
         found: list[Any] = [None] * self.size
@@ -165,7 +165,7 @@ class World:
         return found
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """What a function returns on the first rank; an error there ends the others too, without a word."""
+        """Runs a function on the first rank and returns its result on all. Its error ends the other ranks silently."""
         if self.size == 1:
             return work()
         outcome: list[Any] = [None, False]
@@ -182,9 +182,9 @@ class World:
         return result
 
     def agree(self, work: Callable[[], T]) -> T:
-        """What a function returns on this rank, if none of them fails; the first rank reports what failed.
+        """Runs a function on each rank and returns its result if all succeed; else the first failed rank reports its error.
 
-        For work that does not depend on other ranks, such as reading a file that each must see.
+        For work that does not depend on other ranks, such as reading a file.
         """
         result, error = None, None
         try:
@@ -204,16 +204,16 @@ class World:
         return content
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """All ranks in one dimension, for FSDP."""
-        from torch.distributed.device_mesh import init_device_mesh  # here, because it takes a second
+        """Returns all ranks as a one-dimensional mesh, for FSDP."""
+        from torch.distributed.device_mesh import init_device_mesh  # takes a second
 
         return init_device_mesh(device_type, (self.size,))
 
     @contextlib.contextmanager
     def watched(self, what: str) -> Iterator[None]:
-        """Around work in which ranks wait for each other: ends the process if it takes too long.
+        """Watches work in which ranks wait for each other: ends the process if it takes too long.
 
-        Raises TrainingFailed where another rank is gone.
+        Raises TrainingFailed if another rank is lost.
         """
         try:
             with self._watchdog.waiting(what) if self._watchdog else contextlib.nullcontext():
@@ -228,7 +228,7 @@ class World:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """`watched` work that is nothing but a wait."""
+        """Watches a pure wait, and counts its time."""
         start = time.perf_counter()
         try:
             with self.watched(what):
@@ -238,7 +238,7 @@ class World:
 
 
 def _device_number(launch: Launch) -> int:
-    """The GPU of a rank: its own number, unless the launcher lets each rank see its own alone."""
+    """Returns the index of a rank's GPU: its local rank, or 0 if the launcher shows each rank one GPU."""
     num_devices = torch.cuda.device_count()
     if num_devices == 1:
         return 0
@@ -250,6 +250,6 @@ def _device_number(launch: Launch) -> int:
 
 
 def _first_line(error: Exception) -> str:
-    """The first sentence of one of torch's errors, without the place in its sources."""
+    """Returns the first sentence of a torch error without its source location."""
     text = re.sub(r"^\[[^\]]*\] ", "", str(error).strip())
     return re.split(r"\.\s|\n", text)[0]
