@@ -189,7 +189,7 @@ def test_flops_counts_every_objective_and_pretrain_takes_it(recipe):
 )
 def test_flops_names_the_keys_that_an_objective_cannot_have(given, counted_with):
     done = run("flops", "--objective.name", *given)
-    assert done.returncode == 0 and done.stderr == f"{given[0]} : counted with {counted_with}\n"
+    assert done.returncode == 0 and done.stderr == f"{given[0]}: counted with {counted_with}\n"
     assert "objective.name = 'mml' must be one of" in fails("flops", "--objective.name", "mml", *given[1:])
 
 

@@ -298,7 +298,7 @@ def test_a_role_that_a_source_lacks_is_named(tmp_path: Path) -> None:
         ("ElectraModel", {"type_vocab_size": 3}, "type_vocab_size = 3 is not supported; it must be 2"),
         ("ElectraModel", {"num_attention_heads": 5}, "model.num_heads = 5 does not divide model.hidden_size = 64"),
         ("ElectraModel", {"num_hidden_layers": 5}, "electra.encoder.layer.4.attention.self.query.weight is missing"),
-        ("ElectraModel", {"vocab_size": 201}, "word_embeddings.weight has shape [200, 32], and config.json says [201"),
+        ("ElectraModel", {"vocab_size": 201}, "word_embeddings.weight has shape [200, 32], but config.json says [201"),
         ("ElectraModel", {"hidden_dropout_prob": "0.1"}, "model.dropout = '0.1' must be a number"),
         ("ModernBertModel", {"norm_bias": True}, "norm_bias = True is not supported; it must be False"),
         ("ModernBertModel", {"attention_bias": True}, "attention_bias = True is not supported; it must be False"),
@@ -307,7 +307,7 @@ def test_a_role_that_a_source_lacks_is_named(tmp_path: Path) -> None:
         ("ModernBertModel", {"layer_types": ["sliding_attention"] * 4}, "layer_types = ['sliding_attention', "),
         ("ModernBertModel", {"local_attention": 0}, "the others sliding_attention with a local_attention above 0"),
         ("ModernBertModel", {"rope_scaling": {"type": "yarn"}}, "rope_scaling = {'type': 'yarn'} is not supported"),
-        ("ModernBertModel", {"intermediate_size": 95}, "mlp.Wi.weight has shape [192, 64], and config.json says [190"),
+        ("ModernBertModel", {"intermediate_size": 95}, "mlp.Wi.weight has shape [192, 64], but config.json says [190"),
     ],
 )
 def test_a_config_that_does_not_fit_is_named(

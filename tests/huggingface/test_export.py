@@ -279,9 +279,9 @@ def test_one_folder_alone_answers_for_itself(tmp_path: Path, recipe: str) -> Non
     assert_same(logits(generator), {"generator": expected["generator"]})
     with pytest.raises(ValueError, match="generator only .* and no discriminator"):
         generator.discriminator_logits(IDS)
-    with pytest.raises(ValueError, match="the discriminator alone; training needs the generator"):
+    with pytest.raises(ValueError, match="only the discriminator; training needs the generator too"):
         import_folder(tmp_path / "out" / "discriminator", tmp_path / "again")
-    with pytest.raises(ValueError, match="the discriminator alone; export needs the generator"):
+    with pytest.raises(ValueError, match="only the discriminator; export needs the generator too"):
         export(tmp_path / "out" / "discriminator", tmp_path / "more")
     assert not (tmp_path / "again").exists() and not (tmp_path / "more").exists()
 
@@ -305,7 +305,7 @@ def test_export_replaces_an_export_and_refuses_anything_else(tmp_path: Path) -> 
         export(tmp_path / "run", tmp_path / "out")
     with pytest.raises(ValueError, match="run: not empty; choose another folder for the run"):
         import_folder(tmp_path / "out", tmp_path / "run")
-    with pytest.raises(ValueError, match="a file is in the way"):
+    with pytest.raises(ValueError, match="is a file; choose another folder"):
         export(tmp_path / "run", note)
     assert note.read_text(encoding="utf-8") == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run", "vocab.txt"]

@@ -136,7 +136,7 @@ def test_encoders_without_heads_continue_with_new_ones(
     capsys.readouterr()
     import_folder(tmp_path / "bare", tmp_path / "run")
     said = capsys.readouterr().err.splitlines()
-    assert said[:2] == [f"note: {role}_head: not in the folder and begins untrained" for role in expected]
+    assert said[:2] == [f"note: {role}_head: not in the folder, so it starts untrained" for role in expected]
     found = load(tmp_path / "run")
     export(tmp_path / "run", tmp_path / "again")
     for role in expected:
@@ -186,7 +186,7 @@ def edit(path: Path, **changes: object) -> None:
             "tensor electra.embeddings.word_embeddings.weight has shape [200, 32]",
         ),
         ("google", "discriminator", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported; it must be 'gelu'"),
-        ("google", "discriminator", {"layer_norm_eps": 1e-5}, "norm_eps = 0.0, and the discriminator's is 1e-05"),
+        ("google", "discriminator", {"layer_norm_eps": 1e-5}, "norm_eps = 0.0, but the discriminator's is 1e-05"),
         ("google", "discriminator", {"type_vocab_size": 1}, "type_vocab_size = 1 is not supported; it must be 2"),
         ("google", "discriminator", {"num_hidden_layers": 3}, "generator.num_layers"),
         ("google", "discriminator", {"num_hidden_layers": "3"}, "model.num_layers = '3' must be an integer"),
@@ -202,8 +202,8 @@ def edit(path: Path, **changes: object) -> None:
             {"architectures": ["ElectraForTokenClassification"]},
             "a discriminator is ElectraForPreTraining",
         ),
-        ("google", "generator", {"intermediate_size": 100}, "intermediate_size = 100, and generator.fraction = 0.5"),
-        ("google", "generator", {"max_position_embeddings": 64}, "max_positions = 64, and the discriminator's is 128"),
+        ("google", "generator", {"intermediate_size": 100}, "intermediate_size = 100, but generator.fraction = 0.5"),
+        ("google", "generator", {"max_position_embeddings": 64}, "max_positions = 64, but the discriminator's is 128"),
         ("google", "generator", {"num_attention_heads": 4}, "generator.fraction = 2.0 must be above 0 and at most 1"),
         ("modern", "generator", {"norm_bias": True}, "norm_bias = True is not supported; it must be False"),
         (
@@ -213,19 +213,19 @@ def edit(path: Path, **changes: object) -> None:
             "layer_types = ['sliding_attention', 'full_attention'] is",
         ),
         ("modern", "generator", {"layer_types": [FULL] * 3}, "'full_attention'] is not supported; the first and every"),
-        ("modern", "generator", {"layer_types": [FULL, LOCAL]}, "local_attention = 128, and the discriminator's is 0"),
+        ("modern", "generator", {"layer_types": [FULL, LOCAL]}, "local_attention = 128, but the discriminator's is 0"),
         ("modern", "generator", {"layer_types": [FULL, LOCAL], "local_attention": 0}, "with a local_attention above 0"),
         (
             "modern",
             "generator",
             {"layer_types": None, "global_attn_every_n_layers": 2},
-            "local_attention = 128, and the discriminator's is 0",
+            "local_attention = 128, but the discriminator's is 0",
         ),
         (
             "modern",
             "generator",
             {"rope_parameters": None, "global_rope_theta": 160000.0},
-            "rope_theta = 160000.0, and the discriminator's is 10000.0",
+            "rope_theta = 160000.0, but the discriminator's is 10000.0",
         ),
         (
             "modern",
@@ -264,13 +264,13 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     expect({key: x for key, x in tensors.items() if key != name}, f"tensor {name} is missing")
     expect(
         tensors | {name: tensors[name][:100].clone()},
-        f"tensor {name} has shape [100, 64], and config.json says [192, 64]",
+        f"tensor {name} has shape [100, 64], but config.json says [192, 64]",
     )
     table = "model.embeddings.tok_embeddings.weight"
     random = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
     expect(tensors | {table: random}, "the embedding table is no longer the product of one of width 48")
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="model.safetensors: not a whole safetensors file"):
+    with pytest.raises(ValueError, match="model.safetensors: not a complete safetensors file"):
         load(tmp_path / "out")
     path.rename(path.with_name("pytorch_model.bin"))
     with pytest.raises(

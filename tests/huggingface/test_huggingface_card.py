@@ -86,10 +86,10 @@ def test_cards_say_what_they_are_told(
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"languages": ["Hungarian"]}, "language 'Hungarian' is no code such as hu, en or zh-Hant"),
+        ({"languages": ["Hungarian"]}, "language 'Hungarian' is not a code such as hu, en or zh-Hant"),
         ({"languages": ["hu\nlicense: x"]}, "language 'hu.nlicense: x' is no code"),
         ({"languages": [""]}, "language '' is no code"),
-        ({"license": "Apache 2.0"}, "license 'Apache 2.0' is no identifier such as apache-2.0"),
+        ({"license": "Apache 2.0"}, "license 'Apache 2.0' is not an identifier such as apache-2.0"),
     ],
 )
 def test_what_no_card_can_have_is_refused(tmp_path: Path, whole_run: Path, told: dict[str, Any], message: str) -> None:
@@ -101,9 +101,7 @@ def test_what_no_card_can_have_is_refused(tmp_path: Path, whole_run: Path, told:
 def test_an_unfinished_run_is_exported_only_on_demand(tmp_path: Path, tiny_corpus: Path) -> None:
     trained(tmp_path / "run", tiny_corpus, "google", "google")
     earlier = tmp_path / "run" / "checkpoints" / "step-2"
-    with pytest.raises(
-        ValueError, match=r"step-2: at step 2 of 3; train it to the end .* or export it .* --unfinished"
-    ):
+    with pytest.raises(ValueError, match=r"step-2: at step 2 of 3; finish it with .* or export it .* --unfinished"):
         export(earlier, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     export(earlier, tmp_path / "out", unfinished=True)

@@ -158,7 +158,7 @@ def test_heads_that_transformers_does_not_have_are_named(validation_corpus, tmp_
     pretrain(settings, data=validation_corpus, out=tmp_path / "run")
     capsys.readouterr()
     ef.export(tmp_path / "run", tmp_path / "hf")
-    assert "note: copy_head: not exported, since no class of transformers has such a head" in capsys.readouterr().err
+    assert "note: copy_head: not exported, since no class of transformers has this head" in capsys.readouterr().err
     assert (
         "the head that decides whether to copy a token is left out" in (tmp_path / "hf/encoder/README.md").read_text()
     )
@@ -171,7 +171,7 @@ def test_heads_that_transformers_does_not_have_are_named(validation_corpus, tmp_
             expected = getattr(ef.load(tmp_path / "run"), f"{role}_logits")(ids)
             assert (theirs.eval()(ids).logits - expected).abs().max() < 1e-5
     ef.import_folder(tmp_path / "hf", tmp_path / "again")
-    assert "note: copy_head: not in the folder and begins untrained" in capsys.readouterr().err
+    assert "note: copy_head: not in the folder, so it starts untrained" in capsys.readouterr().err
 
 
 def test_an_imported_unigram_model_trains_on_the_counts_of_its_corpus(validation_corpus, tmp_path):

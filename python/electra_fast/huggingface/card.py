@@ -1,7 +1,7 @@
 """The model card of an exported folder: a README.md with Hugging Face's front matter.
 
-`export` collects what the source records about the model's training, its `Origin`. The card states
-that and the configuration, and nothing that is not recorded.
+`export` reads what the source records about the model's training, its `Origin`. The card states only this and the
+configuration.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from electra_fast.objectives import objective_of
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a model comes from, as far as its source records it."""
+    """A model's training, as far as its source records it."""
 
     token_type_1_trained: bool
-    """Whether token type 1 occurred in training, here or before an import."""
+    """True if token type 1 occurred in training, here or before an import."""
     steps: int = 0
-    """Optimizer steps of the run; 0 for a folder or an imported run, which record no training."""
+    """Optimizer steps taken; 0 for a folder or an imported run, which record no training."""
     num_steps: int = 0
-    """Of the whole run."""
+    """Optimizer steps of the whole run."""
     imported: bool = False
-    """Whether the run started from Hugging Face folders."""
+    """True if the run started from Hugging Face folders."""
     tokens: int | None = None
     corpus: str | None = None
     """Content hash of the corpus."""
@@ -38,13 +38,13 @@ class Origin:
 
 
 def metadata(languages: Sequence[str], license: str | None) -> list[str]:
-    """Lines of the front matter; ValueError for what are no codes of languages or identifier of a license."""
+    """Returns lines of the front matter. Raises ValueError for invalid language codes or license identifiers."""
     for code in languages:
         if not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*|multilingual|code", code):
-            raise InputError(f"language {code!r} is no code such as hu, en or zh-Hant")
+            raise InputError(f"language {code!r} is not a code such as hu, en or zh-Hant")
     if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
-        raise InputError(f"license {license!r} is no identifier such as apache-2.0, mit or cc-by-4.0")
-    # In quotes: without them, YAML reads the code of Norwegian as false.
+        raise InputError(f"license {license!r} is not an identifier such as apache-2.0, mit or cc-by-4.0")
+    # Quoted, since YAML reads the bare code of Norwegian as false.
     lines = ["language:", *(f'- "{code}"' for code in languages)] if languages else []
     return lines + ([f'license: "{license}"'] if license else [])
 
@@ -52,9 +52,9 @@ def metadata(languages: Sequence[str], license: str | None) -> list[str]:
 def model_card(
     config: Config, role: str, num_parameters: tuple[int, int], origin: Origin, front_matter: Sequence[str] = ()
 ) -> str:
-    """The README.md of one role's folder.
+    """Returns the README.md of one role's folder.
 
-    `num_parameters` are those of the encoder and of all the model; `front_matter` has lines of `metadata`.
+    `num_parameters` are those of the encoder and of the whole model; `front_matter` has lines of `metadata`.
     """
     architecture = CLASSES[config.model.architecture, role]
     title, summary = objective_of(config).describe(role)
@@ -92,7 +92,7 @@ def _sizes(config: Config, role: str, num_parameters: tuple[int, int], origin: O
 
 def _training(config: Config, role: str, origin: Origin) -> Iterator[str]:
     if not origin.steps:
-        yield "Exported from Hugging Face folders, whose own cards say how the model was trained."
+        yield "Exported from Hugging Face folders, whose own cards describe the training."
         return
     data, optimizer, train = config.data, config.optimizer, config.train
     rows = f"{train.batch_size:,} rows of {data.sequence_length} tokens"
@@ -107,7 +107,7 @@ def _training(config: Config, role: str, origin: Origin) -> Iterator[str]:
         step, auc = origin.comparable_auc
         yield (
             f"- AUC {auc:.3f} on replacements drawn by frequency in validation text, at step {step:,} (`unigram_auc`, "
-            "which compares between models on the same text)"
+            "comparable between models on the same text)"
         )
     if origin.corpus is not None:
         yield f"- corpus with content hash `{printable(origin.corpus)}`"
@@ -135,5 +135,5 @@ def _use(architecture: str, role: str) -> str:
 def _token_types() -> str:
     return (
         "## Token types\n\nToken type 1 never occurred in training. Its embedding is a copy of token type 0's, "
-        "so that fine-tuning on pairs of texts starts from trained weights."
+        "so that fine-tuning on text pairs starts from trained weights."
     )

@@ -1,7 +1,7 @@
 """Translation between config.json of `transformers` and our configuration, for Electra and ModernBERT.
 
-Settings that exist on both sides are translated. Settings that our encoders fix are written on export
-and checked on import, so that a model that we would compute differently from `transformers` is rejected.
+Common settings are translated. Settings that our encoders fix are written on export and checked on import, so that
+models that we would compute differently are rejected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from electra_fast.model.networks import networks_of
 OWN_KEY = "electra_fast"
 """Our key in config.json: the run's whole configuration, for `import`."""
 TOKEN_TYPE_KEY = "electra_fast_token_type_1_trained"
-"""Our key in config.json: whether token type 1 occurred in training; if not, `export` copied the row of type 0."""
+"""Our key in config.json: true if token type 1 occurred in training; if not, `export` copied the row of type 0."""
 
 MODEL_TYPES: dict[str, Architecture] = {"electra": "bert", "modernbert": "modern"}
 CLASSES = {
@@ -31,13 +31,13 @@ CLASSES = {
     ("bert", "generator"): "ElectraForMaskedLM",
     ("modern", "discriminator"): "ModernBertForTokenClassification",
     ("modern", "generator"): "ModernBertForMaskedLM",
-    # Last: a folder of its own is read as a masked language model, a generator.
+    # Last, since a single folder with a masked language model is read as a generator.
     ("bert", "encoder"): "ElectraForMaskedLM",
     ("modern", "encoder"): "ModernBertForMaskedLM",
 }
 
 HEADLESS = {"electra": "ElectraModel", "modernbert": "ModernBertModel"}
-"""Classes of an encoder alone by model type; its folder serves as any role's, whose head is then new."""
+"""Classes of encoders without a head, by model type. Their folders serve any role, with a new head."""
 
 # Hugging Face key: (our key in [model], the default in transformers).
 SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
@@ -65,7 +65,7 @@ SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
 }
 _EPS_KEY = {"bert": "layer_norm_eps", "modern": "norm_eps"}
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
-# What our encoders always compute; equal to the defaults in transformers.
+# Fixed settings of our encoders, equal to the defaults in transformers.
 _FIXED: dict[str, dict[str, Any]] = {
     "bert": {
         "hidden_act": "gelu",
@@ -80,7 +80,7 @@ _FIXED: dict[str, dict[str, Any]] = {
         "mlp_bias": False,
     },
 }
-# The same of the heads of pre-training.
+# Fixed settings of the pre-training heads.
 _FIXED_HEAD: dict[str, dict[str, Any]] = {
     "bert": {},
     "modern": {"classifier_activation": "gelu", "classifier_bias": False, "decoder_bias": True},
@@ -88,22 +88,22 @@ _FIXED_HEAD: dict[str, dict[str, Any]] = {
 
 
 def describe(config: Config, role: str, special_ids: Mapping[str, int]) -> dict[str, Any]:
-    """The content of config.json for one role ("discriminator", "encoder" or "generator") of a model.
+    """Returns config.json for one role ("discriminator", "encoder" or "generator") of a model.
 
-    `special_ids` are the ids of `pad`, `cls`, `sep` as returned by `huggingface.tokenizer.special_ids`.
+    `special_ids` come from `huggingface.tokenizer.special_ids`.
     """
     shape = role_shape(config, role)
     table: dict[str, Any] = {"architectures": [CLASSES[shape.architecture, role]]}
     table |= describe_encoder(shape, special_ids) | _FIXED_HEAD[shape.architecture]
     if shape.architecture == "modern" and role == "discriminator":
         table |= {"id2label": {"0": "replaced"}, "label2id": {"replaced": 0}}
-    # A published folder must not reveal paths of the machine it was made on.
+    # A published folder must not reveal local paths.
     own = config.replace({"data": {"corpus": ""}, "train": {"out": ""}})
     return table | {OWN_KEY: dataclasses.asdict(own)}
 
 
 def describe_encoder(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:
-    """The part of config.json that says what an encoder computes, for any class of its model type."""
+    """Returns the part of config.json that describes an encoder, for any class of its model type."""
     architecture = shape.architecture
     (model_type,) = (name for name, value in MODEL_TYPES.items() if value == architecture)
     table: dict[str, Any] = {"model_type": model_type}
@@ -115,7 +115,7 @@ def describe_encoder(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict
 
 
 def _modern_extras(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:
-    """Which layers attend globally, and the rotary bases, for both transformers 5 and 4.48+."""
+    """Returns the global layers and rotary bases, for both transformers 5 and 4.48+."""
     has_local = shape.local_attention > 0
     return {
         "layer_types": _layer_types(shape),
@@ -137,12 +137,12 @@ def _modern_extras(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[s
 
 
 def role_shape(config: Config, role: str) -> ModelConfig:
-    """The shape of a role's encoder."""
+    """Returns the shape of a role's encoder."""
     return networks_of(config)[role].shape
 
 
 def read_table(folder: Path) -> dict[str, Any]:
-    """A folder's config.json; raises ValueError unless its model type is supported."""
+    """Reads a folder's config.json. Raises ValueError unless its model type is supported."""
     path = folder / "config.json"
     try:
         table = read_object(path)
@@ -156,7 +156,7 @@ def read_table(folder: Path) -> dict[str, Any]:
 
 
 def named_classes(path: Path, table: Mapping[str, Any]) -> list[str]:
-    """The classes that a config.json names; ValueError where they are no names."""
+    """Returns the classes that a config.json names. Raises ValueError if they are not a list of names."""
     classes = table.get("architectures") or []
     if not _are_strings(classes):
         raise InputError(f"{path}: architectures = {classes!r} must be a list of names")
@@ -168,7 +168,7 @@ def _are_strings(value: Any) -> bool:
 
 
 def read_shape(folder: Path, role: str, table: Mapping[str, Any]) -> ModelConfig:
-    """The model shape of one role's config.json; raises ValueError for settings that our models don't support."""
+    """Returns the shape of one role's config.json. Raises ValueError for settings that our models do not support."""
     path = folder / "config.json"
     shape = read_encoder_shape(folder, table)
     check_role(path, role, table)
@@ -180,7 +180,7 @@ def read_shape(folder: Path, role: str, table: Mapping[str, Any]) -> ModelConfig
 
 
 def read_encoder_shape(folder: Path, table: Mapping[str, Any]) -> ModelConfig:
-    """The shape of an encoder, of whatever class; raises ValueError for settings that our encoders don't support.
+    """Returns the shape of an encoder of any class. Raises ValueError for settings that our encoders do not support.
 
     The embeddings of `modern` are as wide as its layers, even if a projection was multiplied into them.
     """
@@ -199,7 +199,7 @@ def read_encoder_shape(folder: Path, table: Mapping[str, Any]) -> ModelConfig:
 
 
 def check_role(path: Path, role: str, table: Mapping[str, Any]) -> None:
-    """Raises ValueError unless a config.json is of the class that has this role."""
+    """Raises ValueError unless a config.json has the class of this role."""
     name = CLASSES[MODEL_TYPES[table["model_type"]], role]
     classes = table.get("architectures") or [name]
     if name not in classes and not is_headless(table):
@@ -207,7 +207,7 @@ def check_role(path: Path, role: str, table: Mapping[str, Any]) -> None:
 
 
 def is_headless(table: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of an encoder alone."""
+    """Returns whether a config.json is of an encoder without a head."""
     return HEADLESS.get(table["model_type"]) in (table.get("architectures") or [])
 
 
@@ -218,7 +218,7 @@ def _check_fixed(path: Path, table: Mapping[str, Any], fixed: Mapping[str, Any])
 
 
 def _with_layers(shape: ModelConfig, table: Mapping[str, Any]) -> ModelConfig:
-    """The shape with a ModernBERT's rotary bases, and with its local layers and their window if there are any."""
+    """Adds a ModernBERT's rotary bases, and its local layers and their window, if any, to a shape."""
     if table.get("rope_scaling"):
         raise InputError(f"rope_scaling = {table['rope_scaling']!r} is not supported; it must be null")
     types = table.get("layer_types")
@@ -249,7 +249,7 @@ def _layer_types(shape: ModelConfig) -> list[str]:
 
 
 def _rope_theta(table: Mapping[str, Any], layer_type: str, older_key: str, default: float) -> Any:
-    """The base of the rotary angles in layers of a type, as written by transformers 5 or 4.48+."""
+    """Returns the rotary base of a type of layer, as written by transformers 5 or 4.48+."""
     parameters = table.get("rope_parameters") or {}
     rope = parameters.get(layer_type) or {} if isinstance(parameters, dict) else None
     if not isinstance(rope, dict):
@@ -261,7 +261,7 @@ def _rope_theta(table: Mapping[str, Any], layer_type: str, older_key: str, defau
 
 
 def own_config(path: Path, table: Mapping[str, Any]) -> Config | None:
-    """The run's configuration in a folder that we exported; `None` in other folders."""
+    """Returns the run's configuration from a folder that we exported, or None."""
     if OWN_KEY not in table:
         return None
     try:
@@ -271,7 +271,7 @@ def own_config(path: Path, table: Mapping[str, Any]) -> Config | None:
 
 
 def token_type_1_trained(folder: Path) -> bool:
-    """Whether token type 1 occurred in a model's training, as recorded by `export`; true for other folders."""
+    """Returns whether token type 1 occurred in training, as recorded by `export`; True for other folders."""
     table = read_table(folder)
     trained = table.get(TOKEN_TYPE_KEY, OWN_KEY not in table)
     if not isinstance(trained, bool):
@@ -280,7 +280,7 @@ def token_type_1_trained(folder: Path) -> bool:
 
 
 def preset_of_size(shape: ModelConfig) -> Config:
-    """Defaults for a model that we did not export: the preset of its size, or the plain defaults if there is none."""
+    """Returns defaults for a model that we did not export: the preset of its size, if any, or the plain defaults."""
     recipe = "modern" if shape.architecture == "modern" else "google"
     for config in (Config.preset(name, recipe) for name in SIZES):
         if (config.model.num_layers, config.model.hidden_size) == (shape.num_layers, shape.hidden_size):

@@ -1,6 +1,6 @@
-"""`load_encoder`: an encoder without its heads, from any source, as fine-tuning starts from one.
+"""`load_encoder`: loads an encoder without its heads for fine-tuning.
 
-A source is what `source` describes, or a Hugging Face folder of any Electra or ModernBERT class.
+Sources are those of `source`, or a Hugging Face folder of any Electra or ModernBERT class.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ Sizes = Mapping[str, torch.Size]
 
 @dataclass(frozen=True)
 class PretrainedEncoder:
-    """An encoder without its heads, wherever it came from."""
+    """An encoder without its heads, from any source."""
 
     shape: ModelConfig
     """Sizes and settings; the attention backend is `auto`."""
     state: dict[str, Tensor]
-    """fp32 parameters, those of `Embeddings(shape)` under `embeddings.`, those of `Encoder(shape)` under `encoder.`"""
+    """fp32 parameters: those of `Embeddings(shape)` under `embeddings.`, those of `Encoder(shape)` under `encoder.`"""
     tokenizer: Path
-    """What `Tokenizer` opens."""
+    """The path of its tokenizer, for `Tokenizer`."""
     content_hash: str
     """SHA-256 of the parameters' names and bytes."""
 
 
 def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncoder:
-    """The encoder of a run (its latest checkpoint), a checkpoint, an exported or any other Hugging Face folder.
+    """Loads the encoder of a run (its latest checkpoint), a checkpoint or any Hugging Face folder.
 
     If token type 1 never occurred in training, its embedding becomes a copy of type 0's.
 
     Args:
-        source: Where the model is.
-        role: "discriminator", "encoder" or "generator"; by default the first of them that there is.
+        source: Run, checkpoint or folder.
+        role: "discriminator", "encoder" or "generator"; by default the first that exists.
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
@@ -76,7 +76,7 @@ def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncod
 
 
 def _choose(source: Path, roles: Collection[str], role: str | None) -> str:
-    """The requested role, checked; by default that of the result, not of its generator."""
+    """Returns the requested role, or by default that of the result rather than its generator."""
     role = role or next(each for each in PARTS if each in roles)
     if role not in roles:
         raise InputError(f"{source}: has no {role}, only the {' and the '.join(roles)}")
@@ -102,15 +102,15 @@ def _read_folder(folder: Path, role: str | None) -> tuple[ModelConfig, dict[str,
 def read_state(
     folder: Path, shape: ModelConfig, head_names: Mapping[str, str] | None = None, head_sizes: Sizes | None = None
 ) -> weights.State:
-    """The fp32 parameters of a Hugging Face folder's encoder by the names of `PretrainedEncoder`, and of its head.
+    """Reads the fp32 parameters of a Hugging Face folder's encoder, named as in `PretrainedEncoder`, and of its head.
 
     Args:
-        folder: That has the weights.
-        shape: Of the encoder.
-        head_names: Our names of the head's parameters, and those in the folder.
-        head_sizes: Their sizes by our names.
+        folder: The folder with the weights.
+        shape: The encoder's shape.
+        head_names: Maps our names of the head's parameters to those in the folder.
+        head_sizes: Sizes of the head's parameters by our names.
 
-    Raises FileNotFoundError, or ValueError for a tensor that is missing or of another size.
+    Raises FileNotFoundError, or ValueError for a tensor that is missing or has another size.
     """
     tensors = weights.with_prefix(read_weights(folder), shape.architecture)
     with torch.device("meta"):

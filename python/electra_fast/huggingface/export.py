@@ -1,4 +1,4 @@
-"""`load`, `export` and `import_folder`: models from and to runs and Hugging Face folders."""
+"""`load`, `export` and `import_folder`: conversion between runs and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from electra_fast.model.networks import PARTS, networks_of
 
 
 def load(path: str | Path) -> Electra:
-    """The model of a run (its latest checkpoint), a checkpoint or a Hugging Face folder; fp32, in eval mode.
+    """Loads the model of a run (its latest checkpoint), a checkpoint or a Hugging Face folder; fp32, in eval mode.
 
-    A folder without one of an objective's networks gives a model that raises ValueError when that is called. Raises
-    FileNotFoundError, or ValueError naming the file, field, value and remedy.
+    Using a network that the folder lacks raises ValueError. Raises FileNotFoundError, or ValueError naming the file,
+    field, value and remedy.
     """
     source = Path(path)
     stored = checkpoint_of(source)
@@ -47,17 +47,17 @@ def export(
     """Writes out/discriminator and out/generator, each with its tokenizer and model card, for `transformers`.
 
     Objectives without a discriminator have out/encoder in its place, or nothing. Heads that no class of `transformers`
-    has are left out, and standard error names them. If token type 1 never occurred in training, its embedding becomes
-    a copy of type 0's.
+    has are left out and named on standard error. If token type 1 never occurred in training, its embedding becomes a
+    copy of type 0's.
 
     Args:
-        source: A run, which gives its latest checkpoint, a checkpoint, or Hugging Face folders.
-        out: Replaced atomically if it has an earlier export.
-        unfinished: Export also where the run has steps left.
+        source: A run (its latest checkpoint), a checkpoint, or Hugging Face folders.
+        out: Output folder; an earlier export is replaced atomically.
+        unfinished: Export even if the run has steps left.
         languages: Codes of the text's languages, such as `hu`, for the model card.
-        license: The identifier of the model's license, such as `apache-2.0`, for the model card.
+        license: Identifier of the model's license, such as `apache-2.0`, for the model card.
 
-    Raises ValueError if the run is not finished, or if `out` has anything but an earlier export in it.
+    Raises ValueError if the run is not finished, or if `out` holds anything but an earlier export.
     """
     source, out = Path(source), Path(out)
     front_matter = metadata(languages, license)
@@ -73,7 +73,7 @@ def export(
         raise InputError(
             f'{source}: no class of transformers has model.heads = "{model.config.model.heads}"; fine-tune from the run'
         )
-    _say_own_heads(model, "not exported, since no class of transformers has such a head")
+    _say_own_heads(model, "not exported, since no class of transformers has this head")
 
     if not source_origin.token_type_1_trained:
         _copy_token_type_0(model)
@@ -92,21 +92,20 @@ def export(
 def import_folder(directory: str | Path, out: str | Path) -> None:
     """Creates a run at step 0 from Hugging Face folders, which `pretrain` can continue.
 
-    `directory` has what `export` writes, or discriminator/ and generator/ (or only generator/: objective `mlm`) of
-    others; those without a head get a new one. `out` must not exist or be empty. Sizes and tying come from the
-    folders; the rest of config.toml comes from the run that was exported or, for other models, from the preset of that
-    size. The learning-rate schedule restarts, with a warmup of a twentieth of the steps unless set, and peak rates that
-    follow from the steps if they did so in the run that was exported; precision, attention backend and execution are
-    `auto` again.
+    `directory` holds an export, or discriminator/ and generator/ (or only generator/: objective `mlm`) of other models;
+    those without a head get a new one. `out` must be missing or empty. Sizes and tying come from the folders, the rest
+    of config.toml from the exported run or, for other models, from the preset of that size. The learning-rate schedule
+    restarts, with a warmup of 5% of the steps unless set, and peak rates derived from the steps if those of the
+    exported run were; precision, attention backend and execution are `auto` again.
     """
     source, out = Path(directory), Path(out)
     if not _is_empty(out):
         raise InputError(f"{out}: not empty; choose another folder for the run")
     model = read_models(folders_of(source), with_new_heads=True)
     _check_whole(source, model, "training needs")
-    _say_own_heads(model, "not in the folder and begins untrained")
+    _say_own_heads(model, "not in the folder, so it starts untrained")
     tokenizer = tokenizer_folder(source, model.config.model.vocab_size)
-    # Chosen when the training starts: how long it is and where it runs may differ from the exported run.
+    # Chosen when training starts, since its length and hardware may differ from the exported run's.
     rates = ("optimizer.learning_rate", "optimizer.muon_learning_rate")
     fresh = {"optimizer.warmup_steps": "-1"} | dict.fromkeys(HARDWARE_KEYS, AUTO)
     if model.config.model.architecture == "modern":
@@ -125,10 +124,10 @@ def import_folder(directory: str | Path, out: str | Path) -> None:
 
 def _check_finished(source: Path, source_origin: Origin) -> None:
     step, num_steps = source_origin.steps, source_origin.num_steps
-    if step < num_steps and (step or not source_origin.imported):  # an import that was not trained is as it came
+    if step < num_steps and (step or not source_origin.imported):  # an untrained import counts as finished
         raise InputError(
-            f"{source}: at step {step:,} of {num_steps:,}; train it to the end with `electra-fast pretrain`, or export "
-            "it as it is with --unfinished (unfinished=True)"
+            f"{source}: at step {step:,} of {num_steps:,}; finish it with `electra-fast pretrain`, or export it "
+            "as it is with --unfinished (unfinished=True)"
         )
 
 
@@ -136,11 +135,11 @@ def _check_whole(source: Path, model: Electra, needs: str) -> None:
     missing = networks_of(model.config).keys() - model.networks.keys()
     if missing:
         present = " and ".join(model.networks)
-        raise InputError(f"{source}: the {present} alone; {needs} the {' and '.join(sorted(missing))} beside it")
+        raise InputError(f"{source}: only the {present}; {needs} the {' and '.join(sorted(missing))} too")
 
 
 def _say_own_heads(model: Electra, what: str) -> None:
-    """Names the heads that Hugging Face folders do not have."""
+    """Prints the heads that Hugging Face folders do not have."""
     for role, network in model.networks.items():
         for name in network.heads.keys() - {f"{role}_head"}:
             say(f"note: {name}: {what}")
@@ -155,12 +154,12 @@ def _copy_token_type_0(model: Electra) -> None:
 
 def _is_empty(folder: Path) -> bool:
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder}: a file is in the way; choose another folder")
+        raise InputError(f"{folder}: is a file; choose another folder")
     return not foreign_names(folder)
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether a folder contains what `export` writes and nothing else."""
+    """Returns whether a folder contains an export and nothing else."""
     entries = list(folder.iterdir())
     configs = [entry / "config.json" for entry in entries if entry.name in PARTS]
     return len(configs) == len(entries) and all(
@@ -172,6 +171,6 @@ def _write_folder(out: Path, write: Callable[[Path], None]) -> None:
     try:
         replace_folder(out, write)
     except FileNotFoundError:
-        raise  # about the source; the message names it
+        raise  # the message names the source
     except (OSError, SafetensorError) as error:
         raise OSError(f"{out}: not written: {error}") from error

@@ -1,8 +1,8 @@
-"""Hugging Face folders: an encoder as config.json and model.safetensors, which `transformers` loads.
+"""Hugging Face folders: models as config.json and model.safetensors, which `transformers` loads.
 
-`bert` encoders become Electra, `modern` ones ModernBERT. They load without our code, and we read and
-write them without `transformers`. `export` combines two such folders and a tokenizer; `config`
-translates config.json, `weights` the tensors.
+`bert` encoders become Electra, `modern` ones ModernBERT. They load without our code, and we read and write them without
+`transformers`. `export` combines two such folders and a tokenizer; `config` translates config.json, `weights` the
+tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from electra_fast.messages import say
 from electra_fast.model.model import Electra
 from electra_fast.model.networks import PARTS
 
-# What the result and its generator have in common.
+# Settings that the result and its generator must share.
 _AGREEING = (
     *("architecture", "vocab_size", "embedding_size", "max_positions", "norm_eps"),
     *("rope_theta", "local_rope_theta", "local_attention", "global_attention_every"),
@@ -71,7 +71,7 @@ class _Folder:
     tensors: State
 
     def pairs(self, shape: ModelConfig) -> list[weights.Pair]:
-        """`weights.pairs`, without the head where there is none."""
+        """Returns `weights.pairs`, without the head if the folder has none."""
         return (
             weights.encoder_pairs(shape, *PARTS[self.role][:2])
             if is_headless(self.table)
@@ -90,12 +90,11 @@ class _Folder:
 
 
 def read_models(paths: Mapping[str, Path], *, with_new_heads: bool = False) -> Electra:
-    """The model of a "discriminator" or "encoder" folder and a "generator" folder, or of one of them.
+    """Reads the model of a "discriminator" or "encoder" folder and a "generator" folder, or of one of them.
 
     Tying is inferred from the tensors: bitwise equal embeddings are shared. A generator alone is a model of the
-    objective `mlm`. Heads that Hugging Face's classes lack keep their first values, and `with_new_heads` so do those
-    that folders of an encoder alone lack; otherwise such folders are refused.
-    Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
+    objective `mlm`. Heads that Hugging Face's classes lack are newly initialized. Folders without any head are refused
+    unless `with_new_heads`. Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
     folders = {role: _read_folder(paths[role], role) for role in PARTS if role in paths}
     for role, folder in folders.items():
@@ -103,13 +102,13 @@ def read_models(paths: Mapping[str, Path], *, with_new_heads: bool = False) -> E
             continue
         if not with_new_heads:
             raise InputError(
-                f"{folder.path}: an encoder without a head; fine-tune it, or train it on with a new head after "
+                f"{folder.path}: an encoder without a head; fine-tune it, or continue training with a new head after "
                 "`electra-fast import`"
             )
-        say(f"note: {role}_head: not in the folder and begins untrained")
+        say(f"note: {role}_head: not in the folder, so it starts untrained")
     tying, state = _tying(folders)
     config = _joint_config(folders, tying)
-    with torch.device("meta"):  # no memory for sizes that the tensors may not have
+    with torch.device("meta"):  # allocates nothing for sizes that the tensors may not have
         expected = {name: each.shape for name, each in _parameters(Electra(config, roles=folders)).items()}
     for role, folder in folders.items():
         try:
@@ -138,7 +137,7 @@ def _read_folder(path: Path, role: str) -> _Folder:
 
 
 def read_weights(folder: Path) -> State:
-    """The tensors of a folder's model.safetensors, or of the files that model.safetensors.index.json names.
+    """Reads the tensors of model.safetensors, or of the files that model.safetensors.index.json names.
 
     Raises FileNotFoundError, or ValueError naming the file.
     """
@@ -149,7 +148,7 @@ def read_weights(folder: Path) -> State:
         try:
             found = load_file(path)
         except safetensors.SafetensorError as error:
-            raise InputError(f"{path}: not a whole safetensors file: {error}") from None
+            raise InputError(f"{path}: not a complete safetensors file: {error}") from None
         require_finite(path, found)
         tensors |= found
     return tensors
@@ -174,7 +173,7 @@ def _weights_files(folder: Path) -> list[Path]:
 
 
 def _check_tables(folder: _Folder) -> None:
-    """Checks the input table's shape and, where the output table is not separate, that it equals the input table."""
+    """Checks the input table's shape, and that an output table that is not separate equals the input table."""
     shape, tensors, architecture = folder.shape, folder.tensors, folder.shape.architecture
     table, output = INPUT_TABLE[architecture], OUTPUT_TABLE[architecture]
     width = shape.hidden_size if architecture == "modern" else shape.embedding_size
@@ -191,7 +190,7 @@ def _check_tables(folder: _Folder) -> None:
 
 
 def _tying(folders: Mapping[str, _Folder]) -> tuple[str | None, State]:
-    """What two networks share (None: there is one), and the factors of tables that have a projection multiplied in."""
+    """Returns the tying of two networks (None for one), and the factors of tables with a projection multiplied in."""
     if len(folders) == 2:
         _check_agreement(*folders.values())
     multiplied = any(weights.is_multiplied(folder.shape) for folder in folders.values())
@@ -220,13 +219,13 @@ def _check_agreement(main: _Folder, generator: _Folder) -> None:
         found, expected = getattr(generator.shape, name), getattr(main.shape, name)
         if found != expected:
             raise InputError(
-                f"{generator.config_file}: {name} = {found!r}, and the {main.role}'s is {expected!r}; "
+                f"{generator.config_file}: {name} = {found!r}, but the {main.role}'s is {expected!r}; "
                 "the two must agree"
             )
 
 
 def _products(*folders: _Folder) -> State:
-    """The tables of some roles, in the form that `weights.factored` takes."""
+    """Returns the tables of roles as `weights.factored` takes them."""
     tables = {}
     for folder in folders:
         names = (INPUT_TABLE["modern"], OUTPUT_TABLE["modern"])
@@ -241,7 +240,7 @@ def _shapes(*folders: _Folder) -> dict[str, ModelConfig]:
 
 
 def _factored_separately(folders: Mapping[str, _Folder]) -> State:
-    """Factors each role's tables separately, where a projection was multiplied in."""
+    """Factors each role's tables separately, if a projection was multiplied in."""
     state: State = {}
     for folder in folders.values():
         if not weights.is_multiplied(folder.shape):
@@ -263,7 +262,7 @@ def _embedding_names(folder: _Folder) -> list[str]:
 
 
 def _tensors_equal(one: _Folder, other: _Folder, names: list[str]) -> bool:
-    """Whether both have these tensors, bitwise equal; missing tensors are reported elsewhere."""
+    """Returns whether both have these tensors, bitwise equal; missing tensors are reported elsewhere."""
     return all(
         name in one.tensors and name in other.tensors and torch.equal(one.tensors[name], other.tensors[name])
         for name in names
@@ -275,12 +274,12 @@ def _shape_without_dropout(folder: _Folder) -> ModelConfig:
 
 
 def _joint_config(folders: Mapping[str, _Folder], tying: str | None) -> Config:
-    """The folder's own configuration if it has one, else the preset of that size, with the folders' shapes."""
+    """Returns the folder's own configuration, or else the preset of that size, with the folders' shapes."""
     main = next(iter(folders.values()))
     shape, small = main.shape, folders.get("generator", main).shape
     own = own_config(main.config_file, main.table)
     base = own or preset_of_size(shape)
-    # The configuration's objective, unless it trains other networks than the folders have.
+    # The configuration's objective, unless it trains networks that the folders lack.
     names = (base.objective.name, *OBJECTIVE_SPECS)
     objective = next(name for name in names if OBJECTIVE_SPECS[name].roles[-1] == main.role)
     base = base if objective == base.objective.name else base.with_objective(objective)
@@ -308,12 +307,12 @@ def _joint_config(folders: Mapping[str, _Folder], tying: str | None) -> Config:
 
 
 def _check_generator(folder: _Folder, config: Config) -> None:
-    """Checks that the generator is a fraction of the discriminator in width, feed-forward size and heads."""
+    """Checks that the generator is a fraction of the discriminator in widths and heads."""
     small, expected = folder.shape, config.generator_shape()
     for hf_key, (key, _) in SIZE_KEYS[small.architecture].items():
         if "dropout" not in key and getattr(small, key) != getattr(expected, key):
             raise InputError(
-                f"{folder.config_file}: {hf_key} = {getattr(small, key)}, and generator.fraction = "
+                f"{folder.config_file}: {hf_key} = {getattr(small, key)}, but generator.fraction = "
                 f"{config.generator.fraction:g} (its share of the discriminator's heads) makes it "
                 f"{getattr(expected, key)}"
             )

@@ -1,7 +1,7 @@
-"""What a source of a model is: a run, one of its checkpoints, or Hugging Face folders; its tokenizer and origin.
+"""Sources of models: a run, one of its checkpoints, or Hugging Face folders; their tokenizer and origin.
 
 A Hugging Face source is a single model, or a folder with one per network: `discriminator/` or `encoder/`, and
-`generator/`. `export` reads whole models from a source, `encoder` an encoder alone.
+`generator/`. `export` reads whole models from a source, `encoder` only an encoder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from electra_fast.model.networks import PARTS
 
 
 def checkpoint_of(source: Path) -> Path | None:
-    """The checkpoint of a run or checkpoint folder; None for Hugging Face folders."""
+    """Returns the checkpoint of a run or checkpoint folder; None for Hugging Face folders."""
     if not source.is_dir():
         raise FileNotFoundError(f"{source}: no such folder; name a run, a checkpoint or a Hugging Face folder")
     if (source / "checkpoints").is_dir():
@@ -30,7 +30,7 @@ def checkpoint_of(source: Path) -> Path | None:
 
 
 def folders_of(source: Path) -> dict[str, Path]:
-    """Role → Hugging Face folder."""
+    """Returns the Hugging Face folders by role."""
     if not source.is_dir():
         raise FileNotFoundError(f"{source}: no such folder; name one with discriminator/ and generator/")
     if is_folder(source):
@@ -40,17 +40,17 @@ def folders_of(source: Path) -> dict[str, Path]:
         looked_for = ", ".join(("checkpoints/", "state.json", "config.json", *(f"{role}/" for role in PARTS)))
         raise FileNotFoundError(f"{source}: no model here (looked for {looked_for})")
     if len(folders) == len(PARTS):
-        raise InputError(f"{source}: has discriminator/ and encoder/, which no model has; remove one")
+        raise InputError(f"{source}: has both discriminator/ and encoder/, but no model has both; remove one")
     return folders
 
 
 def is_folder(source: Path) -> bool:
-    """Whether a source is the Hugging Face folder of a single model."""
+    """Returns whether a source is the Hugging Face folder of a single model."""
     return (source / "config.json").is_file()
 
 
 def _role(path: Path) -> str:
-    """The role of a single model, from the class in its config.json; an encoder alone can become a generator."""
+    """Returns a single model's role by the class in its config.json; one without a head is a generator."""
     classes = named_classes(path, read_object(path))
     roles = {name: role for (_, role), name in reversed(CLASSES.items())} | dict.fromkeys(
         HEADLESS.values(), "generator"
@@ -62,7 +62,7 @@ def _role(path: Path) -> str:
 
 
 def tokenizer_folder(source: Path, vocab_size: int) -> Path:
-    """The folder of a source's tokenizer; raises ValueError if it has more entries than the model, `vocab_size`."""
+    """Returns a source's tokenizer folder. Raises ValueError if it has more than the model's `vocab_size` entries."""
     stored = checkpoint_of(source)
     if stored is not None:
         places = [run_tokenizer(stored.parent.parent)]
@@ -88,7 +88,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def origin(source: Path) -> Origin:
-    """What a source records about its model's training."""
+    """Returns what a source records about its model's training."""
     stored = checkpoint_of(source)
     if stored is None:
         return Origin(token_type_1_trained=any(token_type_1_trained(folder) for folder in folders_of(source).values()))
@@ -107,14 +107,14 @@ def origin(source: Path) -> Origin:
 
 
 def _steps_of_run(stored: Path, default: int) -> int:
-    """The steps of a checkpoint's run, which may have been told to end earlier since."""
-    with contextlib.suppress(OSError, InputError):  # the checkpoint does without
+    """Returns the steps of a checkpoint's run, which may have been lowered since."""
+    with contextlib.suppress(OSError, InputError):  # a checkpoint may be alone
         return Config.load(stored.parent.parent / "config.toml").train.steps
     return default
 
 
 def _comparable_auc(path: Path, step: int) -> tuple[int, float] | None:
-    """The last evaluation's step and `unigram_auc` up to a step; None where there is none."""
+    """Returns step and `unigram_auc` of the last evaluation up to a step; None if there is none."""
     found = None
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a kill may have left half a line

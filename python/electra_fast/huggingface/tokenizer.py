@@ -1,7 +1,7 @@
 """Tokenizer folders that `transformers.AutoTokenizer` loads, written from the data engine's tokenizer.
 
-A run has one as RUN/tokenizer/, and `export` copies it into each model's folder. `check_vocabulary`
-ensures that a run or an export is used only with corpora of the same vocabulary.
+A run has one as RUN/tokenizer/, and `export` copies it into each model's folder. `check_vocabulary` ensures that models
+are used only with corpora of the same vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INPUT_NAMES = {
     "bert": ["input_ids", "token_type_ids", "attention_mask"],
     "modern": ["input_ids", "attention_mask"],
 }
-"""What a tokenizer gives a model of each architecture."""
+"""The inputs of a model of each architecture."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "added_tokens.json")
 
 
@@ -41,7 +41,7 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> N
         }
     rules = tokenizer.to_json()
     if (json.loads(rules)["pre_tokenizer"] or {}).get("add_prefix_space"):
-        config["add_prefix_space"] = True  # transformers 4 defaults to false, whatever tokenizer.json says
+        config["add_prefix_space"] = True  # transformers 4 ignores tokenizer.json and defaults to false
     special = {f"{role}_token": tokenizer.id_to_token(i) for role, i in tokenizer.special_tokens.items()}
     config |= special | {"model_max_length": max_length, "clean_up_tokenization_spaces": False}
 
@@ -58,11 +58,11 @@ def copy_tokenizer(
 ) -> None:
     """Copies a tokenizer's files into the folder of a model with the inputs `input_names`.
 
-    `settings` are laid over those of tokenizer_config.json. With `split_special_tokens`, the special tokens of the
-    model itself alone are split in text: others are written as ordinary added tokens.
+    `settings` override those of tokenizer_config.json. With `split_special_tokens`, only the model's own special tokens
+    are split in text: others are written as ordinary added tokens.
 
-    If the source has only a vocab.txt, as the released ELECTRA models do, the other files are created.
-    Raises FileNotFoundError if there is no tokenizer.
+    If the source has only a vocab.txt, like the released ELECTRA models, creates the other files. Raises
+    FileNotFoundError if there is no tokenizer.
     """
     tokenizer = Tokenizer(source)
     rules = json.loads(tokenizer.to_json())
@@ -92,12 +92,12 @@ def copy_tokenizer(
 
 
 def special_ids(directory: Path) -> dict[str, int]:
-    """The ids of `pad`, `unk`, `cls`, `sep`, `mask` in a tokenizer folder."""
+    """Returns the ids of `pad`, `unk`, `cls`, `sep`, `mask` in a tokenizer folder."""
     return Tokenizer(directory).special_tokens
 
 
 def run_tokenizer(run: Path) -> Path:
-    """The tokenizer folder of a run; raises FileNotFoundError if it is missing."""
+    """Returns the tokenizer folder of a run. Raises FileNotFoundError if it is missing."""
     folder = run / "tokenizer"
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: missing; a run keeps its tokenizer there, copy it back")
@@ -110,7 +110,7 @@ def check_vocabulary(folder: Path, corpus: Corpus) -> None:
     if model_tokenizer.content_hash != corpus_tokenizer.content_hash:
         raise InputError(
             f"{_described(model_tokenizer)} is not the vocabulary of the corpus, {_described(corpus_tokenizer)}: "
-            f"the ids would mean other words; prepare the text with --vocab {folder}, or choose a corpus that was"
+            f"its ids mean other words; prepare the text with --vocab {folder}, or choose a corpus that was"
         )
 
 
@@ -119,5 +119,5 @@ def _described(tokenizer: Tokenizer) -> str:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one if the file does not exist."""
+    """Reads the JSON object in a file; returns an empty one if the file does not exist."""
     return read_object(path) if path.is_file() else {}

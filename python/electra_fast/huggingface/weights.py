@@ -1,10 +1,10 @@
 """Maps our parameters to the tensors of the Electra and ModernBERT classes in `transformers`, and back.
 
-`folder` reads and writes the files. Most tensors are only renamed, split or concatenated. The exception:
-ModernBERT has no projection between embedding and hidden size, so the projection is multiplied into its
-tables on export and factored out again on import.
+`folder` reads and writes the files. Most tensors are only renamed, split or concatenated. But ModernBERT has no
+projection between embedding and hidden size, so the projection is multiplied into its tables on export and factored out
+on import.
 
-Shapes: V vocabulary, E embedding, D hidden, K widths of several tables side by side.
+Shapes: V vocabulary, E embedding, D hidden, K total width of concatenated tables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ State = dict[str, Tensor]
 Pair = tuple[str, tuple[str, ...]]
 
 PREFIX = {"bert": "electra.", "modern": "model."}
-"""Of the encoder's tensors in a class with heads; `ElectraModel` and `ModernBertModel` save them without it."""
+"""Prefix of the encoder's tensors in classes with heads; `ElectraModel` and `ModernBertModel` save them without it."""
 INPUT_TABLE = {"bert": "electra.embeddings.word_embeddings.weight", "modern": "model.embeddings.tok_embeddings.weight"}
 OUTPUT_TABLE = {"bert": "generator_lm_head.weight", "modern": "decoder.weight"}
 
@@ -58,7 +58,7 @@ _MODERN_LAYER = {
 
 
 def pairs(role: str, shape: ModelConfig) -> list[Pair]:
-    """(our name, Hugging Face names) of one folder's tensors; several names are chunks along the first axis.
+    """Returns (our name, Hugging Face names) of one folder's tensors; several names are chunks along the first axis.
 
     Excludes tables with a projection multiplied in: see `is_multiplied` and `factored`.
     """
@@ -67,7 +67,7 @@ def pairs(role: str, shape: ModelConfig) -> list[Pair]:
 
 
 def encoder_pairs(shape: ModelConfig, embeddings: str = "embeddings", encoder: str = "encoder") -> list[Pair]:
-    """The `pairs` of an encoder without heads, whose two modules have these names."""
+    """Returns the `pairs` of an encoder without heads, whose two modules have these names."""
     make = _bert_encoder_pairs if shape.architecture == "bert" else _modern_encoder_pairs
     return list(make(shape, embeddings, encoder))
 
@@ -113,12 +113,12 @@ def _head_pairs(role: str, shape: ModelConfig, head: str) -> Iterator[Pair]:
 
 
 def is_multiplied(shape: ModelConfig) -> bool:
-    """Whether the folder's tables have a projection multiplied in."""
+    """Returns whether the folder's tables have a projection multiplied in."""
     return shape.architecture == "modern" and shape.embedding_size != shape.hidden_size
 
 
 def to_hf(state: Mapping[str, Tensor], role: str, shape: ModelConfig) -> State:
-    """One folder's tensors, fp32 and contiguous; without the output table if it is tied to the input table."""
+    """Returns one folder's tensors, fp32 and contiguous, without an output table that is tied to the input table."""
     embeddings, encoder, head = PARTS[role]
     tensors = encoder_to_hf(state, shape, embeddings, encoder) | _renamed(state, _head_pairs(role, shape, head))
     if is_multiplied(shape) and role != "discriminator":
@@ -129,9 +129,9 @@ def to_hf(state: Mapping[str, Tensor], role: str, shape: ModelConfig) -> State:
 def encoder_to_hf(
     state: Mapping[str, Tensor], shape: ModelConfig, embeddings: str = "embeddings", encoder: str = "encoder"
 ) -> State:
-    """The tensors `electra.*` or `model.*` of an encoder whose two modules have these names, fp32 and contiguous.
+    """Returns the tensors `electra.*` or `model.*` of an encoder whose two modules have these names, contiguous fp32.
 
-    In `modern` a projection from embedding to hidden size is multiplied into the table.
+    With `modern`, a projection from embedding to hidden size is multiplied into the table.
     """
     tensors = _renamed(state, encoder_pairs(shape, embeddings, encoder))
     if is_multiplied(shape):
@@ -153,10 +153,10 @@ def _product(table_VE: Tensor, projection_ED: Tensor) -> Tensor:
 
 
 def from_hf(tensors: Mapping[str, Tensor], names_of: Iterable[Pair], expected: Mapping[str, torch.Size]) -> State:
-    """Our parameters, fp32, from the Hugging Face tensors that `names_of` (`pairs` or `encoder_pairs`) assigns to them.
+    """Returns our fp32 parameters from the Hugging Face tensors that `names_of` (`pairs` or `encoder_pairs`) assigns.
 
-    `expected` has the shapes of our parameters. Raises ValueError naming the first tensor that is
-    missing or has another shape.
+    `expected` has the shapes of our parameters. Raises ValueError naming the first tensor that is missing or has
+    another shape.
     """
     parameters: State = {}
     for name_in_model, names in names_of:
@@ -173,16 +173,16 @@ def check_shape(tensors: Mapping[str, Tensor], name: str, expected: tuple[int, .
         raise InputError(f"tensor {name} is missing")
     found = tuple(tensors[name].shape)
     if found != expected:
-        raise InputError(f"tensor {name} has shape {list(found)}, and config.json says {list(expected)}")
+        raise InputError(f"tensor {name} has shape {list(found)}, but config.json says {list(expected)}")
 
 
 def factored(tables: Mapping[str, Tensor], shapes: Mapping[str, ModelConfig]) -> State | None:
     """Factors multiplied tables into one shared table [V, E] and each role's projections.
 
-    `tables` has the tensors under `role.name` for one or both roles, `shapes` each role's shape. The
-    factorization is unique only up to an invertible map. If a role has no projection, its table is the
-    shared one; otherwise the projections are scaled as at initialization.
-    None if no table of width E reproduces all tensors (to a relative error of 1e-5).
+    `tables` has the tensors under `role.name` for one or both roles, `shapes` each role's shape. The factorization is
+    unique only up to an invertible map. If a role has no projection, its table is the shared one; otherwise the
+    projections are scaled as at initialization. Returns None if no table of width E reproduces all tensors (to a
+    relative error of 1e-5).
     """
     width = next(iter(shapes.values())).embedding_size
     targets = {name: table.double() for name, table in tables.items()}
@@ -212,10 +212,10 @@ def factored(tables: Mapping[str, Tensor], shapes: Mapping[str, ModelConfig]) ->
 
 
 def _low_rank(product_VK: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """[V, E] and [E, K] whose product is the best approximation of rank E, in fp64.
+    """Returns [V, E] and [E, K] whose product is the best approximation of rank E, in fp64.
 
-    The right singular vectors come from the small Gram matrix; squaring the singular values in fp64
-    loses only directions a million times weaker than the strongest.
+    The right singular vectors come from the small Gram matrix; squaring singular values in fp64 loses only directions a
+    million times weaker than the strongest.
     """
     num_columns = product_VK.shape[1]
     _, vectors_KK = torch.linalg.eigh(product_VK.T @ product_VK)
@@ -233,14 +233,14 @@ def _low_rank(product_VK: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def num_parameters(path: Path) -> tuple[int, int]:
-    """Parameters in a model.safetensors: those of the encoder, which `AutoModel` reads, and all of them."""
+    """Counts the parameters in a model.safetensors: those of the encoder, which `AutoModel` reads, and all."""
     with safe_open(path, "pt") as file:
         sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no dict
     return sum(size for name, size in sizes.items() if name.startswith(tuple(PREFIX.values()))), sum(sizes.values())
 
 
 def with_prefix(tensors: Mapping[str, Tensor], architecture: str) -> State:
-    """A folder's tensors with the encoder's `PREFIX`, whether or not its class saved them with it."""
+    """Adds the encoder's `PREFIX` to a folder's tensors, unless they have it already."""
     prefix = PREFIX[architecture]
     if INPUT_TABLE[architecture].removeprefix(prefix) not in tensors:
         return dict(tensors)

@@ -182,7 +182,7 @@ class World:
         return result
 
     def agree(self, work: Callable[[], T]) -> T:
-        """Runs a function on each rank and returns its result if all succeed; else the first failed rank reports its error.
+        """Runs a function on each rank; returns its result, or raises the error of the first rank that failed.
 
         For work that does not depend on other ranks, such as reading a file.
         """
