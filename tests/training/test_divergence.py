@@ -21,7 +21,7 @@ from electra_fast.files.checkpoint_folder import LossHistory
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.model import Electra
 from electra_fast.objectives import objective_of
-from electra_fast.training.diagnostics import has_exploded, uniform_metrics, what_is_lost
+from electra_fast.training.diagnostics import has_exploded, lost_learning, uniform_metrics
 from electra_fast.training.evaluate import evaluate_model
 from electra_fast.training.pretrain import pretrain
 
@@ -53,7 +53,7 @@ def first_loss(losses, window=100, name="electra"):
     objective, history = objective_of(config.with_objective(name)), LossHistory()
     for step in range(window, 3000, window):
         found = dict(zip(("generator_loss", "discriminator_loss"), losses(step), strict=True))
-        if what_is_lost(history, objective, found, window):
+        if lost_learning(history, objective, found, window):
             return step
         history = LossHistory(**json.loads(json.dumps(asdict(history))))  # as a resume reads it
     return None

@@ -38,7 +38,7 @@ def has_exploded(objective: Objective, metrics: Mapping[str, Number]) -> bool:
     return not objective.comparable_loss(metrics) <= limit  # also true for nan
 
 
-def what_is_lost(history: LossHistory, objective: Objective, metrics: Mapping[str, Number], steps: int) -> str | None:
+def lost_learning(history: LossHistory, objective: Objective, metrics: Mapping[str, Number], steps: int) -> str | None:
     """Adds the metrics of `steps` steps to the history. Returns a description of the losses if all have risen for good.
 
     A single loss may rise in a healthy run, such as the discriminator's when its generator learns.
@@ -68,7 +68,7 @@ def uniform_metrics(objective: Objective) -> dict[str, Number]:
     return objective.metrics(dict.fromkeys(objective.metric_totals, 1.0) | losses)
 
 
-def way_back(run: Path, state: TrainState, optimizer: OptimizerConfig) -> str:
+def recovery_advice(run: Path, state: TrainState, optimizer: OptimizerConfig) -> str:
     """Returns a sentence that names a good checkpoint of a diverged run and the command that goes back to it."""
     kept = checkpoint_folder.steps(run)
     if not kept:

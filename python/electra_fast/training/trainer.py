@@ -36,11 +36,11 @@ from electra_fast.training.diagnostics import (
     diverged_ranks,
     fingerprint,
     has_exploded,
+    lost_learning,
+    recovery_advice,
     slowest,
     stall_warning,
     verdict,
-    way_back,
-    what_is_lost,
 )
 from electra_fast.training.evaluate import evaluate_model, unigram_auc, unigram_entropy
 from electra_fast.training.flops import device_peak, flops_per_token
@@ -255,7 +255,7 @@ class Trainer:
 
     def _end_diverged(self, what: str) -> NoReturn:
         run, optimizer = self.run.folder, self.config.optimizer
-        self._fail(lambda: Diverged(f"{run}: {what}; {way_back(run, self.state, optimizer)}"))
+        self._fail(lambda: Diverged(f"{run}: {what}; {recovery_advice(run, self.state, optimizer)}"))
 
     def _check_ranks(self, own_seconds: float) -> None:
         """Compares the ranks' parameters, and adds up the time that each spent on its own work."""
@@ -283,7 +283,7 @@ class Trainer:
         first_step = self.stage.first_step + max(MIN_STEPS, self.config.optimizer.warmup_steps)
         if message := self.warnings.take(record, self.state.log_window.steps, first_step):
             log.say(f"step {self.state.step}: warning: {message}")
-        lost = what_is_lost(self.state.history, self.stage.objective, record, num_taken) if num_taken else None
+        lost = lost_learning(self.state.history, self.stage.objective, record, num_taken) if num_taken else None
         if lost and self.config.train.stop_on_divergence:
             self._end_diverged(f"all that was learned is lost at step {self.state.step}: {lost}")
         self.state.log_window = LogWindow()
