@@ -123,7 +123,7 @@ def require_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Raises ValueError naming the first tensor of a file with values that are not finite in fp32."""
     for name, tensor in tensors.items():
         if not tensor.float().isfinite().all():
-            raise InputError(f"{path}: {name} has nan or infinite values; the model is broken")
+            raise InputError(f"{path}: {name} has values that are nan or infinite; the model is broken")
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:

@@ -311,7 +311,7 @@ def test_a_folder_that_moved_is_named_with_its_file(folders, tmp_path, capsys):
     path = tmp_path / "config.toml"
     path.write_text(f'preset = "tiny"\n[data]\ncorpus = ["{folders}/wiki:1", "{tmp_path}/gone:2"]\n')
     assert main(["pretrain", str(path), "--out", str(tmp_path / "run")]) == 2
-    assert f'{path}: data.corpus = "{tmp_path}/gone": no such folder; say where' in capsys.readouterr().err
+    assert f'{path}: data.corpus = "{tmp_path}/gone": no such folder; give its' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["seed", "options", "corpus", "epoch", "group", "row"])

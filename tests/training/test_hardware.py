@@ -327,7 +327,10 @@ class TestAnotherDevice:
         monkeypatch.setattr(hardware, "_RULES", {name: rule(name) for name in HARDWARE_KEYS})
         pretrain(auto_config(), data=validation_corpus, out=run)
         told = said(capsys)
-        assert "model.attention = sdpa, train.precision = fp32, train.execution = eager: recorded in this run" in told
+        assert (
+            "model.attention = sdpa, train.precision = fp32, train.execution = eager: kept as recorded in this run"
+            in told
+        )
         options = "--model.attention varlen --train.precision bf16 --train.execution graph --allow-changes"
         assert f"a new run on this device would have {options}\n" in told
         assert_same_run(run, whole_run)
