@@ -37,7 +37,7 @@ PUBLISHED = {
     "bert_large": 1.91720905883648e20,
 }
 
-# The published head of masked language modelling at small, per token: 20 of 128 positions, V = 30522, e = 128, h = 256.
+# The published head of masked language modeling at small, per token: 20 of 128 positions, V = 30522, e = 128, h = 256.
 MASKED_HEAD = 0.15625 * (2 * 128 * 30522 + 2 * 256 * 128 + 14 * 128 + 7 * 30522)
 RTD_HEAD = 2 * 256**2 + 11 * 256
 
