@@ -87,8 +87,8 @@ def test_cards_say_what_they_are_told(
     ("told", "message"),
     [
         ({"languages": ["Hungarian"]}, "language 'Hungarian' is not a code such as hu, en or zh-Hant"),
-        ({"languages": ["hu\nlicense: x"]}, "language 'hu.nlicense: x' is no code"),
-        ({"languages": [""]}, "language '' is no code"),
+        ({"languages": ["hu\nlicense: x"]}, "language 'hu.nlicense: x' is not a code"),
+        ({"languages": [""]}, "language '' is not a code"),
         ({"license": "Apache 2.0"}, "license 'Apache 2.0' is not an identifier such as apache-2.0"),
     ],
 )
