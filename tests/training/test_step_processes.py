@@ -192,7 +192,7 @@ def test_a_worker_multiplies_as_its_run(monkeypatch):
     task = SimpleNamespace(work=SimpleNamespace(compute=ComputeConfig("sdpa", torch.float32, ONEDNN)))
     monkeypatch.setattr(step_processes, "Connection", lambda _: SimpleNamespace(recv=lambda: task))
     used = []
-    monkeypatch.setattr(step_processes, "_help", lambda *_: used.append(torch.backends.mkldnn.matmul.fp32_precision))
+    monkeypatch.setattr(step_processes, "_serve", lambda *_: used.append(torch.backends.mkldnn.matmul.fp32_precision))
     step_processes.serve_steps(0)
     assert used == ["bf16"]
 
@@ -307,7 +307,7 @@ def test_a_suspended_worker_takes_no_batch_however_large(tiny_corpus, monkeypatc
     step = make_step(configured(tiny_corpus), 2)
     worker = worker_of(os.getpid())
     os.kill(worker, signal.SIGSTOP)
-    with stop_requests() as stop, pytest.raises(Interrupted, match=f"process {worker}, .*is suspended"):
+    with stop_requests() as stop, pytest.raises(Interrupted, match=f"worker process {worker} is suspended"):
         stop.signal = signal.SIGTERM
         step.processes.start(bytes(10_000_000), 0, 1.0)
     step.close()
