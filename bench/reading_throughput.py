@@ -28,8 +28,8 @@ from lib.results import Results, measured_by_child, parse_arguments, processor
 
 import electra_fast as ef
 from electra_fast.finetuning.config import FinetuneConfig
-from electra_fast.finetuning.methods import METHODS
-from electra_fast.finetuning.question_files import iterate_questions
+from electra_fast.finetuning.readers.question_files import iterate_questions
+from electra_fast.finetuning.tasks import METHODS
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids

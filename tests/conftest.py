@@ -222,7 +222,7 @@ def finetuned(tmp_path_factory: pytest.TempPathFactory, encoder_folder: Path, gl
     from tiny_task import NUM_LOGS, QUICK
 
     import electra_fast
-    from electra_fast.finetuning import seed_run
+    from electra_fast.finetuning.training import seed_run
 
     out = tmp_path_factory.mktemp("whole") / "out"
     with pytest.MonkeyPatch.context() as patch:

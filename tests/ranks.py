@@ -155,7 +155,7 @@ def kill_at_save():
     """Kills a fine-tuning instead of its n-th checkpoint, when its last step is in the log and in no checkpoint."""
     number = int(os.environ.get("ELECTRA_FAST_TEST_KILL_AT_SAVE", "0"))
     if number:
-        from electra_fast.finetuning import seed_run
+        from electra_fast.finetuning.training import seed_run
 
         save, calls = seed_run.SeedRun._save, itertools.count(1)
         seed_run._NUM_LOGS = NUM_LOGS

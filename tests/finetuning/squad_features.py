@@ -11,10 +11,10 @@ import numpy as np
 import squad_transcription as transcription
 
 from electra_fast.data.corpus import Tokenizer
-from electra_fast.finetuning.answer_search import SpanScores, search
 from electra_fast.finetuning.chunks import max_context
-from electra_fast.finetuning.question_features import QuestionFeatures, question_features, training_targets
 from electra_fast.finetuning.task import Answer
+from electra_fast.finetuning.tasks.answer_search import SpanScores, search
+from electra_fast.finetuning.tasks.question_features import QuestionFeatures, question_features, training_targets
 
 # Candidates for the start, and for the end of each; longest answer; more answers than there are candidates.
 WIDTH, LONGEST, COUNT = 8, 30, 100_000

@@ -3,8 +3,8 @@
 import pytest
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning import own_data
-from electra_fast.finetuning.tag_files import iterate_tagging, read_tagging
+from electra_fast.finetuning.readers import own_data
+from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagging
 
 TEXT = "Ann met Bob"
 TOKENS = [{"text": word, "start": 0, "end": 1, "id": number} for number, word in enumerate(TEXT.split())]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.answer_scores import (
+from electra_fast.finetuning.task import Answer, Split
+from electra_fast.finetuning.tasks.answer_scores import (
     exact_match,
     f1,
     is_unspaced,
@@ -16,7 +17,6 @@ from electra_fast.finetuning.answer_scores import (
     score_unit,
     squad_scores,
 )
-from electra_fast.finetuning.task import Answer, Split
 
 
 def split_of(*golds, contexts=()):

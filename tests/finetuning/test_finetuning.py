@@ -21,10 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import electra_fast as ef
 from electra_fast.files import checkpoint_folder
-from electra_fast.finetuning import batches, glue, seed_run
+from electra_fast.finetuning import batches
 from electra_fast.finetuning.config import FinetuningConfig
-from electra_fast.finetuning.job import make_job
-from electra_fast.finetuning.step import FinetuneStep
+from electra_fast.finetuning.readers import glue
+from electra_fast.finetuning.training import seed_run
+from electra_fast.finetuning.training.job import make_job
+from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder
 
 CPU = torch.device("cpu")

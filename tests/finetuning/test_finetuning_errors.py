@@ -12,7 +12,7 @@ from tiny_task import QUICK, save_encoder, sentences, write_sst2
 
 import electra_fast as ef
 from electra_fast.errors import InputError, TrainingFailed
-from electra_fast.finetuning.step import FinetuneStep
+from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.training.run import exclusive
 
 

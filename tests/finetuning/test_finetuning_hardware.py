@@ -12,12 +12,13 @@ from test_token_tasks import job_of
 from tiny_task import QUICK, sentences, write_stsb
 
 import electra_fast as ef
-from electra_fast.finetuning import glue, inference
-from electra_fast.finetuning import job as job_module
+from electra_fast.finetuning import inference
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.finetuning.error_detection import load_error_detector
 from electra_fast.finetuning.model import SequenceClassifier
-from electra_fast.finetuning.step import TaskBackward
+from electra_fast.finetuning.readers import glue
+from electra_fast.finetuning.training import job as job_module
+from electra_fast.finetuning.training.step import TaskBackward
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.model.matmul import DEFAULT, KINDS, ONEDNN, MatmulMeasurement, fastest_matmul
 

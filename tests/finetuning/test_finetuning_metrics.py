@@ -9,9 +9,9 @@ from sklearn import metrics as sklearn_metrics
 from sklearn.dummy import DummyClassifier
 
 from electra_fast.errors import TrainingFailed
-from electra_fast.finetuning.methods import METHODS
-from electra_fast.finetuning.metrics import collapse, majority_outputs, scores
 from electra_fast.finetuning.task import Split, Task
+from electra_fast.finetuning.tasks import METHODS
+from electra_fast.finetuning.tasks.metrics import collapse, majority_outputs, scores
 
 TARGETS = np.array([0, 0, 1, 1, 1, 0])
 CLASSES = np.array([0, 1, 1, 1, 0, 0])  # 2 of each right, 1 of each wrong

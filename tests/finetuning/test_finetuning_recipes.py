@@ -8,7 +8,7 @@ from electra_fast.config.config import Config
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuneConfig, recipe_config
 from electra_fast.finetuning.optimization import lr_factors
-from electra_fast.finetuning.step import FinetuningWork
+from electra_fast.finetuning.training.step import FinetuningWork
 from electra_fast.optimizers.optimizer import lr_scale
 
 SMALL, BASE, LARGE = (

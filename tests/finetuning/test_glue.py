@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.errors import InputError, TrainingFailed
-from electra_fast.finetuning import glue, submission
+from electra_fast.finetuning.readers import glue, submission
 
 PARSES = "sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse".split()
 MNLI = ["index", "promptID", "pairID", "genre", *PARSES, "sentence1", "sentence2"]

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning import own_data
+from electra_fast.finetuning.readers import own_data
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from tiny_reading import SETTINGS, articles, flags, questions_of
 import electra_fast as ef
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuneConfig
-from electra_fast.finetuning.question_answering import QuestionAnswering
-from electra_fast.finetuning.question_files import read_questions
+from electra_fast.finetuning.readers.question_files import read_questions
+from electra_fast.finetuning.tasks.question_answering import QuestionAnswering
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.question_files import iterate_questions, read_questions, read_squad
+from electra_fast.finetuning.readers.question_files import iterate_questions, read_questions, read_squad
 from electra_fast.finetuning.task import Answer
 
 CONTEXT = "The sky is blue. Grass is green."

@@ -19,9 +19,9 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassif
 import electra_fast as ef
 from electra_fast.finetuning.batches import training_order
 from electra_fast.finetuning.config import recipe_config
-from electra_fast.finetuning.methods import METHODS
-from electra_fast.finetuning.question_features import question_features, training_targets
-from electra_fast.finetuning.question_files import read_squad
+from electra_fast.finetuning.readers.question_files import read_squad
+from electra_fast.finetuning.tasks import METHODS
+from electra_fast.finetuning.tasks.question_features import question_features, training_targets
 from electra_fast.huggingface.encoder import load_encoder
 
 OVERRIDES = QUICK | NO_DROPOUT | {"finetune.layer_decay": "0.8", "finetune.sequence_length": "48"}

@@ -10,7 +10,7 @@ from transformers import AutoModel
 from electra_fast.finetuning.batches import EncodedExamples, pack, pack_static
 from electra_fast.finetuning.inference import example_predictions
 from electra_fast.finetuning.inputs import Inputs
-from electra_fast.finetuning.span_model import JointReader, TwoLogitReader
+from electra_fast.finetuning.tasks.span_model import JointReader, TwoLogitReader
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.model.attention_choice import choose_attention
 from electra_fast.model.compute import ComputeConfig

@@ -18,9 +18,9 @@ import pytest
 from pyarrow import feather
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.bad_rows import BadRows
-from electra_fast.finetuning.delimited import Dialect
-from electra_fast.finetuning.tables import (
+from electra_fast.finetuning.readers.bad_rows import BadRows
+from electra_fast.finetuning.readers.delimited import Dialect
+from electra_fast.finetuning.readers.tables import (
     column_names,
     iterate_rows,
     layout_notes,
@@ -28,7 +28,7 @@ from electra_fast.finetuning.tables import (
     read_table,
     text_of,
 )
-from electra_fast.finetuning.tasks import read_tasks
+from electra_fast.finetuning.task_data import read_tasks
 
 TEXTS = ["plain", "a, b", 'say "hi"', "", "naïve \u2028 text", "last"]
 LABELS = ["0", "1", "1", "0", "1", "0"]

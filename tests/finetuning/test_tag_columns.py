@@ -3,9 +3,9 @@
 import pytest
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.bad_rows import BadRows
-from electra_fast.finetuning.tag_columns import column_sentences
-from electra_fast.finetuning.tag_files import iterate_tagging, read_tagging
+from electra_fast.finetuning.readers.bad_rows import BadRows
+from electra_fast.finetuning.readers.tag_columns import column_sentences
+from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagging
 
 WORDS = [["Frau", "Kim", "in", "Köln"], ["Kim", "#ai", "."]]
 TAGS = [["O", "B-PER", "O", "B-LOC"], ["B-PER", "O", "O"]]

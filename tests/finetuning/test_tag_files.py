@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.tag_files import iterate_tagging, read_tagging
+from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagging
 
 LABELS = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
 TOKENS = [["Ada", "Lovelace", "met", "Babbage"], ["In", "New", "York", "."]]

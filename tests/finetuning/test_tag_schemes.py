@@ -6,7 +6,7 @@ import pytest
 from seqeval.metrics.sequence_labeling import get_entities
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.tag_schemes import (
+from electra_fast.finetuning.readers.tag_schemes import (
     ALIASES,
     SCHEMES,
     detect_scheme,

@@ -8,8 +8,8 @@ import pytest
 from seqeval import metrics as seqeval_metrics
 from sklearn import metrics as sklearn_metrics
 
-from electra_fast.finetuning.tag_scores import tag_scores
 from electra_fast.finetuning.task import Task
+from electra_fast.finetuning.tasks.tag_scores import tag_scores
 
 IOB2 = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
 

@@ -15,10 +15,10 @@ import electra_fast as ef
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuneConfig
-from electra_fast.finetuning.methods import METHODS
 from electra_fast.finetuning.prediction_input import Source, open_examples
-from electra_fast.finetuning.tag_files import read_tagging
-from electra_fast.finetuning.tagging import Tagging
+from electra_fast.finetuning.readers.tag_files import read_tagging
+from electra_fast.finetuning.tasks import METHODS
+from electra_fast.finetuning.tasks.tagging import Tagging
 
 
 @pytest.fixture(scope="module")

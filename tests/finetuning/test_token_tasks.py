@@ -14,8 +14,8 @@ from tiny_task import NO_DROPOUT, save_encoder
 import electra_fast as ef
 from electra_fast.finetuning import batches
 from electra_fast.finetuning.config import FinetuningConfig
-from electra_fast.finetuning.job import make_job
-from electra_fast.finetuning.tasks import read_tasks
+from electra_fast.finetuning.task_data import read_tasks
+from electra_fast.finetuning.training.job import make_job
 from electra_fast.huggingface.encoder import load_encoder
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from tiny_task import write_sst2
 import electra_fast as ef
 from electra_fast.config.config import Config
 from electra_fast.errors import InputError
-from electra_fast.finetuning.tasks import read_tasks
+from electra_fast.finetuning.task_data import read_tasks
 from electra_fast.objectives import OBJECTIVES
 from electra_fast.reproduction.experiments import EXPERIMENTS, MIN_STEPS, make_experiment, with_steps
 from electra_fast.reproduction.plan import Plan, base_config, estimate_seconds, row_configs, training_size

@@ -20,13 +20,13 @@ from electra_fast import checkpoint
 from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Pieces, Tokenizer
 from electra_fast.errors import InputError
-from electra_fast.finetuning.answers import Answer, rounded
 from electra_fast.finetuning.chunks import text_chunks
 from electra_fast.finetuning.inference import choose_inference, token_predictions
 from electra_fast.finetuning.inputs import Inputs
 from electra_fast.finetuning.model import EncoderWithHead
 from electra_fast.finetuning.prediction_input import ExampleReader
-from electra_fast.finetuning.tables import Row, text_of
+from electra_fast.finetuning.readers.tables import Row, text_of
+from electra_fast.finetuning.tasks.answers import Answer, rounded
 from electra_fast.huggingface.config import own_config, read_table, role_shape
 from electra_fast.huggingface.folder import read_models
 from electra_fast.huggingface.source import checkpoint_of, folders_of, tokenizer_folder

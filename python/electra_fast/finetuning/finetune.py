@@ -15,15 +15,15 @@ from rich.table import Table
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, recover_all, replace_file
 from electra_fast.files.json_files import read_object
-from electra_fast.finetuning import metrics
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
-from electra_fast.finetuning.job import IDENTITY, Job, check_length, first_difference, make_job
-from electra_fast.finetuning.labels import listed
-from electra_fast.finetuning.rescoring import outdated_splits, read_finished, rescore
-from electra_fast.finetuning.seed_run import OLD_CHECKPOINT, RESULT, SeedRun
-from electra_fast.finetuning.step import FinetuneStep
-from electra_fast.finetuning.submission import copy_submissions
-from electra_fast.finetuning.tasks import read_tasks
+from electra_fast.finetuning.readers.labels import listed
+from electra_fast.finetuning.readers.submission import copy_submissions
+from electra_fast.finetuning.task_data import read_tasks
+from electra_fast.finetuning.tasks import metrics
+from electra_fast.finetuning.training.job import IDENTITY, Job, check_length, first_difference, make_job
+from electra_fast.finetuning.training.rescoring import outdated_splits, read_finished, rescore
+from electra_fast.finetuning.training.seed_run import OLD_CHECKPOINT, RESULT, SeedRun
+from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.model.compute import choose_device

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from electra_fast.config.config import ModelConfig
 from electra_fast.finetuning.heads import head_class
 from electra_fast.finetuning.inputs import Inputs
-from electra_fast.finetuning.losses import NO_TARGET, losses
+from electra_fast.finetuning.tasks.losses import NO_TARGET, losses
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.initialization import glorot_uniform_
 from electra_fast.model.model import Embeddings, Encoder

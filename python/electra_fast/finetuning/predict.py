@@ -23,15 +23,15 @@ from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.files.atomic_files import remove
 from electra_fast.files.json_files import json_text
-from electra_fast.finetuning.answers import Answer
 from electra_fast.finetuning.config import FinetuneConfig
-from electra_fast.finetuning.delimited import Dialect
 from electra_fast.finetuning.error_detection import load_error_detector
 from electra_fast.finetuning.inference import choose_inference
-from electra_fast.finetuning.methods import METHODS
 from electra_fast.finetuning.prediction_input import ExampleReader, Examples, Source, open_examples
-from electra_fast.finetuning.tables import Quoting, Row
+from electra_fast.finetuning.readers.delimited import Dialect
+from electra_fast.finetuning.readers.tables import Quoting, Row
 from electra_fast.finetuning.task import Kind, Split, Task
+from electra_fast.finetuning.tasks import METHODS
+from electra_fast.finetuning.tasks.answers import Answer
 from electra_fast.huggingface.finetuned import SETTINGS_KEY, Finetuned, read_finetuned
 from electra_fast.messages import say
 from electra_fast.model.compute import Precision, choose_device

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.bad_rows import BadRows
-from electra_fast.finetuning.tables import (
+from electra_fast.finetuning.readers.bad_rows import BadRows
+from electra_fast.finetuning.readers.tables import (
     FORMATS,
     OpenTable,
     Quoting,

@@ -21,8 +21,8 @@ from electra_fast.errors import ElectraFastError, InputError, Interrupted
 from electra_fast.files.atomic_files import foreign_names, replace_file
 from electra_fast.files.json_files import read_object
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
-from electra_fast.finetuning.job import first_difference
-from electra_fast.finetuning.tasks import read_tasks
+from electra_fast.finetuning.task_data import read_tasks
+from electra_fast.finetuning.training.job import first_difference
 from electra_fast.interruption import stop_requests
 from electra_fast.progress import RunsProgress
 from electra_fast.reproduction.experiments import Experiment, make_experiment

@@ -12,18 +12,20 @@ from numpy.typing import NDArray
 from electra_fast.config.config import ModelConfig
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
-from electra_fast.finetuning import batches, glue, metrics
-from electra_fast.finetuning.answers import Answer, answers
+from electra_fast.finetuning import batches
 from electra_fast.finetuning.config import FinetuneConfig
 from electra_fast.finetuning.inference import example_predictions
-from electra_fast.finetuning.losses import example_weights
-from electra_fast.finetuning.method import Features, Method
 from electra_fast.finetuning.model import SequenceClassifier, TaskModel
-from electra_fast.finetuning.own_data import TEXT_COLUMNS
-from electra_fast.finetuning.submission import write_submission
-from electra_fast.finetuning.tables import Row, text_of
+from electra_fast.finetuning.readers import glue
+from electra_fast.finetuning.readers.own_data import TEXT_COLUMNS
+from electra_fast.finetuning.readers.submission import write_submission
+from electra_fast.finetuning.readers.tables import Row, text_of
 from electra_fast.finetuning.task import NO_CLASS, Kind, Split, Task
-from electra_fast.finetuning.training_set import TrainingSet
+from electra_fast.finetuning.tasks import metrics
+from electra_fast.finetuning.tasks.answers import Answer, answers
+from electra_fast.finetuning.tasks.losses import example_weights
+from electra_fast.finetuning.tasks.task_type import Features, Method
+from electra_fast.finetuning.training.training_set import TrainingSet
 from electra_fast.model.compute import ComputeConfig
 
 # What an example is, by how many texts the model was trained on.

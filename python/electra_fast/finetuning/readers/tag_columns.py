@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.bad_rows import BadRows
-from electra_fast.finetuning.tables import (
+from electra_fast.finetuning.readers.bad_rows import BadRows
+from electra_fast.finetuning.readers.tables import (
     Quoting,
     check_columns,
     column_names,
@@ -25,8 +25,8 @@ from electra_fast.finetuning.tables import (
     place,
     there_are,
 )
-from electra_fast.finetuning.tag_schemes import is_bare, split_tag
-from electra_fast.finetuning.tag_sentences import TEXT_COLUMNS, Sentence, check_single, joined_words
+from electra_fast.finetuning.readers.tag_schemes import is_bare, split_tag
+from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, Sentence, check_single, joined_words
 
 COLUMN_FORMATS = (".conll", ".conllu", ".conllup", ".bio", ".iob", ".iob2", ".bioes", ".ner")
 # Column files in training; in prediction texts, unless their lines look like columns.

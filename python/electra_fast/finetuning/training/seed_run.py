@@ -22,11 +22,11 @@ from electra_fast.files import checkpoint_folder
 from electra_fast.files.atomic_files import recover_all, remove, replace_file, replace_folder
 from electra_fast.files.json_files import JsonLines, json_text, record_of
 from electra_fast.finetuning import batches
-from electra_fast.finetuning.card import write_model_card
-from electra_fast.finetuning.job import Job, named_scores
 from electra_fast.finetuning.model import TaskModel
-from electra_fast.finetuning.step import FinetuneStep
 from electra_fast.finetuning.task import Split
+from electra_fast.finetuning.training.card import write_model_card
+from electra_fast.finetuning.training.job import Job, named_scores
+from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.interruption import StopRequest

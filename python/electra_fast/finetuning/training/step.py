@@ -13,10 +13,10 @@ from electra_fast.config.config import ModelConfig
 from electra_fast.data.loader import to_device
 from electra_fast.finetuning.config import FinetuneConfig
 from electra_fast.finetuning.inputs import Inputs
-from electra_fast.finetuning.methods import METHODS
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.optimization import lr_factors
-from electra_fast.finetuning.training_set import StepBatch, TrainingBatch
+from electra_fast.finetuning.tasks import METHODS
+from electra_fast.finetuning.training.training_set import StepBatch, TrainingBatch
 from electra_fast.model.compute import ComputeConfig, RngKey, seed_generator
 from electra_fast.ops.linear import WeightCasts
 from electra_fast.optimizers.optimizer import Optimizer

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.annotations import code_point
-from electra_fast.finetuning.tables import abbreviated
-from electra_fast.finetuning.tag_schemes import Entity, from_entities
+from electra_fast.finetuning.readers.annotations import code_point
+from electra_fast.finetuning.readers.tables import abbreviated
+from electra_fast.finetuning.readers.tag_schemes import Entity, from_entities
 
 Words = NDArray[np.int64]
 """The first and past-the-last characters of a text's words, [words, 2]."""

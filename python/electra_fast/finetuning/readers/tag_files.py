@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning import tables
-from electra_fast.finetuning.annotations import flat_row
-from electra_fast.finetuning.bad_rows import BadRows
-from electra_fast.finetuning.tag_columns import COLUMN_FORMATS, TEXT_FORMATS, are_columns, column_sentences
-from electra_fast.finetuning.tag_notation import Notation, detect_notation
-from electra_fast.finetuning.tag_schemes import (
+from electra_fast.finetuning.readers import tables
+from electra_fast.finetuning.readers.annotations import flat_row
+from electra_fast.finetuning.readers.bad_rows import BadRows
+from electra_fast.finetuning.readers.tag_columns import COLUMN_FORMATS, TEXT_FORMATS, are_columns, column_sentences
+from electra_fast.finetuning.readers.tag_notation import Notation, detect_notation
+from electra_fast.finetuning.readers.tag_schemes import (
     detect_scheme,
     from_entities,
     is_bare,
@@ -29,7 +29,7 @@ from electra_fast.finetuning.tag_schemes import (
     split_tag,
     to_entities,
 )
-from electra_fast.finetuning.tag_sentences import (
+from electra_fast.finetuning.readers.tag_sentences import (
     SPAN_COLUMNS,
     TAG_COLUMNS,
     Sentence,
@@ -38,7 +38,7 @@ from electra_fast.finetuning.tag_sentences import (
     row_sentences,
     row_text,
 )
-from electra_fast.finetuning.tag_spans import Words
+from electra_fast.finetuning.readers.tag_spans import Words
 from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction, select
 
 ROW_FORMATS = (".jsonl", ".json", ".parquet")

@@ -16,11 +16,11 @@ from electra_fast.errors import InputError, Interrupted
 from electra_fast.files import checkpoint_folder
 from electra_fast.files.atomic_files import replace_folder
 from electra_fast.files.json_files import read_object, write_object
-from electra_fast.finetuning.card import write_model_card
-from electra_fast.finetuning.job import Job
 from electra_fast.finetuning.model import TaskModel
-from electra_fast.finetuning.seed_run import RESULT, predict_splits, result_of, write_result
 from electra_fast.finetuning.task import Split
+from electra_fast.finetuning.training.card import write_model_card
+from electra_fast.finetuning.training.job import Job
+from electra_fast.finetuning.training.seed_run import RESULT, predict_splits, result_of, write_result
 from electra_fast.huggingface.finetuned import SETTINGS_KEY, read_finetuned
 from electra_fast.interruption import StopRequest
 

@@ -18,21 +18,21 @@ from numpy.typing import NDArray
 from electra_fast.config.config import ModelConfig
 from electra_fast.data.corpus import Pieces, Tokenizer
 from electra_fast.errors import InputError
-from electra_fast.finetuning.answers import Answer, tag_answer
 from electra_fast.finetuning.chunks import text_chunks
 from electra_fast.finetuning.config import FinetuneConfig
 from electra_fast.finetuning.inference import token_predictions
-from electra_fast.finetuning.losses import NO_TARGET
-from electra_fast.finetuning.method import Features, Method
-from electra_fast.finetuning.metrics import REMEDY, finite
 from electra_fast.finetuning.model import TaskModel, TokenClassifier
-from electra_fast.finetuning.tables import Quoting, Row, abbreviated, extension, place, text_of
-from electra_fast.finetuning.tag_columns import are_columns
-from electra_fast.finetuning.tag_files import iterate_tagging
-from electra_fast.finetuning.tag_scores import tag_scores
-from electra_fast.finetuning.tag_sentences import TEXT_COLUMNS, WORD_COLUMNS, places_of, words_of_text
+from electra_fast.finetuning.readers.tables import Quoting, Row, abbreviated, extension, place, text_of
+from electra_fast.finetuning.readers.tag_columns import are_columns
+from electra_fast.finetuning.readers.tag_files import iterate_tagging
+from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, WORD_COLUMNS, places_of, words_of_text
 from electra_fast.finetuning.task import Split, Task
-from electra_fast.finetuning.training_set import TrainingSet
+from electra_fast.finetuning.tasks.answers import Answer, tag_answer
+from electra_fast.finetuning.tasks.losses import NO_TARGET
+from electra_fast.finetuning.tasks.metrics import REMEDY, finite
+from electra_fast.finetuning.tasks.tag_scores import tag_scores
+from electra_fast.finetuning.tasks.task_type import Features, Method
+from electra_fast.finetuning.training.training_set import TrainingSet
 from electra_fast.model.compute import ComputeConfig
 
 Ints = NDArray[Any]

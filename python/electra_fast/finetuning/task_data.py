@@ -13,9 +13,9 @@ from typing import Any
 
 from electra_fast.config.file import did_you_mean
 from electra_fast.errors import InputError
-from electra_fast.finetuning import glue, own_data, question_files, tag_files
-from electra_fast.finetuning.delimited import Dialect
-from electra_fast.finetuning.tables import layout_notes
+from electra_fast.finetuning.readers import glue, own_data, question_files, tag_files
+from electra_fast.finetuning.readers.delimited import Dialect
+from electra_fast.finetuning.readers.tables import layout_notes
 from electra_fast.finetuning.task import TaskData
 
 SQUAD: dict[str, Callable[[Path], TaskData]] = {

@@ -15,13 +15,13 @@ from electra_fast.config.config import ModelConfig
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import json_text
-from electra_fast.finetuning.answers import Answer
 from electra_fast.finetuning.batches import EncodedExamples
 from electra_fast.finetuning.config import FinetuneConfig
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.prediction_input import ExampleReader
 from electra_fast.finetuning.task import Split, Task
-from electra_fast.finetuning.training_set import TrainingSet
+from electra_fast.finetuning.tasks.answers import Answer
+from electra_fast.finetuning.training.training_set import TrainingSet
 from electra_fast.model.compute import ComputeConfig
 
 

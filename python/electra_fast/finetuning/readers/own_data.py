@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.annotations import rejected_note, rejected_rows, verdict_columns
-from electra_fast.finetuning.bad_rows import BadRows
-from electra_fast.finetuning.labels import (
+from electra_fast.finetuning.readers.annotations import rejected_note, rejected_rows, verdict_columns
+from electra_fast.finetuning.readers.bad_rows import BadRows
+from electra_fast.finetuning.readers.labels import (
     INTEGER,
     LabelReader,
     NoLabel,
@@ -28,7 +28,7 @@ from electra_fast.finetuning.labels import (
     near_label,
     parse_mapping,
 )
-from electra_fast.finetuning.tables import (
+from electra_fast.finetuning.readers.tables import (
     Quoting,
     Table,
     abbreviated,

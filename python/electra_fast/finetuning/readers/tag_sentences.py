@@ -21,9 +21,9 @@ import pyarrow.parquet
 
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import parse_json
-from electra_fast.finetuning.annotations import flat_row, rejected_note, rejected_rows
-from electra_fast.finetuning.bad_rows import BadRows
-from electra_fast.finetuning.tables import (
+from electra_fast.finetuning.readers.annotations import flat_row, rejected_note, rejected_rows
+from electra_fast.finetuning.readers.bad_rows import BadRows
+from electra_fast.finetuning.readers.tables import (
     Quoting,
     Row,
     abbreviated,
@@ -33,7 +33,7 @@ from electra_fast.finetuning.tables import (
     text_of,
     there_are,
 )
-from electra_fast.finetuning.tag_spans import (
+from electra_fast.finetuning.readers.tag_spans import (
     Convention,
     SpannedText,
     Words,

@@ -7,13 +7,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from electra_fast.finetuning import metrics
+from electra_fast.finetuning.tasks import metrics
 from electra_fast.huggingface.finetuned import RAW_CLASSES
 from electra_fast.huggingface.weights import num_parameters
 from electra_fast.messages import printable
 
 if TYPE_CHECKING:
-    from electra_fast.finetuning.job import Job
+    from electra_fast.finetuning.training.job import Job
 
 
 _PIPELINES = {"tagging": "token-classification", "question-answering": "question-answering"}

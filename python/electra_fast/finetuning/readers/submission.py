@@ -8,9 +8,9 @@ from pathlib import Path
 from numpy.typing import ArrayLike
 
 from electra_fast.files.atomic_files import replace_file
-from electra_fast.finetuning.glue import MAX_SIMILARITY, TASKS
-from electra_fast.finetuning.metrics import finite
+from electra_fast.finetuning.readers.glue import MAX_SIMILARITY, TASKS
 from electra_fast.finetuning.task import Split, Task, TaskData
+from electra_fast.finetuning.tasks.metrics import finite
 
 
 def submission_name(task: Task, split: Split) -> str:

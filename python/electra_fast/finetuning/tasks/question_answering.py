@@ -14,20 +14,20 @@ from electra_fast.config.config import ModelConfig
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import Diverged, InputError
 from electra_fast.files.atomic_files import replace_file
-from electra_fast.finetuning.answer_scores import score_unit, squad_scores
-from electra_fast.finetuning.answer_search import FoundAnswer, SpanScores, search
-from electra_fast.finetuning.answers import Answer, rounded
 from electra_fast.finetuning.chunks import Ints
 from electra_fast.finetuning.config import FinetuneConfig
 from electra_fast.finetuning.inference import example_predictions
-from electra_fast.finetuning.method import Features, Method
 from electra_fast.finetuning.model import TaskModel
-from electra_fast.finetuning.question_features import QuestionFeatures, question_features, training_targets
-from electra_fast.finetuning.question_files import iterate_questions
-from electra_fast.finetuning.span_model import JointReader, TwoLogitReader
-from electra_fast.finetuning.tables import Quoting, Row, abbreviated, place, text_of
+from electra_fast.finetuning.readers.question_files import iterate_questions
+from electra_fast.finetuning.readers.tables import Quoting, Row, abbreviated, place, text_of
 from electra_fast.finetuning.task import Split, Task
-from electra_fast.finetuning.training_set import TrainingSet
+from electra_fast.finetuning.tasks.answer_scores import score_unit, squad_scores
+from electra_fast.finetuning.tasks.answer_search import FoundAnswer, SpanScores, search
+from electra_fast.finetuning.tasks.answers import Answer, rounded
+from electra_fast.finetuning.tasks.question_features import QuestionFeatures, question_features, training_targets
+from electra_fast.finetuning.tasks.span_model import JointReader, TwoLogitReader
+from electra_fast.finetuning.tasks.task_type import Features, Method
+from electra_fast.finetuning.training.training_set import TrainingSet
 from electra_fast.model.compute import ComputeConfig
 
 SETTINGS = ("doc_stride", "max_query_length", "max_answer_length", "n_best_size", "beam_size")

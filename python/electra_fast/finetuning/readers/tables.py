@@ -20,8 +20,8 @@ import pyarrow.parquet
 
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import parse_json
-from electra_fast.finetuning.bad_rows import BadRows
-from electra_fast.finetuning.delimited import (
+from electra_fast.finetuning.readers.bad_rows import BadRows
+from electra_fast.finetuning.readers.delimited import (
     DELIMITERS,
     Dialect,
     Loaded,
@@ -31,7 +31,7 @@ from electra_fast.finetuning.delimited import (
     reject_duplicates,
     without_blank_end,
 )
-from electra_fast.finetuning.text_files import STANDARD_INPUT, TextFile
+from electra_fast.finetuning.readers.text_files import STANDARD_INPUT, TextFile
 
 Row = dict[str, Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_fast.finetuning.tag_schemes import entities_of
+from electra_fast.finetuning.readers.tag_schemes import entities_of
 
 Answer = dict[str, Any]
 

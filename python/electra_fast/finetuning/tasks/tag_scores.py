@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics import f1_score
 
-from electra_fast.finetuning.tag_schemes import entities_of
+from electra_fast.finetuning.readers.tag_schemes import entities_of
 from electra_fast.finetuning.task import Task
 
 Found = set[tuple[int, int, int, str]]

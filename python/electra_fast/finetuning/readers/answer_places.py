@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.annotations import code_point
+from electra_fast.finetuning.readers.annotations import code_point
 from electra_fast.finetuning.task import Answer
 
 CHARACTERS = "characters"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.text_files import TextFile
+from electra_fast.finetuning.readers.text_files import TextFile
 
 # A row, or what is wrong with it, and its line.
 Record = tuple[int, dict[str, Any] | InputError]

@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.answer_places import CHARACTERS, Annotation, offset_unit, place_answer
-from electra_fast.finetuning.answer_scores import is_unspaced
-from electra_fast.finetuning.bad_rows import BadRows
-from electra_fast.finetuning.question_entries import (
+from electra_fast.finetuning.readers.answer_places import CHARACTERS, Annotation, offset_unit, place_answer
+from electra_fast.finetuning.readers.bad_rows import BadRows
+from electra_fast.finetuning.readers.question_entries import (
     Columns,
     Entry,
     JsonObject,
@@ -31,8 +30,9 @@ from electra_fast.finetuning.question_entries import (
     json_objects,
     question_of,
 )
-from electra_fast.finetuning.tables import Quoting, abbreviated
+from electra_fast.finetuning.readers.tables import Quoting, abbreviated
 from electra_fast.finetuning.task import Answer, Split, Task, TaskData, check_dev_fraction, select
+from electra_fast.finetuning.tasks.answer_scores import is_unspaced
 
 # SQuAD's files by split. A pattern counts if those before it match nothing.
 PATTERNS = {"train": ("train*.json",), "dev": ("dev*.json", "validation*.json"), "test": ("test*.json",)}

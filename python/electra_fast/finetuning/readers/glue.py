@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.tables import abbreviated, class_names, iterate_cells, open_table, place, there_are
+from electra_fast.finetuning.readers.tables import abbreviated, class_names, iterate_cells, open_table, place, there_are
 from electra_fast.finetuning.task import Split, Task, TaskData, select
 
 LABEL_COLUMNS = ("gold_label", "Quality", "is_duplicate", "score", "label")

@@ -22,11 +22,11 @@ from electra_fast.files.json_files import read_object
 from electra_fast.finetuning import batches
 from electra_fast.finetuning.batches import EncodedExamples, PackedBatch
 from electra_fast.finetuning.config import FinetuneConfig, FinetuningConfig
-from electra_fast.finetuning.method import Features, Method
-from electra_fast.finetuning.methods import METHODS
-from electra_fast.finetuning.step import FinetuningWork, TaskBackward
 from electra_fast.finetuning.task import Split, Task, TaskData, class_sizes
-from electra_fast.finetuning.training_set import TrainingSet
+from electra_fast.finetuning.tasks import METHODS
+from electra_fast.finetuning.tasks.task_type import Features, Method
+from electra_fast.finetuning.training.step import FinetuningWork, TaskBackward
+from electra_fast.finetuning.training.training_set import TrainingSet
 from electra_fast.huggingface.encoder import PretrainedEncoder
 from electra_fast.model.attention_choice import choose_attention
 from electra_fast.model.compute import DTYPES, ComputeConfig, choose_precision

@@ -18,9 +18,9 @@ from typing import Any
 
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import parse_json
-from electra_fast.finetuning.answer_places import Annotation
-from electra_fast.finetuning.bad_rows import BadRows
-from electra_fast.finetuning.tables import (
+from electra_fast.finetuning.readers.answer_places import Annotation
+from electra_fast.finetuning.readers.bad_rows import BadRows
+from electra_fast.finetuning.readers.tables import (
     Quoting,
     abbreviated,
     check_columns,

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from electra_fast.finetuning.tag_schemes import PREFIXES
+from electra_fast.finetuning.readers.tag_schemes import PREFIXES
 
 # Letters and words for the place of a word in its entity.
 _PLACES = PREFIXES | {"BEGIN": "B", "BEGINNING": "B", "START": "B", "INSIDE": "I", "MIDDLE": "I", "END": "E"}
