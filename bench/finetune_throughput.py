@@ -31,11 +31,11 @@ from electra_fast import checkpoint
 from electra_fast.files.checkpoint_folder import TrainState
 from electra_fast.finetuning import batches
 from electra_fast.finetuning.config import recipe_config
+from electra_fast.finetuning.model_folder import Finetuned, write_finetuned
 from electra_fast.finetuning.readers import glue
 from electra_fast.finetuning.training.job import Job, make_job
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids, write_tokenizer
 from electra_fast.model.compute import choose_device
 from electra_fast.model.matmul import use_matmul

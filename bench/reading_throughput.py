@@ -27,11 +27,11 @@ from finetune_throughput import make_data, make_encoder
 from lib.results import Results, measured_by_child, parse_arguments, processor
 
 import electra_fast as ef
-from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.model_folder import Finetuned, write_finetuned
 from electra_fast.finetuning.readers.question_files import iterate_questions
-from electra_fast.finetuning.tasks import METHODS
+from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.huggingface.encoder import load_encoder
-from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 
 LENGTH, STRIDE = 384, 128  # what the pipeline takes by default, and the longest that it takes of a model of 512
@@ -51,8 +51,8 @@ def make_model(options: argparse.Namespace, kind: str) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     length = min(LENGTH, encoder.shape.max_positions)
-    config = FinetuneConfig(sequence_length=length, doc_stride=STRIDE)
-    model = METHODS[kind].model(encoder.shape, config, len(LABELS[kind]))
+    config = FinetuneSection(sequence_length=length, doc_stride=STRIDE)
+    model = TASK_TYPES[kind].model(encoder.shape, config, len(LABELS[kind]))
     model.load_encoder(encoder.state)
     model.initialize_head(0)
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}

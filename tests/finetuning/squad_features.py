@@ -11,7 +11,7 @@ import numpy as np
 import squad_transcription as transcription
 
 from electra_fast.data.corpus import Tokenizer
-from electra_fast.finetuning.chunks import max_context
+from electra_fast.finetuning.encoding import max_context
 from electra_fast.finetuning.task import Answer
 from electra_fast.finetuning.tasks.answer_search import SpanScores, search
 from electra_fast.finetuning.tasks.question_features import QuestionFeatures, question_features, training_targets

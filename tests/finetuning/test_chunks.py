@@ -3,7 +3,7 @@
 import pytest
 import squad_transcription as transcription
 
-from electra_fast.finetuning.chunks import chunk_spans, max_context
+from electra_fast.finetuning.encoding import chunk_spans, max_context
 
 
 @pytest.mark.parametrize(

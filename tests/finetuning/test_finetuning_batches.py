@@ -9,18 +9,11 @@ import pytest
 from transformers import AutoTokenizer
 
 import electra_fast as ef
-from electra_fast.finetuning.batches import (
-    ROW_MULTIPLE,
-    EncodedExamples,
-    encode,
-    num_steps,
-    pack,
-    pack_static,
-    training_order,
-)
-from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.batches import ROW_MULTIPLE, num_steps, pack, pack_static, training_order
+from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.encoding import EncodedExamples, encode
 
-PUBLISHED = FinetuneConfig(order="buffer")
+PUBLISHED = FinetuneSection(order="buffer")
 
 
 def published_truncation(a, b, room):
@@ -70,18 +63,18 @@ def test_ids_are_those_of_transformers(tiny_vocab, tmp_path, count):
     ids=["cola", "mrpc", "stsb", "rte", "sst2", "qnli", "mnli"],
 )  # fmt: skip
 def test_steps_are_those_of_the_published_code(examples, epochs, steps):
-    assert num_steps(FinetuneConfig(epochs=float(epochs)), examples) == steps
+    assert num_steps(FinetuneSection(epochs=float(epochs)), examples) == steps
 
 
 def test_every_epoch_is_a_new_order_of_all_examples():
-    order = training_order(FinetuneConfig(epochs=3.0, batch_size=8), 20, seed=1)
+    order = training_order(FinetuneSection(epochs=3.0, batch_size=8), 20, seed=1)
     assert order.shape == (9, 8)
     epochs = order.reshape(3, 24)
     for epoch in epochs:
         assert sorted(epoch[:20].tolist()) == list(range(20)) and (epoch[20:] == -1).all()
     assert len({tuple(epoch.tolist()) for epoch in epochs}) == 3
-    assert (order == training_order(FinetuneConfig(epochs=3.0, batch_size=8), 20, seed=1)).all()
-    assert (order != training_order(FinetuneConfig(epochs=3.0, batch_size=8), 20, seed=2)).any()
+    assert (order == training_order(FinetuneSection(epochs=3.0, batch_size=8), 20, seed=1)).all()
+    assert (order != training_order(FinetuneSection(epochs=3.0, batch_size=8), 20, seed=2)).any()
 
 
 def test_the_published_order_goes_through_a_buffer_of_100():
@@ -105,7 +98,7 @@ def test_the_published_order_goes_through_a_buffer_of_100():
 
 def test_a_buffer_never_holds_more_than_its_stream():
     """With fewer examples than the buffer has places, it holds several copies, as the published code's does."""
-    order = training_order(FinetuneConfig(order="buffer", batch_size=4), 5, seed=0)
+    order = training_order(FinetuneSection(order="buffer", batch_size=4), 5, seed=0)
     assert order.shape == (6, 4) and set(order.flatten().tolist()) <= {-1, 0, 1, 2, 3, 4}
 
 

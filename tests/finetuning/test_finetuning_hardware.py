@@ -15,8 +15,8 @@ import electra_fast as ef
 from electra_fast.finetuning import inference
 from electra_fast.finetuning.config import FinetuningConfig
 from electra_fast.finetuning.error_detection import load_error_detector
-from electra_fast.finetuning.model import SequenceClassifier
 from electra_fast.finetuning.readers import glue
+from electra_fast.finetuning.tasks.classification import SequenceClassifier
 from electra_fast.finetuning.training import job as job_module
 from electra_fast.finetuning.training.step import TaskBackward
 from electra_fast.huggingface.encoder import load_encoder

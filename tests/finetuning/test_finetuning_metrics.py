@@ -10,8 +10,8 @@ from sklearn.dummy import DummyClassifier
 
 from electra_fast.errors import TrainingFailed
 from electra_fast.finetuning.task import Split, Task
-from electra_fast.finetuning.tasks import METHODS
-from electra_fast.finetuning.tasks.metrics import collapse, majority_outputs, scores
+from electra_fast.finetuning.tasks import TASK_TYPES
+from electra_fast.finetuning.tasks.classification import Classification, MultiLabel, Regression
 
 TARGETS = np.array([0, 0, 1, 1, 1, 0])
 CLASSES = np.array([0, 1, 1, 1, 0, 0])  # 2 of each right, 1 of each wrong
@@ -19,6 +19,14 @@ CLASSES = np.array([0, 1, 1, 1, 0, 0])  # 2 of each right, 1 of each wrong
 
 def task_of(name, kind="classification", metric="accuracy", labels=("0", "1"), scale=1.0):
     return Task(name=name, kind=kind, labels=labels, metric=metric, scale=scale)
+
+
+def scores(task, targets, outputs):
+    return TASK_TYPES[task.kind].metrics(task, targets, outputs)
+
+
+def majority_outputs(task, targets, count):
+    return TASK_TYPES[task.kind].majority_outputs(task, targets, count)
 
 
 def logits(classes, num_classes=2):
@@ -66,7 +74,7 @@ def test_examples_without_a_label_do_not_count(kind):
     task = task_of("classification", kind, {"regression": "pearson", "multi-label": "f1_micro"}.get(kind, "accuracy"))
     texts, ids = [("x",)] * 3, ["0", "1", "2"]
     split = Split(name="test", path=Path("test"), texts=texts, targets=targets, ids=ids)
-    assert METHODS[kind].scores(task, split, None, outputs, {})[task.metric] == 1
+    assert TASK_TYPES[kind].scores(task, split, None, outputs, {})[task.metric] == 1
 
 
 def test_f1_is_of_class_one():
@@ -144,17 +152,18 @@ def test_outputs_that_are_no_numbers_fail(bad):
 
 def test_a_collapsed_classifier_is_named():
     task = task_of("rte", labels=("yes", "no"))
-    line = collapse(task, logits([1, 1, 1]))
+    line = Classification().warning(task, logits([1, 1, 1]))
     assert line == (
         "all 3 predictions are the class 'no': "
         "try a lower finetune.learning_rate, more finetune.epochs, or another seed"
     )
-    assert collapse(task, logits([1, 0, 1])) is None
-    assert collapse(task, logits([1])) is None
-    assert collapse(task_of("classification", "multi-label"), -np.ones((3, 2))) is None
+    assert Classification().warning(task, logits([1, 0, 1])) is None
+    assert Classification().warning(task, logits([1])) is None
+    assert MultiLabel().warning(task_of("classification", "multi-label"), -np.ones((3, 2))) is None
 
 
 def test_a_collapsed_regression_is_named():
     task = task_of("stsb", "regression", "spearman", (), scale=5.0)
-    assert collapse(task, np.array([2.51, 2.5, 2.52])).startswith("all 3 predictions are about 2.51: try a lower")
-    assert collapse(task, np.array([2.0, 2.5, 3.0])) is None
+    outputs = np.array([[2.51], [2.5], [2.52]]) / task.scale
+    assert Regression().warning(task, outputs).startswith("all 3 predictions are about 2.51: try a lower")
+    assert Regression().warning(task, np.array([[0.4], [0.5], [0.6]])) is None

@@ -6,8 +6,7 @@ import pytest
 
 from electra_fast.config.config import Config
 from electra_fast.errors import InputError
-from electra_fast.finetuning.config import FinetuneConfig, recipe_config
-from electra_fast.finetuning.optimization import lr_factors
+from electra_fast.finetuning.config import FinetuneSection, lr_factors, recipe_config
 from electra_fast.finetuning.training.step import FinetuningWork
 from electra_fast.optimizers.optimizer import lr_scale
 
@@ -21,14 +20,14 @@ def names_of(shape):
 
     from electra_fast.model.compute import ComputeConfig
 
-    work = FinetuningWork(shape, FinetuneConfig(), "classification", 2, ComputeConfig("sdpa", torch.float32))
+    work = FinetuningWork(shape, FinetuneSection(), "classification", 2, ComputeConfig("sdpa", torch.float32))
     with torch.device("meta"):
         return [name for name, _ in work.model().named_parameters()]
 
 
 def test_google_rates_by_depth():
     """Derivation in `lr_factors`: d ** (n + 2 - depth), embeddings at 0, layer i at i + 1, the head at n + 2."""
-    factors = lr_factors(names_of(SMALL), 12, FinetuneConfig(layer_decay=0.8, layer_decay_form="google"))
+    factors = lr_factors(names_of(SMALL), 12, FinetuneSection(layer_decay=0.8, layer_decay_form="google"))
     assert factors["embeddings.token"] == factors["encoder.projection.weight"] == pytest.approx(0.044, abs=5e-4)
     assert factors["embeddings.norm.bias"] == factors["embeddings.token"]
     assert factors["encoder.layers.0.qkv.weight"] == pytest.approx(0.055, abs=5e-4)
@@ -37,37 +36,37 @@ def test_google_rates_by_depth():
     large = lr_factors(
         ["embeddings.token", "encoder.layers.23.qkv.weight"],
         24,
-        FinetuneConfig(layer_decay=0.9, layer_decay_form="google"),
+        FinetuneSection(layer_decay=0.9, layer_decay_form="google"),
     )
     assert list(large.values()) == pytest.approx([0.0646, 0.81], rel=1e-3)
 
 
 def test_paper_rates_have_no_leftover_depth():
-    factors = lr_factors(names_of(SMALL), 12, FinetuneConfig(layer_decay=0.8, layer_decay_form="paper"))
+    factors = lr_factors(names_of(SMALL), 12, FinetuneSection(layer_decay=0.8, layer_decay_form="paper"))
     assert factors["encoder.layers.11.qkv.weight"] == pytest.approx(0.8)
     assert factors["embeddings.token"] == pytest.approx(0.8**13) and factors["head.classifier.bias"] == 1
 
 
 def test_modern_norms_have_the_depth_of_what_they_norm():
     shape = Config.preset("small", "modern").replace({"model": {"vocab_size": 100}}).model
-    factors = lr_factors(names_of(shape), 12, FinetuneConfig(layer_decay=0.5))
+    factors = lr_factors(names_of(shape), 12, FinetuneSection(layer_decay=0.5))
     assert factors["encoder.input_norm.weight"] == factors["embeddings.token"] == 0.5**13
     assert factors["encoder.output_norm.weight"] == factors["encoder.layers.11.geglu_in.weight"] == 0.5
 
 
 def test_product_schedule_of_the_published_code():
-    config, total = FinetuneConfig(schedule="product", warmup_fraction=0.1), 804
+    config, total = FinetuneSection(schedule="product", warmup_fraction=0.1), 804
     scales = [lr_scale(config, t, total) for t in range(total)]
     assert scales[0] == 0 and scales[40] == pytest.approx((1 - 40 / 804) * 40 / 80.4)
     assert max(scales) == pytest.approx(0.9, abs=0.002) and scales[-1] == pytest.approx(1 / 804)
 
 
 def test_linear_schedule():
-    config = FinetuneConfig(schedule="linear", warmup_fraction=0.1)
+    config = FinetuneSection(schedule="linear", warmup_fraction=0.1)
     scales = [lr_scale(config, t, 100) for t in range(100)]
     assert scales[:2] == pytest.approx([0.1, 0.2]) and max(scales) == scales[9] == 1
     assert scales[-1] == pytest.approx(1 / 90)
-    assert lr_scale(FinetuneConfig(warmup_fraction=0.0), 0, 10) == 1
+    assert lr_scale(FinetuneSection(warmup_fraction=0.0), 0, 10) == 1
 
 
 TABLE_6 = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6, "warmup_fraction": 0.1, "batch_size": 32, "dropout": 0.1}

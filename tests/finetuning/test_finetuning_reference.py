@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, ElectraForSequenceClassification, Electr
 import electra_fast as ef
 from electra_fast.finetuning.batches import training_order
 from electra_fast.finetuning.config import recipe_config
-from electra_fast.finetuning.model import SequenceClassifier
+from electra_fast.finetuning.tasks.classification import SequenceClassifier
 from electra_fast.huggingface.encoder import load_encoder
 
 MAX_LENGTH = 24
@@ -32,7 +32,7 @@ class Reference(torch.nn.Module):
     def __init__(self, folder, head, num_outputs, seed):
         super().__init__()
         self.electra = ElectraModel.from_pretrained(folder).eval()
-        ours = SequenceClassifier(load_encoder(folder).shape, head, num_outputs)
+        ours = SequenceClassifier(load_encoder(folder).shape, head, num_outputs, F.mse_loss)
         ours.initialize_head(seed)
         own = dict(ours.head.named_parameters())
         self.head = torch.nn.ParameterDict({name.replace(".", "_"): p.detach().clone() for name, p in own.items()})

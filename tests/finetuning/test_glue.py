@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.errors import InputError, TrainingFailed
-from electra_fast.finetuning.readers import glue, submission
+from electra_fast.finetuning.readers import glue
+from electra_fast.finetuning.tasks.classification import Regression
 
 PARSES = "sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse".split()
 MNLI = ["index", "promptID", "pairID", "genre", *PARSES, "sentence1", "sentence2"]
@@ -394,8 +395,8 @@ def test_submissions_hold_the_words_of_the_task(tmp_path, name, predictions):
     data = glue.read(name, write_task(tmp_path, name))
     outputs = np.array([[0.0, 1, -1], [2, 1, -1]])[:, : len(data.task.labels)]
     for split in data.test:
-        path = tmp_path / submission.submission_name(data.task, split)
-        submission.write_submission(path, data.task, split, outputs)
+        path = tmp_path / glue.submission_name(data.task, split)
+        glue.write_submission(path, data.task, split, outputs)
         assert path.read_text() == f"index\tprediction\n7\t{predictions[0]}\n8\t{predictions[1]}\n"
 
 
@@ -403,10 +404,10 @@ def test_similarities_are_clipped(tmp_path):
     data = glue.read("stsb", write_task(tmp_path, "stsb"))
     path = tmp_path / "STS-B.tsv"
     for outputs, lines in (([-0.3, 5.2], "7\t0.000\n8\t5.000\n"), ([-0.0, 1.23456], "7\t0.000\n8\t1.235\n")):
-        submission.write_submission(path, data.task, data.test[0], outputs)
+        glue.write_submission(path, data.task, data.test[0], np.array(outputs))
         assert path.read_text() == f"index\tprediction\n{lines}"
     with pytest.raises(TrainingFailed, match="1 of 2 examples are not finite"):
-        submission.write_submission(path, data.task, data.test[0], [np.nan, 1])
+        Regression().write_predictions(path, data.task, data.test[0], None, np.array([[np.nan], [1]]))
 
 
 def test_submissions_are_named_as_the_server_expects(tmp_path):
@@ -414,6 +415,6 @@ def test_submissions_are_named_as_the_server_expects(tmp_path):
     names = []
     for name, folder in FOLDERS.items():
         data = glue.read(name, write_task(tmp_path / folder, name))
-        names += [submission.submission_name(data.task, split) for split in data.test]
+        names += [glue.submission_name(data.task, split) for split in data.test]
     stems = "CoLA SST-2 MRPC STS-B QQP MNLI-m MNLI-mm AX QNLI RTE WNLI".split()
     assert names == [f"{stem}.tsv" for stem in stems]

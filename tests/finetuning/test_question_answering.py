@@ -9,7 +9,7 @@ from tiny_reading import SETTINGS, articles, flags, questions_of
 
 import electra_fast as ef
 from electra_fast.errors import InputError
-from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.readers.question_files import read_questions
 from electra_fast.finetuning.tasks.question_answering import QuestionAnswering
 
@@ -163,7 +163,7 @@ def test_answers_that_are_too_long_are_counted(tiny_vocab, tmp_path):
     rows = [{"context": context, "question": "which?", "answers": [gold]} for gold in golds]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = read_questions(tmp_path / "own.jsonl", tmp_path / "own.jsonl", None)
-    config = FinetuneConfig(sequence_length=64, max_query_length=8, doc_stride=16, max_answer_length=20)
+    config = FinetuneSection(sequence_length=64, max_query_length=8, doc_stride=16, max_answer_length=20)
     method, tokenizer = QuestionAnswering(), ef.Tokenizer(tiny_vocab)
     chunks = method.training_set(tokenizer, data.task, data.train, config)
     _, long, nowhere = method.describe(data.train, chunks, config)

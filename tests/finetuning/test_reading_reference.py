@@ -20,7 +20,7 @@ import electra_fast as ef
 from electra_fast.finetuning.batches import training_order
 from electra_fast.finetuning.config import recipe_config
 from electra_fast.finetuning.readers.question_files import read_squad
-from electra_fast.finetuning.tasks import METHODS
+from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.tasks.question_features import question_features, training_targets
 from electra_fast.huggingface.encoder import load_encoder
 
@@ -34,7 +34,7 @@ class Reference(torch.nn.Module):
     def __init__(self, folder, kind, config, num_outputs):
         super().__init__()
         self.electra = ElectraModel.from_pretrained(folder).eval()
-        ours = METHODS[kind].model(load_encoder(folder).shape, config, num_outputs)
+        ours = TASK_TYPES[kind].model(load_encoder(folder).shape, config, num_outputs)
         ours.initialize_head(0)
         own = dict(ours.head.named_parameters())
         self.head = torch.nn.ParameterDict({name.replace(".", "_"): p.detach().clone() for name, p in own.items()})
@@ -74,7 +74,8 @@ def test_an_epoch_of_squad_equals_the_recipe_written_out(tmp_path, encoder_folde
     ef.finetune(name, model=encoder_folder, data=data, out=tmp_path / "out", recipe=recipe, overrides=overrides)
     folder = tmp_path / "out" / name / "seed-0" / "model"
 
-    config = recipe_config(recipe, name, load_encoder(encoder_folder).shape, overrides).finetune
+    defaults = TASK_TYPES["question-answering"].defaults
+    config = recipe_config(recipe, name, load_encoder(encoder_folder).shape, overrides, defaults).finetune
     train, tokenizer = read_squad(name, data).train, ef.Tokenizer(folder)
     features = question_features(tokenizer, train.texts, sequence_length=48, doc_stride=12, max_query_length=16)
     targets = torch.tensor(training_targets(tokenizer, features, list(train.targets)))

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from tiny_task import save_encoder
 from transformers import AutoModel
 
-from electra_fast.finetuning.batches import EncodedExamples, pack, pack_static
+from electra_fast.finetuning.batches import pack, pack_static
+from electra_fast.finetuning.encoding import EncodedExamples
 from electra_fast.finetuning.inference import example_predictions
-from electra_fast.finetuning.inputs import Inputs
+from electra_fast.finetuning.model import Inputs
 from electra_fast.finetuning.tasks.span_model import JointReader, TwoLogitReader
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.model.attention_choice import choose_attention

@@ -9,7 +9,7 @@ from seqeval import metrics as seqeval_metrics
 from sklearn import metrics as sklearn_metrics
 
 from electra_fast.finetuning.task import Task
-from electra_fast.finetuning.tasks.tag_scores import tag_scores
+from electra_fast.finetuning.tasks.tagging import tag_scores
 
 IOB2 = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
 

@@ -14,10 +14,10 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, Electra
 import electra_fast as ef
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
-from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.prediction_input import Source, open_examples
 from electra_fast.finetuning.readers.tag_files import read_tagging
-from electra_fast.finetuning.tasks import METHODS
+from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.tasks.tagging import Tagging
 
 
@@ -91,7 +91,7 @@ def test_letters_that_share_a_token_are_in_one_entity(tmp_path):
     )
     train = tmp_path / "train.jsonl"
     train.write_text(json.dumps({"text": "タワーのタワー", "spans": [[0, 3, "X"], [4, 7, "X"]]}) + "\n")
-    data, method, config = read_tagging(train, train, None), Tagging(), FinetuneConfig()
+    data, method, config = read_tagging(train, train, None), Tagging(), FinetuneSection()
     tokenizer = Tokenizer(tmp_path)
     features = method.features(tokenizer, data.train, config)
     targets = method.training_set(tokenizer, data.task, data.train, config).targets
@@ -165,7 +165,7 @@ def test_a_tagger_from_elsewhere(encoder_folder, tmp_path):
 )
 def test_a_pipe_is_predicted_as_the_file(tmp_path, name, content):
     def examples(path):
-        with open_examples(METHODS["tagging"], Source(path=path)) as found:
+        with open_examples(TASK_TYPES["tagging"], Source(path=path)) as found:
             return [example for example, _ in found.rows]
 
     (tmp_path / name).write_text(content)
@@ -185,7 +185,7 @@ def test_bad_rows_of_what_is_copied_are_said(tmp_path):
     (tmp_path / "a.dat").write_text(f"{row}\n{{broken\n{row}\n")
     for allowed in (0, 1):
         source = Source(path=tmp_path / "a.dat", format=".jsonl", skip_bad_rows=allowed)
-        with open_examples(METHODS["tagging"], source) as found:
+        with open_examples(TASK_TYPES["tagging"], source) as found:
             if not allowed:
                 with pytest.raises(InputError, match="line 2: not a JSON object"):
                     list(found.rows)

@@ -1,7 +1,7 @@
-"""Tokenized examples, the order in which training reads them, and batches packed into rows without padding.
+"""Batches packed into rows without padding, the order in which training reads examples, and their targets.
 
 A batch's examples lie one after another in the flat buffer of tokens that the encoder reads, as segments of a few
-rows of nearly equal length. Everything here is numpy; `step` makes tensors of it.
+rows of nearly equal length. Everything here is numpy; `model.Inputs` makes tensors of it.
 
 Shapes: n examples, R rows, L row length, S segments (a row's padding is one).
 """
@@ -12,16 +12,14 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from electra_fast.data.corpus import Tokenizer
-from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.encoding import EncodedExamples, Ints
 
-Ints = NDArray[Any]
 # Length of the published code's shuffle buffer.
 SHUFFLE_BUFFER = 100
 # Length of a row: at least so many tokens, and so many examples of average length. On a CPU all tokens of a row attend
@@ -31,92 +29,14 @@ ROW_TOKENS, ROW_EXAMPLES = 64, 3
 LONG_ROW = 192
 # Rows of static batches come in multiples of this: more make fewer graphs, and more padding.
 ROW_MULTIPLE = 4
-# Texts that are tokenized together.
-_CHUNK = 8192
 
 
-@dataclass(frozen=True)
-class EncodedExamples:
-    """Token ids of examples, each `[CLS] text [SEP]` or `[CLS] text [SEP] second text [SEP]`.
-
-    Args:
-        ids: Of all examples, one after another, int32.
-        token_types: 1 for the second text and its [SEP], else 0; int32.
-        offsets: Where each example begins in them, and the end of the last; int64 [n + 1].
-        num_truncated: How many examples were too long.
-        empty: Indices of the examples without a token of text.
-    """
-
-    ids: Ints
-    token_types: Ints
-    offsets: Ints
-    num_truncated: int
-    empty: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @cached_property
-    def lengths(self) -> Ints:
-        """Tokens of each example."""
-        return np.diff(self.offsets)
-
-
-def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, ...]], max_length: int) -> EncodedExamples:
-    """Tokenizes examples of one or two texts each, truncated to `max_length` tokens.
-
-    Of a pair the longer text loses its last token until both fit; of two equally long ones the second.
-    """
-    special = tokenizer.special_tokens
-    cls, sep = [special["cls"]], [special["sep"]]
-    ids: list[Ints] = []
-    token_types: list[Ints] = []
-    num_truncated, empty = 0, []
-    for start in range(0, len(texts), _CHUNK):
-        chunk = texts[start : start + _CHUNK]
-        parts = iter(tokenizer.encode_batch([text for example in chunk for text in example]))
-        for index, example in enumerate(chunk, start):
-            own = [next(parts) for _ in example]
-            lengths = _truncated_lengths([len(part) for part in own], max_length - 1 - len(own))
-            num_truncated += sum(lengths) < sum(map(len, own))
-            if not sum(lengths):
-                empty.append(index)
-            pieces: list[Any] = [cls]
-            for part, length in zip(own, lengths, strict=True):
-                pieces += [part[:length], sep]
-            ids.append(np.concatenate(pieces).astype(np.int32))
-            types = np.zeros(len(ids[-1]), np.int32)
-            types[2 + lengths[0] :] = 1
-            token_types.append(types)
-    offsets = np.zeros(len(texts) + 1, np.int64)
-    np.cumsum([len(each) for each in ids], out=offsets[1:])
-    return EncodedExamples(_joined(ids), _joined(token_types), offsets, num_truncated, tuple(empty))
-
-
-def _joined(arrays: list[Ints]) -> Ints:
-    return np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
-
-
-def _truncated_lengths(lengths: list[int], room: int) -> list[int]:
-    if len(lengths) == 1:
-        return [min(lengths[0], room)]
-    first, second = lengths
-    if first + second <= room:
-        return lengths
-    # Taking tokens from the longer one, from the second at a tie, ends here.
-    if second <= room // 2:
-        return [room - second, second]
-    if first <= room - room // 2:
-        return [first, room - first]
-    return [room - room // 2, room // 2]
-
-
-def num_steps(config: FinetuneConfig, num_examples: int) -> int:
+def num_steps(config: FinetuneSection, num_examples: int) -> int:
     """Optimizer steps: whole batches per epoch, the last one filled up, times the epochs."""
     return max(1, math.ceil(math.ceil(num_examples / config.batch_size) * config.epochs))
 
 
-def training_order(config: FinetuneConfig, num_examples: int, seed: int) -> Ints:
+def training_order(config: FinetuneSection, num_examples: int, seed: int) -> Ints:
     """Which examples each step reads, int64 [steps, batch_size]; -1 where there is none.
 
     `shuffle`: each epoch is a new order, and its last batch has what is left. `buffer`, as the published code: one
@@ -271,3 +191,56 @@ def _packed(encoded: EncodedExamples, examples: Ints, rows: list[list[int]], wid
         int(lengths[items].max(initial=1)),
         int(lengths[items].sum()),
     )
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """The examples of a step, or of one process' part of it: their tokens, targets, and weights in the loss."""
+
+    packed: PackedBatch
+    targets: NDArray[Any]
+    weights: NDArray[Any]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """A step's examples in one part per process, and the seed that with the step's number decides the dropout masks."""
+
+    parts: list[TrainingBatch]
+    seed: int
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """Tokenized training examples with their targets, and what each counts in the loss.
+
+    Args:
+        encoded: The examples.
+        targets: Of each example, [n, ...], or of each token of `encoded.ids`.
+        weights: Likewise, float64 of one dimension; 0 where there is no target.
+        per_token: Whether they are the tokens'.
+    """
+
+    encoded: EncodedExamples
+    targets: NDArray[Any]
+    weights: NDArray[Any]
+    per_token: bool = False
+
+    def batch(self, parts: Sequence[PackedBatch], chosen: NDArray[Any], reduction: str, seed: int) -> StepBatch:
+        """The examples `chosen`, packed in `parts`; `reduction` is `finetune.loss_reduction`."""
+        places = [part.sources if self.per_token else _chosen(chosen, part.examples) for part in parts]
+        weights = [self.weights[place] * (place >= 0) for place in places]
+        total = sum(each.sum() for each in weights)
+        scale = total if reduction == "mean" and total > 0 else 1.0
+        return StepBatch(
+            [
+                TrainingBatch(part, self.targets[place], (each / scale).astype(np.float32))
+                for part, place, each in zip(parts, places, weights, strict=True)
+            ],
+            seed,
+        )
+
+
+def _chosen(chosen: NDArray[Any], examples: NDArray[Any]) -> NDArray[Any]:
+    """The training examples of a part; -1 where there is none."""
+    return np.where(examples >= 0, chosen[examples], -1)

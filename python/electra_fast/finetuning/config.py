@@ -1,8 +1,9 @@
-"""How an encoder is fine-tuned: the keys of `[finetune]`, and the recipes that set them by task and size."""
+"""Configuration of fine-tuning: the section `[finetune]`, and recipes that set its keys by task and encoder size."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,8 +16,8 @@ DEFAULT_RECIPE = "fast"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneConfig(Section):
-    """`[finetune]`: everything that the result depends on besides the data, the encoder and the seed."""
+class FinetuneSection(Section):
+    """`[finetune]`: all that the result depends on besides the data, the encoder and the seed."""
 
     learning_rate: float = config_key(3e-4, "peak learning rate, of the head", low=0, open_low=True)
     layer_decay: float = config_key(0.9, "factor of the learning rate per layer below the head", low=0, high=1)
@@ -93,9 +94,9 @@ class FinetuneConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuningConfig(Configuration):
-    """A fine-tuning's whole configuration."""
+    """The whole configuration: its only section."""
 
-    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    finetune: FinetuneSection = field(default_factory=FinetuneSection)
 
 
 # Table 6 of the paper.
@@ -122,24 +123,31 @@ RECIPES: dict[str, dict[str, Scalar]] = {"paper": _PAPER, "google": _GOOGLE, "fa
 # Tasks whose small training sets the paper and its code read ten times, and those whose pairs have no order.
 _LONG = {"rte", "stsb"}
 _SYMMETRIC = {"mrpc", "stsb"}
-_QUESTIONS = {"squad1", "squad2", "question-answering"}
-_SEQUENCE_LENGTHS = dict.fromkeys(_QUESTIONS, 512) | {"tagging": 256}
+_LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
 
 
-def recipe_config(recipe: str, task: str, shape: ModelConfig, overrides: Mapping[str, str]) -> FinetuningConfig:
-    """A recipe (`paper`, `google`, `fast`) for a task and an encoder of this shape, with keys of the command line.
+def recipe_config(
+    recipe: str,
+    task: str,
+    shape: ModelConfig,
+    overrides: Mapping[str, str],
+    type_defaults: Mapping[str, Scalar] | None = None,
+) -> FinetuningConfig:
+    """Returns a recipe (`paper`, `google`, `fast`) for a task and an encoder of this shape.
 
-    Raises ValueError for an unknown recipe, key or value.
+    `type_defaults` are those of the task's type, and `overrides` keys of the command line. Raises InputError for an
+    unknown recipe, key or value.
     """
     if recipe not in RECIPES:
         raise InputError(f"unknown recipe {recipe!r}{did_you_mean(recipe, RECIPES)}")
     keys = RECIPES[recipe] | _by_encoder(recipe, shape) | _by_task(recipe, task)
-    longest = min(_SEQUENCE_LENGTHS.get(task, 128), shape.max_positions)
-    return FinetuningConfig().replace({"finetune": keys | {"sequence_length": longest}}).override(overrides)
+    keys = {"sequence_length": FinetuneSection.sequence_length} | keys | dict(type_defaults or {})
+    keys["sequence_length"] = min(int(keys["sequence_length"]), shape.max_positions)
+    return FinetuningConfig().replace({"finetune": keys}).override(overrides)
 
 
 def _by_encoder(recipe: str, shape: ModelConfig) -> dict[str, Scalar]:
-    """Learning rate and layer decay for an encoder as large as small, base or large; `fast` has the encoder's dropout.
+    """Returns learning rate and layer decay by the encoder's size; `fast` also takes the encoder's dropout.
 
     `fast` differs from the paper where measurements did (bench/LOG.md), on five tasks with a small encoder.
     """
@@ -153,8 +161,29 @@ def _by_encoder(recipe: str, shape: ModelConfig) -> dict[str, Scalar]:
 
 def _by_task(recipe: str, task: str) -> dict[str, Scalar]:
     keys: dict[str, Scalar] = {"epochs": 10.0 if task in _LONG and recipe != "fast" else 3.0}
-    if task in _QUESTIONS:
-        keys |= {"epochs": 2.0, "head_dropout": 0.0}
     if recipe == "google":
         keys["both_orders"] = task in _SYMMETRIC
     return keys
+
+
+def lr_factors(names: Iterable[str], num_layers: int, config: FinetuneSection) -> dict[str, float]:
+    """What the learning rate of each parameter is multiplied by: layer_decay to the power of its distance to the head.
+
+    The published code gives embeddings and their projection depth 0, layer i (0-based) depth i + 1, and the head depth
+    n + 2 with n the number of layers, so that the exponent n + 2 - depth is 2 in the top layer and n + 2 in the
+    embeddings: with n = 12 and a decay of 0.8, 0.64 and 0.044. No layer has depth n + 1, which the code's author calls
+    a leftover; in the form `paper` the head takes that depth, and all exponents but its own are one less.
+
+    A modern encoder's first norm counts as embeddings, its last one, whose input is the top layer's, as the top layer.
+    """
+    head_depth = num_layers + (2 if config.layer_decay_form == "google" else 1)
+    factors = {}
+    for name in names:
+        if match := _LAYER.match(name):
+            depth = int(match[1]) + 1
+        elif name.startswith("head."):
+            depth = head_depth
+        else:
+            depth = num_layers if name.startswith("encoder.output_norm.") else 0
+        factors[name] = config.layer_decay ** (head_depth - depth)
+    return factors

@@ -9,7 +9,6 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,27 +19,23 @@ from electra_fast import checkpoint
 from electra_fast.config.config import AUTO
 from electra_fast.data.corpus import Pieces, Tokenizer
 from electra_fast.errors import InputError
-from electra_fast.finetuning.chunks import text_chunks
-from electra_fast.finetuning.inference import choose_inference, token_predictions
-from electra_fast.finetuning.inputs import Inputs
-from electra_fast.finetuning.model import EncoderWithHead
+from electra_fast.finetuning.encoding import text_chunks
+from electra_fast.finetuning.inference import choose_inference, rounded, token_predictions
+from electra_fast.finetuning.model import EncoderWithHead, Inputs
 from electra_fast.finetuning.prediction_input import ExampleReader
 from electra_fast.finetuning.readers.tables import Row, text_of
-from electra_fast.finetuning.tasks.answers import Answer, rounded
+from electra_fast.finetuning.task import Prediction
 from electra_fast.huggingface.config import own_config, read_table, role_shape
 from electra_fast.huggingface.folder import read_models
 from electra_fast.huggingface.source import checkpoint_of, folders_of, tokenizer_folder
 from electra_fast.model.compute import ComputeConfig, Precision, choose_device
 from electra_fast.model.model import Electra
 
-Ints = NDArray[Any]
 ROLE = "discriminator"
 
 
 class ReplacedTokenDetector(EncoderWithHead):
     """The discriminator of a pre-trained model, with the head that it was pre-trained with."""
-
-    per_token = True
 
     def __init__(self, model: Electra) -> None:
         super().__init__(role_shape(model.config, ROLE), model.discriminator_head)
@@ -89,7 +84,7 @@ class ErrorDetector(ExampleReader):
         """A text."""
         return text_of(path, line, row, columns[0])
 
-    def predict(self, texts: Iterable[str]) -> list[Answer]:
+    def predict(self, texts: Iterable[str]) -> list[Prediction]:
         """An answer per text, in their order: `{"score": x, "errors": [...], "words": [...]}`.
 
         `words` has all words in order, each as `{"text", "start", "end", "probability"}`, `errors` those that reach the
@@ -168,7 +163,7 @@ def _checked(texts: Iterable[str]) -> list[str]:
     return texts
 
 
-def _words(text: str, pieces: Pieces, probabilities: NDArray[np.float64]) -> list[Answer]:
+def _words(text: str, pieces: Pieces, probabilities: NDArray[np.float64]) -> list[Prediction]:
     """A text's words in order, without those of which no character is left, such as spaces."""
     if not len(pieces.ids):
         return []
@@ -196,7 +191,7 @@ def _as_written(text: str, start: int, end: int, limit: int) -> tuple[int, int]:
     return start, end
 
 
-def _answer(words: list[Answer], threshold: float) -> Answer:
+def _answer(words: list[Prediction], threshold: float) -> Prediction:
     probabilities = [word["probability"] for word in words]
     errors = [word for word in words if word["probability"] >= threshold]
     return {"score": rounded(float(np.mean(probabilities))) if words else 0.0, "errors": errors, "words": words}

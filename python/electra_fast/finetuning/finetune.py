@@ -16,13 +16,14 @@ from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import foreign_names, recover_all, replace_file
 from electra_fast.files.json_files import read_object
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
+from electra_fast.finetuning.readers.glue import copy_submissions
 from electra_fast.finetuning.readers.labels import listed
-from electra_fast.finetuning.readers.submission import copy_submissions
 from electra_fast.finetuning.task_data import read_tasks
-from electra_fast.finetuning.tasks import metrics
+from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.training.job import IDENTITY, Job, check_length, first_difference, make_job
-from electra_fast.finetuning.training.rescoring import outdated_splits, read_finished, rescore
-from electra_fast.finetuning.training.seed_run import OLD_CHECKPOINT, RESULT, SeedRun
+from electra_fast.finetuning.training.rescoring import outdated_splits, rescore
+from electra_fast.finetuning.training.results import RESULT, read_finished, score_texts, scores_of
+from electra_fast.finetuning.training.seed_run import OLD_CHECKPOINT, SeedRun
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.interruption import StopRequest, stop_requests
@@ -90,7 +91,8 @@ def finetune(
         earlier = _earlier_results(out)
         jobs = []
         for each in all_data:
-            config = recipe_config(recipe, each.task.name, encoder.shape, settings)
+            defaults = TASK_TYPES[each.task.kind].defaults
+            config = recipe_config(recipe, each.task.name, encoder.shape, settings, defaults)
             jobs.append(make_job(each, config, encoder, out / each.task.name, device))
         # Tasks may differ in `finetune.epochs` and `finetune.both_orders`; each one's own are in its task.json.
         text = recipe_config(recipe, "", encoder.shape, settings).to_toml()
@@ -173,7 +175,7 @@ def _runs(job: Job, seeds: int, stop: StopRequest, progress: FinetuningProgress)
 
 def _earlier_run(job: Job, folder: Path, stop: StopRequest, progress: FinetuningProgress) -> dict[str, Any]:
     """The result of a seed that an earlier session finished, scored again where data have changed."""
-    result = read_finished(job, folder)
+    result = read_finished(folder, job.task.metric)
     progress.skip(job.num_tokens)
     outdated, kept = outdated_splits(job, result), "from an earlier session"
     if outdated or result.get("splits", {}).keys() != job.predicted.keys():
@@ -202,7 +204,7 @@ def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress) -> dic
 
 
 def _run_text(job: Job, run: Mapping[str, Any]) -> str:
-    scores = "  ".join(metrics.score_texts(run, job.majority))
+    scores = "  ".join(score_texts(run, job.majority))
     absent = "".join(f"; {split} has no example of {listed(names)}" for split, names in job.absent.items())
     return f"{job.task.name} seed {run['seed']}: {scores}  ({run['seconds']:.0f} s){absent}"
 
@@ -212,7 +214,7 @@ def _summary(job: Job, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "metric": job.task.metric,
         "median": statistics.median(scores),
-        "medians": {name: statistics.median(run[name] for run in runs) for name in metrics.scores_of(runs[0])},
+        "medians": {name: statistics.median(run[name] for run in runs) for name in scores_of(runs[0])},
         "min": min(scores),
         "max": max(scores),
         "majority": job.majority,

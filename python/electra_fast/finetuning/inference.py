@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -13,11 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra_fast.config.config import AUTO, ModelConfig
-from electra_fast.finetuning.batches import EncodedExamples, PackedBatch, pack
-from electra_fast.finetuning.inputs import Inputs
-from electra_fast.finetuning.model import EncoderWithHead
-from electra_fast.model.attention_choice import choose_attention
-from electra_fast.model.compute import DTYPES, ComputeConfig, choose_precision
+from electra_fast.finetuning.batches import PackedBatch, pack
+from electra_fast.finetuning.encoding import EncodedExamples
+from electra_fast.finetuning.model import EncoderWithHead, Inputs
+from electra_fast.model.compute import DTYPES, ComputeConfig, choose_precision, resolve_compute
 from electra_fast.model.matmul import fastest_matmul, use_matmul
 from electra_fast.training.hardware import faster_precision, shortest_times, times_text
 
@@ -29,12 +29,11 @@ _SAMPLE_ROWS, _SAMPLE_LENGTH = 4, 128
 
 def choose_inference(model: EncoderWithHead, device: torch.device, precision: str = AUTO) -> tuple[ComputeConfig, str]:
     """How a model predicts, and what to tell the user about it: on a CPU what a short measurement finds faster."""
-    shape, note = model.shape, ""
+    shape, note = dataclasses.replace(model.shape, attention_dropout=0.0), ""
     matmul, chosen = fastest_matmul(shape, device), choose_precision(precision, device)
 
     def compute_in(name: str) -> ComputeConfig:
-        attention = choose_attention(AUTO, device, DTYPES[name], 0.0, shape.local_attention)
-        return ComputeConfig(attention, DTYPES[name], matmul)
+        return resolve_compute(shape, device, name, matmul, AUTO)
 
     if chosen == AUTO:
         encoded = _made_up(shape)
@@ -115,3 +114,8 @@ def _cuts(lengths: NDArray[Any], num_tokens: int) -> NDArray[Any]:
     """Where batches of about so many tokens end."""
     batch = np.cumsum(lengths) // num_tokens
     return np.flatnonzero(np.diff(batch)) + 1
+
+
+def rounded(value: float) -> float:
+    """Returns six significant digits: the precision of fp32 on any device."""
+    return float(f"{value:.6g}")

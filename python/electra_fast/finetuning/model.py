@@ -1,28 +1,140 @@
-"""The networks that are fine-tuned: a pre-trained encoder and a head, their losses and what they predict.
+"""The networks that are fine-tuned: a pre-trained encoder with a head, what they read, and what they predict.
 
-Shapes: T tokens of the flat buffer, n examples, D hidden, C outputs of the head (classes; 1 for a value).
+Each task type has a network of its own, a `TaskModel`.
+
+Shapes: R rows, L row length, T = R * L tokens of the flat buffer, n examples, S segments, D hidden, C outputs of the
+head (classes; 1 for a value).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from electra_fast.config.config import ModelConfig
-from electra_fast.finetuning.heads import head_class
-from electra_fast.finetuning.inputs import Inputs
-from electra_fast.finetuning.tasks.losses import NO_TARGET, losses
+from electra_fast.data.loader import to_device
+from electra_fast.finetuning.batches import PackedBatch
+from electra_fast.model.attention import AttentionMask, Queries
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.initialization import glorot_uniform_
+from electra_fast.model.layers import Linear, Norm
 from electra_fast.model.model import Embeddings, Encoder
+from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout
 
 # Call indices of the head's dropout, past those of any encoder.
 _HEAD_CALL = 1 << 14
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arrays of a `PackedBatch`, on a device.
+
+    Args:
+        columns_5RL: Ids, token types, positions, segments and owners.
+        cu_seqlens: Cumulative lengths of the segments, int32 [S + 1].
+        first_n: Where each example's [CLS] lies, int64 [n].
+        longest: No example has more tokens.
+    """
+
+    columns_5RL: Tensor
+    cu_seqlens: Tensor
+    first_n: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, batch: PackedBatch, device: torch.device) -> Self:
+        """Copies a batch to the device, asynchronously on CUDA."""
+        columns, cu_seqlens, first = (
+            to_device(torch.from_numpy(array), device)
+            for array in (batch.columns, batch.cu_seqlens, batch.first_tokens)
+        )
+        return cls(columns, cu_seqlens, first, batch.longest)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return self.columns_5RL, self.cu_seqlens, self.first_n
+
+    def mask(self, backend: str, shape: ModelConfig) -> AttentionMask:
+        """Every example attends to itself."""
+        return AttentionMask.packed(self.columns_5RL[3], self.cu_seqlens, backend, shape.local_attention)
+
+    def first_tokens(self, shape: ModelConfig) -> Queries:
+        """The [CLS] of each example, which attends to its segment, or in a local layer to the beginning of that."""
+        _, _, positions_RL, segments_RL, _ = self.columns_5RL.unbind()
+        row_R1 = torch.arange(len(segments_RL), device=self.first_n.device)[:, None]
+        # A row has fewer segments than tokens.
+        segment_T = (row_R1 * segments_RL.shape[1] + segments_RL).flatten()
+        if shape.is_local(shape.num_layers - 1):
+            segment_T = segment_T.where(positions_RL.flatten() <= shape.local_attention // 2, -1)
+        return Queries(self.first_n, segment_T[self.first_n][:, None] == segment_T)
+
+    def by_example(self, values_T: Tensor, fill: float, width: int = 0) -> Tensor:
+        """The values of each example's tokens in a row; [T] → [n, max(longest, width)], `fill` after its last token."""
+        n, longest = len(self.first_n), max(self.longest, width)
+        positions_T, owners_T = self.columns_5RL[2].flatten(), self.columns_5RL[4].flatten()
+        grid = values_T.new_full((n + 1, longest), fill)  # the last row takes the padding
+        return grid.index_put((owners_T, positions_T.clamp(max=longest - 1)), values_T)[:n]
+
+
+class LinearHead(nn.Module):
+    """Dropout and one layer; [n, D] → [n, C].
+
+    On [CLS] the head of the paper and the published code, on tokens that of `transformers`' Electra classes.
+    """
+
+    def __init__(self, shape: ModelConfig, num_outputs: int) -> None:
+        super().__init__()
+        self.classifier = Linear(shape.hidden_size, num_outputs)
+
+    def forward(self, x_nD: Tensor, dropout: Dropout) -> Tensor:
+        """The outputs in fp32."""
+        outputs: Tensor = self.classifier(ops.dropout(x_nD.float(), dropout))
+        return outputs
+
+
+class ElectraHead(nn.Module):
+    """As `transformers`' ElectraClassificationHead: dropout, dense, gelu, dropout, one layer; [n, D] → [n, C]."""
+
+    def __init__(self, shape: ModelConfig, num_outputs: int) -> None:
+        super().__init__()
+        self.dense = Linear(shape.hidden_size, shape.hidden_size)
+        self.classifier = Linear(shape.hidden_size, num_outputs)
+
+    def forward(self, x_nD: Tensor, dropout: Dropout) -> Tensor:
+        """The outputs in fp32."""
+        inner = ops.bias_gelu(ops.dropout(x_nD.float(), dropout), self.dense.weight, self.dense.bias)
+        outputs: Tensor = self.classifier(ops.dropout(inner, dropout.call(1)))
+        return outputs
+
+
+class ModernHead(nn.Module):
+    """As in `transformers`' ModernBert classes: dense, gelu, norm, dropout, one layer; [n, D] → [n, C]."""
+
+    def __init__(self, shape: ModelConfig, num_outputs: int) -> None:
+        super().__init__()
+        self.dense = Linear(shape.hidden_size, shape.hidden_size, bias=False)
+        self.norm = Norm(shape.hidden_size, shape)
+        self.classifier = Linear(shape.hidden_size, num_outputs)
+
+    def forward(self, x_nD: Tensor, dropout: Dropout) -> Tensor:
+        """The outputs in fp32."""
+        inner = self.norm(ops.bias_gelu(x_nD.float(), self.dense.weight, None))
+        outputs: Tensor = self.classifier(ops.dropout(inner, dropout))
+        return outputs
+
+
+def make_head(head: str, shape: ModelConfig, num_outputs: int, *, on_tokens: bool) -> nn.Module:
+    """The module of `finetune.head`, for the hidden states of [CLS] or those of all tokens."""
+    if shape.architecture == "modern" and head == "hf":
+        return ModernHead(shape, num_outputs)
+    return (ElectraHead if head == "hf" and not on_tokens else LinearHead)(shape, num_outputs)
 
 
 class EncoderWithHead(nn.Module, ABC):
@@ -101,49 +213,12 @@ class TaskModel(EncoderWithHead):
         outputs: Tensor = self.head(hidden, Dropout(probability, dropout_key, _HEAD_CALL))
         return outputs
 
+    def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:
+        """Returns the head's outputs, [n, C] or [T, C]."""
+        return (self.outputs(inputs, compute),)
+
     @abstractmethod
     def losses(
         self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
     ) -> Tensor:
         """The loss of each example, or of each token, fp32 [n] or [R, L]."""
-
-
-class SequenceClassifier(TaskModel):
-    """Classes or a value for each example, from its [CLS]."""
-
-    only_first = True
-
-    def __init__(
-        self, shape: ModelConfig, head: str, num_outputs: int, kind: str = "classification", head_dropout: float = 0.0
-    ) -> None:
-        super().__init__(shape, head_class(kind, head, shape.architecture)(shape, num_outputs), head, head_dropout)
-        self.kind = kind
-
-    def losses(
-        self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
-    ) -> Tensor:
-        """As `losses.losses`; [n]."""
-        return losses(self.kind, self.outputs(inputs, compute, dropout_key), targets)
-
-    def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:
-        """Logits, or values; [n, C]."""
-        return (self.outputs(inputs, compute),)
-
-
-class TokenClassifier(TaskModel):
-    """A class for each token."""
-
-    def __init__(self, shape: ModelConfig, head: str, num_outputs: int, head_dropout: float = 0.0) -> None:
-        super().__init__(shape, head_class("tagging", head, shape.architecture)(shape, num_outputs), head, head_dropout)
-
-    def losses(
-        self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
-    ) -> Tensor:
-        """Cross-entropy; `targets` are class ids, int64 [R, L], `NO_TARGET` where there is none; [R, L]."""
-        outputs_TC = self.outputs(inputs, compute, dropout_key)
-        loss_T = F.cross_entropy(outputs_TC, targets.flatten(), ignore_index=NO_TARGET, reduction="none")
-        return loss_T.view_as(targets)
-
-    def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:
-        """Logits, [T, C]."""
-        return (self.outputs(inputs, compute),)

@@ -23,16 +23,15 @@ from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError, Interrupted
 from electra_fast.files.atomic_files import remove
 from electra_fast.files.json_files import json_text
-from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.error_detection import load_error_detector
 from electra_fast.finetuning.inference import choose_inference
-from electra_fast.finetuning.prediction_input import ExampleReader, Examples, Source, open_examples
+from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_finetuned
+from electra_fast.finetuning.prediction_input import Examples, Source, open_examples
 from electra_fast.finetuning.readers.delimited import Dialect
 from electra_fast.finetuning.readers.tables import Quoting, Row
-from electra_fast.finetuning.task import Kind, Split, Task
-from electra_fast.finetuning.tasks import METHODS
-from electra_fast.finetuning.tasks.answers import Answer
-from electra_fast.huggingface.finetuned import SETTINGS_KEY, Finetuned, read_finetuned
+from electra_fast.finetuning.task import Prediction, Split, Task
+from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.messages import say
 from electra_fast.model.compute import Precision, choose_device
 
@@ -53,22 +52,26 @@ class FinetunedModel:
     def __init__(self, finetuned: Finetuned, tokenizer: Tokenizer, device: torch.device, precision: str = AUTO) -> None:
         self.kind, self.labels, self.num_texts = finetuned.kind, finetuned.labels, finetuned.num_texts
         self.text_columns = finetuned.text_columns
-        self._tokenizer, self._method, self._settings = tokenizer, METHODS[finetuned.kind], dict(finetuned.settings)
+        self._tokenizer, self.task_type, self._settings = (
+            tokenizer,
+            TASK_TYPES[finetuned.kind],
+            dict(finetuned.settings),
+        )
         self._settings.pop("n_best", None)  # is chosen at each prediction
         self._task = Task(
             name=finetuned.kind,
-            kind=cast(Kind, finetuned.kind),
+            kind=finetuned.kind,
             labels=finetuned.labels,
             metric="",
             scheme=str(self._settings.get("scheme", _scheme(finetuned.labels))),
         )
         self._config = _prediction_config(finetuned)
-        self._model = self._method.model(finetuned.shape, self._config, len(finetuned.labels))
+        self._model = self.task_type.model(finetuned.shape, self._config, len(finetuned.labels))
         self._model.load_state_dict(dict(finetuned.state))
         self._model.to(device).eval()
         self._compute, self.note = choose_inference(self._model, device, precision)
 
-    def predict(self, examples: Iterable[Any], **settings: Any) -> list[Answer]:
+    def predict(self, examples: Iterable[Any], **settings: Any) -> list[Prediction]:
         """An answer per example, in their order.
 
         Classification and regression: examples are texts, or pairs of texts. `{"label": name, "scores": {name:
@@ -85,36 +88,26 @@ class FinetunedModel:
             examples: What to predict.
             settings: Of question answering: `n_best` answers to list, `null_threshold` in place of the model's own.
         """
-        check_settings(settings, self.settings, self.kind)
+        check_settings(settings, self.task_type.prediction_settings, self.kind)
         split = self._split(examples)
         if not split.texts:
             return []
-        features = self._method.features(self._tokenizer, split, self._config)
-        outputs = self._method.predict(self._model, features, self._config, self._compute)
-        return list(self._method.answers(self._task, split, features, outputs, self._settings | settings))
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """What `predict` takes besides examples."""
-        return self._method.prediction_settings
-
-    @property
-    def reader(self) -> ExampleReader:
-        """What its examples are in a file."""
-        return self._method
+        features = self.task_type.features(self._tokenizer, split, self._config)
+        outputs = self.task_type.predict(self._model, features, self._config, self._compute)
+        return list(self.task_type.answers(self._task, split, features, outputs, self._settings | settings))
 
     def outputs(self, examples: Iterable[Any]) -> Any:
         """Logits, or values for regression: float32 [n, labels], in tagging [words, labels]; of questions readings."""
         split = self._split(examples)
         if not split.texts:
             return np.zeros((0, len(self.labels)), np.float32)
-        features = self._method.features(self._tokenizer, split, self._config)
-        return self._method.predict(self._model, features, self._config, self._compute)
+        features = self.task_type.features(self._tokenizer, split, self._config)
+        return self.task_type.predict(self._model, features, self._config, self._compute)
 
     def _split(self, examples: Iterable[Any]) -> Split:
         if isinstance(examples, (str, bytes, Mapping)):
             raise InputError("predict takes a list of examples; put a single one into a list")
-        return self._method.split(list(examples), self.num_texts)
+        return self.task_type.split(list(examples), self.num_texts)
 
 
 def _scheme(labels: Iterable[str]) -> str:
@@ -129,15 +122,15 @@ def check_settings(given: Iterable[str], known: Collection[str], kind: str) -> N
         raise InputError(f"--{refused.replace('_', '-')} is not for {kind}")
 
 
-def _prediction_config(finetuned: Finetuned) -> FinetuneConfig:
+def _prediction_config(finetuned: Finetuned) -> FinetuneSection:
     """The keys of a configuration that prediction reads; InputError where the folder's are not valid."""
-    names = {each.name for each in dataclasses.fields(FinetuneConfig)}
+    names = {each.name for each in dataclasses.fields(FinetuneSection)}
     settings = {name: value for name, value in finetuned.settings.items() if name in names}
     threshold = finetuned.settings.get("null_threshold")
     if threshold is not None and type(threshold) not in (int, float):
         raise InputError(f"config.json: {SETTINGS_KEY}: null_threshold = {threshold!r} must be a number")
     try:
-        return FinetuneConfig(
+        return FinetuneSection(
             head=cast(Any, finetuned.head), head_dropout=0.0, sequence_length=finetuned.sequence_length, **settings
         )
     except (InputError, TypeError) as error:
@@ -213,10 +206,10 @@ def predict_file(
         reader, source = predictor, dataclasses.replace(source, num_texts=1)
     else:
         predictor = load_finetuned(model, precision=precision)
-        check_settings(settings, predictor.settings, predictor.kind)
-        num_texts = predictor.num_texts or {"tagging": 1, "question-answering": 2}.get(predictor.kind)
-        own = {"trained_text": predictor.text_columns, "num_texts": num_texts}
-        reader, source = predictor.reader, dataclasses.replace(source, **own)
+        reader = predictor.task_type
+        check_settings(settings, reader.prediction_settings, predictor.kind)
+        own = {"trained_text": predictor.text_columns, "num_texts": predictor.num_texts or reader.num_texts}
+        source = dataclasses.replace(source, **own)
     with contextlib.ExitStack() as stack:
         try:
             examples = stack.enter_context(open_examples(reader, source))
@@ -269,7 +262,7 @@ def _chunks(examples: Examples) -> Iterator[list[tuple[Any, Row]]]:
         yield chunk
 
 
-def _with_columns(answer: Answer, row: Row) -> Answer:
+def _with_columns(answer: Prediction, row: Row) -> Prediction:
     """An answer after the columns of its row; those of the same names are in its `input`."""
     row = {name: _as_json(value) for name, value in row.items()}
     same = {name: value for name, value in row.items() if name in answer or name == "input"}

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,8 @@ from electra_fast.errors import InputError
 
 NO_CLASS = -1
 """The class id of a test example without a label."""
-Kind = Literal["classification", "multi-label", "regression", "tagging", "question-answering"]
+Prediction = dict[str, Any]
+"""A model's answer for an example, as JSON has it."""
 
 
 class Answer(NamedTuple):
@@ -32,7 +33,8 @@ class Task:
 
     name: str
     """A task such as `sst2` or `squad2`; the kind's name for a user's own data."""
-    kind: Kind
+    kind: str
+    """The task type, a key of `tasks.TASK_TYPES`."""
     labels: tuple[str, ...] = ()
     """Names by class id; of tagging, the tags; empty for regression and question answering."""
     metric: str
@@ -78,16 +80,6 @@ class TaskData:
     """Lines that the user should see: what was left out, what was set aside."""
     text_columns: tuple[tuple[str, ...], ...] = ()
     """Own data: the columns of the texts where they are known, first those of the training file."""
-
-
-def class_sizes(task: Task, split: Split) -> dict[str, int]:
-    """How many examples of a split have each class; empty for other kinds of tasks, and where there are no labels."""
-    if split.targets is None or task.kind not in ("classification", "multi-label"):
-        return {}
-    sizes: NDArray[Any] = np.nansum(split.targets, axis=0)
-    if task.kind == "classification":
-        sizes = np.bincount(split.targets[split.targets != NO_CLASS], minlength=len(task.labels))
-    return dict(zip(task.labels, map(int, sizes), strict=True))
 
 
 def check_dev_fraction(fraction: float) -> None:

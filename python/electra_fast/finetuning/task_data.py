@@ -1,4 +1,4 @@
-"""What a call of `finetune` asks for: the tasks by name, and their data."""
+"""The tasks that a call of `finetune` names, with their data."""
 
 from __future__ import annotations
 
@@ -13,22 +13,18 @@ from typing import Any
 
 from electra_fast.config.file import did_you_mean
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers import glue, own_data, question_files, tag_files
+from electra_fast.finetuning.readers import glue, question_files
 from electra_fast.finetuning.readers.delimited import Dialect
 from electra_fast.finetuning.readers.tables import layout_notes
 from electra_fast.finetuning.task import TaskData
+from electra_fast.finetuning.tasks import TASK_TYPES
 
 SQUAD: dict[str, Callable[[Path], TaskData]] = {
     "squad1": functools.partial(question_files.read_squad, "squad1"),
     "squad2": functools.partial(question_files.read_squad, "squad2"),
 }
 ALL = "glue"
-_READERS: dict[str, Callable[..., TaskData]] = {
-    "classification": functools.partial(own_data.read, "classification"),
-    "regression": functools.partial(own_data.read, "regression"),
-    "tagging": tag_files.read_tagging,
-    "question-answering": question_files.read_questions,
-}
+_READERS = {kind: task_type.read for kind, task_type in TASK_TYPES.items() if task_type.read is not None}
 OWN_KINDS = tuple(_READERS)
 _TUPLES = ("text", "label", "labels", "dev_text", "dev_label", "test_text", "test_label", "label_map")
 _FILES = ("train", "dev", "test")
@@ -81,8 +77,7 @@ def _read_own(
     if dialect != Dialect():
         options["quoting"] = dialect
     found = _READERS[kind](files["train"], files.get("dev"), files.get("test"), **options)
-    # Of tags, .tsv and .txt files have no header.
-    tables = [path for path in files.values() if kind != "tagging" or path.suffix.lower() == ".csv"]
+    tables = filter(TASK_TYPES[kind].is_table, files.values())
     notes = itertools.chain.from_iterable(layout_notes(path, dialect) for path in tables)
     given_text = [options[name] for name in ("text", "dev_text", "test_text") if name in options]
     columns = tuple(dict.fromkeys((*found.text_columns, *given_text)))

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from electra_fast.config.config import AUTO, Config
+from electra_fast.config.config import AUTO, Config, ModelConfig
 from electra_fast.model.attention_choice import choose_attention
 from electra_fast.model.matmul import DEFAULT, choose_matmul
 from electra_fast.ops.dispatch import uses_kernels
@@ -65,11 +65,18 @@ def choose_compute(config: Config, device: torch.device) -> ComputeConfig:
     fp32 and the library the default. A run has both resolved before (`training.hardware`). Raises ValueError if the
     attention backend or the library cannot run.
     """
-    dtype = DTYPES.get(choose_precision(config.train.precision, device), torch.float32)
-    model = config.model
+    model, train = config.model, config.train
     rows = (config.data.sequence_length, model.hidden_size // model.num_heads)
-    attention = choose_attention(model.attention, device, dtype, model.attention_dropout, model.local_attention, *rows)
-    matmul = choose_matmul(config.train.matmul, device)
+    return resolve_compute(model, device, train.precision, train.matmul, model.attention, rows)
+
+
+def resolve_compute(
+    shape: ModelConfig, device: torch.device, precision: str, matmul: str, attention: str, rows: tuple[int, ...] = ()
+) -> ComputeConfig:
+    """Resolves `auto` without measuring, as `choose_compute`; `rows` are length and head_dim, where rows are equal."""
+    dtype = DTYPES.get(choose_precision(precision, device), torch.float32)
+    attention = choose_attention(attention, device, dtype, shape.attention_dropout, shape.local_attention, *rows)
+    matmul = choose_matmul(matmul, device)
     return ComputeConfig(attention, dtype, DEFAULT if matmul == AUTO else matmul)
 
 

@@ -16,6 +16,7 @@ from electra_fast.data.corpus import Corpus
 from electra_fast.errors import TrainingFailed
 from electra_fast.finetuning.config import DEFAULT_RECIPE, recipe_config
 from electra_fast.finetuning.task import TaskData
+from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.model.compute import choose_device, choose_precision
 from electra_fast.reproduction.experiments import Experiment, Row, with_steps
 from electra_fast.reproduction.row_run import Work, read_result, write_run
@@ -143,7 +144,8 @@ def estimate_seconds(
     overrides, seeds = plan.work.finetune, plan.work.finetune_seeds
     finetuning = 0.0
     for each in tasks:
-        epochs = recipe_config(DEFAULT_RECIPE, each.task.name, first.model, overrides).finetune.epochs
+        defaults = TASK_TYPES[each.task.kind].defaults
+        epochs = recipe_config(DEFAULT_RECIPE, each.task.name, first.model, overrides, defaults).finetune.epochs
         characters = sum(len(text) for texts in each.train.texts for text in texts)
         finetuning += seeds * epochs * encoder * characters / _CHARACTERS_PER_TOKEN
     rounds = -(-num_runs // num_slots)

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
+from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.readers.tables import abbreviated, class_names, iterate_cells, open_table, place, there_are
 from electra_fast.finetuning.task import Split, Task, TaskData, select
 
@@ -387,7 +389,7 @@ def _malformed_note(path: Path, malformed: list[int], num_lines: int) -> list[st
 
 
 def _targets(glue: GlueTask, places: list[tuple[Path, int]], labels: list[str]) -> NDArray[Any]:
-    if glue.task.kind == "regression":
+    if not glue.task.labels:
         values = np.array([_similarity(label) for label in labels])
         wrong, allowed = np.isnan(values), f"a number from 0 to {MAX_SIMILARITY:g}"
     else:
@@ -421,3 +423,36 @@ def _decided(split: Split, notes: list[str]) -> Split:
         raise InputError(f"{split.path}: no example has a gold label")
     notes.append(f"{split.path}: {undecided.sum():,} of {len(undecided):,} examples have no gold label: left out")
     return select(split, split.name, np.flatnonzero(~undecided))
+
+
+def submission_name(task: Task, split: Split) -> str:
+    """The file name that the GLUE server expects for a test split."""
+    if split.name == "diagnostic":
+        return "AX.tsv"
+    ending = {"test": "-m", "test-mismatched": "-mm"}[split.name] if task.name == "mnli" else ""
+    return f"{TASKS[task.name].folder}{ending}.tsv"
+
+
+def write_submission(path: Path, task: Task, split: Split, outputs: NDArray[np.float64]) -> None:
+    """Writes predictions for the GLUE server: a header, then index and label, or the similarity from 0 to 5.
+
+    Args:
+        path: Replaced atomically.
+        task: The `task` of a `TaskData` that `read` returned.
+        split: The test split.
+        outputs: Logits [n, classes], or for STS-B values [n].
+    """
+    if outputs.ndim == 1:
+        predictions = [f"{value:.3f}" for value in outputs.clip(0, MAX_SIMILARITY) + 0.0]  # + 0.0 turns -0.0 into 0.0
+    else:
+        predictions = [task.labels[label] for label in outputs.argmax(1)]
+    lines = (f"{index}\t{prediction}\n" for index, prediction in zip(split.ids, predictions, strict=True))
+    replace_file(path, "index\tprediction\n" + "".join(lines))
+
+
+def copy_submissions(out: Path, folder: Path, data: TaskData, seed: int) -> None:
+    """Copies a seed's predictions of a GLUE task's test splits to `out/submission`, named as the server expects."""
+    for split in data.test if data.task.name in TASKS else ():
+        (out / "submission").mkdir(exist_ok=True)
+        source = folder / f"seed-{seed}" / f"predictions.{split.name}.tsv"
+        shutil.copyfile(source, out / "submission" / submission_name(data.task, split))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from electra_fast.finetuning.tasks.classification import Classification
+from electra_fast.finetuning.tasks.classification import Classification, MultiLabel, Regression
 from electra_fast.finetuning.tasks.question_answering import QuestionAnswering
 from electra_fast.finetuning.tasks.tagging import Tagging
-from electra_fast.finetuning.tasks.task_type import Method
+from electra_fast.finetuning.tasks.task_type import TaskType
 
-METHODS: dict[str, Method] = {
-    "classification": Classification("classification"),
-    "multi-label": Classification("multi-label"),
-    "regression": Classification("regression"),
+TASK_TYPES: dict[str, TaskType] = {
+    "classification": Classification(),
+    "multi-label": MultiLabel(),
+    "regression": Regression(),
     "tagging": Tagging(),
     "question-answering": QuestionAnswering(),
 }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from electra_fast.finetuning.chunks import Ints, max_context
+from electra_fast.finetuning.encoding import Ints, max_context
 from electra_fast.finetuning.tasks.question_features import Context, QuestionFeatures, stripped_span
 
 

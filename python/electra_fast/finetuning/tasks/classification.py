@@ -1,70 +1,151 @@
-"""Classification and regression of a text or a pair of texts: the method of GLUE's tasks and the like."""
+"""Classification, multi-label classification and regression of a text or a pair of texts, from its [CLS].
+
+Shapes: n examples, C outputs of the head.
+"""
 
 from __future__ import annotations
 
+import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+import torch.nn.functional as F
+from numpy.typing import ArrayLike, NDArray
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from torch import Tensor, nn
 
 from electra_fast.config.config import ModelConfig
+from electra_fast.config.file import comma_separated
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
-from electra_fast.finetuning import batches
-from electra_fast.finetuning.config import FinetuneConfig
-from electra_fast.finetuning.inference import example_predictions
-from electra_fast.finetuning.model import SequenceClassifier, TaskModel
-from electra_fast.finetuning.readers import glue
-from electra_fast.finetuning.readers.own_data import TEXT_COLUMNS
-from electra_fast.finetuning.readers.submission import write_submission
+from electra_fast.finetuning.batches import TrainingSet
+from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.encoding import encode
+from electra_fast.finetuning.inference import example_predictions, rounded
+from electra_fast.finetuning.model import Inputs, TaskModel, make_head
+from electra_fast.finetuning.readers import glue, own_data
 from electra_fast.finetuning.readers.tables import Row, text_of
-from electra_fast.finetuning.task import NO_CLASS, Kind, Split, Task
-from electra_fast.finetuning.tasks import metrics
-from electra_fast.finetuning.tasks.answers import Answer, answers
-from electra_fast.finetuning.tasks.losses import example_weights
-from electra_fast.finetuning.tasks.task_type import Features, Method
-from electra_fast.finetuning.training.training_set import TrainingSet
+from electra_fast.finetuning.task import NO_CLASS, Prediction, Split, Task
+from electra_fast.finetuning.tasks.task_type import (
+    CLASSIFIER,
+    MODERN_HEAD,
+    REMEDY,
+    Features,
+    TaskType,
+    finite,
+    named_split,
+    softmax,
+)
 from electra_fast.model.compute import ComputeConfig
 
-# What an example is, by how many texts the model was trained on.
+# An example by the number of texts that the model was trained on.
 _READS = {None: "one text or two", 1: "one text", 2: "a pair of texts"}
+# Predictions that vary by less than this fraction of the targets' scale are constant in practice.
+COLLAPSED_DEVIATION = 0.01
+
+Losses = Callable[[Tensor, Tensor], Tensor]
+"""From the outputs [n, C] and the targets to the loss of each example, fp32 [n]."""
 
 
-class Classification(Method):
-    """A head on [CLS]; examples are cut at `finetune.sequence_length`. Outputs are logits or values, float32 [n, C].
+class SequenceClassifier(TaskModel):
+    """Classes or a value for each example, from its [CLS]."""
 
-    Args:
-        kind: `classification`, `multi-label` or `regression`.
-    """
+    only_first = True
 
-    usual_columns = TEXT_COLUMNS
+    def __init__(
+        self, shape: ModelConfig, head: str, num_outputs: int, losses: Losses, head_dropout: float = 0.0
+    ) -> None:
+        super().__init__(shape, make_head(head, shape, num_outputs, on_tokens=False), head, head_dropout)
+        self._losses = losses
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind: Kind = kind
+    def losses(
+        self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
+    ) -> Tensor:
+        """Returns the loss of each example; [n]."""
+        return self._losses(self.outputs(inputs, compute, dropout_key), targets)
 
-    def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneConfig) -> Features:
+
+class SequenceType(TaskType):
+    """What the three types share. Outputs are logits or values, float32 [n, C]."""
+
+    usual_columns = own_data.TEXT_COLUMNS
+    hf_form = "SequenceClassification"
+    head_names = {
+        ("bert", "hf"): {
+            "head.dense.weight": "classifier.dense.weight",
+            "head.dense.bias": "classifier.dense.bias",
+            "head.classifier.weight": "classifier.out_proj.weight",
+            "head.classifier.bias": "classifier.out_proj.bias",
+        },
+        ("modern", "hf"): MODERN_HEAD,
+        ("modern", "google"): CLASSIFIER,
+    }
+    pipeline = "text-classification"
+    hidden_index = "[:, 0]"
+    converted_head_note = (
+        "## Head\n\nIt was trained as one layer on the hidden state of [CLS]. `ElectraClassificationHead` has another "
+        "layer and a gelu before that; since gelu(z) - gelu(-z) = z, two of its units carry each output, and the "
+        "logits are those of the trained head. To train further, fine-tune the encoder again rather than this head."
+    )
+
+    @abstractmethod
+    def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
+        """Returns the loss of each example, fp32 [n]."""
+
+    @abstractmethod
+    def metrics(self, task: Task, targets: NDArray[Any], outputs: ArrayLike) -> dict[str, float]:
+        """Returns all scores of labeled examples; an undefined correlation, with constant predictions, counts as 0.
+
+        Outputs are logits [n, C], or values [n] in the units of the data. Raises Diverged if one is not finite.
+        """
+
+    @abstractmethod
+    def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
+        """Returns outputs as for `metrics` that always give the most frequent class of `targets`, or the mean value."""
+
+    @abstractmethod
+    def row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
+        """Yields a prediction per row of outputs, [n, C]."""
+
+    def training_targets(self, task: Task, targets: NDArray[Any]) -> NDArray[Any]:
+        """Returns what the loss compares with the head's outputs."""
+        return targets
+
+    def weights(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> NDArray[Any]:
+        """Returns each example's weight in the loss, float64 [n]."""
+        if config.class_weights != "none":
+            raise InputError(f"finetune.class_weights = {config.class_weights!r} needs classes; {task.name} has none")
+        return np.ones(len(targets))
+
+    def in_units(self, task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
+        """Returns the outputs in the units of the data."""
+        return outputs
+
+    def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneSection) -> Features:
         """Tokenizes a split."""
-        return Features(batches.encode(tokenizer, split.texts, config.sequence_length))
+        return Features(encode(tokenizer, split.texts, config.sequence_length))
 
-    def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneConfig) -> TrainingSet:
-        """All examples; with `finetune.both_orders` each pair in both orders."""
+    def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
+        """Tokenizes all examples, with `finetune.both_orders` each pair in both orders."""
         texts, targets = split.texts, split.targets
         assert targets is not None
         if config.both_orders:
             if len(texts[0]) != 2:
                 raise InputError(f"finetune.both_orders = true needs pairs of texts; {split.path} has single ones")
             texts, targets = texts + [(second, first) for first, second in texts], np.concatenate((targets, targets))
-        encoded = batches.encode(tokenizer, texts, config.sequence_length)
+        encoded = encode(tokenizer, texts, config.sequence_length)
         if len(encoded.empty) == len(encoded):
             raise InputError(f"{split.path}: no example has a token of text; check the columns and the tokenizer")
-        if task.kind == "regression":
-            targets = ((targets - task.shift) / task.scale).astype(np.float32)
-        return TrainingSet(encoded, targets, example_weights(task, targets, config))
+        return TrainingSet(encoded, self.training_targets(task, targets), self.weights(task, targets, config))
 
-    def describe(self, split: Split, training_set: TrainingSet, config: FinetuneConfig) -> Iterator[str]:
-        """How many examples are cut."""
+    def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
+        """Yields how many examples are truncated."""
         encoded = training_set.encoded
         if len(encoded) > len(split.texts):
             yield "each training example in both orders"
@@ -74,72 +155,310 @@ class Classification(Method):
                 f"{encoded.num_truncated:,} of {len(encoded):,} training examples"
             )
 
-    def model(self, shape: ModelConfig, config: FinetuneConfig, num_outputs: int) -> TaskModel:
-        """The network, with parameters of any value."""
-        return SequenceClassifier(shape, config.head, num_outputs, self.kind, config.head_dropout)
-
     def labels(self, task: Task) -> tuple[str, ...]:
-        """The classes; `value` for regression."""
-        return task.labels or ("value",)
+        """Returns the classes."""
+        return task.labels
+
+    def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
+        """Builds the network, with arbitrary parameters."""
+        return SequenceClassifier(shape, config.head, num_outputs, self.losses, config.head_dropout)
 
     def predict(
         self,
         model: TaskModel,
         features: Features,
-        config: FinetuneConfig,
+        config: FinetuneSection,
         compute: ComputeConfig,
         before_batch: Callable[[], None] = lambda: None,
     ) -> NDArray[Any]:
-        """Logits or values, float32 [n, C]."""
+        """Returns logits or values, float32 [n, C]."""
         (outputs,) = example_predictions(model, features.encoded, compute, before_batch)
         return outputs
 
     def scores(
         self, task: Task, split: Split, features: Features, outputs: Any, earlier: Mapping[str, Any]
     ) -> dict[str, float]:
-        """As `metrics.scores`, of the examples that have a label."""
-        return _scores(task, split, _in_units(task, outputs))
+        """Returns the `metrics` of the examples that have a label."""
+        return self._scores(task, split, self.in_units(task, outputs))
 
     def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
-        """Of the most frequent class, of the most frequent label alone, or of the mean."""
+        """Returns the scores of the most frequent class, of the most frequent label alone, or of the mean."""
         assert train.targets is not None
-        return _scores(task, split, metrics.majority_outputs(task, train.targets, len(split.texts)))
+        return self._scores(task, split, self.majority_outputs(task, train.targets, len(split.texts)))
 
-    def warning(self, task: Task, outputs: Any) -> str | None:
-        """Whether the model predicts the same for every example."""
-        return metrics.collapse(task, _in_units(task, outputs))
+    def _scores(self, task: Task, split: Split, outputs: NDArray[Any]) -> dict[str, float]:
+        targets = split.targets
+        assert targets is not None
+        is_class = targets.dtype.kind == "i"
+        is_known = targets != NO_CLASS if is_class else ~np.isnan(targets.reshape(len(targets), -1)).any(1)
+        return self.metrics(task, targets[is_known], outputs[is_known])
 
     def write_predictions(self, stem: Path, task: Task, split: Split, features: Features, outputs: Any) -> None:
-        """STEM.tsv for the GLUE server, or STEM.jsonl with an answer per example."""
+        """Writes STEM.tsv for the GLUE server, or STEM.jsonl with an answer per example."""
         if task.name in glue.TASKS:
-            write_submission(stem.with_name(f"{stem.name}.tsv"), task, split, _in_units(task, outputs))
+            glue.write_submission(stem.with_name(f"{stem.name}.tsv"), task, split, finite(self.in_units(task, outputs)))
         else:
             super().write_predictions(stem, task, split, features, outputs)
 
     def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
-        """Examples are texts, or pairs of texts."""
-        texts = [_checked(number, example, num_texts) for number, example in enumerate(examples)]
-        ids = [str(number) for number in range(len(texts))]
-        return Split(name="predict", path=Path("predict"), texts=texts, targets=None, ids=ids)
+        """Takes texts, or pairs of texts."""
+        return named_split([_checked(number, example, num_texts) for number, example in enumerate(examples)])
 
     def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> tuple[str, ...]:
-        """The texts."""
+        """Returns the texts."""
         return tuple(text_of(path, line, row, name) for name in columns)
 
     def answers(
         self, task: Task, split: Split, features: Features, outputs: Any, settings: Mapping[str, Any]
-    ) -> Iterator[Answer]:
-        """As `answers.answers`."""
-        outputs = _in_units(task, outputs)
-        return answers(task.kind, task.labels, outputs.reshape(len(split.texts), -1))
+    ) -> Iterator[Prediction]:
+        """Yields labels with probabilities, or values."""
+        rows = self.in_units(task, outputs).reshape(len(split.texts), -1)
+        return self.row_answers(task, rows.astype(np.float64))
+
+    def to_transformers(
+        self, architecture: str, head: str, state: Mapping[str, Tensor], width: int
+    ) -> tuple[str, Mapping[str, Tensor]]:
+        """Expresses a raw head, one layer on [CLS], as Electra's class has it; InputError if that is not wide enough.
+
+        Electra's head is out(gelu(dense(x))), and gelu(z) - gelu(-z) = z: two units of `dense` carry each output.
+        ModernBERT's head has a norm after the activation and cannot express it.
+        """
+        if (architecture, head) != ("bert", "google"):
+            return head, state
+        weight_CD, bias_C = state["head.classifier.weight"].float(), state["head.classifier.bias"].float()
+        num_outputs = len(bias_C)
+        if 2 * num_outputs > width:
+            raise InputError(
+                f"a raw head of {num_outputs} labels does not fit into ElectraForSequenceClassification of width "
+                f'{width}; use finetune.head = "hf"'
+            )
+        both, unused = torch.cat((torch.eye(num_outputs), -torch.eye(num_outputs))), width - 2 * num_outputs
+        return "hf", {
+            **state,
+            "head.dense.weight": nn.functional.pad(both @ weight_CD, (0, 0, 0, unused)),
+            "head.dense.bias": nn.functional.pad(both @ bias_C, (0, unused)),
+            "head.classifier.weight": nn.functional.pad(both.T, (0, unused)),
+            "head.classifier.bias": torch.zeros(num_outputs),
+        }
+
+    def summary(self, task: Task, num_texts: int) -> str:
+        """Returns what the model reads and predicts."""
+        return f"Given {'a pair of texts' if num_texts == 2 else 'a text'}, predicts {self.predicted(task)}."
+
+    def predicted(self, task: Task) -> str:
+        """Returns what the model predicts, for the model card."""
+        return f"one of {', '.join(task.labels)}"
+
+    def pipeline_options(self, task: Task) -> str:
+        """Truncates long texts, as in training."""
+        return ", truncation=True"
 
 
-def _scores(task: Task, split: Split, outputs: NDArray[Any]) -> dict[str, float]:
-    targets = split.targets
-    assert targets is not None
-    is_class = targets.dtype.kind == "i"
-    is_known = targets != NO_CLASS if is_class else ~np.isnan(targets.reshape(len(targets), -1)).any(1)
-    return metrics.scores(task, targets[is_known], outputs[is_known])
+class Classification(SequenceType):
+    """One class per example; targets are class ids, int64 [n]."""
+
+    read = staticmethod(partial(own_data.read, "classification"))
+    problem_type = "single_label_classification"
+
+    def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
+        """Returns the cross-entropy."""
+        return F.cross_entropy(outputs_nC, targets, reduction="none")
+
+    def weights(self, task: Task, targets: NDArray[Any], config: FinetuneSection) -> NDArray[Any]:
+        """Returns each example's weight by `finetune.class_weights`, float64 [n]."""
+        if config.class_weights == "none":
+            return np.ones(len(targets))
+        if config.class_weights == "balanced":
+            counts = np.bincount(targets, minlength=len(task.labels))
+            weights = len(targets) / (len(task.labels) * np.maximum(counts, 1))
+        else:
+            weights = _given_weights(task, config.class_weights)
+        if not weights[targets].any():
+            raise InputError(
+                f"finetune.class_weights = {config.class_weights!r}: no training example has a weight above 0"
+            )
+        return np.asarray(weights[targets])
+
+    def class_sizes(self, task: Task, split: Split) -> dict[str, int]:
+        """Returns the number of examples of each class."""
+        if split.targets is None:
+            return {}
+        sizes = np.bincount(split.targets[split.targets != NO_CLASS], minlength=len(task.labels))
+        return dict(zip(task.labels, map(int, sizes), strict=True))
+
+    def metrics(self, task: Task, targets: NDArray[Any], outputs: ArrayLike) -> dict[str, float]:
+        """Returns accuracy, and the metrics that GLUE reports for the task, or all of them for own data."""
+        classes = finite(outputs).argmax(1)
+        result = {"accuracy": float(accuracy_score(targets, classes))}
+        if task.name in ("mrpc", "qqp"):
+            result["f1"] = float(f1_score(targets, classes, zero_division=0.0))
+        if task.name not in glue.TASKS:
+            result["f1_macro"] = float(f1_score(targets, classes, average="macro", zero_division=0.0))
+        if task.name == "cola" or task.name not in glue.TASKS:
+            result["matthews"] = _correlation(matthews_corrcoef, targets, classes)
+        return result
+
+    def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
+        """Returns logits of the most frequent class."""
+        return _outputs_of(int(np.bincount(targets, minlength=len(task.labels)).argmax()), task, count)
+
+    def warning(self, task: Task, outputs: Any) -> str | None:
+        """Warns if the model predicts the same class for every example."""
+        classes = finite(outputs).argmax(1)
+        if len(classes) < 2 or (classes != classes[0]).any():
+            return None
+        return f"all {len(classes):,} predictions are the class {task.labels[classes[0]]!r}: {REMEDY}"
+
+    def row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
+        """Yields the `label`, and all probabilities as `scores` by label."""
+        for row in softmax(rows):
+            yield {"label": task.labels[int(row.argmax())], "scores": _by_label(task, row)}
+
+
+class MultiLabel(SequenceType):
+    """Any number of labels per example; targets are 0 and 1, float32 [n, C]. Own data of classification may be this."""
+
+    problem_type = "multi_label_classification"
+
+    def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
+        """Returns the binary cross-entropy, averaged over the labels."""
+        return F.binary_cross_entropy_with_logits(outputs_nC, targets.float(), reduction="none").mean(1)
+
+    def class_sizes(self, task: Task, split: Split) -> dict[str, int]:
+        """Returns the number of examples that have each label."""
+        if split.targets is None:
+            return {}
+        return dict(zip(task.labels, map(int, np.nansum(split.targets, axis=0)), strict=True))
+
+    def metrics(self, task: Task, targets: NDArray[Any], outputs: ArrayLike) -> dict[str, float]:
+        """Returns F1 over all labels and averaged over labels, and the accuracy of whole sets of labels."""
+        truth, predicted = np.asarray(targets) > 0, finite(outputs) > 0
+        return {
+            "f1_micro": float(f1_score(truth, predicted, average="micro", zero_division=0.0)),
+            "f1_macro": float(f1_score(truth, predicted, average="macro", zero_division=0.0)),
+            "accuracy": float((truth == predicted).all(1).mean()),
+        }
+
+    def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
+        """Returns logits of the most frequent label alone."""
+        return _outputs_of(int(targets.sum(0).argmax()), task, count)
+
+    def row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
+        """Yields the `labels` of a probability above one half, and all probabilities as `scores`."""
+        for row in 1 / (1 + np.exp(-np.clip(rows, -700, 700))):
+            chosen = [label for label, score in zip(task.labels, row, strict=True) if score > 0.5]
+            yield {"labels": chosen, "scores": _by_label(task, row)}
+
+    def predicted(self, task: Task) -> str:
+        """Returns what the model predicts."""
+        return f"any of {', '.join(task.labels)}"
+
+
+class Regression(SequenceType):
+    """A value per example, trained as (value - task.shift) / task.scale; targets are float64 [n]."""
+
+    read = staticmethod(partial(own_data.read, "regression"))
+    problem_type = "regression"
+
+    def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
+        """Returns the squared difference."""
+        return (outputs_nC.squeeze(1) - targets.float()).square()
+
+    def training_targets(self, task: Task, targets: NDArray[Any]) -> NDArray[Any]:
+        """Returns the values standardized, float32 [n]."""
+        return ((targets - task.shift) / task.scale).astype(np.float32)
+
+    def in_units(self, task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
+        """Returns values [n]."""
+        return outputs[:, 0] * task.scale + task.shift
+
+    def labels(self, task: Task) -> tuple[str, ...]:
+        """Returns a name for the only output."""
+        return ("value",)
+
+    def metrics(self, task: Task, targets: NDArray[Any], outputs: ArrayLike) -> dict[str, float]:
+        """Returns both correlations, and for own data the mean absolute error."""
+        targets, values = np.asarray(targets), finite(outputs)
+        result = {
+            "spearman": _correlation(lambda *pair: spearmanr(*pair).statistic, targets, values),
+            "pearson": _correlation(lambda *pair: pearsonr(*pair).statistic, targets, values),
+        }
+        if task.name not in glue.TASKS:
+            result["mean_absolute_error"] = float(np.abs(targets - values).mean())
+        return result
+
+    def majority_outputs(self, task: Task, targets: NDArray[Any], count: int) -> NDArray[np.float64]:
+        """Returns the mean value."""
+        return np.full(count, targets.mean())
+
+    def warning(self, task: Task, outputs: Any) -> str | None:
+        """Warns if the model predicts nearly the same value for every example."""
+        values = finite(self.in_units(task, outputs))
+        if len(values) < 2 or values.std() >= COLLAPSED_DEVIATION * task.scale:
+            return None
+        return f"all {len(values):,} predictions are about {values.mean():.4g}: {REMEDY}"
+
+    def row_answers(self, task: Task, rows: NDArray[np.float64]) -> Iterator[Prediction]:
+        """Yields the `value`."""
+        yield from ({"value": rounded(row[0])} for row in rows)
+
+    def to_units(self, state: Mapping[str, Tensor], task: Task) -> dict[str, Tensor]:
+        """Scales and shifts the last layer."""
+        weight, bias = state["head.classifier.weight"], state["head.classifier.bias"]
+        return {
+            **state,
+            "head.classifier.weight": weight * task.scale,
+            "head.classifier.bias": bias * task.scale + task.shift,
+        }
+
+    def from_units(self, state: Mapping[str, Tensor], task: Task) -> dict[str, Tensor]:
+        """Inverts `to_units`."""
+        weight, bias = state["head.classifier.weight"], state["head.classifier.bias"]
+        return {
+            **state,
+            "head.classifier.weight": weight / task.scale,
+            "head.classifier.bias": (bias - task.shift) / task.scale,
+        }
+
+    def predicted(self, task: Task) -> str:
+        """Returns what the model predicts."""
+        return "a value"
+
+
+def _given_weights(task: Task, text: str) -> NDArray[Any]:
+    weights = dict.fromkeys(task.labels, 1.0)
+    for part in comma_separated(text):
+        label, _, value = part.rpartition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if label not in weights or not 0 <= number < float("inf"):
+            raise InputError(
+                f"finetune.class_weights = {text!r}: {part!r} must be LABEL=WEIGHT, a label of "
+                f"{', '.join(task.labels)} and a number of at least 0 (or give none or balanced)"
+            )
+        weights[label] = number
+    return np.array(list(weights.values()))
+
+
+def _outputs_of(label: int, task: Task, count: int) -> NDArray[np.float64]:
+    outputs = np.full((count, len(task.labels)), -1.0)
+    outputs[:, label] = 1
+    return outputs
+
+
+def _by_label(task: Task, row: NDArray[Any]) -> dict[str, float]:
+    return {label: rounded(score) for label, score in zip(task.labels, row, strict=True)}
+
+
+def _correlation(function: Callable[..., float], targets: NDArray[Any], values: NDArray[Any]) -> float:
+    if len(values) < 2 or np.ptp(targets) == 0 or np.ptp(values) == 0:
+        return 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of values that are nearly constant
+        coefficient = float(function(targets, values))
+    return coefficient if np.isfinite(coefficient) else 0.0
 
 
 def _checked(number: int, example: object, num_texts: int | None) -> tuple[str, ...]:
@@ -149,8 +468,3 @@ def _checked(number: int, example: object, num_texts: int | None) -> tuple[str, 
     if len(texts) not in ((1, 2) if num_texts is None else (num_texts,)):
         raise InputError(f"example {number} has {len(texts)} texts, but this model reads {_READS[num_texts]}")
     return tuple(texts)
-
-
-def _in_units(task: Task, outputs: NDArray[Any]) -> NDArray[Any]:
-    """Logits as they are, values [n] in the units of the data."""
-    return outputs[:, 0] * task.scale + task.shift if task.kind == "regression" else outputs

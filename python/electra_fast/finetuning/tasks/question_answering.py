@@ -14,20 +14,19 @@ from electra_fast.config.config import ModelConfig
 from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import Diverged, InputError
 from electra_fast.files.atomic_files import replace_file
-from electra_fast.finetuning.chunks import Ints
-from electra_fast.finetuning.config import FinetuneConfig
-from electra_fast.finetuning.inference import example_predictions
+from electra_fast.finetuning.batches import TrainingSet
+from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.encoding import Ints
+from electra_fast.finetuning.inference import example_predictions, rounded
 from electra_fast.finetuning.model import TaskModel
-from electra_fast.finetuning.readers.question_files import iterate_questions
+from electra_fast.finetuning.readers.question_files import iterate_questions, read_questions
 from electra_fast.finetuning.readers.tables import Quoting, Row, abbreviated, place, text_of
-from electra_fast.finetuning.task import Split, Task
+from electra_fast.finetuning.task import Prediction, Split, Task
 from electra_fast.finetuning.tasks.answer_scores import score_unit, squad_scores
 from electra_fast.finetuning.tasks.answer_search import FoundAnswer, SpanScores, search
-from electra_fast.finetuning.tasks.answers import Answer, rounded
 from electra_fast.finetuning.tasks.question_features import QuestionFeatures, question_features, training_targets
-from electra_fast.finetuning.tasks.span_model import JointReader, TwoLogitReader
-from electra_fast.finetuning.tasks.task_type import Features, Method
-from electra_fast.finetuning.training.training_set import TrainingSet
+from electra_fast.finetuning.tasks.span_model import JOINT_HEAD, JointReader, TwoLogitReader
+from electra_fast.finetuning.tasks.task_type import MODERN_HEAD, Features, TaskType, named_split
 from electra_fast.model.compute import ComputeConfig
 
 SETTINGS = ("doc_stride", "max_query_length", "max_answer_length", "n_best_size", "beam_size")
@@ -43,28 +42,42 @@ class SpanFeatures(Features):
 
 @dataclass(frozen=True)
 class SpanTrainingSet(TrainingSet):
-    """Chunks with their targets, and what a user should know about the lengths of answers."""
+    """Chunks with their targets, and notes for the user on the lengths of answers."""
 
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model found for a question: the best answers, the best one first, and the odds that there is none."""
+    """A model's findings for a question: the best answers, best first, and the odds that there is none."""
 
     answers: list[FoundAnswer]
     null_odds: float
 
 
-class QuestionAnswering(Method):
-    """A reader of chunks. Outputs are `Reading`s."""
+class QuestionAnswering(TaskType):
+    """Extracts an answer from the chunks of a context. Outputs are `Reading`s."""
 
+    defaults = {"sequence_length": 512, "epochs": 2.0, "head_dropout": 0.0}
+    read = staticmethod(read_questions)
+    num_texts = 2
+    hf_form = "QuestionAnswering"
+    head_names = {
+        ("bert", "hf"): {
+            "head.classifier.weight": "qa_outputs.weight",
+            "head.classifier.bias": "qa_outputs.bias",
+        },
+        ("modern", "hf"): MODERN_HEAD,
+        ("bert", "google"): JOINT_HEAD,
+        ("modern", "google"): JOINT_HEAD,
+    }
+    pipeline = "question-answering"
     prediction_settings = ("n_best", "null_threshold")
     usual_columns = (("question", "context"),)
     id_column = "id"
 
-    def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneConfig) -> SpanFeatures:
-        """Cuts contexts into chunks."""
+    def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneSection) -> SpanFeatures:
+        """Splits contexts into chunks."""
         texts = [(question, context) for question, context in split.texts]
         try:
             questions = question_features(
@@ -79,8 +92,8 @@ class QuestionAnswering(Method):
             raise InputError(f"{split.path}: {error}") from None
         return SpanFeatures(questions.encoded, questions, texts)
 
-    def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneConfig) -> TrainingSet:
-        """All chunks, with the first answer's span where they have it."""
+    def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
+        """Returns all chunks, with the span of the first answer in those that contain it."""
         if config.class_weights != "none":
             raise InputError(f"finetune.class_weights = {config.class_weights!r} is for classification")
         features = self.features(tokenizer, split, config)
@@ -89,8 +102,8 @@ class QuestionAnswering(Method):
         notes = tuple(_answer_lengths(features.questions, targets, config))
         return SpanTrainingSet(features.encoded, targets, np.ones(len(targets)), notes=notes)
 
-    def describe(self, split: Split, training_set: TrainingSet, config: FinetuneConfig) -> Iterator[str]:
-        """How many chunks there are, and how many of them have an answer."""
+    def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
+        """Yields the number of chunks, and of those with an answer."""
         num_answers = int((training_set.targets[:, 0] > 0).sum())
         yield (
             f"training chunks of at most {config.sequence_length} tokens: {len(training_set.encoded):,}, "
@@ -104,25 +117,29 @@ class QuestionAnswering(Method):
         assert isinstance(training_set, SpanTrainingSet)
         yield from training_set.notes
 
-    def model(self, shape: ModelConfig, config: FinetuneConfig, num_outputs: int) -> TaskModel:
-        """The network, with parameters of any value."""
+    def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
+        """Builds the network, with arbitrary parameters."""
         if config.head == "google":
             return JointReader(shape, config.beam_size, config.answerable_weight)
         return TwoLogitReader(shape, config.beam_size, config.head_dropout)
 
     def labels(self, task: Task) -> tuple[str, ...]:
-        """Of the two logits of `transformers`' class."""
+        """Returns the names of the two logits of `transformers`' class."""
         return ("start", "end")
+
+    def problem_with(self, labels: Sequence[str]) -> str | None:
+        """Returns why these are not the labels of `transformers`' class."""
+        return None if len(labels) == 2 else "question answering has 2, start and end"
 
     def predict(
         self,
         model: TaskModel,
         features: SpanFeatures,
-        config: FinetuneConfig,
+        config: FinetuneSection,
         compute: ComputeConfig,
         before_batch: Callable[[], None] = lambda: None,
     ) -> list[Reading]:
-        """The answers to all questions, in their order."""
+        """Returns the answers to all questions, in their order."""
         scores = SpanScores(*example_predictions(model, features.encoded, compute, before_batch))
         if not (np.isfinite(scores.start_score).all() and np.isfinite(scores.end_score).all()):
             raise Diverged("the model's outputs are not finite: try a lower finetune.learning_rate")
@@ -133,14 +150,14 @@ class QuestionAnswering(Method):
     def scores(
         self, task: Task, split: Split, features: SpanFeatures, outputs: list[Reading], earlier: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """By the official rules, and `f1_unit`; the threshold of the odds is sought on the first split."""
+        """Returns the scores by the official rules, and `f1_unit`; the first split decides the odds threshold."""
         odds = _odds(split, outputs) if task.has_unanswerable else None
         assert split.targets is not None
         scores = squad_scores(split, _texts(split, outputs), odds, earlier.get("null_threshold"))
         return scores | {"f1_unit": score_unit(split)}
 
     def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
-        """Of no answer at all, where questions may have none."""
+        """Returns the scores of answering nothing, where questions may have no answer."""
         if not task.has_unanswerable or split.targets is None:
             return {}
         return dict.fromkeys(("exact_match", "f1"), float(np.mean([not answers for answers in split.targets])))
@@ -153,20 +170,19 @@ class QuestionAnswering(Method):
         features: SpanFeatures,
         outputs: list[Reading],
     ) -> None:
-        """The official scorer's files: STEM.json with the best text per question, and the odds of there being none."""
+        """Writes the official scorer's files: STEM.json with the best text per question, and the odds of no answer."""
         _write(stem.with_name(f"{stem.name}.json"), _texts(split, outputs))
         if task.has_unanswerable:
             _write(stem.with_name(f"{stem.name}.null_odds.json"), _odds(split, outputs))
 
     def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
-        """Examples are mappings with `question` and `context`, and maybe `id`, or pairs of both."""
+        """Takes mappings with `question` and `context`, and optionally `id`, or pairs of both."""
         found = [_checked(number, example) for number, example in enumerate(examples)]
-        texts: list[tuple[str, ...]] = [(each["question"], each["context"]) for each in found]
         ids = [str(each.get("id", number)) for number, each in enumerate(found)]
-        return Split(name="predict", path=Path("predict"), texts=texts, targets=None, ids=ids)
+        return named_split([(each["question"], each["context"]) for each in found], ids)
 
     def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> Mapping[str, Any]:
-        """The question and its context, with an id."""
+        """Returns the question and its context, with an id."""
         question, context = (text_of(path, line, row, name) for name in columns)
         if not context.strip():
             raise InputError(f"{place(path, line)}: the context is empty")
@@ -174,20 +190,20 @@ class QuestionAnswering(Method):
         return {"id": number if name is None else name, "question": question, "context": context}
 
     def reads_row(self, row: Row, columns: tuple[str, ...]) -> bool:
-        """Whether it holds a question."""
+        """Returns whether the row holds a question."""
         return set(columns or ("",)) <= row.keys()
 
     def other_examples(self, file: Path, text: tuple[str, ...], quoting: Quoting) -> Iterator[Any]:
-        """The questions of a file in SQuAD's or a similar format."""
+        """Yields the questions of a file in SQuAD's or a similar format."""
         for name, question, context in iterate_questions(file, text=text, quoting=quoting):
             yield {"id": name, "question": question, "context": context}
 
     def answers(
         self, task: Task, split: Split, features: SpanFeatures, outputs: list[Reading], settings: Mapping[str, Any]
-    ) -> Iterator[Answer]:
-        """`answer` with its characters and probability, and `null_odds`, beyond whose threshold it is empty.
+    ) -> Iterator[Prediction]:
+        """Yields `answer` with its characters and probability, and `null_odds`; above their threshold it is empty.
 
-        `n_best` in the settings lists as many answers, at most those that the model's `n_best_size` keeps.
+        The setting `n_best` lists as many answers, at most `n_best_size`.
         """
         threshold, n_best = settings.get("null_threshold"), settings.get("n_best", 1)
         if n_best < 1:
@@ -199,14 +215,30 @@ class QuestionAnswering(Method):
             more = {"n_best": best[:n_best]} if n_best > 1 else {}
             yield {"id": name} | answer | {"null_odds": rounded(reading.null_odds)} | more
 
-    def settings(self, config: FinetuneConfig, task: Task, scores: Any) -> dict[str, Any]:
-        """How contexts are cut and answers chosen."""
+    def settings(self, config: FinetuneSection, task: Task, scores: Any) -> dict[str, Any]:
+        """Returns how contexts are split into chunks and answers chosen."""
         chosen = {name: getattr(config, name) for name in SETTINGS}
         return chosen | {"null_threshold": scores.get("null_threshold")}
 
+    def summary(self, task: Task, num_texts: int) -> str:
+        """Returns what the model answers."""
+        what = "Given a question and a text, finds the part of the text that answers the question"
+        return f"{what}, or that there is none." if task.has_unanswerable else f"{what}."
 
-def _answer_lengths(questions: QuestionFeatures, targets: Ints, config: FinetuneConfig) -> Iterator[str]:
-    """How many answers are too long to be predicted, and how many no chunk has."""
+    def usage(self, task: Task, class_name: str, command: str) -> str:
+        """Returns the command, and what the logits mean."""
+        return f"{command}, or `{class_name}.from_pretrained`, whose logits are those of an answer's start and end."
+
+    def raw_usage(self) -> str:
+        """Returns what the published head computes."""
+        return (
+            ". The head is the published code's: the end of an answer depends on its start, and a classifier tells "
+            "questions without an answer."
+        )
+
+
+def _answer_lengths(questions: QuestionFeatures, targets: Ints, config: FinetuneSection) -> Iterator[str]:
+    """Yields how many answers are too long to be predicted, and how many are in no chunk as a whole."""
     lengths = np.zeros(len(questions.contexts), np.int64)
     np.maximum.at(lengths, questions.question, np.where(targets[:, 0] > 0, targets[:, 1] - targets[:, 0] + 1, 0))
     if num_long := int((lengths > config.max_answer_length).sum()):
@@ -235,14 +267,14 @@ def _checked(number: int, example: Any) -> Mapping[str, Any]:
     return example
 
 
-def _answer(found: FoundAnswer) -> Answer:
+def _answer(found: FoundAnswer) -> Prediction:
     is_empty = found.start == found.end
     start, end = (None, None) if is_empty else (found.start, found.end)
     return {"answer": found.text, "start": start, "end": end, "score": rounded(found.probability)}
 
 
 def _null_odds(model: TaskModel, best: Sequence[FoundAnswer], null_score: float) -> float:
-    """The classifier's logit, or by how much the score of no answer is above that of the best one."""
+    """The classifier's logit, or the score of no answer minus that of the best one."""
     return null_score if isinstance(model, JointReader) else null_score - best[0].score
 
 

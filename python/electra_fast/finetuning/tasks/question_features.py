@@ -15,8 +15,7 @@ import numpy as np
 
 from electra_fast.data.corpus import Pieces, Tokenizer
 from electra_fast.errors import InputError
-from electra_fast.finetuning.batches import EncodedExamples
-from electra_fast.finetuning.chunks import Ints, chunk_spans
+from electra_fast.finetuning.encoding import EncodedExamples, Ints, chunk_spans
 from electra_fast.finetuning.task import Answer
 
 # A chunk has room for so many pieces of the context, however long the question.

@@ -15,10 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from electra_fast.config.config import ModelConfig
-from electra_fast.finetuning.heads import head_class
-from electra_fast.finetuning.inputs import Inputs
-from electra_fast.finetuning.model import TaskModel
-from electra_fast.huggingface.finetuned import JOINT_WIDTH
+from electra_fast.finetuning.model import Inputs, TaskModel, make_head
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.model.layers import Linear
 from electra_fast.ops import operations as ops
@@ -26,6 +23,14 @@ from electra_fast.ops.linear import linear
 
 # Added to the logits of tokens that cannot be an answer, as in the published code, and the logit of no token at all.
 _DISALLOWED, _NOTHING = -1000.0, -10_000.0
+JOINT_WIDTH = 512
+"""Width of the published head's inner layers."""
+JOINT_HEAD = {
+    f"head.{layer}.{part}": f"head.{layer}.{part}"
+    for layer in ("start", "end_dense", "end", "answerable_dense", "answerable")
+    for part in ("weight", "bias")
+}
+"""The names of its parameters in a folder: our own."""
 
 
 class SpanCandidates(NamedTuple):
@@ -55,8 +60,7 @@ class TwoLogitReader(TaskModel):
     """
 
     def __init__(self, shape: ModelConfig, beam_size: int = 20, head_dropout: float = 0.0) -> None:
-        head = head_class("question-answering", "hf", shape.architecture)(shape, 2)
-        super().__init__(shape, head, "hf", head_dropout)
+        super().__init__(shape, make_head("hf", shape, 2, on_tokens=True), "hf", head_dropout)
         self.beam_size = beam_size
 
     def losses(

@@ -1,43 +1,70 @@
-"""Tagging: a class for each word of a text, from the word's first piece.
+"""Tagging: a class for each word of a text, from the word's first token.
 
-Texts that are longer than the model reads become chunks that overlap; a word counts in the chunk in which it has the
-most context, in training as in prediction.
+Texts longer than the model reads become overlapping chunks; a word counts in the chunk where it has the most context,
+in training as in prediction.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from sklearn.metrics import f1_score
+from torch import Tensor
 
 from electra_fast.config.config import ModelConfig
 from electra_fast.data.corpus import Pieces, Tokenizer
 from electra_fast.errors import InputError
-from electra_fast.finetuning.chunks import text_chunks
-from electra_fast.finetuning.config import FinetuneConfig
-from electra_fast.finetuning.inference import token_predictions
-from electra_fast.finetuning.model import TaskModel, TokenClassifier
+from electra_fast.finetuning.batches import TrainingSet
+from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.encoding import Ints, text_chunks
+from electra_fast.finetuning.inference import rounded, token_predictions
+from electra_fast.finetuning.model import Inputs, TaskModel, make_head
 from electra_fast.finetuning.readers.tables import Quoting, Row, abbreviated, extension, place, text_of
 from electra_fast.finetuning.readers.tag_columns import are_columns
-from electra_fast.finetuning.readers.tag_files import iterate_tagging
+from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagging
+from electra_fast.finetuning.readers.tag_schemes import entities_of
 from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, WORD_COLUMNS, places_of, words_of_text
-from electra_fast.finetuning.task import Split, Task
-from electra_fast.finetuning.tasks.answers import Answer, tag_answer
-from electra_fast.finetuning.tasks.losses import NO_TARGET
-from electra_fast.finetuning.tasks.metrics import REMEDY, finite
-from electra_fast.finetuning.tasks.tag_scores import tag_scores
-from electra_fast.finetuning.tasks.task_type import Features, Method
-from electra_fast.finetuning.training.training_set import TrainingSet
+from electra_fast.finetuning.task import Prediction, Split, Task
+from electra_fast.finetuning.tasks.task_type import (
+    CLASSIFIER,
+    MODERN_HEAD,
+    REMEDY,
+    Features,
+    TaskType,
+    finite,
+    named_split,
+    softmax,
+)
 from electra_fast.model.compute import ComputeConfig
 
-Ints = NDArray[Any]
+NO_TARGET = -100
+"""The class id of a token without a loss."""
+Found = set[tuple[int, int, int, str]]
+"""Entities as sentence, first word, the word after the last, and type."""
 # What a line of text hardly has, and one with a word and its tag, or a comment before those, does.
 _COLUMNS = re.compile(r"\t|^\S+( \S+)* (O|[BILMESU]-\S+)$|^# |^-DOCSTART-")
+
+
+class TokenClassifier(TaskModel):
+    """A class for each token."""
+
+    def __init__(self, shape: ModelConfig, head: str, num_outputs: int, head_dropout: float = 0.0) -> None:
+        super().__init__(shape, make_head(head, shape, num_outputs, on_tokens=True), head, head_dropout)
+
+    def losses(
+        self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
+    ) -> Tensor:
+        """Returns cross-entropies; `targets` are class ids, int64 [R, L], `NO_TARGET` where there is none; [R, L]."""
+        outputs_TC = self.outputs(inputs, compute, dropout_key)
+        loss_T = F.cross_entropy(outputs_TC, targets.flatten(), ignore_index=NO_TARGET, reduction="none")
+        return loss_T.view_as(targets)
 
 
 @dataclass(frozen=True)
@@ -90,6 +117,225 @@ def _first_pieces(pieces: Pieces, words: Ints) -> Ints:
     return np.where(overlaps, found, -1)
 
 
+class Tagging(TaskType):
+    """A head on the words' first tokens. Outputs are logits, float32 [words, C]."""
+
+    defaults = {"sequence_length": 256}
+    read = staticmethod(read_tagging)
+    num_texts = 1
+    hf_form = "TokenClassification"
+    head_names = {("bert", "hf"): CLASSIFIER, ("modern", "hf"): MODERN_HEAD, ("modern", "google"): CLASSIFIER}
+    pipeline = "token-classification"
+
+    formats = (".csv", ".jsonl", ".json", ".parquet", ".arrow")
+    usual_columns = tuple((name,) for name in (*WORD_COLUMNS, *TEXT_COLUMNS))
+
+    def is_table(self, path: Path) -> bool:
+        """Only .csv files have a header."""
+        return path.suffix.lower() == ".csv"
+
+    def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneSection) -> TagFeatures:
+        """Tokenizes a split."""
+        assert split.words is not None
+        texts = [text for (text,) in split.texts]
+        return tag_features(tokenizer, texts, split.words, config.sequence_length, config.doc_stride)
+
+    def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
+        """Returns all chunks, with a target at the first token of each word."""
+        if config.class_weights != "none":
+            raise InputError(f"finetune.class_weights = {config.class_weights!r} is for classification, not tagging")
+        features = self.features(tokenizer, split, config)
+        assert split.targets is not None
+        tags = np.concatenate(split.targets)
+        found = features.places >= 0
+        if not found.any():
+            raise InputError(f"{split.path}: no word has a token; check the columns and the tokenizer")
+        targets = np.full(len(features.encoded.ids), NO_TARGET)
+        targets[features.places[found][::-1]] = tags[found][::-1]  # of words that share a token, the first counts
+        return TrainingSet(features.encoded, targets, (targets != NO_TARGET).astype(np.float64), per_token=True)
+
+    def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
+        """Yields the numbers of words and chunks."""
+        assert split.words is not None
+        num_words, num_targets = sum(map(len, split.words)), int(training_set.weights.sum())
+        chunks = f" in {len(training_set.encoded):,} chunks of at most {config.sequence_length} tokens"
+        yield f"training words: {num_words:,}{chunks}"
+        if num_targets < num_words:
+            yield f"training words that have no token or share one with the word before: {num_words - num_targets:,}"
+
+    def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
+        """Builds the network, with arbitrary parameters."""
+        return TokenClassifier(shape, config.head, num_outputs, config.head_dropout)
+
+    def predict(
+        self,
+        model: TaskModel,
+        features: TagFeatures,
+        config: FinetuneSection,
+        compute: ComputeConfig,
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> NDArray[Any]:
+        """Returns the words' logits, float32 [words, C]; zeros for a word without tokens."""
+        outputs = token_predictions(model, features.encoded, compute, before_batch)
+        found = features.places >= 0
+        return np.where(found[:, None], outputs[features.places], 0)
+
+    def scores(
+        self, task: Task, split: Split, features: TagFeatures, outputs: Any, earlier: Mapping[str, Any]
+    ) -> dict[str, float]:
+        """Returns precision, recall and F1 of entities, as conlleval and seqeval do, and the words' accuracy."""
+        assert split.targets is not None
+        chosen = _continued(task, features.places, finite(outputs)).argmax(1)
+        return tag_scores(task, list(split.targets), features.by_text(chosen))
+
+    def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
+        """Returns the scores of the most frequent tag."""
+        assert train.targets is not None and split.targets is not None
+        tag = np.bincount(np.concatenate(train.targets)).argmax()
+        return tag_scores(task, list(split.targets), [np.full(len(tags), tag) for tags in split.targets])
+
+    def warning(self, task: Task, outputs: Any) -> str | None:
+        """Warns if all words have the same tag."""
+        tags = np.unique(outputs.argmax(1))
+        if len(tags) > 1 or len(outputs) < 2:
+            return None
+        return f"all {len(outputs):,} words are tagged {task.labels[tags[0]]!r}: {REMEDY}"
+
+    def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
+        """Takes texts, or lists of words."""
+        found = [_text_and_words(number, example) for number, example in enumerate(examples)]
+        return named_split([(text,) for text, _ in found], words=[words for _, words in found])
+
+    def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> str | list[str]:
+        """Returns a text, or the words of a sentence."""
+        (column,) = columns
+        words = row.get(column)
+        if not isinstance(words, list):
+            return text_of(path, line, row, column)
+        for word in words:
+            if not isinstance(word, str) or not word:
+                raise InputError(f"{place(path, line)}: {column!r} has {abbreviated(word)}, which is not a word")
+        return words
+
+    def reads_lines(self, path: Path, text: tuple[str, ...]) -> bool:
+        """Returns whether a .txt file has a word per line."""
+        return extension(path) == ".txt" and are_columns(path, text)
+
+    def reads_row(self, row: Row, columns: tuple[str, ...]) -> bool:
+        """Returns whether the row holds a sentence, as text or as a list of words, and not a single word."""
+        values = [row.get(name) for name in columns]
+        if len(values) == 1 and isinstance(values[0], list):
+            return all(isinstance(word, str) for word in values[0])
+        has_word = any(re.match("words?$|tokens?$|form$", name, re.IGNORECASE) for name in row)
+        has_number = any(name.lower().startswith("sent") for name in row if name not in columns)
+        is_line = row.keys() == {"text"} and _COLUMNS.search(str(row["text"])) is not None  # maybe of columns
+        return len(values) == 1 and not has_word and not has_number and not is_line
+
+    def other_examples(self, file: Path, text: tuple[str, ...], quoting: Quoting) -> Iterator[Any]:
+        """Yields the examples of column files and annotation tools."""
+        for line, words in iterate_tagging(file, text=text, quoting=quoting):
+            yield line if words is None else [line[start:end] for start, end in words]
+
+    def answers(
+        self, task: Task, split: Split, features: TagFeatures, outputs: Any, settings: Mapping[str, Any]
+    ) -> Iterator[Prediction]:
+        """Yields the tags of the words, and the spans that they delimit."""
+        assert split.words is not None
+        logits_by_text = features.by_text(_continued(task, features.places, outputs))
+        for (text,), words, logits in zip(split.texts, split.words, logits_by_text, strict=True):
+            yield tag_answer(text, words, logits, task.labels, task.scheme)
+
+    def settings(self, config: FinetuneSection, task: Task, scores: Any) -> dict[str, Any]:
+        """Returns how long texts are cut, and whether tags delimit entities."""
+        return {"doc_stride": config.doc_stride, "scheme": task.scheme}
+
+    def labels(self, task: Task) -> tuple[str, ...]:
+        """Returns the tags."""
+        return task.labels
+
+    def to_transformers(
+        self, architecture: str, head: str, state: Mapping[str, Tensor], width: int
+    ) -> tuple[str, Mapping[str, Tensor]]:
+        """Names Electra's head, which is the same layer for both."""
+        return ("hf" if architecture == "bert" else head), state
+
+    def summary(self, task: Task, num_texts: int) -> str:
+        """Returns what the model tags."""
+        return f"Tags each word of a text with one of {', '.join(task.labels)}."
+
+    def pipeline_options(self, task: Task) -> str:
+        """Joins the words of an entity."""
+        return ', aggregation_strategy="first"' if task.scheme == "IOB2" else ""
+
+
+def tag_scores(task: Task, targets: Sequence[NDArray[Any]], predicted: Sequence[NDArray[Any]]) -> dict[str, float]:
+    """All scores of a tagging task by name, `task.metric` among them.
+
+    Of entities: `precision`, `recall` and `f1` over all of them, `accuracy` over words, and `f1_TYPE` for each type
+    that the targets have; what is 0 / 0 counts as 0. With the scheme `none`: `accuracy` and `f1_macro`.
+
+    Args:
+        task: The task; `labels` names the tags.
+        targets: The tag ids of each sentence, [words].
+        predicted: Likewise, of the same lengths.
+    """
+    truth, outputs = np.concatenate(targets), np.concatenate(predicted)
+    accuracy = {"accuracy": float((truth == outputs).mean())}
+    if task.scheme == "none":
+        return accuracy | {"f1_macro": float(f1_score(truth, outputs, average="macro", zero_division=0.0))}
+    wanted, found = _entities(task.labels, targets), _entities(task.labels, predicted)
+    precision, recall, f1 = _precision_recall_f1(wanted, found)
+    scores = {"precision": precision, "recall": recall, "f1": f1} | accuracy
+    for type_ in sorted({entity[-1] for entity in wanted}):
+        scores[f"f1_{type_}"] = _precision_recall_f1(_of_type(wanted, type_), _of_type(found, type_))[-1]
+    return scores
+
+
+def _entities(labels: Sequence[str], sentences: Iterable[NDArray[Any]]) -> Found:
+    tags = ([labels[tag] for tag in sentence] for sentence in sentences)
+    return {(number, *entity) for number, sentence in enumerate(tags) for entity in entities_of(sentence)}
+
+
+def _of_type(entities: Found, type_: str) -> Found:
+    return {entity for entity in entities if entity[-1] == type_}
+
+
+def _precision_recall_f1(wanted: Found, found: Found) -> tuple[float, float, float]:
+    num_correct = len(wanted & found)
+    return (
+        num_correct / max(1, len(found)),
+        num_correct / max(1, len(wanted)),
+        2 * num_correct / max(1, len(wanted) + len(found)),
+    )
+
+
+def tag_answer(text: str, words: NDArray[Any], logits: NDArray[Any], labels: Sequence[str], scheme: str) -> Prediction:
+    """The tags of a text's words, and its spans: entities, or where tags are labels by themselves all words.
+
+    Args:
+        text: The text.
+        words: First and past-the-last characters of its words, int64 [words, 2].
+        logits: Of the tags, float [words, C].
+        labels: The tags' names.
+        scheme: Of the tags, as `Task.scheme`.
+
+    Returns:
+        `{"words": [...], "tags": [...], "spans": [{"start", "end", "text", "label", "score"}, ...]}`; a span's score is
+        the mean probability of its words' tags.
+    """
+    probabilities = softmax(logits.astype(np.float64))
+    chosen = probabilities.argmax(1)
+    tags = [labels[tag] for tag in chosen]
+    best = probabilities[np.arange(len(tags)), chosen]
+    entities = entities_of(tags) if scheme != "none" else [(at, at + 1, tag) for at, tag in enumerate(tags)]
+    spans = []
+    for first, last, label in entities:
+        start, end = int(words[first, 0]), int(words[last - 1, 1])
+        score = rounded(best[first:last].mean())
+        spans.append({"start": start, "end": end, "text": text[start:end], "label": label, "score": score})
+    return {"words": [text[start:end] for start, end in words], "tags": tags, "spans": spans}
+
+
 def _text_and_words(number: int, example: Any) -> tuple[str, Ints]:
     """A text and the characters of its words; words that are given are separated by spaces."""
     if isinstance(example, str):
@@ -109,128 +355,3 @@ def _continued(task: Task, places: Ints, outputs: NDArray[Any]) -> NDArray[Any]:
             columns = np.array([begin, task.labels.index(inside)])
             outputs[shared, columns] = np.sort(outputs[shared, columns], axis=1)
     return outputs
-
-
-class Tagging(Method):
-    """A head on the words' first pieces. Outputs are logits, float32 [words, C]."""
-
-    formats = (".csv", ".jsonl", ".json", ".parquet", ".arrow")
-    usual_columns = tuple((name,) for name in (*WORD_COLUMNS, *TEXT_COLUMNS))
-
-    def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneConfig) -> TagFeatures:
-        """Tokenizes a split."""
-        assert split.words is not None
-        texts = [text for (text,) in split.texts]
-        return tag_features(tokenizer, texts, split.words, config.sequence_length, config.doc_stride)
-
-    def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneConfig) -> TrainingSet:
-        """All chunks, with a target at the first piece of each word."""
-        if config.class_weights != "none":
-            raise InputError(f"finetune.class_weights = {config.class_weights!r} is for classification, not tagging")
-        features = self.features(tokenizer, split, config)
-        assert split.targets is not None
-        tags = np.concatenate(split.targets)
-        found = features.places >= 0
-        if not found.any():
-            raise InputError(f"{split.path}: no word has a token; check the columns and the tokenizer")
-        targets = np.full(len(features.encoded.ids), NO_TARGET)
-        targets[features.places[found][::-1]] = tags[found][::-1]  # of words that share a token, the first counts
-        return TrainingSet(features.encoded, targets, (targets != NO_TARGET).astype(np.float64), per_token=True)
-
-    def describe(self, split: Split, training_set: TrainingSet, config: FinetuneConfig) -> Iterator[str]:
-        """How many words and chunks there are."""
-        assert split.words is not None
-        num_words, num_targets = sum(map(len, split.words)), int(training_set.weights.sum())
-        chunks = f" in {len(training_set.encoded):,} chunks of at most {config.sequence_length} tokens"
-        yield f"training words: {num_words:,}{chunks}"
-        if num_targets < num_words:
-            yield f"training words that have no token or share one with the word before: {num_words - num_targets:,}"
-
-    def model(self, shape: ModelConfig, config: FinetuneConfig, num_outputs: int) -> TaskModel:
-        """The network, with parameters of any value."""
-        return TokenClassifier(shape, config.head, num_outputs, config.head_dropout)
-
-    def predict(
-        self,
-        model: TaskModel,
-        features: TagFeatures,
-        config: FinetuneConfig,
-        compute: ComputeConfig,
-        before_batch: Callable[[], None] = lambda: None,
-    ) -> NDArray[Any]:
-        """Logits of the words, float32 [words, C]; zeros, so that the first tag wins, for a word without pieces."""
-        outputs = token_predictions(model, features.encoded, compute, before_batch)
-        found = features.places >= 0
-        return np.where(found[:, None], outputs[features.places], 0)
-
-    def scores(
-        self, task: Task, split: Split, features: TagFeatures, outputs: Any, earlier: Mapping[str, Any]
-    ) -> dict[str, float]:
-        """Precision, recall and F1 of entities as conlleval and seqeval have them, and the words' accuracy."""
-        assert split.targets is not None
-        chosen = _continued(task, features.places, finite(outputs)).argmax(1)
-        return tag_scores(task, list(split.targets), features.by_text(chosen))
-
-    def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
-        """Of the most frequent tag."""
-        assert train.targets is not None and split.targets is not None
-        tag = np.bincount(np.concatenate(train.targets)).argmax()
-        return tag_scores(task, list(split.targets), [np.full(len(tags), tag) for tags in split.targets])
-
-    def warning(self, task: Task, outputs: Any) -> str | None:
-        """Whether all words have the same tag."""
-        tags = np.unique(outputs.argmax(1))
-        if len(tags) > 1 or len(outputs) < 2:
-            return None
-        return f"all {len(outputs):,} words are tagged {task.labels[tags[0]]!r}: {REMEDY}"
-
-    def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
-        """Examples are texts, or lists of words."""
-        found = [_text_and_words(number, example) for number, example in enumerate(examples)]
-        texts: list[tuple[str, ...]] = [(text,) for text, _ in found]
-        ids = [str(number) for number in range(len(found))]
-        words = [words for _, words in found]
-        return Split(name="predict", path=Path("predict"), texts=texts, targets=None, ids=ids, words=words)
-
-    def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> str | list[str]:
-        """A text, or the words of a sentence."""
-        (column,) = columns
-        words = row.get(column)
-        if not isinstance(words, list):
-            return text_of(path, line, row, column)
-        for word in words:
-            if not isinstance(word, str) or not word:
-                raise InputError(f"{place(path, line)}: {column!r} has {abbreviated(word)}, which is not a word")
-        return words
-
-    def reads_lines(self, path: Path, text: tuple[str, ...]) -> bool:
-        """Whether a .txt file has a word per line."""
-        return extension(path) == ".txt" and are_columns(path, text)
-
-    def reads_row(self, row: Row, columns: tuple[str, ...]) -> bool:
-        """Whether it holds a sentence as text or as a list of words, and seems to hold no single word."""
-        values = [row.get(name) for name in columns]
-        if len(values) == 1 and isinstance(values[0], list):
-            return all(isinstance(word, str) for word in values[0])
-        has_word = any(re.match("words?$|tokens?$|form$", name, re.IGNORECASE) for name in row)
-        has_number = any(name.lower().startswith("sent") for name in row if name not in columns)
-        is_line = row.keys() == {"text"} and _COLUMNS.search(str(row["text"])) is not None  # maybe of columns
-        return len(values) == 1 and not has_word and not has_number and not is_line
-
-    def other_examples(self, file: Path, text: tuple[str, ...], quoting: Quoting) -> Iterator[Any]:
-        """Those of column files and annotation tools."""
-        for line, words in iterate_tagging(file, text=text, quoting=quoting):
-            yield line if words is None else [line[start:end] for start, end in words]
-
-    def answers(
-        self, task: Task, split: Split, features: TagFeatures, outputs: Any, settings: Mapping[str, Any]
-    ) -> Iterator[Answer]:
-        """The tags of the words, and the spans that they delimit."""
-        assert split.words is not None
-        logits_by_text = features.by_text(_continued(task, features.places, outputs))
-        for (text,), words, logits in zip(split.texts, split.words, logits_by_text, strict=True):
-            yield tag_answer(text, words, logits, task.labels, task.scheme)
-
-    def settings(self, config: FinetuneConfig, task: Task, scores: Any) -> dict[str, Any]:
-        """How long texts are cut, and whether tags delimit entities."""
-        return {"doc_stride": config.doc_stride, "scheme": task.scheme}

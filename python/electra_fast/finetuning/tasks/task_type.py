@@ -1,6 +1,7 @@
-"""What a kind of task needs: how its examples become tokens and targets, its network, its scores and predictions.
+"""The contract of a task type: all that training, prediction and the folder of a model need to know about it.
 
-One class for each: `classification`, `tagging`, `question_answering`; `methods` has them by kind.
+`classification`, `tagging` and `question_answering` implement it, and `tasks.TASK_TYPES` names the implementations.
+Other modules ask the task type and never compare its name.
 """
 
 from __future__ import annotations
@@ -9,102 +10,225 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from electra_fast.config.config import ModelConfig
+from electra_fast.config.file import Scalar
 from electra_fast.data.corpus import Tokenizer
+from electra_fast.errors import Diverged
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.files.json_files import json_text
-from electra_fast.finetuning.batches import EncodedExamples
-from electra_fast.finetuning.config import FinetuneConfig
+from electra_fast.finetuning.batches import TrainingSet
+from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.encoding import EncodedExamples
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.prediction_input import ExampleReader
-from electra_fast.finetuning.task import Split, Task
-from electra_fast.finetuning.tasks.answers import Answer
-from electra_fast.finetuning.training.training_set import TrainingSet
+from electra_fast.finetuning.task import Prediction, Split, Task, TaskData
 from electra_fast.model.compute import ComputeConfig
+
+REMEDY = "try a lower finetune.learning_rate, more finetune.epochs, or another seed"
+HeadNames = Mapping[str, str]
+"""Our names of a head's parameters, and those in `transformers`."""
+
+CLASSIFIER: HeadNames = {"head.classifier.weight": "classifier.weight", "head.classifier.bias": "classifier.bias"}
+MODERN_HEAD: HeadNames = {
+    "head.dense.weight": "head.dense.weight",
+    "head.norm.weight": "head.norm.weight",
+    **CLASSIFIER,
+}
 
 
 @dataclass(frozen=True)
 class Features:
-    """The tokenized examples of a split. A subclass has what its method needs to read a model's predictions."""
+    """The tokenized examples of a split. Subclasses add what their task type needs to interpret a model's outputs."""
 
     encoded: EncodedExamples
 
 
-class Method(ExampleReader):
-    """How one kind of task is trained, predicted and scored. `outputs` are what `predict` returned, of any type."""
+class TaskType(ExampleReader):
+    """How tasks of one type are read, trained, scored, predicted and stored. `outputs` are what `predict` returned."""
 
-    prediction_settings: tuple[str, ...] = ()
-    """What a user may set of `answers`."""
+    defaults: ClassVar[Mapping[str, Scalar]] = {}
+    """Keys of `[finetune]` that differ from their defaults, in all recipes."""
+    read: ClassVar[Callable[..., TaskData] | None] = None
+    """Reads own files: `train`, `dev` and `test` (the latter two may be None), then keyword arguments."""
+    num_texts: ClassVar[int | None] = None
+    """Texts per example; None if a model's own training data decides."""
+    prediction_settings: ClassVar[tuple[str, ...]] = ()
+    """Settings of `answers` that a user may choose."""
+    needs_whole_batch: ClassVar[bool] = False
+    """Whether an example's loss depends on the others of the batch, so that processes cannot share a step."""
+
+    # The folder of a fine-tuned model.
+    hf_form: ClassVar[str]
+    """Ending of the class in `transformers`: `SequenceClassification`."""
+    head_names: ClassVar[Mapping[tuple[str, str], HeadNames]]
+    """The head's tensors by architecture and `finetune.head`."""
+    problem_type: ClassVar[str | None] = None
+    """`problem_type` in config.json, where several task types share a class."""
+    pipeline: ClassVar[str]
+    """The pipeline of `transformers`, for the model card."""
+    hidden_index: ClassVar[str] = ""
+    """What a raw head reads of the last hidden state, as Python code."""
+    converted_head_note: ClassVar[str] = ""
+    """Section of the model card where `to_transformers` has converted the head."""
+
+    def is_table(self, path: Path) -> bool:
+        """Whether own data at this path has a header."""
+        return True
 
     @abstractmethod
-    def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneConfig) -> Features:
-        """Tokenizes a split; ValueError where its texts cannot be used."""
+    def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneSection) -> Features:
+        """Tokenizes a split; raises InputError for texts that cannot be used."""
 
     @abstractmethod
-    def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneConfig) -> TrainingSet:
-        """The training examples; ValueError where they cannot be used, or not with this configuration."""
+    def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
+        """Tokenizes the training examples; raises InputError if they cannot be used, or not with this configuration."""
 
     @abstractmethod
-    def describe(self, split: Split, training_set: TrainingSet, config: FinetuneConfig) -> Iterator[str]:
-        """Lines about the training examples that a user should know before training."""
+    def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
+        """Yields lines about the training examples that the user should see before training."""
+
+    def class_sizes(self, task: Task, split: Split) -> dict[str, int]:
+        """Returns the number of examples per class; empty if there are no classes or no labels."""
+        return {}
 
     @abstractmethod
-    def model(self, shape: ModelConfig, config: FinetuneConfig, num_outputs: int) -> TaskModel:
-        """The network, with parameters of any value."""
+    def labels(self, task: Task) -> tuple[str, ...]:
+        """Returns the names of the head's outputs."""
+
+    def problem_with(self, labels: Sequence[str]) -> str | None:
+        """Returns why a folder's labels cannot be those of this type, else None."""
+        return None
+
+    @abstractmethod
+    def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
+        """Builds the network, with arbitrary parameters."""
 
     @abstractmethod
     def predict(
         self,
         model: TaskModel,
         features: Any,
-        config: FinetuneConfig,
+        config: FinetuneSection,
         compute: ComputeConfig,
         before_batch: Callable[[], None] = lambda: None,
     ) -> Any:
-        """A model's outputs for all examples. Calls `before_batch` before each batch, which may raise."""
+        """Returns a model's outputs for all examples. Calls `before_batch` before each batch; it may raise."""
 
     @abstractmethod
     def scores(
         self, task: Task, split: Split, features: Any, outputs: Any, earlier: Mapping[str, Any]
     ) -> dict[str, float]:
-        """All scores by name, `task.metric` among them; Diverged where an output is not finite.
+        """Returns all scores by name, `task.metric` among them; raises Diverged if an output is not finite.
 
-        `earlier` are those of the first validation split, once there are any.
+        `earlier` has those of the first validation split, once they are known.
         """
 
     def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
-        """What always giving the training examples' most frequent answer scores; empty where there is no such thing."""
+        """Returns the scores of always predicting the most frequent training answer; empty if there is none."""
         return {}
 
     def warning(self, task: Task, outputs: Any) -> str | None:
-        """A line for the user where the model has learned nothing, else None."""
+        """Returns a line for the user if the model has learned nothing, else None."""
         return None
 
     def write_predictions(self, stem: Path, task: Task, split: Split, features: Any, outputs: Any) -> None:
-        """Writes the predictions for a split to files that begin with `stem`; here a .jsonl with an answer per line."""
+        """Writes a split's predictions to files that begin with `stem`: here STEM.jsonl, an answer per line."""
         found = zip(split.ids, self.answers(task, split, features, outputs, {}), strict=True)
         lines = (json_text({"id": example} | answer) for example, answer in found)
         replace_file(stem.with_name(f"{stem.name}.jsonl"), "".join(lines))
 
     @abstractmethod
     def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
-        """Examples to predict as a split; ValueError names the first that is none.
+        """Makes a split of examples to predict; raises InputError naming the first that is not an example.
 
-        `num_texts` is that of the model, None where it is not known.
+        `num_texts` is that of the model, None if unknown.
         """
 
     @abstractmethod
     def answers(
         self, task: Task, split: Split, features: Any, outputs: Any, settings: Mapping[str, Any]
-    ) -> Iterator[Answer]:
-        """One JSON-able object per example. `settings` are those of the model's folder."""
+    ) -> Iterator[Prediction]:
+        """Yields a JSON-able object per example. `settings` are those of the model's folder."""
 
-    def labels(self, task: Task) -> tuple[str, ...]:
-        """The names of the head's outputs."""
-        return task.labels
-
-    def settings(self, config: FinetuneConfig, task: Task, scores: Mapping[str, Any]) -> dict[str, Any]:
-        """What prediction needs to know besides the weights, kept in the model's config.json."""
+    def settings(self, config: FinetuneSection, task: Task, scores: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what prediction needs besides the weights; stored in the model's config.json."""
         return {}
+
+    def to_units(self, state: Mapping[str, Tensor], task: Task) -> dict[str, Tensor]:
+        """Returns a trained model's parameters with outputs in the units of the data."""
+        return dict(state)
+
+    def from_units(self, state: Mapping[str, Tensor], task: Task) -> dict[str, Tensor]:
+        """Inverts `to_units`."""
+        return dict(state)
+
+    def to_transformers(
+        self, architecture: str, head: str, state: Mapping[str, Tensor], width: int
+    ) -> tuple[str, Mapping[str, Tensor]]:
+        """Returns `finetune.head` and parameters, as those of `transformers`' class if that computes the same."""
+        return head, state
+
+    @abstractmethod
+    def summary(self, task: Task, num_texts: int) -> str:
+        """Returns what a model of this type does, for the model card."""
+
+    def pipeline_options(self, task: Task) -> str:
+        """Returns further arguments of the pipeline, as Python code."""
+        return ""
+
+    def usage(self, task: Task, class_name: str, command: str) -> str:
+        """Returns the model card's section on use. `command` predicts a file on the command line."""
+        return (
+            "```python\n"
+            "from transformers import pipeline\n"
+            f'predict = pipeline("{self.pipeline}", "path/to/this/folder"{self.pipeline_options(task)})\n'
+            "```\n\n"
+            f"or `{class_name}.from_pretrained`, or {command}."
+        )
+
+    def raw_usage(self) -> str:
+        """Returns how to use a head that `transformers` has no class for; continues a sentence."""
+        return (
+            "; in `transformers`:\n\n"
+            "```python\n"
+            "from safetensors.torch import load_file\n"
+            "from transformers import AutoModel, AutoTokenizer\n"
+            'tokenizer, model = (c.from_pretrained("path/to/this/folder") for c in (AutoTokenizer, AutoModel))\n'
+            'tensors = load_file("path/to/this/folder/model.safetensors")\n'
+            'hidden = model(**tokenizer(["a text"], return_tensors="pt")).last_hidden_state'
+            f"{self.hidden_index}\n"
+            'logits = hidden @ tensors["classifier.weight"].T + tensors["classifier.bias"]\n'
+            "```"
+        )
+
+
+def finite(outputs: ArrayLike) -> NDArray[np.float64]:
+    """Returns the outputs as float64; raises Diverged if one is NaN or infinite."""
+    values = np.asarray(outputs, dtype=np.float64)
+    num_bad = int((~np.isfinite(values.reshape(len(values), -1))).any(1).sum())
+    if num_bad:
+        raise Diverged(
+            f"the model's outputs for {num_bad:,} of {len(values):,} examples are not finite: "
+            "try a lower finetune.learning_rate"
+        )
+    return values
+
+
+def softmax(rows: NDArray[Any]) -> NDArray[Any]:
+    """Returns the probabilities of logits, [n, C]."""
+    exponentials = np.exp(rows - rows.max(axis=1, keepdims=True))
+    return np.asarray(exponentials / exponentials.sum(axis=1, keepdims=True))
+
+
+def named_split(
+    texts: list[tuple[str, ...]], ids: list[str] | None = None, words: list[NDArray[np.int64]] | None = None
+) -> Split:
+    """Returns examples to predict as a split; ids are their numbers by default."""
+    ids = [str(number) for number in range(len(texts))] if ids is None else ids
+    return Split(name="predict", path=Path("predict"), texts=texts, targets=None, ids=ids, words=words)

@@ -20,16 +20,16 @@ from electra_fast.data.corpus import Tokenizer
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import read_object
 from electra_fast.finetuning import batches
-from electra_fast.finetuning.batches import EncodedExamples, PackedBatch
-from electra_fast.finetuning.config import FinetuneConfig, FinetuningConfig
-from electra_fast.finetuning.task import Split, Task, TaskData, class_sizes
-from electra_fast.finetuning.tasks import METHODS
-from electra_fast.finetuning.tasks.task_type import Features, Method
+from electra_fast.finetuning.batches import PackedBatch, TrainingSet
+from electra_fast.finetuning.config import FinetuneSection, FinetuningConfig
+from electra_fast.finetuning.encoding import EncodedExamples
+from electra_fast.finetuning.task import Split, Task, TaskData
+from electra_fast.finetuning.tasks import TASK_TYPES
+from electra_fast.finetuning.tasks.task_type import Features, TaskType
+from electra_fast.finetuning.training.results import named_scores
 from electra_fast.finetuning.training.step import FinetuningWork, TaskBackward
-from electra_fast.finetuning.training.training_set import TrainingSet
 from electra_fast.huggingface.encoder import PretrainedEncoder
-from electra_fast.model.attention_choice import choose_attention
-from electra_fast.model.compute import DTYPES, ComputeConfig, choose_precision
+from electra_fast.model.compute import DTYPES, choose_precision, resolve_compute
 from electra_fast.model.matmul import DEFAULT, ONEDNN, choose_matmul, measure_matmul, use_matmul
 from electra_fast.training.hardware import faster_precision, shortest_times, threads_of, times_text
 from electra_fast.training.step_processes import max_processes
@@ -61,7 +61,7 @@ class Job:
     """
 
     data: TaskData
-    config: FinetuneConfig
+    config: FinetuneSection
     encoder: PretrainedEncoder
     folder: Path
     training_set: TrainingSet
@@ -77,9 +77,9 @@ class Job:
         return self.data.task
 
     @property
-    def method(self) -> Method:
-        """How its kind of task is trained, predicted and scored."""
-        return METHODS[self.task.kind]
+    def task_type(self) -> TaskType:
+        """The task's type."""
+        return TASK_TYPES[self.task.kind]
 
     @property
     def examples(self) -> EncodedExamples:
@@ -133,7 +133,7 @@ class Job:
         found: dict[str, float] = {}
         for split in (*self.data.dev, *self.data.test):
             if split.targets is not None:
-                found |= named_scores(split.name, self.method.majority(self.task, self.data.train, split))
+                found |= named_scores(split.name, self.task_type.majority(self.task, self.data.train, split))
         return found
 
     @functools.cached_property
@@ -141,7 +141,7 @@ class Job:
         """The classes of which a split has no example, by the split's name."""
         found: dict[str, list[str]] = {}
         for split in (self.data.train, *self.data.dev, *self.data.test):
-            if names := [name for name, size in class_sizes(self.task, split).items() if not size]:
+            if names := [name for name, size in self.task_type.class_sizes(self.task, split).items() if not size]:
                 found[split.name] = names
         return found
 
@@ -156,9 +156,9 @@ class Job:
             f"validate on; steps per seed: {self.num_steps:,}"
         )
         for split in (self.data.train, *self.data.dev, *self.data.test):
-            if sizes := class_sizes(self.task, split):
+            if sizes := self.task_type.class_sizes(self.task, split):
                 yield f"{self.task.name}: examples per class, {split.name}: {_sizes_text(sizes)}"
-        for line in self.method.describe(self.data.train, self.training_set, self.config):
+        for line in self.task_type.describe(self.data.train, self.training_set, self.config):
             yield f"{self.task.name}: {line}"
 
 
@@ -168,11 +168,11 @@ def make_job(
     """Checks configuration, encoder and data against each other, and tokenizes the training examples."""
     settings = config.finetune
     check_length(settings, encoder)
-    task, method = data.task, METHODS[data.task.kind]
+    task, task_type = data.task, TASK_TYPES[data.task.kind]
     tokenizer = Tokenizer(encoder.tokenizer)
-    training_set = method.training_set(tokenizer, task, data.train, settings)
-    splits = {split.name: method.features(tokenizer, split, settings) for split in (*data.dev, *data.test)}
-    num_processes = min(max_processes(device), settings.batch_size)
+    training_set = task_type.training_set(tokenizer, task, data.train, settings)
+    splits = {split.name: task_type.features(tokenizer, split, settings) for split in (*data.dev, *data.test)}
+    num_processes = 1 if task_type.needs_whole_batch else min(max_processes(device), settings.batch_size)
     chosen = _recorded_hardware(folder, device)
     work = _work(task, settings, encoder, device, chosen)
     job = Job(data, settings, encoder, folder, training_set, splits, work, device, num_processes)
@@ -230,7 +230,7 @@ def _seconds_by_precision(job: Job, work: FinetuningWork) -> dict[str, float]:
         return shortest_times(passes)
 
 
-def check_length(config: FinetuneConfig, encoder: PretrainedEncoder) -> None:
+def check_length(config: FinetuneSection, encoder: PretrainedEncoder) -> None:
     """Raises InputError if examples may be longer than the encoder reads."""
     if config.sequence_length > encoder.shape.max_positions:
         raise InputError(
@@ -240,27 +240,20 @@ def check_length(config: FinetuneConfig, encoder: PretrainedEncoder) -> None:
 
 
 def _work(
-    task: Task, config: FinetuneConfig, encoder: PretrainedEncoder, device: torch.device, chosen: Mapping[str, str]
+    task: Task, config: FinetuneSection, encoder: PretrainedEncoder, device: torch.device, recorded: Mapping[str, str]
 ) -> FinetuningWork:
-    """The computation of a step; where only a measurement can tell, in fp32 by the default library."""
-    precision, matmul = choose_precision(config.precision, device), choose_matmul(config.matmul, device)
-    dtype = DTYPES[chosen.get("precision", "fp32") if precision == AUTO else precision]
-    matmul = chosen.get("matmul", DEFAULT) if matmul == AUTO else matmul
-    local_attention = encoder.shape.local_attention
-    attention = choose_attention(config.attention, device, dtype, config.attention_dropout, local_attention)
+    """Returns the computation of a step; what only a measurement can tell is as recorded, else fp32 and the default."""
     shape = dataclasses.replace(
         encoder.shape, dropout=config.dropout, attention_dropout=config.attention_dropout, attention="auto"
     )
+    precision, matmul = choose_precision(config.precision, device), choose_matmul(config.matmul, device)
+    precision = recorded.get("precision", AUTO) if precision == AUTO else precision
+    matmul = recorded.get("matmul", AUTO) if matmul == AUTO else matmul
     if config.execution == "graph" and device.type != "cuda":
         raise InputError(f'finetune.execution = "graph" needs a CUDA device, and this is {device.type}; set "auto"')
-    num_outputs = max(1, len(task.labels))
-    return FinetuningWork(shape, config, task.kind, num_outputs, ComputeConfig(attention, dtype, matmul))
-
-
-def named_scores(split: str, scores: Mapping[str, float]) -> dict[str, float]:
-    """A split's scores as a result names them: those of `dev` as they are, others as `accuracy_test`."""
-    ending = f"_{split}".removeprefix("_dev").replace("-", "_")
-    return {f"{name}{ending}": value for name, value in scores.items()}
+    compute = resolve_compute(shape, device, precision, matmul, config.attention)
+    num_outputs = len(TASK_TYPES[task.kind].labels(task))
+    return FinetuningWork(shape, config, task.kind, num_outputs, compute)
 
 
 def _sizes_text(sizes: Mapping[str, int]) -> str:

@@ -12,40 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from electra_fast.errors import InputError, Interrupted
-from electra_fast.files import checkpoint_folder
+from electra_fast.errors import Interrupted
 from electra_fast.files.atomic_files import replace_folder
 from electra_fast.files.json_files import read_object, write_object
 from electra_fast.finetuning.model import TaskModel
+from electra_fast.finetuning.model_folder import SETTINGS_KEY, read_finetuned
 from electra_fast.finetuning.task import Split
 from electra_fast.finetuning.training.card import write_model_card
 from electra_fast.finetuning.training.job import Job
-from electra_fast.finetuning.training.seed_run import RESULT, predict_splits, result_of, write_result
-from electra_fast.huggingface.finetuned import SETTINGS_KEY, read_finetuned
+from electra_fast.finetuning.training.results import result_of, write_result
+from electra_fast.finetuning.training.seed_run import predict_splits
 from electra_fast.interruption import StopRequest
-
-
-def read_finished(job: Job, folder: Path) -> dict[str, Any]:
-    """The result of a seed that an earlier session finished; ValueError where its folder is not whole."""
-    remedy = f"remove {folder} to train this seed again"
-    try:
-        result = read_object(folder / RESULT)
-    except InputError as error:
-        raise InputError(f"{error}; {remedy}") from None
-    checksums = {}  # a version that wrote none left models that are taken as they are
-    if {"files", "checksum"} & result.keys():
-        result = checkpoint_folder.read_sealed(folder / RESULT, remedy)
-        checksums = result.pop("files")
-    numbers = [result.get(name) for name in ("seed", "seconds", job.task.metric)]
-    splits = result.get("splits", {})
-    is_whole = all(type(number) in (int, float) for number in numbers) and isinstance(splits, dict)
-    is_whole = is_whole and all(
-        isinstance(each, dict) and {"content", "scores"} <= each.keys() for each in splits.values()
-    )
-    if not is_whole or not (folder / "model" / "config.json").exists():
-        raise InputError(f"{folder}: not whole (model/ or an entry of {RESULT} is missing); {remedy}")
-    checkpoint_folder.verify_files(folder, checksums, remedy)
-    return result
 
 
 def outdated_splits(job: Job, result: dict[str, Any]) -> list[Split]:
@@ -88,13 +65,9 @@ def rescore(
 def _finished_model(job: Job, folder: Path) -> TaskModel:
     """The trained network, whose outputs are again those of training."""
     finetuned = read_finetuned(folder)
-    state, task = dict(finetuned.state), job.task
-    if task.kind == "regression":
-        state["head.classifier.weight"] = state["head.classifier.weight"] / task.scale
-        state["head.classifier.bias"] = (state["head.classifier.bias"] - task.shift) / task.scale
     config = dataclasses.replace(job.config, head=cast(Any, finetuned.head), head_dropout=0.0)
-    model = job.method.model(finetuned.shape, config, len(finetuned.labels))
-    model.load_state_dict(state)
+    model = job.task_type.model(finetuned.shape, config, len(finetuned.labels))
+    model.load_state_dict(job.task_type.from_units(finetuned.state, job.task))
     return model.to(job.device)
 
 
@@ -102,6 +75,6 @@ def _copy_model(job: Job, source: Path, target: Path, result: dict[str, Any]) ->
     shutil.copytree(source, target, dirs_exist_ok=True)
     table = read_object(target / "config.json")
     if SETTINGS_KEY in table:
-        table[SETTINGS_KEY] |= job.method.settings(job.config, job.task, result)
+        table[SETTINGS_KEY] |= job.task_type.settings(job.config, job.task, result)
         write_object(target / "config.json", table)
     write_model_card(target, job, table["architectures"][0], result)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,21 @@ from safetensors import SafetensorError
 from electra_fast.checkpoint import read_tensors, write_tensors
 from electra_fast.errors import Diverged, Interrupted
 from electra_fast.files import checkpoint_folder
-from electra_fast.files.atomic_files import recover_all, remove, replace_file, replace_folder
-from electra_fast.files.json_files import JsonLines, json_text, record_of
+from electra_fast.files.atomic_files import recover_all, remove, replace_folder
+from electra_fast.files.json_files import JsonLines, record_of
 from electra_fast.finetuning import batches
 from electra_fast.finetuning.model import TaskModel
+from electra_fast.finetuning.model_folder import Finetuned, write_finetuned
 from electra_fast.finetuning.task import Split
 from electra_fast.finetuning.training.card import write_model_card
-from electra_fast.finetuning.training.job import Job, named_scores
+from electra_fast.finetuning.training.job import Job
+from electra_fast.finetuning.training.results import result_of, write_result
 from electra_fast.finetuning.training.step import FinetuneStep
-from electra_fast.huggingface.finetuned import Finetuned, write_finetuned
 from electra_fast.huggingface.tokenizer import INPUT_NAMES, copy_tokenizer, special_ids
 from electra_fast.interruption import StopRequest
 from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.progress import FinetuningProgress
 
-RESULT = "result.json"
 # The only checkpoint of a seed, in versions that wrote no checksums.
 OLD_CHECKPOINT = "checkpoint"
 # Lines of metrics.jsonl.
@@ -66,39 +66,15 @@ def predict_splits(
     dev, warning = job.data.dev[0], None
     for split in splits:
         features, scores = job.splits[split.name], dict[str, float]()
-        outputs = job.method.predict(model, features, job.config, job.work.compute, check_stop)
-        job.method.write_predictions(folder / f"predictions.{split.name}", job.task, split, features, outputs)
+        outputs = job.task_type.predict(model, features, job.config, job.work.compute, check_stop)
+        job.task_type.write_predictions(folder / f"predictions.{split.name}", job.task, split, features, outputs)
         if split.targets is not None:
             earlier = scored.get(dev.name, {}).get("scores", {})
-            scores = job.method.scores(job.task, split, features, outputs, earlier)
+            scores = job.task_type.scores(job.task, split, features, outputs, earlier)
         scored[split.name] = {"content": job.predicted[split.name], "scores": scores}
         if split.name == dev.name:
-            warning = job.method.warning(job.task, outputs)
+            warning = job.task_type.warning(job.task, outputs)
     return warning
-
-
-def result_of(seed: int, scored: Mapping[str, Any], warning: str | None, seconds: float) -> dict[str, Any]:
-    """What result.json says: the scores by name, and for each split what it was when it was scored."""
-    result: dict[str, Any] = {"seed": seed}
-    for name, split in scored.items():
-        result |= named_scores(name, split["scores"])
-    return result | ({"warning": warning} if warning else {}) | {"seconds": seconds, "splits": dict(scored)}
-
-
-def write_result(folder: Path, result: Mapping[str, Any], *, unfinished: Container[str] | None = None) -> None:
-    """Writes result.json, with the checksums of the seed's other files that a later session reads.
-
-    Args:
-        folder: Of the seed.
-        result: What `result_of` returns.
-        unfinished: While it is scored again, the names of the splits that are to be predicted again: what depends on
-            them is about to change.
-    """
-    predictions = [path for path in folder.glob("predictions.*") if path.name.split(".")[1] not in (unfinished or ())]
-    # Without the model card, which is for people, who may edit it. config.json has settings that follow the scores.
-    changing = {"README.md", "config.json"} if unfinished is not None else {"README.md"}
-    model = [path for path in (folder / "model").iterdir() if path.name not in changing and path.is_file()]
-    replace_file(folder / RESULT, json_text(checkpoint_folder.sealed(result, folder, sorted((*predictions, *model)))))
 
 
 class SeedRun:
@@ -243,21 +219,18 @@ class SeedRun:
     def _write_model(self, folder: Path, result: dict[str, Any]) -> None:
         job, shape = self.job, self.job.work.shape
         state = {name: parameter.detach().cpu() for name, parameter in self.model.named_parameters()}
-        if job.task.kind == "regression":
-            state["head.classifier.weight"] = state["head.classifier.weight"] * job.task.scale
-            state["head.classifier.bias"] = state["head.classifier.bias"] * job.task.scale + job.task.shift
         settings = {"model_max_length": job.config.sequence_length, "split_special_tokens": True}
         copy_tokenizer(job.encoder.tokenizer, folder, INPUT_NAMES[shape.architecture], settings)
         finetuned = Finetuned(
             shape=shape,
             head=job.config.head,
             kind=job.task.kind,
-            labels=job.method.labels(job.task),
+            labels=job.task_type.labels(job.task),
             sequence_length=job.config.sequence_length,
             num_texts=len(job.data.train.texts[0]),
             text_columns=job.data.text_columns,
-            state=state,
-            settings=job.method.settings(job.config, job.task, result),
+            state=job.task_type.to_units(state, job.task),
+            settings=job.task_type.settings(job.config, job.task, result),
         )
         name = write_finetuned(folder, finetuned, special_ids(folder), job.config.head_dropout)
         write_model_card(folder, job, name, result)

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from electra_fast.config.config import ModelConfig
 from electra_fast.data.loader import to_device
-from electra_fast.finetuning.config import FinetuneConfig
-from electra_fast.finetuning.inputs import Inputs
-from electra_fast.finetuning.model import TaskModel
-from electra_fast.finetuning.optimization import lr_factors
-from electra_fast.finetuning.tasks import METHODS
-from electra_fast.finetuning.training.training_set import StepBatch, TrainingBatch
+from electra_fast.finetuning.batches import StepBatch, TrainingBatch
+from electra_fast.finetuning.config import FinetuneSection, lr_factors
+from electra_fast.finetuning.model import Inputs, TaskModel
+from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.model.compute import ComputeConfig, RngKey, seed_generator
 from electra_fast.ops.linear import WeightCasts
 from electra_fast.optimizers.optimizer import Optimizer
@@ -94,7 +92,7 @@ class FinetuningWork(Work):
     """The steps of one fine-tuning: all that decides them but the values of the parameters."""
 
     shape: ModelConfig
-    config: FinetuneConfig
+    config: FinetuneSection
     kind: str
     num_outputs: int
     compute: ComputeConfig
@@ -105,7 +103,7 @@ class FinetuningWork(Work):
 
     def model(self) -> TaskModel:
         """A model with parameters of any value, in training mode."""
-        return METHODS[self.kind].model(self.shape, self.config, self.num_outputs).train()
+        return TASK_TYPES[self.kind].model(self.shape, self.config, self.num_outputs).train()
 
     def captures(self, device: torch.device) -> bool:
         """Whether the steps are CUDA graphs."""

@@ -1,0 +1,154 @@
+"""Tokenized examples: texts and pairs truncated to a length, or long texts as overlapping chunks.
+
+Chunks are those of the published code (`finetune/qa/qa_tasks.py`). Question answering, tagging and error detection
+read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from electra_fast.data.corpus import Pieces, Tokenizer
+
+Ints = NDArray[Any]
+# Texts that are tokenized together.
+_CHUNK = 8192
+
+
+@dataclass(frozen=True)
+class EncodedExamples:
+    """Token ids of examples, each `[CLS] text [SEP]` or `[CLS] text [SEP] second text [SEP]`.
+
+    Args:
+        ids: Of all examples, one after another, int32.
+        token_types: 1 for the second text and its [SEP], else 0; int32.
+        offsets: Where each example begins in them, and the end of the last; int64 [n + 1].
+        num_truncated: How many examples were too long.
+        empty: Indices of the examples without a token of text.
+    """
+
+    ids: Ints
+    token_types: Ints
+    offsets: Ints
+    num_truncated: int
+    empty: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @cached_property
+    def lengths(self) -> Ints:
+        """Tokens of each example."""
+        return np.diff(self.offsets)
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, ...]], max_length: int) -> EncodedExamples:
+    """Tokenizes examples of one or two texts each, truncated to `max_length` tokens.
+
+    Of a pair the longer text loses its last token until both fit; of two equally long ones the second.
+    """
+    special = tokenizer.special_tokens
+    cls, sep = [special["cls"]], [special["sep"]]
+    ids: list[Ints] = []
+    token_types: list[Ints] = []
+    num_truncated, empty = 0, []
+    for start in range(0, len(texts), _CHUNK):
+        chunk = texts[start : start + _CHUNK]
+        parts = iter(tokenizer.encode_batch([text for example in chunk for text in example]))
+        for index, example in enumerate(chunk, start):
+            own = [next(parts) for _ in example]
+            lengths = _truncated_lengths([len(part) for part in own], max_length - 1 - len(own))
+            num_truncated += sum(lengths) < sum(map(len, own))
+            if not sum(lengths):
+                empty.append(index)
+            pieces: list[Any] = [cls]
+            for part, length in zip(own, lengths, strict=True):
+                pieces += [part[:length], sep]
+            ids.append(np.concatenate(pieces).astype(np.int32))
+            types = np.zeros(len(ids[-1]), np.int32)
+            types[2 + lengths[0] :] = 1
+            token_types.append(types)
+    offsets = np.zeros(len(texts) + 1, np.int64)
+    np.cumsum([len(each) for each in ids], out=offsets[1:])
+    return EncodedExamples(_joined(ids), _joined(token_types), offsets, num_truncated, tuple(empty))
+
+
+def _joined(arrays: list[Ints]) -> Ints:
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
+
+
+def _truncated_lengths(lengths: list[int], room: int) -> list[int]:
+    if len(lengths) == 1:
+        return [min(lengths[0], room)]
+    first, second = lengths
+    if first + second <= room:
+        return lengths
+    # Taking tokens from the longer one, from the second at a tie, ends here.
+    if second <= room // 2:
+        return [room - second, second]
+    if first <= room - room // 2:
+        return [first, room - first]
+    return [room - room // 2, room // 2]
+
+
+def chunk_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
+    """Start and length of the chunks of `num_tokens` tokens, each of at most `room` tokens.
+
+    A chunk starts `stride` tokens after the one before it, at most where that one ends; the last reaches the end.
+    Without tokens there is no chunk. `room` and `stride` are at least 1.
+    """
+    spans = []
+    start, end = 0, 0
+    while end < num_tokens:
+        end = min(start + room, num_tokens)
+        spans.append((start, end - start))
+        start += min(room, stride)
+    return spans
+
+
+def max_context(spans: Sequence[tuple[int, int]], num_tokens: int) -> Ints:
+    """Index of the chunk in which each token has the most context; int64 [num_tokens].
+
+    The context is the smaller of the numbers of tokens before and after it in the chunk, plus a hundredth of the
+    chunk's length; of equal ones the first chunk's counts.
+    """
+    found, most = np.zeros(num_tokens, np.int64), np.full(num_tokens, -1.0)
+    for index, (start, length) in enumerate(spans):
+        before = np.arange(length)
+        context = np.minimum(before, before[::-1]) + 0.01 * length
+        window = slice(start, start + length)
+        is_more = context > most[window]
+        found[window][is_more] = index
+        most[window][is_more] = context[is_more]
+    return found
+
+
+def text_chunks(
+    pieces: Sequence[Pieces], special_tokens: Mapping[str, int], room: int, stride: int
+) -> tuple[EncodedExamples, list[Ints]]:
+    """The chunks `[CLS] pieces [SEP]` of all texts, and where each piece lies in `EncodedExamples.ids`.
+
+    Of a piece that is in several chunks the place is that where it has the most context; int64 [tokens] for each text.
+    """
+    ids, places, lengths = [np.zeros(0, np.int32)], [], [0]
+    cls, sep = (np.array([special_tokens[name]], np.int32) for name in ("cls", "sep"))
+    begin = 0
+    for own in pieces:
+        spans = chunk_spans(len(own.ids), room, stride)
+        # What to add to a piece's index to get its place: a place for [CLS], less the pieces before the chunk.
+        shifts = []
+        for start, length in spans:
+            ids += [cls, own.ids[start : start + length], sep]
+            lengths.append(length + 2)
+            shifts.append(begin + 1 - start)
+            begin += length + 2
+        chosen = max_context(spans, len(own.ids))
+        places.append(np.array(shifts, np.int64)[chosen] + np.arange(len(own.ids)))
+    joined = np.concatenate(ids)
+    return EncodedExamples(joined, np.zeros_like(joined), np.cumsum(lengths, dtype=np.int64), 0, ()), places

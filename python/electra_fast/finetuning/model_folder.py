@@ -1,0 +1,186 @@
+"""Folders of fine-tuned models: `transformers`' classes for the task types over an Electra or ModernBERT encoder.
+
+Some of the published heads have no class in `transformers`. Where its class can compute their outputs all the same,
+`TaskType.to_transformers` converts them. Otherwise the folder holds the encoder as ElectraModel or ModernBertModel,
+which `AutoModel` loads, and the head's tensors beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from electra_fast.checkpoint import write_tensors
+from electra_fast.config.config import ModelConfig
+from electra_fast.errors import InputError
+from electra_fast.files.json_files import write_object
+from electra_fast.finetuning.config import FinetuneSection
+from electra_fast.finetuning.tasks import TASK_TYPES
+from electra_fast.huggingface import weights
+from electra_fast.huggingface.config import (
+    HEADLESS,
+    MODEL_TYPES,
+    describe_encoder,
+    named_classes,
+    read_encoder_shape,
+    read_table,
+)
+from electra_fast.huggingface.encoder import read_state
+
+HEAD_KEY = "electra_fast_head"
+"""Our key in config.json, for a head without a class in `transformers`: "google"."""
+KIND_KEY = "electra_fast_kind"
+"""Our key in config.json: the kind of task, where such a head has no class that tells."""
+LENGTH_KEY = "electra_fast_sequence_length"
+"""Our key in config.json: the length at which the examples were cut in training."""
+TEXTS_KEY = "electra_fast_num_texts"
+"""Our key in config.json: 1 where an example is a text, 2 where it is a pair."""
+COLUMNS_KEY = "electra_fast_text_columns"
+"""Our key in config.json: the text columns of the files of own data, first those of the training file."""
+SETTINGS_KEY = "electra_fast_settings"
+"""Our key in config.json: how long texts are cut into chunks and answers or entities are found."""
+RAW_CLASSES = {architecture: HEADLESS[name] for name, architecture in MODEL_TYPES.items()}
+_FAMILIES = {"bert": "Electra", "modern": "ModernBert"}
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """A fine-tuned model as its folder describes it.
+
+    Args:
+        shape: The encoder's shape.
+        head: `hf` or `google`.
+        kind: The task type, a key of `TASK_TYPES`.
+        labels: Names of the head's outputs by class id.
+        sequence_length: Longest example in tokens.
+        num_texts: 1 if an example is a text, 2 if it is a pair; None if the folder does not say.
+        state: fp32 parameters by the names of a module with `embeddings`, `encoder` and `head`.
+        settings: The task type's settings for prediction.
+        text_columns: Text columns of the tables that it was trained and scored on; empty if the folder does not say.
+    """
+
+    shape: ModelConfig
+    head: str
+    kind: str
+    labels: tuple[str, ...]
+    sequence_length: int
+    num_texts: int | None
+    state: Mapping[str, Tensor]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    text_columns: tuple[tuple[str, ...], ...] = ()
+
+
+def class_name(architecture: str, kind: str) -> str:
+    """Returns the class of `transformers` for a task type."""
+    return f"{_FAMILIES[architecture]}For{TASK_TYPES[kind].hf_form}"
+
+
+def write_finetuned(folder: Path, finetuned: Finetuned, special_ids: Mapping[str, int], head_dropout: float) -> str:
+    """Writes config.json and model.safetensors to an existing folder; returns the class that loads it."""
+    shape, kind, task_type = finetuned.shape, finetuned.kind, TASK_TYPES[finetuned.kind]
+    architecture = shape.architecture
+    head, state = task_type.to_transformers(architecture, finetuned.head, finetuned.state, shape.hidden_size)
+    name = RAW_CLASSES[architecture] if head == "google" else class_name(architecture, kind)
+    table = {"architectures": [name]} | describe_encoder(shape, special_ids)
+    table |= {
+        "classifier_dropout": head_dropout,
+        "id2label": {str(i): label for i, label in enumerate(finetuned.labels)},
+        "label2id": {label: i for i, label in enumerate(finetuned.labels)},
+        LENGTH_KEY: finetuned.sequence_length,
+        TEXTS_KEY: finetuned.num_texts,
+    }
+    if finetuned.text_columns:
+        table[COLUMNS_KEY] = [list(names) for names in finetuned.text_columns]
+    if task_type.problem_type:
+        table["problem_type"] = task_type.problem_type
+    else:
+        table |= {KIND_KEY: kind, SETTINGS_KEY: dict(finetuned.settings)}
+    if architecture == "modern":
+        table |= {"classifier_pooling": "cls", "classifier_activation": "gelu", "classifier_bias": False}
+    if head == "google":
+        table[HEAD_KEY] = head
+    write_object(folder / "config.json", table)
+    tensors = weights.encoder_to_hf(state, shape)
+    for own, theirs in task_type.head_names[architecture, head].items():
+        tensors[theirs] = state[own].detach().float().contiguous()
+    write_tensors(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return name
+
+
+def read_finetuned(folder: Path) -> Finetuned:
+    """A folder of one of `transformers`' classes, written here or elsewhere, or of a head of ours.
+
+    Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
+    """
+    if not (folder / "config.json").is_file():
+        what = "no config.json there" if folder.is_dir() else "no such folder"
+        raise FileNotFoundError(f"{folder}: {what}; name a fine-tuned model, as DIR/TASK/seed-0/model")
+    table, path = read_table(folder), folder / "config.json"
+    architecture = MODEL_TYPES[table["model_type"]]
+    head = str(table.get(HEAD_KEY, "hf"))
+    labels = _labels(path, table)
+    kind = _kind(folder, table, architecture, len(labels))
+    task_type, pooling = TASK_TYPES[kind], table.get("classifier_pooling", "cls")
+    if (architecture, head) not in task_type.head_names or (task_type.problem_type and pooling != "cls"):
+        raise InputError(f"{path}: only heads on [CLS] or on tokens are supported (classifier_pooling, {HEAD_KEY})")
+    if (problem := task_type.problem_with(labels)) is not None:
+        raise InputError(f"{path}: id2label has {len(labels)} labels; {problem}")
+    shape = read_encoder_shape(folder, table)
+    length, settings = table.get(LENGTH_KEY, shape.max_positions), table.get(SETTINGS_KEY, {})
+    if type(length) is not int or not 8 <= length <= shape.max_positions:
+        raise InputError(f"{path}: {LENGTH_KEY} = {length!r} must be between 8 and {shape.max_positions}")
+    if not isinstance(settings, dict):
+        raise InputError(f"{path}: {SETTINGS_KEY} = {settings!r} must be an object")
+    num_texts = table.get(TEXTS_KEY)
+    if num_texts not in (None, 1, 2):
+        raise InputError(f"{path}: {TEXTS_KEY} = {num_texts!r} must be 1 or 2")
+    columns = table.get(COLUMNS_KEY, [])
+    if not isinstance(columns, list) or not all(_are_names(each) for each in columns):
+        raise InputError(f"{path}: {COLUMNS_KEY} = {columns!r} must be a list of lists of names")
+    with torch.device("meta"):
+        model = task_type.model(shape, FinetuneSection(head=cast(Any, head)), len(labels))
+    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    state = read_state(folder, shape, task_type.head_names[architecture, head], sizes)
+    return Finetuned(shape, head, kind, labels, length, num_texts, state, settings, tuple(map(tuple, columns)))
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+
+
+def _labels(path: Path, table: Mapping[str, Any]) -> tuple[str, ...]:
+    names = table.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # the default in transformers
+    try:
+        found = tuple(str(names[str(i)]) for i in range(len(names)))
+    except (KeyError, TypeError):
+        found = ()
+    if not found or len(set(found)) < len(found):
+        raise InputError(f"{path}: id2label = {names!r} must give each of the ids 0, 1, ... a name of its own")
+    return found
+
+
+def _kind(folder: Path, table: Mapping[str, Any], architecture: str, num_labels: int) -> str:
+    """Returns the task type, by the class and what config.json says beside it."""
+    path = folder / "config.json"
+    classes = named_classes(path, table)
+    by_problem = {each.problem_type: kind for kind, each in TASK_TYPES.items() if each.problem_type}
+    for kind, task_type in TASK_TYPES.items():
+        if not task_type.problem_type and (class_name(architecture, kind) in classes or table.get(KIND_KEY) == kind):
+            return kind
+    if HEAD_KEY not in table and not {class_name(architecture, kind) for kind in by_problem.values()} & {*classes}:
+        known = ", ".join(dict.fromkeys(class_name(architecture, kind) for kind in TASK_TYPES))
+        raise InputError(
+            f"{path}: architectures = {classes!r}, which is not fine-tuned ({known}); "
+            f"fine-tune it with `electra-fast finetune --model {folder}`"
+        )
+    problem_type = table.get("problem_type")
+    if problem_type is None:  # as in transformers
+        problem_type = "regression" if num_labels == 1 else "single_label_classification"
+    if not isinstance(problem_type, str) or problem_type not in by_problem:
+        raise InputError(f"{path}: problem_type = {problem_type!r} must be one of {', '.join(by_problem)}")
+    return by_problem[problem_type]
