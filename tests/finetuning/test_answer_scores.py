@@ -8,15 +8,9 @@ import numpy as np
 import pytest
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning.readers.words import is_unspaced
 from electra_fast.finetuning.task import Answer, Split
-from electra_fast.finetuning.tasks.answer_scores import (
-    exact_match,
-    f1,
-    is_unspaced,
-    normalize_answer,
-    score_unit,
-    squad_scores,
-)
+from electra_fast.finetuning.tasks.answer_scores import exact_match, f1, normalize_answer, score_unit, squad_scores
 
 
 def split_of(*golds, contexts=()):

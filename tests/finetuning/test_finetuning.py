@@ -1,13 +1,13 @@
 """`finetune` as a user runs it: what it leaves, resumes, refuses and says."""
 
 import contextlib
+import errno
+import itertools
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -139,7 +139,7 @@ def killed_at_file(monkeypatch, number):
         yield
 
 
-@pytest.mark.parametrize("call", range(4, 9))
+@pytest.mark.parametrize("call", range(4, 9, 2))
 def test_a_kill_while_scoring_again_leaves_no_stale_scores(
     finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch, call
 ):
@@ -176,7 +176,7 @@ def test_killed_between_steps_it_resumes_to_the_same_bits(server, finetuned, enc
         assert without_times(records[0]) == without_times(records[1])
 
 
-@pytest.mark.parametrize("call", range(1, 5))
+@pytest.mark.parametrize("call", [1, 2, 4])
 def test_a_kill_before_the_first_step_leaves_a_folder_to_resume(
     encoder_folder, glue_folder, tmp_path, monkeypatch, call
 ):
@@ -210,20 +210,19 @@ def test_the_log_has_losses_and_norms_of_its_steps(encoder_folder, glue_folder, 
     assert [(line["loss"], line["grad_norm"]) for line in log] == [(float(loss), float(norm)) for loss, norm in taken]
 
 
-def test_a_signal_ends_in_a_checkpoint(encoder_folder, glue_folder, tmp_path):
-    out = tmp_path / "out"
-    arguments = command(encoder_folder, glue_folder, out, **{"finetune.epochs": "200"})
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
-    log = out / "sst2" / "seed-0" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "run again to resume" in errors.splitlines()[-1]
-    step = max(checkpoint_folder.steps(out / "sst2" / "seed-0"))
-    assert f"checkpoint at step {step}" in errors and step > 0
+def test_a_signal_ends_in_a_checkpoint(encoder_folder, glue_folder, tmp_path, monkeypatch):
+    take, calls = FinetuneStep.__call__, itertools.count(1)
+
+    def signalled(*given):
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(*given)
+
+    monkeypatch.setattr(FinetuneStep, "__call__", signalled)
+    found = in_process.run(*command(encoder_folder, glue_folder, tmp_path)[3:])
+    assert found.returncode == 128 + signal.SIGTERM
+    assert "checkpoint at step 3, run again to resume" in found.stderr.splitlines()[-1]
+    assert max(checkpoint_folder.steps(tmp_path / "sst2" / "seed-0")) == 3
 
 
 def trained_by(job, num_processes, order):
@@ -246,34 +245,29 @@ def trained_by(job, num_processes, order):
     return losses, parameters
 
 
-@pytest.mark.parametrize("num_entries", [0, 4096])
-def test_two_processes_compute_what_one_computes(encoder_folder, glue_folder, tmp_path, num_entries):
-    """Also with a table so large that most of its rows are in no batch, whose gradient is sparse."""
+def test_two_processes_compute_what_one_computes(encoder_folder, glue_folder, tmp_path):
+    """With a table so large that most of its rows are in no batch: its gradient is sparse."""
     config, encoder = FinetuningConfig().override(QUICK | NO_DROPOUT), load_encoder(encoder_folder)
     jobs = [
         make_job(glue.read("mrpc", glue_folder), config, each, tmp_path, CPU)
-        for each in (encoder, with_entries(encoder, num_entries))
+        for each in (encoder, with_more_entries(encoder))
     ]
     order = batches.training_order(config.finetune, len(jobs[0].examples), 0)
-    order[1] = order[-1] = [3] + [-1] * 7  # fewer examples than processes
-    one, two, alone = trained_by(jobs[0], 1, order), trained_by(jobs[1], 2, order), trained_by(jobs[1], 1, order)
-    for losses, parameters in (two, alone):
-        assert one[0] == pytest.approx(losses, rel=1e-5)
-        for name, parameter in one[1].items():
-            found = parameters[name][: len(parameter)]
-            torch.testing.assert_close(parameter, found, rtol=1e-4, atol=2e-5, msg=name)
+    order[1] = [3] + [-1] * 7  # fewer examples than processes
+    one, two = trained_by(jobs[0], 1, order), trained_by(jobs[1], 2, order)
+    assert one[0] == pytest.approx(two[0], rel=1e-5)
+    for name, parameter in one[1].items():
+        torch.testing.assert_close(parameter, two[1][name][: len(parameter)], rtol=1e-4, atol=2e-5, msg=name)
 
 
-def with_entries(encoder, number):
-    """An encoder with more rows in its token table, which no token has; 0: as it is."""
-    state = dict(encoder.state)
-    table = state["embeddings.token"]
-    number = number or len(table)
-    state["embeddings.token"] = torch.cat((table, torch.ones(number - len(table), table.shape[1])))
-    return replace(encoder, shape=replace(encoder.shape, vocab_size=number), state=state)
+def with_more_entries(encoder):
+    """An encoder with more rows in its token table, which no text uses."""
+    state, table = dict(encoder.state), encoder.state["embeddings.token"]
+    state["embeddings.token"] = torch.cat((table, torch.ones(4096 - len(table), table.shape[1])))
+    return replace(encoder, shape=replace(encoder.shape, vocab_size=4096), state=state)
 
 
-def trained(job, execution, device, pack, steps=12):
+def trained(job, execution, device, pack, steps=6):
     """Losses and parameters after a few steps, without dropout."""
     work = replace(job.work, config=replace(job.config, execution=execution))
     model = work.model()
@@ -338,19 +332,13 @@ def test_it_learns(encoder_folder, glue_folder, tmp_path):
     assert found["sst2"]["median"] > 0.9
 
 
-def test_a_full_disk_keeps_the_finished_seeds(finetuned, encoder_folder, glue_folder, tmp_path):
-    """Files may not grow past a limit, as on a full disk, after the first seed is finished."""
+def test_a_full_disk_keeps_the_finished_seeds(finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch):
     out = tmp_path / "out"
     shutil.copytree(finetuned[0], out)
     shutil.rmtree(out / "mrpc" / "seed-1")
-    size = (out / "mrpc" / "seed-0" / "model" / "model.safetensors").stat().st_size
-    script = (
-        "import resource, sys; from electra_fast.cli import main\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2}, resource.RLIM_INFINITY))\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    arguments = [sys.executable, "-c", script, *command(encoder_folder, glue_folder, out)[3:]]
-    full = subprocess.run(arguments, capture_output=True, text=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(seed_run, "write_tensors", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        full = in_process.run(*command(encoder_folder, glue_folder, out)[3:])
     assert full.returncode == 2
     assert len([line for line in full.stderr.splitlines() if "error" in line]) == 1
     assert "seed-1/checkpoints/step-4: not written" in full.stderr and "run again to resume" in full.stderr
@@ -376,9 +364,8 @@ def test_a_labelled_test_is_scored_and_submissions_are_named_as_the_server_takes
     assert submitted == (tmp_path / "out" / "mrpc" / f"seed-{chosen}" / "predictions.test.tsv").read_text()
 
 
-@pytest.mark.parametrize("recipe", ["google", "paper", "fast"])
-@pytest.mark.parametrize("role", [None, "generator"])
-def test_a_run_of_ours_in_every_recipe(whole_run, glue_folder, tmp_path, recipe, role):
+@pytest.mark.parametrize("recipe, role", [("google", None), ("paper", "generator")])
+def test_a_run_of_ours_starts_a_fine_tuning(whole_run, glue_folder, tmp_path, recipe, role):
     found = ef.finetune(
         "mrpc", model=whole_run, data=glue_folder, out=tmp_path, recipe=recipe, role=role, overrides=QUICK
     )

@@ -69,12 +69,8 @@ class TestFinetuning:
 
         return finetune
 
-    @pytest.mark.parametrize(
-        ("times", "precision", "matmul"), [((0.2, 0.1, 2.0), "bf16", ONEDNN), ((0.1, 0.2, 1.1), "fp32", DEFAULT)]
-    )
-    def test_the_faster_is_chosen_said_recorded_and_kept(
-        self, finetune, tmp_path, timed, capsys, products_by, times, precision, matmul
-    ):
+    def test_the_faster_is_chosen_said_recorded_and_kept(self, finetune, tmp_path, timed, capsys, products_by):
+        times, precision, matmul = (0.2, 0.1, 2.0), "bf16", ONEDNN
         timed(*times)
         used = products_by(TaskBackward, "run")
         expected = {"device": "cpu", "precision": precision, "matmul": matmul}
@@ -98,7 +94,8 @@ class TestFinetuning:
 
     def test_folders_of_before_keep_fp32_and_the_default(self, finetune, tmp_path, timed):
         timed(0.1, 0.2)
-        finetune(tmp_path / "whole", seeds=2)
+        chosen = {"device": "cpu", "precision": "fp32", "matmul": "default"}
+        assert finetune(tmp_path / "whole", seeds=2) == chosen
         finetune(tmp_path / "run")
         path = tmp_path / "run/sst2/task.json"
         record = json.loads(path.read_text())
@@ -106,7 +103,7 @@ class TestFinetuning:
         assert "matmul" not in record["finetune"]
         path.write_text(json.dumps(record))
         timed(0.2, 0.1, 2.0)
-        assert finetune(tmp_path / "run", seeds=2) == {"device": "cpu", "precision": "fp32", "matmul": "default"}
+        assert finetune(tmp_path / "run", seeds=2) == chosen
         assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "whole")
 
     def test_what_cannot_run_here_is_not_kept(self, finetune, tmp_path, timed, monkeypatch):
@@ -120,9 +117,7 @@ class TestFinetuning:
         with pytest.raises(ValueError, match='matmul = "onednn" needs a processor with AVX-512'):
             finetune(tmp_path, **{"finetune.matmul": "onednn"})
 
-    @pytest.mark.parametrize(
-        ("task", "head"), [("stsb", "hf"), ("squad2", "hf"), ("squad2", "google"), ("tagging", "hf")]
-    )
+    @pytest.mark.parametrize(("task", "head"), [("stsb", "hf"), ("squad2", "google"), ("tagging", "hf")])
     def test_the_real_measurement(self, encoder_folder, squad_folder, conll_folder, tmp_path, bf16_cpu, task, head):
         before, threads = torch.get_rng_state(), torch.get_num_threads()
         if task == "stsb":

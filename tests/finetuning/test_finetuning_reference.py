@@ -72,11 +72,12 @@ def train_reference(model, tokenizer, examples, targets, order, recipe, learning
     recipe_reference.train(model, loss_of, order, recipe, learning_rate)
 
 
-@pytest.mark.parametrize("task", ["mrpc", "stsb"])
-@pytest.mark.parametrize("recipe", ["paper", "google", "fast"])
-@pytest.mark.parametrize("epochs", ["0.3", "1"], ids=["steps", "epoch"])
+@pytest.mark.parametrize(
+    "task, recipe, epochs",
+    [("mrpc", "paper", "1"), ("mrpc", "google", "0.3"), ("stsb", "google", "1"), ("stsb", "fast", "1")],
+)
 def test_training_equals_the_recipe_written_out(tmp_path, encoder_folder, task, recipe, epochs):
-    """Two steps (the first of `google` has rate 0) and an epoch: the trained models give equal outputs."""
+    """Two steps (the first of `google` has rate 0), or an epoch: the trained models give equal outputs."""
     data = READ[task](tmp_path / task)
     overrides = QUICK | NO_DROPOUT | {"finetune.epochs": epochs, "finetune.layer_decay": "0.8"}
     ef.finetune(task, model=encoder_folder, data=data, out=tmp_path / "out", recipe=recipe, overrides=overrides)

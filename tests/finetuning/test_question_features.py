@@ -31,9 +31,10 @@ def inputs(tokenizer, features):
     return [" ".join(tokens[start:end]) for start, end in zip(encoded.offsets, encoded.offsets[1:], strict=False)]
 
 
-@pytest.mark.parametrize("lowercase", [True, False])
-@pytest.mark.parametrize("length, stride, query", [(24, 8, 8), (24, 1, 8), (19, 30, 8), (64, 16, 4), (384, 128, 64)])
-def test_generated_questions_as_published(tmp_path, lowercase, length, stride, query):
+@pytest.mark.parametrize(
+    "length, stride, query, lowercase", [(24, 8, 8, True), (19, 30, 8, True), (64, 16, 4, False), (384, 128, 64, True)]
+)
+def test_generated_questions_as_published(tmp_path, length, stride, query, lowercase):
     tokenizer = ef.Tokenizer(write_vocab(tmp_path), lowercase=lowercase)
     counts = collections.Counter()
     sizes = {"sequence_length": length, "doc_stride": stride, "max_query_length": query}

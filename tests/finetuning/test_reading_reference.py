@@ -66,8 +66,7 @@ def reading_losses(model, encoded, targets, head):
     return loss_of
 
 
-@pytest.mark.parametrize("recipe", ["paper", "google", "fast"])
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("recipe, version", [("paper", 1), ("google", 2), ("fast", 2)])
 def test_an_epoch_of_squad_equals_the_recipe_written_out(tmp_path, encoder_folder, recipe, version):
     data, name = write_squad(tmp_path / "squad", version), f"squad{version}"
     overrides = OVERRIDES | CUT
@@ -104,7 +103,7 @@ def test_an_epoch_of_squad_equals_the_recipe_written_out(tmp_path, encoder_folde
             torch.testing.assert_close(stored[f"electra.{key}"], wanted, rtol=1e-5, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize("recipe", ["paper", "google", "fast"])
+@pytest.mark.parametrize("recipe", ["google", "fast"])
 def test_an_epoch_of_tagging_equals_the_recipe_written_out(tmp_path, encoder_folder, recipe):
     """Short sentences, so that a sentence is a chunk; labels at the first piece of each word."""
     data = write_conll(tmp_path / "data", words=(3, 8))

@@ -18,16 +18,9 @@ import pytest
 from pyarrow import feather
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.bad_rows import BadRows
 from electra_fast.finetuning.readers.delimited import Dialect
-from electra_fast.finetuning.readers.tables import (
-    column_names,
-    iterate_rows,
-    layout_notes,
-    open_table,
-    read_table,
-    text_of,
-)
+from electra_fast.finetuning.readers.rows import BadRows, text_of
+from electra_fast.finetuning.readers.tables import column_names, iterate_rows, layout_notes, open_table, read_table
 from electra_fast.finetuning.task_data import read_tasks
 
 TEXTS = ["plain", "a, b", 'say "hi"', "", "naïve \u2028 text", "last"]

@@ -3,7 +3,7 @@
 import pytest
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.bad_rows import BadRows
+from electra_fast.finetuning.readers.rows import BadRows
 from electra_fast.finetuning.readers.tag_columns import column_sentences
 from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagging
 

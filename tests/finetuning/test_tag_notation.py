@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from electra_fast.finetuning.readers.tag_notation import Notation, detect_notation
-from electra_fast.finetuning.readers.tag_schemes import detect_scheme, to_entities
+from electra_fast.finetuning.readers.tag_schemes import Notation, detect_notation, detect_scheme, to_entities
 
 # Single, first, inner and last word of an entity.
 PLACES = {

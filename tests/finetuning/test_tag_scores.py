@@ -62,7 +62,7 @@ def test_nothing_found_and_nothing_there():
 def test_entities_as_seqeval_scores_them(prefixes):
     rng = random.Random(prefixes)
     labels = ("O", *(f"{prefix}-{type_}" for type_ in "XYZ" for prefix in prefixes))
-    for _ in range(200):
+    for _ in range(30):
         truth = [rng.choices(labels, k=rng.randint(1, 10)) for _ in range(rng.randint(1, 20))]
         predicted = [[tag if rng.random() < 0.7 else rng.choice(labels) for tag in sentence] for sentence in truth]
         ids = [ids_of(labels, *map(" ".join, sentences)) for sentences in (truth, predicted)]

@@ -9,7 +9,8 @@ import pytest
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.tag_columns import column_sentences
-from electra_fast.finetuning.readers.tag_sentences import row_sentences, words_of_text
+from electra_fast.finetuning.readers.tag_sentences import row_sentences
+from electra_fast.finetuning.readers.words import words_of_text
 
 TOKENS = [["Ada", "Lovelace", "met", "Babbage"], ["In", "New", "York", "."]]
 TAGS = [["B-PER", "I-PER", "O", "B-PER"], ["O", "B-LOC", "I-LOC", "O"]]

@@ -8,8 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.tag_sentences import row_sentences, words_of_text
+from electra_fast.finetuning.readers.tag_sentences import row_sentences
 from electra_fast.finetuning.readers.tag_spans import Convention, Span, SpannedText, find_convention, placed_spans
+from electra_fast.finetuning.readers.words import words_of_text
 
 TEXTS = ["😀 Änne met Bob in Rom", "Ärger, sagt Änne 𠮷野", "Eve saw Rom"]
 PLACES = [[(2, 6), (11, 14), (18, 21)], [(12, 16), (17, 19)], [(0, 3), (8, 11)]]

@@ -37,9 +37,15 @@ def models(encoder_folder, squad_folder, conll_folder, tmp_path_factory):
     return {task: out / task / "seed-0" / "model" for task in tasks}
 
 
-@pytest.mark.parametrize("head", ["hf", "google"])
-@pytest.mark.parametrize("architecture", ["bert", "modern"])
-@pytest.mark.parametrize("task", ["squad2", "tagging"])
+@pytest.mark.parametrize(
+    "task, architecture, head",
+    [
+        ("squad2", "bert", "google"),
+        ("squad2", "modern", "hf"),
+        ("tagging", "bert", "google"),
+        ("tagging", "modern", "google"),
+    ],
+)
 def test_every_head_survives_its_folder(
     encoder_folder, tiny_vocab, squad_folder, conll_folder, tmp_path, monkeypatch, task, architecture, head
 ):
@@ -84,7 +90,7 @@ def job_of(task, encoder_folder, squad_folder, conll_folder, folder, **changes):
     return make_job(data, config, load_encoder(encoder_folder), folder, CPU)
 
 
-@pytest.mark.parametrize("task, head", [("squad2", "google"), ("squad1", "hf"), ("tagging", "hf")])
+@pytest.mark.parametrize("task, head", [("squad2", "google"), ("tagging", "hf")])
 def test_batches_of_fixed_shape_train_the_same(encoder_folder, squad_folder, conll_folder, tmp_path, task, head):
     """What CUDA graphs replay."""
     job = job_of(task, encoder_folder, squad_folder, conll_folder, tmp_path, **{"finetune.head": head})
@@ -93,9 +99,7 @@ def test_batches_of_fixed_shape_train_the_same(encoder_folder, squad_folder, con
     static = trained(job, "eager", CPU, lambda chosen: [batches.pack_static(job.examples, chosen, length, size)])
     np.testing.assert_allclose(losses, static[0], rtol=1e-4)
     for name, parameter in parameters.items():
-        # The bias of two logits shifts all of a softmax: its gradient is rounding alone, which Adam amplifies.
-        if (job.task.name, name) != ("squad1", "head.classifier.bias"):
-            torch.testing.assert_close(parameter, static[1][name], rtol=1e-4, atol=2e-5, msg=name)
+        torch.testing.assert_close(parameter, static[1][name], rtol=1e-4, atol=2e-5, msg=name)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -116,10 +120,10 @@ def test_graphs_train_the_same(encoder_folder, squad_folder, conll_folder, tmp_p
     np.testing.assert_allclose(eager[0], graph[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("task, head", [("squad2", "google"), ("tagging", "hf")])
-def test_two_processes_compute_what_one_computes(encoder_folder, squad_folder, conll_folder, tmp_path, task, head):
-    job = job_of(task, encoder_folder, squad_folder, conll_folder, tmp_path, **{"finetune.head": head})
-    order = batches.training_order(job.config, len(job.examples), 0)
+def test_two_processes_compute_what_one_computes(encoder_folder, squad_folder, conll_folder, tmp_path):
+    """Targets per token follow the tokens to either process."""
+    job = job_of("tagging", encoder_folder, squad_folder, conll_folder, tmp_path)
+    order = batches.training_order(job.config, len(job.examples), 0)[:4]
     one, two = (trained_by(job, num_processes, order)[0] for num_processes in (1, 2))
     assert one == pytest.approx(two, rel=1e-5)
 

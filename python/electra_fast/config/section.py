@@ -53,7 +53,7 @@ class Section:
     def __post_init__(self) -> None:
         choices = _choices(type(self))
         for field in dataclasses.fields(self):
-            name = f"{type(self).__name__.removesuffix('Config').lower()}.{field.name}"
+            name = f"{type(self).__name__.removesuffix('Config').removesuffix('Section').lower()}.{field.name}"
             _check(name, field, getattr(self, field.name), choices.get(field.name))
 
 

@@ -23,7 +23,7 @@ from electra_fast.finetuning.encoding import text_chunks
 from electra_fast.finetuning.inference import choose_inference, rounded, token_predictions
 from electra_fast.finetuning.model import EncoderWithHead, Inputs
 from electra_fast.finetuning.prediction_input import ExampleReader
-from electra_fast.finetuning.readers.tables import Row, text_of
+from electra_fast.finetuning.readers.rows import Row, text_of
 from electra_fast.finetuning.task import Prediction
 from electra_fast.huggingface.config import own_config, read_table, role_shape
 from electra_fast.huggingface.folder import read_models

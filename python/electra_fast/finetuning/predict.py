@@ -29,7 +29,8 @@ from electra_fast.finetuning.inference import choose_inference
 from electra_fast.finetuning.model_folder import SETTINGS_KEY, Finetuned, read_finetuned
 from electra_fast.finetuning.prediction_input import Examples, Source, open_examples
 from electra_fast.finetuning.readers.delimited import Dialect
-from electra_fast.finetuning.readers.tables import Quoting, Row
+from electra_fast.finetuning.readers.rows import Row
+from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.task import Prediction, Split, Task
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.messages import say

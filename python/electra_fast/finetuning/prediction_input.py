@@ -15,19 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.bad_rows import BadRows
-from electra_fast.finetuning.readers.tables import (
-    FORMATS,
-    OpenTable,
-    Quoting,
-    Row,
-    check_columns,
-    extension,
-    is_stream,
-    open_table,
-    place,
-    there_are,
-)
+from electra_fast.finetuning.readers.rows import BadRows, Row, check_columns, extension, is_stream, place, there_are
+from electra_fast.finetuning.readers.tables import FORMATS, OpenTable, Quoting, open_table
 
 
 class ExampleReader(ABC):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.tables import Row
+from electra_fast.finetuning.readers.rows import Row
 
 # Columns for an annotator's verdict, of Prodigy and Label Studio.
 VERDICT_COLUMNS = ("answer", "was_cancelled")

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
-from electra_fast.finetuning.readers.tables import abbreviated, class_names, iterate_cells, open_table, place, there_are
+from electra_fast.finetuning.readers.rows import abbreviated, place, there_are
+from electra_fast.finetuning.readers.tables import class_names, iterate_cells, open_table
 from electra_fast.finetuning.task import Split, Task, TaskData, select
 
 LABEL_COLUMNS = ("gold_label", "Quality", "is_duplicate", "score", "label")

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.tables import Table, abbreviated
+from electra_fast.finetuning.readers.rows import abbreviated
+from electra_fast.finetuning.readers.tables import Table
 
 MAX_NAMED_LABELS = 20
 INTEGER = re.compile(r"[+-]?[0-9]{1,18}")

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.annotations import rejected_note, rejected_rows, verdict_columns
-from electra_fast.finetuning.readers.bad_rows import BadRows
 from electra_fast.finetuning.readers.labels import (
     INTEGER,
     LabelReader,
@@ -28,17 +27,10 @@ from electra_fast.finetuning.readers.labels import (
     near_label,
     parse_mapping,
 )
-from electra_fast.finetuning.readers.tables import (
-    Quoting,
-    Table,
-    abbreviated,
-    check_columns,
-    column_names,
-    read_table,
-    text_of,
-    there_are,
-)
-from electra_fast.finetuning.task import NO_CLASS, Split, Task, TaskData, check_dev_fraction, select
+from electra_fast.finetuning.readers.rows import BadRows, abbreviated, check_columns, text_of, there_are
+from electra_fast.finetuning.readers.tables import Quoting, Table, column_names, read_table
+from electra_fast.finetuning.readers.validation_split import covering, set_aside, stratified
+from electra_fast.finetuning.task import NO_CLASS, Split, Task, TaskData, check_dev_fraction
 
 TEXT_COLUMNS = (
     ("text",),
@@ -158,12 +150,9 @@ def read(
 
     splits = {name: _split(each, targets[name]) for name, each in examples.items()}
     if dev is None:
-        num_rows = len(splits["train"].texts)
-        splits["train"], splits["dev"] = _set_aside(splits["train"], task, dev_fraction, seed)
-        notes.append(
-            f"{train}: {len(splits['dev'].texts):,} of {num_rows:,} examples are set aside as the dev split "
-            f"(seed {seed}); give your own with --dev"
-        )
+        whole = splits["train"]
+        chosen = _validation_rows(whole, task, dev_fraction, seed)
+        splits["train"], splits["dev"] = set_aside(whole, chosen, seed, notes)
     notes += _overlap(splits["train"], splits["dev"])
     if kind == "regression":
         task = _standardized(task, splits["train"])
@@ -468,54 +457,10 @@ def _standardized(task: Task, train: Split) -> Task:
     return dataclasses.replace(task, shift=shift, scale=scale)
 
 
-def _set_aside(train: Split, task: Task, fraction: float, seed: int) -> tuple[Split, Split]:
-    """A training and a dev split: both have an example of every class that has two."""
-    num_rows, rng = len(train.texts), np.random.default_rng(seed)
-    groups = np.zeros(num_rows, dtype=np.int64)
-    if task.kind == "classification" and train.targets is not None:
-        groups = train.targets
-    num_dev = max(1, round(num_rows * fraction))
-    if task.kind == "multi-label" and train.targets is not None:
-        chosen = _covering(train.targets > 0, num_dev, rng)
-    else:
-        chosen = _stratified(groups, num_dev, rng)
-    if not len(chosen):
-        raise InputError(f"{train.path}: {num_rows} examples are too few to set a dev split aside; give one with --dev")
-    is_dev = np.zeros(num_rows, dtype=bool)
-    is_dev[chosen] = True
-    return select(train, "train", np.flatnonzero(~is_dev)), select(train, "dev", np.flatnonzero(is_dev))
-
-
-def _stratified(groups: NDArray[np.int64], num_wanted: int, rng: np.random.Generator) -> NDArray[np.intp]:
-    """Chooses rows from every group of two or more in proportion to its size, one at least and never all of it."""
-    order = rng.permutation(len(groups))
-    shuffled = groups[order]
-    sizes = np.bincount(groups)
-    rank = np.empty(len(groups), dtype=np.int64)  # within the group, in shuffled order
-    starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
-    rank[np.argsort(shuffled, kind="stable")] = np.arange(len(groups)) - starts
-    share = (rank + 0.5) / sizes[shuffled]
-    share[rank == 0] = 0
-    share[rank == sizes[shuffled] - 1] = np.inf
-    num_chosen = min(max(num_wanted, int((sizes > 1).sum())), int(np.isfinite(share).sum()))
-    return order[np.argsort(share, kind="stable")[:num_chosen]]
-
-
-def _covering(has_label: NDArray[np.bool_], num_wanted: int, rng: np.random.Generator) -> NDArray[np.intp]:
-    """Chooses rows such that every label of two or more is among them and among the others, where that is possible."""
-    order = rng.permutation(len(has_label))
-    left, chosen = has_label.sum(0), dict[int, None]()
-
-    def choose(rows: NDArray[np.intp], number: int) -> None:
-        for row in rows:
-            if len(chosen) >= number or len(chosen) == len(order) - 1:
-                return
-            if int(row) not in chosen and (left[has_label[row]] > 1).all():
-                chosen[int(row)] = None
-                left[has_label[row]] -= 1
-
-    for label in np.argsort(left, kind="stable"):
-        if not has_label[list(chosen), label].any():
-            choose(order[has_label[order, label]], len(chosen) + 1)
-    choose(order, num_wanted)
-    return np.array(list(chosen), dtype=np.intp)
+def _validation_rows(train: Split, task: Task, fraction: float, seed: int) -> NDArray[np.intp]:
+    """Rows to validate on; these and the others have an example of every class that has two, if possible."""
+    assert train.targets is not None
+    num_wanted = max(1, round(len(train.texts) * fraction))
+    if train.targets.ndim > 1:
+        return covering(train.targets > 0, num_wanted, seed)
+    return stratified(train.targets if task.labels else np.zeros(len(train.texts), dtype=np.int64), num_wanted, seed)

@@ -19,16 +19,8 @@ from typing import Any
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import parse_json
 from electra_fast.finetuning.readers.answer_places import Annotation
-from electra_fast.finetuning.readers.bad_rows import BadRows
-from electra_fast.finetuning.readers.tables import (
-    Quoting,
-    abbreviated,
-    check_columns,
-    column_names,
-    iterate_rows,
-    place,
-    there_are,
-)
+from electra_fast.finetuning.readers.rows import BadRows, abbreviated, check_columns, place, there_are
+from electra_fast.finetuning.readers.tables import Quoting, column_names, iterate_rows
 
 # Names of fields and columns, of which the first counts: SQuAD's, and those of CMRC 2018, MRQA and others.
 QUESTION_COLUMNS = ("question", "query_text")

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.answer_places import CHARACTERS, Annotation, offset_unit, place_answer
-from electra_fast.finetuning.readers.bad_rows import BadRows
 from electra_fast.finetuning.readers.question_entries import (
     Columns,
     Entry,
@@ -30,9 +29,11 @@ from electra_fast.finetuning.readers.question_entries import (
     json_objects,
     question_of,
 )
-from electra_fast.finetuning.readers.tables import Quoting, abbreviated
-from electra_fast.finetuning.task import Answer, Split, Task, TaskData, check_dev_fraction, select
-from electra_fast.finetuning.tasks.answer_scores import is_unspaced
+from electra_fast.finetuning.readers.rows import BadRows, abbreviated
+from electra_fast.finetuning.readers.tables import Quoting
+from electra_fast.finetuning.readers.validation_split import set_aside, whole_contexts
+from electra_fast.finetuning.readers.words import is_unspaced
+from electra_fast.finetuning.task import Answer, Split, Task, TaskData, check_dev_fraction
 
 # SQuAD's files by split. A pattern counts if those before it match nothing.
 PATTERNS = {"train": ("train*.json",), "dev": ("dev*.json", "validation*.json"), "test": ("test*.json",)}
@@ -107,7 +108,9 @@ def read_questions(
             splits[name] = _split(name, path, entries(path, columns, quoting, bad), columns, bad, notes)
     notes += bad.finish()
     if dev is None:
-        splits["train"], splits["dev"] = _set_aside(splits["train"], dev_fraction, seed, notes)
+        chosen, part = whole_contexts([context for _, context in splits["train"].texts], dev_fraction, seed)
+        too_few = "all questions have the same context; give a dev split with --dev"
+        splits["train"], splits["dev"] = set_aside(splits["train"], chosen, seed, notes, part=part, too_few=too_few)
     return _task_data("question-answering", splits, notes)
 
 
@@ -291,18 +294,3 @@ def _scoring_notes(split: Split) -> Iterator[str]:
         )
     if num_lost := sum(bool(own) and all(answer.start < 0 for answer in own) for own in split.targets):
         yield f"{split.path}: {num_lost:,} {split.name} questions have no answer that is in their context"
-
-
-def _set_aside(train: Split, fraction: float, seed: int, notes: list[str]) -> tuple[Split, Split]:
-    """A training and a dev split without common contexts."""
-    contexts = list(dict.fromkeys(context for _, context in train.texts))
-    num_dev = min(max(1, round(len(contexts) * fraction)), len(contexts) - 1)
-    if num_dev < 1:
-        raise InputError(f"{train.path}: all questions have the same context; give a dev split with --dev")
-    chosen = {contexts[number] for number in np.random.default_rng(seed).permutation(len(contexts))[:num_dev]}
-    is_dev = np.array([context in chosen for _, context in train.texts])
-    notes.append(
-        f"{train.path}: {num_dev:,} of {len(contexts):,} contexts, with {is_dev.sum():,} of {len(is_dev):,} questions, "
-        f"are set aside as the dev split (seed {seed}); give your own with --dev"
-    )
-    return select(train, "train", np.flatnonzero(~is_dev)), select(train, "dev", np.flatnonzero(is_dev))

@@ -20,9 +20,7 @@ import pyarrow.parquet
 
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import parse_json
-from electra_fast.finetuning.readers.bad_rows import BadRows
 from electra_fast.finetuning.readers.delimited import (
-    DELIMITERS,
     Dialect,
     Loaded,
     Record,
@@ -31,13 +29,10 @@ from electra_fast.finetuning.readers.delimited import (
     reject_duplicates,
     without_blank_end,
 )
-from electra_fast.finetuning.readers.text_files import STANDARD_INPUT, TextFile
-
-Row = dict[str, Any]
+from electra_fast.finetuning.readers.rows import BadRows, Row, abbreviated, check_columns, extension, is_stream, place
+from electra_fast.finetuning.readers.text_files import TextFile
 
 FORMATS = (".tsv", ".csv", ".jsonl", ".json", ".parquet", ".arrow", ".txt")
-_ALIASES = {".ndjson": ".jsonl", ".tab": ".tsv", ".feather": ".arrow"}
-_COMPRESSED = (".gz", ".xz", ".zst")
 _SPREADSHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
 # Rows per batch of a Parquet file.
 BATCH_ROWS = 8192
@@ -135,18 +130,6 @@ def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> It
         yield table
 
 
-def is_stream(path: Path) -> bool:
-    """Whether a path is standard input, a pipe or a device."""
-    is_device = path.parts[:2] == ("/", "dev")
-    return path == STANDARD_INPUT or is_device or (path.exists() and not path.is_file() and not path.is_dir())
-
-
-def place(path: Path, line: int) -> str:
-    """Names a line for messages, or a row of a file that has no lines."""
-    name = {".parquet": "row", ".arrow": "row", ".json": "record"}.get(extension(path), "line")
-    return f"{path}: {name} {line}"
-
-
 def read_table(
     path: Path,
     columns: Sequence[str],
@@ -230,51 +213,10 @@ def class_names(path: Path) -> dict[str, Sequence[str]]:
     return {}
 
 
-def check_columns(path: Path, available: Iterable[str], wanted: Iterable[str], flag: str) -> None:
-    """Raises InputError if the file lacks one of the wanted columns, naming those that it has."""
-    for name in wanted:
-        if name not in available:
-            raise InputError(f"{path}: no column {name!r}; {there_are(available)}; choose with {flag}")
-
-
-def there_are(names: Iterable[str]) -> str:
-    """For an error about a missing column: those that there are, and why they may not be what the user expects."""
-    names = tuple(names)
-    listed = f"there are: {', '.join(names)}"
-    if len(names) == 1 and any(delimiter in names[0] for delimiter in DELIMITERS.values()):
-        return f"{listed} (a single column: --delimiter says what separates the cells)"
-    if names and all(len(name) > 1 and name[0] == name[-1] == '"' for name in names):
-        return f"{listed} (if quotes enclose cells, add --quoting csv)"
-    return listed
-
-
-def text_of(path: Path, line: int, row: Row, column: str, *, flag: str = "--text") -> str:
-    """The text in a column of a row; raises InputError naming the line if it is missing, null or not text."""
-    value = row.get(column)
-    if isinstance(value, str):
-        return value
-    if column not in row:
-        raise InputError(f"{place(path, line)}: no {column!r}; {there_are(row)}; choose with {flag}")
-    raise InputError(f"{place(path, line)}: {column!r} is {'null' if value is None else abbreviated(value)}, not text")
-
-
-def abbreviated(value: object) -> str:
-    """A value on one line, truncated."""
-    text = " ".join(repr(value).split())
-    return text[:40] + "…" if len(text) > 40 else text
-
-
 def iterate_cells(path: Path, delimiter: str = "\t") -> Iterator[tuple[int, list[str]]]:
     """Yields the line number and cells of each line, the header included; blank lines at the end are ignored."""
     with TextFile(path) as file:
         yield from without_blank_end(plain_cells(enumerate(file.lines(), 1), delimiter))
-
-
-def extension(path: Path) -> str:
-    """That of a path in lower case, without that of a compression."""
-    name = Path(path.name.lower())
-    suffix = Path(name.stem).suffix if name.suffix in _COMPRESSED else name.suffix
-    return _ALIASES.get(suffix, suffix)
 
 
 def _guess_format(file: TextFile) -> str:

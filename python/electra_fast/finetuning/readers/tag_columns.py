@@ -15,16 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from electra_fast.errors import InputError
-from electra_fast.finetuning.readers.bad_rows import BadRows
-from electra_fast.finetuning.readers.tables import (
-    Quoting,
-    check_columns,
-    column_names,
-    iterate_cells,
-    iterate_rows,
-    place,
-    there_are,
-)
+from electra_fast.finetuning.readers.rows import BadRows, check_columns, place, there_are
+from electra_fast.finetuning.readers.tables import Quoting, column_names, iterate_cells, iterate_rows
 from electra_fast.finetuning.readers.tag_schemes import is_bare, split_tag
 from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, Sentence, check_single, joined_words
 

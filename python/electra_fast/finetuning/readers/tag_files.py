@@ -18,10 +18,12 @@ import numpy as np
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers import tables
 from electra_fast.finetuning.readers.annotations import flat_row
-from electra_fast.finetuning.readers.bad_rows import BadRows
+from electra_fast.finetuning.readers.labels import MAX_NAMED_LABELS, listed
+from electra_fast.finetuning.readers.rows import BadRows, place
 from electra_fast.finetuning.readers.tag_columns import COLUMN_FORMATS, TEXT_FORMATS, are_columns, column_sentences
-from electra_fast.finetuning.readers.tag_notation import Notation, detect_notation
 from electra_fast.finetuning.readers.tag_schemes import (
+    Notation,
+    detect_notation,
     detect_scheme,
     from_entities,
     is_bare,
@@ -38,15 +40,15 @@ from electra_fast.finetuning.readers.tag_sentences import (
     row_sentences,
     row_text,
 )
-from electra_fast.finetuning.readers.tag_spans import Words
-from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction, select
+from electra_fast.finetuning.readers.validation_split import set_aside, with_all_tags
+from electra_fast.finetuning.readers.words import Words
+from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction
 
 ROW_FORMATS = (".jsonl", ".json", ".parquet")
 # What every tag of a test file without tags may be.
 HIDDEN_TAGS = {"", "_"}
 # More labels than this, most of them of a single word, are not labels.
 MAX_SPARSE_LABELS = 1000
-MAX_NAMED_LABELS = 20
 # A sentence of so many words probably lacks the blank lines between sentences.
 MIN_LONG_SENTENCE = 400
 
@@ -110,7 +112,9 @@ def read_tagging(
         raise
     notes += bad.finish()
     if dev is None:
-        splits["train"], splits["dev"] = _set_aside(splits["train"], task, dev_fraction, seed, notes)
+        whole = splits["train"]
+        chosen = with_all_tags(whole, task, max(1, round(len(whole.texts) * dev_fraction)), seed)
+        splits["train"], splits["dev"] = set_aside(whole, chosen, seed, notes, what="sentences")
     notes += _class_sizes(task, splits["train"], splits["dev"])
     tests = (splits["test"],) if test is not None else ()
     return TaskData(
@@ -138,7 +142,7 @@ def iterate_tagging(
         yield from ((sentence.text, sentence.words) for sentence in column_sentences(path, text, None, quoting=quoting))
         return
     check_single(text, "--text")
-    rows = ((line, flat_row(tables.place(path, line), row)) for line, row in tables.iterate_rows(path, quoting=quoting))
+    rows = ((line, flat_row(place(path, line), row)) for line, row in tables.iterate_rows(path, quoting=quoting))
     first = next(rows)
     column, _ = row_columns(path, [first[1]], text, (), is_test=True)
     for line, row in itertools.chain([first], rows):
@@ -367,39 +371,8 @@ def _unknown(tag: str, task: Task, known: str) -> str:
     names: Sequence[str] = task.labels
     if task.scheme != "none":
         tag, names = split_tag(tag)[1], [split_tag(label)[1] for label in task.labels[1::2]]
-    listed = ", ".join(map(repr, names[:MAX_NAMED_LABELS]))
-    more = f" and {len(names) - MAX_NAMED_LABELS:,} more" if len(names) > MAX_NAMED_LABELS else ""
     kind = "tag" if task.scheme == "none" else "entity type"
-    return f"unknown {kind} {tag!r}; {known}: {listed}{more}; name all with --labels, or remove it"
-
-
-def _set_aside(train: Split, task: Task, fraction: float, seed: int, notes: list[str]) -> tuple[Split, Split]:
-    """A training and a dev split; every tag keeps a sentence for training, and where it has another one, for dev."""
-    assert train.targets is not None  # only a test file may lack tags
-    num_rows = len(train.texts)
-    tags = [set(target.tolist()) for target in train.targets]
-    left = Counter(itertools.chain.from_iterable(tags))
-    is_dev = np.zeros(num_rows, dtype=bool)
-    num_dev = max(1, round(num_rows * fraction))
-    order = np.random.default_rng(seed).permutation(num_rows).tolist()
-    lacking = {number for number, label in enumerate(task.labels) if task.scheme == "none" or label[:1] == "B"}
-    for is_any_wanted in (False, True):  # first what dev lacks
-        for row in order:
-            is_wanted = num_dev > 0 if is_any_wanted else not lacking.isdisjoint(tags[row])
-            if is_wanted and not is_dev[row] and all(left[tag] > 1 for tag in tags[row]):
-                left.subtract(tags[row])
-                lacking -= tags[row]
-                is_dev[row] = True
-                num_dev -= 1
-    if not is_dev.any():
-        raise InputError(
-            f"{train.path}: {num_rows} sentences are too few to set a dev split aside; give one with --dev"
-        )
-    notes.append(
-        f"{train.path}: {is_dev.sum():,} of {num_rows:,} sentences are set aside as the dev split (seed {seed}); give "
-        "your own with --dev"
-    )
-    return select(train, "train", np.flatnonzero(~is_dev)), select(train, "dev", np.flatnonzero(is_dev))
+    return f"unknown {kind} {tag!r}; {known}: {listed(names)}; name all with --labels, or remove it"
 
 
 def _class_sizes(task: Task, train: Split, dev: Split) -> Iterator[str]:

@@ -9,39 +9,27 @@ import ast
 import contextlib
 import dataclasses
 import itertools
-import re
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow.parquet
 
 from electra_fast.errors import InputError
 from electra_fast.files.json_files import parse_json
 from electra_fast.finetuning.readers.annotations import flat_row, rejected_note, rejected_rows
-from electra_fast.finetuning.readers.bad_rows import BadRows
-from electra_fast.finetuning.readers.tables import (
-    Quoting,
-    Row,
-    abbreviated,
-    check_columns,
-    iterate_rows,
-    place,
-    text_of,
-    there_are,
-)
+from electra_fast.finetuning.readers.rows import BadRows, Row, abbreviated, check_columns, place, text_of, there_are
+from electra_fast.finetuning.readers.tables import Quoting, iterate_rows
 from electra_fast.finetuning.readers.tag_spans import (
     Convention,
     SpannedText,
-    Words,
     find_convention,
     placed_spans,
     read_spans,
     tags_of_spans,
 )
+from electra_fast.finetuning.readers.words import Words, places_of, words_of_text
 
 WORD_COLUMNS, TAG_COLUMNS = ("tokens", "words"), ("tags", "ner_tags", "labels", "pos_tags")
 TEXT_COLUMNS, SPAN_COLUMNS = ("text", "sentence"), ("spans", "entities", "labels", "label", "ents", "annotations")
@@ -50,14 +38,6 @@ _PAIRS = (
     *itertools.product(TEXT_COLUMNS, SPAN_COLUMNS),
     *itertools.product(WORD_COLUMNS, SPAN_COLUMNS),
 )
-# Letters of scripts without spaces between words: Thai to Tibetan, Myanmar, Khmer, kana, and Chinese as in BERT's basic
-# tokenizer.
-_UNSPACED = re.compile(
-    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\ua9e0-\ua9ff\uaa60-\uaa7f\u3041-\u30ff\u31f0-\u31ff\uff66-\uff9d"
-    "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002a700-\U0002ceaf\U0002f800-\U0002fa1f]"
-)
-# A word, in the letters of `_CharacterClasses`.
-_WORD = re.compile(r"c[mj]*|[wmj]+|rr?[mj]*|[xt](?:j[xt]|[mjt])*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,43 +63,6 @@ class Sentence:
         return place(self.path, self.lines[min(word, len(self.lines) - 1)])
 
 
-def words_of_text(text: str) -> Words:
-    """The words of a text as [words, 2] first and past-the-last characters.
-
-    A word is a run of letters, digits, marks and `_`, or a single character of another kind but space. In scripts
-    without spaces, such as Chinese, Japanese and Thai, each letter is a word. Marks and invisible characters belong to
-    what precedes them; an emoji sequence is one word.
-    """
-    spans = [match.span() for match in _WORD.finditer(text.translate(_CLASSES))]
-    return np.array(spans, dtype=np.int64).reshape(-1, 2)
-
-
-class _CharacterClasses(dict[int, str]):
-    """What each character is in `_WORD`, by code point; found when it is needed first.
-
-    c: letter of a script without spaces, w: other letter or digit, m: mark or invisible, j: zero-width joiner, r: half
-    of a flag, t: skin tone, x: other.
-    """
-
-    def __missing__(self, code: int) -> str:
-        character = chr(code)
-        category = unicodedata.category(character)
-        if character.isspace():
-            found = " "
-        elif category[0] == "M" or category == "Cf":
-            found = "j" if character == "\u200d" else "m"
-        elif character.isalnum() or character == "_":
-            found = "c" if _UNSPACED.match(character) else "w"
-        elif "\U0001f1e6" <= character <= "\U0001f1ff":
-            found = "r"
-        else:
-            found = "t" if "\U0001f3fb" <= character <= "\U0001f3ff" else "x"
-        return self.setdefault(code, found)
-
-
-_CLASSES = _CharacterClasses()
-
-
 def joined_words(path: Path, lines: Sequence[int], words: Sequence[Any]) -> tuple[str, Words]:
     """The text that words with single spaces between them make, and their places in it.
 
@@ -130,13 +73,6 @@ def joined_words(path: Path, lines: Sequence[int], words: Sequence[Any]) -> tupl
             found = "empty; remove it and its tag" if word == "" else f"{abbreviated(word)}, not text"
             raise InputError(f"{place(path, lines[min(number, len(lines) - 1)])}: word {number + 1} is {found}")
     return " ".join(words), places_of(words)
-
-
-def places_of(words: Sequence[str]) -> Words:
-    """The places of words in the text that they make with single spaces between them."""
-    lengths = np.array([len(word) for word in words], dtype=np.int64)
-    ends = np.cumsum(lengths + 1) - 1
-    return np.stack((ends - lengths, ends), axis=1)
 
 
 def row_sentences(

@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.annotations import code_point
-from electra_fast.finetuning.readers.tables import abbreviated
+from electra_fast.finetuning.readers.rows import abbreviated
 from electra_fast.finetuning.readers.tag_schemes import Entity, from_entities
+from electra_fast.finetuning.readers.words import Words
 
-Words = NDArray[np.int64]
-"""The first and past-the-last characters of a text's words, [words, 2]."""
 Unit = Literal["code points", "UTF-16 units", "UTF-8 bytes"]
 EXPECTED_SPAN = '{"start": 0, "end": 5, "label": "PER"} or [0, 5, "PER"]'
 _STARTS = ("start", "start_offset", "startOffset", "start_char", "begin", "offset")

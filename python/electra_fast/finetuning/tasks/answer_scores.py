@@ -15,20 +15,13 @@ from collections.abc import Collection, Mapping, Sequence
 from difflib import SequenceMatcher
 
 from electra_fast.errors import InputError
+from electra_fast.finetuning.readers.words import UNSPACED, is_unspaced
 from electra_fast.finetuning.task import Answer, Split
 
 Scores = dict[str, float]
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
-# Thai, Lao, Tibetan, Myanmar, Khmer, Han, Hiragana, Katakana and Bopomofo.
-_UNSPACED = (
-    "\u0e00-\u109f\u1780-\u17ff\u2e80-\u2fdf\u3005-\u3007\u3021-\u3029\u3040-\u30ff\u3100-\u312f"
-    "\u31a0-\u31bf\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
-)
-_UNSPACED_CHARACTER = re.compile(f"[{_UNSPACED}]")
-_UNIT = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
-# Share of a context's letters: above that in English articles on China, below that in Chinese ones on software.
-_UNSPACED_SHARE = 0.2
+_UNIT = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 
 
 def squad_scores(
@@ -91,12 +84,6 @@ def _mean_at(
 ) -> float:
     """The mean score where questions of higher odds are left unanswered."""
     return _mean([raw[id] if null_odds[id] <= threshold else float(not answers[id]) for id in ids])
-
-
-def is_unspaced(context: str) -> bool:
-    """Whether a text is written without spaces: Chinese, Japanese, Thai, ..."""
-    num_letters = sum(map(str.isalpha, context))
-    return len(_UNSPACED_CHARACTER.findall(context)) > _UNSPACED_SHARE * num_letters
 
 
 def score_unit(split: Split) -> str:

@@ -30,7 +30,7 @@ from electra_fast.finetuning.encoding import encode
 from electra_fast.finetuning.inference import example_predictions, rounded
 from electra_fast.finetuning.model import Inputs, TaskModel, make_head
 from electra_fast.finetuning.readers import glue, own_data
-from electra_fast.finetuning.readers.tables import Row, text_of
+from electra_fast.finetuning.readers.rows import Row, text_of
 from electra_fast.finetuning.task import NO_CLASS, Prediction, Split, Task
 from electra_fast.finetuning.tasks.task_type import (
     CLASSIFIER,

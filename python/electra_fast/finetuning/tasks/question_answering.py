@@ -20,7 +20,8 @@ from electra_fast.finetuning.encoding import Ints
 from electra_fast.finetuning.inference import example_predictions, rounded
 from electra_fast.finetuning.model import TaskModel
 from electra_fast.finetuning.readers.question_files import iterate_questions, read_questions
-from electra_fast.finetuning.readers.tables import Quoting, Row, abbreviated, place, text_of
+from electra_fast.finetuning.readers.rows import Row, abbreviated, place, text_of
+from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.task import Prediction, Split, Task
 from electra_fast.finetuning.tasks.answer_scores import score_unit, squad_scores
 from electra_fast.finetuning.tasks.answer_search import FoundAnswer, SpanScores, search

@@ -26,11 +26,13 @@ from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.encoding import Ints, text_chunks
 from electra_fast.finetuning.inference import rounded, token_predictions
 from electra_fast.finetuning.model import Inputs, TaskModel, make_head
-from electra_fast.finetuning.readers.tables import Quoting, Row, abbreviated, extension, place, text_of
+from electra_fast.finetuning.readers.rows import Row, abbreviated, extension, place, text_of
+from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.readers.tag_columns import are_columns
 from electra_fast.finetuning.readers.tag_files import iterate_tagging, read_tagging
 from electra_fast.finetuning.readers.tag_schemes import entities_of
-from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, WORD_COLUMNS, places_of, words_of_text
+from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, WORD_COLUMNS
+from electra_fast.finetuning.readers.words import places_of, words_of_text
 from electra_fast.finetuning.task import Prediction, Split, Task
 from electra_fast.finetuning.tasks.task_type import (
     CLASSIFIER,

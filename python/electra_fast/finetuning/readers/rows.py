@@ -1,0 +1,110 @@
+"""Rows of a user's files: their values and places in messages, and what is wrong with single ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from electra_fast.errors import InputError
+from electra_fast.finetuning.readers.delimited import DELIMITERS
+from electra_fast.finetuning.readers.text_files import STANDARD_INPUT
+
+Row = dict[str, Any]
+
+MAX_SHOWN = 20
+_ALIASES = {".ndjson": ".jsonl", ".tab": ".tsv", ".feather": ".arrow"}
+_COMPRESSED = (".gz", ".xz", ".zst")
+
+
+class BadRows:
+    """Leaves out rows that cannot be used, up to a number, and says which.
+
+    Every reader wraps the reading of one row in `collect`, keeps the row only if nothing was raised, and calls
+    `finish` after the last row.
+
+    Args:
+        allowed: How many rows may be left out, over all files (`--skip-bad-rows`).
+    """
+
+    def __init__(self, allowed: int = 0) -> None:
+        self.allowed, self.number, self._shown = allowed, 0, list[str]()
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[None]:
+        """Records the InputError that reading a row raises; its message names the file, line and remedy."""
+        try:
+            yield
+        except InputError as error:
+            self.number += 1
+            if self.number <= MAX_SHOWN:
+                self._shown.append(str(error))
+
+    def finish(self, hint: str = "") -> tuple[str, ...]:
+        """Returns notes on what was left out; raises InputError with every bad row's line if there are too many.
+
+        `hint` ends the list of rows.
+        """
+        shown = "; ".join(self._shown)
+        if self.number > MAX_SHOWN:
+            shown += f"; and {self.number - MAX_SHOWN:,} more"
+        shown += hint
+        if self.number > self.allowed:
+            several = f"{self.number:,} bad rows: {shown} (--skip-bad-rows leaves rows out)"
+            raise InputError(shown if self.number == 1 else several)
+        what = "1 bad row is" if self.number == 1 else f"{self.number:,} bad rows are"
+        return (f"{what} left out: {shown}",) if self.number else ()
+
+
+def extension(path: Path) -> str:
+    """That of a path in lower case, without that of a compression."""
+    name = Path(path.name.lower())
+    suffix = Path(name.stem).suffix if name.suffix in _COMPRESSED else name.suffix
+    return _ALIASES.get(suffix, suffix)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path is standard input, a pipe or a device."""
+    is_device = path.parts[:2] == ("/", "dev")
+    return path == STANDARD_INPUT or is_device or (path.exists() and not path.is_file() and not path.is_dir())
+
+
+def place(path: Path, line: int) -> str:
+    """Names a line for messages, or a row of a file that has no lines."""
+    name = {".parquet": "row", ".arrow": "row", ".json": "record"}.get(extension(path), "line")
+    return f"{path}: {name} {line}"
+
+
+def check_columns(path: Path, available: Iterable[str], wanted: Iterable[str], flag: str) -> None:
+    """Raises InputError if the file lacks one of the wanted columns, naming those that it has."""
+    for name in wanted:
+        if name not in available:
+            raise InputError(f"{path}: no column {name!r}; {there_are(available)}; choose with {flag}")
+
+
+def there_are(names: Iterable[str]) -> str:
+    """For an error about a missing column: those that there are, and why they may not be what the user expects."""
+    names = tuple(names)
+    listed = f"there are: {', '.join(names)}"
+    if len(names) == 1 and any(delimiter in names[0] for delimiter in DELIMITERS.values()):
+        return f"{listed} (a single column: --delimiter says what separates the cells)"
+    if names and all(len(name) > 1 and name[0] == name[-1] == '"' for name in names):
+        return f"{listed} (if quotes enclose cells, add --quoting csv)"
+    return listed
+
+
+def text_of(path: Path, line: int, row: Row, column: str, *, flag: str = "--text") -> str:
+    """The text in a column of a row; raises InputError naming the line if it is missing, null or not text."""
+    value = row.get(column)
+    if isinstance(value, str):
+        return value
+    if column not in row:
+        raise InputError(f"{place(path, line)}: no {column!r}; {there_are(row)}; choose with {flag}")
+    raise InputError(f"{place(path, line)}: {column!r} is {'null' if value is None else abbreviated(value)}, not text")
+
+
+def abbreviated(value: object) -> str:
+    """A value on one line, truncated."""
+    text = " ".join(repr(value).split())
+    return text[:40] + "…" if len(text) > 40 else text
