@@ -22,26 +22,26 @@ from electra_fast.finetuning.encoding import EncodedExamples, Ints
 
 # Length of the published code's shuffle buffer.
 SHUFFLE_BUFFER = 100
-# Length of a row: at least so many tokens, and so many examples of average length. On a CPU all tokens of a row attend
-# to each other and are masked afterwards, so long rows cost more; but rows of few examples are of unequal lengths.
+# Length of a row: at least this many tokens and examples of average length. On a CPU all tokens of a row attend to each
+# other and are masked afterwards, so long rows cost more; but rows of few examples have unequal lengths.
 ROW_TOKENS, ROW_EXAMPLES = 64, 3
-# Where all examples are about as long, rows of fewer examples are of equal lengths too, up to this many tokens.
+# If all examples have about the same length, rows of fewer examples do too, up to this many tokens.
 LONG_ROW = 192
-# Rows of static batches come in multiples of this: more make fewer graphs, and more padding.
+# Static batches have a multiple of this many rows: a larger one makes fewer graphs and more padding.
 ROW_MULTIPLE = 4
 
 
 def num_steps(config: FinetuneSection, num_examples: int) -> int:
-    """Optimizer steps: whole batches per epoch, the last one filled up, times the epochs."""
+    """Returns the number of optimizer steps: whole batches per epoch, the last one padded, times the epochs."""
     return max(1, math.ceil(math.ceil(num_examples / config.batch_size) * config.epochs))
 
 
 def training_order(config: FinetuneSection, num_examples: int, seed: int) -> Ints:
-    """Which examples each step reads, int64 [steps, batch_size]; -1 where there is none.
+    """Returns the examples of each step, int64 [steps, batch_size]; -1 for none.
 
-    `shuffle`: each epoch is a new order, and its last batch has what is left. `buffer`, as the published code: one
-    order, filled up with nothing to whole batches, repeated, and read through a buffer of 100 from which each draw
-    takes one at random and puts the next in its place, so that epochs overlap at their ends.
+    `shuffle`: each epoch has a new order, and its last batch what is left. `buffer`, as in the published code: one
+    order, padded to whole batches, repeated, and read through a buffer of 100; each draw takes one at random and puts
+    the next in its place, so that epochs overlap at their ends.
     """
     random = np.random.Generator(np.random.PCG64([seed, num_examples]))
     steps = num_steps(config, num_examples)
@@ -73,14 +73,14 @@ class PackedBatch:
     """Examples as segments of rows.
 
     Args:
-        columns: What the model reads, int32 [5, R, L]: token ids, 0 on padding; token types; each token's position
-            in its example; segments, 1, 2, ... for the examples of a row and 0 on padding; and owners, the place in
-            `examples` of the example that a token is of, their number on padding.
+        columns: The model's input, int32 [5, R, L]: token ids, 0 on padding; token types; each token's position in its
+            example; segments, 1, 2, ... for the examples of a row and 0 on padding; and owners, the index in
+            `examples` of a token's example, or their number on padding.
         cu_seqlens: Cumulative lengths of the segments, a row's padding being one; int32 [S + 1].
-        first_tokens: Where each example's [CLS] lies in the flat buffer of R * L tokens; int64 [n].
-        examples: Which example each is, as an index into the batch; -1 for none; int64 [n].
-        sources: Where each token lies in `EncodedExamples.ids`, -1 on padding; int64 [R, L].
-        longest: No example has more tokens.
+        first_tokens: Index of each example's [CLS] in the flat buffer of R * L tokens; int64 [n].
+        examples: Index of each example into the batch; -1 for none; int64 [n].
+        sources: Index of each token in `EncodedExamples.ids`, -1 on padding; int64 [R, L].
+        longest: Tokens of the longest example.
         num_tokens: Tokens without padding.
     """
 
@@ -94,10 +94,10 @@ class PackedBatch:
 
 
 def pack(encoded: EncodedExamples, examples: Ints, num_parts: int = 1, *, are_alike: bool = False) -> list[PackedBatch]:
-    """Packs some examples into `num_parts` batches of about equally many tokens, each in rows of about equal length.
+    """Packs examples into `num_parts` batches of about equally many tokens, each in rows of about equal length.
 
-    Where there are fewer examples than parts, each is a part of its own. Long examples that `are_alike`, of about the
-    same length, have rows of their own.
+    If there are fewer examples than parts, each is a part of its own. Long examples that `are_alike`, of about the
+    same length, get rows of their own.
     """
     lengths, num_parts = encoded.lengths[examples], min(num_parts, len(examples))
     if not num_parts:
@@ -113,10 +113,10 @@ def pack(encoded: EncodedExamples, examples: Ints, num_parts: int = 1, *, are_al
 
 
 def pack_static(encoded: EncodedExamples, examples: Ints, row_length: int, num_examples: int) -> PackedBatch:
-    """Packs some examples into rows of one length, such that all arrays have one of a few shapes.
+    """Packs examples into rows of one length, so that all arrays have one of a few shapes, as CUDA graphs need.
 
-    For CUDA graphs, each of which has fixed shapes. The number of rows is a multiple of `ROW_MULTIPLE`; examples that
-    are fewer than `num_examples` are filled up with nothing, at the first token; offsets end with empty segments.
+    The number of rows is a multiple of `ROW_MULTIPLE`. Fewer than `num_examples` examples are padded with empty ones
+    at the first token, and offsets with empty segments.
     """
     lengths = encoded.lengths[examples]
     rows: list[list[int]] = []
@@ -148,7 +148,7 @@ def pack_static(encoded: EncodedExamples, examples: Ints, row_length: int, num_e
 
 
 def _balanced(lengths: Ints, num_rows: int) -> list[list[int]]:
-    """Spreads items over rows, the longest first, each into the row that is shortest by then; drops empty rows."""
+    """Spreads items over rows, the longest first, each into the then shortest row; drops empty rows."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     heap = [(0, row) for row in range(num_rows)]
     for item in np.argsort(-lengths, kind="stable").tolist():
@@ -195,7 +195,7 @@ def _packed(encoded: EncodedExamples, examples: Ints, rows: list[list[int]], wid
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """The examples of a step, or of one process' part of it: their tokens, targets, and weights in the loss."""
+    """The examples of a step, or of one process' part: tokens, targets, and weights in the loss."""
 
     packed: PackedBatch
     targets: NDArray[Any]
@@ -204,7 +204,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A step's examples in one part per process, and the seed that with the step's number decides the dropout masks."""
+    """A step's examples in one part per process. The seed and the step's number decide the dropout masks."""
 
     parts: list[TrainingBatch]
     seed: int
@@ -212,13 +212,13 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Tokenized training examples with their targets, and what each counts in the loss.
+    """Tokenized training examples with their targets and weights in the loss.
 
     Args:
         encoded: The examples.
-        targets: Of each example, [n, ...], or of each token of `encoded.ids`.
-        weights: Likewise, float64 of one dimension; 0 where there is no target.
-        per_token: Whether they are the tokens'.
+        targets: Target of each example, [n, ...], or of each token of `encoded.ids`.
+        weights: Weight of each example or token in the loss, float64; 0 if there is no target.
+        per_token: Whether targets and weights are per token.
     """
 
     encoded: EncodedExamples
@@ -227,7 +227,7 @@ class TrainingSet:
     per_token: bool = False
 
     def batch(self, parts: Sequence[PackedBatch], chosen: NDArray[Any], reduction: str, seed: int) -> StepBatch:
-        """The examples `chosen`, packed in `parts`; `reduction` is `finetune.loss_reduction`."""
+        """Returns the batch of the examples `chosen`, packed in `parts`; `reduction` is `finetune.loss_reduction`."""
         places = [part.sources if self.per_token else _chosen(chosen, part.examples) for part in parts]
         weights = [self.weights[place] * (place >= 0) for place in places]
         total = sum(each.sum() for each in weights)
@@ -242,5 +242,5 @@ class TrainingSet:
 
 
 def _chosen(chosen: NDArray[Any], examples: NDArray[Any]) -> NDArray[Any]:
-    """The training examples of a part; -1 where there is none."""
+    """Returns the training examples of a part; -1 for none."""
     return np.where(examples >= 0, chosen[examples], -1)

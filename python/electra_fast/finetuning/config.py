@@ -74,12 +74,12 @@ class FinetuneSection(Section):
     checkpoint_seconds: float = config_key(60.0, "seconds between checkpoints, from which a killed run resumes", low=0)
 
     def num_warmup_steps(self, num_steps: int) -> float:
-        """Steps of warmup in a run of `num_steps`; the published code, whose schedule is `product`, rounds nothing."""
+        """Returns the warmup steps of `num_steps`; the published code, whose schedule is `product`, does not round."""
         steps = self.warmup_fraction * num_steps
         return steps if self.schedule == "product" else int(steps)
 
     def optimizer(self) -> OptimizerConfig:
-        """The update rule: AdamW."""
+        """Returns the update rule, AdamW."""
         return OptimizerConfig(
             name="adamw",
             learning_rate=self.learning_rate,
@@ -120,7 +120,7 @@ _GOOGLE: dict[str, Scalar] = {
     "order": "buffer",
 }
 RECIPES: dict[str, dict[str, Scalar]] = {"paper": _PAPER, "google": _GOOGLE, "fast": {}}
-# Tasks whose small training sets the paper and its code read ten times, and those whose pairs have no order.
+# Tasks whose small training sets the paper and its code read ten times; tasks whose pairs have no order.
 _LONG = {"rte", "stsb"}
 _SYMMETRIC = {"mrpc", "stsb"}
 _LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
@@ -167,7 +167,7 @@ def _by_task(recipe: str, task: str) -> dict[str, Scalar]:
 
 
 def lr_factors(names: Iterable[str], num_layers: int, config: FinetuneSection) -> dict[str, float]:
-    """What the learning rate of each parameter is multiplied by: layer_decay to the power of its distance to the head.
+    """Returns each parameter's factor of the learning rate: layer_decay to the power of its distance to the head.
 
     The published code gives embeddings and their projection depth 0, layer i (0-based) depth i + 1, and the head depth
     n + 2 with n the number of layers, so that the exponent n + 2 - depth is 2 in the top layer and n + 2 in the

@@ -26,10 +26,10 @@ class EncodedExamples:
     """Token ids of examples, each `[CLS] text [SEP]` or `[CLS] text [SEP] second text [SEP]`.
 
     Args:
-        ids: Of all examples, one after another, int32.
+        ids: Token ids of all examples, concatenated, int32.
         token_types: 1 for the second text and its [SEP], else 0; int32.
-        offsets: Where each example begins in them, and the end of the last; int64 [n + 1].
-        num_truncated: How many examples were too long.
+        offsets: Start of each example in them, and the end of the last; int64 [n + 1].
+        num_truncated: Number of examples that were too long.
         empty: Indices of the examples without a token of text.
     """
 
@@ -51,7 +51,7 @@ class EncodedExamples:
 def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, ...]], max_length: int) -> EncodedExamples:
     """Tokenizes examples of one or two texts each, truncated to `max_length` tokens.
 
-    Of a pair the longer text loses its last token until both fit; of two equally long ones the second.
+    In a pair, the longer text loses its last token until both fit; at a tie, the second does.
     """
     special = tokenizer.special_tokens
     cls, sep = [special["cls"]], [special["sep"]]
@@ -98,10 +98,10 @@ def _truncated_lengths(lengths: list[int], room: int) -> list[int]:
 
 
 def chunk_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
-    """Start and length of the chunks of `num_tokens` tokens, each of at most `room` tokens.
+    """Returns start and length of the chunks of `num_tokens` tokens, each of at most `room` tokens.
 
-    A chunk starts `stride` tokens after the one before it, at most where that one ends; the last reaches the end.
-    Without tokens there is no chunk. `room` and `stride` are at least 1.
+    A chunk starts `stride` tokens after the one before it, or at its end; the last reaches the end. Without tokens
+    there is no chunk. `room` and `stride` are at least 1.
     """
     spans = []
     start, end = 0, 0
@@ -113,10 +113,10 @@ def chunk_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int]
 
 
 def max_context(spans: Sequence[tuple[int, int]], num_tokens: int) -> Ints:
-    """Index of the chunk in which each token has the most context; int64 [num_tokens].
+    """Returns the index of the chunk in which each token has the most context; int64 [num_tokens].
 
     The context is the smaller of the numbers of tokens before and after it in the chunk, plus a hundredth of the
-    chunk's length; of equal ones the first chunk's counts.
+    chunk's length; at a tie, the first chunk is chosen.
     """
     found, most = np.zeros(num_tokens, np.int64), np.full(num_tokens, -1.0)
     for index, (start, length) in enumerate(spans):
@@ -132,16 +132,16 @@ def max_context(spans: Sequence[tuple[int, int]], num_tokens: int) -> Ints:
 def text_chunks(
     pieces: Sequence[Pieces], special_tokens: Mapping[str, int], room: int, stride: int
 ) -> tuple[EncodedExamples, list[Ints]]:
-    """The chunks `[CLS] pieces [SEP]` of all texts, and where each piece lies in `EncodedExamples.ids`.
+    """Returns the chunks `[CLS] tokens [SEP]` of all texts, and the index of each token in `EncodedExamples.ids`.
 
-    Of a piece that is in several chunks the place is that where it has the most context; int64 [tokens] for each text.
+    A token in several chunks has the index where it has the most context; int64 [tokens] per text.
     """
     ids, places, lengths = [np.zeros(0, np.int32)], [], [0]
     cls, sep = (np.array([special_tokens[name]], np.int32) for name in ("cls", "sep"))
     begin = 0
     for own in pieces:
         spans = chunk_spans(len(own.ids), room, stride)
-        # What to add to a piece's index to get its place: a place for [CLS], less the pieces before the chunk.
+        # Add to a token's index in the text to get its index in `ids`: one for [CLS], less the tokens before the chunk.
         shifts = []
         for start, length in spans:
             ids += [cls, own.ids[start : start + length], sep]

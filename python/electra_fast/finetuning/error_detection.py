@@ -1,7 +1,6 @@
 """Marks words that do not belong, such as typing errors, by the replaced-token detector of a pre-trained model.
 
-Needs no training: it asks the discriminator of a run, a checkpoint or a Hugging Face folder. `load_error_detector` is
-for scripts.
+No training is needed: the discriminator of a run, a checkpoint or a Hugging Face folder predicts.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class ReplacedTokenDetector(EncoderWithHead):
         self.add_module("encoder", model.get_submodule(ROLE))
 
     def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:
-        """Logits, positive = replaced; fp32 [T]."""
+        """Returns logits, positive = replaced; fp32 [T]."""
         return (self.head(self.hidden_states(inputs, compute)),)
 
 
@@ -53,11 +52,11 @@ class ErrorDetector(ExampleReader):
     Args:
         model: A pre-trained model that has a discriminator.
         tokenizer: Its tokenizer.
-        device: Where it computes.
-        sequence_length: How many tokens it reads at once, [CLS] and [SEP] included; longer texts are read in chunks
-            that overlap by half.
-        threshold: The probability from which a word counts as an error, 0 to 1.
-        precision: Of the activations, `fp32` or `bf16`; by default the faster one.
+        device: The device.
+        sequence_length: Tokens per input, [CLS] and [SEP] included; longer texts are read in chunks that overlap by
+            half.
+        threshold: Probability from which a word counts as an error, 0 to 1.
+        precision: Precision of the activations, `fp32` or `bf16`; by default the faster one.
     """
 
     def __init__(
@@ -81,18 +80,17 @@ class ErrorDetector(ExampleReader):
     usual_columns = (("text",),)
 
     def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> str:
-        """A text."""
+        """Returns the text."""
         return text_of(path, line, row, columns[0])
 
     def predict(self, texts: Iterable[str]) -> list[Prediction]:
-        """An answer per text, in their order: `{"score": x, "errors": [...], "words": [...]}`.
+        """Returns an answer per text, in their order: `{"score": x, "errors": [...], "words": [...]}`.
 
         `words` has all words in order, each as `{"text", "start", "end", "probability"}`, `errors` those that reach the
-        threshold. `start` and `end` count code points, so that `text[start:end]` is the word. A word is what the
-        tokenizer's rules take for one: for BERT's, a run of letters and digits, or a punctuation mark. Its probability
-        is that any of its pieces is replaced, as if they were independent; the highest of them finds fewer errors
-        (bench/LOG.md). `score` is the mean over the words, the share of them that is expected not to belong; 0 for a
-        text without words.
+        threshold. `start` and `end` count code points, so that `text[start:end]` is the word. The tokenizer's rules
+        delimit words: for BERT's, a run of letters and digits, or a punctuation mark. A word's probability is that any
+        of its tokens is replaced, assuming independence; the highest of them finds fewer errors (bench/LOG.md).
+        `score` is the mean over the words, the fraction expected not to belong; 0 for a text without words.
         """
         texts = _checked(texts)
         pieces = self.tokenizer.encode_with_offsets(texts)
@@ -103,7 +101,7 @@ class ErrorDetector(ExampleReader):
         ]
 
     def _piece_probabilities(self, pieces: Sequence[Pieces]) -> list[NDArray[np.float64]]:
-        """The probability that each piece is replaced; float64 [tokens] for each text."""
+        """Returns the probability that each token is replaced; float64 [tokens] per text."""
         room = self.sequence_length - 2
         encoded, places = text_chunks(pieces, self.tokenizer.special_tokens, room, max(1, room // 2))
         if not len(encoded):
@@ -114,10 +112,10 @@ class ErrorDetector(ExampleReader):
 
 
 def load_error_detector(source: str | Path, threshold: float = 0.5, precision: Precision = "auto") -> ErrorDetector:
-    """The detector of a run (its latest checkpoint), a checkpoint, an export or another Hugging Face discriminator.
+    """Loads the detector of a run (its latest checkpoint), a checkpoint, an export or a Hugging Face discriminator.
 
-    It reads as many tokens at once as in pre-training, or where the folder does not record that, as the model has
-    positions. Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
+    Inputs are as long as in pre-training; if the folder does not record that, as long as the model has positions.
+    Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
     source = Path(source)
     model, sequence_length = _read_discriminator(source)
@@ -131,7 +129,7 @@ def load_error_detector(source: str | Path, threshold: float = 0.5, precision: P
 
 
 def _read_discriminator(source: Path) -> tuple[Electra, int]:
-    """A model with a discriminator, and the length of the sequences that it reads."""
+    """Returns a model with a discriminator, and its input length."""
     stored = checkpoint_of(source)
     if stored is not None:
         model = checkpoint.load_model(stored)
@@ -164,7 +162,7 @@ def _checked(texts: Iterable[str]) -> list[str]:
 
 
 def _words(text: str, pieces: Pieces, probabilities: NDArray[np.float64]) -> list[Prediction]:
-    """A text's words in order, without those of which no character is left, such as spaces."""
+    """Returns a text's words in order, without those that have no character, such as spaces."""
     if not len(pieces.ids):
         return []
     firsts = np.flatnonzero(np.diff(pieces.words, prepend=-1))
@@ -181,7 +179,7 @@ def _words(text: str, pieces: Pieces, probabilities: NDArray[np.float64]) -> lis
 
 
 def _as_written(text: str, start: int, end: int, limit: int) -> tuple[int, int]:
-    """A word's span without the spaces that byte-level tokenizers count in, and with the marks that others drop."""
+    """Returns a word's span without the spaces of byte-level tokenizers, and with the marks that others drop."""
     while end < limit and unicodedata.category(text[end]).startswith("M"):
         end += 1
     while start < end and text[start].isspace():

@@ -1,4 +1,4 @@
-"""`finetune`: tasks times seeds from one encoder, with results that add up in DIR/results.json."""
+"""`finetune`: trains every task with every seed from one encoder; results accumulate in DIR/results.json."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ def finetune(
 
     Leaves `out/TASK/seed-K/model/` (a Hugging Face folder), predictions beside it, and `out/results.json`, whose
     content is returned: `{task: {"metric": name, "median": x, "medians": {every score: x}, "min": x, "max": x,
-    "majority": {score: x}, "runs": [...], "seconds": x}}`; `majority` is what the training examples' most frequent
-    answer scores. Called again after an interruption it resumes at the seed and step where that left off; finished
-    models are scored again where the content of `dev` or `test` has changed.
+    "majority": {score: x}, "runs": [...], "seconds": x}}`; `majority` has the scores of the most frequent training
+    answer. Called again after an interruption, it resumes at that seed and step; finished models are scored again if
+    the content of `dev` or `test` has changed.
 
     Args:
         task: A GLUE task (`cola`, `sst2`, `mrpc`, `stsb`, `qqp`, `mnli`, `qnli`, `rte`, `wnli`), several of them,
             `glue` for all that `data` has, `squad1`, `squad2`, or on own data `classification`, `regression`, `tagging`
             or `question-answering`.
         model: A run, a checkpoint or a Hugging Face folder.
-        out: Folder for everything that it makes.
+        out: Output folder.
         data: A GLUE task's folder, one that has the tasks' folders, or SQuAD's.
         train: Own data: .tsv, .csv, .jsonl or .parquet; for tagging also CoNLL columns, for questions SQuAD's .json.
-        dev: The same to validate on; by default a share of `train`.
-        test: The same to predict, and to score where it has labels.
-        seeds: How many.
+        dev: Own data to validate on; by default a part of `train`.
+        test: Own data to predict, and to score if it has labels.
+        seeds: Number of seeds.
         recipe: `fast`, `google` or `paper`.
         overrides: Keys of the configuration as on the command line, `{"finetune.epochs": 5}`.
         role: `discriminator`, `encoder` or `generator`; by default the first of them that the model has.
@@ -76,8 +76,8 @@ def finetune(
             `labels`, `label_map`, `label_separator`, `quoting`, `delimiter`, `skip_bad_rows`, `scheme`
             (`own_data.read`, `tag_files.read_tagging`, `question_files.read_questions`).
 
-    Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; TrainingFailed where a loss is not
-    a number; Interrupted after a checkpoint.
+    Raises FileNotFoundError, or ValueError naming the file, line, value and remedy; TrainingFailed if the loss is not
+    finite; Interrupted after a checkpoint.
     """
     if seeds < 1:
         raise InputError(f"seeds = {seeds}: must be at least 1")
@@ -96,7 +96,7 @@ def finetune(
             jobs.append(make_job(each, config, encoder, out / each.task.name, device))
         # Tasks may differ in `finetune.epochs` and `finetune.both_orders`; each one's own are in its task.json.
         text = recipe_config(recipe, "", encoder.shape, settings).to_toml()
-        if not (out / "config.toml").exists():  # first of all: a kill must not leave a folder of which nobody knows
+        if not (out / "config.toml").exists():  # first: a killed run must leave a folder that is recognized
             replace_file(out / "config.toml", text)
         for job in jobs:
             _check_folder(job)
@@ -105,7 +105,7 @@ def finetune(
 
 
 def _earlier_results(out: Path) -> Results:
-    """What other calls left in results.json; refuses a folder that is not one of fine-tuning, and would be spoilt."""
+    """Returns the results of other calls; raises InputError for a folder that does not hold a fine-tuning."""
     foreign = _visible(out)
     settings = out / "config.toml"
     if foreign and not (settings.is_file() and settings.read_text(errors="replace").startswith("[finetune]")):
@@ -119,12 +119,12 @@ def _earlier_results(out: Path) -> Results:
 
 
 def _visible(folder: Path) -> list[str]:
-    """Names in a folder without hidden ones, and without what a kill left half-written."""
+    """Returns names in a folder, without hidden and half-written files."""
     return [name for name in foreign_names(folder) if not name.startswith(".")]
 
 
 def _check_folder(job: Job) -> None:
-    """Remembers what decides the results; ValueError where the folder has something that was made otherwise."""
+    """Writes what decides the results; raises InputError if the folder holds results made otherwise."""
     path, now = job.folder / IDENTITY, json.loads(json.dumps(job.identity()))
     for folder in job.folder.glob("seed-*"):
         recover_all(folder)
@@ -155,7 +155,7 @@ def _train_all(jobs: Sequence[Job], seeds: int, out: Path, earlier: Results) -> 
 
 
 def _runs(job: Job, seeds: int, stop: StopRequest, progress: FinetuningProgress) -> Iterator[list[dict[str, Any]]]:
-    """The results of the seeds that are finished: first those of earlier sessions, then after each seed."""
+    """Yields the results of the finished seeds: those of earlier sessions, then again after each seed."""
     runs: dict[int, dict[str, Any]] = {}
     for seed in range(seeds):
         folder = job.folder / f"seed-{seed}"
@@ -174,7 +174,7 @@ def _runs(job: Job, seeds: int, stop: StopRequest, progress: FinetuningProgress)
 
 
 def _earlier_run(job: Job, folder: Path, stop: StopRequest, progress: FinetuningProgress) -> dict[str, Any]:
-    """The result of a seed that an earlier session finished, scored again where data have changed."""
+    """Returns the result of a seed that an earlier session finished, scored again if data have changed."""
     result = read_finished(folder, job.task.metric)
     progress.skip(job.num_tokens)
     outdated, kept = outdated_splits(job, result), "from an earlier session"
@@ -225,7 +225,7 @@ def _summary(job: Job, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _median_seed(job: Job, found: Mapping[str, Any]) -> int:
-    """The seed whose score comes nearest to the median."""
+    """Returns the seed whose score is nearest to the median."""
     run = min(found["runs"], key=lambda run: abs(run[job.task.metric] - found["median"]))
     return int(run["seed"])
 
@@ -239,7 +239,7 @@ def _summary_text(job: Job, found: Mapping[str, Any]) -> str:
 
 
 def print_table(results: Results) -> None:
-    """A line per task on standard output, and their mean."""
+    """Prints a row per task and their mean."""
     table = Table("task", "metric", "median", "lowest", "highest", "majority", "seeds", "seconds")
     table.columns[0].no_wrap = True
     for name, found in results.items():

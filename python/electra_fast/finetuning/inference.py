@@ -21,14 +21,14 @@ from electra_fast.model.compute import DTYPES, ComputeConfig, choose_precision, 
 from electra_fast.model.matmul import fastest_matmul, use_matmul
 from electra_fast.training.hardware import faster_precision, shortest_times, times_text
 
-# Tokens of a batch; on a CPU those that the caches hold.
+# Tokens per batch; on a CPU as many as the caches hold.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 4096}
-# Of a measurement.
+# Size of a measurement.
 _SAMPLE_ROWS, _SAMPLE_LENGTH = 4, 128
 
 
 def choose_inference(model: EncoderWithHead, device: torch.device, precision: str = AUTO) -> tuple[ComputeConfig, str]:
-    """How a model predicts, and what to tell the user about it: on a CPU what a short measurement finds faster."""
+    """Returns how a model predicts, and a line for the user; on a CPU, a short measurement decides."""
     shape, note = dataclasses.replace(model.shape, attention_dropout=0.0), ""
     matmul, chosen = fastest_matmul(shape, device), choose_precision(precision, device)
 
@@ -48,7 +48,7 @@ def choose_inference(model: EncoderWithHead, device: torch.device, precision: st
 
 
 def _made_up(shape: ModelConfig) -> EncodedExamples:
-    """A few rows of random tokens."""
+    """Returns a few rows of random tokens."""
     length = min(_SAMPLE_LENGTH, shape.max_positions)
     ids = np.random.default_rng(0).integers(shape.vocab_size, size=_SAMPLE_ROWS * length, dtype=np.int32)
     offsets = np.arange(_SAMPLE_ROWS + 1, dtype=np.int64) * length
@@ -61,9 +61,9 @@ def example_predictions(
     compute: ComputeConfig,
     before_batch: Callable[[], None] = lambda: None,
 ) -> tuple[NDArray[Any], ...]:
-    """What `model.predictions` gives for all examples, in their order, without dropout; [n, ...] each.
+    """Returns `model.predictions` for all examples, in their order, without dropout; [n, ...] each.
 
-    There must be an example. Calls `before_batch` before each batch, which may raise.
+    There must be an example. Calls `before_batch` before each batch; it may raise.
     """
     order: list[NDArray[Any]] = []
     found: list[tuple[NDArray[Any], ...]] = []
@@ -80,7 +80,7 @@ def token_predictions(
     compute: ComputeConfig,
     before_batch: Callable[[], None] = lambda: None,
 ) -> NDArray[Any]:
-    """As `example_predictions` for a model whose predictions are those of tokens; [tokens of `encoded.ids`, ...]."""
+    """As `example_predictions`, for a model that predicts per token; [tokens of `encoded.ids`, ...]."""
     outputs: NDArray[Any] | None = None
     for _, part, (tensor,) in _batches(model, encoded, compute, before_batch):
         sources, values = part.sources.ravel(), tensor.cpu().numpy()
@@ -111,7 +111,7 @@ def _batches(
 
 
 def _cuts(lengths: NDArray[Any], num_tokens: int) -> NDArray[Any]:
-    """Where batches of about so many tokens end."""
+    """Returns where batches of about `num_tokens` tokens end."""
     batch = np.cumsum(lengths) // num_tokens
     return np.flatnonzero(np.diff(batch)) + 1
 

@@ -38,8 +38,8 @@ class Inputs:
     Args:
         columns_5RL: Ids, token types, positions, segments and owners.
         cu_seqlens: Cumulative lengths of the segments, int32 [S + 1].
-        first_n: Where each example's [CLS] lies, int64 [n].
-        longest: No example has more tokens.
+        first_n: Index of each example's [CLS], int64 [n].
+        longest: Tokens of the longest example.
     """
 
     columns_5RL: Tensor
@@ -58,15 +58,15 @@ class Inputs:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them."""
+        """All tensors."""
         return self.columns_5RL, self.cu_seqlens, self.first_n
 
     def mask(self, backend: str, shape: ModelConfig) -> AttentionMask:
-        """Every example attends to itself."""
+        """Returns the mask in which every example attends to itself."""
         return AttentionMask.packed(self.columns_5RL[3], self.cu_seqlens, backend, shape.local_attention)
 
     def first_tokens(self, shape: ModelConfig) -> Queries:
-        """The [CLS] of each example, which attends to its segment, or in a local layer to the beginning of that."""
+        """Returns the [CLS] of each example as queries to its segment, in a local layer to the segment's beginning."""
         _, _, positions_RL, segments_RL, _ = self.columns_5RL.unbind()
         row_R1 = torch.arange(len(segments_RL), device=self.first_n.device)[:, None]
         # A row has fewer segments than tokens.
@@ -76,7 +76,7 @@ class Inputs:
         return Queries(self.first_n, segment_T[self.first_n][:, None] == segment_T)
 
     def by_example(self, values_T: Tensor, fill: float, width: int = 0) -> Tensor:
-        """The values of each example's tokens in a row; [T] → [n, max(longest, width)], `fill` after its last token."""
+        """Arranges the values of tokens by example, padded with `fill`; [T] → [n, max(longest, width)]."""
         n, longest = len(self.first_n), max(self.longest, width)
         positions_T, owners_T = self.columns_5RL[2].flatten(), self.columns_5RL[4].flatten()
         grid = values_T.new_full((n + 1, longest), fill)  # the last row takes the padding
@@ -94,7 +94,7 @@ class LinearHead(nn.Module):
         self.classifier = Linear(shape.hidden_size, num_outputs)
 
     def forward(self, x_nD: Tensor, dropout: Dropout) -> Tensor:
-        """The outputs in fp32."""
+        """Returns the outputs in fp32."""
         outputs: Tensor = self.classifier(ops.dropout(x_nD.float(), dropout))
         return outputs
 
@@ -108,7 +108,7 @@ class ElectraHead(nn.Module):
         self.classifier = Linear(shape.hidden_size, num_outputs)
 
     def forward(self, x_nD: Tensor, dropout: Dropout) -> Tensor:
-        """The outputs in fp32."""
+        """Returns the outputs in fp32."""
         inner = ops.bias_gelu(ops.dropout(x_nD.float(), dropout), self.dense.weight, self.dense.bias)
         outputs: Tensor = self.classifier(ops.dropout(inner, dropout.call(1)))
         return outputs
@@ -124,14 +124,14 @@ class ModernHead(nn.Module):
         self.classifier = Linear(shape.hidden_size, num_outputs)
 
     def forward(self, x_nD: Tensor, dropout: Dropout) -> Tensor:
-        """The outputs in fp32."""
+        """Returns the outputs in fp32."""
         inner = self.norm(ops.bias_gelu(x_nD.float(), self.dense.weight, None))
         outputs: Tensor = self.classifier(ops.dropout(inner, dropout))
         return outputs
 
 
 def make_head(head: str, shape: ModelConfig, num_outputs: int, *, on_tokens: bool) -> nn.Module:
-    """The module of `finetune.head`, for the hidden states of [CLS] or those of all tokens."""
+    """Returns the module of `finetune.head`, for the hidden states of [CLS] or of all tokens."""
     if shape.architecture == "modern" and head == "hf":
         return ModernHead(shape, num_outputs)
     return (ElectraHead if head == "hf" and not on_tokens else LinearHead)(shape, num_outputs)
@@ -141,12 +141,12 @@ class EncoderWithHead(nn.Module, ABC):
     """Embeddings, encoder and a head.
 
     Args:
-        shape: Sizes of the encoder, and its dropout.
+        shape: The encoder's sizes and dropout.
         head: The head.
     """
 
     only_first = False
-    """Whether the head reads the hidden states of [CLS] alone."""
+    """The head reads the hidden states of [CLS] alone."""
 
     def __init__(self, shape: ModelConfig, head: nn.Module) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class EncoderWithHead(nn.Module, ABC):
         self.head = head
 
     def hidden_states(self, inputs: Inputs, compute: ComputeConfig, dropout_key: Tensor | None = None) -> Tensor:
-        """What the head reads: hidden states of [CLS], [n, D], or of all tokens, [T, D]."""
+        """Returns the hidden states that the head reads: of [CLS], [n, D], or of all tokens, [T, D]."""
         ids_T, types_T, positions_T, _, _ = (column.flatten() for column in inputs.columns_5RL)
         dropout = Dropout(self.shape.dropout if self.training else 0.0, dropout_key)
         x_TE = self.embeddings(ids_T, positions_T, types_T, compute.dtype, dropout)
@@ -165,16 +165,16 @@ class EncoderWithHead(nn.Module, ABC):
 
     @abstractmethod
     def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:
-        """What the model says of each example, or of each token; the first dimension is n or T."""
+        """Returns predictions per example or per token; the first dimension is n or T."""
 
 
 class TaskModel(EncoderWithHead):
     """A network that is fine-tuned.
 
     Args:
-        shape: Sizes of the encoder, and its dropout.
+        shape: The encoder's sizes and dropout.
         head: The head.
-        head_kind: `finetune.head`, which decides the head's first values.
+        head_kind: `finetune.head`, which decides the head's initialization.
         head_dropout: Dropout probability in the head.
     """
 
@@ -183,20 +183,21 @@ class TaskModel(EncoderWithHead):
         self.head_kind, self.head_dropout = head_kind, head_dropout
 
     def load_encoder(self, state: Mapping[str, Tensor]) -> None:
-        """Fills embeddings and encoder with tensors by their own parameters' names."""
+        """Copies tensors, by the names of parameters, into embeddings and encoder."""
         own = {name: p for name, p in self.named_parameters() if not name.startswith("head.")}
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(state[name])
 
     def initialize_head(self, seed: int) -> None:
-        """Biases 0, norms 1; matrices Glorot uniform in the head `google`, as TensorFlow's default, otherwise normal.
+        """Sets biases to 0 and norms to 1, and draws matrices.
 
-        The normal distribution has a standard deviation of 0.02, as in `transformers`.
+        They are Glorot uniform in the head `google`, as is TensorFlow's default, else normal with a standard deviation
+        of 0.02, as in `transformers`.
         """
         random = torch.Generator().manual_seed(seed)
         for name, parameter in self.head.named_parameters():
-            values = torch.empty(parameter.shape)  # drawn on the CPU, so that every device starts with the same head
+            values = torch.empty(parameter.shape)  # drawn on the CPU: the same head on every device
             if parameter.dim() < 2:
                 values.fill_(0.0 if name.endswith("bias") else 1.0)
             elif self.head_kind == "google":
@@ -207,7 +208,7 @@ class TaskModel(EncoderWithHead):
                 parameter.copy_(values)
 
     def outputs(self, inputs: Inputs, compute: ComputeConfig, dropout_key: Tensor | None = None) -> Tensor:
-        """The head's outputs, fp32 [n, C] or [T, C]."""
+        """Returns the head's outputs, fp32 [n, C] or [T, C]."""
         probability = self.head_dropout if self.training else 0.0
         hidden = self.hidden_states(inputs, compute, dropout_key)
         outputs: Tensor = self.head(hidden, Dropout(probability, dropout_key, _HEAD_CALL))
@@ -221,4 +222,4 @@ class TaskModel(EncoderWithHead):
     def losses(
         self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, dropout_key: Tensor | None = None
     ) -> Tensor:
-        """The loss of each example, or of each token, fp32 [n] or [R, L]."""
+        """Returns the loss of each example, fp32 [n], or of each token, [R, L], given the whole batch."""

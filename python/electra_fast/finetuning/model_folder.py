@@ -35,15 +35,15 @@ from electra_fast.huggingface.encoder import read_state
 HEAD_KEY = "electra_fast_head"
 """Our key in config.json, for a head without a class in `transformers`: "google"."""
 KIND_KEY = "electra_fast_kind"
-"""Our key in config.json: the kind of task, where such a head has no class that tells."""
+"""Our key in config.json: the task type, which a head without a class does not tell."""
 LENGTH_KEY = "electra_fast_sequence_length"
-"""Our key in config.json: the length at which the examples were cut in training."""
+"""Our key in config.json: the longest example in training, in tokens."""
 TEXTS_KEY = "electra_fast_num_texts"
-"""Our key in config.json: 1 where an example is a text, 2 where it is a pair."""
+"""Our key in config.json: 1 if an example is a text, 2 if it is a pair."""
 COLUMNS_KEY = "electra_fast_text_columns"
-"""Our key in config.json: the text columns of the files of own data, first those of the training file."""
+"""Our key in config.json: the text columns of own data, those of the training file first."""
 SETTINGS_KEY = "electra_fast_settings"
-"""Our key in config.json: how long texts are cut into chunks and answers or entities are found."""
+"""Our key in config.json: the task type's settings for prediction."""
 RAW_CLASSES = {architecture: HEADLESS[name] for name, architecture in MODEL_TYPES.items()}
 _FAMILIES = {"bert": "Electra", "modern": "ModernBert"}
 
@@ -113,7 +113,7 @@ def write_finetuned(folder: Path, finetuned: Finetuned, special_ids: Mapping[str
 
 
 def read_finetuned(folder: Path) -> Finetuned:
-    """A folder of one of `transformers`' classes, written here or elsewhere, or of a head of ours.
+    """Reads a folder of one of `transformers`' classes, written here or elsewhere, or of a head of ours.
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """

@@ -44,10 +44,10 @@ class FinetunedModel:
     """A fine-tuned model.
 
     Args:
-        finetuned: As read from its folder.
-        tokenizer: The folder's.
-        device: Where it computes.
-        precision: Of the activations, `fp32` or `bf16`; by default the faster one.
+        finetuned: The model as read from its folder.
+        tokenizer: The folder's tokenizer.
+        device: The device.
+        precision: Precision of the activations, `fp32` or `bf16`; by default the faster one.
     """
 
     def __init__(self, finetuned: Finetuned, tokenizer: Tokenizer, device: torch.device, precision: str = AUTO) -> None:
@@ -58,7 +58,7 @@ class FinetunedModel:
             TASK_TYPES[finetuned.kind],
             dict(finetuned.settings),
         )
-        self._settings.pop("n_best", None)  # is chosen at each prediction
+        self._settings.pop("n_best", None)  # chosen at each prediction
         self._task = Task(
             name=finetuned.kind,
             kind=finetuned.kind,
@@ -73,7 +73,7 @@ class FinetunedModel:
         self._compute, self.note = choose_inference(self._model, device, precision)
 
     def predict(self, examples: Iterable[Any], **settings: Any) -> list[Prediction]:
-        """An answer per example, in their order.
+        """Returns an answer per example, in their order.
 
         Classification and regression: examples are texts, or pairs of texts. `{"label": name, "scores": {name:
         probability}}` for classes, `{"labels": [...], "scores": {...}}` for several labels at once, `{"value": x}` for
@@ -87,7 +87,7 @@ class FinetunedModel:
 
         Args:
             examples: What to predict.
-            settings: Of question answering: `n_best` answers to list, `null_threshold` in place of the model's own.
+            settings: For question answering: `n_best` answers to list, `null_threshold` in place of the model's own.
         """
         check_settings(settings, self.task_type.prediction_settings, self.kind)
         split = self._split(examples)
@@ -98,7 +98,7 @@ class FinetunedModel:
         return list(self.task_type.answers(self._task, split, features, outputs, self._settings | settings))
 
     def outputs(self, examples: Iterable[Any]) -> Any:
-        """Logits, or values for regression: float32 [n, labels], in tagging [words, labels]; of questions readings."""
+        """Returns logits or values, float32 [n, labels], in tagging [words, labels]; for questions, readings."""
         split = self._split(examples)
         if not split.texts:
             return np.zeros((0, len(self.labels)), np.float32)
@@ -112,19 +112,19 @@ class FinetunedModel:
 
 
 def _scheme(labels: Iterable[str]) -> str:
-    """Of the tags of a model from elsewhere: entities where one is written as B-PER or the like."""
+    """Returns the scheme of a model from elsewhere: its tags delimit entities if one looks like B-PER."""
     return "IOB2" if any(label[1:2] == "-" for label in labels) else "none"
 
 
 def check_settings(given: Iterable[str], known: Collection[str], kind: str) -> None:
-    """Raises InputError for a setting that a kind of prediction does not have."""
+    """Raises InputError for a setting that the task type does not have."""
     refused = next((name for name in given if name not in known), None)
     if refused is not None:
         raise InputError(f"--{refused.replace('_', '-')} is not for {kind}")
 
 
 def _prediction_config(finetuned: Finetuned) -> FinetuneSection:
-    """The keys of a configuration that prediction reads; InputError where the folder's are not valid."""
+    """Returns the configuration for prediction; raises InputError if the folder's settings are invalid."""
     names = {each.name for each in dataclasses.fields(FinetuneSection)}
     settings = {name: value for name, value in finetuned.settings.items() if name in names}
     threshold = finetuned.settings.get("null_threshold")
@@ -139,9 +139,9 @@ def _prediction_config(finetuned: Finetuned) -> FinetuneSection:
 
 
 def load_finetuned(folder: str | Path, *, precision: Precision = "auto") -> FinetunedModel:
-    """The model of a folder that `finetune` wrote, or of another one of `transformers`' classes for these tasks.
+    """Loads a folder that `finetune` wrote, or one of `transformers`' classes for these tasks.
 
-    `precision` is that of the activations; `auto` is bf16 on CUDA, on a CPU what a short measurement finds faster.
+    `precision` is that of the activations; `auto` is bf16 on CUDA, on a CPU the faster in a short measurement.
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
@@ -171,20 +171,19 @@ def predict_file(
 ) -> int:
     """Writes an answer per example of a file, as lines of JSON in its order, to `out` or standard output.
 
-    Reads and writes in a stream: but for .json files, the input may be larger than memory. An answer has the other
-    columns of its row, too; one that has the name of a field of the answers is in the answer's field `input`. Returns
-    the number of examples.
+    Streams: except for .json files, the input may be larger than memory. An answer also has the other columns of its
+    row; those named like a field of the answer are in its field `input`. Returns the number of examples.
 
     Args:
-        model: A fine-tuned folder; for the task `errors` a run, checkpoint or export.
+        model: A fine-tuned folder; for the task `errors`, a run, checkpoint or export.
         file: .txt (a text per line), .tsv, .csv, .jsonl, .json, .parquet or .arrow; for tagging also CoNLL columns, for
             questions SQuAD's .json. A pipe, or `-` for standard input, is answered as it comes.
-        out: Replaced when all is written.
-        text: The column of the text, or those of a pair; by default those of training, or the usual ones.
-        quoting: As for `tables.Dialect`.
-        delimiter: Likewise.
-        format: The extension that the file should have, such as `csv`; by default its own, or that of its content.
-        skip_bad_rows: How many rows that cannot be used may be left out.
+        out: Output file, replaced when all is written.
+        text: The text column, or both of a pair; by default those of training, or the usual ones.
+        quoting: As for `delimited.Dialect`.
+        delimiter: As for `delimited.Dialect`.
+        format: Read the file as if it had this extension, such as `csv`; by default its own, or by its content.
+        skip_bad_rows: Number of unusable rows that may be left out.
         task: `errors`: the model's replaced-token detector marks words that do not belong.
         precision: As for `load_finetuned`.
         settings: `n_best` and `null_threshold` as for `FinetunedModel.predict`; `threshold` of `errors`.
@@ -214,7 +213,7 @@ def predict_file(
     with contextlib.ExitStack() as stack:
         try:
             examples = stack.enter_context(open_examples(reader, source))
-            first = list(itertools.islice(examples.rows, 1))  # what is wrong is said before anything is written
+            first = list(itertools.islice(examples.rows, 1))  # report errors before anything is written
         except InputError as error:
             raise InputError(f"{error}; {model} is for {task or predictor.kind}") from None
         rows = itertools.chain(first, examples.rows)
@@ -247,7 +246,7 @@ def _predict(
 
 
 def _chunks(examples: Examples) -> Iterator[list[tuple[Any, Row]]]:
-    """As many as are predicted together, or as are there; those before an error, too."""
+    """Yields as many examples as are predicted together or have arrived, also those before an error."""
     chunk: list[tuple[Any, Row]] = []
     try:
         for each in examples.rows:
@@ -264,7 +263,7 @@ def _chunks(examples: Examples) -> Iterator[list[tuple[Any, Row]]]:
 
 
 def _with_columns(answer: Prediction, row: Row) -> Prediction:
-    """An answer after the columns of its row; those of the same names are in its `input`."""
+    """Returns an answer after the columns of its row; those with its fields' names go into `input`."""
     row = {name: _as_json(value) for name, value in row.items()}
     same = {name: value for name, value in row.items() if name in answer or name == "input"}
     others = {name: value for name, value in row.items() if name not in same}
@@ -272,7 +271,7 @@ def _with_columns(answer: Prediction, row: Row) -> Prediction:
 
 
 def _as_json(value: Any) -> Any:
-    """A cell of any format as JSON has it: no NaN, times in ISO 8601, bytes in base64, the rest as text."""
+    """Returns a cell of any format as JSON: no NaN, times in ISO 8601, bytes in base64, the rest as text."""
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):
@@ -288,7 +287,7 @@ def _as_json(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _output(path: Path | None) -> Iterator[TextIO]:
-    """Standard output, or a file that takes its name only when it is whole; a pipe or a device is written at once."""
+    """Opens standard output, or a file that is renamed when complete; pipes and devices are written directly."""
     if path is None:
         yield sys.stdout
         return

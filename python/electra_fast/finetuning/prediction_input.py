@@ -1,4 +1,4 @@
-"""Examples to predict, from a file, a pipe or standard input, in a stream, with the columns that pass through."""
+"""Streams examples to predict from a file, a pipe or standard input, with the columns that pass through."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ from electra_fast.finetuning.readers.tables import FORMATS, OpenTable, Quoting, 
 
 
 class ExampleReader(ABC):
-    """What a kind of prediction takes for an example."""
+    """Reads the examples of one type of prediction."""
 
     usual_columns: tuple[tuple[str, ...], ...]
-    """Columns of a table's texts, of which the first that it has count."""
+    """Names of a table's text columns; the first that it has are read."""
     formats: tuple[str, ...] = FORMATS
-    """Of tables; any other file is left to `other_examples`."""
+    """Extensions of tables; other files go to `other_examples`."""
     id_column: str | None = None
-    """One that is part of the answers."""
+    """A column that becomes part of the answers."""
 
     def reads_lines(self, path: Path, text: tuple[str, ...]) -> bool:
-        """Whether the lines of a file with a table's ending are no rows or texts."""
+        """Returns whether a file with a table's extension is not a table, but read by `other_examples`."""
         return False
 
     @abstractmethod
     def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> Any:
-        """An example from the columns of a row; `number` counts from 0. ValueError where it cannot be used."""
+        """Returns an example from the columns of a row; `number` counts from 0. Raises InputError if it is unusable."""
 
     def reads_row(self, row: Row, columns: tuple[str, ...]) -> bool:
-        """Whether a table that begins with this row has an example in each."""
+        """Returns whether each row of a table that begins with this one is an example."""
         return bool(columns)
 
     def other_examples(self, file: Path, text: tuple[str, ...], quoting: Quoting) -> Iterator[Any] | None:
-        """The examples of a file that is no table of them; None if the kind has only tables."""
+        """Returns the examples of a file that is not a table of them; None if there are only tables."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What to predict, and how it is read.
+    """A file to predict, and how it is read.
 
     Args:
         path: The file; `-` is standard input.
-        text: The text columns, if they are chosen.
-        trained_text: Those of the files that it was trained and scored on, as far as they are known.
-        num_texts: How many there have to be; None if that is not known.
+        text: The chosen text columns, if any.
+        trained_text: The text columns of the training and validation files, if known.
+        num_texts: Texts per example; None if unknown.
         quoting: As for `tables.iterate_rows`.
-        format: The extension that the file should have; empty for its own.
-        skip_bad_rows: How many rows that cannot be used may be left out.
+        format: Read the file as if it had this extension; empty for its own.
+        skip_bad_rows: Number of unusable rows that may be left out.
     """
 
     path: Path
@@ -74,9 +74,9 @@ class Examples:
     """Examples with the columns of their rows that are not part of them.
 
     Args:
-        rows: The pairs of both; they end with an InputError after more bad rows than are allowed.
-        is_idle: Whether the next one would have to be waited for.
-        notes: Lines that the user should see; complete after the last example.
+        rows: Pairs of an example and its columns; raises InputError after more bad rows than allowed.
+        is_idle: Returns whether the next example has not arrived yet.
+        notes: Lines for the user; complete after the last example.
     """
 
     rows: Iterator[tuple[Any, Row]]
@@ -86,7 +86,7 @@ class Examples:
 
 @contextlib.contextmanager
 def open_examples(reader: ExampleReader, source: Source) -> Iterator[Examples]:
-    """Opens what is to be predicted. Raises FileNotFoundError, or InputError naming what cannot be used."""
+    """Opens a source. Raises FileNotFoundError, or InputError naming what cannot be used."""
     is_table = extension(source.path) in ("", *reader.formats) and not reader.reads_lines(source.path, source.text)
     if not source.format and not is_table:
         numbers = next(filter(_are_numbers, source.trained_text), ())
@@ -121,7 +121,7 @@ def _rows(reader: ExampleReader, source: Source, table: OpenTable) -> Iterator[t
             example = reader.example(source.path, line, row, columns, number)
         if bad.number > bad.allowed:
             if is_stream(source.path):
-                break  # of a file, all that is wrong is said at once
+                break  # for a file, all bad rows are reported at once
         elif example is not None:
             yield example, {name: value for name, value in row.items() if name not in (*columns, reader.id_column)}
             number += 1
@@ -133,7 +133,7 @@ def _rows(reader: ExampleReader, source: Source, table: OpenTable) -> Iterator[t
 
 
 def _columns(reader: ExampleReader, source: Source, table: OpenTable, first: Row) -> tuple[str, ...]:
-    """The columns of the texts: those that are chosen, those of training, or the usual ones; empty if it has none."""
+    """Returns the text columns: the chosen ones, those of training, or the usual ones; empty if it has none."""
     names = table.columns or tuple(first)
     if source.text:
         if table.columns is not None:
@@ -146,7 +146,7 @@ def _columns(reader: ExampleReader, source: Source, table: OpenTable, first: Row
 def _others(
     reader: ExampleReader, source: Source, table: OpenTable, rows: Iterator[tuple[int, Row]], bad: BadRows
 ) -> Iterator[Any]:
-    """The examples of a table whose rows are none; a pipe is read to its end for that."""
+    """Yields the examples of a table whose rows are not examples; a pipe is first read to its end."""
     with tempfile.TemporaryDirectory() as folder:
         path = source.path
         if is_copied := is_stream(path) or source.format != "":
@@ -164,7 +164,7 @@ def _others(
 
 
 def _write_copy(path: Path, rows: Iterator[tuple[int, Row]]) -> None:
-    """Writes rows as text, CSV or JSON lines, each at its own line where that is possible."""
+    """Writes rows as text, CSV or JSON lines, keeping their line numbers if possible."""
     with path.open("w", encoding="utf-8", newline="") as file:
         cells, number = csv.writer(file), 1
         for line, row in rows:
@@ -186,5 +186,5 @@ def _no_columns(source: Source, first: Row) -> InputError:
 
 
 def _are_numbers(columns: tuple[str, ...]) -> bool:
-    """Whether they are those of a file without a header."""
+    """Returns whether the columns are numbers, as in a file without a header."""
     return all(re.fullmatch(r"-?[0-9]+", name) for name in columns)

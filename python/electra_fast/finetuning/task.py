@@ -1,4 +1,4 @@
-"""The data model of fine-tuning: a task, its splits, and what the readers `glue` and `own_data` return."""
+"""The data model of fine-tuning: a task and its splits, as the readers return them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is predicted, and how it is scored."""
+    """A task: what is predicted, and how it is scored."""
 
     name: str
-    """A task such as `sst2` or `squad2`; the kind's name for a user's own data."""
+    """A task such as `sst2` or `squad2`; for a user's own data, the task type."""
     kind: str
     """The task type, a key of `tasks.TASK_TYPES`."""
     labels: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Task:
     scheme: str = "none"
     """Tagging: `IOB2` where tags delimit entities (whatever the file's own scheme), `none` where each is a label."""
     has_unanswerable: bool = False
-    """Question answering: whether a question may have no answer in its context."""
+    """Question answering: a question may have no answer in its context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Split:
     object [n] of int64 [words] tag ids (tagging) or of tuples of `Answer`, empty where there is none (question
     answering). None if the file has no labels; a test example that has none is `NO_CLASS` or NaN."""
     ids: list[str]
-    """What a prediction file calls each example: the file's own index column if it has one, else the 0-based number."""
+    """The name of each example in prediction files: from the file's own index column, else its number from 0."""
     words: list[NDArray[np.int64]] | None = None
     """Tagging: the words of each text as [words, 2] first and past-the-last characters."""
 
@@ -74,22 +74,22 @@ class TaskData:
     task: Task
     train: Split
     dev: tuple[Split, ...]
-    """The first one's score counts."""
+    """The first one's score is reported."""
     test: tuple[Split, ...]
     notes: tuple[str, ...]
-    """Lines that the user should see: what was left out, what was set aside."""
+    """Lines for the user: examples left out or set aside."""
     text_columns: tuple[tuple[str, ...], ...] = ()
-    """Own data: the columns of the texts where they are known, first those of the training file."""
+    """Own data: the text columns if known, those of the training file first."""
 
 
 def check_dev_fraction(fraction: float) -> None:
-    """Raises InputError unless it is a share of the training examples that can be set aside."""
+    """Raises InputError unless `fraction` is above 0 and below 1."""
     if not 0 < fraction < 1:
         raise InputError(f"dev_fraction is {fraction}; it has to be above 0 and below 1")
 
 
 def select(split: Split, name: str, rows: Sequence[int] | NDArray[np.intp]) -> Split:
-    """A new split of the examples at the positions `rows`."""
+    """Returns a new split of the examples at the positions `rows`."""
     return dataclasses.replace(
         split,
         name=name,

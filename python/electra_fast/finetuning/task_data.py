@@ -38,7 +38,7 @@ def read_tasks(
     Args:
         names: Tasks; several as a sequence or with commas.
         data: Folder of GLUE tasks or of SQuAD's files.
-        files: Own files: `train`, and `dev` and `test` where there are any.
+        files: Own files: `train`, and optionally `dev` and `test`.
         columns: Keyword arguments of the reader of own data.
 
     Raises FileNotFoundError, or ValueError naming what is wrong.
@@ -85,14 +85,14 @@ def _read_own(
 
 
 def _options(kind: str) -> dict[str, Any]:
-    """The names and defaults of a reader's keyword arguments, and the delimiter, which is part of its `quoting`."""
+    """Returns names and defaults of a reader's keyword arguments, and the delimiter, which is part of its `quoting`."""
     parameters = inspect.signature(_READERS[kind]).parameters.values()
     options = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
     return options | ({"delimiter": ""} if "quoting" in options else {})
 
 
 def _given(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not a reader's default."""
+    """Returns the options that differ from their defaults."""
     defaults = {name: value for kind in OWN_KINDS for name, value in _options(kind).items()}
     unknown = next((name for name in columns if name not in defaults), None)
     if unknown is not None:
@@ -115,13 +115,13 @@ def _known(name: str) -> str:
 
 
 def _squad_name(name: str) -> str | None:
-    """`squad1` for `SQuAD-v1.1` and the like."""
+    """Returns `squad1` for `SQuAD-v1.1` and the like."""
     found = re.fullmatch(r"squad[ _-]?v?([12])(\.[01])?", name.lower())
     return found and f"squad{found[1]}"
 
 
 def _with_all(chosen: list[str], data: Path) -> list[str]:
-    """The tasks, with those that the folder holds in place of `glue`."""
+    """Returns the tasks, with those in the folder in place of `glue`."""
     if ALL not in chosen:
         return chosen
     held = glue.held_tasks(data)

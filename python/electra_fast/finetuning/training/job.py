@@ -1,4 +1,4 @@
-"""A task made ready for training: its configuration, tokenized examples and weights, which all seeds share."""
+"""A task ready for training: configuration, tokenized examples and weights, shared by all seeds."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from electra_fast.model.matmul import DEFAULT, ONEDNN, choose_matmul, measure_ma
 from electra_fast.training.hardware import faster_precision, shortest_times, threads_of, times_text
 from electra_fast.training.step_processes import max_processes
 
-# Keys that a session may change: they do not change a result, or only its rounding.
+# Keys that may change between sessions: they affect at most a result's rounding.
 FREE_KEYS = {"checkpoint_seconds", "matmul"}
-# In the folder of a task: what decides its results.
+# File in the folder of a task: all that decides its results.
 IDENTITY = "task.json"
 MAX_NAMED_CLASSES = 20
-# Of a pass whose time decides about the precision: half a second with an encoder of base size.
+# Longest pass that is timed to choose the precision: half a second with an encoder of base size.
 MAX_MEASURED_TOKENS = 1024
 
 
@@ -49,15 +49,15 @@ class Job:
 
     Args:
         data: The task and its splits.
-        config: How it is trained.
-        encoder: From what it starts.
-        folder: What it leaves, `DIR/TASK`.
+        config: The section `[finetune]`.
+        encoder: The pre-trained encoder.
+        folder: Output folder, `DIR/TASK`.
         training_set: The tokenized training examples, with their targets and weights.
         splits: The tokenized examples to predict, by the name of their split.
         work: The computation of a step.
-        device: Where.
-        num_processes: On a CPU, processes that share a step.
-        notes: What was chosen by measurement.
+        device: The device.
+        num_processes: Processes that share a step on a CPU.
+        notes: Choices made by measurement, for the user.
     """
 
     data: TaskData
@@ -73,7 +73,7 @@ class Job:
 
     @property
     def task(self) -> Task:
-        """What is predicted."""
+        """The task."""
         return self.data.task
 
     @property
@@ -88,23 +88,23 @@ class Job:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of a seed."""
+        """Optimizer steps per seed."""
         return batches.num_steps(self.config, len(self.examples))
 
     @property
     def num_tokens(self) -> int:
-        """About how many tokens a seed trains on."""
+        """Approximate number of tokens that a seed trains on."""
         return math.ceil(len(self.examples.ids) * self.config.epochs)
 
     def pack(self, chosen: NDArray[Any]) -> list[PackedBatch]:
-        """Some training examples, packed for a step."""
+        """Packs training examples for a step."""
         if self.work.captures(self.device):
             config = self.config
             return [batches.pack_static(self.examples, chosen, config.sequence_length, config.batch_size)]
         return batches.pack(self.examples, chosen, self.num_processes)
 
     def identity(self) -> dict[str, Any]:
-        """What decides a seed's model, but for rounding and hardware: a run resumes only where it is the same."""
+        """Returns all that decides a seed's model but rounding and hardware; a run resumes only if it is unchanged."""
         settings = dataclasses.asdict(self.config)
         return {
             "task": dataclasses.asdict(self.task) | {"labels": list(self.task.labels)},
@@ -116,20 +116,20 @@ class Job:
 
     @property
     def hardware(self) -> dict[str, str]:
-        """What suits the device, as chosen at first; a resumed fine-tuning keeps it."""
+        """The choices made for the device; a resumed fine-tuning keeps them."""
         dtype, matmul = self.work.compute.dtype, self.work.compute.matmul
         precision = next(name for name, each in DTYPES.items() if each == dtype)
         return {"device": self.device.type, "precision": precision, "matmul": matmul}
 
     @functools.cached_property
     def predicted(self) -> dict[str, str]:
-        """What identifies the content of each split that is predicted, wherever its file is."""
+        """A content hash of each split that is predicted, independent of its path."""
         splits = (*self.data.dev, *self.data.test)
         return {each.name: _content_hash(each, "\0".join(each.ids)) for each in splits}
 
     @functools.cached_property
     def majority(self) -> dict[str, float]:
-        """The scores of always giving the training examples' most frequent answer, under the names of a result's."""
+        """The scores of always predicting the most frequent training answer, named as in a result."""
         found: dict[str, float] = {}
         for split in (*self.data.dev, *self.data.test):
             if split.targets is not None:
@@ -138,7 +138,7 @@ class Job:
 
     @functools.cached_property
     def absent(self) -> dict[str, list[str]]:
-        """The classes of which a split has no example, by the split's name."""
+        """The classes without an example, by split."""
         found: dict[str, list[str]] = {}
         for split in (self.data.train, *self.data.dev, *self.data.test):
             if names := [name for name, size in self.task_type.class_sizes(self.task, split).items() if not size]:
@@ -146,7 +146,7 @@ class Job:
         return found
 
     def describe(self) -> Iterator[str]:
-        """Lines about the data that a user should know before training."""
+        """Yields lines about the data that the user should see before training."""
         yield from self.data.notes
         for note in self.notes:
             yield f"{self.task.name}: {note}"
@@ -180,7 +180,7 @@ def make_job(
 
 
 def _recorded_hardware(folder: Path, device: torch.device) -> dict[str, str]:
-    """What an earlier session chose for this kind of device; before that was recorded, it was fp32 on a CPU."""
+    """Returns an earlier session's choices for this type of device; before they were recorded: fp32 on a CPU."""
     path = folder / IDENTITY
     if not path.exists():
         return {}
@@ -191,7 +191,7 @@ def _recorded_hardware(folder: Path, device: torch.device) -> dict[str, str]:
 
 
 def _measured(job: Job) -> Job:
-    """The job with the library of fp32 products, and then the precision, that train its first examples faster."""
+    """Returns the job with the library of fp32 products, then the precision, that train its first examples faster."""
     settings, notes, work = job.config, [], job.work
     with threads_of(job.num_processes):
         if choose_matmul(settings.matmul, job.device) == AUTO:
@@ -207,12 +207,12 @@ def _measured(job: Job) -> Job:
 
 
 def _num_tokens(job: Job) -> int:
-    """Tokens of a step."""
+    """Returns the number of tokens in a step."""
     return int(job.examples.lengths[: job.config.batch_size].sum())
 
 
 def _seconds_by_precision(job: Job, work: FinetuningWork) -> dict[str, float]:
-    """Seconds of a process' forward and backward pass over its part of the first step."""
+    """Times one process' forward and backward pass over its part of the first step, by precision."""
     lengths = job.examples.lengths[: job.config.batch_size]
     enough = np.searchsorted(lengths.cumsum(), MAX_MEASURED_TOKENS * job.num_processes)
     examples = np.arange(max(1, min(len(lengths), int(enough))))
@@ -265,7 +265,7 @@ def _sizes_text(sizes: Mapping[str, int]) -> str:
 
 
 def _content_hash(split: Split, more: str = "") -> str:
-    """Identifies texts, words and targets."""
+    """Returns a hash of texts, words and targets."""
     digest = hashlib.sha256(f"{len(split.texts)}{more}".encode("utf-8", "surrogatepass"))
     for texts in split.texts:
         digest.update("\0".join((*texts, "")).encode("utf-8", "surrogatepass"))
@@ -279,7 +279,7 @@ def _content_hash(split: Split, more: str = "") -> str:
 
 
 def first_difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str | None:
-    """The first entry in which two identities differ, as text; None where they are equal."""
+    """Describes the first entry in which two identities differ; None if they are equal."""
     for name in sorted(before.keys() | now.keys()):
         was, is_now = before.get(name), now.get(name)
         if isinstance(was, Mapping) and isinstance(is_now, Mapping):

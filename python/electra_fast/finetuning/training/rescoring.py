@@ -1,7 +1,4 @@
-"""What an earlier session finished: its result, checked, and scored again where validation or test data have changed.
-
-The model does not depend on these data, so that it need not be trained again.
-"""
+"""Scores a finished seed again if validation or test data have changed; the model does not depend on them."""
 
 from __future__ import annotations
 
@@ -26,20 +23,20 @@ from electra_fast.interruption import StopRequest
 
 
 def outdated_splits(job: Job, result: dict[str, Any]) -> list[Split]:
-    """The splits whose examples or labels are not those that a result is of."""
+    """Returns the splits whose examples or labels differ from those that a result was scored on."""
     known = {name: split["content"] for name, split in result.get("splits", {}).items()}
     splits = [*job.data.dev, *job.data.test]
     found = [each for each in splits if known.get(each.name) != job.predicted[each.name]]
-    # The first validation split decides which answers to questions count as none.
+    # The first validation split sets the threshold of the odds of no answer.
     return splits if job.task.has_unanswerable and job.data.dev[0].name in {each.name for each in found} else found
 
 
 def rescore(
     job: Job, folder: Path, result: dict[str, Any], outdated: Sequence[Split], stop: StopRequest
 ) -> dict[str, Any]:
-    """Predicts and scores the splits `outdated` with a finished model; returns the new result.
+    """Predicts and scores the `outdated` splits with a finished model; returns the new result.
 
-    Until it is finished, the result on disk says that these splits have to be done.
+    Meanwhile, the result on disk lacks these splits.
     """
     started, known = time.monotonic(), dict(result.get("splits", {}))
     names = {each.name for each in outdated}
@@ -63,7 +60,7 @@ def rescore(
 
 
 def _finished_model(job: Job, folder: Path) -> TaskModel:
-    """The trained network, whose outputs are again those of training."""
+    """Returns the trained network, with outputs as in training."""
     finetuned = read_finetuned(folder)
     config = dataclasses.replace(job.config, head=cast(Any, finetuned.head), head_dropout=0.0)
     model = job.task_type.model(finetuned.shape, config, len(finetuned.labels))

@@ -1,7 +1,7 @@
 """One seed of a task: trains, resumes where it was killed, and leaves model, predictions and scores.
 
-A seed's folder has checkpoints/ and metrics.jsonl while it trains, as a run of pre-training; result.json comes last and
-makes it finished. It has the checksums of what a later session reads again.
+While a seed trains, its folder has checkpoints/ and metrics.jsonl, as a pre-training run has. result.json is written
+last and marks the seed as finished.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NUM_LOGS = 100
 
 @dataclass
 class SeedState:
-    """Where a seed stands, besides its tensors."""
+    """Progress of a seed, besides its tensors."""
 
     step: int = 0
     seconds: float = 0.0
@@ -59,9 +59,9 @@ def predict_splits(
     scored: dict[str, dict[str, Any]],
     check_stop: Callable[[], None],
 ) -> str | None:
-    """Writes predictions, and adds what identifies each split and its scores to `scored`.
+    """Writes predictions, and adds each split's identity and scores to `scored`.
 
-    Returns a warning if the model has learned nothing, as the first validation split shows.
+    Returns a warning if the model has learned nothing, judged on the first validation split.
     """
     dev, warning = job.data.dev[0], None
     for split in splits:
@@ -82,8 +82,8 @@ class SeedRun:
 
     Args:
         job: The task.
-        step: Its step, whose model and optimizer are set for this seed.
-        seed: Decides the head's first values, the order of the examples, and dropout.
+        step: The training step; its model and optimizer are reset for this seed.
+        seed: Seeds the head's initialization, the order of the examples, and dropout.
     """
 
     def __init__(self, job: Job, step: FinetuneStep, seed: int) -> None:
@@ -97,18 +97,18 @@ class SeedRun:
         step.optimizer.reset()
         self.state, self._totals = SeedState(), torch.zeros(2, dtype=torch.float64, device=job.device)
         self.warnings: list[str] = []
-        """What is wrong with checkpoints of an earlier session."""
+        """Damage found in checkpoints of an earlier session."""
         checkpoint_folder.remove_unfinished(self.folder)
         if checkpoint_folder.steps(self.folder):
             self._restore()
         elif (self.folder / OLD_CHECKPOINT).is_dir():
-            # Resuming would give another model, unnoticed, if a bit of it were damaged; a seed is soon trained again.
+            # If a bit of it were damaged, resuming would silently give another model; a seed is soon trained again.
             self.warnings.append(
                 f"{self.folder / OLD_CHECKPOINT}: of an earlier version, without checksums; this seed starts again"
             )
 
     def train(self, stop: StopRequest, progress: FinetuningProgress) -> bool:
-        """Takes the remaining steps, or those until a stop; tells whether none remains."""
+        """Takes the remaining steps, or those until a stop; returns whether all are taken."""
         num_steps, state, first_step = self.job.num_steps, self.state, self.state.step
         log_every = max(1, num_steps // _NUM_LOGS)
         self.model.train()
@@ -141,7 +141,7 @@ class SeedRun:
         return sum(part.num_tokens for part in parts)
 
     def _collect_totals(self) -> None:
-        """Reads the totals from the device; raises Diverged where they are not numbers."""
+        """Reads the totals from the device; raises Diverged if they are not finite."""
         state = self.state
         loss, norm = self._totals.tolist()
         self._totals.zero_()
@@ -175,7 +175,7 @@ class SeedRun:
             checkpoint_folder.seal(folder, self.state)
 
         self._replace(checkpoint_folder.path_of(self.folder, self.state.step), write)
-        # Two are kept until the seed is finished, so that one is left if the other is damaged.
+        # Keep two until the seed is finished, in case one is damaged.
         for step in checkpoint_folder.steps(self.folder)[:-2]:
             remove(checkpoint_folder.path_of(self.folder, step))
 
@@ -191,9 +191,9 @@ class SeedRun:
         self.step.optimizer.load_state_dict(read_tensors(directory / "optimizer.safetensors"))
 
     def finish(self, stop: StopRequest) -> dict[str, Any]:
-        """Scores and predictions of the trained model; writes everything, and returns what result.json says.
+        """Predicts and scores with the trained model, writes everything, and returns the content of result.json.
 
-        Raises Interrupted where a stop is requested meanwhile.
+        Raises Interrupted if a stop is requested meanwhile.
         """
         started, splits = time.monotonic(), (*self.job.data.dev, *self.job.data.test)
 
@@ -211,7 +211,7 @@ class SeedRun:
         return result
 
     def interruption(self, stop: StopRequest) -> Interrupted:
-        """What to raise at a stop, after a checkpoint."""
+        """Returns the exception to raise at a stop, after a checkpoint."""
         return Interrupted(
             stop.signal, f"interrupted; {self.folder}: checkpoint at step {self.state.step}, run again to resume"
         )
